@@ -1,0 +1,1 @@
+"""Runs agents: unmodified programs as child processes, long-lived or one per episode."""

@@ -1,0 +1,61 @@
+"""The exception tree of the project's own failures.
+
+    UnderstudyError
+    +-- TaskError            a task file or a row of it is not usable (file, row and column named)
+    +-- EpisodeError         a request names an episode that cannot take it
+    |   +-- UnknownEpisode       no such episode or key
+    |   +-- EpisodeClosed        it ended (scored, failed, stale): nothing more is taken
+    |   +-- ScoreConflict        another value was stored before; the first one stays
+    +-- ScoreError           the value is not a finite number within the allowed range
+    +-- LeaseError           a batch lease expired, was superseded, or is unknown
+    +-- EngineError          the inference engine died or refused
+    +-- AgentError           an agent command cannot be started
+    +-- EnvError             an environment process cannot be started or died
+
+Messages name the thing, the rule, the value and the remedy. A bad episode is a record with a status; these exceptions
+reach the caller that sent the bad input, or end the run when a loop itself is broken.
+"""
+
+
+class UnderstudyError(Exception):
+    """Root of the tree."""
+
+
+class TaskError(UnderstudyError):
+    """A task file, or one of its rows, cannot be used."""
+
+
+class EpisodeError(UnderstudyError):
+    """A request names an episode that cannot take it."""
+
+
+class UnknownEpisode(EpisodeError):
+    """No episode has this id or key."""
+
+
+class EpisodeClosed(EpisodeError):
+    """The episode ended; nothing more is taken for it."""
+
+
+class ScoreConflict(EpisodeError):
+    """A different score was stored before; the first one stays."""
+
+
+class ScoreError(UnderstudyError):
+    """A score is not a finite number within the allowed range."""
+
+
+class LeaseError(UnderstudyError):
+    """A batch lease expired, was superseded, or is unknown."""
+
+
+class EngineError(UnderstudyError):
+    """The inference engine died or refused."""
+
+
+class AgentError(UnderstudyError):
+    """An agent command cannot be started."""
+
+
+class EnvError(UnderstudyError):
+    """An environment process cannot be started or died."""

@@ -1,0 +1,162 @@
+"""All records that flow: frozen, keyword-only, numpy arrays for tokens.
+
+Lifetimes: a `Task` lives as long as the run; an `Episode` from its lease to its score; a `Round` is written once, when its
+generation ends; a `Row` and a `TrainBatch` are assembled from rounds when the learner claims a batch, and are not stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+UInt8 = npt.NDArray[np.uint8]
+
+
+class EpisodeState(StrEnum):
+    """PENDING -> RUNNING -> SCORED | FAILED | STALE. A failed episode may be retried as a new attempt (a new episode)."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    SCORED = "scored"
+    FAILED = "failed"
+    STALE = "stale"
+
+
+class GroupState(StrEnum):
+    """OPEN (members outstanding) -> READY (all scored) -> LEASED (in a batch) -> TRAINED; or EVICTED with a reason."""
+
+    OPEN = "open"
+    READY = "ready"
+    LEASED = "leased"
+    TRAINED = "trained"
+    EVICTED = "evicted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One parquet row, in verl's columns."""
+
+    task_id: str
+    """Unique in the run: `<file stem>:<row number>` unless the row has an `extra_info.index`-free id of its own."""
+    prompt: list[dict[str, Any]]
+    """Chat messages, each with `role` and `content`."""
+    data_source: str = "unknown"
+    ground_truth: Any = None
+    """`reward_model.ground_truth`: for the scorer only, never sent to an agent."""
+    agent_name: str | None = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+    def public(self) -> dict[str, Any]:
+        """What an agent may see: everything but the ground truth."""
+        return {
+            "task_id": self.task_id,
+            "data_source": self.data_source,
+            "prompt": self.prompt,
+            "agent_name": self.agent_name,
+            "extra_info": self.extra_info,
+        }
+
+    def private(self) -> dict[str, Any]:
+        """What a scorer sees: the public part and the ground truth."""
+        return {**self.public(), "ground_truth": self.ground_truth}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """One try at a task: member `sample_index` of group `group_id`."""
+
+    episode_id: str
+    """`<group_id>-<sample_index>-<attempt>`; never reused."""
+    task: Task
+    group_id: int
+    sample_index: int
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One request and its generation. Only the new tokens are stored: the rest is the parent's."""
+
+    episode_id: str
+    round_index: int
+    """0, 1, 2, ... in the order in which generations ended, within the episode."""
+    parent: int | None
+    """`round_index` of the round whose prompt + sampled ids this prompt starts with; None: a root."""
+    tail_ids: Int32
+    """[P] prompt ids after the parent's prompt + sampled ids (the whole prompt for a root)."""
+    sampled_ids: Int32
+    """[S] ids that the policy sampled."""
+    logprobs: Float32
+    """[S] natural-log probabilities under the behaviour policy, at the sampling temperature."""
+    versions: Int32
+    """[S] policy version that sampled each token."""
+    finish_reason: str = "stop"
+    """stop | length | tool_calls | abort. An aborted round is recorded and never trained."""
+
+    def __post_init__(self) -> None:
+        sizes = {len(self.sampled_ids), len(self.logprobs), len(self.versions)}
+        if len(sizes) != 1:
+            raise ValueError(
+                f"round {self.round_index} of episode {self.episode_id}: sampled_ids, logprobs and versions must have equal "
+                f"lengths, got {len(self.sampled_ids)}, {len(self.logprobs)}, {len(self.versions)}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One branch (root-to-leaf path) of an episode's token tree: one training row of T tokens."""
+
+    episode_id: str
+    group_id: int
+    score: float
+    """The episode's score, as the environment reported it."""
+    ids: Int32
+    """[T] prompt and sampled ids, as the engine saw them."""
+    mask: UInt8
+    """[T] 1 where the policy sampled the token and this row trains it; 0 for prompts, observations, shared prefixes."""
+    logprobs: Float32
+    """[T] behaviour log-probability where mask is 1, else 0."""
+    versions: Int32
+    """[T] policy version where mask is 1, else -1."""
+    rounds: Int32
+    """[T] round index where mask is 1, else -1."""
+    loss_weight: float = 1.0
+    """1 / number of rows of the episode: an episode counts once however many branches it has."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_trained(self) -> int:
+        return int(self.mask.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """A full batch of scored groups under one lease. `rows` are grouped by `group_id`, oldest group first."""
+
+    rows: list[Row]
+    lease_id: int = 0
+    group_ids: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def scores(self) -> Float32:
+        """[E] one score per episode, in first-seen order."""
+        seen: dict[str, float] = {}
+        for row in self.rows:
+            seen.setdefault(row.episode_id, row.score)
+        return np.array(list(seen.values()), dtype=np.float32)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return sum(row.num_trained for row in self.rows)
