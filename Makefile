@@ -1,0 +1,33 @@
+# Everything runs in .venv, made on first use. Python 3.11 or newer with pip, and make, are all that must be there.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test check setup format clean
+
+demo: $(READY)  ## run the main job: the demo model learns, in a few minutes, without a GPU
+	$(PY) -m learner.run
+
+test: $(READY)  ## all tests, with the real engine
+	$(PY) -m pytest -q tests
+
+check: $(READY)  ## format, lint, types, fast tests: under a minute
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(PY) -m pytest -q tests -m "not engine and not slow"
+
+setup: $(READY)  ## only prepare .venv
+
+$(READY): constraints.txt pyproject.toml scripts/setup.sh
+	PYTHON=$(PYTHON) bash scripts/setup.sh $(VENV)
+	touch $(READY)
+
+format: $(READY)
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+clean:
+	rm -rf $(VENV) runs data .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,183 @@
+"""Runs agents that nobody here wrote: child programs with our base URL in their environment.
+
+Called by the pipeline. Two ways, by `agents.per_episode`: long-lived programs that lease tasks themselves (`TASKS_URL`), or a fresh
+process for each episode (its task in `TASK_JSON`, its key in `OPENAI_API_KEY`). Each runs in a folder of its own without the
+checkout on its import path: the folder name `agents` is also the import name of the OpenAI Agents SDK.
+
+A program that crashes is data: its episodes fail with a reason, it is started again, and the run goes on. A program that keeps
+crashing without finishing an episode ends the run with its log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from buffers.errors import AgentError
+from buffers.task_pool import PoolClosed
+from env_adapters.process import Child, clean_environment, resolve_command
+
+logger = logging.getLogger(__name__)
+
+MAX_CRASHES = 5
+"""Crashes of a long-lived program in a row, with no episode finished in between, that end the run."""
+LEASE_WAIT_S = 3600.0
+LARGE_TASK_BYTES = 100_000
+"""A larger task goes to a file: an environment variable holds at most 128 KiB on Linux."""
+
+
+class Leased(Protocol):
+    """An episode handed to an agent."""
+
+    @property
+    def episode_id(self) -> str: ...
+    @property
+    def api_key(self) -> str: ...
+    @property
+    def task(self) -> dict[str, Any]: ...
+
+
+class TaskDesk(Protocol):
+    """What agents ask of the server, in Python (the HTTP routes are the same)."""
+
+    async def lease_episode(self, *, wait_s: float) -> Leased | None:
+        """The next episode, None when there is none yet. Raises PoolClosed when there are no more."""
+        ...
+
+    async def fail(self, episode_id: str, reason: str) -> None:
+        """The episode ended without a score."""
+        ...
+
+    @property
+    def num_scored(self) -> int:
+        """Episodes scored so far."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentPlace:
+    """Where an agent finds its model, and where it runs."""
+
+    base_url: str
+    """Root of the MockedServer, without /v1."""
+    worker_key: str
+    model: str
+    env_address: str
+    folder: Path
+
+    def environment(self, *, key: str) -> dict[str, str]:
+        """The variables that OpenAI and Anthropic clients read, and ours."""
+        return {
+            "OPENAI_BASE_URL": f"{self.base_url}/v1",
+            "OPENAI_API_BASE": f"{self.base_url}/v1",
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": self.base_url,
+            "ANTHROPIC_API_KEY": key,
+            "MODEL": self.model,
+            "TASKS_URL": f"{self.base_url}/tasks",
+            "ENV_ADDRESS": self.env_address,
+        }
+
+
+def check_command(command: Sequence[str]) -> list[str]:
+    """The resolved agent command; raises AgentError when its program is not found."""
+    try:
+        return resolve_command(command)
+    except FileNotFoundError as error:
+        raise AgentError(f"agents.command cannot be started: {error}") from None
+
+
+class LongLivedAgents:
+    """`processes` programs that lease tasks until there are none; crashed ones are started again."""
+
+    def __init__(
+        self, command: Sequence[str], *, place: AgentPlace, desk: TaskDesk, processes: int, concurrency: int
+    ) -> None:
+        self._command = check_command(command)
+        self._place = place
+        self._desk = desk
+        self._processes = processes
+        self._concurrency = concurrency
+        self.crashes = 0
+
+    async def run(self) -> None:
+        """Until every program ended with exit code 0. Cancelling stops the programs."""
+        async with asyncio.TaskGroup() as tasks:
+            for index in range(self._processes):
+                tasks.create_task(self._keep_running(index), name=f"agent {index}")
+
+    async def _keep_running(self, index: int) -> None:
+        folder = self._place.folder / f"agent-{index}"
+        share = max(1, self._concurrency // self._processes)
+        env = clean_environment({**self._place.environment(key=self._place.worker_key), "CONCURRENCY": str(share)})
+        in_a_row, scored = 0, self._desk.num_scored
+        while True:
+            child = await Child.start(self._command, env=env, cwd=folder, log=folder / "log.txt")
+            try:
+                code = await child.wait()
+            finally:
+                await child.stop()
+            if code == 0:
+                return
+            self.crashes += 1
+            in_a_row = in_a_row + 1 if self._desk.num_scored == scored else 1
+            scored = self._desk.num_scored
+            logger.warning("agent %d ended with code %d; its log: %s", index, code, child.log)
+            if in_a_row >= MAX_CRASHES:
+                raise AgentError(
+                    f"agents.command ended {in_a_row} times in a row without finishing an episode (exit code {code}); "
+                    f"its log {child.log} ends:\n{child.log_tail()}"
+                )
+
+
+class AgentPerEpisode:
+    """A fresh process for each episode, at most `concurrency` at once. Exit code 0 without a score is a failure too."""
+
+    def __init__(self, command: Sequence[str], *, place: AgentPlace, desk: TaskDesk, concurrency: int) -> None:
+        self._command = check_command(command)
+        self._place = place
+        self._desk = desk
+        self._concurrency = concurrency
+        self.crashes = 0
+
+    async def run(self) -> None:
+        """Until there are no more tasks. Cancelling stops the programs."""
+        async with asyncio.TaskGroup() as tasks:
+            for index in range(self._concurrency):
+                tasks.create_task(self._lane(index), name=f"agent lane {index}")
+
+    async def _lane(self, index: int) -> None:
+        folder = self._place.folder / f"lane-{index}"
+        with suppress(PoolClosed):
+            while True:
+                leased = await self._desk.lease_episode(wait_s=LEASE_WAIT_S)
+                if leased is not None:
+                    await self._play(leased, folder)
+
+    async def _play(self, leased: Leased, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        task = json.dumps(leased.task)
+        env = clean_environment(self._place.environment(key=leased.api_key))
+        env["EPISODE_ID"] = leased.episode_id
+        if len(task.encode()) < LARGE_TASK_BYTES:
+            env["TASK_JSON"] = task
+        else:
+            path = folder / "task.json"
+            path.write_text(task)
+            env["TASK_FILE"] = os.fspath(path.resolve())
+        child = await Child.start(self._command, env=env, cwd=folder, log=folder / "log.txt")
+        try:
+            code = await child.wait()
+        finally:
+            await child.stop()
+        if code != 0:
+            self.crashes += 1
+        # Already scored: nothing changes. Otherwise nobody will score it any more.
+        await self._desk.fail(leased.episode_id, f"agent exited with code {code} before a score was reported")

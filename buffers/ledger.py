@@ -1,0 +1,272 @@
+"""The ledger of a run: every task, group, episode, round, score and step, in one SQLite file or in memory.
+
+Called by the task pool, the server and the learner, from any thread. Each changing method queues an operation and
+returns a future: `.result()`, or `await asyncio.wrap_future(future)`. Operations are applied in the order of the calls,
+and a future is done once its operation is on disk: an acknowledged score implies that the episode's earlier rounds are
+stored.
+The books balance at every commit: scored episodes = scored in open + ready + leased + trained + evicted groups.
+With `path=None` the same code runs in memory and promises nothing beyond the process.
+
+It does not schedule (`task_pool`), does not wait for batches (`multi_round`) and knows no tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from numbers import Real
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from buffers import ledger_batches, ledger_episodes
+from buffers.codec import RoundBody, encode
+from buffers.errors import EpisodeError, ScoreError, TaskError, UnderstudyError
+from buffers.ledger_schema import MAX_SCORE, open_database
+from buffers.ledger_writer import Writer
+from buffers.records import Episode, EpisodeState, Round, Task, TrainBatch
+
+_MAX_REASON = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedEpisode:
+    """An episode that ended in the transaction just stored."""
+
+    episode_id: str
+    state: EpisodeState
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What a transaction changed, for those who wait."""
+
+    closed: tuple[ClosedEpisode, ...]
+    counts: dict[str, int]
+
+
+class Ledger:
+    """See the module. Errors of one operation are raised by its own future and do not touch its neighbours."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Open or make the file. Leased groups of a dead process are ready again; its running episodes are retried."""
+        db = open_database(path)
+        db.execute("BEGIN IMMEDIATE")
+        ledger_episodes.recover(db)
+        news = _read_news(db)
+        db.execute("COMMIT")
+        self._counts = news.counts
+        self._watchers: list[Callable[[News], None]] = []
+        self._watchers_lock = threading.Lock()
+        self._announced = _states(news.counts)
+        name = "in memory" if path is None else str(path)
+        self._writer = Writer(db, name=name, read_news=_read_news, keep_news=self._keep, publish=self._publish)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Store what was submitted and close the file. Idempotent."""
+        self._writer.close()
+
+    def counts(self) -> dict[str, int]:
+        """The books after the latest commit; costs nothing.
+
+        `groups/<state>`, `episodes/<state>`, `scored/<group state>` (scored episodes by the state of their group),
+        `evicted/<kind>`, `failed/<kind>` (a reason up to its first colon), `rounds`, `tokens` (sampled ones).
+        """
+        return dict(self._counts)
+
+    def watch(self, watcher: Callable[[News], None]) -> Callable[[], None]:
+        """Call `watcher` after each commit that moved a group or an episode; returns the call that ends this.
+
+        It runs in the writer's thread, after the futures of that commit are done: it must return at once, must not
+        raise and must not wait for the ledger.
+        """
+        with self._watchers_lock:
+            self._watchers.append(watcher)
+
+        def unwatch() -> None:
+            with self._watchers_lock:
+                if watcher in self._watchers:
+                    self._watchers.remove(watcher)
+
+        return unwatch
+
+    def put_tasks(self, tasks: Iterable[Task]) -> Future[int]:
+        """Store tasks; how many were new. Raises TaskError for one that JSON cannot hold."""
+        rows = [(task.task_id, _task_payload(task)) for task in tasks]
+        return self._writer.submit(partial(ledger_episodes.put_tasks, rows=rows))
+
+    def open_group(self, task_id: str, *, instance: int, group_size: int) -> Future[list[Episode]]:
+        """The pending episodes of a new group; an empty list when (task_id, instance) was opened before."""
+        _require(group_size >= 1, f"group_size must be >= 1, got {group_size}")
+        return self._writer.submit(
+            partial(ledger_episodes.open_group, task_id=task_id, instance=instance, group_size=group_size)
+        )
+
+    def adopt_episode(self, episode_id: str) -> Future[bool]:
+        """Open and start an episode of nobody's task, in a group of one; False when the id is known already."""
+        return self._writer.submit(partial(ledger_episodes.adopt_episode, episode_id=episode_id))
+
+    def start_episode(self, episode_id: str, *, version: int) -> Future[None]:
+        """PENDING -> RUNNING, under policy `version`."""
+        return self._writer.submit(partial(ledger_episodes.start_episode, episode_id=episode_id, version=version))
+
+    def start_pending(self, *, limit: int, version: int) -> Future[list[Episode]]:
+        """Start up to `limit` pending episodes, retries first, then the oldest."""
+        return self._writer.submit(partial(ledger_episodes.start_pending, limit=limit, version=version))
+
+    def put_round(self, round_: Round, /) -> Future[None]:
+        """Store a round of a running episode. Raises EpisodeError for numbers that could not be trained."""
+        return self._writer.submit(partial(ledger_episodes.put_round, stored=_stored_round(round_)))
+
+    def rounds(self, episode_id: str) -> Future[list[Round]]:
+        """The rounds of an episode, in order."""
+        return self._writer.submit(partial(ledger_batches.read_rounds, episode_id=episode_id))
+
+    def notify_score(self, episode_id: str, score: float, *, max_attempts: int = 1) -> Future[bool]:
+        """Store the score of a running episode: True; False when this value was stored before.
+
+        Raises ScoreError, UnknownEpisode, ScoreConflict (another value is stored and stays) or EpisodeClosed. An
+        episode that sampled nothing fails with reason `no rounds` instead (EpisodeClosed), and is tried again while it
+        has had fewer than `max_attempts`.
+        """
+        value = checked_score(score, episode_id=episode_id)
+        return self._writer.submit(
+            partial(ledger_episodes.notify_score, episode_id=episode_id, score=value, max_attempts=max_attempts)
+        )
+
+    def fail_episode(self, episode_id: str, reason: str, *, max_attempts: int) -> Future[Episode | None]:
+        """End an episode as failed: its next attempt, or None when the group was given up (its members are closed).
+
+        `reason`: a short kind, then optionally a colon and the detail; kinds are counted.
+        """
+        return self._writer.submit(
+            partial(
+                ledger_episodes.fail_episode,
+                episode_id=episode_id,
+                reason=reason[:_MAX_REASON],
+                max_attempts=max_attempts,
+            )
+        )
+
+    def claim(self, num_groups: int, *, min_version: int) -> Future[TrainBatch | None]:
+        """Lease a full batch of the oldest ready groups; None when there are fewer than `num_groups`.
+
+        Ready groups that hold a trained token older than `min_version` are evicted first.
+        """
+        _require(num_groups >= 1, f"num_groups must be >= 1, got {num_groups}")
+        return self._writer.submit(partial(ledger_batches.claim, num_groups=num_groups, min_version=min_version))
+
+    def commit_step(self, lease_id: int, *, step: int, version: int) -> Future[int]:
+        """The leased groups are trained by `step`, which made policy `version`; how many. Raises LeaseError."""
+        return self._writer.submit(partial(ledger_batches.commit_step, lease_id=lease_id, step=step, version=version))
+
+    def release(self, lease_id: int) -> Future[int]:
+        """Give a batch back untrained: its groups are ready again; how many. Raises LeaseError."""
+        return self._writer.submit(partial(ledger_batches.release, lease_id=lease_id))
+
+    def evict_stale(self, min_version: int) -> Future[list[str]]:
+        """Evict ready and open groups that hold a token older than `min_version`; the episodes that this ended."""
+        return self._writer.submit(partial(ledger_batches.evict_stale, min_version=min_version))
+
+    def _keep(self, news: News) -> None:
+        """Before the futures are done, so that a caller finds its own change in `counts`."""
+        self._counts = news.counts
+
+    def _publish(self, news: News) -> None:
+        states = _states(news.counts)
+        if not news.closed and states == self._announced:
+            return
+        self._announced = states
+        with self._watchers_lock:
+            watchers = list(self._watchers)
+        for watcher in watchers:
+            watcher(news)
+
+
+def checked_score(score: object, *, episode_id: str) -> float:
+    """`score` as a float; raises ScoreError for anything but a finite number."""
+    try:
+        value = float(score) if isinstance(score, Real) and not isinstance(score, bool) else math.nan
+    except OverflowError:
+        value = math.inf
+    if not abs(value) < MAX_SCORE:
+        raise ScoreError(
+            f"score of episode {episode_id} must be a finite number below {MAX_SCORE:g} in size, got {score!r:.100}; "
+            f"report it as failed if it has no score"
+        )
+    return value
+
+
+def _read_news(db: sqlite3.Connection) -> News:
+    closed = tuple(
+        ClosedEpisode(episode_id=episode_id, state=EpisodeState(state), reason=reason)
+        for episode_id, state, reason in db.execute("SELECT episode_id, state, reason FROM temp.closed")
+    )
+    if closed:
+        db.execute("DELETE FROM temp.closed")
+    return News(closed=closed, counts=dict(db.execute("SELECT name, n FROM tally").fetchall()))
+
+
+def _states(counts: dict[str, int]) -> dict[str, int]:
+    return {name: n for name, n in counts.items() if name not in ("rounds", "tokens")}
+
+
+def _require(condition: bool, rule: str) -> None:
+    if not condition:
+        raise UnderstudyError(f"ledger: {rule}")
+
+
+def _task_payload(task: Task) -> str:
+    fields: dict[str, Any] = {
+        "prompt": task.prompt,
+        "data_source": task.data_source,
+        "ground_truth": task.ground_truth,
+        "agent_name": task.agent_name,
+        "extra_info": task.extra_info,
+    }
+    try:
+        return json.dumps(fields, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TaskError(
+            f"task {task.task_id!r} must be JSON (finite numbers, text, lists, objects): {error}"
+        ) from error
+
+
+def _stored_round(round_: Round) -> ledger_episodes.StoredRound:
+    name = f"round {round_.round_index} of episode {round_.episode_id}"
+    if not np.isfinite(round_.logprobs).all():
+        raise EpisodeError(
+            f"{name}: logprobs must be finite, got nan or inf; record it with finish_reason abort and none"
+        )
+    num_sampled = len(round_.sampled_ids)
+    if num_sampled and round_.versions.min() < 0:
+        raise EpisodeError(f"{name}: versions must be >= 0, got {round_.versions.min()}; stamp every sampled token")
+    body = RoundBody(
+        tail_ids=round_.tail_ids,
+        sampled_ids=round_.sampled_ids,
+        logprobs=round_.logprobs,
+        versions=round_.versions,
+    )
+    return ledger_episodes.StoredRound(
+        episode_id=round_.episode_id,
+        round_index=round_.round_index,
+        parent=round_.parent,
+        num_sampled=num_sampled,
+        min_version=int(round_.versions.min()) if num_sampled else None,
+        finish_reason=round_.finish_reason,
+        body=encode(body),
+    )

@@ -1,0 +1,138 @@
+"""Operations on batches: claim, commit, release, eviction. Functions over the ledger's connection, in its transaction.
+
+Called by `Ledger` in the writer's thread. Invariants: a batch holds complete groups only, all of them fresh enough; a
+group is trained at most once; a lease that was superseded or released cannot commit.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+from buffers.codec import decode
+from buffers.errors import LeaseError, UnderstudyError
+from buffers.ledger_episodes import evict_group, read_episode
+from buffers.records import EpisodeState, Round, Row, TrainBatch
+from buffers.rows import episode_rows
+
+STALE = "stale"
+
+
+def claim(db: sqlite3.Connection, *, num_groups: int, min_version: int) -> TrainBatch | None:
+    """Lease the oldest `num_groups` ready groups, after evicting ready groups with a token older than `min_version`."""
+    _evict_ready(db, min_version=min_version)
+    found = db.execute(
+        "SELECT group_id FROM grp WHERE state = 'ready' ORDER BY group_id LIMIT ?", (num_groups,)
+    ).fetchall()
+    if len(found) < num_groups:
+        return None
+    group_ids = tuple(group_id for (group_id,) in found)
+    lease_id = int(db.execute("INSERT INTO lease(state) VALUES ('active')").lastrowid or 0)
+    db.executemany(
+        "UPDATE grp SET state = 'leased', lease_id = ? WHERE group_id = ?", [(lease_id, gid) for gid in group_ids]
+    )
+    rows = [row for group_id in group_ids for row in _group_rows(db, group_id=group_id)]
+    return TrainBatch(rows=rows, lease_id=lease_id, group_ids=group_ids)
+
+
+def commit_step(db: sqlite3.Connection, *, lease_id: int, step: int, version: int) -> int:
+    """The lease's groups are trained; returns how many. The same (lease, step) again gives the same answer."""
+    row = db.execute("SELECT step, num_groups FROM step WHERE lease_id = ?", (lease_id,)).fetchone()
+    if row is not None:
+        if row[0] != step:
+            raise LeaseError(f"lease {lease_id} is committed with step {row[0]}, got step {step}; claim a new batch")
+        return int(row[1])
+    other = db.execute("SELECT lease_id FROM step WHERE lineage = 0 AND step = ?", (step,)).fetchone()
+    if other is not None:
+        raise LeaseError(
+            f"step {step} is committed by lease {other[0]}, got lease {lease_id}; use the next step number"
+        )
+    _check_active(db, lease_id=lease_id)
+    cursor = db.execute("UPDATE grp SET state = 'trained' WHERE lease_id = ?", (lease_id,))
+    db.execute("UPDATE lease SET state = 'committed' WHERE lease_id = ?", (lease_id,))
+    db.execute(
+        "INSERT INTO step(step, lease_id, version, num_groups) VALUES (?, ?, ?, ?)",
+        (step, lease_id, version, cursor.rowcount),
+    )
+    return cursor.rowcount
+
+
+def release(db: sqlite3.Connection, *, lease_id: int) -> int:
+    """The lease's groups are ready again, untrained; returns how many."""
+    _check_active(db, lease_id=lease_id)
+    cursor = db.execute("UPDATE grp SET state = 'ready', lease_id = NULL WHERE lease_id = ?", (lease_id,))
+    db.execute("UPDATE lease SET state = 'released' WHERE lease_id = ?", (lease_id,))
+    return cursor.rowcount
+
+
+def evict_stale(db: sqlite3.Connection, *, min_version: int) -> list[str]:
+    """Evict ready and open groups with a token older than `min_version`; returns the episodes that this ended."""
+    _evict_ready(db, min_version=min_version)
+    found = db.execute(
+        "SELECT DISTINCT grp.group_id FROM grp JOIN episode USING (group_id) WHERE grp.state = 'open' "
+        "AND episode.state IN ('running', 'scored') AND episode.min_version < ? ORDER BY grp.group_id",
+        (min_version,),
+    ).fetchall()
+    ended: list[str] = []
+    for (group_id,) in found:
+        ended += _evict(db, group_id=group_id)
+    return ended
+
+
+def read_rounds(db: sqlite3.Connection, *, episode_id: str) -> list[Round]:
+    """All rounds of an episode, in order."""
+    read_episode(db, episode_id=episode_id)
+    found = db.execute(
+        "SELECT round_index, parent, finish_reason, body FROM round WHERE episode_id = ? ORDER BY round_index",
+        (episode_id,),
+    )
+    return [
+        _decoded(episode_id, round_index=index, parent=parent, finish_reason=reason, body=body)
+        for index, parent, reason, body in found
+    ]
+
+
+def _evict_ready(db: sqlite3.Connection, *, min_version: int) -> None:
+    found = db.execute(
+        "SELECT group_id FROM grp WHERE state = 'ready' AND min_version < ? ORDER BY group_id", (min_version,)
+    ).fetchall()
+    for (group_id,) in found:
+        _evict(db, group_id=group_id)
+
+
+def _evict(db: sqlite3.Connection, *, group_id: int) -> list[str]:
+    return evict_group(db, group_id=group_id, reason=STALE, member_state=EpisodeState.STALE, member_reason=STALE)
+
+
+def _check_active(db: sqlite3.Connection, *, lease_id: int) -> None:
+    row = db.execute("SELECT state FROM lease WHERE lease_id = ?", (lease_id,)).fetchone()
+    state = "unknown" if row is None else row[0]
+    if state != "active":
+        raise LeaseError(f"lease {lease_id} must be active, got {state}; drop this update and claim a new batch")
+
+
+def _group_rows(db: sqlite3.Connection, *, group_id: int) -> list[Row]:
+    members = db.execute(
+        "SELECT episode_id, score FROM episode WHERE group_id = ? AND state = 'scored' ORDER BY sample_index",
+        (group_id,),
+    ).fetchall()
+    rows: list[Row] = []
+    for episode_id, score in members:
+        rows += episode_rows(read_rounds(db, episode_id=episode_id), group_id=group_id, score=score)
+    return rows
+
+
+def _decoded(episode_id: str, *, round_index: int, parent: int | None, finish_reason: str, body: bytes) -> Round:
+    try:
+        arrays = decode(body)
+    except UnderstudyError as error:
+        raise UnderstudyError(f"round {round_index} of episode {episode_id}: {error}") from error
+    return Round(
+        episode_id=episode_id,
+        round_index=round_index,
+        parent=parent,
+        tail_ids=arrays.tail_ids,
+        sampled_ids=arrays.sampled_ids,
+        logprobs=arrays.logprobs,
+        versions=arrays.versions,
+        finish_reason=finish_reason,
+    )

@@ -1,0 +1,305 @@
+"""Operations on tasks, groups, episodes and rounds: functions over the ledger's connection, run inside its transaction.
+
+Called by `Ledger` in the writer's thread. Invariants: a group is READY exactly when all its members are scored; an
+ended episode never changes again; a failed member is replaced by a new attempt or its group is given up as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from buffers.errors import EpisodeClosed, EpisodeError, ScoreConflict, TaskError, UnderstudyError, UnknownEpisode
+from buffers.records import Episode, EpisodeState, GroupState, Task
+from buffers.rows import ABORTED, is_trainable
+
+NO_ROUNDS = "no rounds"
+RESTART = "restart"
+GIVEN_UP = "group given up"
+_ENDED = (EpisodeState.SCORED, EpisodeState.FAILED, EpisodeState.STALE)
+_COLUMNS = "episode_id, group_id, sample_index, attempt, state, reason, score, num_rounds"
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRow:
+    """An episode as the table has it."""
+
+    episode_id: str
+    group_id: int
+    sample_index: int
+    attempt: int
+    state: str
+    reason: str | None
+    score: float | None
+    num_rounds: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRound:
+    """A round on its way into the table."""
+
+    episode_id: str
+    round_index: int
+    parent: int | None
+    num_sampled: int
+    min_version: int | None
+    finish_reason: str
+    body: bytes
+
+
+def put_tasks(db: sqlite3.Connection, *, rows: Sequence[tuple[str, str]]) -> int:
+    """Store (task_id, payload) pairs; returns how many were new. The same id with another payload is refused."""
+    num_new = 0
+    for task_id, payload in rows:
+        cursor = db.execute("INSERT INTO task VALUES (?, ?) ON CONFLICT (task_id) DO NOTHING", (task_id, payload))
+        num_new += cursor.rowcount
+        if cursor.rowcount == 0:
+            (stored,) = db.execute("SELECT payload FROM task WHERE task_id = ?", (task_id,)).fetchone()
+            if stored != payload:
+                raise TaskError(f"task_id {task_id!r} must name one task, got two different ones; rename one of them")
+    return num_new
+
+
+def open_group(db: sqlite3.Connection, *, task_id: str, instance: int, group_size: int) -> list[Episode]:
+    """The pending episodes of a new group; none when this instance of the task was opened before."""
+    task = _read_task(db, task_id=task_id)
+    if db.execute("SELECT 1 FROM grp WHERE task_id = ? AND instance = ?", (task_id, instance)).fetchone():
+        return []
+    cursor = db.execute("INSERT INTO grp(task_id, instance, size) VALUES (?, ?, ?)", (task_id, instance, group_size))
+    group_id = int(cursor.lastrowid or 0)
+    return [
+        _open_episode(db, task=task, group_id=group_id, sample_index=index, attempt=0) for index in range(group_size)
+    ]
+
+
+def adopt_episode(db: sqlite3.Connection, *, episode_id: str) -> bool:
+    """Open a running episode of its own group under the caller's id; False when the id is known already."""
+    if db.execute("SELECT 1 FROM episode WHERE episode_id = ?", (episode_id,)).fetchone():
+        return False
+    group_id = db.execute("INSERT INTO grp(task_id, instance, size) VALUES (NULL, 0, 1)").lastrowid
+    db.execute(
+        "INSERT INTO episode(episode_id, group_id, sample_index, attempt, state) VALUES (?, ?, 0, 0, ?)",
+        (episode_id, group_id, EpisodeState.RUNNING),
+    )
+    return True
+
+
+def start_episode(db: sqlite3.Connection, *, episode_id: str, version: int) -> None:
+    row = read_episode(db, episode_id=episode_id)
+    if row.state != EpisodeState.PENDING:
+        raise _refused(row, verb="start")
+    _start(db, episode_id=episode_id, version=version)
+
+
+def start_pending(db: sqlite3.Connection, *, limit: int, version: int) -> list[Episode]:
+    """Start up to `limit` pending episodes, retries first, then the oldest."""
+    found = db.execute(
+        f"SELECT {_COLUMNS} FROM episode WHERE state = 'pending' ORDER BY attempt DESC, seq LIMIT ?", (limit,)
+    ).fetchall()
+    episodes = []
+    for values in found:
+        row = EpisodeRow(*values)
+        _start(db, episode_id=row.episode_id, version=version)
+        episodes.append(
+            Episode(
+                episode_id=row.episode_id,
+                task=_task_of_group(db, group_id=row.group_id),
+                group_id=row.group_id,
+                sample_index=row.sample_index,
+                attempt=row.attempt,
+            )
+        )
+    return episodes
+
+
+def put_round(db: sqlite3.Connection, *, stored: StoredRound) -> None:
+    row = read_episode(db, episode_id=stored.episode_id)
+    if row.state != EpisodeState.RUNNING:
+        raise _refused(row, verb="add a round to")
+    if stored.parent is not None:
+        _check_parent(db, stored=stored)
+    trainable = is_trainable(stored.finish_reason, num_sampled=stored.num_sampled)
+    try:
+        db.execute(
+            "INSERT INTO round VALUES (?, ?, ?, ?, ?, ?)",
+            (
+                stored.episode_id,
+                stored.round_index,
+                stored.parent,
+                stored.num_sampled,
+                stored.finish_reason,
+                stored.body,
+            ),
+        )
+    except sqlite3.IntegrityError as error:
+        raise EpisodeError(
+            f"round_index of episode {stored.episode_id} must be >= 0, new, and above its parent, got "
+            f"{stored.round_index} with parent {stored.parent} ({error}); count rounds as generations end"
+        ) from error
+    if trainable:
+        # min(x, NULL) is NULL in SQLite.
+        db.execute(
+            "UPDATE episode SET num_rounds = num_rounds + 1, min_version = min(coalesce(min_version, ?1), ?1) "
+            "WHERE episode_id = ?2",
+            (stored.min_version, stored.episode_id),
+        )
+
+
+def notify_score(db: sqlite3.Connection, *, episode_id: str, score: float, max_attempts: int) -> bool | UnderstudyError:
+    """True: stored; False: this value was stored before. Refusals are recorded, then raised in the caller."""
+    row = read_episode(db, episode_id=episode_id)
+    if row.state == EpisodeState.SCORED and row.score == score:
+        return False
+    if row.state == EpisodeState.PENDING:
+        raise _refused(row, verb="score")
+    if row.state != EpisodeState.RUNNING:
+        conflict = row.state == EpisodeState.SCORED
+        _record_score(db, episode_id=episode_id, score=score, verdict="conflict" if conflict else "closed")
+        if conflict:
+            return ScoreConflict(f"score of episode {episode_id} is {row.score} and stays, got {score}; score it once")
+        return _refused(row, verb="score")
+    if row.num_rounds == 0:
+        _record_score(db, episode_id=episode_id, score=score, verdict=NO_ROUNDS)
+        fail_episode(db, episode_id=episode_id, reason=NO_ROUNDS, max_attempts=max_attempts)
+        return EpisodeClosed(
+            f"episode {episode_id} must have sampled at least one token to be scored, got none: it failed; "
+            f"check that its agent reached the model"
+        )
+    _record_score(db, episode_id=episode_id, score=score, verdict="stored")
+    db.execute("UPDATE episode SET state = 'scored', score = ? WHERE episode_id = ?", (score, episode_id))
+    _count_score(db, group_id=row.group_id)
+    return True
+
+
+def fail_episode(db: sqlite3.Connection, *, episode_id: str, reason: str, max_attempts: int) -> Episode | None:
+    """End an episode as failed: its next attempt, or None when the group is given up with it."""
+    row = read_episode(db, episode_id=episode_id)
+    if row.state in _ENDED:
+        raise _refused(row, verb="fail")
+    _end(db, episode_id=episode_id, state=EpisodeState.FAILED, reason=reason)
+    (task_id,) = db.execute("SELECT task_id FROM grp WHERE group_id = ?", (row.group_id,)).fetchone()
+    if task_id is None or row.attempt + 1 >= max_attempts:
+        evict_group(
+            db,
+            group_id=row.group_id,
+            reason=f"failed: {reason}",
+            member_state=EpisodeState.FAILED,
+            member_reason=GIVEN_UP,
+        )
+        return None
+    return _open_episode(
+        db,
+        task=_read_task(db, task_id=task_id),
+        group_id=row.group_id,
+        sample_index=row.sample_index,
+        attempt=row.attempt + 1,
+    )
+
+
+def evict_group(
+    db: sqlite3.Connection, *, group_id: int, reason: str, member_state: EpisodeState, member_reason: str
+) -> list[str]:
+    """Give a group up; returns its members that were still pending or running."""
+    db.execute(
+        "UPDATE grp SET state = ?, reason = ?, lease_id = NULL WHERE group_id = ?",
+        (GroupState.EVICTED, reason, group_id),
+    )
+    members = db.execute(
+        "SELECT episode_id FROM episode WHERE group_id = ? AND state IN ('pending', 'running') ORDER BY seq",
+        (group_id,),
+    ).fetchall()
+    for (episode_id,) in members:
+        _end(db, episode_id=episode_id, state=member_state, reason=member_reason)
+    return [episode_id for (episode_id,) in members]
+
+
+def recover(db: sqlite3.Connection) -> None:
+    """After a process died: leased groups are ready again, interrupted episodes failed and are tried again."""
+    db.execute("UPDATE meta SET value = value + 1 WHERE key = 'epoch'")
+    db.execute("UPDATE lease SET state = 'superseded' WHERE state = 'active'")
+    db.execute("UPDATE grp SET state = 'ready', lease_id = NULL WHERE state = 'leased'")
+    interrupted = db.execute(
+        f"SELECT {_COLUMNS} FROM episode WHERE state IN ('pending', 'running') ORDER BY seq"
+    ).fetchall()
+    for values in interrupted:
+        row = EpisodeRow(*values)
+        # A restart is nobody's fault: it never gives a group up.
+        fail_episode(db, episode_id=row.episode_id, reason=RESTART, max_attempts=row.attempt + 2)
+
+
+def read_episode(db: sqlite3.Connection, *, episode_id: str) -> EpisodeRow:
+    values = db.execute(f"SELECT {_COLUMNS} FROM episode WHERE episode_id = ?", (episode_id,)).fetchone()
+    if values is None:
+        raise UnknownEpisode(f"episode_id must name an episode of this run, got {episode_id!r}; lease a task first")
+    return EpisodeRow(*values)
+
+
+def _open_episode(db: sqlite3.Connection, *, task: Task, group_id: int, sample_index: int, attempt: int) -> Episode:
+    episode_id = f"{group_id}-{sample_index}-{attempt}"
+    db.execute(
+        "INSERT INTO episode(episode_id, group_id, sample_index, attempt) VALUES (?, ?, ?, ?)",
+        (episode_id, group_id, sample_index, attempt),
+    )
+    return Episode(episode_id=episode_id, task=task, group_id=group_id, sample_index=sample_index, attempt=attempt)
+
+
+def _start(db: sqlite3.Connection, *, episode_id: str, version: int) -> None:
+    db.execute("UPDATE episode SET state = 'running', version = ? WHERE episode_id = ?", (version, episode_id))
+
+
+def _end(db: sqlite3.Connection, *, episode_id: str, state: EpisodeState, reason: str) -> None:
+    db.execute("UPDATE episode SET state = ?, reason = ? WHERE episode_id = ?", (state, reason, episode_id))
+
+
+def _check_parent(db: sqlite3.Connection, *, stored: StoredRound) -> None:
+    row = db.execute(
+        "SELECT finish_reason FROM round WHERE episode_id = ? AND round_index = ?", (stored.episode_id, stored.parent)
+    ).fetchone()
+    if row is None or row[0] == ABORTED:
+        found = "no such round" if row is None else "an aborted round"
+        raise EpisodeError(
+            f"parent of round {stored.round_index} of episode {stored.episode_id} must be a recorded round that was "
+            f"not aborted, got {stored.parent} ({found}); record it as a root (parent None)"
+        )
+
+
+def _record_score(db: sqlite3.Connection, *, episode_id: str, score: float, verdict: str) -> None:
+    db.execute("INSERT INTO score(episode_id, value, verdict) VALUES (?, ?, ?)", (episode_id, score, verdict))
+
+
+def _count_score(db: sqlite3.Connection, *, group_id: int) -> None:
+    db.execute("UPDATE grp SET num_scored = num_scored + 1 WHERE group_id = ?", (group_id,))
+    db.execute(
+        "UPDATE grp SET state = 'ready', min_version = "
+        "(SELECT min(min_version) FROM episode WHERE episode.group_id = grp.group_id AND state = 'scored') "
+        "WHERE group_id = ? AND num_scored = size",
+        (group_id,),
+    )
+
+
+def _task_of_group(db: sqlite3.Connection, *, group_id: int) -> Task:
+    (task_id,) = db.execute("SELECT task_id FROM grp WHERE group_id = ?", (group_id,)).fetchone()
+    return _read_task(db, task_id=task_id)
+
+
+def _read_task(db: sqlite3.Connection, *, task_id: str) -> Task:
+    row = db.execute("SELECT payload FROM task WHERE task_id = ?", (task_id,)).fetchone()
+    if row is None:
+        raise TaskError(f"task_id must name a stored task, got {task_id!r}; put it first")
+    payload: dict[str, Any] = json.loads(row[0])
+    return Task(task_id=task_id, **payload)
+
+
+def _refused(row: EpisodeRow, *, verb: str) -> EpisodeError:
+    """Why an episode cannot take what the caller wants."""
+    if row.state in _ENDED:
+        because = f" ({row.reason})" if row.reason else ""
+        return EpisodeClosed(
+            f"cannot {verb} episode {row.episode_id}: it ended as {row.state}{because}; lease a new one"
+        )
+    return EpisodeError(
+        f"cannot {verb} episode {row.episode_id}: it is {row.state}; start it once, before anything else"
+    )

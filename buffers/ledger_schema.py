@@ -1,0 +1,208 @@
+"""The ledger's tables, and opening a ledger file.
+
+Called by `Ledger` only. Invariants: one process at a time has a file open; ids are never reused; `tally` holds the
+number of groups and episodes in each state, kept by triggers in the same transaction as the state itself, so that
+reading the books never scans. A file of an unknown schema version is refused, not converted.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+from buffers.errors import UnderstudyError
+from buffers.records import EpisodeState, GroupState
+
+SCHEMA_VERSION = 1
+MAX_SCORE = 1e30
+
+
+def _one_of(states: type[EpisodeState] | type[GroupState]) -> str:
+    return "(" + ", ".join(f"'{state}'" for state in states) + ")"
+
+
+_TABLES = f"""
+CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+
+CREATE TABLE task(task_id TEXT PRIMARY KEY, payload TEXT NOT NULL);
+
+-- task_id is NULL for an episode that was opened by its first request: there is no task to try again.
+CREATE TABLE grp(
+    group_id    INTEGER PRIMARY KEY AUTOINCREMENT,
+    task_id     TEXT REFERENCES task(task_id),
+    instance    INTEGER NOT NULL CHECK (instance >= 0),
+    size        INTEGER NOT NULL CHECK (size >= 1),
+    num_scored  INTEGER NOT NULL DEFAULT 0 CHECK (num_scored BETWEEN 0 AND size),
+    min_version INTEGER,
+    state       TEXT NOT NULL DEFAULT 'open' CHECK (state IN {_one_of(GroupState)}),
+    reason      TEXT,
+    lease_id    INTEGER REFERENCES lease(lease_id),
+    CHECK (state NOT IN ('ready', 'leased', 'trained') OR num_scored = size),
+    CHECK ((state IN ('leased', 'trained')) = (lease_id IS NOT NULL)),
+    UNIQUE (task_id, instance)
+);
+CREATE INDEX grp_by_state ON grp(state, group_id);
+CREATE INDEX grp_ready_by_version ON grp(min_version) WHERE state = 'ready';
+CREATE INDEX grp_by_lease ON grp(lease_id) WHERE lease_id IS NOT NULL;
+
+-- min_version: the oldest policy version among its trainable tokens; num_rounds counts trainable rounds.
+CREATE TABLE episode(
+    seq          INTEGER PRIMARY KEY AUTOINCREMENT,
+    episode_id   TEXT NOT NULL UNIQUE,
+    group_id     INTEGER NOT NULL REFERENCES grp(group_id),
+    sample_index INTEGER NOT NULL,
+    attempt      INTEGER NOT NULL,
+    state        TEXT NOT NULL DEFAULT 'pending' CHECK (state IN {_one_of(EpisodeState)}),
+    reason       TEXT,
+    score        REAL CHECK (score IS NULL OR abs(score) < {MAX_SCORE}),
+    version      INTEGER,
+    min_version  INTEGER,
+    num_rounds   INTEGER NOT NULL DEFAULT 0,
+    CHECK ((state = 'scored') = (score IS NOT NULL)),
+    UNIQUE (group_id, sample_index, attempt)
+);
+CREATE INDEX episode_pending ON episode(attempt DESC, seq) WHERE state = 'pending';
+
+CREATE TABLE round(
+    episode_id    TEXT NOT NULL REFERENCES episode(episode_id),
+    round_index   INTEGER NOT NULL CHECK (round_index >= 0),
+    parent        INTEGER CHECK (parent BETWEEN 0 AND round_index - 1),
+    num_sampled   INTEGER NOT NULL,
+    finish_reason TEXT NOT NULL,
+    body          BLOB NOT NULL,
+    UNIQUE (episode_id, round_index)
+);
+
+-- Every score that was stored, and every one that was refused because the episode had ended.
+CREATE TABLE score(
+    score_id   INTEGER PRIMARY KEY AUTOINCREMENT,
+    episode_id TEXT NOT NULL REFERENCES episode(episode_id),
+    value      REAL NOT NULL CHECK (abs(value) < {MAX_SCORE}),
+    verdict    TEXT NOT NULL CHECK (verdict IN ('stored', 'conflict', 'closed', 'no rounds'))
+);
+
+CREATE TABLE lease(
+    lease_id INTEGER PRIMARY KEY AUTOINCREMENT,
+    state    TEXT NOT NULL CHECK (state IN ('active', 'committed', 'released', 'superseded'))
+);
+
+CREATE TABLE step(
+    step_id    INTEGER PRIMARY KEY AUTOINCREMENT,
+    lineage    INTEGER NOT NULL DEFAULT 0,
+    step       INTEGER NOT NULL,
+    lease_id   INTEGER NOT NULL UNIQUE REFERENCES lease(lease_id),
+    version    INTEGER NOT NULL,
+    num_groups INTEGER NOT NULL,
+    UNIQUE (lineage, step)
+);
+
+CREATE TABLE tally(name TEXT PRIMARY KEY, n INTEGER NOT NULL) WITHOUT ROWID;
+"""
+
+_COUNT = "INSERT INTO tally VALUES ({name}, {n}) ON CONFLICT (name) DO UPDATE SET n = n + excluded.n;"
+
+
+def _count(name: str, n: str = "1") -> str:
+    return _COUNT.format(name=name, n=n)
+
+
+# A reason is a short kind, then optionally ": detail"; the books count kinds.
+_KIND = "substr(NEW.reason, 1, instr(NEW.reason || ':', ':') - 1)"
+
+_TRIGGERS = f"""
+CREATE TRIGGER grp_opened AFTER INSERT ON grp BEGIN
+    {_count("'groups/' || NEW.state")}
+END;
+CREATE TRIGGER grp_moved AFTER UPDATE OF state, num_scored ON grp BEGIN
+    {_count("'groups/' || OLD.state", "-1")}
+    {_count("'groups/' || NEW.state")}
+    {_count("'scored/' || OLD.state", "-OLD.num_scored")}
+    {_count("'scored/' || NEW.state", "NEW.num_scored")}
+END;
+CREATE TRIGGER grp_evicted AFTER UPDATE OF state ON grp WHEN NEW.state = 'evicted' BEGIN
+    {_count(f"'evicted/' || {_KIND}")}
+END;
+CREATE TRIGGER episode_opened AFTER INSERT ON episode BEGIN
+    {_count("'episodes/' || NEW.state")}
+END;
+CREATE TRIGGER episode_moved AFTER UPDATE OF state ON episode BEGIN
+    {_count("'episodes/' || OLD.state", "-1")}
+    {_count("'episodes/' || NEW.state")}
+END;
+CREATE TRIGGER episode_failed AFTER UPDATE OF state ON episode WHEN NEW.state = 'failed' BEGIN
+    {_count(f"'failed/' || {_KIND}")}
+END;
+CREATE TRIGGER round_put AFTER INSERT ON round BEGIN
+    {_count("'rounds'")}
+    {_count("'tokens'", "NEW.num_sampled")}
+END;
+"""
+
+# Of this connection only, in memory: which episodes ended in the transaction at hand. Rolled back with it.
+_NEWS = """
+CREATE TEMP TABLE closed(episode_id TEXT NOT NULL, state TEXT NOT NULL, reason TEXT);
+CREATE TEMP TRIGGER episode_closed AFTER UPDATE OF state ON main.episode
+WHEN NEW.state IN ('scored', 'failed', 'stale') BEGIN
+    INSERT INTO closed VALUES (NEW.episode_id, NEW.state, NEW.reason);
+END;
+"""
+
+
+def open_database(path: Path | None) -> sqlite3.Connection:
+    """The connection to the ledger at `path` (made if missing) or, for None, to a new one in memory."""
+    name = ":memory:" if path is None else str(path)
+    try:
+        db = sqlite3.connect(name, isolation_level=None, check_same_thread=False, timeout=1.0, cached_statements=256)
+    except sqlite3.Error as error:
+        raise UnderstudyError(
+            f"ledger {name} cannot be opened: {error}; make its folder and check its rights"
+        ) from error
+    try:
+        _prepare(db, name=name)
+    except sqlite3.Error as error:
+        db.close()
+        raise UnderstudyError(
+            f"ledger {name} must be a ledger file that no other process has open: {error}; "
+            f"end that process or name another file"
+        ) from error
+    except UnderstudyError:
+        db.close()
+        raise
+    return db
+
+
+def _prepare(db: sqlite3.Connection, *, name: str) -> None:
+    # Exclusive: a second process would take running episodes for those of a dead one.
+    for pragma in ("page_size = 16384", "locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
+        db.execute(f"PRAGMA {pragma}")
+    db.execute("PRAGMA temp_store = MEMORY")
+    db.execute("PRAGMA foreign_keys = ON")
+    db.execute("PRAGMA journal_size_limit = 67108864")
+    db.execute("BEGIN IMMEDIATE")
+    (num_tables,) = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    db.execute("ROLLBACK")
+    if num_tables == 0:
+        _create(db)
+    elif (version := _read_version(db)) != str(SCHEMA_VERSION):
+        raise UnderstudyError(
+            f"ledger {name} must have schema version {SCHEMA_VERSION}, got {version}; "
+            f"open it with the release that wrote it"
+        )
+    db.executescript(_NEWS)
+
+
+def _create(db: sqlite3.Connection) -> None:
+    names = [f"episodes/{state}" for state in EpisodeState]
+    names += [f"{kind}/{state}" for kind in ("groups", "scored") for state in GroupState]
+    tallies = ", ".join(f"('{name}', 0)" for name in [*names, "rounds", "tokens"])
+    db.executescript(
+        f"BEGIN IMMEDIATE; {_TABLES} {_TRIGGERS} INSERT INTO tally VALUES {tallies}; "
+        f"INSERT INTO meta VALUES ('schema_version', '{SCHEMA_VERSION}'), ('epoch', '0'); COMMIT;"
+    )
+
+
+def _read_version(db: sqlite3.Connection) -> str:
+    if not db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'meta'").fetchone():
+        return "none (not a ledger)"
+    row = db.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
+    return "none" if row is None else str(row[0])

@@ -1,0 +1,148 @@
+"""The queue of prompts that wait for a generation, and the records that pass through it.
+
+The server puts (from its event loop), whoever generates takes: blocking in another thread, or awaiting on any loop.
+Invariants: first in, first out; each prompt is given out once; the queue is bounded and never blocks the putter; nobody
+polls. It does not look into `sampling`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from buffers.errors import UnderstudyError
+from buffers.records import Float32, Int32
+
+
+class QueueClosed(UnderstudyError):
+    """The queue was closed: no prompt will come, none is taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Response:
+    """The generation for one prompt; arrays of [S] sampled tokens, as in `Round`."""
+
+    request_id: str
+    sampled_ids: Int32
+    logprobs: Float32
+    versions: Int32
+    finish_reason: str = "stop"
+
+
+class Reply(Protocol):
+    """The way back to the request that waits. Called once, from any thread; must return at once."""
+
+    def finish(self, response: Response) -> None:
+        """The generation is done (and stored, where it belongs to an episode)."""
+
+    def fail(self, error: Exception) -> None:
+        """There will be no generation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prompt:
+    """One request that waits for its generation."""
+
+    request_id: str
+    """Unique among those that wait."""
+    episode_id: str | None
+    """None: a plain prompt; it is answered and not recorded."""
+    prompt_token_ids: Int32
+    """[P]"""
+    sampling: object
+    """For the generator only."""
+    reply: Reply
+
+
+class PromptQueue:
+    """See the module."""
+
+    def __init__(self, *, max_size: int = 4096) -> None:
+        if max_size < 1:
+            raise UnderstudyError(f"prompt queue: max_size must be >= 1, got {max_size}")
+        self._max_size = max_size
+        self._prompts: deque[Prompt] = deque()
+        self._changed = threading.Condition()
+        self._awaiting: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
+        self._closed = False
+
+    def qsize(self) -> int:
+        """Prompts that wait."""
+        return len(self._prompts)
+
+    def put(self, prompt: Prompt) -> None:
+        """Add a prompt, from any thread. Raises queue.Full at `max_size`, QueueClosed after `close`."""
+        with self._changed:
+            if self._closed:
+                raise QueueClosed(f"prompt queue must be open, got prompt {prompt.request_id} after it was closed")
+            if len(self._prompts) >= self._max_size:
+                raise queue.Full(
+                    f"prompt queue must hold at most {self._max_size} prompts; answer 503 and try again later"
+                )
+            self._prompts.append(prompt)
+            self._wake()
+
+    def get(self, timeout: float | None = None) -> Prompt:
+        """The next prompt, blocking. Raises queue.Empty after `timeout` seconds, QueueClosed when closed."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._prompts or self._closed, timeout):
+                raise queue.Empty
+            self._check_open()
+            return self._prompts.popleft()
+
+    def get_all(self, *, at_most: int | None = None) -> list[Prompt]:
+        """Wait for one prompt, blocking, then take what has piled up. Raises QueueClosed when closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._prompts or self._closed)
+            self._check_open()
+            return self._pop(at_most)
+
+    async def take(self, at_most: int | None = None) -> list[Prompt]:
+        """Wait for one prompt, then take what has piled up. Raises QueueClosed when closed."""
+        loop = asyncio.get_running_loop()
+        while True:
+            with self._changed:
+                self._check_open()
+                if self._prompts:
+                    return self._pop(at_most)
+                waiter: asyncio.Future[None] = loop.create_future()
+                self._awaiting[waiter] = loop
+            try:
+                await waiter
+            finally:
+                with self._changed:
+                    self._awaiting.pop(waiter, None)
+
+    def close(self) -> list[Prompt]:
+        """End the queue, from any thread; waiters raise QueueClosed. Returns the prompts that nobody took."""
+        with self._changed:
+            self._closed = True
+            left = self._pop(None)
+            self._wake()
+        return left
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise QueueClosed("prompt queue was closed: no prompt will come")
+
+    def _pop(self, at_most: int | None) -> list[Prompt]:
+        number = len(self._prompts) if at_most is None else min(at_most, len(self._prompts))
+        return [self._prompts.popleft() for _ in range(number)]
+
+    def _wake(self) -> None:
+        """All waiters look again: one that was cancelled meanwhile must not swallow the only wake-up."""
+        self._changed.notify_all()
+        for waiter, loop in self._awaiting.items():
+            with suppress(RuntimeError):  # that loop has ended, and its waiter with it
+                loop.call_soon_threadsafe(_resolve, waiter)
+        self._awaiting.clear()
+
+
+def _resolve(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -1,0 +1,94 @@
+"""Rounds of an episode -> training rows: one row per branch, each sampled token trained once.
+
+The ledger calls it when the learner claims a batch. Pure functions, no state, no I/O.
+
+A branch is a root-to-leaf path of the token tree (`Round.parent`). Branches are taken in the order in which their
+leaves arrived; a sampled token is trained (mask 1) in the first of them that contains it, and is context (mask 0) in
+the others. Aborted rounds are left out. Invariant: over the rows of an episode every sampled token of its other rounds
+has mask 1 exactly once, and `ids` is the exact concatenation of tail and sampled ids along the branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from buffers.records import Round, Row
+
+ABORTED = "abort"
+
+
+def is_trainable(finish_reason: str, *, num_sampled: int) -> bool:
+    """Whether a round adds something to train: at least one token, and generation was not cut off."""
+    return finish_reason != ABORTED and num_sampled > 0
+
+
+def episode_rows(rounds: Sequence[Round], *, group_id: int, score: float) -> list[Row]:
+    """The training rows of one episode, in order of arrival of their leaves; rows that train nothing are dropped.
+
+    `rounds`: all rounds of the episode in any order. Raises ValueError when a parent is missing or was aborted.
+    """
+    kept = {round_.round_index: round_ for round_ in rounds if round_.finish_reason != ABORTED}
+    trained: set[int] = set()
+    branches: list[tuple[list[Round], set[int]]] = []
+    for leaf in _leaves(kept):
+        path = _path(leaf, rounds=kept)
+        fresh = {round_.round_index for round_ in path if len(round_.sampled_ids)} - trained
+        if fresh:
+            trained |= fresh
+            branches.append((path, fresh))
+    return [
+        _row(path, fresh=fresh, group_id=group_id, score=score, loss_weight=1.0 / len(branches))
+        for path, fresh in branches
+    ]
+
+
+def _leaves(rounds: dict[int, Round]) -> list[Round]:
+    parents = {round_.parent for round_ in rounds.values()}
+    return [rounds[index] for index in sorted(rounds) if index not in parents]
+
+
+def _path(leaf: Round, *, rounds: dict[int, Round]) -> list[Round]:
+    """Root first."""
+    path = [leaf]
+    while (parent := path[-1].parent) is not None:
+        if parent not in rounds or parent >= path[-1].round_index:
+            raise ValueError(
+                f"round {path[-1].round_index} of episode {leaf.episode_id}: parent must be an earlier round that was "
+                f"not aborted, got {parent}; record it as a root (parent None)"
+            )
+        path.append(rounds[parent])
+    return path[::-1]
+
+
+def _row(path: list[Round], *, fresh: set[int], group_id: int, score: float, loss_weight: float) -> Row:
+    num_tokens = sum(len(round_.tail_ids) + len(round_.sampled_ids) for round_ in path)
+    ids = np.empty(num_tokens, dtype=np.int32)
+    mask = np.zeros(num_tokens, dtype=np.uint8)
+    logprobs = np.zeros(num_tokens, dtype=np.float32)
+    versions = np.full(num_tokens, -1, dtype=np.int32)
+    indices = np.full(num_tokens, -1, dtype=np.int32)
+    start = 0
+    for round_ in path:
+        middle = start + len(round_.tail_ids)
+        end = middle + len(round_.sampled_ids)
+        ids[start:middle] = round_.tail_ids
+        ids[middle:end] = round_.sampled_ids
+        if round_.round_index in fresh:
+            mask[middle:end] = 1
+            logprobs[middle:end] = round_.logprobs
+            versions[middle:end] = round_.versions
+            indices[middle:end] = round_.round_index
+        start = end
+    return Row(
+        episode_id=path[0].episode_id,
+        group_id=group_id,
+        score=score,
+        ids=ids,
+        mask=mask,
+        logprobs=logprobs,
+        versions=versions,
+        rounds=indices,
+        loss_weight=loss_weight,
+    )

@@ -1,0 +1,94 @@
+"""YAML file + dotted overrides -> `Config`, with errors that name key, rule, value and remedy in one line each.
+
+`extends: other.yaml` at the top of a file takes that file (same folder) as the base.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from configs.schema import Config
+
+FOLDER = Path(__file__).parent
+DEFAULT = FOLDER / "demo.yaml"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message is for the user."""
+
+
+def load_config(path: Path = DEFAULT, overrides: Sequence[str] = ()) -> Config:
+    """Read `path`, apply `section.key=value` overrides (values in YAML), validate. Raises ConfigError."""
+    tree = _read(path)
+    for text in overrides:
+        _override(tree, text)
+    _check_keys(tree, Config, prefix="", source=path)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_line(e) for e in error.errors())) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        shipped = ", ".join(sorted(p.name for p in FOLDER.glob("*.yaml")))
+        raise ConfigError(f"--config must name a YAML file, got {path} (not a file); shipped in configs/: {shipped}")
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} must be YAML: {str(error).replace(chr(10), ' ')}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold sections (run:, model:, ...), got {type(tree).__name__}")
+    base = tree.pop("extends", None)
+    return _merge(_read(path.parent / str(base)), tree) if base else tree
+
+
+def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in top.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _override(tree: dict[str, Any], text: str) -> None:
+    key, equals, value = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or len(parts) != 2 or not all(parts):
+        raise ConfigError(f"an override must look like section.key=value, got {text!r}; for example learner.lr=1e-4")
+    section = tree.setdefault(parts[0], {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"{parts[0]} must be a section, got {section!r}")
+    try:
+        section[parts[1]] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{key} must have a YAML value, got {value!r}: {str(error).splitlines()[0]}") from None
+
+
+def _check_keys(tree: dict[str, Any], model: type[BaseModel], *, prefix: str, source: Path) -> None:
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if key not in model.model_fields:
+            near = difflib.get_close_matches(str(key), list(model.model_fields), n=1, cutoff=0.5)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(model.model_fields)}"
+            raise ConfigError(f"{name} is not a configuration key ({source.name} or an override); {hint}")
+        inner = model.model_fields[key].annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{name} must be a section with keys {', '.join(inner.model_fields)}, got {value!r}")
+            _check_keys(value, inner, prefix=f"{name}.", source=source)
+
+
+def _line(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    if not key:
+        return str(error["msg"]).removeprefix("Value error, ")
+    rule = str(error["msg"]).replace("Input should be", "must be").replace("Value error, ", "")
+    shown = repr(error["input"])
+    return f"{key} {rule}, got {shown}; set {key}=<value> or edit the file"

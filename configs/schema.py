@@ -1,0 +1,184 @@
+"""Every knob of a run, with its default, unit and rule. Nothing else in the project holds a default.
+
+`configs.load.load_config` reads a YAML file and dotted overrides into `Config`; parts receive their section, never the whole.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Seconds = Annotated[float, Field(gt=0.0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, numbers are finite, values do not change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class RunConfig(Section):
+    name: str = "demo"
+    """Results go to `<dir>/<name>`; an earlier run of that name is moved aside, never overwritten."""
+    dir: str = "runs"
+    steps: PositiveInt = 60
+    """Optimizer steps, one full batch each."""
+    seed: int = 0
+    reward_optimum: float | None = None
+    """The best mean score that the task allows; drawn in the reward curve and reported in the summary."""
+
+
+class ModelConfig(Section):
+    path: str = "tiny"
+    """A Hugging Face folder, or `tiny`: a small Qwen3 made on this machine, with random weights."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class DataConfig(Section):
+    tasks: str = ""
+    """Parquet file of tasks (columns as in verl: prompt, data_source, reward_model, extra_info, agent_name)."""
+    make: list[str] = Field(default_factory=list)
+    """Command that writes `tasks` (and `warm_start.traces`) when the file is missing. `{python}` is this interpreter."""
+    epochs: PositiveInt = 1000
+    """Passes over the task file, shuffled by `run.seed`."""
+
+
+class AgentsConfig(Section):
+    command: list[str] = Field(default_factory=list)
+    """The agent: any program. `{python}` is this interpreter. Empty: agents are started by somebody else."""
+    per_episode: bool = False
+    """True: a fresh process for every episode. False: a long-lived program that asks `TASKS_URL` for its next task."""
+    processes: PositiveInt = 1
+    """Long-lived programs to run."""
+    concurrency: PositiveInt = 64
+    """Episodes that may run at once, over all agents."""
+    episode_deadline_s: Seconds = 120.0
+    """A longer episode counts as failed and is tried again."""
+    max_attempts: PositiveInt = 3
+    """Tries at one member of a group before the group is given up."""
+
+
+class EnvConfig(Section):
+    command: list[str] = Field(default_factory=list)
+    """A long-lived environment process that reports scores. It gets `SCORES_URL`, `SCORER_KEY` and `ENV_ADDRESS`."""
+
+
+class ServerConfig(Section):
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0: any free port."""
+    tool_parser: str | None = None
+    """A tool parser of vLLM by name (hermes, llama3_json, ...). None: tools are refused."""
+    reasoning_parser: str | None = None
+    """A reasoning parser of vLLM by name (qwen3, deepseek_r1, ...). None: no reasoning content."""
+
+
+class RolloutConfig(Section):
+    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    """Sampling temperature of every training episode, whatever the agent asks for."""
+    max_tokens: PositiveInt = 512
+    """Most tokens of one generation; an agent may ask for fewer."""
+    max_model_len: PositiveInt = 2048
+    """Longest prompt + generation, in tokens."""
+    max_num_seqs: PositiveInt = 64
+    """Generations that run in one engine step."""
+    kv_cache_gb: Annotated[float, Field(gt=0.0)] = 0.25
+    """KV-cache memory on CPU, in GiB (on a GPU vLLM sizes its own)."""
+    gpu_memory_fraction: Fraction = 0.4
+    """Share of a GPU's memory for the engine."""
+
+
+class BufferConfig(Section):
+    groups_per_step: PositiveInt = 8
+    """Groups (tasks) in one batch."""
+    group_size: PositiveInt = 8
+    """Episodes of one task."""
+    max_policy_lag: Annotated[int, Field(ge=0)] = 1
+    """Largest difference between the policy that trains a token and the one that sampled it, in steps.
+    0 is the synchronous flow: no task starts before the new weights are in place."""
+
+
+class LearnerConfig(Section):
+    ranks: PositiveInt = 1
+    """FSDP2 ranks (gloo on CPU, NCCL on GPU), each in its own Ray actor."""
+    advantage: Literal["gae", "grpo"] = "gae"
+    """gae needs a critic; grpo compares the episodes of one group."""
+    critic: Literal["shared", "separate", "none"] = "shared"
+    """shared: a value head on the policy's last hidden state; separate: a second model with its own optimizer."""
+    lr: Annotated[float, Field(ge=0.0)] = 5e-4
+    critic_lr: Annotated[float, Field(ge=0.0)] = 5e-4
+    """Learning rate of a separate critic."""
+    lr_warmup_steps: Annotated[int, Field(ge=0)] = 3
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    grad_clip: Annotated[float, Field(gt=0.0)] = 1.0
+    minibatches: PositiveInt = 2
+    """Optimizer updates per pass over a batch."""
+    epochs: PositiveInt = 1
+    """Passes over a batch."""
+    token_budget: PositiveInt = 8192
+    """Most tokens (padding included) in one forward pass."""
+    gamma: Fraction = 1.0
+    lam: Fraction = 0.95
+    """GAE's lambda."""
+    clip_low: Annotated[float, Field(gt=0.0)] = 0.2
+    clip_high: Annotated[float, Field(gt=0.0)] = 0.28
+    value_coef: Annotated[float, Field(ge=0.0)] = 0.5
+    """Weight of the value loss with a shared critic."""
+    value_clip: Annotated[float, Field(gt=0.0)] = 0.2
+    is_cap: Annotated[float, Field(gt=0.0)] = 2.0
+    """Cap of the importance weight proximal / behaviour (truncated importance sampling)."""
+    kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of KL(policy || frozen reference) in the loss (k3 estimator); 0: no reference model is kept."""
+    entropy_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    check_logprobs: bool = True
+    """Recompute every trained token under the version that sampled it and report the largest difference."""
+
+
+class WarmStartConfig(Section):
+    traces: str = ""
+    """Parquet file with a column `messages`; empty: no warm start."""
+    steps: PositiveInt = 120
+    batch_size: PositiveInt = 32
+    lr: Annotated[float, Field(gt=0.0)] = 2e-3
+
+
+class Config(Section):
+    """A whole run. See configs/demo.yaml for a complete example."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    agents: AgentsConfig = AgentsConfig()
+    env: EnvConfig = EnvConfig()
+    server: ServerConfig = ServerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    buffer: BufferConfig = BufferConfig()
+    learner: LearnerConfig = LearnerConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Config:
+        learner = self.learner
+        if learner.advantage == "gae" and learner.critic == "none":
+            raise ValueError(
+                "learner.advantage=gae needs a critic, got learner.critic=none; set it to shared or separate"
+            )
+        if learner.advantage == "grpo" and self.buffer.group_size < 2:
+            raise ValueError(
+                f"learner.advantage=grpo compares episodes of one task: buffer.group_size must be >= 2, "
+                f"got {self.buffer.group_size}; set buffer.group_size=8"
+            )
+        if self.buffer.groups_per_step * self.buffer.group_size < learner.ranks:
+            raise ValueError(
+                f"each learner rank needs an episode: buffer.groups_per_step * buffer.group_size must be >= learner.ranks, "
+                f"got {self.buffer.groups_per_step} * {self.buffer.group_size} < {learner.ranks}"
+            )
+        if self.rollout.max_tokens >= self.rollout.max_model_len:
+            raise ValueError(
+                f"rollout.max_tokens must be < rollout.max_model_len, got {self.rollout.max_tokens} >= "
+                f"{self.rollout.max_model_len}; lower rollout.max_tokens"
+            )
+        return self

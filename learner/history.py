@@ -1,0 +1,107 @@
+"""What a run has seen so far: per-step figures, and the summary at the end.
+
+Called by the pipeline after each step. Pure bookkeeping: no files, no clock but a monotonic one given at construction.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from buffers.records import TrainBatch
+from configs.schema import Config
+
+FIRST_STEPS = 3
+LAST_STEPS = 5
+
+
+class History:
+    """Collects steps; `summary()` is what goes to summary.json."""
+
+    def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._began = clock()
+        self._last = self._began
+        self._last_tokens = 0
+        self._first_step_at: float | None = None
+        self.rewards: list[float] = []
+        self.steps: list[dict[str, float]] = []
+        self.warm_start: Mapping[str, float] = {}
+        self._final: dict[str, Any] = {}
+
+    def add(self, batch: TrainBatch, metrics: Mapping[str, float], *, version: int, stats: Any) -> dict[str, float]:
+        """One step trained `batch` at `version`; returns all of its figures by metric name."""
+        now = self._clock()
+        if self._first_step_at is None:
+            self._first_step_at = now
+        scores = batch.scores
+        lags = np.concatenate([version - row.versions[row.mask == 1] for row in batch.rows])
+        figures = {
+            **metrics,
+            "reward/mean": float(scores.mean()),
+            "reward/min": float(scores.min()),
+            "reward/max": float(scores.max()),
+            "reward/std": float(scores.std()),
+            "staleness/mean": float(lags.mean()),
+            "staleness/max": float(lags.max()),
+            "batch/episodes": float(len(scores)),
+            "batch/rows": float(len(batch)),
+            "batch/tokens": float(sum(row.num_tokens for row in batch.rows)),
+            "batch/trained_tokens": float(batch.num_trained_tokens),
+            "agent_loop/rounds_mean": float(np.mean([len(np.unique(row.rounds[row.mask == 1])) for row in batch.rows])),
+            "throughput/tokens_per_s": (stats.tokens - self._last_tokens) / max(now - self._last, 1e-9),
+            "throughput/cached_share": stats.cached_tokens / max(stats.prompt_tokens, 1),
+            "generation/aborted": float(stats.aborted),
+        }
+        self._last, self._last_tokens = now, stats.tokens
+        self.rewards.append(figures["reward/mean"])
+        self.steps.append(figures)
+        return figures
+
+    def finish(self, counts: Mapping[str, int], status: Mapping[str, Any]) -> None:
+        """Final counts of the buffer and the server."""
+        self._final = {"buffer": dict(counts), "server": dict(status)}
+
+    def summary(self) -> dict[str, Any]:
+        """The run in figures. Rewards are mean scores: of the first 3 steps, of the last 5, and of the best step."""
+        config, steps = self._config, self.steps
+
+        def most(name: str) -> float | None:
+            return max((s[name] for s in steps if name in s), default=None)
+
+        def mean(name: str) -> float | None:
+            values = [s[name] for s in steps if name in s]
+            return float(np.mean(values)) if values else None
+
+        return {
+            "name": config.run.name,
+            "seed": config.run.seed,
+            "steps": len(steps),
+            "steps_planned": config.run.steps,
+            "reward_first": float(np.mean(self.rewards[:FIRST_STEPS])) if steps else None,
+            "reward_last": float(np.mean(self.rewards[-LAST_STEPS:])) if steps else None,
+            "reward_best": most("reward/mean"),
+            "reward_optimum": config.run.reward_optimum,
+            "wall_s": self._clock() - self._began,
+            "startup_s": None if self._first_step_at is None else self._first_step_at - self._began,
+            "max_logprob_diff": most("policy/max_logprob_diff"),
+            "max_policy_lag": config.buffer.max_policy_lag,
+            "max_policy_lag_seen": None if not steps else int(most("staleness/max") or 0),
+            "mean_policy_lag": mean("staleness/mean"),
+            "episodes": int(sum(s["batch/episodes"] for s in steps)),
+            "tokens_trained": int(sum(s["batch/trained_tokens"] for s in steps)),
+            "learner_idle_share": _share(steps, "time/wait_s"),
+            "step_s_mean": mean("time/step_s"),
+            "publish_s_mean": mean("time/publish_s"),
+            "warm_start": dict(self.warm_start),
+            **self._final,
+        }
+
+
+def _share(steps: list[dict[str, float]], name: str) -> float | None:
+    total = sum(s["time/step_s"] for s in steps)
+    return sum(s[name] for s in steps) / total if total else None

@@ -1,0 +1,338 @@
+"""The whole machine on one page: builds the parts, runs the loops, shuts down.
+
+    parquet -> TaskPool -> agent -> MockedServer -> BufferDataset -> generate -> MultiRoundBufferDataset -> learn
+                                        ^                               |                 ^                   |
+                                        +--------- completion ----------+            notify_score     publish weights -> engine
+
+| loop       | takes (waits for)                           | gives                                     | unblocked by         |
+|------------|---------------------------------------------|-------------------------------------------|----------------------|
+| `pool`     | a row of the task file (waits: an agent that asks, and room) | a running episode        | `agents`, `learn`    |
+| `agents`   | a lease (waits: the pool)                   | HTTP requests; their environment scores   | `pool`               |
+| `serve`    | a request                                   | a prompt in the queue, then its answer    | `generate`           |
+| `generate` | prompts (waits: one)                        | a reply and a `Round`                     | `serve`              |
+| `learn`    | a full batch of scored, fresh groups (waits: that many) | new weights in the engine, a step in the ledger | scores |
+
+`learn` is the only finite loop; when it ends the others are cancelled. A loop that fails ends the run with its error. Invariant:
+every leased episode ends once, with a reason: scored, failed, or stale; a group is trained at most once, and never with a token
+older than `buffer.max_policy_lag` versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ray
+
+from agents.external import AgentPerEpisode, AgentPlace, LongLivedAgents, check_command
+from buffers.errors import EngineError, EnvError, TaskError
+from buffers.ledger import Ledger
+from buffers.multi_round import MultiRoundBufferDataset
+from buffers.parquet import read_tasks
+from buffers.records import Task, TrainBatch
+from buffers.task_pool import TaskPool
+from configs.schema import Config
+from configs.tiny_model import make_tiny_model
+from env_adapters.process import Child, resolve_command, start_environment
+from learner.display import Display
+from learner.history import History
+from learner.ranks import LearnerRanks
+from learner.tracker import Tracker
+from mocked_server.generation import Generation
+from mocked_server.server import MockedServer
+from mocked_server.vllm_engine import EngineSettings, VLLMEngine, cpu_environment, has_gpu, make_args, make_vllm_config
+
+logger = logging.getLogger(__name__)
+
+ENV_START_S = 60.0
+WATCH_S = 1.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """What a run is made of, once built."""
+
+    ledger: Ledger
+    pool: TaskPool
+    rounds: MultiRoundBufferDataset
+    engine: VLLMEngine
+    server: MockedServer
+    generation: Generation
+    ranks: LearnerRanks
+    weights: Path
+    env: Child | None = None
+    background: list[asyncio.Task[None]] = field(default_factory=list)
+
+
+class Pipeline:
+    """One run. `await run()` returns when `run.steps` steps are trained, or after `stop()`."""
+
+    def __init__(self, config: Config, *, folder: Path, display: Display, tracker: Tracker) -> None:
+        self._config = config
+        self._folder = folder
+        self._display = display
+        self._tracker = tracker
+        self._version = 0
+        self._learning: asyncio.Task[None] | None = None
+        self._stopped = False
+        self.history = History(config)
+
+    def stop(self) -> None:
+        """Finish after the step in progress (Ctrl-C)."""
+        self._stopped = True
+        if self._learning is not None:
+            self._learning.cancel()
+
+    async def run(self) -> None:
+        """Build everything, learn, save the checkpoint, tear everything down."""
+        async with AsyncExitStack() as stack:
+            parts = await self._build(stack)
+            async with asyncio.TaskGroup() as loops:
+                parts.background = self._start_loops(loops, parts)
+                self._learning = loops.create_task(self.learn(parts), name="learn")
+                if self._stopped:
+                    self._learning.cancel()
+                await asyncio.wait({self._learning})
+                for task in parts.background:
+                    task.cancel()
+            with self._display.phase("saving the checkpoint"):
+                await parts.ranks.save_pretrained(self._folder / "checkpoint")
+            self.history.finish(parts.ledger.counts(), parts.server.status())
+
+    # Building
+
+    async def _build(self, stack: AsyncExitStack) -> Parts:
+        config = self._config
+        if config.agents.command:
+            check_command(config.agents.command)
+        with self._display.phase("preparing model and tasks"):
+            model = await self._prepare_files()
+        cpu_environment()
+        with self._display.phase("starting engine, server and learner"):
+            ranks, (engine, server, ledger, pool, rounds) = await self._start_heavy(stack, model)
+        generation = Generation(engine, queue=server.prompt_queue, rounds=ledger)
+        server.on_ended = generation.forget
+        weights = Path(tempfile.mkdtemp(prefix="understudy-", dir=_fast_folder(self._folder)))
+        stack.callback(shutil.rmtree, weights, ignore_errors=True)
+        parts = Parts(
+            ledger=ledger, pool=pool, rounds=rounds, engine=engine, server=server,
+            generation=generation, ranks=ranks, weights=weights,
+        )  # fmt: skip
+        await self._publish(parts, version=0)
+        if config.env.command:
+            env = {"SERVER_URL": server.base_url, "SCORER_KEY": server.keys.scorer}
+            parts.env, server.env_address = await start_environment(
+                config.env.command, env=env, cwd=Path.cwd(), log=self._folder / "env.log", deadline_s=ENV_START_S
+            )
+            stack.push_async_callback(parts.env.stop)
+        return parts
+
+    async def _prepare_files(self) -> Path:
+        """The model's folder; makes the tiny model and the task file where they are missing."""
+        config = self._config
+        tasks = Path(config.data.tasks)
+        if config.data.make and not tasks.is_file():
+            child = await Child.start(
+                resolve_command(config.data.make), env=_inherited(), cwd=Path.cwd(), log=self._folder / "data.log"
+            )
+            if (code := await child.wait()) != 0:
+                raise TaskError(f"data.make must write {tasks}, but it exited with code {code}: {child.log_tail()}")
+        if config.data.tasks and not tasks.is_file():
+            raise TaskError(f"data.tasks must be a parquet file, got {tasks} (not a file); see data.make")
+        if config.model.path == "tiny":
+            return await asyncio.to_thread(make_tiny_model, self._folder / "model", seed=config.run.seed)
+        if not (folder := Path(config.model.path)).is_dir():
+            raise TaskError(f"model.path must be a Hugging Face folder or `tiny`, got {folder} (not a folder)")
+        return folder
+
+    async def _start_heavy(
+        self, stack: AsyncExitStack, model: Path
+    ) -> tuple[LearnerRanks, tuple[VLLMEngine, MockedServer, Ledger, TaskPool, MultiRoundBufferDataset]]:
+        """The learner (with its warm start) and the engine start side by side: together they are most of the start-up time."""
+        async with asyncio.TaskGroup() as tasks:
+            learner = tasks.create_task(self._start_learner(stack, model), name="start learner")
+            engine = tasks.create_task(self._start_engine(stack, model), name="start engine")
+        return learner.result(), engine.result()
+
+    async def _start_learner(self, stack: AsyncExitStack, model: Path) -> LearnerRanks:
+        config = self._config
+        await asyncio.to_thread(start_ray)
+        stack.push_async_callback(asyncio.to_thread, ray.shutdown)
+        ranks = LearnerRanks(
+            config.learner,
+            model_path=str(model),
+            dtype=config.model.dtype,
+            temperature=config.rollout.temperature,
+            seed=config.run.seed,
+            keep_versions=config.buffer.max_policy_lag + 1,
+            gpus_per_rank=1.0 if has_gpu() else 0.0,
+        )
+        await ranks.start()
+        stack.push_async_callback(ranks.close)
+        warm = config.warm_start
+        if warm.traces:
+            metrics = await ranks.warm_start(
+                warm.traces, steps=warm.steps, batch_size=warm.batch_size, lr=warm.lr, seed=config.run.seed
+            )
+            self.history.warm_start = metrics
+            self._tracker.log(0, {f"warm_start/{name}": value for name, value in metrics.items()})
+        return ranks
+
+    async def _start_engine(
+        self, stack: AsyncExitStack, model: Path
+    ) -> tuple[VLLMEngine, MockedServer, Ledger, TaskPool, MultiRoundBufferDataset]:
+        config = self._config
+        settings = EngineSettings(
+            model_path=model, served_name="policy", dtype=config.model.dtype,
+            rollout=config.rollout, server=config.server, seed=config.run.seed,
+        )  # fmt: skip
+        args = await asyncio.to_thread(make_args, settings)
+        vllm_config = await asyncio.to_thread(make_vllm_config, args)
+        engine = VLLMEngine(vllm_config)
+        await asyncio.to_thread(engine.start)
+        stack.push_async_callback(engine.close)
+        ledger = Ledger(self._folder / "ledger.sqlite")
+        stack.callback(ledger.close)
+        rounds = MultiRoundBufferDataset(ledger, group_size=config.buffer.group_size)
+        pool = TaskPool(
+            ledger,
+            group_size=config.buffer.group_size,
+            groups_per_step=config.buffer.groups_per_step,
+            max_policy_lag=config.buffer.max_policy_lag,
+            max_running=config.agents.concurrency,
+            max_attempts=config.agents.max_attempts,
+            deadline_s=config.agents.episode_deadline_s,
+        )
+        server = MockedServer(
+            args=args, vllm_config=vllm_config, rollout=config.rollout, server=config.server,
+            pool=pool, notify_score_fn=rounds.notify_score,
+        )  # fmt: skip
+        await server.start()
+        stack.push_async_callback(server.close)
+        return engine, server, ledger, pool, rounds
+
+    # Loops
+
+    def _start_loops(self, loops: asyncio.TaskGroup, parts: Parts) -> list[asyncio.Task[None]]:
+        config = self._config
+        started = [
+            loops.create_task(parts.server.wait(), name="serve"),
+            loops.create_task(parts.generation.run(), name="generate"),
+            loops.create_task(self.watch(parts), name="watch"),
+        ]
+        if config.data.tasks:
+            parts.pool.add_source(self._tasks())
+        if config.agents.command:
+            place = AgentPlace(
+                base_url=parts.server.base_url,
+                worker_key=parts.server.keys.worker,
+                model=parts.server.model,
+                env_address=parts.server.env_address,
+                folder=self._folder / "agents",
+            )
+            agents: AgentPerEpisode | LongLivedAgents
+            many = config.agents.concurrency
+            if config.agents.per_episode:
+                agents = AgentPerEpisode(config.agents.command, place=place, desk=parts.server, concurrency=many)
+            else:
+                agents = LongLivedAgents(
+                    config.agents.command,
+                    place=place,
+                    desk=parts.server,
+                    processes=config.agents.processes,
+                    concurrency=many,
+                )
+            started.append(loops.create_task(agents.run(), name="agents"))
+        return started
+
+    def _tasks(self) -> Iterator[Task]:
+        """The rows of the task file, shuffled anew in each epoch. Read by the pool, in a thread, as it needs them."""
+        for epoch in range(self._config.data.epochs):
+            tasks = list(read_tasks(Path(self._config.data.tasks)))
+            random.Random(self._config.run.seed * 1_000_003 + epoch).shuffle(tasks)
+            yield from tasks
+
+    async def watch(self, parts: Parts) -> None:
+        """Shows the queues once a second, and ends the run when the engine or the environment is gone."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if parts.engine.dead:
+                raise EngineError("the engine process died; see the log above. Scored episodes are in the ledger.")
+            if parts.env is not None and not parts.env.running:
+                raise EnvError(f"the environment process ended; its log {parts.env.log} ends:\n{parts.env.log_tail()}")
+            self._display.queues(
+                prompts_waiting=parts.server.prompt_queue.qsize() + parts.generation.stats.running,
+                episodes_running=int(parts.pool.metrics()["pool/running"]),
+                groups_ready=parts.ledger.counts()["groups/ready"],
+            )
+
+    async def learn(self, parts: Parts) -> None:
+        """Takes a full batch (waits: enough scored, fresh groups), gives new weights; unblocked by scores. Finite."""
+        buffer = self._config.buffer
+        for step in range(1, self._config.run.steps + 1):
+            waited = time.monotonic()
+            batch = await parts.rounds.sample(buffer.groups_per_step, min_version=self._version - buffer.max_policy_lag)
+            began = time.monotonic()
+            metrics = await asyncio.shield(self._step(parts, batch, step=step))
+            ended = time.monotonic()
+            times = {"time/wait_s": began - waited, "time/update_s": ended - began, "time/step_s": ended - waited}
+            self._report(step, batch, {**metrics, **times}, parts)
+            if self._stopped:
+                return
+
+    async def _step(self, parts: Parts, batch: TrainBatch, *, step: int) -> dict[str, float]:
+        """Train, record the step, publish. Shielded from cancellation: the ledger and the weights never disagree."""
+        metrics = await parts.ranks.train_step(batch, version=self._version)
+        await asyncio.wrap_future(parts.ledger.commit_step(batch.lease_id, step=step, version=self._version + 1))
+        began = time.monotonic()
+        await self._publish(parts, version=self._version + 1)
+        self._version += 1
+        await parts.pool.set_version(self._version)
+        return {**metrics, "time/publish_s": time.monotonic() - began}
+
+    async def _publish(self, parts: Parts, *, version: int) -> None:
+        """New weights: learner -> file -> engine, which pauses for the copy only."""
+        folder = parts.weights / f"version-{version}"
+        folder.mkdir()
+        await parts.ranks.publish(folder / "model.safetensors")
+        await parts.engine.load_weights(folder, version=version)
+        shutil.rmtree(folder)
+
+    def _report(self, step: int, batch: TrainBatch, metrics: dict[str, float], parts: Parts) -> None:
+        figures = self.history.add(batch, metrics, version=self._version - 1, stats=parts.generation.stats)
+        figures |= parts.pool.metrics()
+        self._tracker.log(step, figures)
+        self._display.update(
+            step,
+            reward=figures["reward/mean"],
+            mean_lag=figures["staleness/mean"],
+            max_lag=figures["staleness/max"],
+            tokens_per_s=figures["throughput/tokens_per_s"],
+            step_s=figures["time/step_s"],
+        )
+
+
+def start_ray() -> None:
+    """A local Ray without dashboard; its workers import this checkout."""
+    ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
+
+
+def _inherited() -> dict[str, str]:
+    import os
+
+    return dict(os.environ)
+
+
+def _fast_folder(otherwise: Path) -> Path:
+    """Shared memory where the system has it: weights pass through it at every step."""
+    shm = Path("/dev/shm")
+    return shm if sys.platform == "linux" and shm.is_dir() else otherwise

@@ -1,0 +1,146 @@
+"""All ranks of the learner as one object: Ray actors, each a plain `Trainer` in its own process.
+
+Used by `learner.pipeline`, on its event loop. Invariant: a call reaches all ranks or none is left running: when one
+fails or dies, the error names the rank and the others are ended (they would wait in a collective for ever). No
+training logic here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from buffers.errors import UnderstudyError
+from buffers.records import TrainBatch
+from configs.schema import LearnerConfig
+from learner.trainer import Trainer
+
+GRACE_S = 5.0
+"""After a first failure, how long others may still tell theirs: a peer's complaint can beat the news of a death."""
+
+
+_READY = "__ray_ready__"
+"""Ray's own method, which answers once the actor is built."""
+
+
+class RankFailed(UnderstudyError):
+    """A learner rank raised or its process died; the learner has ended."""
+
+
+class LearnerRanks:
+    """Needs `ray.init` before `start`. `gpus_per_rank` 0: on CPU, one thread per rank."""
+
+    def __init__(
+        self,
+        config: LearnerConfig,
+        *,
+        model_path: str,
+        dtype: str,
+        temperature: float,
+        seed: int,
+        keep_versions: int,
+        gpus_per_rank: float = 0.0,
+    ) -> None:
+        self._config = config
+        self._settings = {
+            "model_path": model_path,
+            "dtype": dtype,
+            "temperature": temperature,
+            "seed": seed,
+            "keep_versions": keep_versions,
+            "device": "cuda:0" if gpus_per_rank else "cpu",  # Ray shows a process its own GPU only
+        }
+        self._gpus_per_rank = gpus_per_rank
+        self._actors: list[Any] = []
+
+    async def start(self) -> None:
+        """Starts the processes; returns when every rank has its model."""
+        threads = {} if self._gpus_per_rank else {"OMP_NUM_THREADS": "1"}
+        environment = {"PYTHONPATH": _python_path(), **threads}
+        actor = ray.remote(num_cpus=0, num_gpus=self._gpus_per_rank, runtime_env={"env_vars": environment})(Trainer)
+        address = _free_address()
+        for rank in range(self._config.ranks):
+            place = {"address": address, "rank": rank, "world_size": self._config.ranks}
+            self._actors.append(actor.remote(self._config, **self._settings, **place))
+        await self._all(_READY)
+
+    async def warm_start(
+        self, traces_path: Path, *, steps: int, batch_size: int, lr: float, seed: int
+    ) -> dict[str, float]:
+        """See `Trainer.warm_start`."""
+        return await self._first("warm_start", traces_path, steps=steps, batch_size=batch_size, lr=lr, seed=seed)
+
+    async def train_step(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
+        """See `Trainer.train_step`. The batch is stored once for all ranks."""
+        stored = await asyncio.to_thread(ray.put, batch)
+        return await self._first("train_step", stored, version=version)
+
+    async def publish(self, path: Path) -> None:
+        """See `Trainer.publish`."""
+        await self._all("publish", path)
+
+    async def save_pretrained(self, folder: Path) -> None:
+        """See `Trainer.save_pretrained`."""
+        await self._all("save_pretrained", folder)
+
+    async def close(self) -> None:
+        """Leaves the process group on every rank, then ends the processes. Nothing to do after a failure."""
+        if self._actors:
+            await self._all("close")
+        self._kill()
+
+    async def _first(self, method: str, *args: Any, **options: Any) -> dict[str, float]:
+        """Rank 0's answer: all ranks reduce their metrics to the same."""
+        answer: dict[str, float] = (await self._all(method, *args, **options))[0]
+        return answer
+
+    async def _all(self, method: str, *args: Any, **options: Any) -> list[Any]:
+        if not self._actors:
+            raise RankFailed(
+                f"learner.{method} needs running ranks, got none; call start() first, or see the failure before"
+            )
+        calls = [asyncio.ensure_future(getattr(actor, method).remote(*args, **options)) for actor in self._actors]
+        done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        if any(call.exception() for call in done):
+            await self._fail(method, calls)
+        return [call.result() for call in calls]
+
+    async def _fail(self, method: str, calls: list[asyncio.Future[Any]]) -> None:
+        """Names the rank to blame, ends all ranks and raises."""
+        await asyncio.wait(calls, timeout=GRACE_S)
+        self._kill()
+        failures = {rank: call.exception() for rank, call in enumerate(calls) if call.done() and call.exception()}
+        deaths = [rank for rank, error in failures.items() if isinstance(error, RayActorError)]
+        rank = min(deaths or failures)
+        cause = getattr(failures[rank], "cause", None) or failures[rank]  # what the rank raised, out of Ray's wrapping
+        for call in calls:
+            call.cancel()
+        what = "died" if deaths else "failed"
+        raise RankFailed(
+            f"learner rank {rank} of {len(calls)} {what} in {'start' if method == _READY else method}: {cause}; the learner has ended, start it again"
+        ) from cause
+
+    def _kill(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+
+
+def _free_address() -> str:
+    """A loopback port that was free a moment ago; rank 0 binds it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def _python_path() -> str:
+    """The checkout first, so that a worker process finds this package whatever directory it starts in."""
+    checkout = str(Path(__file__).resolve().parent.parent)
+    inherited = os.environ.get("PYTHONPATH")
+    return checkout if not inherited else os.pathsep.join([checkout, inherited])

@@ -1,0 +1,169 @@
+"""Our own HTTP routes beside vLLM's: tasks, scores, and the server's state. The only file that knows FastAPI.
+
+| route            | key    | what it does                                                                     |
+|------------------|--------|----------------------------------------------------------------------------------|
+| `GET /tasks`     | worker | leases the next episode: its key and its task (`?wait=` seconds; 204: none yet; 410: no more) |
+| `POST /tasks`    | admin  | adds tasks (`{"tasks": [row, ...]}` in verl's columns)                            |
+| `POST /scores`   | scorer | `{"episode_id", "score"}`, or `{"episode_id", "failed": reason}`                  |
+| `GET /episode`   | scorer | the task with its ground truth, of the episode whose key is in `X-Episode-Key`    |
+| `GET /health`    | none   | 200 while the server answers                                                      |
+| `GET /status`    | admin  | counts of everything, as JSON                                                     |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Protocol
+
+from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from buffers.errors import EpisodeClosed, ScoreConflict, ScoreError, TaskError, UnderstudyError, UnknownEpisode
+from buffers.task_pool import PoolClosed
+from mocked_server.keys import KeyRing
+
+MAX_WAIT_S = 60.0
+
+
+class Desk(Protocol):
+    """What the routes ask of the server."""
+
+    keys: KeyRing
+
+    async def lease_episode(self, *, wait_s: float) -> Leased | None: ...
+    async def add_tasks(self, rows: list[dict[str, Any]]) -> int: ...
+    async def notify_score(self, episode_id: str, score: float) -> bool: ...
+    async def fail(self, episode_id: str, reason: str) -> None: ...
+    def episode_view(self, episode_key: str) -> dict[str, Any]: ...
+    def status(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leased:
+    """An episode handed to an agent; the body of `GET /tasks`."""
+
+    episode_id: str
+    api_key: str
+    task: dict[str, Any]
+    """Without the ground truth."""
+    env_address: str = ""
+    """HOST:PORT of the environment, where there is one."""
+
+
+class ScoreBody(BaseModel):
+    """Exactly one of `score` and `failed`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    episode_id: str
+    score: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    failed: str | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> ScoreBody:
+        if (self.score is None) == (self.failed is None):
+            raise ValueError("exactly one of score and failed must be given")
+        return self
+
+
+class TasksBody(BaseModel):
+    """Rows as in a task file."""
+
+    model_config = ConfigDict(extra="forbid")
+    tasks: list[dict[str, Any]] = Field(min_length=1)
+
+
+STATUS_OF: dict[type[UnderstudyError], int] = {
+    UnknownEpisode: 404,
+    EpisodeClosed: 410,
+    ScoreConflict: 409,
+    ScoreError: 422,
+    TaskError: 422,
+    PoolClosed: 410,
+}
+
+
+def add_routes(app: FastAPI, desk: Desk) -> None:
+    """Mount the routes of the table above on `app`."""
+    app.include_router(_open_routes())
+    app.include_router(_worker_routes(desk))
+    app.include_router(_scorer_routes(desk))
+    app.include_router(_admin_routes(desk))
+    app.add_exception_handler(UnderstudyError, _as_json)
+
+
+async def _as_json(_: Request, error: Exception) -> JSONResponse:
+    status = next((code for kind, code in STATUS_OF.items() if isinstance(error, kind)), 500)
+    body = {"error": {"message": str(error), "type": type(error).__name__, "param": None, "code": status}}
+    return JSONResponse(body, status_code=status)
+
+
+def _requires(desk: Desk, expected: Callable[[KeyRing], str], name: str) -> Any:
+    """A dependency that lets one kind of key through."""
+
+    def check(authorization: Annotated[str, Header()] = "") -> None:
+        given = authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
+        if not desk.keys.same(given, expected(desk.keys)):
+            raise _Unauthorized(f"this route needs the {name} key as `Authorization: Bearer <key>`")
+
+    return Depends(check)
+
+
+class _Unauthorized(UnderstudyError):
+    """The wrong key, or none."""
+
+
+STATUS_OF[_Unauthorized] = 401
+
+
+def _open_routes() -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200)
+
+    return router
+
+
+def _worker_routes(desk: Desk) -> APIRouter:
+    router = APIRouter(dependencies=[_requires(desk, lambda keys: keys.worker, "worker")])
+
+    @router.get("/tasks")
+    async def lease(wait: Annotated[float, Query(ge=0.0, le=MAX_WAIT_S, allow_inf_nan=False)] = 0.0) -> Response:
+        leased = await desk.lease_episode(wait_s=wait)
+        return Response(status_code=204) if leased is None else JSONResponse(asdict(leased))
+
+    return router
+
+
+def _scorer_routes(desk: Desk) -> APIRouter:
+    router = APIRouter(dependencies=[_requires(desk, lambda keys: keys.scorer, "scorer")])
+
+    @router.post("/scores")
+    async def scores(body: ScoreBody) -> dict[str, Any]:
+        if body.score is None:
+            await desk.fail(body.episode_id, body.failed or "no reason given")
+            return {"episode_id": body.episode_id, "stored": True}
+        return {"episode_id": body.episode_id, "stored": await desk.notify_score(body.episode_id, body.score)}
+
+    @router.get("/episode")
+    async def episode(x_episode_key: Annotated[str, Header()]) -> dict[str, Any]:
+        return desk.episode_view(x_episode_key)
+
+    return router
+
+
+def _admin_routes(desk: Desk) -> APIRouter:
+    router = APIRouter(dependencies=[_requires(desk, lambda keys: keys.admin, "admin")])
+
+    @router.post("/tasks")
+    async def add_tasks(body: TasksBody) -> dict[str, int]:
+        return {"added": await desk.add_tasks(body.tasks)}
+
+    @router.get("/status")
+    async def status() -> dict[str, Any]:
+        return desk.status()
+
+    return router

@@ -1,0 +1,99 @@
+"""Which episode does a request belong to? Answered from its API key or its URL, without touching the agent.
+
+A pure-ASGI middleware around vLLM's app. The key is taken from `Authorization: Bearer`, `x-api-key`, or a path prefix
+`/e/<key>/v1/...` (for agents whose key cannot be set). Model routes without a valid key of a running episode are answered here,
+in the dialect's own error form; nothing of them is recorded.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from buffers.errors import EpisodeClosed, EpisodeError, UnknownEpisode
+from mocked_server.calls import Call, current_call
+from mocked_server.episodes import Episodes
+from mocked_server.keys import KeyRing
+
+PATH_PREFIX = "/e/"
+OPEN_TO_ALL_KEYS = frozenset({"/v1/models"})
+
+
+def key_of(scope: dict[str, Any]) -> tuple[str | None, str]:
+    """(key, path without the key's prefix) of a request."""
+    path: str = scope["path"]
+    if path.startswith(PATH_PREFIX):
+        key, slash, rest = path[len(PATH_PREFIX) :].partition("/")
+        return key, slash + rest
+    for name, value in scope["headers"]:
+        if name == b"x-api-key":
+            return value.decode("latin-1"), path
+        if name == b"authorization" and value[:7].lower() == b"bearer ":
+            return value[7:].decode("latin-1").strip(), path
+    return None, path
+
+
+def error_body(path: str, *, status: int, code: str, message: str) -> bytes:
+    """An error as the dialect of `path` spells it."""
+    kind = {401: "authentication_error", 403: "permission_error"}.get(status, "invalid_request_error")
+    if path.startswith("/v1/messages"):
+        body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
+    else:
+        body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return json.dumps(body).encode()
+
+
+class Attribution:
+    """ASGI middleware: sets `current_call` for requests of running episodes, refuses the others."""
+
+    def __init__(self, app: Any, *, keys: KeyRing, episodes: Episodes, model_routes: frozenset[str]) -> None:
+        self._app = app
+        self._keys = keys
+        self._episodes = episodes
+        self._model_routes = model_routes
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        key, path = key_of(scope)
+        if path != scope["path"]:
+            scope = {**scope, "path": path, "raw_path": path.encode()}
+        if path not in self._model_routes:
+            await self._app(scope, receive, send)
+            return
+        try:
+            call = self._call(key, path)
+        except EpisodeError as error:
+            closed = isinstance(error, EpisodeClosed)
+            await _refuse(
+                send,
+                path,
+                status=403 if closed else 401,
+                code="episode_closed" if closed else "invalid_api_key",
+                error=error,
+            )
+            return
+        token = current_call.set(call)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            current_call.reset(token)
+
+    def _call(self, key: str | None, path: str) -> Call | None:
+        if key is None:
+            raise UnknownEpisode("no API key was sent; set OPENAI_API_KEY to the api_key that came with the task")
+        episode_id = self._keys.episode_of(key)
+        if episode_id is not None:
+            return Call(self._episodes.get(episode_id))
+        if path in OPEN_TO_ALL_KEYS and any(
+            self._keys.same(key, k) for k in (self._keys.worker, self._keys.scorer, self._keys.admin)
+        ):
+            return None
+        raise UnknownEpisode("the API key opens no episode; use the api_key that came with the task")
+
+
+async def _refuse(send: Any, path: str, *, status: int, code: str, error: Exception) -> None:
+    headers = [(b"content-type", b"application/json"), (b"x-should-retry", b"false")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": error_body(path, status=status, code=code, message=str(error))})

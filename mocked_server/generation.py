@@ -1,0 +1,206 @@
+"""The generate loop: prompts from the queue, through an engine, to the waiting connection and the buffer.
+
+Loop row: takes a prompt from `BufferDataset` (waits: one prompt); gives a reply to its connection and a `Round` to the buffer;
+unblocked by agents' requests. Every generation of every dialect is recorded here, and only here.
+
+Invariant: a round is in the buffer's write queue before its last output leaves for the agent, so a score can never overtake it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from concurrent.futures import Future
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from buffers.errors import EngineError, EpisodeError
+from buffers.prompt_queue import Prompt, PromptQueue, QueueClosed, Response
+from buffers.records import Round
+from buffers.token_tree import TokenTree
+from mocked_server.calls import PendingReply, Sampling
+
+logger = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """What generation asks of an engine."""
+
+    version: int
+
+    def generate(
+        self, prompt_token_ids: list[int], params: Any, *, request_id: str, **extra: Any
+    ) -> AsyncGenerator[Any, None]:
+        """Outputs with `outputs` (token_ids, text, logprobs, finish_reason, weight_versions) and `finished`."""
+        ...
+
+
+class RoundStore(Protocol):
+    """What generation asks of the buffer."""
+
+    def put_round(self, round_: Round, /) -> Future[None]:
+        """Queue a round for writing; the future ends when it is durable."""
+        ...
+
+
+@dataclass(slots=True)
+class _Sampled:
+    """One completion while it grows (n > 1 gives several)."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str = "abort"
+    spans: list[Any] = field(default_factory=list)
+
+
+class Recorder:
+    """Collects one prompt's outputs (deltas, or a single final one) into responses, one per completion."""
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+        self._sampled: dict[int, _Sampled] = {}
+
+    def add(self, output: Any) -> None:
+        """Take one engine output."""
+        for completion in output.outputs:
+            part = self._sampled.setdefault(completion.index, _Sampled())
+            ids = list(completion.token_ids)
+            part.ids += ids
+            part.logprobs += [entry[token].logprob for token, entry in zip(ids, completion.logprobs or (), strict=True)]
+            if completion.finish_reason is not None:
+                part.finish_reason = completion.finish_reason
+            part.spans = completion.weight_versions or part.spans
+
+    def responses(self, *, version: int) -> list[Response]:
+        """What was sampled. `version` labels tokens without a span of the engine's (those of an aborted generation)."""
+        return [self._response(part, version) for part in self._sampled.values()]
+
+    def _response(self, part: _Sampled, version: int) -> Response:
+        versions = np.full(len(part.ids), version, np.int32)
+        for span in part.spans:
+            versions[span.start : span.end] = int(span.version)
+        return Response(
+            request_id=self._request_id,
+            sampled_ids=np.array(part.ids, np.int32),
+            logprobs=np.array(part.logprobs, np.float32),
+            versions=versions,
+            finish_reason=part.finish_reason,
+        )
+
+
+@dataclass(slots=True)
+class GenerationStats:
+    """Totals since the start; the pipeline takes differences."""
+
+    prompts: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    aborted: int = 0
+    late: int = 0
+    running: int = 0
+    busy_s: float = 0.0
+    """Time with at least one generation under way."""
+    _since: float = 0.0
+
+    def started(self, now: float) -> None:
+        """One more generation runs."""
+        if self.running == 0:
+            self._since = now
+        self.running += 1
+
+    def ended(self, now: float) -> None:
+        """One less."""
+        self.running -= 1
+        if self.running == 0:
+            self.busy_s += now - self._since
+
+
+class Generation:
+    """Runs `generate` for one engine. `run()` is the loop; `serve(prompt)` answers one prompt."""
+
+    def __init__(self, engine: Engine, *, queue: PromptQueue, rounds: RoundStore) -> None:
+        self._engine = engine
+        self._queue = queue
+        self._rounds = rounds
+        self._trees: dict[str, TokenTree] = {}
+        self.stats = GenerationStats()
+
+    async def run(self) -> None:
+        """Until the queue is closed. An engine that dies ends the loop with EngineError; the waiting agents get errors first."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                try:
+                    prompts = await self._queue.take()
+                except QueueClosed:
+                    return
+                for prompt in prompts:
+                    task = tasks.create_task(self.serve(prompt), name=f"generate {prompt.request_id}")
+                    cast(PendingReply, prompt.reply).on_abandon(task.cancel)
+
+    async def serve(self, prompt: Prompt) -> None:
+        """Generate for one prompt, stream the outputs to its connection, record its rounds."""
+        reply, sampling = cast(PendingReply, prompt.reply), cast(Sampling, prompt.sampling)
+        recorder = Recorder(prompt.request_id)
+        self.stats.started(time.monotonic())
+        try:
+            ids = prompt.prompt_token_ids.tolist()
+            outputs = self._engine.generate(ids, sampling.params, request_id=prompt.request_id, **sampling.extra)
+            async with aclosing(outputs) as stream:
+                async for output in stream:
+                    recorder.add(output)
+                    if output.finished:
+                        self._count(prompt, output)
+                        self._store(prompt, recorder)
+                    reply.push(output)
+            reply.finish()
+        except asyncio.CancelledError:
+            self.stats.aborted += 1
+            self._store(prompt, recorder)
+            if not reply.abandoned:
+                reply.fail(EngineError("the server is shutting down"))
+                raise
+        except (EngineError, ValueError) as error:
+            reply.fail(error)
+            if isinstance(error, EngineError):
+                raise
+        finally:
+            self.stats.ended(time.monotonic())
+
+    def _count(self, prompt: Prompt, output: Any) -> None:
+        self.stats.prompts += 1
+        self.stats.prompt_tokens += len(prompt.prompt_token_ids)
+        self.stats.cached_tokens += output.num_cached_tokens or 0
+
+    def _store(self, prompt: Prompt, recorder: Recorder) -> None:
+        for response in recorder.responses(version=self._engine.version):
+            self.stats.tokens += len(response.sampled_ids)
+            if prompt.episode_id is not None:
+                tree = self._trees.setdefault(prompt.episode_id, TokenTree(prompt.episode_id))
+                self._rounds.put_round(_grow(tree, prompt, response)).add_done_callback(self._stored)
+
+    def forget(self, episode_id: str) -> None:
+        """The episode ended: its token tree is in the buffer."""
+        self._trees.pop(episode_id, None)
+
+    def _stored(self, future: Future[None]) -> None:
+        error = future.exception()
+        if isinstance(error, EpisodeError):
+            self.stats.late += 1  # the episode ended (deadline, stale) while its last generation ran
+        elif error is not None:
+            logger.error("a round could not be stored: %s", error)
+
+
+def _grow(tree: TokenTree, prompt: Prompt, response: Response) -> Round:
+    return tree.add(
+        prompt_ids=prompt.prompt_token_ids,
+        sampled_ids=response.sampled_ids,
+        logprobs=response.logprobs,
+        versions=response.versions,
+        finish_reason=response.finish_reason,
+    )

@@ -1,0 +1,273 @@
+"""MockedServer: the model API that agents call, its task desk and its score desk, on one event loop.
+
+The pipeline starts it on its own loop (`start`, `close`); `create_and_launch_task_pool` starts it in a thread, as in RFC #1172.
+It needs no engine: prompts wait in `prompt_queue` until somebody generates for them (`mocked_server.generation`, or the RFC's
+`rollout.generate_sequences`), and the answer goes back on the same connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from buffers.errors import EngineError, EpisodeClosed, UnderstudyError, UnknownEpisode
+from buffers.ledger import Ledger
+from buffers.multi_round import MultiRoundBufferDataset
+from buffers.parquet import tasks_of_rows
+from buffers.prompt_queue import PromptQueue
+from buffers.records import Episode
+from buffers.task_pool import TaskPool
+from configs.schema import RolloutConfig, ServerConfig
+from configs.tiny_model import make_tiny_model
+from mocked_server.app import Leased, add_routes
+from mocked_server.attribution import Attribution
+from mocked_server.episodes import Episodes
+from mocked_server.keys import KeyRing
+from mocked_server.vllm_app import MODEL_ROUTES, QueueClient, build_serving_app
+from mocked_server.vllm_engine import EngineSettings, cpu_environment, make_args, make_vllm_config
+
+logger = logging.getLogger(__name__)
+
+NotifyScore = Callable[[str, float], Any]
+
+
+class ServerError(UnderstudyError):
+    """The server cannot listen."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket, or ServerError naming the port in use."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ServerError(
+            f"server.host:server.port must be free to listen on, got {host}:{port} ({error.strerror}); "
+            "set server.port=0 for any free port"
+        ) from None
+    return sock
+
+
+class MockedServer:
+    """See the module. `pool` hands out episodes, `notify_score_fn(episode_id, score)` takes their scores (any thread)."""
+
+    def __init__(
+        self,
+        *,
+        args: Any,
+        vllm_config: Any,
+        rollout: RolloutConfig,
+        server: ServerConfig,
+        pool: TaskPool,
+        notify_score_fn: NotifyScore,
+        env_address: str = "",
+        keys: KeyRing | None = None,
+    ) -> None:
+        self.keys = keys or KeyRing()
+        self.episodes = Episodes()
+        self.prompt_queue = PromptQueue()
+        self.pool = pool
+        self.env_address = env_address
+        self.num_scored = 0
+        self.on_ended: Callable[[str], object] = lambda _: None
+        """Called with the id of each episode that ended, however it did."""
+        self._args = args
+        self._notify_score = notify_score_fn
+        pool.on_closed = self.close_episode
+        self._client = QueueClient(vllm_config, queue=self.prompt_queue, rollout=rollout)
+        self._socket = bind(server.host, server.port)
+        self._host = server.host
+        self._uvicorn: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._pooling: asyncio.Task[None] | None = None
+
+    @property
+    def base_url(self) -> str:
+        """Root of the server, without /v1."""
+        return f"http://{self._host}:{self._socket.getsockname()[1]}"
+
+    @property
+    def model(self) -> str:
+        """The model's name in the API."""
+        return str(self._args.served_model_name[0])
+
+    async def start(self) -> None:
+        """Serve on the running event loop; returns when requests are answered."""
+        app = await build_serving_app(self._args, self._client)
+        add_routes(app, self)
+        outer = Attribution(app, keys=self.keys, episodes=self.episodes, model_routes=MODEL_ROUTES)
+        config = uvicorn.Config(
+            outer, log_config=None, log_level="warning", access_log=False, timeout_keep_alive=120, lifespan="on"
+        )
+        self._uvicorn = _QuietServer(config)
+        started = asyncio.Event()
+        self._uvicorn.on_started = started.set
+        self._serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._socket]), name="serve")
+        waiter = asyncio.create_task(started.wait())
+        await asyncio.wait({waiter, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        if not started.is_set():
+            waiter.cancel()
+            raise ServerError("the HTTP server ended while it started; its log is above")
+        self._pooling = asyncio.create_task(self.pool.run(), name="pool")
+
+    async def wait(self) -> None:
+        """Until the server is closed; raises when the pool's loop or the HTTP server failed."""
+        assert self._serving is not None and self._pooling is not None, "start() first"
+        done, _ = await asyncio.wait({self._serving, self._pooling}, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+
+    async def close(self) -> None:
+        """Stop listening, end open connections, and wake everybody who waits for prompts."""
+        for prompt in self.prompt_queue.close():
+            prompt.reply.fail(EngineError("the server is shutting down"))
+        self.pool.close()
+        if self._pooling is not None:
+            await self._pooling
+        if self._uvicorn is not None and self._serving is not None:
+            self._uvicorn.should_exit = True
+            self._uvicorn.force_exit = True
+            await self._serving
+        self._socket.close()
+
+    # The task desk: what agents and scorers ask for, in Python; `mocked_server.app` has the same over HTTP.
+
+    async def lease_episode(self, *, wait_s: float) -> Leased | None:
+        """Lease the next episode; None when there is none within `wait_s`. Raises PoolClosed when there are no more."""
+        episode = await self.pool.lease(wait_s=wait_s)
+        return None if episode is None else self.open_episode(episode)
+
+    def open_episode(self, episode: Episode) -> Leased:
+        """Let an episode's key open the model API."""
+        self.episodes.open(episode)
+        key = self.keys.episode_key(episode.episode_id)
+        return Leased(
+            episode_id=episode.episode_id, api_key=key, task=episode.task.public(), env_address=self.env_address
+        )
+
+    async def notify_score(self, episode_id: str, score: float) -> bool:
+        """Store a score; True when it is new, False when the same was stored before. Durable when this returns."""
+        stored = await asyncio.to_thread(self._notify_score, episode_id, score)
+        if stored is not False:
+            self.num_scored += 1
+        return stored is not False
+
+    async def fail(self, episode_id: str, reason: str) -> None:
+        """End an episode without a score; it is tried again while attempts are left. No effect on an ended one."""
+        with suppress(EpisodeClosed):
+            await self.pool.fail(episode_id, reason)
+
+    def close_episode(self, episode_id: str, reason: str) -> None:
+        """The pool says that an episode ended (scored, failed, stale): its key opens nothing any more."""
+        self.episodes.close(episode_id, reason)
+        self.on_ended(episode_id)
+
+    async def add_tasks(self, rows: list[dict[str, Any]]) -> int:
+        """Add tasks given as parquet rows; raises TaskError naming the row."""
+        tasks = tasks_of_rows(rows, source="POST /tasks")
+        await self.pool.put(tasks)
+        return len(tasks)
+
+    def enqueue_task(self, path: str | Path) -> int:
+        """Add the tasks of a parquet file, from any thread (the RFC's enqueue_task); returns how many."""
+        return self.pool.enqueue_task(Path(path))
+
+    def episode_view(self, episode_key: str) -> dict[str, Any]:
+        """What a scorer may know of the episode with this key: its id and its task with the ground truth."""
+        episode_id = self.keys.episode_of(episode_key)
+        if episode_id is None:
+            raise UnknownEpisode("the key opens no episode; send the episode's api_key in X-Episode-Key")
+        live = self.episodes.get(episode_id)
+        return {"episode_id": episode_id, "task": live.episode.task.private()}
+
+    def status(self) -> dict[str, Any]:
+        """Counts for `GET /status`."""
+        return {"prompts_waiting": self.prompt_queue.qsize(), **self.episodes.metrics(), **self.pool.metrics()}
+
+
+class _QuietServer(uvicorn.Server):
+    """uvicorn without its own signal handlers (the run has its own), telling when it listens."""
+
+    on_started: Callable[[], None]
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.on_started()
+
+    def capture_signals(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def create_and_launch_task_pool(
+    *,
+    notify_score_fn: NotifyScore,
+    model: str | Path | None = None,
+    group_size: int = 1,
+    max_running: int = 256,
+    episode_deadline_s: float = 600.0,
+    rollout: RolloutConfig | None = None,
+    server: ServerConfig | None = None,
+) -> tuple[MockedServer, threading.Thread]:
+    """Start a MockedServer with its task pool in a thread of its own (RFC #1172's demo). Returns when it answers requests.
+
+    `model`: a Hugging Face folder, only its tokenizer, chat template and configuration are used here; None: the tiny local model.
+    Stop it with `mocked_server.close_thread()`; the thread is a daemon.
+    """
+    cpu_environment()
+    rollout, server = rollout or RolloutConfig(), server or ServerConfig()
+    folder = Path(model) if model is not None else make_tiny_model(Path("runs/models/tiny"))
+    settings = EngineSettings(model_path=folder, served_name="policy", dtype="float32", rollout=rollout, server=server)
+    args = make_args(settings)
+    config = make_vllm_config(args)
+    box: dict[str, Any] = {}
+    ready = threading.Event()
+
+    async def main() -> None:
+        pool = TaskPool(
+            _ledger_behind(notify_score_fn),
+            group_size=group_size,
+            groups_per_step=1,
+            max_policy_lag=None,
+            max_running=max_running,
+            deadline_s=episode_deadline_s,
+            max_attempts=1,
+        )
+        mocked = MockedServer(
+            args=args, vllm_config=config, rollout=rollout, server=server, pool=pool, notify_score_fn=notify_score_fn
+        )
+        await mocked.start()
+        box["server"] = mocked
+        ready.set()
+        await mocked.wait()
+
+    def serve() -> None:
+        try:
+            asyncio.run(main())
+        except (UnderstudyError, OSError) as error:
+            box["error"] = error
+        finally:
+            ready.set()
+
+    thread = threading.Thread(target=serve, name="mocked-server", daemon=True)
+    thread.start()
+    ready.wait()
+    if "error" in box:
+        raise box["error"]
+    return box["server"], thread
+
+
+def _ledger_behind(notify_score_fn: NotifyScore) -> Ledger:
+    """The ledger of the dataset whose `notify_score` this is, so that tasks and scores share their books; else a new one."""
+    owner = getattr(notify_score_fn, "__self__", None)
+    return owner.ledger if isinstance(owner, MultiRoundBufferDataset) else Ledger(None)

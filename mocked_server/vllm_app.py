@@ -1,0 +1,240 @@
+"""vLLM's own OpenAI and Anthropic HTTP layer, with our two hooks: exact continuation, and generation through the prompt queue.
+
+vLLM's serving code is used as it is; it is given `QueueClient` in place of an engine. Rendering a chat passes `ExactRenderer`,
+every generation of every dialect passes `QueueClient.generate`. The engine itself may be anywhere: this module never boots one.
+
+Seams relied on (checked by tests/test_vllm_seams.py): the serving layer reads `engine_client.renderer`; chats are rendered by
+`render_chat_async`; generations go through `engine_client.generate`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from buffers.errors import EngineError
+from buffers.prompt_queue import Prompt, PromptQueue, Response
+from configs.schema import RolloutConfig
+from mocked_server.calls import Call, PendingReply, Sampling, current_call
+from mocked_server.continuation import Continuation, continue_chat, continue_tokens
+from mocked_server.episodes import LiveEpisode
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+MODEL_ROUTES = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/models",
+    }
+)
+"""The routes of vLLM's app that are kept; everything else it mounts (metrics, elastic scaling, ...) is removed."""
+
+
+PASSED_ON = ("reasoning_ended", "reasoning_parser_kwargs", "lora_request")
+"""Arguments of `generate` that the engine needs too."""
+
+
+class Heard:
+    """What the agent was told in one answer, for the next round's continuation."""
+
+    def __init__(self) -> None:
+        self._ids: dict[int, list[int]] = {}
+        self._text: dict[int, str] = {}
+        self._reason: dict[int, str] = {}
+        self.finished = False
+
+    def add(self, output: Any) -> None:
+        """One engine output, delta or whole."""
+        for completion in output.outputs:
+            self._ids.setdefault(completion.index, []).extend(completion.token_ids)
+            self._text[completion.index] = self._text.get(completion.index, "") + completion.text
+            self._reason[completion.index] = completion.finish_reason or "abort"
+        self.finished = output.finished
+
+    def remember(self, live: LiveEpisode, plan: Continuation) -> None:
+        """Make each completion a round that a later request can continue."""
+        for index, ids in self._ids.items():
+            live.add_round(
+                parent=plan.parent,
+                ids=np.concatenate([plan.tail_ids, np.array(ids, np.int32)]),
+                finish_reason=self._reason[index],
+                reply_text=self._text[index],
+                history=plan.history,
+            )
+
+
+class ExactRenderer:
+    """vLLM's renderer; chats of an episode are also planned as a continuation of its earlier rounds."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        tokenizer = inner.get_tokenizer()
+        self._eos = (str(tokenizer.eos_token), int(tokenizer.eos_token_id))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def render_chat_async(self, conversations: Any, chat_params: Any, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's; the continuation is left on the current `Call` (a single conversation per request)."""
+        result = await self._inner.render_chat_async(conversations, chat_params, *args, **kwargs)
+        call = current_call.get()
+        if call is None or len(conversations) != 1:
+            return result
+        rendered_ids = result[1][0].get("prompt_token_ids")
+        if rendered_ids is None:  # embeddings as a prompt: nothing to continue
+            return result
+
+        async def render(messages: list[dict[str, Any]], generation_prompt: bool) -> str:
+            kwargs = {
+                **chat_params.chat_template_kwargs,
+                "add_generation_prompt": generation_prompt,
+                "continue_final_message": False,
+                "tokenize": False,
+            }
+            params = dataclasses.replace(chat_params, chat_template_kwargs=kwargs)
+            _, prompt = await self._inner.render_messages_async(messages, params)
+            return str(prompt["prompt"])
+
+        call.continuation = await continue_chat(
+            call.live,
+            list(conversations[0]),
+            rendered_ids=rendered_ids,
+            template_inputs=chat_params.chat_template_kwargs.get("tools"),
+            render=render,
+            encode=self._encode,
+            eos=self._eos,
+        )
+        return result
+
+    async def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._inner.get_tokenizer().encode(text, add_special_tokens=False)
+        return ids
+
+
+class QueueClient:
+    """What vLLM's serving layer takes for its engine: every generation becomes a `Prompt` in the queue."""
+
+    errored = False
+    dead_error = EngineError("the engine died")
+
+    def __init__(self, vllm_config: Any, *, queue: PromptQueue, rollout: RolloutConfig) -> None:
+        from vllm.renderers import renderer_from_config
+        from vllm.v1.engine.input_processor import InputProcessor
+
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        renderer = renderer_from_config(vllm_config)
+        self.renderer = ExactRenderer(renderer)
+        self.input_processor = InputProcessor(vllm_config, renderer)
+        self._queue = queue
+        self._rollout = rollout
+
+    def check_admission(self, *_: Any, **__: Any) -> None:
+        """Admission is the task pool's: a request of a running episode is always taken."""
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        """Generation only."""
+        return ("generate",)
+
+    async def do_log_stats(self) -> None:
+        """vLLM's statistics belong to the engine, not to this client."""
+
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> AsyncIterator[Any]:
+        """Queue one generation and yield its outputs. A plain function: the context variable is read in the caller's context."""
+        call = current_call.get()
+        if call is None:
+            raise ValueError("this request belongs to no episode; use the api_key that came with the task")
+        rendered = list(prompt["prompt_token_ids"])
+        plan = call.continuation or continue_tokens(call.live, rendered)
+        call.continuation = None  # a second prompt of the same request (completions with a list) is planned on its own
+        if plan.cause is not None:
+            call.live.breaks[plan.cause] = call.live.breaks.get(plan.cause, 0) + 1
+        extra = {k: kwargs[k] for k in PASSED_ON if kwargs.get(k) is not None}
+        exact = plan.prompt_ids()
+        params = self._pin(sampling_params, len(exact))
+        item = Prompt(
+            request_id=request_id,
+            episode_id=call.live.episode_id,
+            prompt_token_ids=np.array(exact, np.int32),
+            sampling=Sampling(params=params, extra=extra),
+            reply=PendingReply(lambda response: self._output(request_id, response)),
+        )
+        return self._answer(item, rendered=rendered, plan=plan, call=call)
+
+    def _pin(self, params: Any, prompt_len: int) -> Any:
+        """Sampling as the run wants it: its temperature, the whole distribution, log-probabilities of what is sampled."""
+        params.temperature = self._rollout.temperature
+        params.top_p, params.top_k, params.min_p = 1.0, 0, 0.0
+        room = self._rollout.max_model_len - prompt_len
+        if room < 1:
+            raise ValueError(
+                f"the prompt has {prompt_len} tokens; prompt + completion must be <= {self._rollout.max_model_len}; "
+                "shorten the conversation"
+            )
+        params.max_tokens = min(params.max_tokens or room, self._rollout.max_tokens, room)
+        if params.logprobs is None:
+            params.logprobs = 0  # the sampled token only; the HTTP layer does not show it unless it was asked for
+        return params
+
+    async def _answer(self, item: Prompt, *, rendered: list[int], plan: Continuation, call: Call) -> AsyncIterator[Any]:
+        reply = cast(PendingReply, item.reply)
+        self._queue.put(item)
+        heard = Heard()
+        try:
+            async for output in reply.outputs():
+                heard.add(output)
+                if output.finished:
+                    heard.remember(call.live, plan)
+                # vLLM's reasoning parsers look at the prompt: they must see this request's rendering, not earlier thoughts.
+                output.prompt_token_ids = rendered
+                yield output
+        finally:
+            if not heard.finished:
+                reply.abandon()
+
+    def _output(self, request_id: str, response: Response) -> Any:
+        """vLLM's form of an answer that came as tokens only (the RFC's rollout)."""
+        from vllm.outputs import CompletionOutput, RequestOutput
+
+        ids = response.sampled_ids.tolist()
+        completion = CompletionOutput(
+            index=0,
+            text=self.renderer.get_tokenizer().decode(ids, skip_special_tokens=True),
+            token_ids=ids,
+            cumulative_logprob=None,
+            logprobs=None,
+            finish_reason=response.finish_reason,
+        )
+        return RequestOutput(
+            request_id=request_id,
+            prompt=None,
+            prompt_token_ids=[],
+            prompt_logprobs=None,
+            outputs=[completion],
+            finished=True,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"vLLM's serving layer asked the engine client for {name!r}, which this version does not offer"
+        )
+
+
+async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
+    """vLLM's application with `client` for its engine, reduced to `MODEL_ROUTES`."""
+    from vllm.entrypoints.openai.api_server import build_app, init_app_state
+
+    tasks = ("generate",)
+    app: FastAPI = build_app(args, tasks, client.model_config)
+    await init_app_state(client, app.state, args, tasks)
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in MODEL_ROUTES]
+    return app

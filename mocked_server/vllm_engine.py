@@ -1,0 +1,166 @@
+"""The inference engine: vLLM's AsyncLLM, its configuration, and weight updates in flight.
+
+Called by the pipeline (start, load_weights, close) and by `mocked_server.generation` (generate). All that this project asks of
+vLLM's engine is here, and vLLM's HTTP layer is in `vllm_app.py`; nothing else imports vllm. Supported: vllm >= 0.32, < 0.34
+(0.32 is the first that labels tokens with weight versions).
+
+Invariant: weights change only between `pause(keep)` and `resume`, with the KV cache cleared, so each token's recorded
+log-probability is reproducible from the one version that it is labelled with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from argparse import Namespace
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from buffers.errors import EngineError
+from configs.schema import RolloutConfig, ServerConfig
+
+WORKER_EXTENSION = "mocked_server.vllm_worker.WorkerExtension"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What the engine and vLLM's HTTP layer are built from."""
+
+    model_path: Path
+    served_name: str
+    """The model's name in the API."""
+    dtype: str
+    rollout: RolloutConfig
+    server: ServerConfig
+    seed: int = 0
+
+
+def cpu_environment() -> None:
+    """Set the process environment that vLLM's CPU engine needs; called before vllm is imported. No effect on a GPU machine.
+
+    One OpenMP thread is several times faster than two for small models; compiling the sampler would need a C++ compiler on the
+    user's machine; the in-process executor saves a second spawned worker (7 s of start-up) and half of the per-step cost.
+    """
+    import torch
+
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if torch.cuda.is_available():
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def make_args(settings: EngineSettings) -> Namespace:
+    """vLLM's own server arguments, parsed by vLLM's own parser."""
+    from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    rollout = settings.rollout
+    words = [
+        "--model",
+        str(settings.model_path),
+        "--served-model-name",
+        settings.served_name,
+        "--dtype",
+        settings.dtype,
+    ]
+    words += ["--max-model-len", str(rollout.max_model_len), "--max-num-seqs", str(rollout.max_num_seqs)]
+    words += ["--seed", str(settings.seed), "--worker-extension-cls", WORKER_EXTENSION]
+    # Behaviour log-probabilities are those of the distribution that was sampled from (after the temperature).
+    words += ["--logprobs-mode", "processed_logprobs"]
+    # Without this the model folder's generation_config.json silently changes temperature and top-p.
+    words += ["--generation-config", "vllm", "--disable-log-stats", "--enable-prompt-tokens-details"]
+    words += ["--gpu-memory-utilization", str(rollout.gpu_memory_fraction)]
+    if settings.server.tool_parser:
+        words += ["--enable-auto-tool-choice", "--tool-call-parser", settings.server.tool_parser]
+    if settings.server.reasoning_parser:
+        words += ["--reasoning-parser", settings.server.reasoning_parser]
+    if not has_gpu():
+        words += ["--enforce-eager", "--distributed-executor-backend", "uni"]
+        words += ["--kv-cache-memory-bytes", str(int(rollout.kv_cache_gb * 2**30))]
+    args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    validate_parsed_serve_args(args)
+    return args
+
+
+def make_vllm_config(args: Namespace, *, fork: bool = False) -> Any:
+    """The engine's configuration. `fork=True` (tests on CPU only) starts the engine process by fork: 8 s instead of 15 s."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    if fork:
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    return config
+
+
+class VLLMEngine:
+    """One engine. Lifecycle: `start` (blocks ~15 s, call it in a thread) -> generate / load_weights -> `close`."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._vllm_config = vllm_config
+        self._llm: Any = None
+        self.version = 0
+
+    def start(self) -> None:
+        """Boot the engine process; raises EngineError when it does not come up."""
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        try:
+            self._llm = AsyncLLM.from_vllm_config(self._vllm_config, disable_log_stats=True)
+        except (RuntimeError, OSError, ValueError) as error:
+            raise EngineError(
+                f"the engine did not start: {error}; its own log is above (VLLM_LOGGING_LEVEL=INFO shows more)"
+            ) from error
+
+    async def generate(
+        self, prompt_token_ids: list[int], params: Any, *, request_id: str, **extra: Any
+    ) -> AsyncGenerator[Any, None]:
+        """Yield vLLM's RequestOutputs for exactly these prompt ids; closing the iterator aborts the request."""
+        from vllm.inputs import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            async with aclosing(
+                self._llm.generate(tokens_input(prompt_token_ids), params, request_id, **extra)
+            ) as outputs:
+                async for output in outputs:
+                    yield output
+        except EngineDeadError as error:
+            raise EngineError(f"the engine died while it answered request {request_id}") from error
+
+    async def load_weights(self, folder: Path, *, version: int) -> None:
+        """Swap in the weights of `folder` as `version`. Running requests freeze and go on; none is dropped.
+
+        The KV cache is cleared: what stays in flight is recomputed under the new weights, as its next tokens are.
+        """
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        try:
+            await self._llm.collective_rpc("load_published", args=(str(folder),))
+            await self._llm.update_weight_version(str(version))
+            self.version = version
+        finally:
+            await self._llm.resume_generation()
+
+    @property
+    def dead(self) -> bool:
+        """True once the engine process is gone."""
+        return self._llm is not None and bool(self._llm.errored)
+
+    async def close(self) -> None:
+        """Stop the engine process and wait for it."""
+        if self._llm is not None:
+            await asyncio.to_thread(self._llm.shutdown)
+            self._llm = None
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,54 @@
+"""The stored body of a round is exact, or refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from buffers.codec import RoundBody, decode, encode
+from buffers.errors import UnderstudyError
+
+INT32 = st.integers(-(2**31), 2**31 - 1)
+TOKEN = st.tuples(INT32, st.floats(width=32, allow_nan=False), INT32)
+
+
+def make_body(tail: list[int], tokens: list[tuple[int, float, int]]) -> RoundBody:
+    return RoundBody(
+        tail_ids=np.array(tail, dtype=np.int32),
+        sampled_ids=np.array([token[0] for token in tokens], dtype=np.int32),
+        logprobs=np.array([token[1] for token in tokens], dtype=np.float32),
+        versions=np.array([token[2] for token in tokens], dtype=np.int32),
+    )
+
+
+@given(tail=st.lists(INT32, max_size=20), tokens=st.lists(TOKEN, max_size=20))
+def test_decoding_gives_back_every_bit(tail: list[int], tokens: list[tuple[int, float, int]]) -> None:
+    body = make_body(tail, tokens)
+    again = decode(encode(body))
+    for name in ("tail_ids", "sampled_ids", "logprobs", "versions"):
+        assert getattr(again, name).tobytes() == getattr(body, name).tobytes()
+        assert getattr(again, name).dtype == getattr(body, name).dtype
+
+
+def test_the_layout_is_little_endian_and_as_documented() -> None:
+    data = encode(make_body([258], [(1, 0.5, 3)]))
+    assert data[:16] == b"USRB\x01\x00\x00\x00\x01\x00\x00\x00\x01\x00\x00\x00"
+    assert data[20:] == b"\x02\x01\x00\x00\x01\x00\x00\x00\x00\x00\x00\x3f\x03\x00\x00\x00"
+
+
+def test_any_flipped_bit_is_refused() -> None:
+    data = encode(make_body([5, 6], [(1, -0.25, 0), (2, -0.5, 1)]))
+    for bit in range(8 * len(data)):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << (bit % 8)
+        with pytest.raises(UnderstudyError, match="round body must"):
+            decode(bytes(damaged))
+
+
+def test_a_cut_body_is_refused() -> None:
+    data = encode(make_body([5, 6], [(1, -0.25, 0)]))
+    for length in range(len(data)):
+        with pytest.raises(UnderstudyError, match="damaged"):
+            decode(data[:length])
