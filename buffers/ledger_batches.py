@@ -92,8 +92,11 @@ def read_rounds(db: sqlite3.Connection, *, episode_id: str) -> list[Round]:
 
 
 def _evict_ready(db: sqlite3.Connection, *, min_version: int) -> None:
+    # Named: the planner would walk all ready groups instead.
     found = db.execute(
-        "SELECT group_id FROM grp WHERE state = 'ready' AND min_version < ? ORDER BY group_id", (min_version,)
+        "SELECT group_id FROM grp INDEXED BY grp_ready_by_version "
+        "WHERE state = 'ready' AND min_version < ? ORDER BY group_id",
+        (min_version,),
     ).fetchall()
     for (group_id,) in found:
         _evict(db, group_id=group_id)

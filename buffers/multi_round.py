@@ -146,7 +146,8 @@ class MultiRoundBufferDataset(torch.utils.data.IterableDataset[TrainBatch]):  # 
     def _give_back(self, future: Future[TrainBatch | None]) -> None:
         """A batch that was claimed while its learner was cancelled is ready again."""
         if not future.cancelled() and future.exception() is None and (batch := future.result()) is not None:
-            self.ledger.release(batch.lease_id)
+            with suppress(UnderstudyError):  # closed meanwhile: the next opening of the ledger returns it
+                self.ledger.release(batch.lease_id)
 
     def _submit(self, prompt: Prompt, *, response: Response) -> Future[None] | None:
         if prompt.episode_id is None:

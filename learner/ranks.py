@@ -121,9 +121,9 @@ class LearnerRanks:
         cause = getattr(failures[rank], "cause", None) or failures[rank]  # what the rank raised, out of Ray's wrapping
         for call in calls:
             call.cancel()
-        what = "died" if deaths else "failed"
+        what = f"{'died' if deaths else 'failed'} in {'start' if method == _READY else method}"
         raise RankFailed(
-            f"learner rank {rank} of {len(calls)} {what} in {'start' if method == _READY else method}: {cause}; the learner has ended, start it again"
+            f"learner rank {rank} of {len(calls)} {what}: {cause}; the learner has ended, start it again"
         ) from cause
 
     def _kill(self) -> None:

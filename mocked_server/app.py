@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -84,19 +85,30 @@ STATUS_OF: dict[type[UnderstudyError], int] = {
 }
 
 
-def add_routes(app: FastAPI, desk: Desk) -> None:
-    """Mount the routes of the table above on `app`."""
-    app.include_router(_open_routes())
-    app.include_router(_worker_routes(desk))
-    app.include_router(_scorer_routes(desk))
-    app.include_router(_admin_routes(desk))
-    app.add_exception_handler(UnderstudyError, _as_json)
+def build_app(desk: Desk, *, serving: Any) -> FastAPI:
+    """The routes of the table above, with `serving` (vLLM's application) behind them for all other paths."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    for router in (_open_routes(), _worker_routes(desk), _scorer_routes(desk), _admin_routes(desk)):
+        app.include_router(router)
+    app.add_exception_handler(UnderstudyError, _our_error)
+    app.add_exception_handler(RequestValidationError, _invalid_request)
+    app.mount("/", serving)
+    return app
 
 
-async def _as_json(_: Request, error: Exception) -> JSONResponse:
+async def _our_error(_: Request, error: Exception) -> JSONResponse:
     status = next((code for kind, code in STATUS_OF.items() if isinstance(error, kind)), 500)
-    body = {"error": {"message": str(error), "type": type(error).__name__, "param": None, "code": status}}
-    return JSONResponse(body, status_code=status)
+    return _error(status, kind=type(error).__name__, message=str(error))
+
+
+async def _invalid_request(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    lines = [f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors()]
+    return _error(422, kind="invalid_request_error", message="; ".join(lines))
+
+
+def _error(status: int, *, kind: str, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status_code=status)
 
 
 def _requires(desk: Desk, expected: Callable[[KeyRing], str], name: str) -> Any:

@@ -163,13 +163,12 @@ class Generation:
             self.stats.aborted += 1
             self._store(prompt, recorder)
             if not reply.abandoned:
-                reply.fail(EngineError("the server is shutting down"))
                 raise
-        except (EngineError, ValueError) as error:
+        except ValueError as error:  # a request that the engine refuses: the agent's fault, nobody else's
             reply.fail(error)
-            if isinstance(error, EngineError):
-                raise
         finally:
+            # Whatever went wrong, the connection is answered; an answer that ended before is not changed by this.
+            reply.fail(EngineError(f"generation for request {prompt.request_id} ended; the engine or the server is going down"))
             self.stats.ended(time.monotonic())
 
     def _count(self, prompt: Prompt, output: Any) -> None:

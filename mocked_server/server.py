@@ -18,16 +18,16 @@ from typing import Any
 
 import uvicorn
 
-from buffers.errors import EngineError, EpisodeClosed, UnderstudyError, UnknownEpisode
+from buffers.errors import EngineError, EpisodeClosed, EpisodeError, ScoreError, UnderstudyError, UnknownEpisode
 from buffers.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.parquet import tasks_of_rows
 from buffers.prompt_queue import PromptQueue
-from buffers.records import Episode
+from buffers.records import Episode, Task
 from buffers.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
-from mocked_server.app import Leased, add_routes
+from mocked_server.app import Leased, build_app
 from mocked_server.attribution import Attribution
 from mocked_server.episodes import Episodes
 from mocked_server.keys import KeyRing
@@ -37,6 +37,11 @@ from mocked_server.vllm_engine import EngineSettings, cpu_environment, make_args
 logger = logging.getLogger(__name__)
 
 NotifyScore = Callable[[str, float], Any]
+ScoreFn = Callable[[Task, str], float]
+"""(task, the model's answer) -> score of a plain prompt."""
+
+PLAIN = "single_turn_agent"
+"""`agent_name` of tasks that are prompts without an agent (verl's name): answered once, scored by a function."""
 
 
 class ServerError(UnderstudyError):
@@ -70,6 +75,7 @@ class MockedServer:
         server: ServerConfig,
         pool: TaskPool,
         notify_score_fn: NotifyScore,
+        score_fn: ScoreFn | None = None,
         env_address: str = "",
         keys: KeyRing | None = None,
     ) -> None:
@@ -83,6 +89,8 @@ class MockedServer:
         """Called with the id of each episode that ended, however it did."""
         self._args = args
         self._notify_score = notify_score_fn
+        self._score_fn = score_fn
+        self._plain: set[asyncio.Task[None]] = set()
         pool.on_closed = self.close_episode
         self._client = QueueClient(vllm_config, queue=self.prompt_queue, rollout=rollout)
         self._socket = bind(server.host, server.port)
@@ -103,11 +111,10 @@ class MockedServer:
 
     async def start(self) -> None:
         """Serve on the running event loop; returns when requests are answered."""
-        app = await build_serving_app(self._args, self._client)
-        add_routes(app, self)
+        app = build_app(self, serving=await build_serving_app(self._args, self._client))
         outer = Attribution(app, keys=self.keys, episodes=self.episodes, model_routes=MODEL_ROUTES)
         config = uvicorn.Config(
-            outer, log_config=None, log_level="warning", access_log=False, timeout_keep_alive=120, lifespan="on"
+            outer, log_config=None, log_level="warning", access_log=False, timeout_keep_alive=120, lifespan="off"
         )
         self._uvicorn = _QuietServer(config)
         started = asyncio.Event()
@@ -132,6 +139,8 @@ class MockedServer:
         for prompt in self.prompt_queue.close():
             prompt.reply.fail(EngineError("the server is shutting down"))
         self.pool.close()
+        for task in self._plain:
+            task.cancel()
         if self._pooling is not None:
             await self._pooling
         if self._uvicorn is not None and self._serving is not None:
@@ -143,9 +152,32 @@ class MockedServer:
     # The task desk: what agents and scorers ask for, in Python; `mocked_server.app` has the same over HTTP.
 
     async def lease_episode(self, *, wait_s: float) -> Leased | None:
-        """Lease the next episode; None when there is none within `wait_s`. Raises PoolClosed when there are no more."""
-        episode = await self.pool.lease(wait_s=wait_s)
-        return None if episode is None else self.open_episode(episode)
+        """Lease the next episode; None when there is none within `wait_s`. Raises PoolClosed when there are no more.
+
+        Plain prompts (see `PLAIN`) are answered here on the way and never reach an agent.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + wait_s
+        while (episode := await self.pool.lease(wait_s=max(0.0, until - loop.time()))) is not None:
+            leased = self.open_episode(episode)
+            if episode.task.agent_name != PLAIN:
+                return leased
+            task = asyncio.create_task(self._answer_plain(episode), name=f"plain prompt {episode.episode_id}")
+            self._plain.add(task)
+            task.add_done_callback(self._plain.discard)
+        return None
+
+    async def _answer_plain(self, episode: Episode) -> None:
+        """A plain prompt is an episode of one round: generate, score with `score_fn`."""
+        try:
+            if self._score_fn is None:
+                raise ScoreError(f"a task with agent_name {PLAIN!r} needs a score function; set data.scorer")
+            live = self.episodes.get(episode.episode_id)
+            text = await self._client.ask(live, episode.task.prompt, request_id=f"plain-{episode.episode_id}")
+            await self.notify_score(episode.episode_id, self._score_fn(episode.task, text))
+        except (EngineError, EpisodeError, ScoreError, ValueError) as error:
+            logger.warning("episode=%s plain prompt failed: %s", episode.episode_id, error)
+            await self.fail(episode.episode_id, str(error))
 
     def open_episode(self, episode: Episode) -> Leased:
         """Let an episode's key open the model API."""
@@ -212,6 +244,7 @@ class _QuietServer(uvicorn.Server):
 def create_and_launch_task_pool(
     *,
     notify_score_fn: NotifyScore,
+    score_fn: ScoreFn | None = None,
     model: str | Path | None = None,
     group_size: int = 1,
     max_running: int = 256,
@@ -244,7 +277,13 @@ def create_and_launch_task_pool(
             max_attempts=1,
         )
         mocked = MockedServer(
-            args=args, vllm_config=config, rollout=rollout, server=server, pool=pool, notify_score_fn=notify_score_fn
+            args=args,
+            vllm_config=config,
+            rollout=rollout,
+            server=server,
+            pool=pool,
+            notify_score_fn=notify_score_fn,
+            score_fn=score_fn,
         )
         await mocked.start()
         box["server"] = mocked

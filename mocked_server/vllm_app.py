@@ -170,6 +170,24 @@ class QueueClient:
         )
         return self._answer(item, rendered=rendered, plan=plan, call=call)
 
+    async def ask(self, live: LiveEpisode, messages: list[dict[str, Any]], *, request_id: str) -> str:
+        """One generation without an HTTP request: a plain prompt of a task file. Returns the text."""
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        tokenizer = self.renderer.get_tokenizer()
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        params = SamplingParams(max_tokens=self._rollout.max_tokens, output_kind=RequestOutputKind.FINAL_ONLY)
+        item = Prompt(
+            request_id=request_id,
+            episode_id=live.episode_id,
+            prompt_token_ids=np.array(ids, np.int32),
+            sampling=Sampling(params=self._pin(params, len(ids)), extra={}),
+            reply=PendingReply(lambda response: self._output(request_id, response)),
+        )
+        answer = self._answer(item, rendered=ids, plan=continue_tokens(live, ids), call=Call(live))
+        return "".join([output.outputs[0].text async for output in answer])
+
     def _pin(self, params: Any, prompt_len: int) -> Any:
         """Sampling as the run wants it: its temperature, the whole distribution, log-probabilities of what is sampled."""
         params.temperature = self._rollout.temperature

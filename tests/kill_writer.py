@@ -9,14 +9,15 @@ import sys
 import threading
 from pathlib import Path
 
-from buffers.ledger import Ledger
 from buffer_parts import make_round, make_task
+
+from buffers.ledger import Ledger
 
 
 def play(ledger: Ledger, *, lane: int, output: threading.Lock) -> None:
     number = 0
     while True:
-        task = make_task(1000 * ledger.counts()["groups/open"] + 1_000_000 * lane + number)
+        task = make_task(1_000_000 * lane + number)
         ledger.put_tasks([task])
         for episode in ledger.open_group(task.task_id, instance=0, group_size=2).result():
             ledger.start_episode(episode.episode_id, version=0)

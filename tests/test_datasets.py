@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from buffer_parts import make_ready, make_round, open_running
 from torch.utils.data import DataLoader
 
-from buffer_parts import make_ready, make_round, open_running
 from buffers.buffer_dataset import BufferDataset, PromptBatch
 from buffers.errors import EpisodeClosed, EpisodeError, UnderstudyError
 from buffers.ledger import Ledger
@@ -164,9 +164,12 @@ def test_a_stock_dataloader_gives_all_prompts_that_piled_up() -> None:
     assert first["sampling"] == [{"n": "a"}, {"n": "b"}] and first["prompt_token_ids"][0].tolist() == [1, 2]
 
 
-def test_a_dataset_in_a_worker_process_is_refused() -> None:
-    with pytest.raises(UnderstudyError, match="num_workers=0"):
-        next(iter(DataLoader(BufferDataset(PromptQueue()), num_workers=1)))
+def test_a_dataset_in_a_worker_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils.data.get_worker_info", lambda: "a worker")
+    with Ledger(None) as ledger:
+        for dataset in (BufferDataset(PromptQueue()), MultiRoundBufferDataset(ledger)):
+            with pytest.raises(UnderstudyError, match=f"{type(dataset).__name__} must be read .* num_workers=0"):
+                next(iter(dataset))
 
 
 def test_a_union_pairs_responses_with_their_prompts_in_place() -> None:
@@ -233,14 +236,18 @@ def test_a_request_of_an_ended_episode_fails_alone() -> None:
         ledger.notify_score(ended.episode_id, 1.0)
         late, bad, good = (make_prompt(n, episode_id=e.episode_id) for n, e in zip("abc", (ended, running, running)))
         batch = PromptBatch([late, bad, good])
-        dataset.put_batch(batch.union([make_response("a"), make_response("b", logprob=np.nan), make_response("c")]))
+        dataset.put_batch(
+            batch.union([make_response("a"), make_response("b", ids=(9, 9), logprob=np.nan), make_response("c")])
+        )
         assert isinstance(late.reply.error, EpisodeClosed) and late.reply.response is None
         assert isinstance(bad.reply.error, EpisodeError) and "finite" in str(bad.reply.error)
         assert good.reply.response is not None and good.reply.error is None
-        again = PromptBatch([make_prompt("d", episode_id=running.episode_id, ids=(1, 2, 7, 8))])
-        dataset.put_batch(again.union([make_response("d")]))
+        for name, ids in (("d", (1, 2, 9, 9)), ("e", (1, 2, 7, 8))):
+            batch = PromptBatch([make_prompt(name, episode_id=running.episode_id, ids=ids)])
+            dataset.put_batch(batch.union([make_response(name)]))
         stored = ledger.rounds(running.episode_id).result()
-        assert [(round_.round_index, round_.parent) for round_ in stored] == [(1, None), (2, 1)]
+        # What was refused is nobody's parent: "d" starts anew, "e" goes on from "c".
+        assert [(round_.round_index, round_.parent) for round_ in stored] == [(1, None), (2, None), (3, 1)]
 
 
 def test_a_batch_without_responses_is_refused() -> None:
@@ -318,5 +325,6 @@ async def test_a_cancelled_sample_keeps_no_batch() -> None:
             await asyncio.wait([sampling])
             if not sampling.cancelled():
                 ledger.release(sampling.result().lease_id)
-        await asyncio.to_thread(ledger.close)
+        for _ in range(2):  # after the claims are done, then after the releases that they caused
+            await asyncio.wrap_future(ledger.put_tasks([]))
         assert ledger.counts()["groups/leased"] == 0 and ledger.counts()["groups/ready"] == 20

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from buffer_parts import make_ready, make_round, make_task, open_running, scored_by_group_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +25,6 @@ from buffers.errors import (
 )
 from buffers.ledger import Ledger, News
 from buffers.records import Task
-from buffer_parts import make_ready, make_round, make_task, open_running, scored_by_group_state
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -230,6 +230,7 @@ def test_a_stale_token_never_enters_a_batch(ledger: Ledger) -> None:
     (mixed,) = open_running(ledger, task=0)
     ledger.put_round(make_round(mixed.episode_id, version=3))
     ledger.put_round(make_round(mixed.episode_id, index=1, parent=0, version=2))  # one old token is enough
+    ledger.put_round(make_round(mixed.episode_id, index=2, parent=1, version=3))
     ledger.notify_score(mixed.episode_id, 1.0).result()
     fresh = make_ready(ledger, task=1, version=3)
     batch = ledger.claim(1, min_version=3).result()

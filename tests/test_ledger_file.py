@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from buffer_parts import make_ready, make_round, make_task, open_running, scored_by_group_state
 
 from buffers.errors import EpisodeClosed, LeaseError, UnderstudyError
 from buffers.ledger import Ledger
-from buffer_parts import make_ready, make_round, make_task, open_running, scored_by_group_state
 
 ROOT = Path(__file__).parent.parent
 
@@ -152,3 +152,46 @@ def test_a_damaged_round_is_named_and_never_trained(tmp_path: Path) -> None:
         with pytest.raises(UnderstudyError, match=r"round 0 of episode 1-0-0: round body must have checksum"):
             ledger.claim(1, min_version=0).result()
         assert ledger.counts()["groups/ready"] == 1
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from buffer_parts import make_round, open_running
+from buffers.errors import UnderstudyError
+from buffers.ledger import Ledger
+
+ledger = Ledger(Path(sys.argv[1]))
+(episode,) = open_running(ledger, task=0)
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, hard))  # no file may grow beyond: a full disk for this process
+stored = []
+for index in range(200):
+    error = ledger.put_round(make_round(episode.episode_id, index=index, sampled=range(2000))).exception()
+    if error is not None:
+        break
+    stored.append(index)
+assert isinstance(error, UnderstudyError) and "free space on its disk" in str(error), error
+assert ledger.counts()["rounds"] == len(stored)
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))  # space is back: no restart needed
+ledger.put_round(make_round(episode.episode_id, index=500)).result()
+print(len(stored))
+"""
+
+
+def test_a_full_disk_refuses_without_losing_anything_and_goes_on_when_there_is_space(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    python_path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    child = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(path)],
+        env=os.environ | python_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    num_stored = int(child.stdout)
+    assert 10 < num_stored < 200
+    with Ledger(path) as ledger:
+        stored = ledger.rounds("1-0-0").result()
+        assert [round_.round_index for round_ in stored] == [*range(num_stored), 500]

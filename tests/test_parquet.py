@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffers.errors import TaskError
-from buffers.parquet import read_tasks, read_traces, write_tasks, write_traces
+from buffers.parquet import read_tasks, read_traces, tasks_of_rows, write_tasks, write_traces
 from buffers.records import Task
 
 MESSAGE = {"role": "user", "content": "2 + 2?"}
@@ -173,3 +173,14 @@ def test_what_the_columns_cannot_hold_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="at least one row"):
         write_traces(path, [])
     assert not path.exists()
+
+
+def test_rows_that_are_not_in_a_file_follow_the_same_rules() -> None:
+    tasks = tasks_of_rows(
+        [{"prompt": "2 + 2?", "task_id": "mine"}, {"prompt": [MESSAGE], "task_id": "b"}], source="POST /tasks"
+    )
+    assert [task.prompt for task in tasks] == [[MESSAGE], [MESSAGE]] and tasks[0].task_id == "mine"
+    with pytest.raises(TaskError, match=r"POST /tasks, row 1: column 'prompt' must be text or a list of messages"):
+        tasks_of_rows([{"prompt": "x", "task_id": "a"}, {"prompt": 5, "task_id": "b"}], source="POST /tasks")
+    with pytest.raises(TaskError, match="POST /tasks, row 0: column 'task_id, prompt' must be both there"):
+        tasks_of_rows([{"prompt": "x"}], source="POST /tasks")

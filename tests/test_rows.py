@@ -6,13 +6,13 @@ import random
 
 import numpy as np
 import pytest
+from buffer_parts import make_round
 from hypothesis import given
 from hypothesis import strategies as st
 
 from buffers.records import Round, Row
 from buffers.rows import episode_rows
 from buffers.token_tree import TokenTree
-from buffer_parts import make_round
 
 
 def rows_of(rounds: list[Round]) -> list[Row]:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from buffer_parts import make_round, make_task
+
 from buffers.errors import EpisodeClosed, TaskError
 from buffers.ledger import Ledger
 from buffers.parquet import write_tasks

@@ -80,6 +80,13 @@ class Player:
         self.socket.close()
 
 
+@pytest.fixture
+def player(fake: FakeModelServer, environment: subprocess.Popen[str]) -> Iterator[Player]:
+    player = Player(fake.env_address)
+    yield player
+    player.close()
+
+
 def winning_moves(fake: FakeModelServer, number: int) -> list[str]:
     game, moves = WalkGame(fake.tasks[number]), []
     done = False
@@ -90,11 +97,10 @@ def winning_moves(fake: FakeModelServer, number: int) -> list[str]:
 
 
 def test_the_score_is_acknowledged_before_the_agent_hears_that_it_is_done(
-    fake: FakeModelServer, environment: subprocess.Popen[str]
+    fake: FakeModelServer, player: Player
 ) -> None:
     fake.score_arrived.clear()
     fake.score_may_be_stored.clear()
-    player = Player(fake.env_address)
     assert player.ask({"episode_key": "key-20"}) == {"messages": fake.tasks[20].prompt, "done": False}
     *moves, last = winning_moves(fake, 20)
     for move in moves:
@@ -107,46 +113,31 @@ def test_the_score_is_acknowledged_before_the_agent_hears_that_it_is_done(
     fake.score_may_be_stored.set()
     assert json.loads(player.lines.readline()) == {"observation": "You are out.", "done": True}
     assert fake.outcomes["e20"] == {"score": 1.0}
-    player.close()
 
 
-def test_an_agent_that_leaves_early_fails_its_episode(
-    fake: FakeModelServer, environment: subprocess.Popen[str]
-) -> None:
-    player = Player(fake.env_address)
+def test_an_agent_that_leaves_early_fails_its_episode(fake: FakeModelServer, player: Player) -> None:
     player.ask({"episode_key": "key-21"})
     player.ask({"move": "not a letter"})
     player.close()
     assert fake.wait_for_outcome("e21") == {"failed": "agent left"}
 
 
-def test_a_bad_line_fails_its_episode_and_closes_the_connection(
-    fake: FakeModelServer, environment: subprocess.Popen[str]
-) -> None:
-    player = Player(fake.env_address)
+def test_a_bad_line_fails_its_episode_and_closes_the_connection(fake: FakeModelServer, player: Player) -> None:
     player.ask({"episode_key": "key-22"})
     player.send({"moves": "w"})
     assert player.lines.readline() == ""
     assert fake.outcomes["e22"] == {"failed": "agent sent a bad line: KeyError('move')"}
-    player.close()
 
 
-def test_an_unknown_key_is_turned_away_and_reports_nothing(
-    fake: FakeModelServer, environment: subprocess.Popen[str]
-) -> None:
+def test_an_unknown_key_is_turned_away_and_reports_nothing(fake: FakeModelServer, player: Player) -> None:
     before = dict(fake.outcomes)
-    player = Player(fake.env_address)
     player.send({"episode_key": "stranger"})
     assert player.lines.readline() == ""
     assert fake.outcomes == before
-    player.close()
 
 
-def test_a_score_is_sent_again_when_the_connection_dies(
-    fake: FakeModelServer, environment: subprocess.Popen[str]
-) -> None:
+def test_a_score_is_sent_again_when_the_connection_dies(fake: FakeModelServer, player: Player) -> None:
     fake.scores_to_drop = 2
-    player = Player(fake.env_address)
     player.ask({"episode_key": "key-23"})
     turn: Any = {}
     for move in ["x"] * 8:
@@ -154,7 +145,6 @@ def test_a_score_is_sent_again_when_the_connection_dies(
     assert turn == {"observation": "No moves left.", "done": True}
     assert fake.outcomes["e23"] == {"score": 0.0}
     assert fake.scores_to_drop == 0
-    player.close()
 
 
 def test_the_agent_plays_every_task_and_survives_a_failed_episode(

@@ -1,0 +1,74 @@
+"""RFC #1172's `rollout`: a synchronous engine for programs that drive the loop themselves.
+
+    batch = next(prompt_dataloader_iter)              # prompts that wait in the MockedServer
+    responses = rollout.generate_sequences(batch)
+    train_dataset.put_batch(batch.union(responses))   # stored, and answered on the waiting connections
+
+The pipeline does not use it: there, `mocked_server.generation` streams each answer as it is sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from buffers.buffer_dataset import PromptBatch
+from buffers.prompt_queue import Prompt, Response
+from mocked_server.calls import Sampling
+from mocked_server.generation import Recorder
+from mocked_server.vllm_engine import EngineSettings, VLLMEngine, cpu_environment, make_args, make_vllm_config
+
+T = TypeVar("T")
+
+
+class VLLMRollout:
+    """A vLLM engine with blocking calls, on an event loop in a thread of its own. Use as a context manager."""
+
+    def __init__(self, settings: EngineSettings, *, fork: bool = False) -> None:
+        cpu_environment()
+        self._engine = VLLMEngine(make_vllm_config(make_args(settings), fork=fork))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
+
+    def __enter__(self) -> VLLMRollout:
+        self._engine.start()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._wait(self._engine.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def generate_sequences(self, batch: PromptBatch) -> list[Response]:
+        """One response per prompt, generated together; blocks until the last is done.
+
+        Raises ValueError for prompts that ask for several completions (n > 1): a `Response` holds one.
+        """
+        return self._wait(self._generate(batch))
+
+    def update_weights(self, folder: Path, *, version: int) -> None:
+        """Load the Hugging Face folder as policy `version`."""
+        self._wait(self._engine.load_weights(folder, version=version))
+
+    async def _generate(self, batch: PromptBatch) -> list[Response]:
+        return list(await asyncio.gather(*(self._one(prompt) for prompt in batch.prompts)))
+
+    async def _one(self, prompt: Prompt) -> Response:
+        sampling = cast(Sampling, prompt.sampling)
+        if sampling.params.n != 1:
+            raise ValueError(f"generate_sequences takes prompts with n=1, got n={sampling.params.n}")
+        recorder = Recorder(prompt.request_id)
+        ids = prompt.prompt_token_ids.tolist()
+        async for output in self._engine.generate(ids, sampling.params, request_id=prompt.request_id, **sampling.extra):
+            recorder.add(output)
+        return recorder.responses(version=self._engine.version)[0]
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return future.result()

@@ -1,0 +1,45 @@
+"""Shared fixtures: the tiny model, one real engine for the whole session, one scripted server for the fast tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mocked_server.vllm_engine import cpu_environment
+
+cpu_environment()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 with random weights."""
+    from configs.tiny_model import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", seed=0)
+
+
+@pytest.fixture(scope="session")
+def server_thread(tiny_model: Path) -> Iterator[object]:
+    """A MockedServer with a scripted engine, for the session."""
+    from configs.schema import RolloutConfig
+    from tests.server_parts import ServerThread
+
+    thread = ServerThread(tiny_model, rollout=RolloutConfig(max_tokens=32, max_model_len=512))
+    thread.start()
+    yield thread
+    thread.stop()
+
+
+@pytest.fixture
+def served(server_thread):
+    """The session's server, its engine reset to answer `ok`."""
+    engine = server_thread.engine
+    engine.answer = lambda _: server_thread.ids("ok")
+    engine.gate.set()
+    engine.dies = False
+    engine.version = 0
+    engine.prompts.clear()
+    engine.params.clear()
+    return server_thread
