@@ -63,7 +63,8 @@ class AgentsConfig(Section):
 
 class EnvConfig(Section):
     command: list[str] = Field(default_factory=list)
-    """A long-lived environment process that reports scores. It gets `SCORES_URL`, `SCORER_KEY` and `ENV_ADDRESS`."""
+    """A long-lived environment process that reports scores. It gets `SERVER_URL` and `SCORER_KEY`,
+    prints `ready HOST:PORT` when it listens, and agents find that address in `ENV_ADDRESS` and in their lease."""
 
 
 class ServerConfig(Section):

@@ -26,7 +26,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,6 +85,7 @@ class Pipeline:
         self._learning: asyncio.Task[None] | None = None
         self._stopped = False
         self.history = History(config)
+        self.on_ray_started: Callable[[], None] = lambda: None
 
     def stop(self) -> None:
         """Finish after the step in progress (Ctrl-C)."""
@@ -166,6 +167,7 @@ class Pipeline:
     async def _start_learner(self, stack: AsyncExitStack, model: Path) -> LearnerRanks:
         config = self._config
         await asyncio.to_thread(start_ray)
+        self.on_ray_started()
         stack.push_async_callback(asyncio.to_thread, ray.shutdown)
         ranks = LearnerRanks(
             config.learner,
@@ -322,7 +324,7 @@ class Pipeline:
 
 
 def start_ray() -> None:
-    """A local Ray without dashboard; its workers import this checkout."""
+    """A local Ray without dashboard."""
     ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 from rich.console import Console
@@ -23,30 +27,53 @@ from learner.tracker import Tracker
 
 def run_session(config: Config) -> int:
     """Run the pipeline in a fresh folder; returns the exit code."""
-    console = Console()
     folder = fresh_folder(Path(config.run.dir) / config.run.name)
-    logging.basicConfig(
-        filename=folder / "log.txt", level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
-    )
+    log = folder / "log.txt"
     (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(), sort_keys=False))
-    console.print(
-        f"understudy: run '{config.run.name}', {config.run.steps} steps, results in {folder}", highlight=False
-    )
-    with (
-        Tracker(folder) as tracker,
-        Display(config.run.steps, title=config.run.name, optimum=config.run.reward_optimum) as display,
-    ):
-        pipeline = Pipeline(config, folder=folder, display=display, tracker=tracker)
-        code, errors = asyncio.run(_supervise(pipeline))
-    summary = {**pipeline.history.summary(), "stopped": code == 130}
-    write_summary(folder / "summary.json", summary)
-    if pipeline.history.rewards:
-        report(console, pipeline.history.rewards, summary=summary, folder=folder)
-    for error in errors:
-        console.print(f"error: {error}", style="bold red", highlight=False, markup=False)
-    if code == 130:
-        say_how_to_go_on(console, config, folder=folder)
+    with own_terminal(log) as terminal:
+        logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+        console = Console(file=terminal)
+        say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+        say(f"understudy: run '{config.run.name}', {config.run.steps} steps, results in {folder}, log in {log}")
+        with (
+            Tracker(folder) as tracker,
+            Display(
+                config.run.steps, title=config.run.name, optimum=config.run.reward_optimum, console=console
+            ) as display,
+        ):
+            pipeline = Pipeline(config, folder=folder, display=display, tracker=tracker)
+            code, errors = asyncio.run(_supervise(pipeline))
+        summary = {**pipeline.history.summary(), "stopped": code == 130}
+        write_summary(folder / "summary.json", summary)
+        if pipeline.history.rewards:
+            report(console, pipeline.history.rewards, summary=summary, folder=folder)
+        for error in errors:
+            say(f"error: {error}", style="bold red")
+        if code == 130:
+            say(how_to_go_on(config, folder=folder))
     return code
+
+
+@contextmanager
+def own_terminal(log: Path) -> Iterator[TextIO]:
+    """Send this process's standard output and error, and its children's, to `log`; yield a file on the real terminal.
+
+    Engine, Ray and their libraries print at will, from several processes; here only the run's own display reaches the screen.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    with log.open("ab") as sink, os.fdopen(os.dup(1), "w", encoding="utf-8") as terminal:
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+        try:
+            yield terminal
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, descriptor in zip((1, 2), saved, strict=True):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
 
 
 async def _supervise(pipeline: Pipeline) -> tuple[int, list[str]]:
@@ -61,9 +88,14 @@ async def _supervise(pipeline: Pipeline) -> tuple[int, list[str]]:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         pipeline.stop()
 
+    def listen() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+            loop.add_signal_handler(number, on_signal, number)
+
+    listen()
+    pipeline.on_ray_started = listen  # Ray installs a handler of its own for SIGTERM
     running = asyncio.create_task(pipeline.run(), name="pipeline")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number)
     try:
         await running
     except asyncio.CancelledError:
@@ -104,25 +136,28 @@ def fresh_folder(folder: Path) -> Path:
 
 
 def report(console: Console, rewards: list[float], *, summary: dict[str, Any], folder: Path) -> None:
-    """The reward curve in the terminal and as PNG, and the table of figures."""
+    """The reward curve in the terminal and as PNG, and the table of the figures that a person looks for first."""
     optimum = summary["reward_optimum"]
     reward_curve_png(folder / "reward.png", rewards, optimum=optimum, title=f"{summary['name']}: mean reward per step")
-    print(reward_curve_text(rewards, optimum=optimum), file=sys.stdout)
-    console.print(summary_table(summary, title=f"run '{summary['name']}'"))
-    console.print(f"reward curve: {folder / 'reward.png'}   checkpoint: {folder / 'checkpoint'}", highlight=False)
+    console.print(reward_curve_text(rewards, optimum=optimum), highlight=False, markup=False)
+    shown = {
+        name: value
+        for name, value in summary.items()
+        if not isinstance(value, dict) and name not in {"name", "stopped"}
+    }
+    console.print(summary_table(shown, title=f"run '{summary['name']}'"))
+    files = {"curve": "reward.png", "figures": "summary.json", "checkpoint": "checkpoint", "tensorboard": "tensorboard"}
+    for name, file in files.items():
+        if (folder / file).exists():
+            console.print(f"{name:>12}: {folder / file}", highlight=False)
 
 
-def say_how_to_go_on(console: Console, config: Config, *, folder: Path) -> None:
+def how_to_go_on(config: Config, *, folder: Path) -> str:
     """After Ctrl-C: where the weights are, and the command that continues from them."""
     checkpoint = folder / "checkpoint"
     if not checkpoint.is_dir():
-        console.print(
-            "stopped before the first step; nothing was trained. Run the same command again.", highlight=False
-        )
-        return
-    console.print(
+        return "stopped before anything was trained; run the same command again"
+    return (
         f"stopped. To go on from these weights:\n  python -m learner.run --config {folder / 'config.yaml'} "
-        f"model.path={checkpoint} warm_start.traces='' run.name={config.run.name}-2",
-        highlight=False,
-        soft_wrap=True,
+        f"model.path={checkpoint} warm_start.traces= run.name={config.run.name}-2"
     )

@@ -48,6 +48,7 @@ def cpu_environment() -> None:
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if torch.cuda.is_available():
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -75,7 +76,7 @@ def make_args(settings: EngineSettings) -> Namespace:
     # Behaviour log-probabilities are those of the distribution that was sampled from (after the temperature).
     words += ["--logprobs-mode", "processed_logprobs"]
     # Without this the model folder's generation_config.json silently changes temperature and top-p.
-    words += ["--generation-config", "vllm", "--disable-log-stats", "--enable-prompt-tokens-details"]
+    words += ["--generation-config", "vllm", "--disable-log-stats", "--no-use-tqdm-on-load"]
     words += ["--gpu-memory-utilization", str(rollout.gpu_memory_fraction)]
     if settings.server.tool_parser:
         words += ["--enable-auto-tool-choice", "--tool-call-parser", settings.server.tool_parser]
