@@ -108,7 +108,9 @@ async def _invalid_request(_: Request, error: Exception) -> JSONResponse:
 
 
 def _error(status: int, *, kind: str, message: str) -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status_code=status)
+    return JSONResponse(
+        {"error": {"message": message, "type": kind, "param": None, "code": status}}, status_code=status
+    )
 
 
 def _requires(desk: Desk, expected: Callable[[KeyRing], str], name: str) -> Any:

@@ -1,6 +1,6 @@
 """Token in, token out: the next prompt of a chat is the earlier round's exact ids plus the newly rendered tail.
 
-Called for each chat request after vLLM rendered it. Two proofs are tried: the request's messages continue an earlier round's
+Called for each chat request by the renderer hook. Two proofs are tried: the request's messages continue an earlier round's
 messages and its reply (then only the tail is rendered and tokenised, never the history), or the rendered ids themselves start with
 an earlier round's ids. Without a proof the round starts a new branch, and the cause is counted.
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,6 @@ from buffers.records import Int32
 from mocked_server.episodes import LiveEpisode, LiveRound
 
 Message = dict[str, Any]
-RenderText = Callable[[list[Message], bool], Awaitable[str]]
-"""(messages, add_generation_prompt) -> text of the chat template."""
-Encode = Callable[[str], Awaitable[list[int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,48 +103,24 @@ def find_parent(
     return None
 
 
-async def tail_after(messages: Sequence[Message], covered: int, *, render: RenderText, eos: str) -> str | None:
-    """Text that the template puts after the assistant message `covered - 1` and its end-of-turn token.
+def stand_in(messages: Sequence[Message], covered: int) -> list[Message]:
+    """A short conversation that the template ends as it would end the whole one: one user turn stands for the history before
+    the assistant message `covered - 1`. So the cost of a round does not grow with the episode."""
+    return [{"role": "user", "content": "-"}, *messages[covered - 1 :]]
 
-    The template is asked twice about a two-message stand-in for the history, so the cost does not grow with the episode.
-    None: this template does not simply append (the difference cannot be taken).
+
+def tail_of(rendered_ids: Sequence[int], *, eos: int, num_turns_closed: int, parent: LiveRound) -> Int32 | None:
+    """The prompt ids that follow the parent's sampled ids, cut from the rendered stand-in.
+
+    `num_turns_closed`: end-of-turn tokens up to and including the one that ends the assistant message. The tail begins with that
+    token when the model did not sample it (its answer was cut short). None: the template closes turns in another way.
     """
-    stand_in: list[Message] = [{"role": "user", "content": "-"}, messages[covered - 1]]
-    before = await render(stand_in, False)
-    after = await render([*stand_in, *messages[covered:]], True)
-    if not after.startswith(before):
+    ids = np.array(rendered_ids, np.int32)
+    ends = np.flatnonzero(ids == eos)
+    if num_turns_closed < 1 or len(ends) < num_turns_closed:
         return None
-    closing = before.rfind(eos)
-    if closing < 0:
-        return None
-    return after[closing:]
-
-
-async def continue_chat(
-    live: LiveEpisode,
-    messages: Sequence[Message],
-    *,
-    rendered_ids: Sequence[int],
-    template_inputs: Any,
-    render: RenderText,
-    encode: Encode,
-    eos: tuple[str, int],
-) -> Continuation:
-    """Plan the prompt of a chat request. `rendered_ids` is what a fresh rendering gives; `eos` the end-of-turn text and id."""
-    digests = history_digests(messages, template_inputs)
-    found = find_parent(live, messages, digests)
-    cause = None
-    if found is not None:
-        parent, covered = found
-        tail_text = await tail_after(messages, covered, render=render, eos=eos[0])
-        if tail_text is not None:
-            tail = await encode(tail_text)
-            # The sampled ids end with the end-of-turn token when the model stopped by itself; then the tail must not repeat it.
-            if tail and tail[0] == eos[1] and int(parent.ids[-1]) == eos[1]:
-                tail = tail[1:]
-            return Continuation(parent=parent, tail_ids=np.array(tail, np.int32), history=digests[-1])
-        cause = "template_not_append_only"
-    return continue_tokens(live, rendered_ids, history=digests[-1], cause=cause)
+    at = int(ends[num_turns_closed - 1])
+    return ids[at + 1 :] if int(parent.ids[-1]) == eos else ids[at:]
 
 
 def continue_tokens(

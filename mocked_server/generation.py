@@ -168,7 +168,9 @@ class Generation:
             reply.fail(error)
         finally:
             # Whatever went wrong, the connection is answered; an answer that ended before is not changed by this.
-            reply.fail(EngineError(f"generation for request {prompt.request_id} ended; the engine or the server is going down"))
+            reply.fail(
+                EngineError(f"generation for request {prompt.request_id} ended; the engine or the server is going down")
+            )
             self.stats.ended(time.monotonic())
 
     def _count(self, prompt: Prompt, output: Any) -> None:

@@ -20,7 +20,15 @@ from buffers.errors import EngineError
 from buffers.prompt_queue import Prompt, PromptQueue, Response
 from configs.schema import RolloutConfig
 from mocked_server.calls import Call, PendingReply, Sampling, current_call
-from mocked_server.continuation import Continuation, continue_chat, continue_tokens
+from mocked_server.continuation import (
+    Continuation,
+    canonical,
+    continue_tokens,
+    find_parent,
+    history_digests,
+    stand_in,
+    tail_of,
+)
 from mocked_server.episodes import LiveEpisode
 
 if TYPE_CHECKING:
@@ -73,51 +81,66 @@ class Heard:
 
 
 class ExactRenderer:
-    """vLLM's renderer; chats of an episode are also planned as a continuation of its earlier rounds."""
+    """vLLM's renderer; a chat that continues an earlier round of its episode is planned as that round's ids plus a tail."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
         tokenizer = inner.get_tokenizer()
-        self._eos = (str(tokenizer.eos_token), int(tokenizer.eos_token_id))
+        self._eos = int(tokenizer.eos_token_id)
+        self._eos_text = str(tokenizer.eos_token)
+        self._turns_closed: dict[str, int] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     async def render_chat_async(self, conversations: Any, chat_params: Any, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's; the continuation is left on the current `Call` (a single conversation per request)."""
-        result = await self._inner.render_chat_async(conversations, chat_params, *args, **kwargs)
+        """As vLLM's; the continuation is left on the current `Call`.
+
+        A continued chat is rendered without its history. The serving layer above counts prompt tokens and looks for reasoning
+        marks in the ids that it gets, so these keep the exact prompt's length, and show the new turns only.
+        """
         call = current_call.get()
         if call is None or len(conversations) != 1:
-            return result
+            return await self._inner.render_chat_async(conversations, chat_params, *args, **kwargs)
+        messages = list(conversations[0])
+        digests = history_digests(messages, chat_params.chat_template_kwargs.get("tools"))
+        cause = None
+        if (found := find_parent(call.live, messages, digests)) is not None:
+            parent, covered = found
+            short = stand_in(messages, covered)
+            result = await self._inner.render_chat_async([short], chat_params, *args, **kwargs)
+            engine_input = result[1][0]
+            closed = await self._num_turns_closed(short[:2], chat_params)
+            ids = engine_input["prompt_token_ids"]
+            if (tail := tail_of(ids, eos=self._eos, num_turns_closed=closed, parent=parent)) is not None:
+                call.continuation = Continuation(parent=parent, tail_ids=tail, history=digests[-1])
+                engine_input["prompt_token_ids"] = [self._eos] * (parent.total + len(tail) - len(ids)) + ids
+                return result
+            cause = "template_not_append_only"
+        result = await self._inner.render_chat_async(conversations, chat_params, *args, **kwargs)
         rendered_ids = result[1][0].get("prompt_token_ids")
-        if rendered_ids is None:  # embeddings as a prompt: nothing to continue
-            return result
-
-        async def render(messages: list[dict[str, Any]], generation_prompt: bool) -> str:
-            kwargs = {
-                **chat_params.chat_template_kwargs,
-                "add_generation_prompt": generation_prompt,
-                "continue_final_message": False,
-                "tokenize": False,
-            }
-            params = dataclasses.replace(chat_params, chat_template_kwargs=kwargs)
-            _, prompt = await self._inner.render_messages_async(messages, params)
-            return str(prompt["prompt"])
-
-        call.continuation = await continue_chat(
-            call.live,
-            list(conversations[0]),
-            rendered_ids=rendered_ids,
-            template_inputs=chat_params.chat_template_kwargs.get("tools"),
-            render=render,
-            encode=self._encode,
-            eos=self._eos,
-        )
+        if rendered_ids is not None:  # None: embeddings as a prompt, nothing to continue
+            call.continuation = continue_tokens(call.live, rendered_ids, history=digests[-1], cause=cause)
         return result
 
-    async def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._inner.get_tokenizer().encode(text, add_special_tokens=False)
-        return ids
+    async def _num_turns_closed(self, opening: list[dict[str, Any]], chat_params: Any) -> int:
+        """End-of-turn tokens in a user turn and this assistant turn, with what the template puts before them.
+
+        It depends on the template's inputs and not on the words, so it is computed once for each kind of message.
+        """
+        inputs = chat_params.chat_template_kwargs
+        shown = {name: bool(value) if name == "tools" else value for name, value in inputs.items()}
+        key = f"{bool(opening[1].get('tool_calls'))} {sorted(shown.items())}"
+        spoken = self._eos_text in canonical(opening[1]) or self._eos_text in str(inputs.get("tools"))
+        if key not in self._turns_closed or spoken:
+            kwargs = {**inputs, "add_generation_prompt": False, "tokenize": False}
+            params = dataclasses.replace(chat_params, chat_template_kwargs=kwargs)
+            _, prompt = await self._inner.render_messages_async(opening, params)
+            closed = str(prompt["prompt"]).count(self._eos_text)
+            if spoken:
+                return closed
+            self._turns_closed[key] = closed
+        return self._turns_closed[key]
 
 
 class QueueClient:
@@ -249,10 +272,16 @@ class QueueClient:
 
 async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
     """vLLM's application with `client` for its engine, reduced to `MODEL_ROUTES`."""
+    from vllm import envs
     from vllm.entrypoints.openai.api_server import build_app, init_app_state
+
+    envs.enable_envs_cache()  # vLLM reads its settings from the environment for each part of each message
 
     tasks = ("generate",)
     app: FastAPI = build_app(args, tasks, client.model_config)
     await init_app_state(client, app.state, args, tasks)
+    # Metrics and CORS of a public server: each costs every request of an agent some of its time.
+    app.user_middleware.clear()
+    app.middleware_stack = None
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in MODEL_ROUTES]
     return app
