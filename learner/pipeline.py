@@ -200,7 +200,7 @@ class Pipeline:
         args = await asyncio.to_thread(make_args, settings)
         vllm_config = await asyncio.to_thread(make_vllm_config, args)
         engine = VLLMEngine(vllm_config)
-        await asyncio.to_thread(engine.start)
+        await engine.start()
         stack.push_async_callback(engine.close)
         ledger = Ledger(self._folder / "ledger.sqlite")
         stack.callback(ledger.close)

@@ -28,19 +28,19 @@ T = TypeVar("T")
 class VLLMRollout:
     """A vLLM engine with blocking calls, on an event loop in a thread of its own. Use as a context manager."""
 
-    def __init__(self, settings: EngineSettings, *, fork: bool = False) -> None:
+    def __init__(self, settings: EngineSettings) -> None:
         cpu_environment()
-        self._engine = VLLMEngine(make_vllm_config(make_args(settings), fork=fork))
+        self.engine = VLLMEngine(make_vllm_config(make_args(settings)))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
 
     def __enter__(self) -> VLLMRollout:
-        self._engine.start()
         self._thread.start()
+        self.wait(self.engine.start())
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._wait(self._engine.close())
+        self.wait(self.engine.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -50,11 +50,11 @@ class VLLMRollout:
 
         Raises ValueError for prompts that ask for several completions (n > 1): a `Response` holds one.
         """
-        return self._wait(self._generate(batch))
+        return self.wait(self._generate(batch))
 
     def update_weights(self, folder: Path, *, version: int) -> None:
         """Load the Hugging Face folder as policy `version`."""
-        self._wait(self._engine.load_weights(folder, version=version))
+        self.wait(self.engine.load_weights(folder, version=version))
 
     async def _generate(self, batch: PromptBatch) -> list[Response]:
         return list(await asyncio.gather(*(self._one(prompt) for prompt in batch.prompts)))
@@ -65,10 +65,11 @@ class VLLMRollout:
             raise ValueError(f"generate_sequences takes prompts with n=1, got n={sampling.params.n}")
         recorder = Recorder(prompt.request_id)
         ids = prompt.prompt_token_ids.tolist()
-        async for output in self._engine.generate(ids, sampling.params, request_id=prompt.request_id, **sampling.extra):
+        async for output in self.engine.generate(ids, sampling.params, request_id=prompt.request_id, **sampling.extra):
             recorder.add(output)
-        return recorder.responses(version=self._engine.version)[0]
+        return recorder.responses(version=self.engine.version)[0]
 
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine of the engine's on its event loop; blocks."""
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         return future.result()

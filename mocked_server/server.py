@@ -95,6 +95,7 @@ class MockedServer:
         self._client = QueueClient(vllm_config, queue=self.prompt_queue, rollout=rollout)
         self._socket = bind(server.host, server.port)
         self._host = server.host
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._uvicorn: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._pooling: asyncio.Task[None] | None = None
@@ -111,6 +112,7 @@ class MockedServer:
 
     async def start(self) -> None:
         """Serve on the running event loop; returns when requests are answered."""
+        self._loop = asyncio.get_running_loop()
         app = build_app(self, serving=await build_serving_app(self._args, self._client))
         outer = Attribution(app, keys=self.keys, episodes=self.episodes, model_routes=MODEL_ROUTES)
         config = uvicorn.Config(
@@ -148,6 +150,11 @@ class MockedServer:
             self._uvicorn.force_exit = True
             await self._serving
         self._socket.close()
+
+    def stop(self) -> None:
+        """`close` from another thread; returns when the server has ended."""
+        assert self._loop is not None, "start() first"
+        asyncio.run_coroutine_threadsafe(self.close(), self._loop).result()
 
     # The task desk: what agents and scorers ask for, in Python; `mocked_server.app` has the same over HTTP.
 
@@ -255,7 +262,7 @@ def create_and_launch_task_pool(
     """Start a MockedServer with its task pool in a thread of its own (RFC #1172's demo). Returns when it answers requests.
 
     `model`: a Hugging Face folder, only its tokenizer, chat template and configuration are used here; None: the tiny local model.
-    Stop it with `mocked_server.close_thread()`; the thread is a daemon.
+    Stop it with `mocked_server.stop()`.
     """
     cpu_environment()
     rollout, server = rollout or RolloutConfig(), server or ServerConfig()

@@ -90,27 +90,28 @@ def make_args(settings: EngineSettings) -> Namespace:
     return args
 
 
-def make_vllm_config(args: Namespace, *, fork: bool = False) -> Any:
-    """The engine's configuration. `fork=True` (tests on CPU only) starts the engine process by fork: 8 s instead of 15 s."""
+def make_vllm_config(args: Namespace) -> Any:
+    """The engine's configuration, for the engine and for the HTTP layer in front of it."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
-    if fork:
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    return config
+    return AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
 class VLLMEngine:
-    """One engine. Lifecycle: `start` (blocks ~15 s, call it in a thread) -> generate / load_weights -> `close`."""
+    """One engine. Lifecycle: `start` (8 to 15 s) -> generate / load_weights -> `close`."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._vllm_config = vllm_config
         self._llm: Any = None
         self.version = 0
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Boot the engine process; raises EngineError when it does not come up."""
+        await asyncio.to_thread(self._boot)
+        await self._llm.update_weight_version(str(self.version))
+
+    def _boot(self) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:

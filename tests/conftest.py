@@ -21,6 +21,24 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def rollout(tiny_model: Path) -> Iterator[object]:
+    """The session's one real engine. Tests that change its weights put the tiny model's back as version 0."""
+    from configs.schema import RolloutConfig, ServerConfig
+    from mocked_server.rollout import VLLMRollout
+    from mocked_server.vllm_engine import EngineSettings
+
+    settings = EngineSettings(
+        model_path=tiny_model,
+        served_name="policy",
+        dtype="float32",
+        rollout=RolloutConfig(max_tokens=256, max_model_len=512, kv_cache_gb=0.0625),
+        server=ServerConfig(),
+    )
+    with VLLMRollout(settings) as rollout:
+        yield rollout
+
+
+@pytest.fixture(scope="session")
 def server_thread(tiny_model: Path) -> Iterator[object]:
     """A MockedServer with a scripted engine, for the session."""
     from configs.schema import RolloutConfig

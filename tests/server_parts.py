@@ -159,9 +159,7 @@ class ServerThread:
         number = self.ledger.counts()["groups/open"] + sum(
             v for k, v in self.ledger.counts().items() if k.startswith("groups/") and k != "groups/open"
         )
-        task = Task(
-            task_id=f"task-{number}", prompt=[{"role": "user", "content": prompt}], ground_truth=ground_truth
-        )
+        task = Task(task_id=f"task-{number}", prompt=[{"role": "user", "content": prompt}], ground_truth=ground_truth)
         self.call(self.pool.put([task]))
         leased = self.call(self.server.lease_episode(wait_s=5.0))
         assert leased is not None

@@ -277,7 +277,14 @@ def test_a_prompt_that_is_too_long_is_refused(served):
 def test_routes_of_vllm_that_are_not_model_calls_are_gone(served):
     _, client = served.lease()
     with served.http(client.api_key) as http:
-        for path in ("/tokenize", "/metrics", "/v1/load_lora_adapter", "/openapi.json", "/scale_elastic_ep", "/invocations"):
+        for path in (
+            "/tokenize",
+            "/metrics",
+            "/v1/load_lora_adapter",
+            "/openapi.json",
+            "/scale_elastic_ep",
+            "/invocations",
+        ):
             assert http.post(path).status_code in (404, 405), path
         assert http.get("/health").status_code == 200
 

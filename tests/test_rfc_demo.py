@@ -1,0 +1,112 @@
+"""RFC #1172's demo snippet, completed only where it has to be, against the real engine and an agent in its own process.
+
+The agents are the shipped example's kind: they lease tasks over HTTP and talk to the model with the `openai` package.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from buffers.buffer_dataset import BufferDataset
+from buffers.multi_round import MultiRoundBufferDataset
+from buffers.parquet import write_tasks
+from buffers.records import Task
+from mocked_server.server import create_and_launch_task_pool
+
+pytestmark = pytest.mark.engine
+
+AGENT = """
+import os, openai
+client = openai.OpenAI(max_retries=0)
+while True:
+    try:
+        lease = client.get(os.environ["TASKS_URL"] + "?wait=2", cast_to=str)
+    except openai.APIStatusError:
+        break
+    if not lease:
+        break
+    import json
+    lease = json.loads(lease)
+    me = client.with_options(api_key=lease["api_key"])
+    messages = list(lease["task"]["prompt"])
+    for _ in range(2):
+        reply = me.chat.completions.create(model=os.environ["MODEL"], messages=messages, max_tokens=8)
+        messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+        messages.append({"role": "user", "content": "And then?"})
+    print(lease["episode_id"], flush=True)
+"""
+
+
+def start_agent(mocked_server, folder: Path) -> subprocess.Popen:
+    (folder / "agent.py").write_text(AGENT)
+    env = {
+        **{k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        "OPENAI_BASE_URL": mocked_server.base_url + "/v1",
+        "OPENAI_API_KEY": mocked_server.keys.worker,
+        "TASKS_URL": mocked_server.base_url + "/tasks",
+        "MODEL": mocked_server.model,
+    }
+    return subprocess.Popen([sys.executable, "agent.py"], cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
+
+
+def test_the_rfc_snippet_runs_as_written(rollout, tiny_model, tmp_path):
+    tasks = [Task(task_id=f"t{i}", prompt=[{"role": "user", "content": f"Task {i}"}]) for i in range(4)]
+    write_tasks(tmp_path / "xxx.parquet", tasks)
+    batch_size = 4
+
+    train_dataset = MultiRoundBufferDataset()
+    train_dataloader_iter = iter(DataLoader(train_dataset))
+
+    mocked_server, _server_thread = create_and_launch_task_pool(
+        notify_score_fn=train_dataset.notify_score, model=tiny_model
+    )
+
+    prompt_dataset = BufferDataset(buffer=mocked_server.prompt_queue)
+    prompt_dataloader_iter = iter(DataLoader(prompt_dataset))
+
+    # enqueue task into task server
+    enqueue_task = mocked_server.enqueue_task
+    threading.Thread(target=enqueue_task, args=(str(tmp_path / "xxx.parquet"),)).start()
+    agents = [start_agent(mocked_server, tmp_path) for _ in range(1)]
+
+    answered = 0
+    while train_dataset.buffer.qsize() < batch_size:
+        # sample prompt batch and generate sequences
+        batch = next(prompt_dataloader_iter)
+        responses = rollout.generate_sequences(batch)
+        batch.union(responses)
+        train_dataset.put_batch(batch)
+        answered += len(batch)
+        for agent in agents:
+            if answered % 2 == 0:  # the agent prints the id of an episode that it has finished: the environment's part
+                train_dataset.notify_score(agent.stdout.readline().strip(), 1.0)
+
+    # sample
+    if train_dataset.buffer.qsize() >= batch_size:
+        train_batch = next(train_dataloader_iter)
+
+    assert answered == 8
+    assert len(train_batch) == batch_size
+    assert {row.episode_id for row in train_batch.rows} == {f"{i}-0-0" for i in range(1, 5)}
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    for row in train_batch.rows:
+        assert row.num_trained > 2 and row.score == 1.0 and len(np.unique(row.rounds[row.mask == 1])) == 2
+        with torch.no_grad():
+            logprobs = model(torch.tensor(row.ids[None]).long()).logits.log_softmax(-1)[0, :-1]
+        mine = logprobs.gather(1, torch.tensor(row.ids[1:, None]).long())[:, 0].numpy()
+        sampled = row.mask[1:] == 1
+        assert np.abs(mine[sampled] - row.logprobs[1:][sampled]).max() < 1e-4
+    mocked_server.stop()
+    for agent in agents:
+        assert agent.wait(30) == 0
+        agent.stdout.close()
