@@ -21,7 +21,7 @@ check: $(READY)  ## format, lint, types, fast tests: under a minute
 
 setup: $(READY)  ## only prepare .venv
 
-$(READY): constraints.txt pyproject.toml scripts/setup.sh
+$(READY): constraints.txt pyproject.toml scripts/setup.sh scripts/dependencies.py
 	PYTHON=$(PYTHON) bash scripts/setup.sh $(VENV)
 	touch $(READY)
 

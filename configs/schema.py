@@ -42,6 +42,8 @@ class DataConfig(Section):
     """Parquet file of tasks (columns as in verl: prompt, data_source, reward_model, extra_info, agent_name)."""
     make: list[str] = Field(default_factory=list)
     """Command that writes `tasks` (and `warm_start.traces`) when the file is missing. `{python}` is this interpreter."""
+    scorer: str = ""
+    """Score function (env_adapters/scorers.py) of plain prompts: rows with `agent_name: single_turn_agent`."""
     epochs: PositiveInt = 1000
     """Passes over the task file, shuffled by `run.seed`."""
 

@@ -18,6 +18,7 @@ from buffers.errors import EnvError
 
 STOP_GRACE_S = 5.0
 LOG_TAIL_CHARS = 2000
+LAST_WORDS_CHARS = 600
 
 
 def resolve_command(command: Sequence[str]) -> list[str]:
@@ -104,6 +105,12 @@ class Child:
             pass  # everything in the group has ended
 
 
+def last_words(folder: Path) -> str:
+    """The end of the log that was written last among `<folder>/*/log.txt`."""
+    logs = sorted(folder.glob("*/log.txt"), key=lambda log: log.stat().st_mtime)
+    return logs[-1].read_text(errors="replace")[-LAST_WORDS_CHARS:].strip() if logs else "(no log)"
+
+
 async def start_environment(
     command: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path, deadline_s: float
 ) -> tuple[Child, str]:
@@ -122,6 +129,7 @@ async def start_environment(
     if word != "ready" or not address:
         await child.stop()
         raise EnvError(
-            f"env.command must print `ready HOST:PORT` within {deadline_s:.0f} s, got {line!r}; its log {log} ends: {child.log_tail()}"
+            f"env.command must print `ready HOST:PORT` within {deadline_s:.0f} s, got {line!r}; "
+            f"its log {log} ends: {child.log_tail()}"
         )
     return child, address

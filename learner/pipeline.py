@@ -34,7 +34,7 @@ from pathlib import Path
 import ray
 
 from agents.external import AgentPerEpisode, AgentPlace, LongLivedAgents, check_command
-from buffers.errors import EngineError, EnvError, TaskError
+from buffers.errors import AgentError, EngineError, EnvError, TaskError
 from buffers.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.parquet import read_tasks
@@ -42,19 +42,30 @@ from buffers.records import Task, TrainBatch
 from buffers.task_pool import TaskPool
 from configs.schema import Config
 from configs.tiny_model import make_tiny_model
-from env_adapters.process import Child, resolve_command, start_environment
+from env_adapters.process import Child, last_words, resolve_command, start_environment
+from env_adapters.scorers import SCORERS
 from learner.display import Display
 from learner.history import History
 from learner.ranks import LearnerRanks
 from learner.tracker import Tracker
 from mocked_server.generation import Generation
-from mocked_server.server import MockedServer
-from mocked_server.vllm_engine import EngineSettings, VLLMEngine, cpu_environment, has_gpu, make_args, make_vllm_config
+from mocked_server.server import MockedServer, bind
+from mocked_server.vllm_engine import (
+    EngineSettings,
+    VLLMEngine,
+    cpu_environment,
+    has_gpu,
+    interrupts_blocked,
+    make_args,
+    make_vllm_config,
+)
 
 logger = logging.getLogger(__name__)
 
 ENV_START_S = 60.0
 WATCH_S = 1.0
+FAILING_BATCHES = 2
+"""Batches of groups given up in a row, without one score in between, that end the run."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,6 +126,9 @@ class Pipeline:
         config = self._config
         if config.agents.command:
             check_command(config.agents.command)
+        _scorer(config.data.scorer)
+        self._socket = bind(config.server.host, config.server.port)
+        stack.callback(self._socket.close)
         with self._display.phase("preparing model and tasks"):
             model = await self._prepare_files()
         cpu_environment()
@@ -147,8 +161,10 @@ class Pipeline:
             )
             if (code := await child.wait()) != 0:
                 raise TaskError(f"data.make must write {tasks}, but it exited with code {code}: {child.log_tail()}")
-        if config.data.tasks and not tasks.is_file():
-            raise TaskError(f"data.tasks must be a parquet file, got {tasks} (not a file); see data.make")
+        if config.data.tasks:
+            await asyncio.to_thread(
+                lambda: next(read_tasks(tasks))
+            )  # a file that cannot be used is known before the engine starts
         if config.model.path == "tiny":
             return await asyncio.to_thread(make_tiny_model, self._folder / "model", seed=config.run.seed)
         if not (folder := Path(config.model.path)).is_dir():
@@ -183,7 +199,7 @@ class Pipeline:
         warm = config.warm_start
         if warm.traces:
             metrics = await ranks.warm_start(
-                warm.traces, steps=warm.steps, batch_size=warm.batch_size, lr=warm.lr, seed=config.run.seed
+                Path(warm.traces), steps=warm.steps, batch_size=warm.batch_size, lr=warm.lr, seed=config.run.seed
             )
             self.history.warm_start = metrics
             self._tracker.log(0, {f"warm_start/{name}": value for name, value in metrics.items()})
@@ -264,17 +280,29 @@ class Pipeline:
             yield from tasks
 
     async def watch(self, parts: Parts) -> None:
-        """Shows the queues once a second, and ends the run when the engine or the environment is gone."""
+        """Shows the queues once a second; ends the run when engine or environment is gone, or when every episode fails."""
+        patience = FAILING_BATCHES * self._config.buffer.groups_per_step
+        scored = failed = 0
         while True:
             await asyncio.sleep(WATCH_S)
             if parts.engine.dead:
-                raise EngineError("the engine process died; see the log above. Scored episodes are in the ledger.")
+                raise EngineError("the engine process died; see the run's log. Scored episodes are in the ledger.")
             if parts.env is not None and not parts.env.running:
                 raise EnvError(f"the environment process ended; its log {parts.env.log} ends:\n{parts.env.log_tail()}")
+            counts = parts.ledger.counts()
+            if counts["episodes/scored"] > scored:
+                scored, failed = counts["episodes/scored"], counts.get("evicted/failed", 0)
+            if counts.get("evicted/failed", 0) - failed >= patience:
+                reasons = {name: number for name, number in counts.items() if name.startswith("failed/")}
+                raise AgentError(
+                    f"{patience} groups in a row were given up without one scored episode; reasons: {reasons}; "
+                    f"logs: {self._folder / 'agents'}, {self._folder / 'env.log'}; the agents' last words:\n"
+                    f"{last_words(self._folder / 'agents')}"
+                )
             self._display.queues(
                 prompts_waiting=parts.server.prompt_queue.qsize() + parts.generation.stats.running,
                 episodes_running=int(parts.pool.metrics()["pool/running"]),
-                groups_ready=parts.ledger.counts()["groups/ready"],
+                groups_ready=counts["groups/ready"],
             )
 
     async def learn(self, parts: Parts) -> None:
@@ -325,7 +353,14 @@ class Pipeline:
 
 def start_ray() -> None:
     """A local Ray without dashboard."""
-    ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
+    with interrupts_blocked():
+        ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
+
+
+def _scorer(name: str) -> Callable[[Task, str], float] | None:
+    if name and name not in SCORERS:
+        raise TaskError(f"data.scorer must be one of {sorted(SCORERS)}, got {name!r}; see env_adapters/scorers.py")
+    return SCORERS[name] if name else None
 
 
 def _inherited() -> dict[str, str]:

@@ -11,19 +11,19 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
-from buffers.errors import EngineError, EpisodeClosed, EpisodeError, ScoreError, UnderstudyError, UnknownEpisode
+from buffers.errors import EngineError, EpisodeClosed, UnderstudyError, UnknownEpisode
 from buffers.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.parquet import tasks_of_rows
 from buffers.prompt_queue import PromptQueue
-from buffers.records import Episode, Task
+from buffers.records import Episode
 from buffers.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
@@ -31,17 +31,13 @@ from mocked_server.app import Leased, build_app
 from mocked_server.attribution import Attribution
 from mocked_server.episodes import Episodes
 from mocked_server.keys import KeyRing
+from mocked_server.plain_prompts import PlainPrompts, ScoreFn
 from mocked_server.vllm_app import MODEL_ROUTES, QueueClient, build_serving_app
 from mocked_server.vllm_engine import EngineSettings, cpu_environment, make_args, make_vllm_config
 
 logger = logging.getLogger(__name__)
 
 NotifyScore = Callable[[str, float], Any]
-ScoreFn = Callable[[Task, str], float]
-"""(task, the model's answer) -> score of a plain prompt."""
-
-PLAIN = "single_turn_agent"
-"""`agent_name` of tasks that are prompts without an agent (verl's name): answered once, scored by a function."""
 
 
 class ServerError(UnderstudyError):
@@ -76,24 +72,26 @@ class MockedServer:
         pool: TaskPool,
         notify_score_fn: NotifyScore,
         score_fn: ScoreFn | None = None,
-        env_address: str = "",
+        sock: socket.socket | None = None,
         keys: KeyRing | None = None,
     ) -> None:
+        """`sock`: bound by `bind` before (so that a port in use is known early); None: bound here."""
         self.keys = keys or KeyRing()
         self.episodes = Episodes()
         self.prompt_queue = PromptQueue()
         self.pool = pool
-        self.env_address = env_address
+        self.env_address = ""
+        """HOST:PORT of the environment, told to agents with each lease."""
         self.num_scored = 0
         self.on_ended: Callable[[str], object] = lambda _: None
         """Called with the id of each episode that ended, however it did."""
         self._args = args
         self._notify_score = notify_score_fn
-        self._score_fn = score_fn
-        self._plain: set[asyncio.Task[None]] = set()
+        self._plain = None if score_fn is None else self._plain_prompts(score_fn)
+        self._answering: asyncio.Task[None] | None = None
         pool.on_closed = self.close_episode
         self._client = QueueClient(vllm_config, queue=self.prompt_queue, rollout=rollout)
-        self._socket = bind(server.host, server.port)
+        self._socket = sock or bind(server.host, server.port)
         self._host = server.host
         self._loop: asyncio.AbstractEventLoop | None = None
         self._uvicorn: uvicorn.Server | None = None
@@ -128,21 +126,26 @@ class MockedServer:
             waiter.cancel()
             raise ServerError("the HTTP server ended while it started; its log is above")
         self._pooling = asyncio.create_task(self.pool.run(), name="pool")
+        if self._plain is not None:
+            self._answering = asyncio.create_task(self._plain.run(), name="plain prompts")
 
     async def wait(self) -> None:
         """Until the server is closed; raises when the pool's loop or the HTTP server failed."""
         assert self._serving is not None and self._pooling is not None, "start() first"
-        done, _ = await asyncio.wait({self._serving, self._pooling}, return_when=asyncio.FIRST_EXCEPTION)
+        running = {task for task in (self._serving, self._pooling, self._answering) if task is not None}
+        done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
-            task.result()
+            if not task.cancelled():
+                task.result()
 
     async def close(self) -> None:
         """Stop listening, end open connections, and wake everybody who waits for prompts."""
         for prompt in self.prompt_queue.close():
             prompt.reply.fail(EngineError("the server is shutting down"))
         self.pool.close()
-        for task in self._plain:
-            task.cancel()
+        if self._answering is not None:
+            self._answering.cancel()
+            await asyncio.wait({self._answering})
         if self._pooling is not None:
             await self._pooling
         if self._uvicorn is not None and self._serving is not None:
@@ -159,32 +162,20 @@ class MockedServer:
     # The task desk: what agents and scorers ask for, in Python; `mocked_server.app` has the same over HTTP.
 
     async def lease_episode(self, *, wait_s: float) -> Leased | None:
-        """Lease the next episode; None when there is none within `wait_s`. Raises PoolClosed when there are no more.
+        """Lease the next episode; None when there is none within `wait_s`. Raises PoolClosed when there are no more."""
+        lease = self.pool.lease if self._plain is None else self._plain.lease
+        episode = await lease(wait_s=wait_s)
+        return None if episode is None else self.open_episode(episode)
 
-        Plain prompts (see `PLAIN`) are answered here on the way and never reach an agent.
-        """
-        loop = asyncio.get_running_loop()
-        until = loop.time() + wait_s
-        while (episode := await self.pool.lease(wait_s=max(0.0, until - loop.time()))) is not None:
-            leased = self.open_episode(episode)
-            if episode.task.agent_name != PLAIN:
-                return leased
-            task = asyncio.create_task(self._answer_plain(episode), name=f"plain prompt {episode.episode_id}")
-            self._plain.add(task)
-            task.add_done_callback(self._plain.discard)
-        return None
+    def _plain_prompts(self, score_fn: ScoreFn) -> PlainPrompts:
+        return PlainPrompts(
+            self.pool, score_fn=score_fn, answer=self._answer_plain, notify_score=self.notify_score, fail=self.fail
+        )
 
-    async def _answer_plain(self, episode: Episode) -> None:
-        """A plain prompt is an episode of one round: generate, score with `score_fn`."""
-        try:
-            if self._score_fn is None:
-                raise ScoreError(f"a task with agent_name {PLAIN!r} needs a score function; set data.scorer")
-            live = self.episodes.get(episode.episode_id)
-            text = await self._client.ask(live, episode.task.prompt, request_id=f"plain-{episode.episode_id}")
-            await self.notify_score(episode.episode_id, self._score_fn(episode.task, text))
-        except (EngineError, EpisodeError, ScoreError, ValueError) as error:
-            logger.warning("episode=%s plain prompt failed: %s", episode.episode_id, error)
-            await self.fail(episode.episode_id, str(error))
+    async def _answer_plain(self, episode: Episode) -> str:
+        self.open_episode(episode)
+        live = self.episodes.get(episode.episode_id)
+        return await self._client.ask(live, episode.task.prompt, request_id=f"plain-{episode.episode_id}")
 
     def open_episode(self, episode: Episode) -> Leased:
         """Let an episode's key open the model API."""
@@ -244,8 +235,9 @@ class _QuietServer(uvicorn.Server):
         if self.started:
             self.on_started()
 
-    def capture_signals(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
 
 
 def create_and_launch_task_pool(

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from argparse import Namespace
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,16 @@ def make_vllm_config(args: Namespace) -> Any:
     return AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
+@contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Processes started inside (by this thread) never receive Ctrl-C of the terminal: it is this process that stops them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class VLLMEngine:
     """One engine. Lifecycle: `start` (8 to 15 s) -> generate / load_weights -> `close`."""
 
@@ -115,7 +126,8 @@ class VLLMEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
-            self._llm = AsyncLLM.from_vllm_config(self._vllm_config, disable_log_stats=True)
+            with interrupts_blocked():
+                self._llm = AsyncLLM.from_vllm_config(self._vllm_config, disable_log_stats=True)
         except (RuntimeError, OSError, ValueError) as error:
             raise EngineError(
                 f"the engine did not start: {error}; its own log is above (VLLM_LOGGING_LEVEL=INFO shows more)"
@@ -165,4 +177,4 @@ class VLLMEngine:
 def has_gpu() -> bool:
     import torch
 
-    return torch.cuda.is_available()
+    return bool(torch.cuda.is_available())

@@ -110,3 +110,43 @@ def test_the_rfc_snippet_runs_as_written(rollout, tiny_model, tmp_path):
     for agent in agents:
         assert agent.wait(30) == 0
         agent.stdout.close()
+
+
+def test_a_batch_mixes_agents_prompts_with_plain_prompts_of_the_file(rollout, tiny_model, tmp_path):
+    kinds = [None, "single_turn_agent", None, "single_turn_agent"]
+    tasks = [
+        Task(task_id=f"t{i}", prompt=[{"role": "user", "content": f"Task {i}"}], agent_name=kind, ground_truth="7")
+        for i, kind in enumerate(kinds)
+    ]
+    write_tasks(tmp_path / "mixed.parquet", tasks)
+    train_dataset = MultiRoundBufferDataset(batch_size=4)
+    mocked_server, _server_thread = create_and_launch_task_pool(
+        notify_score_fn=train_dataset.notify_score, score_fn=lambda task, text: 0.5, model=tiny_model
+    )
+    prompts = iter(DataLoader(BufferDataset(buffer=mocked_server.prompt_queue)))
+    mocked_server.enqueue_task(tmp_path / "mixed.parquet")
+    agent = start_agent(mocked_server, tmp_path)
+    while mocked_server.prompt_queue.qsize() < 3:  # the first prompt of the agent, and both plain ones
+        threading.Event().wait(0.01)
+
+    batch = next(prompts)
+    assert len(batch) >= 2
+    first = {episode_id for episode_id in batch["episode_id"]}
+    finished: set[str] = set()
+    while train_dataset.buffer.qsize() < 4:
+        train_dataset.put_batch(batch.union(rollout.generate_sequences(batch)))
+        counts = {e: len(train_dataset.ledger.rounds(e).result()) for e in ("1-0-0", "3-0-0")}
+        for episode_id, rounds in counts.items():
+            if rounds == 2 and episode_id not in finished:
+                train_dataset.notify_score(episode_id, 1.0)
+                finished.add(episode_id)
+        if train_dataset.buffer.qsize() < 4:
+            batch = next(prompts)
+
+    train_batch = next(iter(DataLoader(train_dataset)))
+    scores = {row.episode_id: row.score for row in train_batch.rows}
+    assert scores == {"1-0-0": 1.0, "2-0-0": 0.5, "3-0-0": 1.0, "4-0-0": 0.5}
+    assert first & {"1-0-0"} and first & {"2-0-0", "4-0-0"}, "one batch held prompts of both kinds"
+    mocked_server.stop()
+    assert agent.wait(30) == 0
+    agent.stdout.close()

@@ -1,0 +1,298 @@
+"""Whole runs of `python -m learner.run` as a user starts them: in a process of their own, with the real engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parent.parent
+MARK = "UNDERSTUDY_TEST_RUN"
+
+
+@dataclass
+class Run:
+    """A started run: its process, its folder, and the mark that all its processes carry in their environment."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    mark: str
+
+    def wait(self, timeout_s: float = 150) -> tuple[int, str]:
+        """(exit code, what was printed); fails when it does not end."""
+        output, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, output
+
+    def summary(self) -> dict:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def wait_for_step(self, step: int, timeout_s: float = 150) -> None:
+        """Until `step` is in metrics.jsonl."""
+        until = time.monotonic() + timeout_s
+        path = self.folder / "metrics.jsonl"
+        while not (path.exists() and any(json.loads(line)["step"] >= step for line in path.read_text().splitlines())):
+            assert self.process.poll() is None, f"the run ended early: {self.process.communicate()[0]}"
+            assert time.monotonic() < until, f"no step {step} within {timeout_s} s"
+            time.sleep(0.2)
+
+    def processes(self) -> list[str]:
+        """Command lines of all living processes of this run."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes():
+                    found.append(
+                        f"{entry.name} {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ').decode()[:80]}"
+                    )
+            except OSError:
+                continue  # it ended while we looked, or is not ours
+        return found
+
+
+def start(tmp_path: Path, *overrides: str, config: str = "configs/demo.yaml") -> Run:
+    mark = uuid.uuid4().hex
+    command = [
+        sys.executable,
+        "-m",
+        "learner.run",
+        "--config",
+        config,
+        f"run.dir={tmp_path}",
+        "run.name=run",
+        *overrides,
+    ]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, MARK: mark},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        process_group=0,
+    )
+    return Run(process, tmp_path / "run", mark)
+
+
+def assert_nothing_left(run: Run) -> None:
+    until = time.monotonic() + 10
+    while run.processes() and time.monotonic() < until:
+        time.sleep(0.2)
+    assert run.processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_a_run_trains_exactly_and_leaves_its_results(tmp_path):
+    run = start(tmp_path, "run.steps=6", "warm_start.steps=60", "run.seed=1")
+    code, output = run.wait(240)
+    assert code == 0, output
+    summary = run.summary()
+    assert summary["steps"] == 6 and summary["episodes"] == 6 * 64
+    assert summary["max_logprob_diff"] < 1e-4
+    assert summary["max_policy_lag"] == 1 and summary["max_policy_lag_seen"] <= 1
+    assert 0.0 < summary["reward_first"] < 0.4 and summary["reward_optimum"] == 1.0
+    assert summary["tokens_trained"] > 6 * 64
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["step"]] == [1, 2, 3, 4, 5, 6]
+    assert all(line["policy/max_logprob_diff"] < 1e-4 for line in lines if line["step"])
+    assert (run.folder / "reward.png").read_bytes()[:4] == b"\x89PNG"
+    assert list((run.folder / "tensorboard").glob("events*"))
+    assert "reward_last" in output and str(run.folder / "checkpoint") in output
+    AutoModelForCausalLM.from_pretrained(run.folder / "checkpoint")
+    assert AutoTokenizer.from_pretrained(run.folder / "checkpoint").chat_template
+    assert_nothing_left(run)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_the_synchronous_flow_is_on_policy_on_two_ranks_with_grpo_and_a_reference(tmp_path):
+    run = start(
+        tmp_path,
+        "run.steps=3",
+        "warm_start.steps=20",
+        "buffer.max_policy_lag=0",
+        "buffer.groups_per_step=4",
+        "buffer.group_size=4",
+        "learner.ranks=2",
+        "learner.advantage=grpo",
+        "learner.kl_coef=0.01",
+    )
+    code, output = run.wait(240)
+    assert code == 0, output
+    summary = run.summary()
+    assert summary["max_policy_lag_seen"] == 0 and summary["max_logprob_diff"] < 1e-4
+    assert summary["buffer"]["groups/trained"] == 12
+    assert summary["buffer"]["groups/evicted"] == 0
+    assert_nothing_left(run)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path):
+    run = start(tmp_path, "warm_start.steps=20")
+    run.wait_for_step(2)
+    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to every process of the foreground group
+    code, output = run.wait(60)
+    assert code == 130, output
+    assert "python -m learner.run --config" in output and f"model.path={run.folder / 'checkpoint'}" in output
+    assert run.summary()["stopped"] is True and run.summary()["steps"] >= 2
+    assert (run.folder / "checkpoint" / "config.json").is_file()
+    assert "Traceback" not in output
+    assert_nothing_left(run)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_an_engine_that_is_killed_ends_the_run_with_a_clear_error(tmp_path):
+    run = start(tmp_path, "warm_start.steps=20")
+    run.wait_for_step(1)
+    (engine,) = [line for line in run.processes() if "EngineCore" in line]
+    os.kill(int(engine.split()[0]), signal.SIGKILL)
+    code, output = run.wait(60)
+    assert code == 1, output
+    assert "error: the engine" in output and "died" in output
+    assert "Traceback" not in output
+    assert_nothing_left(run)
+
+
+CRASHING_AGENT = """
+import json, os, sys, time, openai, urllib.request
+task = json.loads(os.environ["TASK_JSON"])
+number = int(task["task_id"].split("-")[-1])
+if number % 3 == 1:
+    sys.exit(7)                      # crashes
+if number % 3 == 2:
+    time.sleep(1000)                 # hangs
+client = openai.OpenAI()
+reply = client.chat.completions.create(model=os.environ["MODEL"], messages=task["prompt"], max_tokens=4)
+host, port = os.environ["ENV_ADDRESS"].rsplit(":", 1)
+import socket
+with socket.create_connection((host, int(port))) as s:
+    f = s.makefile("rw")
+    f.write(json.dumps({"episode_key": os.environ["OPENAI_API_KEY"]}) + "\\n"); f.flush(); f.readline()
+    done = False
+    while not done:
+        f.write(json.dumps({"move": reply.choices[0].message.content}) + "\\n"); f.flush()
+        done = json.loads(f.readline())["done"]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_agents_that_crash_or_hang_are_counted_and_the_run_goes_on(tmp_path):
+    (tmp_path / "agent.py").write_text(textwrap.dedent(CRASHING_AGENT))
+    run = start(
+        tmp_path,
+        "run.steps=2",
+        "warm_start.steps=5",
+        f"agents.command=['{{python}}', '{tmp_path / 'agent.py'}']",
+        "agents.per_episode=true",
+        "agents.concurrency=4",
+        "agents.max_attempts=1",
+        "agents.episode_deadline_s=6",
+        "buffer.groups_per_step=2",
+        "buffer.group_size=2",
+    )
+    code, output = run.wait(240)
+    assert code == 0, output
+    summary = run.summary()
+    assert summary["steps"] == 2 and summary["episodes"] == 8
+    failed = {name: count for name, count in summary["buffer"].items() if name.startswith("failed/")}
+    assert failed.get("failed/deadline", 0) >= 1, failed
+    assert failed.get("failed/agent exited with code 7 before a score was reported", 0) >= 1, failed
+    assert_nothing_left(run)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_agents_that_never_succeed_end_the_run_with_the_reason(tmp_path):
+    run = start(
+        tmp_path,
+        "warm_start.steps=5",
+        "agents.command=['{python}', '-c', 'raise SystemExit(3)']",
+        "agents.per_episode=true",
+        "agents.concurrency=4",
+        "agents.max_attempts=1",
+        "buffer.groups_per_step=2",
+        "buffer.group_size=2",
+    )
+    code, output = run.wait(120)
+    assert code == 1, output
+    assert "given up without one scored episode" in output and "code 3" in output
+    assert_nothing_left(run)
+
+
+def test_a_port_in_use_is_named_before_anything_starts(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        run = start(tmp_path, f"server.port={port}")
+        code, output = run.wait(60)
+    assert code == 1
+    assert f"127.0.0.1:{port}" in output and "server.port=0" in output
+    assert "Traceback" not in output
+
+
+def test_an_agent_command_that_does_not_exist_is_named(tmp_path):
+    run = start(tmp_path, "agents.command=[no-such-agent]")
+    code, output = run.wait(60)
+    assert code == 1
+    assert "agents.command" in output and "no-such-agent" in output and "Traceback" not in output
+
+
+def test_a_task_file_without_its_column_is_named(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "tasks.parquet"
+    pq.write_table(pa.table({"question": ["?"]}), path)
+    code, output = start(tmp_path, f"data.tasks={path}").wait(60)
+    assert code == 1
+    assert str(path) in output and "'prompt'" in output and "Traceback" not in output
+    pq.write_table(pa.table({"prompt": [["not", "messages"]]}), path)
+    code, output = start(tmp_path, f"data.tasks={path}").wait(60)
+    assert code == 1
+    assert "row 0" in output and "'prompt'" in output
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("learner.lrr=1", ["learner.lrr", "did you mean learner.lr?"]),
+        ("learner.lr=fast", ["learner.lr", "number", "'fast'"]),
+        ("buffer.max_policy_lag=-1", ["buffer.max_policy_lag", "greater than or equal to 0", "-1"]),
+        ("learner.critic=none", ["learner.advantage=gae needs a critic", "set it to shared or separate"]),
+        ("nonsense", ["section.key=value", "'nonsense'"]),
+    ],
+)
+def test_a_bad_configuration_is_one_line_with_key_rule_and_value(tmp_path, override, words):
+    code, output = start(tmp_path, override).wait(30)
+    assert code == 2
+    assert len(output.strip().splitlines()) == 1
+    for word in words:
+        assert word in output
+
+
+def test_help_answers_at_once():
+    began = time.monotonic()
+    output = subprocess.run([sys.executable, "-m", "learner.run", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert output.returncode == 0 and "section.key=value" in output.stdout
+    assert time.monotonic() - began < 5.0  # 0.06 s on an idle machine; the bound leaves room for a busy one
