@@ -22,8 +22,8 @@ check: $(READY)  ## format, lint, types, fast tests: under a minute
 setup: $(READY)  ## only prepare .venv
 
 $(READY): constraints.txt pyproject.toml scripts/setup.sh scripts/dependencies.py
-	PYTHON=$(PYTHON) bash scripts/setup.sh $(VENV)
-	touch $(READY)
+	@PYTHON=$(PYTHON) bash scripts/setup.sh $(VENV)
+	@touch $(READY)
 
 format: $(READY)
 	$(PY) -m ruff format .

@@ -14,7 +14,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,25 +65,10 @@ class TaskDesk(Protocol):
 class AgentPlace:
     """Where an agent finds its model, and where it runs."""
 
-    base_url: str
-    """Root of the MockedServer, without /v1."""
+    environment: Callable[[str], dict[str, str]]
+    """API key -> the variables that its clients read (the server's)."""
     worker_key: str
-    model: str
-    env_address: str
     folder: Path
-
-    def environment(self, *, key: str) -> dict[str, str]:
-        """The variables that OpenAI and Anthropic clients read, and ours."""
-        return {
-            "OPENAI_BASE_URL": f"{self.base_url}/v1",
-            "OPENAI_API_BASE": f"{self.base_url}/v1",
-            "OPENAI_API_KEY": key,
-            "ANTHROPIC_BASE_URL": self.base_url,
-            "ANTHROPIC_API_KEY": key,
-            "MODEL": self.model,
-            "TASKS_URL": f"{self.base_url}/tasks",
-            "ENV_ADDRESS": self.env_address,
-        }
 
 
 def check_command(command: Sequence[str]) -> list[str]:
@@ -116,7 +101,7 @@ class LongLivedAgents:
     async def _keep_running(self, index: int) -> None:
         folder = self._place.folder / f"agent-{index}"
         share = max(1, self._concurrency // self._processes)
-        env = clean_environment({**self._place.environment(key=self._place.worker_key), "CONCURRENCY": str(share)})
+        env = clean_environment({**self._place.environment(self._place.worker_key), "CONCURRENCY": str(share)})
         in_a_row, scored = 0, self._desk.num_scored
         while True:
             child = await Child.start(self._command, env=env, cwd=folder, log=folder / "log.txt")
@@ -164,7 +149,7 @@ class AgentPerEpisode:
     async def _play(self, leased: Leased, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         task = json.dumps(leased.task)
-        env = clean_environment(self._place.environment(key=leased.api_key))
+        env = clean_environment(self._place.environment(leased.api_key))
         env["EPISODE_ID"] = leased.episode_id
         if len(task.encode()) < LARGE_TASK_BYTES:
             env["TASK_JSON"] = task

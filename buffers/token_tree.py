@@ -1,17 +1,28 @@
 """The token tree of one running episode: finds the round that a new prompt continues, token by token.
 
 Used by whoever turns generations into `Round`s. Invariant: a round's parent is a round whose prompt + sampled ids are
-an exact prefix of its own prompt, so that storing only the rest loses nothing. Not thread-safe; nothing is stored.
+an exact prefix of its own prompt, so that storing only the rest loses nothing. Each round keeps its new ids only, so a
+long conversation costs memory once. Not thread-safe; nothing is stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from buffers.records import Float32, Int32, Round
 from buffers.rows import ABORTED
+
+
+@dataclass(slots=True)
+class _Node:
+    """A round that was not aborted: its new ids (tail, then sampled), and the rounds that continue it."""
+
+    index: int
+    ids: Int32
+    children: list[_Node] = field(default_factory=list)
 
 
 class TokenTree:
@@ -20,8 +31,8 @@ class TokenTree:
     def __init__(self, episode_id: str, *, rounds: Iterable[Round] = ()) -> None:
         self._episode_id = episode_id
         self._next_index = 0
-        self._ids: dict[int, Int32] = {}
-        """Prompt + sampled ids of each round that was not aborted, in order."""
+        self._nodes: dict[int, _Node] = {}
+        self._roots: list[_Node] = []
         for round_ in rounds:
             self._keep(round_)
 
@@ -35,8 +46,7 @@ class TokenTree:
         finish_reason: str,
     ) -> Round:
         """The next round. Its parent is the longest earlier round that the prompt starts with, the latest of equals."""
-        parent = self.find_parent(prompt_ids)
-        shared = 0 if parent is None else len(self._ids[parent])
+        parent, shared = self._find(prompt_ids)
         round_ = Round(
             episode_id=self._episode_id,
             round_index=self._next_index,
@@ -52,16 +62,27 @@ class TokenTree:
 
     def find_parent(self, prompt_ids: Int32) -> int | None:
         """`round_index` of the round that a prompt with these ids continues."""
-        best = None
-        for index, ids in self._ids.items():
-            longest = best is None or len(ids) >= len(self._ids[best])
-            if longest and len(ids) <= len(prompt_ids) and np.array_equal(prompt_ids[: len(ids)], ids):
-                best = index
-        return best
+        return self._find(prompt_ids)[0]
+
+    def _find(self, prompt_ids: Int32) -> tuple[int | None, int]:
+        """(`round_index`, number of shared ids). A child is looked at only where its parent's ids are all in the prompt."""
+        best, longest = None, 0
+        open_: list[tuple[_Node, int]] = [(node, 0) for node in self._roots]
+        while open_:
+            node, start = open_.pop()
+            end = start + len(node.ids)
+            if end > len(prompt_ids) or not np.array_equal(prompt_ids[start:end], node.ids):
+                continue
+            if best is None or (end, node.index) > (longest, best):
+                best, longest = node.index, end
+            open_ += [(child, end) for child in node.children]
+        return best, longest
 
     def _keep(self, round_: Round) -> None:
         self._next_index = round_.round_index + 1
         if round_.finish_reason == ABORTED:
             return
-        shared = [] if round_.parent is None else [self._ids[round_.parent]]
-        self._ids[round_.round_index] = np.concatenate([*shared, round_.tail_ids, round_.sampled_ids])
+        node = _Node(round_.round_index, np.concatenate([round_.tail_ids, round_.sampled_ids]))
+        siblings = self._roots if round_.parent is None else self._nodes[round_.parent].children
+        siblings.append(node)
+        self._nodes[node.index] = node

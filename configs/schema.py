@@ -77,6 +77,9 @@ class ServerConfig(Section):
     """A tool parser of vLLM by name (hermes, llama3_json, ...). None: tools are refused."""
     reasoning_parser: str | None = None
     """A reasoning parser of vLLM by name (qwen3, deepseek_r1, ...). None: no reasoning content."""
+    replay_match: Literal["tolerant", "strict"] = "tolerant"
+    """When a request continues an earlier round. tolerant: its history says the same (arguments spelled in another way, reasoning
+    left out); the prompt keeps what was sampled. strict: the chat template writes the history as the exact tokens sampled."""
 
 
 class RolloutConfig(Section):
@@ -112,8 +115,8 @@ class LearnerConfig(Section):
     critic: Literal["shared", "separate", "none"] = "shared"
     """shared: a value head on the policy's last hidden state; separate: a second model with its own optimizer."""
     lr: Annotated[float, Field(ge=0.0)] = 5e-4
-    critic_lr: Annotated[float, Field(ge=0.0)] = 5e-4
-    """Learning rate of a separate critic."""
+    critic_lr: Annotated[float, Field(ge=0.0)] = 3e-3
+    """Learning rate of the critic: of its value head when shared (about 10 lr), of the whole model when separate."""
     lr_warmup_steps: Annotated[int, Field(ge=0)] = 3
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     grad_clip: Annotated[float, Field(gt=0.0)] = 1.0

@@ -73,11 +73,15 @@ class ScoreClient:
 class WalkServer:
     """Plays one episode per connection."""
 
-    def __init__(self, scores: ScoreClient, *, latency_s: float = 0.0, tail: tuple[float, float] = (0.0, 1.0)) -> None:
-        """`latency_s`: time that a move takes. `tail`: (share of episodes, factor) that take `factor` times as long."""
+    def __init__(
+        self, scores: ScoreClient, *, latency_s: float = 0.0, tail: tuple[float, float] = (0.0, 1.0), seed: int = 0
+    ) -> None:
+        """`latency_s`: time that a move takes. `tail`: (share of episodes, factor) that take `factor` times as long;
+        `seed` decides which."""
         self._scores = scores
         self._latency_s = latency_s
         self._tail_share, self._tail_factor = tail
+        self._seed = seed
         self._playing: set[asyncio.Task[Any]] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -129,9 +133,14 @@ class WalkServer:
         await _write(writer, {"observation": observation, "done": True})
 
     def latency_of(self, episode_id: str) -> float:
-        """Seconds per move of this episode: a hash of its id decides, so that a second run has the same stragglers."""
-        drawn = int.from_bytes(hashlib.sha256(episode_id.encode()).digest()[:8], "big") / 2**64
-        return self._latency_s * (self._tail_factor if drawn < self._tail_share else 1.0)
+        """Seconds per move of this episode."""
+        slow = tail_draw(episode_id, seed=self._seed) < self._tail_share
+        return self._latency_s * (self._tail_factor if slow else 1.0)
+
+
+def tail_draw(episode_id: str, *, seed: int) -> float:
+    """In 0..1; below the tail's share the episode is slow. A hash, so that a second run has the same stragglers."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {episode_id}".encode()).digest()[:8], "big") / 2**64
 
 
 async def _read(reader: asyncio.StreamReader) -> dict[str, Any] | None:
@@ -163,7 +172,7 @@ def _tail(text: str) -> tuple[float, float]:
 
 async def _run(arguments: argparse.Namespace) -> None:
     scores = ScoreClient(os.environ["SERVER_URL"], scorer_key=os.environ["SCORER_KEY"])
-    walk = WalkServer(scores, latency_s=arguments.latency_ms / 1000, tail=arguments.tail)
+    walk = WalkServer(scores, latency_s=arguments.latency_ms / 1000, tail=arguments.tail, seed=arguments.seed)
     server = await asyncio.start_server(walk.serve, arguments.host, arguments.port, backlog=512)
     stop = asyncio.Event()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
@@ -181,6 +190,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0, help="0: any free port; the line `ready HOST:PORT` names it")
     parser.add_argument("--latency-ms", type=float, default=0.0, help="time that one move takes")
     parser.add_argument("--tail", type=_tail, default=(0.0, 1.0), help="SHARE:FACTOR of episodes that are slower")
+    parser.add_argument("--seed", type=int, default=0, help="which episodes are the slower ones")
     arguments = parser.parse_args()
     missing = [name for name in ("SERVER_URL", "SCORER_KEY") if name not in os.environ]
     if missing:

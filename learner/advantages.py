@@ -17,6 +17,11 @@ import torch
 from torch import Tensor
 
 
+MIN_DEVIATION = 0.1
+"""In units of the score (about 1). A batch in which all succeed leaves only the critic's errors: scaled up to 1, they
+would be trained on like evidence."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """All that an estimator may look at."""
@@ -91,12 +96,15 @@ def final_rewards(scores: Tensor, *, mask: Tensor) -> Tensor:
     return torch.where(mask & (later == 1), scores[:, None], torch.zeros_like(scores)[:, None])
 
 
-def whiten(values: Tensor, *, weights: Tensor, epsilon: float = 1e-8) -> Tensor:
-    """Shift and scale to weighted mean 0 and variance 1; 0 where the weight is 0. Any shape, equal for both."""
+def whiten(values: Tensor, *, weights: Tensor) -> Tensor:
+    """Shift to weighted mean 0 and divide by the deviation, or by `MIN_DEVIATION` if that is more; 0 where the weight is 0.
+
+    Any shape, equal for both.
+    """
     total = weights.sum()
     mean = (weights * values).sum() / total
     variance = (weights * (values - mean) ** 2).sum() / total
-    whitened = (values - mean) * torch.rsqrt(variance + epsilon)
+    whitened = (values - mean) / variance.sqrt().clamp(min=MIN_DEVIATION)
     return torch.where(weights > 0, whitened, torch.zeros_like(values))
 
 

@@ -27,6 +27,7 @@ class History:
         self._began = clock()
         self._last = self._began
         self._last_tokens = 0
+        self._last_busy_s = 0.0
         self._first_step_at: float | None = None
         self.rewards: list[float] = []
         self.steps: list[dict[str, float]] = []
@@ -39,6 +40,7 @@ class History:
         if self._first_step_at is None:
             self._first_step_at = now
         scores = batch.scores
+        busy_s = stats.busy_until(now)
         lags = np.concatenate([version - row.versions[row.mask == 1] for row in batch.rows])
         figures = {
             **metrics,
@@ -56,8 +58,9 @@ class History:
             "throughput/tokens_per_s": (stats.tokens - self._last_tokens) / max(now - self._last, 1e-9),
             "throughput/cached_share": stats.cached_tokens / max(stats.prompt_tokens, 1),
             "generation/aborted": float(stats.aborted),
+            "time/engine_idle_s": (now - self._last) - (busy_s - self._last_busy_s),
         }
-        self._last, self._last_tokens = now, stats.tokens
+        self._last, self._last_tokens, self._last_busy_s = now, stats.tokens, busy_s
         self.rewards.append(figures["reward/mean"])
         self.steps.append(figures)
         return figures
@@ -95,6 +98,7 @@ class History:
             "episodes": int(sum(s["batch/episodes"] for s in steps)),
             "tokens_trained": int(sum(s["batch/trained_tokens"] for s in steps)),
             "learner_idle_share": _share(steps, "time/wait_s"),
+            "engine_idle_share": _share(steps[1:], "time/engine_idle_s"),  # the first step's time holds the start-up
             "step_s_mean": mean("time/step_s"),
             "publish_s_mean": mean("time/publish_s"),
             "warm_start": dict(self.warm_start),

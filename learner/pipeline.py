@@ -251,10 +251,8 @@ class Pipeline:
             parts.pool.add_source(self._tasks())
         if config.agents.command:
             place = AgentPlace(
-                base_url=parts.server.base_url,
+                environment=parts.server.environment,
                 worker_key=parts.server.keys.worker,
-                model=parts.server.model,
-                env_address=parts.server.env_address,
                 folder=self._folder / "agents",
             )
             agents: AgentPerEpisode | LongLivedAgents

@@ -13,7 +13,7 @@ EPILOG = """\
 examples:
   python -m learner.run                                       the demo: learns in about three minutes on two CPU cores
   python -m learner.run learner.lr=1e-4 run.name=slow         any key of the configuration, as section.key=value
-  python -m learner.run --config configs/grpo_cpu.yaml        another file; keys: configs/schema.py
+  python -m learner.run --config my.yaml                      another file; keys: configs/schema.py
 results: runs/<run.name>/ holds summary.json, reward.png, metrics.jsonl, tensorboard/, checkpoint/ (Hugging Face), ledger.sqlite
 """
 

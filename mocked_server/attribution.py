@@ -7,16 +7,16 @@ in the dialect's own error form; nothing of them is recorded.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from buffers.errors import EpisodeClosed, EpisodeError, UnknownEpisode
 from mocked_server.calls import Call, current_call
+from mocked_server.dialects import MODELS, ROUTES, error_body
 from mocked_server.episodes import Episodes
-from mocked_server.keys import KeyRing
+from mocked_server.keys import PREFIX, KeyRing
 
 PATH_PREFIX = "/e/"
-OPEN_TO_ALL_KEYS = frozenset({"/v1/models"})
+OPEN_TO_ALL_KEYS = frozenset({MODELS})
 
 
 def key_of(scope: dict[str, Any]) -> tuple[str | None, str]:
@@ -25,32 +25,23 @@ def key_of(scope: dict[str, Any]) -> tuple[str | None, str]:
     if path.startswith(PATH_PREFIX):
         key, slash, rest = path[len(PATH_PREFIX) :].partition("/")
         return key, slash + rest
+    keys = []
     for name, value in scope["headers"]:
         if name == b"x-api-key":
-            return value.decode("latin-1"), path
-        if name == b"authorization" and value[:7].lower() == b"bearer ":
-            return value[7:].decode("latin-1").strip(), path
-    return None, path
-
-
-def error_body(path: str, *, status: int, code: str, message: str) -> bytes:
-    """An error as the dialect of `path` spells it."""
-    kind = {401: "authentication_error", 403: "permission_error"}.get(status, "invalid_request_error")
-    if path.startswith("/v1/messages"):
-        body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
-    else:
-        body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
-    return json.dumps(body).encode()
+            keys.append(value.decode("latin-1"))
+        elif name == b"authorization" and value[:7].lower() == b"bearer ":
+            keys.append(value[7:].decode("latin-1").strip())
+    # Some clients send both headers, one of them with a placeholder.
+    return next((key for key in keys if key.startswith(PREFIX)), keys[0] if keys else None), path
 
 
 class Attribution:
     """ASGI middleware: sets `current_call` for requests of running episodes, refuses the others."""
 
-    def __init__(self, app: Any, *, keys: KeyRing, episodes: Episodes, model_routes: frozenset[str]) -> None:
+    def __init__(self, app: Any, *, keys: KeyRing, episodes: Episodes) -> None:
         self._app = app
         self._keys = keys
         self._episodes = episodes
-        self._model_routes = model_routes
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -59,7 +50,7 @@ class Attribution:
         key, path = key_of(scope)
         if path != scope["path"]:
             scope = {**scope, "path": path, "raw_path": path.encode()}
-        if path not in self._model_routes:
+        if path not in ROUTES:
             await self._app(scope, receive, send)
             return
         try:

@@ -2,25 +2,26 @@
 
 Called for each chat request by the renderer hook. Two proofs are tried: the request's messages continue an earlier round's
 messages and its reply (then only the tail is rendered and tokenised, never the history), or the rendered ids themselves start with
-an earlier round's ids. Without a proof the round starts a new branch, and the cause is counted.
+an earlier round's ids. Without a proof the round starts a new branch; `breaks` says why.
 
 It does not decide what is trained: that follows from the tree of rounds (`buffers.rows`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from buffers.records import Int32
+from mocked_server.causes import Cause
+from mocked_server.conversation import Asked, Conversation
 from mocked_server.episodes import LiveEpisode, LiveRound
+from mocked_server.replies import Message, Said, difference, same_text
 
-Message = dict[str, Any]
+Parse = Callable[[str, Asked], Said]
+"""A sampled text and what it was asked with -> how the API showed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,75 +31,36 @@ class Continuation:
     parent: LiveRound | None
     tail_ids: Int32
     """Prompt ids after the parent's (all of them without a parent)."""
-    history: bytes | None
-    """Digest of the request's messages; None for a plain completion."""
-    cause: str | None = None
-    """Why no earlier round could be continued; None when one was, or when this is the first."""
+    chat: Conversation | None = None
+    """The request's messages; None for a plain completion."""
+    cause: Cause | None = None
+    """Why the latest answer in the history could not be continued; None when it was, or when this is the first round."""
 
-    def prompt_ids(self) -> list[int]:
-        """The exact prompt for the engine."""
-        if self.parent is None:
-            return [int(i) for i in self.tail_ids]
-        ids: list[int] = np.concatenate([self.parent.chain_ids(), self.tail_ids]).tolist()
-        return ids
+    def prompt_ids(self) -> Int32:
+        """[P] the exact prompt for the engine."""
+        return self.tail_ids if self.parent is None else np.concatenate([self.parent.chain_ids(), self.tail_ids])
 
 
-def text_of(content: Any) -> str:
-    """Message content as text: a string, a list of text parts, or nothing."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    return "".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content)
+def told(live: LiveRound, parse: Parse) -> Said:
+    """A round's text as the API showed it. Parsed when it is first asked for, then kept."""
+    if live.said is None:
+        live.said = parse(live.text, live.asked) if live.asked is not None else Said(live.text.strip())
+    return live.said
 
 
-def canonical(message: Message) -> str:
-    """One text for all spellings that clients give the same message: parts or string, null fields, re-serialised arguments."""
-    calls = []
-    for call in message.get("tool_calls") or ():
-        function = call.get("function") or {}
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except json.JSONDecodeError:
-                pass  # not JSON: compared as the text that it is
-        calls.append([function.get("name"), arguments])
-    content = message.get("content")
-    if isinstance(content, list) and any(isinstance(part, dict) and part.get("type") != "text" for part in content):
-        shown: Any = content  # images and the like: compared whole
-    else:
-        shown = text_of(content)
-    fields = [message.get("role"), shown, calls, message.get("name"), message.get("tool_call_id")]
-    return json.dumps(fields, sort_keys=True, ensure_ascii=False, default=str)
+def is_reply(message: Message, live: LiveRound, parse: Parse) -> bool:
+    """Is this assistant message the answer that the round gave?"""
+    return same_text(message, live.text) or difference(message, told(live, parse)) is None
 
 
-def history_digests(messages: Sequence[Message], extra: Any) -> list[bytes]:
-    """digests[k] identifies messages[:k] under the template inputs `extra` (tools and the like)."""
-    running = hashlib.blake2b(json.dumps(extra, sort_keys=True, default=str).encode(), digest_size=16)
-    digests = [running.digest()]
-    for message in messages:
-        running.update(canonical(message).encode())
-        digests.append(running.digest())
-    return digests
-
-
-def reply_matches(message: Message, live: LiveRound) -> bool:
-    """Is this assistant message the reply that the round gave?"""
-    if message.get("role") != "assistant" or message.get("tool_calls"):
-        return False
-    return text_of(message.get("content")) == live.reply_text
-
-
-def find_parent(
-    live: LiveEpisode, messages: Sequence[Message], digests: Sequence[bytes]
-) -> tuple[LiveRound, int] | None:
+def find_parent(live: LiveEpisode, chat: Conversation, parse: Parse) -> tuple[LiveRound, int] | None:
     """The latest round whose history and reply this request repeats, and how many messages that covers."""
-    for k in range(len(messages) - 1, 0, -1):
-        if messages[k].get("role") != "assistant":
+    for k in range(len(chat) - 1, 0, -1):
+        if chat.messages[k].get("role") != "assistant":
             continue
-        for candidate in reversed(live.by_history.get(digests[k], ())):
-            if reply_matches(messages[k], candidate):
+        for candidate in reversed(live.by_history.get(chat.digests[k], ())):
+            asked_alike = candidate.asked is not None and candidate.asked.inputs == chat.asked.inputs
+            if asked_alike and is_reply(chat.messages[k], candidate, parse):
                 return candidate, k + 1
     return None
 
@@ -109,30 +71,39 @@ def stand_in(messages: Sequence[Message], covered: int) -> list[Message]:
     return [{"role": "user", "content": "-"}, *messages[covered - 1 :]]
 
 
-def tail_of(rendered_ids: Sequence[int], *, eos: int, num_turns_closed: int, parent: LiveRound) -> Int32 | None:
+def tail_of(rendered_ids: Sequence[int], *, end: int, num_turns_closed: int, parent: LiveRound) -> Int32 | None:
     """The prompt ids that follow the parent's sampled ids, cut from the rendered stand-in.
 
-    `num_turns_closed`: end-of-turn tokens up to and including the one that ends the assistant message. The tail begins with that
-    token when the model did not sample it (its answer was cut short). None: the template closes turns in another way.
+    `end`: the token that ends a turn; `num_turns_closed`: how many of them come up to and including the one that ends the
+    assistant message. The tail begins with that token when the model did not sample it (its answer was cut short, or it stopped
+    at another token). None: the template closes turns in another way.
     """
     ids = np.array(rendered_ids, np.int32)
-    ends = np.flatnonzero(ids == eos)
+    ends = np.flatnonzero(ids == end)
     if num_turns_closed < 1 or len(ends) < num_turns_closed:
         return None
     at = int(ends[num_turns_closed - 1])
-    return ids[at + 1 :] if int(parent.ids[-1]) == eos else ids[at:]
+    return ids[at + 1 :] if int(parent.ids[-1]) == end else ids[at:]
+
+
+def longest_prefix(live: LiveEpisode, ids: Int32) -> LiveRound | None:
+    """The longest earlier round, the latest of equals, that these ids start with and go beyond."""
+    best: LiveRound | None = None
+    open_ = [(root, 0) for root in live.roots]
+    while open_:
+        node, start = open_.pop(0)
+        if node.total >= len(ids) or not np.array_equal(ids[start : node.total], node.ids):
+            continue
+        if best is None or node.total >= best.total:
+            best = node
+        open_ += [(child, node.total) for child in node.children]
+    return best
 
 
 def continue_tokens(
-    live: LiveEpisode, rendered_ids: Sequence[int], *, history: bytes | None = None, cause: str | None = None
+    live: LiveEpisode, rendered_ids: Sequence[int], *, chat: Conversation | None = None
 ) -> Continuation:
-    """Continue the longest earlier round that these ids start with, or start a new branch."""
+    """Continue the longest earlier round that these ids start with, or start a new branch. `cause` is left to the caller."""
     ids = np.array(rendered_ids, np.int32)
-    for candidate in sorted(live.rounds, key=lambda r: r.total, reverse=True):
-        if candidate.finish_reason == "abort" or candidate.total >= len(ids):
-            continue
-        if np.array_equal(candidate.chain_ids(), ids[: candidate.total]):
-            return Continuation(parent=candidate, tail_ids=ids[candidate.total :], history=history)
-    if cause is None and live.rounds:
-        cause = "history_differs"
-    return Continuation(parent=None, tail_ids=ids, history=history, cause=cause)
+    parent = longest_prefix(live, ids)
+    return Continuation(parent=parent, tail_ids=ids[parent.total :] if parent else ids, chat=chat)

@@ -13,61 +13,103 @@ import numpy as np
 
 from buffers.errors import EpisodeClosed, UnknownEpisode
 from buffers.records import Episode, Int32
+from mocked_server.causes import Cause
+from mocked_server.conversation import Asked, Conversation
+from mocked_server.replies import Said
+from mocked_server.retries import Answers
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class LiveRound:
     """One finished round. `ids` are its new ones: prompt tail, then sampled."""
 
-    index: int
     parent: LiveRound | None
     ids: Int32
+    num_sampled: int
     finish_reason: str
-    reply_text: str
-    total: int
+    text: str
+    """The sampled text, as it was detokenised (without a stop string)."""
+    asked: Asked | None = None
+    """None: not a chat."""
+    cause: Cause | None = None
+    """Why it is a branch of its own; None: it is the first, or the only one that goes on from its parent."""
+    said: Said | None = None
+    """The text as the API showed it, once somebody needed to know."""
+    total: int = 0
     """Number of ids of the whole chain, this round included."""
+    children: list[LiveRound] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.total = len(self.ids) + (self.parent.total if self.parent else 0)
+
+    @property
+    def tail_ids(self) -> Int32:
+        """Its prompt's new ids."""
+        return self.ids[: len(self.ids) - self.num_sampled]
 
     def chain_ids(self) -> Int32:
         """[total] prompt and sampled ids from the root to the end of this round."""
-        parts: list[Int32] = []
-        at: LiveRound | None = self
-        while at is not None:
-            parts.append(at.ids)
-            at = at.parent
-        return np.concatenate(parts[::-1])
+        return np.concatenate([live.ids for live in self.chain()])
+
+    def chain(self) -> list[LiveRound]:
+        """From the root to this round."""
+        path = [self]
+        while (parent := path[-1].parent) is not None:
+            path.append(parent)
+        return path[::-1]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class LiveEpisode:
     """A running episode. `by_history` finds the rounds that answered a given history (digest of its messages)."""
 
     episode: Episode
     rounds: list[LiveRound] = field(default_factory=list)
+    roots: list[LiveRound] = field(default_factory=list)
     by_history: dict[bytes, list[LiveRound]] = field(default_factory=dict)
-    breaks: dict[str, int] = field(default_factory=dict)
-    """Cause -> how often a round could not continue an earlier one."""
+    openings: set[bytes] = field(default_factory=set)
+    """Digests of the first messages seen."""
+    longest: int = 0
+    """Messages in the longest history seen."""
+    breaks: dict[Cause, int] = field(default_factory=dict)
+    """How often a round could not continue the one before it, by cause."""
+    answers: Answers = field(default_factory=Answers)
+    """For automatic retries."""
+    _asked: dict[bytes, Asked] = field(default_factory=dict)
 
     @property
     def episode_id(self) -> str:
         return self.episode.episode_id
 
-    def add_round(
-        self, *, parent: LiveRound | None, ids: Int32, finish_reason: str, reply_text: str, history: bytes | None
-    ) -> LiveRound:
-        """Append a round; `history` is the digest of the messages it answered (None: not a chat)."""
-        total = len(ids) + (parent.total if parent else 0)
-        live = LiveRound(
-            index=len(self.rounds),
-            parent=parent,
-            ids=ids,
-            finish_reason=finish_reason,
-            reply_text=reply_text,
-            total=total,
-        )
+    def share(self, asked: Asked) -> Asked:
+        """`asked`, or the equal one that is kept already: tool descriptions are long and seldom change."""
+        return self._asked.setdefault(asked.identity, asked)
+
+    def add_round(self, live: LiveRound, *, chat: Conversation | None) -> None:
+        """Append a round; `chat` is what it answered (None: a plain completion). Aborted rounds are not remembered: nothing
+        can continue them."""
+        if live.finish_reason == "abort":
+            return
+        siblings = live.parent.children if live.parent else self.roots
+        if live.cause is None and siblings:
+            live.cause = self._why_beside(live, siblings, chat)
+        if live.cause is not None:
+            self.breaks[live.cause] = self.breaks.get(live.cause, 0) + 1
         self.rounds.append(live)
-        if history is not None and finish_reason != "abort":
-            self.by_history.setdefault(history, []).append(live)
-        return live
+        siblings.append(live)
+        if chat is not None and len(chat) > 0:
+            self.by_history.setdefault(chat.digests[-1], []).append(live)
+            self.openings.add(chat.digests[1])
+            self.longest = max(self.longest, len(chat))
+
+    def _why_beside(self, live: LiveRound, siblings: list[LiveRound], chat: Conversation | None) -> Cause:
+        """Why there is a second round after the same one (or a second root) although no answer was left out."""
+        again = any(np.array_equal(live.tail_ids, other.tail_ids) for other in siblings)
+        if again or (chat is not None and chat.digests[-1] in self.by_history):
+            return Cause.RESAMPLED
+        if live.parent is not None:
+            return Cause.FORKED
+        return Cause.PROMPT_DIFFERS if chat is None else Cause.NEW_CONVERSATION
 
 
 class Episodes:

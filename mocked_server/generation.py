@@ -120,6 +120,10 @@ class GenerationStats:
         if self.running == 0:
             self.busy_s += now - self._since
 
+    def busy_until(self, now: float) -> float:
+        """`busy_s`, with the stretch that is not over yet."""
+        return self.busy_s + (now - self._since if self.running else 0.0)
+
 
 class Generation:
     """Runs `generate` for one engine. `run()` is the loop; `serve(prompt)` answers one prompt."""

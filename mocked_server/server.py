@@ -30,9 +30,10 @@ from configs.tiny_model import make_tiny_model
 from mocked_server.app import Leased, build_app
 from mocked_server.attribution import Attribution
 from mocked_server.episodes import Episodes
+from mocked_server.intake import Intake
 from mocked_server.keys import KeyRing
 from mocked_server.plain_prompts import PlainPrompts, ScoreFn
-from mocked_server.vllm_app import MODEL_ROUTES, QueueClient, build_serving_app
+from mocked_server.vllm_app import QueueClient, build_serving_app
 from mocked_server.vllm_engine import EngineSettings, cpu_environment, make_args, make_vllm_config
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,9 @@ class MockedServer:
         self._plain = None if score_fn is None else self._plain_prompts(score_fn)
         self._answering: asyncio.Task[None] | None = None
         pool.on_closed = self.close_episode
-        self._client = QueueClient(vllm_config, queue=self.prompt_queue, rollout=rollout)
+        self._client = QueueClient(
+            vllm_config, queue=self.prompt_queue, rollout=rollout, strict=server.replay_match == "strict"
+        )
         self._socket = sock or bind(server.host, server.port)
         self._host = server.host
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -108,11 +111,25 @@ class MockedServer:
         """The model's name in the API."""
         return str(self._args.served_model_name[0])
 
+    def environment(self, key: str) -> dict[str, str]:
+        """The variables that an agent's OpenAI or Anthropic client reads, and ours. `key`: its episode's, or the worker key."""
+        return {
+            "OPENAI_BASE_URL": f"{self.base_url}/v1",
+            "OPENAI_API_BASE": f"{self.base_url}/v1",
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": self.base_url,
+            "ANTHROPIC_API_KEY": key,
+            "MODEL": self.model,
+            "TASKS_URL": f"{self.base_url}/tasks",
+            "ENV_ADDRESS": self.env_address,
+        }
+
     async def start(self) -> None:
         """Serve on the running event loop; returns when requests are answered."""
         self._loop = asyncio.get_running_loop()
         app = build_app(self, serving=await build_serving_app(self._args, self._client))
-        outer = Attribution(app, keys=self.keys, episodes=self.episodes, model_routes=MODEL_ROUTES)
+        self.intake = Intake(app)
+        outer = Attribution(self.intake, keys=self.keys, episodes=self.episodes)
         config = uvicorn.Config(
             outer, log_config=None, log_level="warning", access_log=False, timeout_keep_alive=120, lifespan="off"
         )

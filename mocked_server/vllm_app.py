@@ -1,6 +1,6 @@
 """vLLM's own OpenAI and Anthropic HTTP layer, with our two hooks: exact continuation, and generation through the prompt queue.
 
-vLLM's serving code is used as it is; it is given `QueueClient` in place of an engine. Rendering a chat passes `ExactRenderer`,
+vLLM's serving code is used as it is; it is given `QueueClient` in place of an engine. Rendering a chat passes `ExactRendering`,
 every generation of every dialect passes `QueueClient.generate`. The engine itself may be anywhere: this module never boots one.
 
 Seams relied on (checked by tests/test_vllm_seams.py): the serving layer reads `engine_client.renderer`; chats are rendered by
@@ -9,7 +9,6 @@ Seams relied on (checked by tests/test_vllm_seams.py): the serving layer reads `
 
 from __future__ import annotations
 
-import dataclasses
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, cast
@@ -20,32 +19,14 @@ from buffers.errors import EngineError
 from buffers.prompt_queue import Prompt, PromptQueue, Response
 from configs.schema import RolloutConfig
 from mocked_server.calls import Call, PendingReply, Sampling, current_call
-from mocked_server.continuation import (
-    Continuation,
-    canonical,
-    continue_tokens,
-    find_parent,
-    history_digests,
-    stand_in,
-    tail_of,
-)
-from mocked_server.episodes import LiveEpisode
+from mocked_server.continuation import Continuation, continue_tokens
+from mocked_server.dialects import ROUTES
+from mocked_server.episodes import LiveEpisode, LiveRound
+from mocked_server.vllm_render import ExactRendering
+from mocked_server.vllm_replies import ReplyParser
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-
-MODEL_ROUTES = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/models",
-    }
-)
-"""The routes of vLLM's app that are kept; everything else it mounts (metrics, elastic scaling, ...) is removed."""
-
 
 PASSED_ON = ("reasoning_ended", "reasoning_parser_kwargs", "lora_request")
 """Arguments of `generate` that the engine needs too."""
@@ -71,76 +52,17 @@ class Heard:
     def remember(self, live: LiveEpisode, plan: Continuation) -> None:
         """Make each completion a round that a later request can continue."""
         for index, ids in self._ids.items():
-            live.add_round(
+            sampled = np.array(ids, np.int32)
+            live_round = LiveRound(
                 parent=plan.parent,
-                ids=np.concatenate([plan.tail_ids, np.array(ids, np.int32)]),
+                ids=np.concatenate([plan.tail_ids, sampled]),
+                num_sampled=len(sampled),
                 finish_reason=self._reason[index],
-                reply_text=self._text[index],
-                history=plan.history,
+                text=self._text[index],
+                asked=plan.chat.asked if plan.chat else None,
+                cause=plan.cause,
             )
-
-
-class ExactRenderer:
-    """vLLM's renderer; a chat that continues an earlier round of its episode is planned as that round's ids plus a tail."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        tokenizer = inner.get_tokenizer()
-        self._eos = int(tokenizer.eos_token_id)
-        self._eos_text = str(tokenizer.eos_token)
-        self._turns_closed: dict[str, int] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    async def render_chat_async(self, conversations: Any, chat_params: Any, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's; the continuation is left on the current `Call`.
-
-        A continued chat is rendered without its history. The serving layer above counts prompt tokens and looks for reasoning
-        marks in the ids that it gets, so these keep the exact prompt's length, and show the new turns only.
-        """
-        call = current_call.get()
-        if call is None or len(conversations) != 1:
-            return await self._inner.render_chat_async(conversations, chat_params, *args, **kwargs)
-        messages = list(conversations[0])
-        digests = history_digests(messages, chat_params.chat_template_kwargs.get("tools"))
-        cause = None
-        if (found := find_parent(call.live, messages, digests)) is not None:
-            parent, covered = found
-            short = stand_in(messages, covered)
-            result = await self._inner.render_chat_async([short], chat_params, *args, **kwargs)
-            engine_input = result[1][0]
-            closed = await self._num_turns_closed(short[:2], chat_params)
-            ids = engine_input["prompt_token_ids"]
-            if (tail := tail_of(ids, eos=self._eos, num_turns_closed=closed, parent=parent)) is not None:
-                call.continuation = Continuation(parent=parent, tail_ids=tail, history=digests[-1])
-                engine_input["prompt_token_ids"] = [self._eos] * (parent.total + len(tail) - len(ids)) + ids
-                return result
-            cause = "template_not_append_only"
-        result = await self._inner.render_chat_async(conversations, chat_params, *args, **kwargs)
-        rendered_ids = result[1][0].get("prompt_token_ids")
-        if rendered_ids is not None:  # None: embeddings as a prompt, nothing to continue
-            call.continuation = continue_tokens(call.live, rendered_ids, history=digests[-1], cause=cause)
-        return result
-
-    async def _num_turns_closed(self, opening: list[dict[str, Any]], chat_params: Any) -> int:
-        """End-of-turn tokens in a user turn and this assistant turn, with what the template puts before them.
-
-        It depends on the template's inputs and not on the words, so it is computed once for each kind of message.
-        """
-        inputs = chat_params.chat_template_kwargs
-        shown = {name: bool(value) if name == "tools" else value for name, value in inputs.items()}
-        key = f"{bool(opening[1].get('tool_calls'))} {sorted(shown.items())}"
-        spoken = self._eos_text in canonical(opening[1]) or self._eos_text in str(inputs.get("tools"))
-        if key not in self._turns_closed or spoken:
-            kwargs = {**inputs, "add_generation_prompt": False, "tokenize": False}
-            params = dataclasses.replace(chat_params, chat_template_kwargs=kwargs)
-            _, prompt = await self._inner.render_messages_async(opening, params)
-            closed = str(prompt["prompt"]).count(self._eos_text)
-            if spoken:
-                return closed
-            self._turns_closed[key] = closed
-        return self._turns_closed[key]
+            live.add_round(live_round, chat=plan.chat)
 
 
 class QueueClient:
@@ -149,15 +71,15 @@ class QueueClient:
     errored = False
     dead_error = EngineError("the engine died")
 
-    def __init__(self, vllm_config: Any, *, queue: PromptQueue, rollout: RolloutConfig) -> None:
+    def __init__(self, vllm_config: Any, *, queue: PromptQueue, rollout: RolloutConfig, strict: bool) -> None:
         from vllm.renderers import renderer_from_config
         from vllm.v1.engine.input_processor import InputProcessor
 
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
-        renderer = renderer_from_config(vllm_config)
-        self.renderer = ExactRenderer(renderer)
-        self.input_processor = InputProcessor(vllm_config, renderer)
+        self.renderer = renderer_from_config(vllm_config)
+        self.rendering = ExactRendering(self.renderer, strict=strict)
+        self.input_processor = InputProcessor(vllm_config, self.renderer)
         self._queue = queue
         self._rollout = rollout
 
@@ -179,15 +101,13 @@ class QueueClient:
         rendered = list(prompt["prompt_token_ids"])
         plan = call.continuation or continue_tokens(call.live, rendered)
         call.continuation = None  # a second prompt of the same request (completions with a list) is planned on its own
-        if plan.cause is not None:
-            call.live.breaks[plan.cause] = call.live.breaks.get(plan.cause, 0) + 1
         extra = {k: kwargs[k] for k in PASSED_ON if kwargs.get(k) is not None}
         exact = plan.prompt_ids()
         params = self._pin(sampling_params, len(exact))
         item = Prompt(
             request_id=request_id,
             episode_id=call.live.episode_id,
-            prompt_token_ids=np.array(exact, np.int32),
+            prompt_token_ids=exact,
             sampling=Sampling(params=params, extra=extra),
             reply=PendingReply(lambda response: self._output(request_id, response)),
         )
@@ -271,7 +191,7 @@ class QueueClient:
 
 
 async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
-    """vLLM's application with `client` for its engine, reduced to `MODEL_ROUTES`."""
+    """vLLM's application with `client` for its engine, reduced to the routes of the model API."""
     from vllm import envs
     from vllm.entrypoints.openai.api_server import build_app, init_app_state
 
@@ -280,8 +200,11 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
     tasks = ("generate",)
     app: FastAPI = build_app(args, tasks, client.model_config)
     await init_app_state(client, app.state, args, tasks)
+    client.rendering.parse = ReplyParser(
+        app.state.online_renderer.parser, tokenizer=client.renderer.get_tokenizer(), model_config=client.model_config
+    )
     # Metrics and CORS of a public server: each costs every request of an agent some of its time.
     app.user_middleware.clear()
     app.middleware_stack = None
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in MODEL_ROUTES]
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
     return app

@@ -15,7 +15,7 @@ if not (3, 11) <= sys.version_info[:2] <= (3, 13):
 PY
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 python=$venv/bin/python
-install() { "$python" -m pip install --quiet --disable-pip-version-check --no-warn-conflicts "$@"; }
+install() { "$python" -m pip install --quiet --quiet --disable-pip-version-check --no-warn-conflicts "$@"; }
 requirements() { "$python" scripts/dependencies.py "$@"; }
 
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then

@@ -61,3 +61,16 @@ def served(server_thread):
     engine.prompts.clear()
     engine.params.clear()
     return server_thread
+
+
+@pytest.fixture(scope="session")
+def tools_server(tiny_model: Path) -> Iterator[object]:
+    """As `server_thread`, with tools and reasoning parsed."""
+    from configs.schema import RolloutConfig
+    from tests.server_parts import ServerThread
+
+    rollout = RolloutConfig(max_tokens=96, max_model_len=4096)
+    thread = ServerThread(tiny_model, rollout=rollout, tool_parser="hermes", reasoning_parser="qwen3")
+    thread.start()
+    yield thread
+    thread.stop()

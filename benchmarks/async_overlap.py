@@ -1,0 +1,259 @@
+"""How much time asynchrony saves: the same steps with and without a barrier, at three tail shapes of environment latency.
+
+`python -m benchmarks.async_overlap [--quick] [--json PATH]`. Every figure comes from whole runs of the product (engine,
+agents, environment, learner), `python -m learner.run` in processes of their own, one at a time, synchronous and
+asynchronous ones in turn. The two differ in `buffer.max_policy_lag` only: 0 is the barrier.
+
+A step's time is the mean over all steps but the first, so start-up is not in it. What a move of the environment takes is set
+from the step time measured without latency: an episode of the long tail lasts SLOW_STEPS such steps, on any machine. The
+last part gives the learner more to do than generation (epochs) and shows how long it still waits. Invariant: both flows
+of a pair have the same settings, the same seed and the same slow episodes. It judges nothing and keeps no runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.run_figures import RunFigures, read_figures
+from buffers.errors import UnderstudyError
+from env_adapters.walk import MAX_MOVES
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN_LIMIT_S = 900.0
+STOP_S = 30.0
+ASYNC_LAG = 6
+"""Of the asynchronous runs. A slow episode lasts about SLOW_STEPS steps: at 6 hardly any becomes too old to train."""
+BOUND_LAG = 2
+"""Of the learner-bound run, where generation is always that far ahead."""
+SLOW_STEPS = 3.0
+"""Length of a slow episode, in steps of the run without latency."""
+LEARNER_BOUND = 2.5
+"""Length of an update in the learner-bound run, in steps of generation. Above 2, as on two cores the learner takes one of them."""
+
+
+class RunFailed(UnderstudyError):
+    """A run of the benchmark ended with an error; without it there is nothing to compare."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How long a move takes: `share` of the episodes take `factor` times as long as the others."""
+
+    name: str
+    share: float
+    factor: float
+
+
+NONE = Shape(name="none", share=0.0, factor=1.0)
+MODERATE = Shape(name="moderate", share=0.1, factor=10.0)
+LONG_TAIL = Shape(name="long_tail", share=0.02, factor=50.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Settings of all runs, and where they are."""
+
+    folder: Path
+    steps: int
+    overrides: tuple[str, ...]
+
+    def run(self, shape: Shape, *, lag: int, move_ms: float, seed: int, extra: tuple[str, ...] = ()) -> RunFigures:
+        """One whole run, and its figures. Raises RunFailed."""
+        name = f"bench-{shape.name}-{lag}-{seed}-{len(list(self.folder.iterdir()))}"
+        tail = ["--latency-ms", str(move_ms), "--tail", f"{shape.share}:{shape.factor}", "--seed", str(seed)]
+        command = ["{python}", "-m", "env_adapters.walk_server", *tail]
+        settings = (
+            f"run.dir={self.folder}",
+            f"run.name={name}",
+            f"run.steps={self.steps}",
+            f"run.seed={seed}",
+            f"env.command={json.dumps(command)}",
+            f"buffer.max_policy_lag={lag}",
+            "warm_start.steps=20",
+            *self.overrides,
+            *extra,
+        )
+        load = os.getloadavg()[0]
+        began = time.monotonic()
+        run_to_end([sys.executable, "-m", "learner.run", *settings])
+        figures = read_figures(self.folder / name, share=shape.share, seed=seed, load=(load, os.getloadavg()[0]))
+        flow = "async" if lag else "sync"
+        shown = " ".join([f"{shape.name:>13} {flow:>5} seed {seed}", *extra])
+        print(f"{shown}: {_sentence(figures)}, {time.monotonic() - began:.0f} s in all", flush=True)
+        return figures
+
+
+def run_to_end(command: list[str]) -> None:
+    """Runs the program in the checkout; asks it to stop when we are. Raises RunFailed with the end of its output."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={"OMP_NUM_THREADS": "1", **os.environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=RUN_LIMIT_S)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.communicate(timeout=STOP_S)
+    if process.returncode != 0:
+        raise RunFailed(
+            f"a run must end with exit code 0, got {process.returncode}; try it by hand: {shlex.join(command)}\n"
+            f"its output ends:\n{output[-2000:]}"
+        )
+
+
+def move_ms_for(step_s: float) -> float:
+    """Milliseconds per move with which an episode of the long tail, if it plays all moves, lasts SLOW_STEPS steps."""
+    return round(1000 * SLOW_STEPS * step_s / (MAX_MOVES * LONG_TAIL.factor), 1)
+
+
+def epochs_for(step_s: float, *, epoch_s: float) -> int:
+    """Passes over a batch with which an update lasts LEARNER_BOUND steps of generation."""
+    return max(1, math.ceil(LEARNER_BOUND * step_s / epoch_s))
+
+
+def compare(bench: Bench, *, shape: Shape, move_ms: float, seeds: range) -> dict[str, Any]:
+    """Both flows, in turn, once per seed; medians of each figure, and the quotient of the medians of the step times."""
+    sync, overlapped = [], []
+    for seed in seeds:
+        sync.append(bench.run(shape, lag=0, move_ms=move_ms, seed=seed))
+        overlapped.append(bench.run(shape, lag=ASYNC_LAG, move_ms=move_ms, seed=seed))
+    return {
+        "move_ms": move_ms,
+        "speedup": median(s.step_s for s in sync) / median(a.step_s for a in overlapped),
+        "speedups": [s.step_s / a.step_s for s, a in zip(sync, overlapped, strict=True)],
+        "sync": summarise(sync),
+        "async": summarise(overlapped),
+    }
+
+
+def summarise(runs: list[RunFigures]) -> dict[str, Any]:
+    """The median of each figure; counts are summed; the runs themselves are kept."""
+    medians = {name: median(getattr(run, name) for run in runs) for name in RunFigures.shares()}
+    sums = {name: sum(getattr(run, name) for run in runs) for name in RunFigures.counts()}
+    return {**medians, **sums, "runs": [asdict(run) for run in runs]}
+
+
+def measure(bench: Bench, *, quick: bool, repeats: int) -> dict[str, Any]:
+    """All parts. The first run without latency sets the latencies of the others."""
+    results: dict[str, Any] = {}
+    if quick:
+        without = replace(bench, steps=min(bench.steps, 3)).run(NONE, lag=ASYNC_LAG, move_ms=0.0, seed=1)
+    else:
+        results["none"] = compare(bench, shape=NONE, move_ms=0.0, seeds=range(1, 2))
+        without = RunFigures(**results["none"]["async"]["runs"][0])
+    move_ms = move_ms_for(without.step_s)
+    if not quick:
+        results["moderate"] = compare(bench, shape=MODERATE, move_ms=move_ms, seeds=range(1, 2))
+    results["long_tail"] = compare(bench, shape=LONG_TAIL, move_ms=move_ms, seeds=range(1, repeats + 1))
+    figures = {f"speedup_{name}": part["speedup"] for name, part in results.items()}
+    if not quick:
+        epochs = epochs_for(without.step_s, epoch_s=without.epoch_s)
+        bound = bench.run(NONE, lag=BOUND_LAG, move_ms=0.0, seed=1, extra=(f"learner.epochs={epochs}",))
+        results["learner_bound"] = {"epochs": epochs, "async": summarise([bound])}
+        figures["learner_idle_when_generation_is_fast"] = bound.learner_idle
+    return {**figures, "parts": results}
+
+
+def _sentence(figures: RunFigures) -> str:
+    return (
+        f"{figures.step_s:.2f} s a step, learner idle {figures.learner_idle:.0%}, engine idle {figures.engine_idle:.0%}, "
+        f"load {figures.load_before:.1f} to {figures.load_after:.1f}"
+    )
+
+
+HEADER = (
+    f"{'shape':>13} {'ms/move':>7} {'flow':>5} {'s/step':>7} {'speed-up':>8} {'learner':>8} {'engine':>7} {'lag':>9} "
+    f"{'made/':>6} {'trained':>7} {'stale':>6} {'stale':>6}  {'slow: of which'}\n"
+    f"{'':>13} {'':>7} {'':>5} {'':>7} {'':>8} {'idle':>8} {'idle':>7} {'mean/max':>9} "
+    f"{'used':>6} {'':>7} {'':>6} {'share':>6}  trained/stale/unfinished"
+)
+
+
+def table(parts: dict[str, Any]) -> str:
+    """The results for a person. made/used: episodes scored for each one trained, after the first step."""
+    lines = [HEADER]
+    for name, part in parts.items():
+        for flow in ("sync", "async"):
+            if flow in part:
+                speedup = f"{part['speedup']:.2f}x" if flow == "async" and "speedup" in part else ""
+                lines.append(
+                    f"{name:>13} {part.get('move_ms', 0.0):7.1f} {flow:>5} {_cells(part[flow], speedup=speedup)}"
+                )
+    return "\n".join(lines)
+
+
+def _cells(run: dict[str, Any], *, speedup: str) -> str:
+    lag = f"{run['mean_lag']:.1f}/{run['max_lag']:.0f}"
+    slow = f"{run['slow']}: {run['slow_trained']}/{run['slow_stale']}/{run['slow_unfinished']}"
+    return (
+        f"{run['step_s']:7.2f} {speedup:>8} {run['learner_idle']:8.0%} {run['engine_idle']:7.0%} {lag:>9} "
+        f"{run['made_per_used']:6.2f} {run['trained']:7} {run['stale']:6} {run['stale_share']:6.1%}  {slow}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print the table, write the JSON file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.async_overlap", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="the long tail only, once, with fewer steps (under 3 minutes)"
+    )
+    parser.add_argument("--json", type=Path, default=None, metavar="PATH", help="write all figures there")
+    parser.add_argument("--steps", type=int, default=None, help="steps of each run, at least 2 (default 8, quick 5)")
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="pairs of runs at the long tail, each with a seed of its own"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration of all runs")
+    arguments = parser.parse_args(argv)
+    steps = arguments.steps or (5 if arguments.quick else 8)
+    if steps < 2 or arguments.repeats < 1:
+        parser.error(f"--steps must be >= 2 and --repeats >= 1, got {steps} and {arguments.repeats}")
+    began, load = time.monotonic(), os.getloadavg()
+    print(
+        f"{os.cpu_count()} cores, load {load[0]:.1f} at the start; {steps} steps a run, the first one not counted",
+        flush=True,
+    )
+    with tempfile.TemporaryDirectory(prefix="understudy-bench-") as folder:
+        bench = Bench(folder=Path(folder), steps=steps, overrides=tuple(arguments.overrides))
+        try:
+            results = measure(bench, quick=arguments.quick, repeats=1 if arguments.quick else arguments.repeats)
+        except RunFailed as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    print(table(results["parts"]))
+    settings = {"steps": steps, "async_lag": ASYNC_LAG, "slow_steps": SLOW_STEPS, "overrides": arguments.overrides}
+    machine = {"cores": os.cpu_count(), "load_before": load, "load_after": os.getloadavg()}
+    report = {
+        "benchmark": "async_overlap",
+        "quick": arguments.quick,
+        "settings": settings,
+        "machine": machine,
+        **results,
+    }
+    report["wall_s"] = time.monotonic() - began
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""The model API's routes, and how each dialect spells an error."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+COUNT_TOKENS = "/v1/messages/count_tokens"
+MODELS = "/v1/models"
+
+GENERATING = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES})
+ROUTES = GENERATING | {COUNT_TOKENS, MODELS}
+
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+def is_anthropic(path: str) -> bool:
+    """Does this route speak Anthropic's dialect?"""
+    return path.startswith(MESSAGES)
+
+
+def kind_of(status: int) -> str:
+    """The error type that both dialects use for this HTTP status."""
+    return _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+
+
+def error_body(path: str, *, status: int, message: str, code: str | None = None, param: str | None = None) -> bytes:
+    """An error as the dialect of `path` spells it. `param`: the field at fault."""
+    if is_anthropic(path):
+        body: dict[str, Any] = {"type": "error", "error": {"type": kind_of(status), "message": message}}
+    else:
+        error = {"message": message, "type": kind_of(status), "param": param, "code": code}
+        body = {"error": error}
+    return json.dumps(body).encode()
+
+
+def as_anthropic(status: int, body: bytes) -> bytes:
+    """An error of vLLM's HTTP layer on an Anthropic route, in Anthropic's form: its own checks answer in OpenAI's."""
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = body.decode(errors="replace")
+    return error_body(MESSAGES, status=status, message=str(message))

@@ -1,0 +1,114 @@
+"""What is done to a request's body before vLLM's HTTP layer reads it: fields that cannot be served are refused by name, and null
+fields of messages are dropped.
+
+Pure functions over bytes, called by `intake`. A body is parsed here only if it mentions a word of interest;
+what is malformed is left to vLLM, which answers in the dialect's form.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mocked_server.dialects import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A field that cannot be served, and what to do instead."""
+
+    field: str
+    message: str
+
+
+def _anything(value: Any) -> bool:
+    return bool(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    field: str
+    remedy: str
+    refuses: Callable[[Any], bool] = _anything
+
+
+_EXACT = "the server keeps the exact tokens itself; leave it out"
+_STATELESS = "no conversation is kept for the agent; send the whole conversation as input"
+_ONE_SAMPLE = "each token must be sampled from the policy; use n for several answers"
+_COMMON = (
+    _Rule("use_beam_search", _ONE_SAMPLE),
+    _Rule("prompt_embeds", "a prompt must be text or tokens"),
+    _Rule("prompt_logprobs", "only sampled tokens have log-probabilities", lambda value: value is not None),
+    _Rule("echo", "the prompt is the agent's own; leave it out"),
+    _Rule("truncate_prompt_tokens", "shorten the conversation instead", lambda value: value is not None),
+    _Rule("return_token_ids", _EXACT),
+    _Rule("kv_transfer_params", _EXACT),
+    _Rule("logprob_token_ids", "use top_logprobs"),
+    _Rule("thinking_token_budget", "use max_tokens"),
+    _Rule("logits_processors", "use logit_bias"),
+    _Rule("best_of", _ONE_SAMPLE, lambda value: value not in (None, 1)),
+)
+RULES: dict[str, tuple[_Rule, ...]] = {
+    CHAT: (
+        *_COMMON,
+        _Rule("functions", "it was replaced by tools; use those"),
+        _Rule("function_call", "it was replaced by tool_choice; use that"),
+        _Rule("audio", "only text is served"),
+        _Rule("modalities", "only text is served", lambda value: value not in (None, [], ["text"])),
+        _Rule("web_search_options", "no search is offered; give the agent a tool"),
+        _Rule("chat_template", "the model's own template is used; leave it out"),
+    ),
+    COMPLETIONS: (*_COMMON, _Rule("suffix", "the model completes at the end only")),
+    RESPONSES: (
+        *_COMMON,
+        _Rule("previous_response_id", _STATELESS),
+        _Rule("conversation", _STATELESS),
+        _Rule("background", "answers are given on the request's own connection; leave it out"),
+        _Rule("prompt", "no prompt templates are kept; send instructions and input"),
+        _Rule("max_tool_calls", "the agent calls its tools itself; leave it out", lambda value: value is not None),
+    ),
+    MESSAGES: (
+        *_COMMON,
+        _Rule("mcp_servers", "the agent calls its tools itself; leave it out"),
+        _Rule("container", "no code is run here; leave it out"),
+        _Rule("context_management", "send the conversation as the model shall see it"),
+    ),
+}
+
+
+def refused(path: str, body: bytes) -> Refused | None:
+    """The first field of this request that cannot be served; None when all can, or when the body is not a JSON object."""
+    rules = [rule for rule in RULES.get(path, ()) if rule.field.encode() in body]
+    if not rules or not isinstance(fields := _parsed(body), dict):
+        return None
+    for rule in rules:
+        if rule.refuses(fields.get(rule.field)):
+            return Refused(field=rule.field, message=f"{rule.field} is not supported: {rule.remedy}")
+    return None
+
+
+def without_nulls(path: str, body: bytes) -> bytes:
+    """The body without the null fields of its chat messages: clients dump answers with all fields that they know, and vLLM refuses
+    some of them when they are null."""
+    if path != CHAT or b"null" not in body:
+        return body
+    fields = _parsed(body)
+    messages = fields.get("messages") if isinstance(fields, dict) else None
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return body
+    fields["messages"] = [_set_fields(message) for message in messages]
+    return json.dumps(fields).encode()
+
+
+def _set_fields(message: dict[str, Any]) -> dict[str, Any]:
+    needed = () if message.get("role") == "assistant" else ("content",)
+    return {name: value for name, value in message.items() if value is not None or name in needed}
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return None
