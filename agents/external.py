@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from buffers.errors import AgentError
 from buffers.task_pool import PoolClosed
-from env_adapters.process import Child, clean_environment, resolve_command
+from env_adapters.process import STOP_GRACE_S, Child, clean_environment, resolve_command
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,10 @@ class TaskDesk(Protocol):
 
     async def fail(self, episode_id: str, reason: str) -> None:
         """The episode ended without a score."""
+        ...
+
+    async def wait_ended(self, episode_id: str) -> None:
+        """Until the episode has ended, however it did."""
         ...
 
     @property
@@ -159,10 +163,23 @@ class AgentPerEpisode:
             env["TASK_FILE"] = os.fspath(path.resolve())
         child = await Child.start(self._command, env=env, cwd=folder, log=folder / "log.txt")
         try:
-            code = await child.wait()
+            code = await self._exit_code(child, leased.episode_id)
         finally:
             await child.stop()
         if code != 0:
             self.crashes += 1
-        # Already scored: nothing changes. Otherwise nobody will score it any more.
+        # Already scored, or past its deadline: nothing changes. Otherwise nobody will score it any more.
         await self._desk.fail(leased.episode_id, f"agent exited with code {code} before a score was reported")
+
+    async def _exit_code(self, child: Child, episode_id: str) -> int:
+        """How the program ended. One that goes on after its episode (scored, deadline, stale) has a moment to end by itself."""
+        exited = asyncio.create_task(child.wait())
+        ended = asyncio.create_task(self._desk.wait_ended(episode_id))
+        try:
+            await asyncio.wait({exited, ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({exited}, timeout=STOP_GRACE_S)
+        finally:
+            ended.cancel()
+        if not exited.done():
+            await child.stop()
+        return await exited

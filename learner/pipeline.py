@@ -93,16 +93,18 @@ class Pipeline:
         self._display = display
         self._tracker = tracker
         self._version = 0
-        self._learning: asyncio.Task[None] | None = None
+        self._sampling: asyncio.Task[TrainBatch] | None = None
         self._stopped = False
         self.history = History(config)
         self.on_ray_started: Callable[[], None] = lambda: None
 
-    def stop(self) -> None:
-        """Finish after the step in progress (Ctrl-C)."""
+    def stop(self) -> bool:
+        """Finish after the step in progress (Ctrl-C). False: nothing is learned yet, the caller cancels `run` instead."""
         self._stopped = True
-        if self._learning is not None:
-            self._learning.cancel()
+        if self._sampling is None:
+            return False
+        self._sampling.cancel()
+        return True
 
     async def run(self) -> None:
         """Build everything, learn, save the checkpoint, tear everything down."""
@@ -110,10 +112,7 @@ class Pipeline:
             parts = await self._build(stack)
             async with asyncio.TaskGroup() as loops:
                 parts.background = self._start_loops(loops, parts)
-                self._learning = loops.create_task(self.learn(parts), name="learn")
-                if self._stopped:
-                    self._learning.cancel()
-                await asyncio.wait({self._learning})
+                await loops.create_task(self.learn(parts), name="learn")
                 for task in parts.background:
                     task.cancel()
             with self._display.phase("saving the checkpoint"):
@@ -305,20 +304,32 @@ class Pipeline:
 
     async def learn(self, parts: Parts) -> None:
         """Takes a full batch (waits: enough scored, fresh groups), gives new weights; unblocked by scores. Finite."""
-        buffer = self._config.buffer
         for step in range(1, self._config.run.steps + 1):
             waited = time.monotonic()
-            batch = await parts.rounds.sample(buffer.groups_per_step, min_version=self._version - buffer.max_policy_lag)
+            if (batch := await self._sample(parts)) is None:
+                return
             began = time.monotonic()
-            metrics = await asyncio.shield(self._step(parts, batch, step=step))
+            metrics = await self._step(parts, batch, step=step)
             ended = time.monotonic()
             times = {"time/wait_s": began - waited, "time/update_s": ended - began, "time/step_s": ended - waited}
             self._report(step, batch, {**metrics, **times}, parts)
-            if self._stopped:
-                return
+
+    async def _sample(self, parts: Parts) -> TrainBatch | None:
+        """The next full batch; None when the run was told to stop."""
+        buffer = self._config.buffer
+        if self._stopped:
+            return None
+        min_version = self._version - buffer.max_policy_lag
+        self._sampling = asyncio.create_task(parts.rounds.sample(buffer.groups_per_step, min_version=min_version))
+        try:
+            return await self._sampling
+        except asyncio.CancelledError:
+            if not self._stopped:
+                raise
+            return None
 
     async def _step(self, parts: Parts, batch: TrainBatch, *, step: int) -> dict[str, float]:
-        """Train, record the step, publish. Shielded from cancellation: the ledger and the weights never disagree."""
+        """Train, record the step, publish."""
         metrics = await parts.ranks.train_step(batch, version=self._version)
         await asyncio.wrap_future(parts.ledger.commit_step(batch.lease_id, step=step, version=self._version + 1))
         began = time.monotonic()

@@ -77,7 +77,7 @@ def own_terminal(log: Path) -> Iterator[TextIO]:
 
 
 async def _supervise(pipeline: Pipeline) -> tuple[int, list[str]]:
-    """Run to the end; SIGINT and SIGTERM ask for a clean stop, a second one is the default (at once)."""
+    """Run to the end; SIGINT and SIGTERM ask for a clean stop, a second one has its default effect (at once)."""
     loop = asyncio.get_running_loop()
     asked = False
 
@@ -86,7 +86,8 @@ async def _supervise(pipeline: Pipeline) -> tuple[int, list[str]]:
         asked = True
         loop.remove_signal_handler(number)
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        pipeline.stop()
+        if not pipeline.stop():
+            running.cancel()
 
     def listen() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -18,7 +18,7 @@ from typing import Any
 
 import uvicorn
 
-from buffers.errors import EngineError, EpisodeClosed, UnderstudyError, UnknownEpisode
+from buffers.errors import EngineError, EpisodeClosed, EpisodeError, UnderstudyError, UnknownEpisode
 from buffers.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.parquet import tasks_of_rows
@@ -86,6 +86,7 @@ class MockedServer:
         self.num_scored = 0
         self.on_ended: Callable[[str], object] = lambda _: None
         """Called with the id of each episode that ended, however it did."""
+        self._endings: dict[str, asyncio.Event] = {}
         self._args = args
         self._notify_score = notify_score_fn
         self._plain = None if score_fn is None else self._plain_prompts(score_fn)
@@ -217,7 +218,15 @@ class MockedServer:
     def close_episode(self, episode_id: str, reason: str) -> None:
         """The pool says that an episode ended (scored, failed, stale): its key opens nothing any more."""
         self.episodes.close(episode_id, reason)
+        if (ended := self._endings.pop(episode_id, None)) is not None:
+            ended.set()
         self.on_ended(episode_id)
+
+    async def wait_ended(self, episode_id: str) -> None:
+        """Until the episode has ended, however it did."""
+        with suppress(EpisodeError):
+            self.episodes.get(episode_id)
+            await self._endings.setdefault(episode_id, asyncio.Event()).wait()
 
     async def add_tasks(self, rows: list[dict[str, Any]]) -> int:
         """Add tasks given as parquet rows; raises TaskError naming the row."""

@@ -11,11 +11,14 @@ import sys
 import textwrap
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from buffers.parquet import write_tasks
+from env_adapters.walk import walk_tasks
 
 ROOT = Path(__file__).parent.parent
 MARK = "UNDERSTUDY_TEST_RUN"
@@ -158,6 +161,22 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path):
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(300)
+def test_ctrl_c_while_starting_leaves_nothing_behind(tmp_path):
+    run = start(tmp_path)
+    until = time.monotonic() + 100
+    while not any("EngineCore" in line or "VLLM" in line for line in run.processes()):
+        assert run.process.poll() is None and time.monotonic() < until
+        time.sleep(0.2)
+    os.killpg(run.process.pid, signal.SIGINT)
+    code, output = run.wait(90)
+    assert code == 130, output
+    assert "run the same command again" in output and "Traceback" not in output
+    assert_nothing_left(run)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(300)
 def test_an_engine_that_is_killed_ends_the_run_with_a_clear_error(tmp_path):
     run = start(tmp_path, "warm_start.steps=20")
     run.wait_for_step(1)
@@ -173,11 +192,10 @@ def test_an_engine_that_is_killed_ends_the_run_with_a_clear_error(tmp_path):
 CRASHING_AGENT = """
 import json, os, sys, time, openai, urllib.request
 task = json.loads(os.environ["TASK_JSON"])
-number = int(task["task_id"].split("-")[-1])
-if number % 3 == 1:
-    sys.exit(7)                      # crashes
-if number % 3 == 2:
-    time.sleep(1000)                 # hangs
+if task["extra_info"]["fate"] == "crash":
+    sys.exit(7)
+if task["extra_info"]["fate"] == "hang":
+    time.sleep(1000)
 client = openai.OpenAI()
 reply = client.chat.completions.create(model=os.environ["MODEL"], messages=task["prompt"], max_tokens=4)
 host, port = os.environ["ENV_ADDRESS"].rsplit(":", 1)
@@ -197,22 +215,29 @@ with socket.create_connection((host, int(port))) as s:
 @pytest.mark.timeout(300)
 def test_agents_that_crash_or_hang_are_counted_and_the_run_goes_on(tmp_path):
     (tmp_path / "agent.py").write_text(textwrap.dedent(CRASHING_AGENT))
+    fates = ["well", "crash", "well", "hang", "well"]
+    tasks = [
+        replace(task, extra_info={**task.extra_info, "fate": fate})
+        for task, fate in zip(walk_tasks(len(fates), seed=0), fates, strict=True)
+    ]
+    write_tasks(tmp_path / "tasks.parquet", tasks)
     run = start(
         tmp_path,
-        "run.steps=2",
+        "run.steps=5",
         "warm_start.steps=5",
         f"agents.command=['{{python}}', '{tmp_path / 'agent.py'}']",
         "agents.per_episode=true",
         "agents.concurrency=4",
         "agents.max_attempts=1",
-        "agents.episode_deadline_s=6",
+        "agents.episode_deadline_s=10",
+        f"data.tasks={tmp_path / 'tasks.parquet'}",
         "buffer.groups_per_step=2",
         "buffer.group_size=2",
     )
     code, output = run.wait(240)
     assert code == 0, output
     summary = run.summary()
-    assert summary["steps"] == 2 and summary["episodes"] == 8
+    assert summary["steps"] == 5 and summary["episodes"] == 20
     failed = {name: count for name, count in summary["buffer"].items() if name.startswith("failed/")}
     assert failed.get("failed/deadline", 0) >= 1, failed
     assert failed.get("failed/agent exited with code 7 before a score was reported", 0) >= 1, failed
