@@ -115,8 +115,8 @@ class LearnerConfig(Section):
     critic: Literal["shared", "separate", "none"] = "shared"
     """shared: a value head on the policy's last hidden state; separate: a second model with its own optimizer."""
     lr: Annotated[float, Field(ge=0.0)] = 5e-4
-    critic_lr: Annotated[float, Field(ge=0.0)] = 3e-3
-    """Learning rate of the critic: of its value head when shared (about 10 lr), of the whole model when separate."""
+    critic_lr: Annotated[float, Field(ge=0.0)] = 5e-4
+    """Learning rate of a separate critic. Value heads learn at ten times the rate of what they sit on."""
     lr_warmup_steps: Annotated[int, Field(ge=0)] = 3
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     grad_clip: Annotated[float, Field(gt=0.0)] = 1.0

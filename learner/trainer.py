@@ -29,6 +29,8 @@ from learner.policy import Policy, load_policy
 from learner.tally import Tally
 from learner.warm_start import load_traces, train_on_traces
 
+VALUE_HEAD_LR_RATIO = 10.0
+
 
 class Trainer:
     """`address` (host:port) is where the ranks meet; `keep_versions` = max_policy_lag + 1 versions can be checked."""
@@ -152,14 +154,11 @@ class Trainer:
         return policy
 
     def _adamw(self, policy: Policy, *, lr: float) -> torch.optim.AdamW:
-        """`peak_lr` is reached after the warm-up. The value head has the critic's: at the policy's it lags for 20 steps.
-
-        A long memory of squared gradients (0.999): when everything succeeds the gradient is small and must stay small;
-        at 0.95 its noise is back at full step size after 20 updates, and undoes what was learnt.
-        """
+        """`peak_lr` is reached after the warm-up. A value head learns faster: at the policy's rate it lags for 20 steps, and its
+        errors are all that the advantages of a solved batch hold."""
         groups = [{"params": list(policy.lm.parameters()), "peak_lr": lr}]
         if policy.value_head is not None:
-            groups.append({"params": list(policy.value_head.parameters()), "peak_lr": self._config.critic_lr})
+            groups.append({"params": list(policy.value_head.parameters()), "peak_lr": VALUE_HEAD_LR_RATIO * lr})
         return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=self._config.weight_decay)
 
     def _sweep(self, sequences: Sequences, *, critic: bool, rows: Sequence[int] | None = None) -> Tensor:

@@ -37,7 +37,7 @@ STANDS_ALONE = "agents/examples/"
 """Programs as a user writes them: they import nothing of ours."""
 
 OWNERS = {
-    "vllm": {"mocked_server/vllm_app.py", "mocked_server/vllm_engine.py", "mocked_server/vllm_worker.py"},
+    "vllm": {path.as_posix() for path in Path("mocked_server").glob("vllm_*.py")},
     "fastapi": {"mocked_server/app.py"},
     "uvicorn": {"mocked_server/server.py"},
     "pyarrow": {"buffers/parquet.py"},
