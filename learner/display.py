@@ -64,7 +64,14 @@ class Display:
 
     def __enter__(self) -> Display:
         if self._console.is_terminal:
-            self._live = Live(get_renderable=self.render, console=self._console, refresh_per_second=4)
+            # What libraries print goes where the process sends it, not through the panel.
+            self._live = Live(
+                get_renderable=self.render,
+                console=self._console,
+                refresh_per_second=4,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
             self._live.start()
         return self
 
