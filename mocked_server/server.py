@@ -11,7 +11,7 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -301,7 +301,7 @@ def create_and_launch_task_pool(
             deadline_s=episode_deadline_s,
             max_attempts=1,
         )
-        mocked = MockedServer(
+        box["server"] = mocked = MockedServer(
             args=args,
             vllm_config=config,
             rollout=rollout,
@@ -311,24 +311,27 @@ def create_and_launch_task_pool(
             score_fn=score_fn,
         )
         await mocked.start()
-        box["server"] = mocked
         ready.set()
         await mocked.wait()
 
-    def serve() -> None:
-        try:
-            asyncio.run(main())
-        except (UnderstudyError, OSError) as error:
-            box["error"] = error
-        finally:
-            ready.set()
-
-    thread = threading.Thread(target=serve, name="mocked-server", daemon=True)
+    thread = threading.Thread(target=_run_until_closed, args=(main, box, ready), name="mocked-server", daemon=True)
     thread.start()
     ready.wait()
     if "error" in box:
         raise box["error"]
     return box["server"], thread
+
+
+def _run_until_closed(
+    main: Callable[[], Coroutine[Any, Any, None]], box: dict[str, Any], ready: threading.Event
+) -> None:
+    """A thread's work: an event loop for `main`; a failure goes to `box["error"]`."""
+    try:
+        asyncio.run(main())
+    except (UnderstudyError, OSError) as error:
+        box["error"] = error
+    finally:
+        ready.set()
 
 
 def _ledger_behind(notify_score_fn: NotifyScore) -> Ledger:

@@ -1,0 +1,220 @@
+"""Can this agent be trained? Runs it once against a tiny model on this machine and says.
+
+    python -m mocked_server.check [--json] [--task FILE] [--timeout SECONDS] -- COMMAND ...
+
+The command is started once, in an empty folder, with the environment that training gives it (OPENAI_BASE_URL, OPENAI_API_KEY,
+ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, MODEL, TASK_JSON). The model calls tools that the agent offers, with made-up arguments, then
+answers; see `rehearsal`. Exit code 0: it can be trained; 1: it cannot; 2: the check itself could not be made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from buffers.errors import UnderstudyError
+from buffers.ledger import Ledger
+from buffers.multi_round import MultiRoundBufferDataset
+from buffers.records import Task
+from buffers.rows import episode_rows
+from buffers.task_pool import TaskPool
+from configs.schema import RolloutConfig, ServerConfig
+from mocked_server.check_report import Report, Seen, features_of, make_report
+from mocked_server.generation import Generation
+from mocked_server.rehearsal import with_line
+from mocked_server.server import MockedServer
+
+TASK = {"prompt": [{"role": "user", "content": "What is 12 + 30? Use the tools that you have."}]}
+MAX_LEN, MAX_TOKENS = 32768, 1024
+MAX_ERRORS = 20
+
+
+class Notes:
+    """Watches the agent's requests (`intake.Observer`) and gives each its line."""
+
+    def __init__(self) -> None:
+        self.dialects: Counter[str] = Counter()
+        self.features: Counter[str] = Counter()
+        self.errors: list[tuple[str, int, str]] = []
+
+    def request(self, episode_id: str, path: str, body: bytes) -> bytes:
+        """Count what the request uses; a malformed one goes on as it is."""
+        self.dialects[path] += 1
+        try:
+            fields = json.loads(body)
+        except ValueError:
+            return body
+        if not isinstance(fields, dict):
+            return body
+        self.features.update(features_of(path, fields))
+        return json.dumps(with_line(path, fields)).encode()
+
+    def failed(self, path: str, status: int, body: bytes) -> None:
+        """Keep the message of an error."""
+        if len(self.errors) < MAX_ERRORS:
+            try:
+                message = str(json.loads(body)["error"]["message"])
+            except (ValueError, KeyError, TypeError):
+                message = body.decode(errors="replace")
+            self.errors.append((path, status, message[:500]))
+
+
+async def check(command: Sequence[str], *, task: Task, timeout_s: float) -> Report:
+    """Run the agent once. Raises UnderstudyError when the server or the engine does not start."""
+    from configs.tiny_model import make_tiny_model
+    from mocked_server.vllm_engine import EngineSettings, VLLMEngine, make_args, make_vllm_config
+    from mocked_server.vllm_rehearsal import RehearsedEngine
+
+    rollout, server_config = (
+        RolloutConfig(max_tokens=MAX_TOKENS, max_model_len=MAX_LEN),
+        ServerConfig(tool_parser="hermes"),
+    )
+    with tempfile.TemporaryDirectory(prefix="understudy-check-") as scratch:
+        model = await asyncio.to_thread(make_tiny_model, Path(scratch) / "model")
+        settings = EngineSettings(
+            model_path=model, served_name="policy", dtype="float32", rollout=rollout, server=server_config
+        )
+        args = await asyncio.to_thread(make_args, settings)
+        vllm_config = await asyncio.to_thread(make_vllm_config, args)
+        engine = VLLMEngine(vllm_config)
+        await engine.start()
+        try:
+            with Ledger(None) as ledger:
+                server = _server(ledger, args=args, vllm_config=vllm_config, rollout=rollout, config=server_config)
+                generation = Generation(RehearsedEngine(engine), queue=server.prompt_queue, rounds=ledger)
+                generating = asyncio.create_task(generation.run(), name="generate")
+                try:
+                    await server.start()
+                    return await try_out(command, task=task, server=server, ledger=ledger, timeout_s=timeout_s)
+                finally:
+                    await server.close()
+                    await asyncio.wait({generating})
+        finally:
+            await engine.close()
+
+
+def _server(
+    ledger: Ledger, *, args: Any, vllm_config: Any, rollout: RolloutConfig, config: ServerConfig
+) -> MockedServer:
+    pool = TaskPool(
+        ledger,
+        group_size=1,
+        groups_per_step=1,
+        max_policy_lag=None,
+        max_running=1,
+        deadline_s=1e6,
+        max_attempts=1,
+    )
+    rounds = MultiRoundBufferDataset(ledger)
+    return MockedServer(
+        args=args,
+        vllm_config=vllm_config,
+        rollout=rollout,
+        server=config,
+        pool=pool,
+        notify_score_fn=rounds.notify_score,
+    )
+
+
+async def try_out(
+    command: Sequence[str], *, task: Task, server: MockedServer, ledger: Ledger, timeout_s: float
+) -> Report:
+    """Run the agent once against a server that answers; its episode is ended afterwards."""
+    notes = Notes()
+    server.intake.observer = notes
+    await server.pool.put([task])
+    leased = await server.lease_episode(wait_s=60.0)
+    assert leased is not None, "a task that was just put is leased at once"
+    env = {**os.environ, **server.environment(leased.api_key), "EPISODE_ID": leased.episode_id}
+    env["TASK_JSON"] = json.dumps(leased.task)
+    for name in ("PYTHONPATH", "PYTHONSTARTUP"):
+        env.pop(name, None)
+    began = time.monotonic()
+    exit_code = await run_agent(command, env=env, timeout_s=timeout_s)
+    live = server.episodes.get(leased.episode_id)
+    causes = [round_.cause for round_ in live.rounds]
+    stored = await asyncio.wrap_future(ledger.rounds(leased.episode_id))
+    seen = Seen(
+        command=command,
+        exit_code=exit_code,
+        seconds=time.monotonic() - began,
+        dialects=notes.dialects,
+        features=notes.features,
+        errors=notes.errors,
+    )
+    rows = episode_rows(stored, group_id=live.episode.group_id, score=0.0)
+    await server.fail(leased.episode_id, "checked")
+    return make_report(seen, stored=stored, rows=rows, causes=causes, temperature=RolloutConfig().temperature)
+
+
+async def run_agent(command: Sequence[str], *, env: dict[str, str], timeout_s: float) -> int:
+    """Run the program in an empty folder, its output on our standard error; its exit code, 124 when it ran too long."""
+    with tempfile.TemporaryDirectory(prefix="understudy-agent-") as folder:
+        process = await asyncio.create_subprocess_exec(
+            *command, cwd=folder, env=env, stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True
+        )
+        try:
+            return await asyncio.wait_for(process.wait(), timeout_s)
+        except TimeoutError:
+            return 124
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+
+def _arguments(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m mocked_server.check", description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--task", type=Path, help="a JSON file with the task (prompt, extra_info, ...); default: a sum")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that the agent may run (default: 300)")
+    parser.add_argument("command", nargs="+", help="the agent's command, after --")
+    return parser.parse_args(words)
+
+
+def _resolved(command: Sequence[str]) -> list[str]:
+    """The program's path; files among its arguments become absolute, because the agent runs in a folder of its own."""
+    program = shutil.which(command[0])
+    if program is None:
+        raise UnderstudyError(f"the agent's program must be on PATH or a file, got {command[0]!r}; check the command")
+    return [os.path.abspath(program), *(str(Path(w).resolve()) if Path(w).is_file() else w for w in command[1:])]
+
+
+def _task(path: Path | None) -> Task:
+    try:
+        fields = TASK if path is None else json.loads(path.read_text())
+        return Task(**{"task_id": "check", **fields})
+    except (OSError, ValueError, TypeError) as error:
+        raise UnderstudyError(f"--task must be a JSON file with the fields of a task, got {path}: {error}") from None
+
+
+def main(words: Sequence[str]) -> int:
+    """The command line; returns the exit code."""
+    arguments = _arguments(words)
+    try:
+        command, task = _resolved(arguments.command), _task(arguments.task)
+        from mocked_server.vllm_engine import cpu_environment
+
+        cpu_environment()
+        report = asyncio.run(check(command, task=task, timeout_s=arguments.timeout))
+    except UnderstudyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(report.as_json() if arguments.json else report.as_text())
+    return 0 if report.trainable else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
