@@ -228,7 +228,9 @@ def main(argv: list[str] | None = None) -> int:
     steps = arguments.steps or (5 if arguments.quick else 8)
     if steps < 2 or arguments.repeats < 1:
         parser.error(f"--steps must be >= 2 and --repeats >= 1, got {steps} and {arguments.repeats}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as by Ctrl-C: the run at hand is ended, its folder removed
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # as by Ctrl-C: the run at hand is ended, its folder removed
     began, load = time.monotonic(), os.getloadavg()
     print(
         f"{os.cpu_count()} cores, load {load[0]:.1f} at the start; {steps} steps a run, the first one not counted",

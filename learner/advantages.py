@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 MIN_DEVIATION = 0.1
 """In units of the score (about 1). A batch in which all succeed leaves only the critic's errors: scaled up to 1, they
 would be trained on like evidence."""

@@ -67,8 +67,7 @@ class ScriptedEngine:
 
     def _output(self, request_id: str, ids: list[int], start: int, *, finished: bool, n: int) -> Any:
         from vllm.logprobs import Logprob
-        from vllm.outputs import CompletionOutput, RequestOutput
-        from vllm.outputs import WeightVersionSpan
+        from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 
         completions = [
             CompletionOutput(
