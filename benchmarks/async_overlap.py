@@ -33,7 +33,7 @@ from env_adapters.walk import MAX_MOVES
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_LIMIT_S = 900.0
-STOP_S = 30.0
+STOP_S = 60.0
 ASYNC_LAG = 6
 """Of the asynchronous runs. A slow episode lasts about SLOW_STEPS steps: at 6 hardly any becomes too old to train."""
 BOUND_LAG = 2
@@ -88,7 +88,7 @@ class Bench:
         )
         load = os.getloadavg()[0]
         began = time.monotonic()
-        run_to_end([sys.executable, "-m", "learner.run", *settings])
+        run_to_end([sys.executable, "-m", "learner.run", *settings], log=self.folder / f"{name}.log")
         figures = read_figures(self.folder / name, share=shape.share, seed=seed, load=(load, os.getloadavg()[0]))
         flow = "async" if lag else "sync"
         shown = " ".join([f"{shape.name:>13} {flow:>5} seed {seed}", *extra])
@@ -96,28 +96,37 @@ class Bench:
         return figures
 
 
-def run_to_end(command: list[str]) -> None:
+def run_to_end(command: list[str], *, log: Path) -> None:
     """Runs the program in the checkout; asks it to stop when we are. Raises RunFailed with the end of its output."""
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={"OMP_NUM_THREADS": "1", **os.environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    with log.open("wb") as sink:  # a file: a pipe would stay open as long as any process of a killed run lives
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     try:
-        output, _ = process.communicate(timeout=RUN_LIMIT_S)
+        process.wait(timeout=RUN_LIMIT_S)
     finally:
         if process.poll() is None:
-            process.terminate()
-            process.communicate(timeout=STOP_S)
+            _stop(process)
     if process.returncode != 0:
         raise RunFailed(
             f"a run must end with exit code 0, got {process.returncode}; try it by hand: {shlex.join(command)}\n"
-            f"its output ends:\n{output[-2000:]}"
+            f"its output ends:\n{log.read_text(errors='replace')[-2000:]}"
         )
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """A clean stop where it comes in time; nothing of the run outlives this."""
+    process.terminate()
+    try:
+        process.wait(timeout=STOP_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def move_ms_for(step_s: float) -> float:
