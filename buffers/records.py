@@ -128,6 +128,14 @@ class Row:
     """[T] round index where mask is 1, else -1."""
     loss_weight: float = 1.0
     """1 / number of rows of the episode: an episode counts once however many branches it has."""
+    branch_score: float | None = None
+    """This branch's own score; None: it shares the episode's."""
+    round_scores: dict[int, float] = field(default_factory=dict)
+    """Scores of single rounds beside that, by round index; only rounds that this row trains."""
+    greedy: bool = False
+    """Sampled at temperature 0: the baseline of its group, never trained."""
+    hint: str | None = None
+    """A hint for the task, which the policy did not see."""
 
     @property
     def num_tokens(self) -> int:

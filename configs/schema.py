@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Seconds = Annotated[float, Field(gt=0.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+Seconds = Positive
 
 
 class Section(BaseModel):
@@ -110,8 +111,18 @@ class BufferConfig(Section):
 class LearnerConfig(Section):
     ranks: PositiveInt = 1
     """FSDP2 ranks (gloo on CPU, NCCL on GPU), each in its own Ray actor."""
-    advantage: Literal["gae", "grpo"] = "gae"
-    """gae needs a critic; grpo compares the episodes of one group."""
+    advantage: Literal[
+        "gae",
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "remax",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "opo",
+        "cpo",
+    ] = "gae"
+    """Estimator of advantages. gae needs a critic; reinforce_plus_plus compares the batch, the others one group."""
     critic: Literal["shared", "separate", "none"] = "shared"
     """shared: a value head on the policy's last hidden state; separate: a second model with its own optimizer."""
     lr: Annotated[float, Field(ge=0.0)] = 5e-4
@@ -127,17 +138,26 @@ class LearnerConfig(Section):
     token_budget: PositiveInt = 8192
     """Most tokens (padding included) in one forward pass."""
     gamma: Fraction = 1.0
+    """Discount from one round to the next; the tokens of a round are not discounted."""
     lam: Fraction = 0.95
-    """GAE's lambda."""
-    clip_low: Annotated[float, Field(gt=0.0)] = 0.2
-    clip_high: Annotated[float, Field(gt=0.0)] = 0.28
-    value_coef: Annotated[float, Field(ge=0.0)] = 0.5
-    """Weight of the value loss with a shared critic."""
-    value_clip: Annotated[float, Field(gt=0.0)] = 0.2
-    is_cap: Annotated[float, Field(gt=0.0)] = 2.0
-    """Cap of the importance weight proximal / behaviour (truncated importance sampling)."""
+    """GAE's lambda, per token."""
+    loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """ppo has dual clip and clip-higher; gspo clips whole rows; cispo clips importance weights."""
+    loss_agg: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
+    """How the losses of tokens become one number. A sequence is one row: one branch of an episode."""
+    clip: tuple[Positive, Positive] | None = None
+    """(low, high): ratios stay within [1 - low, 1 + high]. None: the loss's own, (0.2, 0.28) for ppo."""
+    correction: Literal["none", "tis", "seq_tis", "icepop", "mis", "seq_mis", "naive"] = "tis"
+    """Importance weight for data of an older policy, see learner/corrections.py. naive: PPO on the old ratio."""
+    value_clip: Positive = 0.2
     kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
-    """Weight of KL(policy || frozen reference) in the loss (k3 estimator); 0: no reference model is kept."""
+    """Weight of KL(policy || frozen reference); 0: no reference model is kept."""
+    kl_kind: Literal["k1", "abs", "k2", "k3", "reward_k1", "reward_abs", "reward_k2", "reward_k3"] = "k3"
+    """The KL estimator, see learner/kl.py; a term of the loss, or taken off the rewards."""
+    kl_target: Annotated[float, Field(ge=0.0)] = 0.0
+    """KL in nats per token that `kl_coef` is steered to; 0: it stays fixed."""
     entropy_coef: Annotated[float, Field(ge=0.0)] = 0.0
     check_logprobs: bool = True
     """Recompute every trained token under the version that sampled it and report the largest difference."""
@@ -172,10 +192,15 @@ class Config(Section):
             raise ValueError(
                 "learner.advantage=gae needs a critic, got learner.critic=none; set it to shared or separate"
             )
-        if learner.advantage == "grpo" and self.buffer.group_size < 2:
+        if learner.advantage not in ("gae", "reinforce_plus_plus") and self.buffer.group_size < 2:
             raise ValueError(
-                f"learner.advantage=grpo compares episodes of one task: buffer.group_size must be >= 2, "
+                f"learner.advantage={learner.advantage} compares episodes of one task: buffer.group_size must be >= 2, "
                 f"got {self.buffer.group_size}; set buffer.group_size=8"
+            )
+        if learner.kl_target > 0.0 and learner.kl_coef == 0.0:
+            raise ValueError(
+                f"learner.kl_target={learner.kl_target} steers learner.kl_coef, which must be > 0, got 0; "
+                f"set learner.kl_coef=0.001"
             )
         if self.buffer.groups_per_step * self.buffer.group_size < learner.ranks:
             raise ValueError(

@@ -1,9 +1,9 @@
 """Rows to micro-batches: who computes what, and the padded tensors for it.
 
-Called by `learner.trainer` and `learner.warm_start`. Every rank holds the whole batch and makes the same plan from
-it, so no communication is needed to agree. Invariants: each row is in exactly one micro-batch of a plan, and every
-rank runs the same number of micro-batches (FSDP's collectives are entered by all ranks or none): a rank without rows
-runs one of no tokens. Padding is on the right, where causal attention never sees it. No model and no loss here.
+Called by `learner.trainer`, `learner.token_table` and `learner.warm_start`. Every rank holds the whole batch and makes the
+same plan from it, so no communication is needed to agree. Invariants: each row is in exactly one micro-batch of a plan,
+and every rank runs the same number of micro-batches (FSDP's collectives are entered by all ranks or none): a rank without
+rows runs one of no tokens. Padding is on the right, where causal attention never sees it. No model and no loss here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from buffers.records import Int32, Row, TrainBatch, UInt8
+from buffers.records import Int32, UInt8
 
 Plan = list[list[list[int]]]
 """[micro-batch][rank] -> rows."""
@@ -68,73 +68,6 @@ class Sequences:
             ids=torch.from_numpy(ids).to(device),
             mask=torch.from_numpy(mask).to(device),
             index=self.places(rows).to(device),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenTable:
-    """A training batch seen from its M trained tokens; `sequences` numbers them."""
-
-    sequences: Sequences
-    episodes: npt.NDArray[np.int64]
-    """[N] episode (0..E-1, first-seen order) of each row."""
-    scores: Tensor
-    """[E] float32."""
-    groups: Tensor
-    """[E] int64."""
-    slots: Tensor
-    """[N, K] bool; `padded[slots]` is the flat order of the trained tokens."""
-    behaviour: Tensor
-    """[M] float32."""
-    versions: Tensor
-    """[M] int64."""
-    weights: Tensor
-    """[M] float32: the row's loss weight."""
-
-    def padded(self, flat: Tensor) -> Tensor:
-        """[M] -> [N, K], 0 where a row has fewer than K trained tokens."""
-        out = torch.zeros(self.slots.shape, dtype=flat.dtype)
-        out[self.slots] = flat
-        return out
-
-
-def token_table(batch: TrainBatch) -> TokenTable:
-    """Checks a batch and lays it out by trained token. Raises ValueError naming the episode and the rule."""
-    rows = [row for row in batch.rows if row.num_trained > 0]
-    if not rows:
-        raise ValueError(
-            f"batch {batch.lease_id}: must hold at least one trained token, got {len(batch.rows)} rows of none"
-        )
-    for row in rows:
-        _check_row(row)
-    numbers: dict[str, int] = {}
-    episodes = np.array([numbers.setdefault(row.episode_id, len(numbers)) for row in rows], dtype=np.int64)
-    firsts = [rows[line] for line in np.unique(episodes, return_index=True)[1]]
-    sequences = Sequences([row.ids for row in rows], masks=[row.mask for row in rows])
-    picked = [row.mask.astype(bool) for row in rows]
-    return TokenTable(
-        sequences=sequences,
-        episodes=episodes,
-        scores=torch.tensor([row.score for row in firsts], dtype=torch.float32),
-        groups=torch.tensor([row.group_id for row in firsts], dtype=torch.int64),
-        slots=torch.from_numpy(np.arange(sequences.counts.max()) < sequences.counts[:, None]),
-        behaviour=torch.from_numpy(np.concatenate([row.logprobs[own] for row, own in zip(rows, picked)])),
-        versions=torch.from_numpy(np.concatenate([row.versions[own] for row, own in zip(rows, picked)])).long(),
-        weights=torch.from_numpy(np.repeat([row.loss_weight for row in rows], sequences.counts)).float(),
-    )
-
-
-def _check_row(row: Row) -> None:
-    if not np.isfinite(row.score):
-        raise ValueError(f"score of episode {row.episode_id} must be finite, got {row.score}; check its environment")
-    if not np.isfinite(row.logprobs).all():
-        bad = row.logprobs[~np.isfinite(row.logprobs)][0]
-        raise ValueError(
-            f"logprobs of episode {row.episode_id} must be finite, got {bad}; check the engine that sampled it"
-        )
-    if row.mask[0]:
-        raise ValueError(
-            f"mask[0] of episode {row.episode_id} must be 0, got 1; the first token is never sampled: it has no prefix"
         )
 
 

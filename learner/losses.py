@@ -1,27 +1,32 @@
 """The loss of one micro-batch: pure torch functions on the trained tokens, in the papers' order.
 
-Called by `learner.trainer` for every micro-batch. All tensors are [m], one entry per trained token. Invariant:
-`weights` sum to 1 over the whole mini-batch (all micro-batches of all ranks), so sums of what is returned here are
-mini-batch means whatever the number of ranks. A micro-batch of no tokens gives 0 with a graph behind it. No model and
-no communication here.
+Called by `learner.trainer` for every micro-batch. All tensors are [m], one entry per trained token; a micro-batch holds
+whole rows. Invariants: `shares` sum to 1 over the whole mini-batch (all micro-batches of all ranks), so sums of the
+metrics returned here are mini-batch means whatever the number of ranks, and `weights` are scaled alike; a token of
+weight 0 changes nothing. A micro-batch of no tokens gives 0 with a graph behind it. No model and no communication here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from configs.schema import LearnerConfig
+from learner.corrections import CAP, CORRECTIONS, per_sequence
+from learner.kl import LOG_RATIO_LIMIT, kl_estimate
 
-LOG_RATIO_LIMIT = 20.0
-"""exp() of anything beyond is treated as this: the ratio is clipped anyway, and float32 stays finite."""
+DUAL_CLIP = 3.0
+"""A bad token that became likelier weighs at most this, arXiv:1912.09729 eq. 5."""
+VALUE_COEF = 0.5
+"""Weight of the value loss beside the policy's when both share a model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """What the loss compares the model with; fixed during the updates on one batch."""
+    """What the loss compares the model with; fixed during the updates on one mini-batch."""
 
     behaviour: Tensor
     """log pi_behave: recorded when the token was sampled."""
@@ -33,7 +38,12 @@ class Targets:
     returns: Tensor
     values: Tensor
     """The critic's values before this step's first update; zeros when there is no critic."""
+    sequences: Tensor
+    """int64 row of each token."""
     weights: Tensor
+    """Of the policy's loss, by `token_weights`."""
+    shares: Tensor
+    """Of the value loss and the metrics: `token_weights` by token-mean."""
 
     def take(self, index: Tensor) -> Targets:
         return Targets(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
@@ -51,60 +61,149 @@ class Loss:
     maxima: dict[str, Tensor]
 
 
-def policy_loss(
-    logprobs: Tensor, *, targets: Targets, clip_low: float, clip_high: float, is_cap: float
-) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Decoupled PPO, arXiv:2505.24298 eq. 5, with a truncated importance weight.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """[m] each, to be made large; `clipped` is true where the clip holds the token back."""
 
-    -E[w * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)] with r = pi / pi_prox and w = min(pi_prox / pi_behave, is_cap);
-    no gradient flows through w. Returns (loss, means, maxima).
+    gain: Tensor
+    clipped: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss:
+    """An objective and its paper's clip range (low, high): ratios within [1 - low, 1 + high]."""
+
+    compute: Callable[..., Objective]
+    clip: tuple[float, float]
+
+
+def ppo(log_ratio: Tensor, *, logprobs: Tensor, targets: Targets, low: float, high: float) -> Objective:
+    """min(r A, clip(r, 1 - low, 1 + high) A), arXiv:1707.06347 eq. 7, never below 3 A: dual clip, arXiv:1912.09729 eq. 5.
+
+    high > low is DAPO's clip-higher, arXiv:2503.14476 eq. 8; with token-mean this is DAPO's loss.
     """
-    log_ratio = (logprobs - targets.proximal).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = log_ratio.exp()
-    raw_is = (targets.proximal - targets.behaviour).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().detach()
-    is_weight = raw_is.clamp(max=is_cap)
     plain = ratio * targets.advantages
-    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * targets.advantages
-    loss = -(targets.weights * is_weight * torch.minimum(plain, clipped)).sum()
+    clipped = ratio.clamp(1.0 - low, 1.0 + high) * targets.advantages
+    gain = torch.minimum(plain, clipped)
+    floor = DUAL_CLIP * targets.advantages
+    dual = (targets.advantages < 0.0) & (gain < floor)
+    return Objective(gain=torch.where(dual, floor, gain), clipped=(clipped < plain) | dual)
+
+
+def gspo(log_ratio: Tensor, *, logprobs: Tensor, targets: Targets, low: float, high: float) -> Objective:
+    """PPO's clip on the row's ratio s = exp(mean of log r), arXiv:2507.18071 eq. 7, 14: a row is held back as a whole.
+
+    The token's own gradient is kept (GSPO-token); with one advantage per row it is GSPO's. A token of weight 0 does not
+    count in the mean.
+    """
+    counted = targets.weights > 0.0
+    total, count = (
+        per_sequence(x, sequences=targets.sequences, mean=False) for x in (log_ratio * counted, counted.to(log_ratio))
+    )
+    log_s = (total / count.clamp(min=1.0)).detach() + logprobs - logprobs.detach()
+    ratio = log_s.exp()
+    plain = ratio * targets.advantages
+    clipped = ratio.clamp(1.0 - low, 1.0 + high) * targets.advantages
+    return Objective(gain=torch.minimum(plain, clipped), clipped=clipped < plain)
+
+
+def cispo(log_ratio: Tensor, *, logprobs: Tensor, targets: Targets, low: float, high: float) -> Objective:
+    """clip(r, 1 - low, 1 + high) A log pi with the clipped ratio a constant, arXiv:2506.13585 eq. 4-5: no token loses
+    its gradient."""
+    ratio = log_ratio.detach().exp()
+    bounded = ratio.clamp(1.0 - low, 1.0 + high)
+    return Objective(gain=bounded * targets.advantages * logprobs, clipped=bounded != ratio)
+
+
+LOSSES: dict[str, PolicyLoss] = {
+    "ppo": PolicyLoss(compute=ppo, clip=(0.2, 0.28)),
+    "gspo": PolicyLoss(compute=gspo, clip=(3e-4, 4e-4)),
+    "cispo": PolicyLoss(compute=cispo, clip=(1.0, 4.0)),
+}
+
+
+AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "token-mean": lambda own, counts, longest: own / (own * counts).sum(),
+    "seq-mean-token-sum": lambda own, counts, longest: own / own.sum(),
+    "seq-mean-token-mean": lambda own, counts, longest: own / own.sum() / counts.clamp(min=1),
+    "seq-mean-token-sum-norm": lambda own, counts, longest: own / own.sum() / longest,
+}
+
+
+def token_weights(loss_weights: Tensor, *, counts: Tensor, longest: float, mode: str) -> Tensor:
+    """[n] weight of each trained token of n rows, so that sum(weight * loss) is the aggregate.
+
+    `loss_weights` [n] let an episode count once however many rows it has; `counts` [n] trained tokens. token-mean: every
+    token alike, arXiv:2503.14476 eq. 12. seq-mean-token-sum: tokens added up, mean over rows. seq-mean-token-mean: mean
+    of each row's mean, arXiv:2402.03300 eq. 3. seq-mean-token-sum-norm: the sums divided by `longest` (the batch's most
+    trained tokens of a row) instead of by their own count, arXiv:2503.20783. A row without a trained token weighs
+    nothing; there must be one with.
+    """
+    own = torch.where(counts > 0, loss_weights, torch.zeros_like(loss_weights))
+    return AGGREGATIONS[mode](own, counts, longest)
+
+
+def policy_loss(
+    logprobs: Tensor, *, targets: Targets, loss: str, clip: tuple[float, float] | None, correction: str
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Decoupled PPO, arXiv:2505.24298 eq. 5: -sum(weight * w * objective) with ratio r = pi / pi_prox.
+
+    w corrects for pi_prox / pi_behave and carries no gradient. `correction="naive"` is PPO without a proximal policy:
+    r = pi / pi_behave, w = 1. `clip` None: the loss's own range. Returns (loss, means, maxima).
+    """
+    naive = correction == "naive"
+    anchor = targets.behaviour if naive else targets.proximal
+    log_ratio = (logprobs - anchor).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_rho = (targets.proximal - targets.behaviour).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    weight = CORRECTIONS["none" if naive else correction](log_rho, sequences=targets.sequences)
+    low, high = clip or LOSSES[loss].clip
+    objective = LOSSES[loss].compute(log_ratio, logprobs=logprobs, targets=targets, low=low, high=high)
+    total = -(targets.weights * weight * objective.gain).sum()
+    ratio, rho = log_ratio.exp(), log_rho.exp()
     means = {
-        "policy/loss": loss,
-        "policy/clipfrac": (targets.weights * (clipped < plain)).sum(),
-        "policy/approx_kl": (targets.weights * (ratio - 1.0 - log_ratio)).sum(),
-        "policy/is_weight_mean": (targets.weights * is_weight).sum(),
-        "policy/is_capped": (targets.weights * (raw_is > is_cap)).sum(),
+        "policy/loss": total,
+        "policy/clipfrac": (targets.shares * objective.clipped).sum(),
+        "policy/approx_kl": (targets.shares * (ratio - 1.0 - log_ratio)).sum(),
+        "policy/is_weight_mean": (targets.shares * weight).sum(),
+        "policy/is_capped": (targets.shares * (rho > CAP)).sum(),
+        "policy/is_masked": (targets.shares * (weight == 0.0)).sum(),
     }
-    return loss, means, {"policy/is_weight_max": _largest(raw_is), "policy/ratio_max": _largest(ratio)}
+    return total, means, {"policy/is_weight_max": _largest(rho), "policy/ratio_max": _largest(ratio)}
 
 
 def value_loss(values: Tensor, *, targets: Targets, clip: float) -> Tensor:
     """0.5 E[max((v - R)^2, (v_clipped - R)^2)]; v_clipped stays within `clip` of the value before the updates."""
     clipped = targets.values + (values - targets.values).clamp(-clip, clip)
     error = torch.maximum((values - targets.returns) ** 2, (clipped - targets.returns) ** 2)
-    return 0.5 * (targets.weights * error).sum()
-
-
-def kl_k3(logprobs: Tensor, *, reference: Tensor) -> Tensor:
-    """[m] estimate of KL(pi || pi_ref), never negative: exp(d) - d - 1 with d = log pi_ref - log pi."""
-    difference = (reference - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return difference.exp() - difference - 1.0
+    return 0.5 * (targets.shares * error).sum()
 
 
 def actor_loss(
-    logprobs: Tensor, *, entropy: Tensor | None, values: Tensor | None, targets: Targets, config: LearnerConfig
+    logprobs: Tensor,
+    *,
+    entropy: Tensor | None,
+    values: Tensor | None,
+    targets: Targets,
+    config: LearnerConfig,
+    kl_coef: float,
 ) -> Loss:
-    """The policy's whole loss. `entropy` is given when `entropy_coef` > 0, `values` when the critic is shared."""
+    """The policy's whole loss. `entropy` is given when `entropy_coef` > 0, `values` when the critic is shared.
+
+    `kl_coef` is the present coefficient of a KL term in the loss; 0 when there is none.
+    """
     total, means, maxima = policy_loss(
-        logprobs, targets=targets, clip_low=config.clip_low, clip_high=config.clip_high, is_cap=config.is_cap
+        logprobs, targets=targets, loss=config.loss, clip=config.clip, correction=config.correction
     )
-    if config.kl_coef > 0.0:
-        kl = (targets.weights * kl_k3(logprobs, reference=targets.reference)).sum()
-        total = total + config.kl_coef * kl
-        means["policy/kl_ref"] = kl
+    if kl_coef > 0.0:
+        kl = kl_estimate(logprobs, reference=targets.reference, kind=config.kl_kind)
+        total = total + kl_coef * (targets.weights * kl).sum()
+        means["policy/kl_ref"] = (targets.shares * kl).sum()
     if entropy is not None:
         total = total - config.entropy_coef * (targets.weights * entropy).sum()
     if values is not None:
         critic = value_loss(values, targets=targets, clip=config.value_clip)
-        total = total + config.value_coef * critic
+        total = total + VALUE_COEF * critic
         means["critic/vf_loss"] = critic
     return Loss(total=total, means={name: mean.detach() for name, mean in means.items()}, maxima=maxima)
 

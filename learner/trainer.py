@@ -23,17 +23,23 @@ from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
 from learner import export, fsdp
 from learner.advantages import ESTIMATORS, Evidence, explained_variance
-from learner.collate import MicroBatch, Sequences, TokenTable, padding_share, plan, split_minibatches, token_table
+from learner.collate import MicroBatch, Sequences, padding_share, plan, split_minibatches
+from learner.hints import hinted_sequences
+from learner.kl import KLCoefficient, kl_estimate
 from learner.losses import Loss, Targets, actor_loss, value_loss
 from learner.policy import Policy, load_policy
 from learner.tally import Tally
+from learner.token_table import TokenTable, token_table
 from learner.warm_start import load_traces, train_on_traces
 
 VALUE_HEAD_LR_RATIO = 10.0
+IN_REWARD = "reward_"
+"""Prefix of the values of `kl_kind` that take the KL off the rewards."""
 
 
 class Trainer:
-    """`address` (host:port) is where the ranks meet; `keep_versions` = max_policy_lag + 1 versions can be checked."""
+    """`address` (host:port) is where the ranks meet. `keep_versions` = max_policy_lag + 1: as many versions can be checked, and
+    tokens of older ones are not trained."""
 
     def __init__(
         self,
@@ -65,6 +71,7 @@ class Trainer:
         self._optimizer = self._adamw(self._policy, lr=config.lr)
         self._critic = self._load(model_path, value_head=True) if critic == "separate" else None
         self._critic_optimizer = self._adamw(self._critic, lr=config.critic_lr) if self._critic is not None else None
+        self._kl = KLCoefficient(config.kl_coef, target=config.kl_target)
         self._history: dict[int, fsdp.Shards] = {}
         self._reference: fsdp.Shards | None = None
         self._steps = 0
@@ -94,25 +101,30 @@ class Trainer:
         Raises ValueError, before any change, for a batch with a score or log-probability that is not finite.
         """
         started = time.monotonic()
-        table = token_table(batch)
+        table = token_table(batch, min_version=version - self._keep_versions + 1)
+        shares = table.weights(range(len(table.hints)), mode="token-mean")
         if self._config.kl_coef > 0.0 and self._reference is None:
             self._reference = fsdp.clone_shards(self._policy)
         logprobs, entropy, values = self._sweep(table.sequences, critic=True)
         metrics = self._check_logprobs(table, logprobs=logprobs, version=version)
         if self._config.check_logprobs:
             self._remember(version)
-        targets = self._targets(table, logprobs=logprobs, values=values)
+        targets, kl_taken = self._targets(table, shares=shares, logprobs=logprobs, values=values)
         prepared = time.monotonic()
-        metrics |= self._update(table, targets=targets)
+        metrics |= self._update(table, targets=targets) | kl_taken
+        if self._config.kl_coef > 0.0:
+            metrics["policy/kl_coef"] = self._kl.value
+            self._kl.update(metrics["policy/kl_ref"], num_episodes=len(np.unique(table.episodes)))
         if self._estimator.needs_critic:
             metrics["critic/explained_variance"] = explained_variance(values, returns=targets.returns.cpu())
             metrics["critic/value_mean"] = float(values.mean())
         self._steps += 1
         lags = (version - table.versions).float()
         return metrics | {
-            "policy/entropy": float((table.weights * entropy).sum() / table.weights.sum()),
+            "policy/entropy": float((shares * entropy).sum()),
             "policy/lag_mean": float(lags.mean()),
             "policy/lag_max": float(lags.max()),
+            "policy/too_old_share": float((~table.fresh).float().mean()),
             "learner/tokens": float(table.sequences.lengths.sum()),
             "learner/trained_tokens": float(table.sequences.num_trained),
             "time/prepare_s": prepared - started,
@@ -214,31 +226,49 @@ class Trainer:
             "policy/checked_share": float(checked.float().mean()),
         }
 
-    def _targets(self, table: TokenTable, *, logprobs: Tensor, values: Tensor) -> Targets:
-        reference = torch.zeros_like(logprobs)
+    def _targets(
+        self, table: TokenTable, *, shares: Tensor, logprobs: Tensor, values: Tensor
+    ) -> tuple[Targets, dict[str, float]]:
+        """What the updates aim at, and the mean KL if it was taken off the rewards."""
+        reference, rewards, metrics = torch.zeros_like(logprobs), table.rewards, {}
         if self._reference is not None:
             with fsdp.swapped(self._policy, shards=self._reference):
                 reference = self._sweep(table.sequences, critic=False)[0]
+            if self._config.kl_kind.startswith(IN_REWARD):
+                kl = kl_estimate(logprobs, reference=reference, kind=self._config.kl_kind.removeprefix(IN_REWARD))
+                rewards = rewards - self._kl.value * kl
+                metrics["policy/kl_ref"] = float((shares * kl).sum())
+        hinted = None
+        if self._estimator.needs_hints and any(table.hints):
+            sequences = hinted_sequences(table.sequences, hints=table.hints, tokenizer=self._tokenizer)
+            hinted = table.padded(self._sweep(sequences, critic=False)[0] - logprobs)
+        discounts = torch.where(table.ends, self._config.gamma, 1.0)
         evidence = Evidence(
             scores=table.scores,
             groups=table.groups,
-            episodes=torch.from_numpy(table.episodes),
+            units=table.units,
             mask=table.slots,
-            weights=table.padded(table.weights),
+            rewards=table.padded(rewards),
+            discounts=table.padded(discounts),
+            weights=table.padded(shares),
             values=table.padded(values),
-            gamma=self._config.gamma,
             lam=self._config.lam,
+            baselines=table.baselines,
+            hinted=hinted,
         )
         estimate = self._estimator.compute(evidence)
-        return Targets(
+        targets = Targets(
             behaviour=table.behaviour,
             proximal=logprobs,
             reference=reference,
             advantages=estimate.advantages[table.slots],
             returns=estimate.returns[table.slots],
             values=values,
-            weights=table.weights,
-        ).to(self._device)
+            sequences=table.rows,
+            weights=shares,
+            shares=shares,
+        )
+        return targets.to(self._device), metrics
 
     def _update(self, table: TokenTable, *, targets: Targets) -> dict[str, float]:
         """Epochs times mini-batches optimizer updates."""
@@ -250,22 +280,25 @@ class Trainer:
         rng = np.random.default_rng((self._seed, self._steps))
         for _ in range(self._config.epochs):
             for rows in split_minibatches(table.episodes, num=self._config.minibatches, rng=rng):
-                self._update_once(table.sequences, targets=targets, rows=rows, tally=tally)
+                if not bool(table.fresh[table.sequences.places(rows)].any()):
+                    continue
+                weights = table.weights(rows, mode=self._config.loss_agg).to(self._device)
+                shares = table.weights(rows, mode="token-mean").to(self._device)
+                goals = replace(targets, weights=weights, shares=shares)
+                self._update_once(table.sequences, targets=goals, rows=rows, tally=tally)
         return tally.metrics() | {"learner/lr": self._config.lr * warmth}
 
     def _update_once(self, sequences: Sequences, *, targets: Targets, rows: Sequence[int], tally: Tally) -> None:
-        shares = self._plan(sequences, rows=rows)
-        total = targets.weights[sequences.places(rows)].sum()
-        for number, piles in enumerate(shares):
+        steps = self._plan(sequences, rows=rows)
+        for number, piles in enumerate(steps):
             micro = sequences.micro_batch(piles[self._rank], device=self._device)
-            goals = targets.take(micro.index)
             for model in filter(None, (self._policy, self._critic)):
-                fsdp.sync_gradients(model, enabled=number == len(shares) - 1)
-            loss = self._loss(micro, goals=replace(goals, weights=goals.weights / total))
+                fsdp.sync_gradients(model, enabled=number == len(steps) - 1)
+            loss = self._loss(micro, goals=targets.take(micro.index))
             (loss.total * self._world_size).backward()  # FSDP averages over ranks; the sum is wanted
             tally.add(means=loss.means, maxima=loss.maxima)
         norm = fsdp.update(self._policy, optimizer=self._optimizer, clip=self._config.grad_clip)
-        tally.end_update(norm, padding=padding_share(sequences.lengths, plan=shares))
+        tally.end_update(norm, padding=padding_share(sequences.lengths, plan=steps))
         if self._critic is not None and self._critic_optimizer is not None:
             fsdp.update(self._critic, optimizer=self._critic_optimizer, clip=self._config.grad_clip)
 
@@ -273,7 +306,12 @@ class Trainer:
         config = self._config
         outputs = self._policy(micro.ids, micro.mask, temperature=self._temperature, entropy=config.entropy_coef > 0.0)
         loss = actor_loss(
-            outputs.logprobs, entropy=outputs.entropy, values=outputs.values, targets=goals, config=config
+            outputs.logprobs,
+            entropy=outputs.entropy,
+            values=outputs.values,
+            targets=goals,
+            config=config,
+            kl_coef=0.0 if config.kl_kind.startswith(IN_REWARD) else self._kl.value,
         )
         if self._critic is None:
             return loss

@@ -23,7 +23,7 @@ from learner.policy import Policy
 
 def load_traces(path: Path, *, tokenizer: Any) -> Sequences:
     """Reads a parquet file's column `messages`. Raises ValueError naming a trace that the template cannot show."""
-    prefix = _generation_prompt(tokenizer)
+    prefix = generation_prompt(tokenizer)
     traces = list(read_traces(Path(path)))
     pieces = [
         _split(messages, number=number, prefix=prefix, tokenizer=tokenizer) for number, messages in enumerate(traces)
@@ -38,7 +38,7 @@ def load_traces(path: Path, *, tokenizer: Any) -> Sequences:
     return Sequences(ids, masks=masks)
 
 
-def _generation_prompt(tokenizer: Any) -> str:
+def generation_prompt(tokenizer: Any) -> str:
     """The text that the template puts before an assistant's turn, such as `<|im_start|>assistant\\n`."""
     opening = [{"role": "user", "content": "?"}]
     without = tokenizer.apply_chat_template(opening, tokenize=False)

@@ -31,7 +31,7 @@ def rollout(tiny_model: Path) -> Iterator[object]:
         model_path=tiny_model,
         served_name="policy",
         dtype="float32",
-        rollout=RolloutConfig(max_tokens=256, max_model_len=512, kv_cache_gb=0.0625),
+        rollout=RolloutConfig(max_tokens=256, max_model_len=1024, kv_cache_gb=0.0625),
         server=ServerConfig(),
     )
     with VLLMRollout(settings) as rollout:

@@ -82,8 +82,10 @@ def make_row(
     group: int = 0,
     score: float = 0.0,
     logprobs: Sequence[float] | None = None,
-    version: int = 0,
+    version: int | Sequence[int] = 0,
+    rounds: int | Sequence[int] = 0,
     loss_weight: float = 1.0,
+    **others: Any,
 ) -> Row:
     trained = np.array(mask, dtype=np.uint8)
     return Row(
@@ -94,8 +96,9 @@ def make_row(
         mask=trained,
         logprobs=np.array(logprobs if logprobs is not None else [-1.0] * len(ids), dtype=np.float32) * trained,
         versions=np.where(trained, version, -1).astype(np.int32),
-        rounds=np.where(trained, 0, -1).astype(np.int32),
+        rounds=np.where(trained, rounds, -1).astype(np.int32),
         loss_weight=loss_weight,
+        **others,
     )
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import numpy as np
 from openai import OpenAI
+from starlette.routing import Mount
 
 from buffers.errors import EngineError
 from buffers.ledger import Ledger
@@ -84,6 +86,39 @@ class ScriptedEngine:
         return RequestOutput(request_id, None, [], None, completions, finished)
 
 
+class BorrowedEngine:
+    """A `VLLMRollout`'s engine, which lives on an event loop of its own, for a server on another one."""
+
+    def __init__(self, rollout: Any) -> None:
+        self._rollout = rollout
+
+    @property
+    def version(self) -> int:
+        return self._rollout._engine.version
+
+    async def generate(
+        self, prompt_token_ids: list[int], params: Any, *, request_id: str, **extra: Any
+    ) -> AsyncGenerator[Any, None]:
+        loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[Any] = asyncio.Queue()
+
+        async def pump() -> None:
+            generating = self._rollout._engine.generate(prompt_token_ids, params, request_id=request_id, **extra)
+            try:
+                async with aclosing(generating):
+                    async for output in generating:
+                        loop.call_soon_threadsafe(outputs.put_nowait, output)
+            finally:
+                loop.call_soon_threadsafe(outputs.put_nowait, None)
+
+        pumping = asyncio.run_coroutine_threadsafe(pump(), self._rollout._loop)
+        try:
+            while (output := await outputs.get()) is not None:
+                yield output
+        finally:
+            pumping.cancel()
+
+
 class ServerThread:
     """The server and its generation loop on an event loop in a thread. `lease()` gives an OpenAI client for a new episode."""
 
@@ -132,6 +167,25 @@ class ServerThread:
         self.generation = Generation(self.engine, queue=self.server.prompt_queue, rounds=self.ledger)
         self.server.on_ended = self.generation.forget
         self._generating = asyncio.create_task(self.generation.run())
+
+    def serving_app(self) -> Any:
+        """vLLM's application behind the server's own routes."""
+        outer = self.server.intake._app
+        return next(route.app for route in outer.router.routes if isinstance(route, Mount))
+
+    def serving_state(self) -> Any:
+        """What vLLM's application is made of."""
+        return self.serving_app().state
+
+    @contextmanager
+    def using(self, engine: Any) -> Iterator[None]:
+        """Generate with another engine for a while."""
+        before = self.generation._engine
+        self.generation._engine = engine
+        try:
+            yield
+        finally:
+            self.generation._engine = before
 
     def ids(self, text: str, *, end: bool = True) -> list[int]:
         """Token ids of an answer, with the end-of-turn token."""

@@ -5,10 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_parts import make_row
 
-from buffers.records import TrainBatch
-from learner.collate import Sequences, padding_share, plan, split_minibatches, token_table
+from learner.collate import Sequences, padding_share, plan, split_minibatches
 
 CPU = torch.device("cpu")
 
@@ -71,37 +69,3 @@ def test_minibatches_depend_on_the_seed_only() -> None:
     first, same, other = (split_minibatches(of_row, num=2, rng=np.random.default_rng(seed)) for seed in (1, 1, 2))
     assert first == same
     assert first != other
-
-
-def test_table_lists_the_trained_tokens_row_by_row() -> None:
-    rows = [
-        make_row(
-            [1, 2, 3, 4], mask=[0, 1, 0, 1], episode="a", group=5, score=1.0, logprobs=[0, -1, 0, -2], loss_weight=0.5
-        ),
-        make_row([1, 2], mask=[0, 0], episode="a", group=5, score=1.0),
-        make_row([1, 9], mask=[0, 1], episode="a", group=5, score=1.0, logprobs=[0, -3], version=2, loss_weight=0.5),
-        make_row([7, 8], mask=[0, 1], episode="b", group=6, score=-1.0, logprobs=[0, -4]),
-    ]
-    table = token_table(TrainBatch(rows=rows))
-    assert table.episodes.tolist() == [0, 0, 1]
-    assert table.scores.tolist() == [1.0, -1.0]
-    assert table.groups.tolist() == [5, 6]
-    assert table.behaviour.tolist() == [-1.0, -2.0, -3.0, -4.0]
-    assert table.versions.tolist() == [0, 0, 2, 0]
-    assert table.weights.tolist() == [0.5, 0.5, 0.5, 1.0]
-    assert table.padded(table.behaviour).tolist() == [[-1.0, -2.0], [-3.0, 0.0], [-4.0, 0.0]]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"score": float("nan")}, "score of episode 0-0-0 must be finite, got nan"),
-        ({"logprobs": [0.0, float("-inf")]}, "logprobs of episode 0-0-0 must be finite, got -inf"),
-        ({"mask": [1, 1]}, r"mask\[0\] of episode 0-0-0 must be 0"),
-        ({"mask": [0, 0]}, "must hold at least one trained token, got 1 rows of none"),
-    ],
-)
-def test_batch_that_cannot_be_trained_is_refused_by_name(change: dict[str, object], message: str) -> None:
-    row = make_row(**({"ids": [1, 2], "mask": [0, 1]} | change))
-    with pytest.raises(ValueError, match=message):
-        token_table(TrainBatch(rows=[row]))

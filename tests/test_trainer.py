@@ -99,10 +99,33 @@ def test_older_tokens_are_checked_under_the_version_that_sampled_them(
     assert metrics["policy/lag_max"] == 1.0
     assert metrics["policy/is_weight_max"] > 1.01  # the weights did change between the versions
     assert not torch.equal(before["model.norm.weight"], _published(learner, tmp_path)["model.norm.weight"])
-    # two steps on, version 0 is beyond keep_versions=2: not checked, and said so
-    assert learner.train_step(mixed, version=2)["policy/checked_share"] == pytest.approx(
-        new.num_trained_tokens / mixed.num_trained_tokens
-    )
+    # two steps on, version 0 is beyond keep_versions=2: neither checked nor trained, and said so
+    later = learner.train_step(mixed, version=2)
+    share = new.num_trained_tokens / mixed.num_trained_tokens
+    assert later["policy/checked_share"] == pytest.approx(share)
+    assert later["policy/too_old_share"] == pytest.approx(1.0 - share)
+
+
+def test_fresh_tail_of_an_old_episode_trains_as_if_its_old_tokens_were_context(
+    trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    base = walks()
+    old_rounds = replace(base, rows=[_first_token(row, version=0, mask=1) for row in walks(version=1).rows])
+    context = replace(base, rows=[_first_token(row, version=-1, mask=0) for row in walks(version=1).rows])
+    weights = []
+    for batch in (old_rounds, context):
+        learner = trainer(advantage="grpo", lr=1e-3, lr_warmup_steps=0, keep_versions=1)
+        learner.train_step(batch, version=1)
+        weights.append(_published(learner, tmp_path))
+    assert_same_weights(*weights)
+
+
+def _first_token(row: Row, *, version: int, mask: int) -> Row:
+    """The row with another version and mask on its first trained token."""
+    first = int(np.flatnonzero(row.mask)[0])
+    versions, trained = row.versions.copy(), row.mask.copy()
+    versions[first], trained[first] = version, mask
+    return replace(row, versions=versions, mask=trained)
 
 
 def test_check_of_older_versions_leaves_the_present_weights(trainer: MakeTrainer, model: Path, tmp_path: Path) -> None:
@@ -193,6 +216,11 @@ def _bandit(*, tokens: tuple[int, int] = (7, 9)) -> TrainBatch:
         {"advantage": "gae", "critic": "shared"},
         {"advantage": "gae", "critic": "separate"},
         {"advantage": "grpo", "kl_coef": 0.01, "entropy_coef": 0.001},
+        {"advantage": "rloo", "loss": "gspo", "clip": [0.2, 0.2], "loss_agg": "seq-mean-token-mean"},
+        {"advantage": "dr_grpo", "loss_agg": "seq-mean-token-sum-norm"},
+        {"advantage": "opo", "loss": "cispo", "loss_agg": "seq-mean-token-sum"},
+        {"advantage": "reinforce_plus_plus", "kl_coef": 0.01, "kl_kind": "reward_k1", "kl_target": 0.01},
+        {"advantage": "reinforce_plus_plus_baseline", "correction": "icepop"},
     ],
 )
 def test_token_that_wins_becomes_likelier(
@@ -213,10 +241,10 @@ def test_token_that_wins_becomes_likelier(
 
 @pytest.mark.parametrize("critic", ["shared", "separate"])
 def test_critic_learns_the_score(trainer: MakeTrainer, model: Path, critic: str) -> None:
-    learner = trainer(critic=critic, lr=1e-3, critic_lr=1e-2, value_coef=10.0, value_clip=10.0, lr_warmup_steps=0)
+    learner = trainer(critic=critic, lr=1e-3, critic_lr=1e-2, value_clip=10.0, lr_warmup_steps=0)
     batch = _bandit()
     always = replace(batch, rows=[replace(row, score=0.8) for row in batch.rows])
-    values = [learner.train_step(always, version=step)["critic/value_mean"] for step in range(25)]
+    values = [learner.train_step(always, version=0)["critic/value_mean"] for _ in range(25)]
     assert values[0] == 0.0
     assert values[-1] == pytest.approx(0.8, abs=0.25)
 
@@ -227,6 +255,40 @@ def test_reference_is_the_policy_before_the_first_step(trainer: MakeTrainer) -> 
     second = learner.train_step(_bandit(), version=1)
     assert first["policy/kl_ref"] == pytest.approx(0.0, abs=1e-9)
     assert second["policy/kl_ref"] > 1e-4
+
+
+def test_kl_in_the_reward_is_taken_off_token_by_token(trainer: MakeTrainer, model: Path, tmp_path: Path) -> None:
+    learner = trainer(
+        advantage="reinforce_plus_plus", kl_coef=0.5, kl_kind="reward_k1", kl_target=0.01, lr=1e-2, lr_warmup_steps=0
+    )
+    first = learner.train_step(_sampled_by(model, _bandit(), version=0), version=0)
+    assert first["policy/kl_ref"] == pytest.approx(0.0, abs=1e-6)
+    assert first["policy/kl_coef"] == 0.5
+    second = learner.train_step(_bandit(), version=1)
+    # the KL was below its target: eight episodes of a horizon of 10,000 at the largest error
+    assert second["policy/kl_coef"] == pytest.approx(0.5 * (1 - 0.2 * 8 / 10_000))
+    assert abs(second["policy/kl_ref"]) > 1e-4
+
+
+def test_round_scores_reach_the_critics_targets(trainer: MakeTrainer) -> None:
+    row = make_row([1, 2, 3, 4, 5], mask=[0, 1, 0, 1, 1], rounds=[0, 0, 0, 1, 1], score=1.0, round_scores={0: 0.25})
+    other = make_row([1, 2], mask=[0, 1], episode="0-1-0")
+    metrics = trainer(gamma=0.5, lam=1.0, minibatches=1).train_step(TrainBatch(rows=[row, other]), version=0)
+    # returns 0.25 + 0.5 * 1, 1, 1 and 0; values 0
+    assert metrics["critic/vf_loss"] == pytest.approx(0.5 * (0.75**2 + 1.0 + 1.0) / 4)
+
+
+def test_cpo_learns_from_a_hint_where_all_failed(trainer: MakeTrainer, model: Path, tmp_path: Path) -> None:
+    failed = _bandit()
+    hinted = replace(failed, rows=[replace(row, score=0.0, hint="<|im_end|>" * 3) for row in failed.rows])
+    unhinted = replace(failed, rows=[replace(row, score=0.0) for row in failed.rows])
+    learner = trainer(advantage="cpo", lr=1e-2, lr_warmup_steps=0)
+    before = _published(learner, tmp_path)
+    with pytest.raises(ValueError, match="advantage=cpo needs hints"):
+        learner.train_step(unhinted, version=0)
+    metrics = learner.train_step(hinted, version=0)
+    assert metrics["policy/grad_norm"] > 0.0
+    assert not torch.equal(before["model.norm.weight"], _published(learner, tmp_path)["model.norm.weight"])
 
 
 def test_grpo_builds_no_value_head_whatever_the_critic(trainer: MakeTrainer, tmp_path: Path) -> None:
@@ -259,7 +321,7 @@ def test_micro_batches_of_any_size_give_the_same_weights(trainer: MakeTrainer, t
 
 def test_learning_rate_warms_up_over_its_steps(trainer: MakeTrainer) -> None:
     learner = trainer(lr=1e-4, lr_warmup_steps=3)
-    rates = [learner.train_step(_bandit(), version=step)["learner/lr"] for step in range(5)]
+    rates = [learner.train_step(_bandit(), version=0)["learner/lr"] for _ in range(5)]
     assert rates == pytest.approx([0.25e-4, 0.5e-4, 0.75e-4, 1e-4, 1e-4])
 
 
