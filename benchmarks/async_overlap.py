@@ -34,12 +34,13 @@ from env_adapters.walk import MAX_MOVES
 ROOT = Path(__file__).resolve().parent.parent
 RUN_LIMIT_S = 900.0
 STOP_S = 60.0
-ASYNC_LAG = 6
-"""Of the asynchronous runs. A slow episode lasts about SLOW_STEPS steps: at 6 hardly any becomes too old to train."""
+ASYNC_LAG = 12
+"""Of the asynchronous runs. A slow episode lasts up to SLOW_STEPS steps: at 12 hardly any becomes too old to train."""
 BOUND_LAG = 2
 """Of the learner-bound run, where generation is always that far ahead."""
-SLOW_STEPS = 3.0
-"""Length of a slow episode, in steps of the run without latency."""
+SLOW_STEPS = 8.0
+"""Length of a slow episode that plays all moves, in steps of the run without latency: 80 ms for an ordinary move where a step
+takes 4 s, a quick tool call, and 4 s for a move of the long tail."""
 LEARNER_BOUND = 2.5
 """Length of an update in the learner-bound run, in steps of generation. Above 2, as on two cores the learner takes one of them."""
 

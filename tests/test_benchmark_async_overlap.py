@@ -119,9 +119,9 @@ def test_another_seed_makes_other_episodes_slow() -> None:
     assert len(first) == pytest.approx(80, abs=25) and len(other) == pytest.approx(80, abs=25)
 
 
-def test_a_slow_episode_lasts_three_steps_and_a_learner_bound_update_two_and_a_half() -> None:
+def test_a_slow_episode_lasts_eight_steps_and_a_learner_bound_update_two_and_a_half() -> None:
     move_s = move_ms_for(2.0) / 1000
-    assert move_s * LONG_TAIL.factor * MAX_MOVES == pytest.approx(6.0)
+    assert move_s * LONG_TAIL.factor * MAX_MOVES == pytest.approx(16.0)
     assert epochs_for(2.0, epoch_s=0.5) == 10
     assert epochs_for(0.1, epoch_s=9.0) == 1
 
