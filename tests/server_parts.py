@@ -91,10 +91,11 @@ class BorrowedEngine:
 
     def __init__(self, rollout: Any) -> None:
         self._rollout = rollout
+        self._engine = rollout.engine
 
     @property
     def version(self) -> int:
-        return self._rollout._engine.version
+        return self._engine.version
 
     async def generate(
         self, prompt_token_ids: list[int], params: Any, *, request_id: str, **extra: Any
@@ -103,18 +104,18 @@ class BorrowedEngine:
         outputs: asyncio.Queue[Any] = asyncio.Queue()
 
         async def pump() -> None:
-            generating = self._rollout._engine.generate(prompt_token_ids, params, request_id=request_id, **extra)
-            try:
-                async with aclosing(generating):
-                    async for output in generating:
-                        loop.call_soon_threadsafe(outputs.put_nowait, output)
-            finally:
-                loop.call_soon_threadsafe(outputs.put_nowait, None)
+            async with aclosing(
+                self._engine.generate(prompt_token_ids, params, request_id=request_id, **extra)
+            ) as generating:
+                async for output in generating:
+                    loop.call_soon_threadsafe(outputs.put_nowait, output)
 
         pumping = asyncio.run_coroutine_threadsafe(pump(), self._rollout._loop)
+        pumping.add_done_callback(lambda _: loop.call_soon_threadsafe(outputs.put_nowait, None))
         try:
             while (output := await outputs.get()) is not None:
                 yield output
+            pumping.result()  # its error, if it ended with one
         finally:
             pumping.cancel()
 
