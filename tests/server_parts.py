@@ -147,7 +147,7 @@ class ServerThread:
             group_size=self._group_size,
             groups_per_step=1,
             max_policy_lag=None,
-            max_running=64,
+            max_running=1024,
             deadline_s=60.0,
             max_attempts=1,
         )
