@@ -5,13 +5,16 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check setup format clean
+.PHONY: demo test agents check setup format clean
 
 demo: $(READY)  ## run the main job: the demo model learns, in a few minutes, without a GPU
 	$(PY) -m learner.run
 
 test: $(READY)  ## all tests, with the real engine
 	$(PY) -m pytest -q tests
+
+agents: $(READY)  ## coding agents from the npm registry against the real engine; needs node and some hundred MB
+	$(PY) -m pytest -q tests -m npm
 
 check: $(READY)  ## format, lint, types, fast tests: under a minute
 	$(PY) -m ruff format --check .

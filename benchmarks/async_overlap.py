@@ -229,13 +229,13 @@ def main(argv: list[str] | None = None) -> int:
         "--quick", action="store_true", help="the long tail only, once, with fewer steps (under 3 minutes)"
     )
     parser.add_argument("--json", type=Path, default=None, metavar="PATH", help="write all figures there")
-    parser.add_argument("--steps", type=int, default=None, help="steps of each run, at least 2 (default 8, quick 5)")
+    parser.add_argument("--steps", type=int, default=None, help="steps of each run, at least 2 (default 12, quick 5)")
     parser.add_argument(
         "--repeats", type=int, default=2, help="pairs of runs at the long tail, each with a seed of its own"
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration of all runs")
     arguments = parser.parse_args(argv)
-    steps = arguments.steps or (5 if arguments.quick else 8)
+    steps = arguments.steps or (5 if arguments.quick else 12)
     if steps < 2 or arguments.repeats < 1:
         parser.error(f"--steps must be >= 2 and --repeats >= 1, got {steps} and {arguments.repeats}")
     signal.signal(

@@ -45,6 +45,7 @@ from configs.tiny_model import make_tiny_model
 from env_adapters.process import Child, last_words, resolve_command, start_environment
 from env_adapters.scorers import SCORERS
 from learner.display import Display
+from learner.handover import environment_files
 from learner.history import History
 from learner.ranks import LearnerRanks
 from learner.tracker import Tracker
@@ -148,6 +149,7 @@ class Pipeline:
                 config.env.command, env=env, cwd=Path.cwd(), log=self._folder / "env.log", deadline_s=ENV_START_S
             )
             stack.push_async_callback(parts.env.stop)
+        stack.enter_context(environment_files(self._folder, _files_of(server)))
         return parts
 
     async def _prepare_files(self) -> Path:
@@ -364,6 +366,15 @@ def start_ray() -> None:
     """A local Ray without dashboard."""
     with interrupts_blocked():
         ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
+
+
+def _files_of(server: MockedServer) -> dict[str, dict[str, str]]:
+    """What programs that are started by hand need: agents and scorers each have a key of their own."""
+    return {
+        "agent.env": server.environment(server.keys.worker),
+        "scorer.env": {"SERVER_URL": server.base_url, "SCORER_KEY": server.keys.scorer},
+        "admin.env": {"SERVER_URL": server.base_url, "ADMIN_KEY": server.keys.admin},
+    }
 
 
 def _scorer(name: str) -> Callable[[Task, str], float] | None:

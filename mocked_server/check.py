@@ -19,15 +19,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from buffers.errors import UnderstudyError
 from buffers.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
-from buffers.records import Task
+from buffers.records import Row, Task
 from buffers.rows import episode_rows
 from buffers.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
@@ -71,11 +72,69 @@ class Notes:
             self.errors.append((path, status, message[:500]))
 
 
+class Rehearsal:
+    """A server that is ready to try agents out, one after the other. `diff_of(rows)`: the proof of exactness; None: left out."""
+
+    def __init__(
+        self, server: MockedServer, ledger: Ledger, *, diff_of: Callable[[Sequence[Row]], float] | None = None
+    ) -> None:
+        self._server = server
+        self._ledger = ledger
+        self._diff_of = diff_of
+
+    async def try_out(self, command: Sequence[str], *, task: Task, timeout_s: float) -> Report:
+        """Run the agent once; its episode is ended afterwards. `task.task_id` is one that was not used before."""
+        notes = Notes()
+        self._server.intake.observer = notes
+        await self._server.pool.put([task])
+        leased = await self._server.lease_episode(wait_s=60.0)
+        assert leased is not None, "a task that was just put is leased at once"
+        env = {**os.environ, **self._server.environment(leased.api_key), "EPISODE_ID": leased.episode_id}
+        env["TASK_JSON"] = json.dumps(leased.task)
+        for name in ("PYTHONPATH", "PYTHONSTARTUP"):
+            env.pop(name, None)
+        began = time.monotonic()
+        exit_code = await run_agent(command, env=env, timeout_s=timeout_s)
+        seconds = time.monotonic() - began
+        live = self._server.episodes.get(leased.episode_id)
+        causes = [round_.cause for round_ in live.rounds]
+        stored = await asyncio.wrap_future(self._ledger.rounds(leased.episode_id))
+        rows = episode_rows(stored, group_id=live.episode.group_id, score=0.0)
+        await self._server.fail(leased.episode_id, "checked")
+        seen = Seen(
+            command=command,
+            exit_code=exit_code,
+            seconds=seconds,
+            dialects=notes.dialects,
+            features=notes.features,
+            errors=notes.errors,
+        )
+        diff = None if self._diff_of is None else await asyncio.to_thread(self._diff_of, rows)
+        return make_report(
+            seen,
+            stored=stored,
+            rows=rows,
+            causes=causes,
+            temperature=RolloutConfig().temperature,
+            max_logprob_diff=diff,
+        )
+
+
 async def check(command: Sequence[str], *, task: Task, timeout_s: float) -> Report:
     """Run the agent once. Raises UnderstudyError when the server or the engine does not start."""
+    async with rehearsal_server() as rehearsal:
+        return await rehearsal.try_out(command, task=task, timeout_s=timeout_s)
+
+
+@asynccontextmanager
+async def rehearsal_server() -> AsyncIterator[Rehearsal]:
+    """A server with a tiny model that says what `rehearsal` chose. Raises UnderstudyError when it does not start."""
+    from transformers import AutoTokenizer
+
     from configs.tiny_model import make_tiny_model
+    from mocked_server.recompute import max_logprob_diff
     from mocked_server.vllm_engine import EngineSettings, VLLMEngine, make_args, make_vllm_config
-    from mocked_server.vllm_rehearsal import RehearsedEngine
+    from mocked_server.vllm_rehearsal import REHEARSAL_ARGUMENTS, RehearsedEngine
 
     rollout, server_config = (
         RolloutConfig(max_tokens=MAX_TOKENS, max_model_len=MAX_LEN),
@@ -87,17 +146,19 @@ async def check(command: Sequence[str], *, task: Task, timeout_s: float) -> Repo
             model_path=model, served_name="policy", dtype="float32", rollout=rollout, server=server_config
         )
         args = await asyncio.to_thread(make_args, settings)
+        vars(args).update(REHEARSAL_ARGUMENTS)
         vllm_config = await asyncio.to_thread(make_vllm_config, args)
         engine = VLLMEngine(vllm_config)
         await engine.start()
         try:
             with Ledger(None) as ledger:
                 server = _server(ledger, args=args, vllm_config=vllm_config, rollout=rollout, config=server_config)
-                generation = Generation(RehearsedEngine(engine), queue=server.prompt_queue, rounds=ledger)
+                rehearsed = RehearsedEngine(engine, tokenizer=AutoTokenizer.from_pretrained(model))
+                generation = Generation(rehearsed, queue=server.prompt_queue, rounds=ledger)
                 generating = asyncio.create_task(generation.run(), name="generate")
                 try:
                     await server.start()
-                    return await try_out(command, task=task, server=server, ledger=ledger, timeout_s=timeout_s)
+                    yield Rehearsal(server, ledger, diff_of=partial(max_logprob_diff, model))
                 finally:
                     await server.close()
                     await asyncio.wait({generating})
@@ -126,37 +187,6 @@ def _server(
         pool=pool,
         notify_score_fn=rounds.notify_score,
     )
-
-
-async def try_out(
-    command: Sequence[str], *, task: Task, server: MockedServer, ledger: Ledger, timeout_s: float
-) -> Report:
-    """Run the agent once against a server that answers; its episode is ended afterwards."""
-    notes = Notes()
-    server.intake.observer = notes
-    await server.pool.put([task])
-    leased = await server.lease_episode(wait_s=60.0)
-    assert leased is not None, "a task that was just put is leased at once"
-    env = {**os.environ, **server.environment(leased.api_key), "EPISODE_ID": leased.episode_id}
-    env["TASK_JSON"] = json.dumps(leased.task)
-    for name in ("PYTHONPATH", "PYTHONSTARTUP"):
-        env.pop(name, None)
-    began = time.monotonic()
-    exit_code = await run_agent(command, env=env, timeout_s=timeout_s)
-    live = server.episodes.get(leased.episode_id)
-    causes = [round_.cause for round_ in live.rounds]
-    stored = await asyncio.wrap_future(ledger.rounds(leased.episode_id))
-    seen = Seen(
-        command=command,
-        exit_code=exit_code,
-        seconds=time.monotonic() - began,
-        dialects=notes.dialects,
-        features=notes.features,
-        errors=notes.errors,
-    )
-    rows = episode_rows(stored, group_id=live.episode.group_id, score=0.0)
-    await server.fail(leased.episode_id, "checked")
-    return make_report(seen, stored=stored, rows=rows, causes=causes, temperature=RolloutConfig().temperature)
 
 
 async def run_agent(command: Sequence[str], *, env: dict[str, str], timeout_s: float) -> int:

@@ -66,6 +66,8 @@ class Report:
     tokens_trained: int
     tokens_masked: int
     tokens_trained_share: float
+    max_logprob_diff: float | None
+    """Largest difference between a sampled token's recorded log-probability and the learner's; None: not computed."""
     breaks: list[Break]
     dialects: dict[str, int]
     features: dict[str, int]
@@ -86,6 +88,8 @@ class Report:
             f"branches   {self.branches}",
             f"rows       {self.rows} of {self.tokens} tokens in all: {self.tokens_trained} trained, {self.tokens_masked} masked",
         ]
+        if self.max_logprob_diff is not None and self.tokens_trained:
+            lines.append(f"exactness  log-probabilities computed again differ by at most {self.max_logprob_diff:.1e}")
         lines += [f"break      round {b.round}: {b.cause}" for b in self.breaks if not b.expected]
         lines += [f"branch     round {b.round}: {b.cause}" for b in self.breaks if b.expected]
         lines += [f"error      {error}" for error in self.errors]
@@ -95,7 +99,13 @@ class Report:
 
 
 def make_report(
-    seen: Seen, *, stored: Sequence[Round], rows: Sequence[Row], causes: Sequence[Cause | None], temperature: float
+    seen: Seen,
+    *,
+    stored: Sequence[Round],
+    rows: Sequence[Row],
+    causes: Sequence[Cause | None],
+    temperature: float,
+    max_logprob_diff: float | None = None,
 ) -> Report:
     """`stored`: the episode's rounds; `rows`: its training rows; `causes`: of each round that was not aborted, in order."""
     breaks = [
@@ -119,6 +129,7 @@ def make_report(
         tokens_trained=trained,
         tokens_masked=tokens - trained,
         tokens_trained_share=round(trained / tokens, 4) if tokens else 0.0,
+        max_logprob_diff=max_logprob_diff,
         breaks=breaks,
         dialects=dict(seen.dialects),
         features=dict(seen.features),

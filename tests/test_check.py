@@ -12,7 +12,7 @@ import pytest
 
 from buffers.records import Task
 from mocked_server.causes import EXPECTED, REMEDY, Cause
-from mocked_server.check import TASK, main, try_out
+from mocked_server.check import TASK, Rehearsal, main
 from mocked_server.check_report import NARROWS, Seen, features_of, make_report
 from mocked_server.rehearsal import ANSWER, LINE, example, line_for
 
@@ -112,9 +112,8 @@ def run(served, program, tmp_path, timeout_s=60.0, number=[0]):  # noqa: B006
     engine.answer = lambda _: served.ids("<think>\n</think>\n\n" + engine.params[-1].extra_args[LINE])
     number[0] += 1
     task = Task(**{"task_id": f"check-{number[0]}", **TASK})
-    work = try_out(
-        [sys.executable, str(path)], task=task, server=served.server, ledger=served.ledger, timeout_s=timeout_s
-    )
+    rehearsal = Rehearsal(served.server, served.ledger)
+    work = rehearsal.try_out([sys.executable, str(path)], task=task, timeout_s=timeout_s)
     try:
         return served.call(work)
     finally:
@@ -228,3 +227,4 @@ def test_the_command_line_with_the_real_engine():
     report = json.loads(done.stdout)
     assert (report["rounds"], report["rows"], report["breaks"], report["errors"]) == (4, 1, [], [])
     assert report["tokens_trained"] > 50
+    assert 0 < report["max_logprob_diff"] < 1e-4

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from buffers.rows import episode_rows
+from mocked_server.recompute import token_logprobs
 from tests.server_parts import BorrowedEngine
 
 pytestmark = pytest.mark.engine
@@ -80,13 +81,6 @@ def taught(tools_server, tiny_model, tmp_path_factory):
     weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder, model.eval()
-
-
-def token_logprobs(model, row):
-    """[T-1] log-probability of each token but the first, at temperature 1."""
-    ids = torch.tensor(row.ids[None]).long()
-    logits = model(ids).logits[0, :-1]
-    return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
 
 
 @pytest.fixture(scope="module")

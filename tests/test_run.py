@@ -321,3 +321,25 @@ def test_help_answers_at_once():
     output = subprocess.run([sys.executable, "-m", "learner.run", "--help"], cwd=ROOT, capture_output=True, text=True)
     assert output.returncode == 0 and "section.key=value" in output.stdout
     assert time.monotonic() - began < 5.0  # 0.06 s on an idle machine; the bound leaves room for a busy one
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_an_agent_that_is_started_by_hand_is_trained(tmp_path):
+    run = start(tmp_path, "run.steps=2", "warm_start.steps=20", "agents.command=[]")
+    keys = run.folder / "agent.env"
+    until = time.monotonic() + 120
+    while not keys.exists():
+        assert run.process.poll() is None and time.monotonic() < until
+        time.sleep(0.2)
+    assert keys.stat().st_mode & 0o077 == 0
+    assert "scorer" not in keys.read_text() and "admin" not in keys.read_text()
+    script = f"set -a; . {keys}; exec {sys.executable} agents/examples/walk_agent.py"
+    agent = subprocess.Popen(["sh", "-c", script], cwd=ROOT, env={"PATH": os.environ["PATH"]})
+    code, output = run.wait(240)
+    agent.kill()
+    agent.wait()
+    assert code == 0, output
+    assert run.summary()["episodes"] == 2 * 64
+    assert not keys.exists()

@@ -1,0 +1,240 @@
+"""One server for `benchmarks.gateway`, in a process of its own: `python -m benchmarks.gateway_server KIND SETTINGS_JSON`.
+
+KIND: `understudy` (MockedServer, ledger on disk, generation) or `vllm` (vLLM's own server as it is). Both have the same arguments
+of vLLM, and either the real engine or one that does nothing: it answers with the tokens that were asked for, at once, or one every
+`token_ms`. Prints one JSON line when it answers requests: `{"base_url", "keys"}`. Ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+from argparse import Namespace
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.schema import RolloutConfig, ServerConfig
+from mocked_server.vllm_engine import EngineSettings, VLLMEngine, cpu_environment, make_args, make_vllm_config
+
+WORD_ID = 100
+"""What the do-nothing engine says, over and over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a server is started with."""
+
+    model: str
+    port: int
+    ledger: str
+    episodes: int
+    engine: bool
+    """False: the engine does nothing."""
+    token_ms: float = 0.0
+    """Of the do-nothing engine: time for each token; 0: the whole answer at once."""
+    max_model_len: int = 8192
+    max_tokens: int = 256
+    max_num_seqs: int = 256
+    kv_cache_gb: float = 1.0
+
+
+class NoEngine:
+    """Answers with `max_tokens` equal tokens."""
+
+    version = 0
+
+    def __init__(self, *, decode: Any, token_ms: float) -> None:
+        self._word = decode([WORD_ID])
+        self._token_s = token_ms / 1000
+
+    async def generate(
+        self, prompt_token_ids: list[int], params: Any, *, request_id: str, **_: Any
+    ) -> AsyncGenerator[Any, None]:
+        """One output, or one for each token when it streams."""
+        from vllm.sampling_params import RequestOutputKind
+
+        total = params.max_tokens
+        at_once = params.output_kind == RequestOutputKind.FINAL_ONLY or not self._token_s
+        for start in range(0, total, total if at_once else 1):
+            if self._token_s:
+                await asyncio.sleep(self._token_s * (total if at_once else 1))
+            count = total if at_once else 1
+            yield self._output(request_id, count, finished=start + count == total, params=params)
+
+    def _output(self, request_id: str, count: int, *, finished: bool, params: Any) -> Any:
+        from vllm.logprobs import Logprob
+        from vllm.outputs import CompletionOutput, RequestOutput
+
+        completion = CompletionOutput(
+            index=0,
+            text=self._word * count,
+            token_ids=[WORD_ID] * count,
+            cumulative_logprob=None,
+            logprobs=[{WORD_ID: Logprob(-0.5)} for _ in range(count)] if params.logprobs is not None else None,
+            finish_reason="length" if finished else None,
+        )
+        return RequestOutput(request_id, None, [], None, [completion], finished)
+
+
+class NoEngineClient:
+    """What vLLM's own server takes for its engine, when that does nothing."""
+
+    errored = False
+    dead_error = RuntimeError("the engine died")
+
+    def __init__(self, vllm_config: Any, *, token_ms: float) -> None:
+        from vllm.renderers import renderer_from_config
+        from vllm.v1.engine.input_processor import InputProcessor
+
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.renderer = renderer_from_config(vllm_config)
+        self.input_processor = InputProcessor(vllm_config, self.renderer)
+        self._engine = NoEngine(decode=self.renderer.get_tokenizer().decode, token_ms=token_ms)
+
+    def check_admission(self, *_: Any, **__: Any) -> None: ...
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    async def do_log_stats(self) -> None: ...
+
+    async def check_health(self) -> None: ...
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:
+        async for output in self._engine.generate(prompt["prompt_token_ids"], params, request_id=request_id):
+            output.prompt_token_ids = prompt["prompt_token_ids"]
+            yield output
+
+
+def vllm_arguments(settings: Settings) -> Namespace:
+    """The arguments of both servers, parsed by vLLM."""
+    rollout = RolloutConfig(
+        max_tokens=settings.max_tokens,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        kv_cache_gb=settings.kv_cache_gb,
+    )
+    args = make_args(_engine_settings(settings, rollout))
+    args.host, args.port = "127.0.0.1", settings.port
+    args.enable_prompt_tokens_details = True
+    args.disable_uvicorn_access_log = True
+    args.uvicorn_log_level = "warning"
+    return args
+
+
+def _engine_settings(settings: Settings, rollout: RolloutConfig) -> EngineSettings:
+    return EngineSettings(
+        model_path=Path(settings.model),
+        served_name="policy",
+        dtype="float32",
+        rollout=rollout,
+        server=ServerConfig(port=settings.port),
+    )
+
+
+async def serve_understudy(settings: Settings) -> None:
+    """As the pipeline has it: the ledger on disk, one episode open for each key."""
+    from buffers.ledger import Ledger
+    from buffers.multi_round import MultiRoundBufferDataset
+    from buffers.records import Task
+    from buffers.task_pool import TaskPool
+    from mocked_server.generation import Generation
+    from mocked_server.server import MockedServer
+
+    args = vllm_arguments(settings)
+    vllm_config = make_vllm_config(args)
+    rollout = RolloutConfig(max_tokens=settings.max_tokens, max_model_len=settings.max_model_len)
+    with Ledger(Path(settings.ledger)) as ledger:
+        pool = TaskPool(
+            ledger,
+            group_size=1,
+            groups_per_step=1,
+            max_policy_lag=None,
+            max_running=settings.episodes,
+            deadline_s=1e6,
+            max_attempts=1,
+        )
+        server = MockedServer(
+            args=args,
+            vllm_config=vllm_config,
+            rollout=rollout,
+            server=ServerConfig(port=settings.port),
+            pool=pool,
+            notify_score_fn=MultiRoundBufferDataset(ledger).notify_score,
+        )
+        engine: Any = None
+        if settings.engine:
+            engine = VLLMEngine(vllm_config)
+            await engine.start()
+        else:
+            engine = NoEngine(decode=server._client.renderer.get_tokenizer().decode, token_ms=settings.token_ms)
+        generation = Generation(engine, queue=server.prompt_queue, rounds=ledger)
+        generating = asyncio.create_task(generation.run(), name="generate")
+        await server.start()
+        prompt = [{"role": "user", "content": "go"}]
+        await pool.put([Task(task_id=f"task-{i}", prompt=prompt) for i in range(settings.episodes)])
+        leased = [await server.lease_episode(wait_s=60.0) for _ in range(settings.episodes)]
+        _announce(settings, [lease.api_key for lease in leased if lease is not None])
+        await asyncio.to_thread(sys.stdin.read)
+        await server.close()
+        await asyncio.wait({generating})
+        if settings.engine:
+            await engine.close()
+
+
+async def serve_vllm(settings: Settings) -> None:
+    """vLLM's own server; its engine is replaced where it shall do nothing."""
+    from vllm.entrypoints.launchers.api_server import entry
+
+    args = vllm_arguments(settings)
+    if not settings.engine:
+
+        @asynccontextmanager
+        async def no_engine(*_: Any, **__: Any) -> AsyncIterator[NoEngineClient]:
+            yield NoEngineClient(make_vllm_config(args), token_ms=settings.token_ms)
+
+        entry.build_async_engine_client = no_engine
+    serving = asyncio.create_task(entry.run_server(args))
+    await asyncio.to_thread(_wait_for_health, settings.port)
+    _announce(settings, ["EMPTY"] * settings.episodes)
+    threading.Thread(
+        target=lambda: (sys.stdin.read(), os.kill(os.getpid(), signal.SIGTERM)), name="end", daemon=True
+    ).start()
+    await serving
+
+
+def _wait_for_health(port: int) -> None:
+    import time
+    from urllib.error import URLError
+    from urllib.request import urlopen
+
+    while True:
+        try:
+            urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+            return
+        except (URLError, OSError):
+            time.sleep(0.1)
+
+
+def _announce(settings: Settings, keys: list[str]) -> None:
+    print(json.dumps({"base_url": f"http://127.0.0.1:{settings.port}", "keys": keys}), flush=True)
+
+
+def main() -> None:
+    kind, settings = sys.argv[1], Settings(**json.loads(sys.argv[2]))
+    cpu_environment()
+    import uvloop
+
+    uvloop.run((serve_understudy if kind == "understudy" else serve_vllm)(settings))
+
+
+if __name__ == "__main__":
+    main()
