@@ -19,8 +19,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ from mocked_server.server import MockedServer
 TASK = {"prompt": [{"role": "user", "content": "What is 12 + 30? Use the tools that you have."}]}
 MAX_LEN, MAX_TOKENS = 32768, 1024
 MAX_ERRORS = 20
+LOG_SHOWN = 8000
+"""Bytes of the engine's output that are shown when the check could not be made."""
 
 
 class Notes:
@@ -82,8 +84,13 @@ class Rehearsal:
         self._ledger = ledger
         self._diff_of = diff_of
 
-    async def try_out(self, command: Sequence[str], *, task: Task, timeout_s: float) -> Report:
-        """Run the agent once; its episode is ended afterwards. `task.task_id` is one that was not used before."""
+    async def try_out(
+        self, command: Sequence[str], *, task: Task, timeout_s: float, output: int | None = None
+    ) -> Report:
+        """Run the agent once; its episode is ended afterwards. `task.task_id` is one that was not used before.
+
+        `output`: file descriptor for what the agent prints; None: our standard error.
+        """
         notes = Notes()
         self._server.intake.observer = notes
         await self._server.pool.put([task])
@@ -94,7 +101,7 @@ class Rehearsal:
         for name in ("PYTHONPATH", "PYTHONSTARTUP"):
             env.pop(name, None)
         began = time.monotonic()
-        exit_code = await run_agent(command, env=env, timeout_s=timeout_s)
+        exit_code = await run_agent(command, env=env, timeout_s=timeout_s, output=output)
         seconds = time.monotonic() - began
         live = self._server.episodes.get(leased.episode_id)
         causes = [round_.cause for round_ in live.rounds]
@@ -120,10 +127,10 @@ class Rehearsal:
         )
 
 
-async def check(command: Sequence[str], *, task: Task, timeout_s: float) -> Report:
-    """Run the agent once. Raises UnderstudyError when the server or the engine does not start."""
+async def check(command: Sequence[str], *, task: Task, timeout_s: float, output: int | None = None) -> Report:
+    """Run the agent once, see `Rehearsal.try_out`. Raises UnderstudyError when the server or the engine does not start."""
     async with rehearsal_server() as rehearsal:
-        return await rehearsal.try_out(command, task=task, timeout_s=timeout_s)
+        return await rehearsal.try_out(command, task=task, timeout_s=timeout_s, output=output)
 
 
 @asynccontextmanager
@@ -189,11 +196,18 @@ def _server(
     )
 
 
-async def run_agent(command: Sequence[str], *, env: dict[str, str], timeout_s: float) -> int:
-    """Run the program in an empty folder, its output on our standard error; its exit code, 124 when it ran too long."""
+async def run_agent(command: Sequence[str], *, env: dict[str, str], timeout_s: float, output: int | None = None) -> int:
+    """Run the program in an empty folder; its exit code, 124 when it ran too long."""
+    sink = sys.stderr.fileno() if output is None else output
     with tempfile.TemporaryDirectory(prefix="understudy-agent-") as folder:
         process = await asyncio.create_subprocess_exec(
-            *command, cwd=folder, env=env, stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True
+            *command,
+            cwd=folder,
+            env=env,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            start_new_session=True,
         )
         try:
             return await asyncio.wait_for(process.wait(), timeout_s)
@@ -230,6 +244,29 @@ def _task(path: Path | None) -> Task:
         raise UnderstudyError(f"--task must be a JSON file with the fields of a task, got {path}: {error}") from None
 
 
+@contextmanager
+def _quiet() -> Iterator[int]:
+    """Engine and libraries print at will, in several processes: kept aside, and shown only when the check fails. Yields a
+    descriptor of the real standard error."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as log:
+        output, terminal = os.dup(1), os.dup(2)
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        try:
+            yield terminal
+        except BaseException:
+            log.seek(0)
+            os.write(terminal, log.read()[-LOG_SHOWN:])
+            raise
+        finally:
+            sys.stdout.flush()
+            for saved, number in ((output, 1), (terminal, 2)):
+                os.dup2(saved, number)
+                os.close(saved)
+
+
 def main(words: Sequence[str]) -> int:
     """The command line; returns the exit code."""
     arguments = _arguments(words)
@@ -237,8 +274,10 @@ def main(words: Sequence[str]) -> int:
         command, task = _resolved(arguments.command), _task(arguments.task)
         from mocked_server.vllm_engine import cpu_environment
 
-        cpu_environment()
-        report = asyncio.run(check(command, task=task, timeout_s=arguments.timeout))
+        print("starting a tiny model, about 15 s ...", file=sys.stderr)
+        with _quiet() as terminal:
+            cpu_environment()
+            report = asyncio.run(check(command, task=task, timeout_s=arguments.timeout, output=terminal))
     except UnderstudyError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -40,7 +40,7 @@ class ForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc]  # vllm is not
 
 
 REHEARSAL_ARGUMENTS = {
-    "logits_processors": [f"{ForcedTokens.__module__}.{ForcedTokens.__name__}"],
+    "logits_processors": [f"{ForcedTokens.__module__}:{ForcedTokens.__name__}"],
     "logprobs_mode": "raw_logprobs",
 }
 """What vLLM's arguments must say for `RehearsedEngine`."""

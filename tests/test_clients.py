@@ -1,109 +1,102 @@
-"""Real clients, each an ordinary program in its own process, against the real engine: every trained token is what the engine saw.
+"""Real clients, each an ordinary program in its own process, against the real engine: each gives exact training data.
 
-The tiny model is first taught what to say: the programs run once against the scripted engine, and the model is fitted to the rows
-that this gives. Then they run again and the model talks to them freely, with tools and reasoning.
+Some are programs with the OpenAI and Anthropic clients, some are agents that others wrote, in environments of their own.
+The model says what `mocked_server.check` makes it say (tool calls, then an answer), so every agent plays several rounds; the
+log-probabilities are the model's own and are computed again for every trained row.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
+import asyncio
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
-from buffers.rows import episode_rows
-from mocked_server.recompute import token_logprobs
-from tests.server_parts import BorrowedEngine
+from buffers.records import Task
+from mocked_server.check import TASK, rehearsal_server
+from tests.agent_environments import npm_program, python_with
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(700)]
 
 CLIENTS = Path(__file__).parent / "clients"
-PROGRAMS = ["chat_tools.py", "chat_async_stream.py", "responses_tools.py", "anthropic_tools.py"]
-QUESTION = "What is 12 + 30?"
-THOUGHT = "<think>\nA sum.\n</think>\n\n"
-CALL = '<tool_call>\n{"name":"add","arguments":{"a":12,"b":30}}\n</tool_call>'
-TEACHING_STEPS = 150
 MAX_DRIFT = 1e-4
-
-
-def play(served, program, tmp_path):
-    """Run a program as the agent of a new episode -> (its rounds, its live episode, what it printed)."""
-    episode, client = served.lease(prompt=QUESTION)
-    env = {
-        **served.server.environment(client.api_key),
-        "TASK_JSON": json.dumps({"prompt": [{"role": "user", "content": QUESTION}]}),
-        "PATH": str(Path(sys.executable).parent),
-    }
-    done = subprocess.run(
-        [sys.executable, str(CLIENTS / program)], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return served.stored(episode), served.server.episodes.get(episode), done.stdout.strip()
-
-
-def scripted(served):
-    """What the model shall learn to say: think, call the tool, then answer."""
-
-    def answer(prompt):
-        text = served.tokenizer.decode(prompt)
-        call = "<tools>" in text and "<tool_response>\n42" not in text
-        return served.ids(THOUGHT + (CALL if call else "It is 42."))
-
-    return answer
+AGENTS_SDK = ("openai-agents==0.24.0",)
+LANGGRAPH = ("langgraph==1.2.22", "langchain-openai==1.7.3")
+SMOLAGENTS = ("smolagents[openai]==1.26.0",)
 
 
 @pytest.fixture(scope="module")
-def taught(tools_server, tiny_model, tmp_path_factory):
-    """The tiny model, fitted to the scripted conversations of all programs."""
-    folder = tmp_path_factory.mktemp("taught")
-    tools_server.engine.answer = scripted(tools_server)
-    rows = []
-    for program in PROGRAMS:
-        rounds, _, _ = play(tools_server, program, folder)
-        rows += episode_rows(rounds, group_id=0, score=1.0)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    for step in range(TEACHING_STEPS):
-        optimizer.param_groups[0]["lr"] = 3e-3 * (1 - step / TEACHING_STEPS)
-        optimizer.zero_grad()
-        for row in rows:
-            logprobs = token_logprobs(model, row)
-            (-logprobs[torch.tensor(row.mask[1:]) == 1].mean() / len(rows)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder, model.eval()
+def try_out() -> Iterator[Any]:
+    """`try_out(command, **environment)` -> the report of an agent's one episode."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="rehearsal", daemon=True)
+    thread.start()
+
+    def wait(work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+    context = rehearsal_server()
+    rehearsal = wait(context.__aenter__())
+    number = iter(range(1000))
+
+    def try_out(command: list[str], **environment: str) -> Any:
+        words = ["env", *(f"{name}={value}" for name, value in environment.items()), *command]
+        return wait(rehearsal.try_out(words, task=Task(**{"task_id": f"t{next(number)}", **TASK}), timeout_s=120.0))
+
+    yield try_out
+    wait(context.__aexit__(None, None, None))
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
 
 
-@pytest.fixture(scope="module")
-def served(tools_server, rollout, taught, tiny_model):
-    """The server with the session's engine behind it, which has learnt to talk."""
-    rollout.update_weights(taught[0], version=1)
-    with tools_server.using(BorrowedEngine(rollout)):
-        yield tools_server
-    rollout.update_weights(tiny_model, version=0)
+def assert_exact(report: Any, *, rounds: int) -> None:
+    """Several rounds, every answer continued, every sampled token trained with the learner's own log-probability."""
+    assert (report.exit_code, report.errors) == (0, []), report.as_text()
+    assert report.rounds >= rounds, report.as_text()
+    assert [b for b in report.breaks if not b.expected] == [], report.as_text()
+    assert report.branches == report.rows < report.rounds, report.as_text()
+    assert report.tokens_trained > 0 and 0 < report.max_logprob_diff < MAX_DRIFT, report.as_text()
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_every_trained_token_has_the_log_probability_that_the_learner_computes(served, taught, tmp_path, program):
-    rounds, live, printed = play(served, program, tmp_path)
-    assert len(rounds) >= 2 and any(round_.parent is not None for round_ in rounds)
-    if program != "chat_async_stream.py":
-        assert ([r.parent for r in rounds], live.breaks) == ([None, 0], {})
-        assert printed == "It is 42."
-    rows = episode_rows(rounds, group_id=0, score=1.0)
-    assert sum(row.num_trained for row in rows) == sum(len(round_.sampled_ids) for round_ in rounds)
-    for row in rows:
-        with torch.no_grad():
-            mine = token_logprobs(taught[1], row).numpy()
-        sampled = row.mask[1:] == 1
-        assert np.abs(mine[sampled] - row.logprobs[1:][sampled]).max() < MAX_DRIFT
-        assert set(row.versions[row.mask == 1].tolist()) == {1}
+@pytest.mark.parametrize(
+    "program", ["chat_tools.py", "chat_async_stream.py", "responses_tools.py", "anthropic_tools.py"]
+)
+def test_a_program_is_trained_exactly(try_out, program):
+    report = try_out([sys.executable, str(CLIENTS / program)])
+    assert_exact(report, rounds=4)
+    assert report.branches == (3 if program == "chat_async_stream.py" else 1)
+
+
+@pytest.mark.parametrize(
+    ("program", "requirements", "environment"),
+    [
+        ("agents_sdk.py", AGENTS_SDK, {"API": "responses"}),
+        ("agents_sdk.py", AGENTS_SDK, {"API": "chat_completions"}),
+        ("langgraph_agent.py", LANGGRAPH, {}),
+        ("langgraph_agent.py", LANGGRAPH, {"STREAM": "1"}),
+        ("smolagents_agent.py", SMOLAGENTS, {}),
+    ],
+    ids=["agents-sdk-responses", "agents-sdk-chat", "langgraph", "langgraph-stream", "smolagents"],
+)
+def test_a_framework_s_agent_is_trained_exactly(try_out, program, requirements, environment):
+    python = python_with(program.removesuffix(".py"), *requirements)
+    assert_exact(try_out([str(python), str(CLIENTS / program)], **environment), rounds=4)
+
+
+@pytest.mark.npm
+@pytest.mark.parametrize(
+    ("script", "package", "program"),
+    [
+        ("codex.sh", "@openai/codex@0.169.0", "codex"),
+        ("claude.sh", "@anthropic-ai/claude-code@2.1.197", "claude"),
+        ("opencode.sh", "opencode-ai@1.18.33", "opencode"),
+    ],
+)
+def test_a_coding_agent_is_trained_exactly(try_out, script, package, program):
+    path = npm_program(package, program)
+    assert_exact(try_out(["sh", str(CLIENTS / script), str(path)]), rounds=3)
