@@ -50,7 +50,10 @@ def told(live: LiveRound, parse: Parse) -> Said:
 
 def is_reply(message: Message, live: LiveRound, parse: Parse) -> bool:
     """Is this assistant message the answer that the round gave?"""
-    return same_text(message, live.text) or difference(message, told(live, parse)) is None
+    if same_text(message, live.text) or difference(message, told(live, parse)) is None:
+        return True
+    # Agents that stop at a mark of their own (`</code>`) often put it back: it is what the model said.
+    return bool(live.stop) and same_text(message, live.text + live.stop)
 
 
 def find_parent(live: LiveEpisode, chat: Conversation, parse: Parse) -> tuple[LiveRound, int] | None:

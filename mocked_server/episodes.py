@@ -29,6 +29,8 @@ class LiveRound:
     finish_reason: str
     text: str
     """The sampled text, as it was detokenised (without a stop string)."""
+    stop: str = ""
+    """The stop string that ended it: sampled, and not told."""
     asked: Asked | None = None
     """None: not a chat."""
     cause: Cause | None = None

@@ -39,6 +39,7 @@ class Heard:
         self._ids: dict[int, list[int]] = {}
         self._text: dict[int, str] = {}
         self._reason: dict[int, str] = {}
+        self._stop: dict[int, str] = {}
         self.finished = False
 
     def add(self, output: Any) -> None:
@@ -47,6 +48,8 @@ class Heard:
             self._ids.setdefault(completion.index, []).extend(completion.token_ids)
             self._text[completion.index] = self._text.get(completion.index, "") + completion.text
             self._reason[completion.index] = completion.finish_reason or "abort"
+            if isinstance(completion.stop_reason, str):
+                self._stop[completion.index] = completion.stop_reason
         self.finished = output.finished
 
     def remember(self, live: LiveEpisode, plan: Continuation) -> None:
@@ -59,6 +62,7 @@ class Heard:
                 num_sampled=len(sampled),
                 finish_reason=self._reason[index],
                 text=self._text[index],
+                stop=self._stop.get(index, ""),
                 asked=plan.chat.asked if plan.chat else None,
                 cause=plan.cause,
             )

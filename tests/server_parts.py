@@ -31,7 +31,7 @@ LOGPROB = -0.25
 class ScriptedEngine:
     """Answers with `answer(prompt_token_ids)` as token ids; each token has log-probability LOGPROB and version `version`.
 
-    `gate`: generations wait until it is set, after their first token.
+    `gate`: generations wait until it is set, after their first token. `stop`: the stop string that ends answers given whole.
     """
 
     def __init__(self, answer: Callable[[list[int]], list[int]], *, decode: Callable[[list[int]], str]) -> None:
@@ -41,6 +41,7 @@ class ScriptedEngine:
         self.gate = threading.Event()
         self.gate.set()
         self.dies = False
+        self.stop = ""
         self.prompts: list[list[int]] = []
         self.params: list[Any] = []
 
@@ -74,11 +75,12 @@ class ScriptedEngine:
         completions = [
             CompletionOutput(
                 index=index,
-                text=self._decode(ids),
+                text=self._decode(ids).removesuffix(self.stop),
                 token_ids=ids,
                 cumulative_logprob=None,
                 logprobs=[{i: Logprob(LOGPROB)} for i in ids],
                 finish_reason="stop" if finished else None,
+                stop_reason=self.stop if finished and self.stop else None,
                 weight_versions=[WeightVersionSpan(str(self.version), 0, start + len(ids))] if finished else None,
             )
             for index in range(n)

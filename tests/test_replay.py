@@ -233,3 +233,24 @@ def test_strict_names_tokens_that_a_tokenizer_would_not_give(strict):
     client.chat.completions.create(model="policy", messages=[USER, {**OK, "content": "north"}, NEXT])
     assert [r.parent for r in strict.stored(episode)] == [None, None]
     assert strict.server.episodes.get(episode).breaks == {"retokenized": 1}
+
+
+@pytest.mark.parametrize(("mark", "breaks"), [("</code>", {}), ("", {}), ("</end>", {"content_edited": 1})])
+def test_a_stop_string_may_be_put_back_or_left_out(tolerant, mark, breaks):
+    engine, episode_client = tolerant.engine, tolerant.lease()
+    engine.stop = "</code>"
+    engine.answer = lambda _: tolerant.ids(THOUGHT + "<code>add()</code>", end=False)
+    try:
+        message = ask(episode_client[1], HELLO, stream=False, tools=None)
+        assert message["content"].strip() == "<code>add()"
+        reply = {"role": "assistant", "content": message["content"] + mark}
+        ask(episode_client[1], [*HELLO, reply, {"role": "user", "content": "Go on."}], stream=False, tools=None)
+    finally:
+        engine.stop = ""
+    live = tolerant.server.episodes.get(episode_client[0])
+    assert {cause.value: number for cause, number in live.breaks.items()} == breaks
+    first, second = tolerant.stored(episode_client[0])
+    assert second.parent == (None if breaks else 0)
+    if not breaks:
+        exact = [*first.tail_ids.tolist(), *first.sampled_ids.tolist()]
+        assert engine.prompts[-1][: len(exact)] == exact
