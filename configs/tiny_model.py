@@ -147,11 +147,12 @@ def make_tiny_model(
     heads: int = 4,
     kv_heads: int = 2,
     ffn: int = 256,
+    positions: int = 32768,
     strip_thinking: bool = False,
 ) -> Path:
     """Write the model to `folder` and return its path; a folder that is complete is left as it is.
 
-    Float32, tied embeddings, 512 tokens, 32,768 positions; 361,216 parameters at the default sizes. Raises
+    Float32, tied embeddings, 512 tokens; 361,216 parameters at the default sizes. Raises
     FileExistsError when `folder` holds something else.
     """
     target = Path(folder)
@@ -160,10 +161,18 @@ def make_tiny_model(
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        tokenizer = _make_tokenizer(strip_thinking=strip_thinking)
+        tokenizer = _make_tokenizer(strip_thinking=strip_thinking, positions=positions)
         tokenizer.save_pretrained(scratch)
         _write_weights(
-            scratch, tokenizer, seed=seed, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn
+            scratch,
+            tokenizer,
+            seed=seed,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            ffn=ffn,
+            positions=positions,
         )
         scratch.chmod(0o755)
         _move(scratch, target)
@@ -188,7 +197,7 @@ def _move(scratch: Path, target: Path) -> None:
         ) from error
 
 
-def _make_tokenizer(*, strip_thinking: bool) -> PreTrainedTokenizerFast:
+def _make_tokenizer(*, strip_thinking: bool, positions: int) -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -210,7 +219,7 @@ def _make_tokenizer(*, strip_thinking: bool) -> PreTrainedTokenizerFast:
         tokenizer_object=core,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        model_max_length=32768,
+        model_max_length=positions,
         clean_up_tokenization_spaces=False,
         chat_template=chat_template(strip_thinking=strip_thinking),
     )
@@ -226,6 +235,7 @@ def _write_weights(
     heads: int,
     kv_heads: int,
     ffn: int,
+    positions: int,
 ) -> None:
     config = Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
@@ -236,7 +246,7 @@ def _write_weights(
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=hidden // heads,
-        max_position_embeddings=32768,
+        max_position_embeddings=positions,
         initializer_range=INITIALIZER_RANGE,
         tie_word_embeddings=True,
         bos_token_id=None,

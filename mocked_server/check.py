@@ -38,7 +38,7 @@ from mocked_server.rehearsal import with_line
 from mocked_server.server import MockedServer
 
 TASK = {"prompt": [{"role": "user", "content": "What is 12 + 30? Use the tools that you have."}]}
-MAX_LEN, MAX_TOKENS = 32768, 1024
+MAX_LEN, MAX_TOKENS = 131072, 1024  # tokens of the tiny model: each is about two letters
 MAX_ERRORS = 20
 LOG_SHOWN = 8000
 """Bytes of the engine's output that are shown when the check could not be made."""
@@ -148,7 +148,7 @@ async def rehearsal_server() -> AsyncIterator[Rehearsal]:
         ServerConfig(tool_parser="hermes"),
     )
     with tempfile.TemporaryDirectory(prefix="understudy-check-") as scratch:
-        model = await asyncio.to_thread(make_tiny_model, Path(scratch) / "model")
+        model = await asyncio.to_thread(make_tiny_model, Path(scratch) / "model", positions=MAX_LEN)
         settings = EngineSettings(
             model_path=model, served_name="policy", dtype="float32", rollout=rollout, server=server_config
         )

@@ -27,6 +27,14 @@ def _anything(value: Any) -> bool:
     return bool(value)
 
 
+def _leaves_something_out(management: Any) -> bool:
+    """Anthropic's context management, unless each of its edits keeps all: then there is nothing to do."""
+    edits = management.get("edits") if isinstance(management, dict) else management
+    if not isinstance(edits, list):
+        return bool(edits)
+    return any(not isinstance(edit, dict) or edit.get("keep") != "all" for edit in edits)
+
+
 @dataclass(frozen=True, slots=True)
 class _Rule:
     field: str
@@ -73,7 +81,7 @@ RULES: dict[str, tuple[_Rule, ...]] = {
         *_COMMON,
         _Rule("mcp_servers", "the agent calls its tools itself; leave it out"),
         _Rule("container", "no code is run here; leave it out"),
-        _Rule("context_management", "send the conversation as the model shall see it"),
+        _Rule("context_management", "send the conversation as the model shall see it", _leaves_something_out),
     ),
 }
 

@@ -45,7 +45,7 @@ def try_out() -> Iterator[Any]:
 
     def try_out(command: list[str], **environment: str) -> Any:
         words = ["env", *(f"{name}={value}" for name, value in environment.items()), *command]
-        return wait(rehearsal.try_out(words, task=Task(**{"task_id": f"t{next(number)}", **TASK}), timeout_s=120.0))
+        return wait(rehearsal.try_out(words, task=Task(**{"task_id": f"t{next(number)}", **TASK}), timeout_s=400.0))
 
     yield try_out
     wait(context.__aexit__(None, None, None))
