@@ -219,6 +219,7 @@ REFUSED = [
     ("/v1/responses", "conversation", "conv_1"),
     ("/v1/responses", "background", True),
     ("/v1/messages", "mcp_servers", [{"type": "url", "url": "http://x", "name": "x"}]),
+    ("/v1/messages", "context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}),
 ]
 
 
@@ -246,6 +247,7 @@ HARMLESS = [
     ("/v1/chat/completions", {"modalities": ["text"], "functions": None, "user": "me", "metadata": {"echo": "x"}}),
     ("/v1/completions", {"best_of": 1, "suffix": None, "echo": False}),
     ("/v1/responses", {"previous_response_id": None, "background": False, "store": True}),
+    ("/v1/messages", {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}),
 ]
 
 
