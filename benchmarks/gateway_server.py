@@ -17,6 +17,7 @@ from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,6 @@ class NoEngine:
             yield self._output(request_id, count, finished=start + count == total, params=params)
 
     def _output(self, request_id: str, count: int, *, finished: bool, params: Any) -> Any:
-        from vllm.logprobs import Logprob
         from vllm.outputs import CompletionOutput, RequestOutput
 
         completion = CompletionOutput(
@@ -77,10 +77,21 @@ class NoEngine:
             text=self._word * count,
             token_ids=[WORD_ID] * count,
             cumulative_logprob=None,
-            logprobs=[{WORD_ID: Logprob(-0.5)} for _ in range(count)] if params.logprobs is not None else None,
+            logprobs=_logprobs(count) if params.logprobs is not None else None,
             finish_reason="length" if finished else None,
         )
         return RequestOutput(request_id, None, [], None, [completion], finished)
+
+
+@cache
+def _logprobs(count: int) -> Any:
+    """Of `count` tokens, as the real engine gives them when only the sampled ones are asked for."""
+    from vllm.logprobs import FlatLogprobs
+
+    table = FlatLogprobs()
+    for _ in range(count):
+        table.append_fast([WORD_ID], [-0.5], [1], [None])
+    return table
 
 
 class NoEngineClient:

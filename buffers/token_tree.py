@@ -1,12 +1,13 @@
 """The token tree of one running episode: finds the round that a new prompt continues, token by token.
 
 Used by whoever turns generations into `Round`s. Invariant: a round's parent is a round whose prompt + sampled ids are
-an exact prefix of its own prompt, so that storing only the rest loses nothing. Each round keeps its new ids only, so a
-long conversation costs memory once. Not thread-safe; nothing is stored.
+an exact prefix of its own prompt, so that storing only the rest loses nothing. Of each round it keeps a digest of its new
+ids, not the ids: a long conversation costs no memory here. Not thread-safe; nothing is stored.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -18,10 +19,11 @@ from buffers.rows import ABORTED
 
 @dataclass(slots=True)
 class _Node:
-    """A round that was not aborted: its new ids (tail, then sampled), and the rounds that continue it."""
+    """A round that was not aborted: digest and number of its new ids (tail, then sampled), and the rounds that continue it."""
 
     index: int
-    ids: Int32
+    digest: bytes
+    num_ids: int
     children: list[_Node] = field(default_factory=list)
 
 
@@ -60,18 +62,14 @@ class TokenTree:
         self._keep(round_)
         return round_
 
-    def find_parent(self, prompt_ids: Int32) -> int | None:
-        """`round_index` of the round that a prompt with these ids continues."""
-        return self._find(prompt_ids)[0]
-
     def _find(self, prompt_ids: Int32) -> tuple[int | None, int]:
         """(`round_index`, number of shared ids). A child is looked at only where its parent's ids are all in the prompt."""
         best, longest = None, 0
         open_: list[tuple[_Node, int]] = [(node, 0) for node in self._roots]
         while open_:
             node, start = open_.pop()
-            end = start + len(node.ids)
-            if end > len(prompt_ids) or not np.array_equal(prompt_ids[start:end], node.ids):
+            end = start + node.num_ids
+            if end > len(prompt_ids) or _digest(prompt_ids[start:end]) != node.digest:
                 continue
             if best is None or (end, node.index) > (longest, best):
                 best, longest = node.index, end
@@ -82,7 +80,13 @@ class TokenTree:
         self._next_index = round_.round_index + 1
         if round_.finish_reason == ABORTED:
             return
-        node = _Node(round_.round_index, np.concatenate([round_.tail_ids, round_.sampled_ids]))
+        ids = np.concatenate([round_.tail_ids, round_.sampled_ids])
+        node = _Node(round_.round_index, _digest(ids), len(ids))
         siblings = self._roots if round_.parent is None else self._nodes[round_.parent].children
         siblings.append(node)
         self._nodes[node.index] = node
+
+
+def _digest(ids: Int32) -> bytes:
+    """16 bytes that only these ids have."""
+    return hashlib.blake2b(np.ascontiguousarray(ids, dtype=np.int32).tobytes(), digest_size=16).digest()

@@ -85,14 +85,13 @@ STATUS_OF: dict[type[UnderstudyError], int] = {
 }
 
 
-def build_app(desk: Desk, *, serving: Any) -> FastAPI:
-    """The routes of the table above, with `serving` (vLLM's application) behind them for all other paths."""
+def build_app(desk: Desk) -> FastAPI:
+    """The routes of the table above."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     for router in (_open_routes(), _worker_routes(desk), _scorer_routes(desk), _admin_routes(desk)):
         app.include_router(router)
     app.add_exception_handler(UnderstudyError, _our_error)
     app.add_exception_handler(RequestValidationError, _invalid_request)
-    app.mount("/", serving)
     return app
 
 

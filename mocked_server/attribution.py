@@ -1,8 +1,8 @@
 """Which episode does a request belong to? Answered from its API key or its URL, without touching the agent.
 
-A pure-ASGI middleware around vLLM's app. The key is taken from `Authorization: Bearer`, `x-api-key`, or a path prefix
-`/e/<key>/v1/...` (for agents whose key cannot be set). Model routes without a valid key of a running episode are answered here,
-in the dialect's own error form; nothing of them is recorded.
+Pure ASGI, in front of vLLM's application and of our own routes. The key is taken from `Authorization: Bearer`, `x-api-key`, or
+a path prefix `/e/<key>/v1/...` (for agents whose key cannot be set). Model routes without a valid key of a running episode are
+answered here, in the dialect's own error form; nothing of them is recorded.
 """
 
 from __future__ import annotations
@@ -36,22 +36,24 @@ def key_of(scope: dict[str, Any]) -> tuple[str | None, str]:
 
 
 class Attribution:
-    """ASGI middleware: sets `current_call` for requests of running episodes, refuses the others."""
+    """ASGI application: sets `current_call` for model requests of running episodes and refuses the others; hands all other
+    paths to `others`."""
 
-    def __init__(self, app: Any, *, keys: KeyRing, episodes: Episodes) -> None:
-        self._app = app
+    def __init__(self, models: Any, *, others: Any, keys: KeyRing, episodes: Episodes) -> None:
+        self._models = models
+        self._others = others
         self._keys = keys
         self._episodes = episodes
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self._others(scope, receive, send)
             return
         key, path = key_of(scope)
         if path != scope["path"]:
             scope = {**scope, "path": path, "raw_path": path.encode()}
         if path not in ROUTES:
-            await self._app(scope, receive, send)
+            await self._others(scope, receive, send)
             return
         try:
             call = self._call(key, path)
@@ -67,7 +69,7 @@ class Attribution:
             return
         token = current_call.set(call)
         try:
-            await self._app(scope, receive, send)
+            await self._models(scope, receive, send)
         finally:
             current_call.reset(token)
 

@@ -256,7 +256,7 @@ def _quiet() -> Iterator[int]:
         os.dup2(log.fileno(), 2)
         try:
             yield terminal
-        except BaseException:
+        except UnderstudyError:
             log.seek(0)
             os.write(terminal, log.read()[-LOG_SHOWN:])
             raise

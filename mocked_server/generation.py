@@ -71,7 +71,7 @@ class Recorder:
             part = self._sampled.setdefault(completion.index, _Sampled())
             ids = list(completion.token_ids)
             part.ids += ids
-            part.logprobs += [entry[token].logprob for token, entry in zip(ids, completion.logprobs or (), strict=True)]
+            part.logprobs += _logprobs_of(completion, ids)
             if completion.finish_reason is not None:
                 part.finish_reason = completion.finish_reason
             part.spans = completion.weight_versions or part.spans
@@ -91,6 +91,14 @@ class Recorder:
             versions=versions,
             finish_reason=part.finish_reason,
         )
+
+
+def _logprobs_of(completion: Any, ids: list[int]) -> list[float]:
+    """Of the sampled tokens: vLLM's flat list where only they were asked for, else one table for each position."""
+    flat: list[float] | None = getattr(completion.logprobs, "logprobs", None)
+    if flat is not None and len(flat) == len(ids):
+        return flat
+    return [entry[token].logprob for token, entry in zip(ids, completion.logprobs or (), strict=True)]
 
 
 @dataclass(slots=True)

@@ -128,11 +128,16 @@ class MockedServer:
     async def start(self) -> None:
         """Serve on the running event loop; returns when requests are answered."""
         self._loop = asyncio.get_running_loop()
-        app = build_app(self, serving=await build_serving_app(self._args, self._client))
-        self.intake = Intake(app)
-        outer = Attribution(self.intake, keys=self.keys, episodes=self.episodes)
+        self.intake = Intake(await build_serving_app(self._args, self._client))
+        outer = Attribution(self.intake, others=build_app(self), keys=self.keys, episodes=self.episodes)
         config = uvicorn.Config(
-            outer, log_config=None, log_level="warning", access_log=False, timeout_keep_alive=120, lifespan="off"
+            outer,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            timeout_keep_alive=120,
+            lifespan="off",
         )
         self._uvicorn = _QuietServer(config)
         started = asyncio.Event()

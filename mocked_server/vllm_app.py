@@ -22,6 +22,7 @@ from mocked_server.calls import Call, PendingReply, Sampling, current_call
 from mocked_server.continuation import Continuation, continue_tokens
 from mocked_server.dialects import ROUTES
 from mocked_server.episodes import LiveEpisode, LiveRound
+from mocked_server.vllm_engine import NUMBERS_ONLY
 from mocked_server.vllm_render import ExactRendering
 from mocked_server.vllm_replies import ReplyParser
 
@@ -148,6 +149,8 @@ class QueueClient:
         params.max_tokens = min(params.max_tokens or room, self._rollout.max_tokens, room)
         if params.logprobs is None:
             params.logprobs = 0  # the sampled token only; the HTTP layer does not show it unless it was asked for
+            params.flat_logprobs = True
+            params.extra_args = {**(params.extra_args or {}), NUMBERS_ONLY: True}
         return params
 
     async def _answer(self, item: Prompt, *, rendered: list[int], plan: Continuation, call: Call) -> AsyncIterator[Any]:

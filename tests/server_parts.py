@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import numpy as np
 from openai import OpenAI
-from starlette.routing import Mount
 
 from buffers.errors import EngineError
 from buffers.ledger import Ledger
@@ -88,40 +86,6 @@ class ScriptedEngine:
         return RequestOutput(request_id, None, [], None, completions, finished)
 
 
-class BorrowedEngine:
-    """A `VLLMRollout`'s engine, which lives on an event loop of its own, for a server on another one."""
-
-    def __init__(self, rollout: Any) -> None:
-        self._rollout = rollout
-        self._engine = rollout.engine
-
-    @property
-    def version(self) -> int:
-        return self._engine.version
-
-    async def generate(
-        self, prompt_token_ids: list[int], params: Any, *, request_id: str, **extra: Any
-    ) -> AsyncGenerator[Any, None]:
-        loop = asyncio.get_running_loop()
-        outputs: asyncio.Queue[Any] = asyncio.Queue()
-
-        async def pump() -> None:
-            async with aclosing(
-                self._engine.generate(prompt_token_ids, params, request_id=request_id, **extra)
-            ) as generating:
-                async for output in generating:
-                    loop.call_soon_threadsafe(outputs.put_nowait, output)
-
-        pumping = asyncio.run_coroutine_threadsafe(pump(), self._rollout._loop)
-        pumping.add_done_callback(lambda _: loop.call_soon_threadsafe(outputs.put_nowait, None))
-        try:
-            while (output := await outputs.get()) is not None:
-                yield output
-            pumping.result()  # its error, if it ended with one
-        finally:
-            pumping.cancel()
-
-
 class ServerThread:
     """The server and its generation loop on an event loop in a thread. `lease()` gives an OpenAI client for a new episode."""
 
@@ -172,23 +136,12 @@ class ServerThread:
         self._generating = asyncio.create_task(self.generation.run())
 
     def serving_app(self) -> Any:
-        """vLLM's application behind the server's own routes."""
-        outer = self.server.intake._app
-        return next(route.app for route in outer.router.routes if isinstance(route, Mount))
+        """vLLM's application."""
+        return self.server.intake._app
 
     def serving_state(self) -> Any:
         """What vLLM's application is made of."""
         return self.serving_app().state
-
-    @contextmanager
-    def using(self, engine: Any) -> Iterator[None]:
-        """Generate with another engine for a while."""
-        before = self.generation._engine
-        self.generation._engine = engine
-        try:
-            yield
-        finally:
-            self.generation._engine = before
 
     def ids(self, text: str, *, end: bool = True) -> list[int]:
         """Token ids of an answer, with the end-of-turn token."""
