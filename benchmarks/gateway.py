@@ -4,7 +4,7 @@ nothing.
 `python -m benchmarks.gateway [--quick] [--json PATH]`. Servers and agents run in processes of their own; both servers stay up
 and are asked in turn, every figure is the median over the repeats. Parts:
 
-- throughput: rounds per second and latency at 1 to 256 agents, tiny model on the real engine;
+- throughput: rounds per second and latency at 1 to 256 agents, conversations from 1k tokens on, tiny model on the real engine;
 - cached: the share of a round's prompt that the engine takes from its prefix cache, at a 4k-token context;
 - round_4k: processor time and memory kept for each round at a 4k-token context, the engine doing nothing (conversations of 4
   rounds, 256 tokens sampled in each; the first round tokenises the whole prompt); memory is what stays while episodes are open;
@@ -166,15 +166,15 @@ def throughput(settings: Settings, words: Words, *, folder: Path, quick: bool, r
     counts = [16, 64] if quick else list(ROUNDS_AT)
     episodes = 16 + repeats * sum(counts)
     seen: dict[int, dict[str, list[dict[str, Any]]]] = {count: {kind: [] for kind in KINDS} for count in counts}
-    with servers(replace(settings, engine=True, episodes=episodes, max_tokens=32), folder=folder) as pair:
+    with servers(replace(settings, engine=True, episodes=episodes, max_tokens=64), folder=folder) as pair:
         for server in pair:  # the first requests of an engine are slow
-            server.load(server.plan(agents=16, rounds=2, first=words(256), later=words(32), max_tokens=32))
+            server.load(server.plan(agents=16, rounds=2, first=words(1000), later=words(64), max_tokens=64))
         for repeat in range(repeats):
             for count in counts:
-                plan = {"agents": count, "rounds": ROUNDS_AT[count], "max_tokens": 32}
+                plan = {"agents": count, "rounds": ROUNDS_AT[count], "max_tokens": 64}
                 for server in pair[:: 1 if repeat % 2 else -1]:
-                    first = f"try {repeat} of {count}: {words(256)}"
-                    seen[count][server.kind].append(server.load(server.plan(first=first, later=words(32), **plan)))
+                    first = f"try {repeat} of {count}: {words(1000)}"
+                    seen[count][server.kind].append(server.load(server.plan(first=first, later=words(64), **plan)))
     return {str(count): _compared(of) for count, of in seen.items()}
 
 

@@ -29,6 +29,8 @@ KEPT_S = 30.0
 """How long a complete answer can be replayed; the clients wait at most 8 s between attempts."""
 KEPT_ANSWERS = 16
 """Complete answers kept for one episode, the latest."""
+KEPT_DELIVERED = 2
+"""Of those that reached their client: it may still ask again if it gave up in that moment."""
 
 
 class Answer:
@@ -151,14 +153,10 @@ class Answers:
         useful = [
             (k, a) for k, a in self._answers if a.replayable and (a.ended_at is None or now - a.ended_at < KEPT_S)
         ]
-        surplus = sum(a.ended_at is not None for _, a in useful) - KEPT_ANSWERS
-        self._answers = []
-        for k, a in useful:
-            if a.ended_at is not None and surplus > 0:
-                surplus -= 1
-            else:
-                self._answers.append((k, a))
-        self._answers.append((key, answer))
+        complete = [a for _, a in useful if a.ended_at is not None]
+        delivered = [a for a in complete if a.delivered]
+        old = {id(a) for a in [*complete[:-KEPT_ANSWERS], *delivered[:-KEPT_DELIVERED]]}
+        self._answers = [*((k, a) for k, a in useful if id(a) not in old), (key, answer)]
 
 
 async def _run(app: App, scope: Event, receive: Receive, send: Send) -> None:

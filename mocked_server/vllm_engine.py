@@ -173,7 +173,9 @@ class VLLMEngine:
     async def close(self) -> None:
         """Stop the engine process and wait for it."""
         if self._llm is not None:
-            if (listening := self._llm.output_handler) is not None:  # else it reports the end of the process as an error
+            if (
+                listening := self._llm.output_handler
+            ) is not None:  # else it reports the end of the process as an error
                 listening.cancel()
                 await asyncio.wait({listening})
             await asyncio.to_thread(self._llm.shutdown)

@@ -9,6 +9,8 @@ import httpx
 import openai
 import pytest
 
+from mocked_server.retries import KEPT_ANSWERS, KEPT_DELIVERED, Answer, Answers
+
 HELLO = [{"role": "user", "content": "Hello."}]
 BODY = {"model": "policy", "messages": HELLO}
 LONG = "The exit is north."
@@ -102,12 +104,21 @@ def test_an_error_is_not_replayed(served):
 
 
 def test_only_the_latest_answers_are_kept(served):
-    from mocked_server.retries import KEPT_ANSWERS
-
     episode, client = served.lease()
-    for turn in range(KEPT_ANSWERS + 4):
+    for turn in range(KEPT_DELIVERED + 4):
         send(served, client, 0, body={**BODY, "max_tokens": 5 + turn})
-    assert len(attempts(served, episode)) == KEPT_ANSWERS + 1
+    assert len(attempts(served, episode)) == KEPT_DELIVERED + 1
+
+
+@pytest.mark.parametrize(("delivered", "kept"), [(False, KEPT_ANSWERS), (True, KEPT_DELIVERED)])
+async def test_answers_that_did_not_arrive_are_kept_longer(delivered, kept):
+    answers, keys = Answers(), [bytes([number]) for number in range(KEPT_ANSWERS + 4)]
+    for key in keys:
+        answers.keep(key, answer := Answer())
+        answer.ended_at, answer.delivered = time.monotonic(), delivered
+    answers.keep(b"new", Answer())
+    found = [key for key in keys if answers.find(key, attempt=1) is not None]
+    assert found == keys[-kept:]
 
 
 @pytest.mark.parametrize("retries", [True, False], ids=["a client that retries", "a client that does not"])
