@@ -29,8 +29,8 @@ KEPT_S = 30.0
 """How long a complete answer can be replayed; the clients wait at most 8 s between attempts."""
 KEPT_ANSWERS = 16
 """Complete answers kept for one episode, the latest."""
-KEPT_DELIVERED = 2
-"""Of those that reached their client: it may still ask again if it gave up in that moment."""
+KEPT_DELIVERED = 1
+"""Of those, how many that reached their client: it asks again only if it gave up in that very moment."""
 
 
 class Answer:

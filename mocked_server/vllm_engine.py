@@ -122,6 +122,7 @@ class VLLMEngine:
     async def start(self) -> None:
         """Boot the engine process; raises EngineError when it does not come up."""
         await asyncio.to_thread(self._boot)
+        await self._llm.collective_rpc("end_with", args=(os.getpid(),))
         await self._llm.update_weight_version(str(self.version))
 
     def _boot(self) -> None:
