@@ -26,12 +26,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from buffers import ledger_batches, ledger_episodes
+from buffers import ledger_batches, ledger_episodes, ledger_lineage
 from buffers.codec import RoundBody, encode
 from buffers.errors import EpisodeError, ScoreError, TaskError, UnderstudyError
 from buffers.ledger_schema import MAX_SCORE, open_database
 from buffers.ledger_writer import Writer
-from buffers.records import Episode, EpisodeState, Round, Task, TrainBatch
+from buffers.records import Episode, EpisodeState, Position, Round, Task, TrainBatch
 
 _MAX_REASON = 500
 
@@ -181,6 +181,19 @@ class Ledger:
     def evict_stale(self, min_version: int) -> Future[list[str]]:
         """Evict ready and open groups that hold a token older than `min_version`; the episodes that this ended."""
         return self._writer.submit(partial(ledger_batches.evict_stale, min_version=min_version))
+
+    def position(self) -> Future[Position]:
+        """Where the books stand; a checkpoint stores it."""
+        return self._writer.submit(ledger_lineage.position)
+
+    def restore(self, target: Position) -> Future[int]:
+        """Go back to a checkpoint, in a new lineage: groups trained after it are ready again, in the order in which they
+        were trained. Returns how many groups that were given back will be claimed first."""
+        return self._writer.submit(partial(ledger_lineage.restore, target=target))
+
+    def times_opened(self) -> Future[dict[str, int]]:
+        """How many groups of each task were opened so far: the position in the task files."""
+        return self._writer.submit(ledger_lineage.times_opened)
 
     def _keep(self, news: News) -> None:
         """Before the futures are done, so that a caller finds its own change in `counts`."""

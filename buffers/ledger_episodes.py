@@ -204,7 +204,7 @@ def evict_group(
 ) -> list[str]:
     """Give a group up; returns its members that were still pending or running."""
     db.execute(
-        "UPDATE grp SET state = ?, reason = ?, lease_id = NULL WHERE group_id = ?",
+        "UPDATE grp SET state = ?, reason = ?, lease_id = NULL, replay = NULL WHERE group_id = ?",
         (GroupState.EVICTED, reason, group_id),
     )
     members = db.execute(
@@ -220,7 +220,7 @@ def recover(db: sqlite3.Connection) -> None:
     """After a process died: leased groups are ready again, interrupted episodes failed and are tried again."""
     db.execute("UPDATE meta SET value = value + 1 WHERE key = 'epoch'")
     db.execute("UPDATE lease SET state = 'superseded' WHERE state = 'active'")
-    db.execute("UPDATE grp SET state = 'ready', lease_id = NULL WHERE state = 'leased'")
+    db.execute("UPDATE grp SET state = 'ready', replay = lease_id, lease_id = NULL WHERE state = 'leased'")
     interrupted = db.execute(
         f"SELECT {_COLUMNS} FROM episode WHERE state IN ('pending', 'running') ORDER BY seq"
     ).fetchall()

@@ -147,6 +147,18 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where a run's books stand, as a checkpoint remembers it."""
+
+    run_id: str
+    """Of the ledger."""
+    lineage: int
+    """0, then one more for each time that the run went back to a checkpoint."""
+    step: int
+    """Steps trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
     """A full batch of scored groups under one lease. `rows` are grouped by `group_id`, oldest group first."""
 
