@@ -89,6 +89,14 @@ class LearnerRanks:
         """See `Trainer.save_pretrained`."""
         await self._all("save_pretrained", folder)
 
+    async def save(self, folder: Path) -> None:
+        """See `Trainer.save`."""
+        await self._all("save", folder)
+
+    async def load(self, folder: Path) -> None:
+        """See `Trainer.load`."""
+        await self._all("load", folder)
+
     async def close(self) -> None:
         """Leaves the process group on every rank, then ends the processes. Nothing to do after a failure."""
         if self._actors:

@@ -43,7 +43,7 @@ OWNERS = {
     "uvicorn": {"mocked_server/server.py"},
     "pyarrow": {"buffers/parquet.py"},
     "sqlite3": {"buffers/ledger*.py"},
-    "torch.distributed": {"learner/fsdp.py"},
+    "torch.distributed": {"learner/fsdp.py", "learner/checkpoint.py"},
     "ray": {"learner/ranks.py", "learner/pipeline.py"},
     "matplotlib": {"learner/report.py"},
     "tensorboard": {"learner/tracker.py"},
