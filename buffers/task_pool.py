@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -56,10 +56,12 @@ class TaskPool:
         deadline_s: float,
         max_attempts: int,
         version: int = 0,
+        times_opened: Mapping[str, int] | None = None,
         on_closed: Callable[[str, str], None] | None = None,
         call_later: Callable[[float, Callable[[], None]], Timer] | None = None,
     ) -> None:
-        """`max_policy_lag=None`: no learner drives versions, admission is unlimited. `on_closed(episode_id, reason)` is
+        """`max_policy_lag=None`: no learner drives versions, admission is unlimited. `times_opened`: groups of each task that
+        an earlier process of this run opened. `on_closed(episode_id, reason)` is
         called on the pool's loop when a started episode ends. `call_later` stands in for the loop's, in tests."""
         self._ledger = ledger
         self._loop = asyncio.get_running_loop()
@@ -77,7 +79,7 @@ class TaskPool:
         self._woken = asyncio.Event()
         self._task_ids: deque[str] = deque()
         self._sources: deque[Iterator[Task]] = deque()
-        self._times_opened: Counter[str] = Counter()
+        self._times_opened: Counter[str] = Counter(times_opened or {})
         self._waiting: deque[asyncio.Future[Episode]] = deque()
         self._unclaimed: dict[str, Episode] = {}
         self._slots: dict[str, Timer] = {}

@@ -28,6 +28,10 @@ class RunConfig(Section):
     steps: PositiveInt = 60
     """Optimizer steps, one full batch each."""
     seed: int = 0
+    checkpoints: tuple[Annotated[int, Field(ge=0)], PositiveInt] = (20, 2)
+    """(every, keep): a checkpoint each so many steps (0: only at the end); the newest `keep` and the best one stay."""
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "swanlab"]] = ["tensorboard"]
+    """Where figures go, beside metrics.jsonl. All but tensorboard must be installed first."""
     reward_optimum: float | None = None
     """The best mean score that the task allows; drawn in the reward curve and reported in the summary."""
 
@@ -45,8 +49,6 @@ class DataConfig(Section):
     """Command that writes `tasks` (and `warm_start.traces`) when the file is missing. `{python}` is this interpreter."""
     scorer: str = ""
     """Score function (env_adapters/scorers.py) of plain prompts: rows with `agent_name: single_turn_agent`."""
-    epochs: PositiveInt = 1000
-    """Passes over the task file, shuffled by `run.seed`."""
 
 
 class AgentsConfig(Section):
@@ -167,7 +169,7 @@ class WarmStartConfig(Section):
     traces: str = ""
     """Parquet file with a column `messages`; empty: no warm start."""
     steps: PositiveInt = 120
-    batch_size: PositiveInt = 32
+    """Updates on 32 traces each."""
     lr: Annotated[float, Field(gt=0.0)] = 2e-3
 
 

@@ -4,6 +4,7 @@ Called by `learner.learn_loop`, and by `learner.session` to find the one to resu
 scratch folder beside the others, flushed to disk and renamed: a folder `step-*` is complete, whenever the run was killed.
 What a crash left behind is removed with the next checkpoint. It writes no tensors (`learner.checkpoint`, `learner.export`).
 
+    <run>/checkpoint -> the newest one's model/
     <run>/checkpoints/step-000020/
         run.json        position in the ledger, policy version, score
         learner/        torch DCP: everything that training needs to go on
@@ -82,8 +83,16 @@ class CheckpointStore:
         _flush(scratch)
         scratch.rename(target)
         _flush_folder(self.folder)
+        self._point_to(target / "model")
         self._prune()
         return Checkpoint(folder=target, position=position, score=score)
+
+    def _point_to(self, model: Path) -> None:
+        """`<run>/checkpoint` is the newest Hugging Face folder."""
+        link = self.folder.parent / ".checkpoint.new"
+        link.unlink(missing_ok=True)
+        link.symlink_to(model.relative_to(self.folder.parent))
+        link.replace(self.folder.parent / "checkpoint")
 
     def _prune(self) -> None:
         every = self.all()

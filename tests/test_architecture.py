@@ -47,6 +47,9 @@ OWNERS = {
     "ray": {"learner/ranks.py", "learner/pipeline.py"},
     "matplotlib": {"learner/report.py"},
     "tensorboard": {"learner/tracker.py"},
+    "wandb": {"learner/tracker.py"},
+    "mlflow": {"learner/tracker.py"},
+    "swanlab": {"learner/tracker.py"},
     "openai": {"agents/examples/*.py"},
 }
 """Heavy package -> the files that may import it, as patterns; everything else runs without it."""

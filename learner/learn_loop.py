@@ -1,0 +1,188 @@
+"""The learn loop: full batches of scored groups in, new weights out, checkpoints beside it.
+
+Built and run by `learner.pipeline`; its row in the table of loops is `learn`. Invariants: a batch is committed to the ledger
+once its update is made, and published before the next is claimed; a checkpoint is the state after a committed step. The
+step number is the policy version. Saving happens while the next batch is awaited and never stops generation: only the
+next update waits for it.
+
+After a crash the batches that were trained beyond the checkpoint are trained again, as they were and in their order, before
+`caught_up` is set and agents start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from buffers.ledger import Ledger
+from buffers.multi_round import MultiRoundBufferDataset
+from buffers.records import TrainBatch
+from buffers.task_pool import TaskPool
+from configs.schema import BufferConfig, RunConfig
+from learner.checkpoint_store import CheckpointError, CheckpointStore
+from learner.display import Display
+from learner.history import History
+from learner.ranks import LearnerRanks
+from learner.tracker import Tracker
+
+
+class Engine(Protocol):
+    """What the loop asks of the engine."""
+
+    async def load_weights(self, folder: Path, *, version: int) -> None: ...
+
+
+class LearnLoop:
+    """`start`: the step after which this run goes on; `num_replays`: groups given back by a restore. `generated`: the totals
+    of the generate loop. `weights`: a fast folder through which weights reach the engine."""
+
+    def __init__(
+        self,
+        *,
+        run: RunConfig,
+        buffer: BufferConfig,
+        ledger: Ledger,
+        rounds: MultiRoundBufferDataset,
+        pool: TaskPool,
+        ranks: LearnerRanks,
+        engine: Engine,
+        generated: Any,
+        store: CheckpointStore,
+        weights: Path,
+        history: History,
+        tracker: Tracker,
+        display: Display,
+        start: int = 0,
+        num_replays: int = 0,
+    ) -> None:
+        self._run = run
+        self._buffer = buffer
+        self._ledger = ledger
+        self._rounds = rounds
+        self._pool = pool
+        self._ranks = ranks
+        self._engine = engine
+        self._generated = generated
+        self._store = store
+        self._weights = weights
+        self._history = history
+        self._tracker = tracker
+        self._display = display
+        self.step = start
+        """Steps trained; the policy version in the engine."""
+        self._num_replays = num_replays
+        self.caught_up = asyncio.Event()
+        """Set once no batch is left to be trained again: from here on new episodes are needed."""
+        self._sampling: asyncio.Task[TrainBatch] | None = None
+        self._saving: asyncio.Task[None] | None = None
+        self._stopped = False
+
+    def stop(self) -> bool:
+        """Finish after the step in progress. False: nothing was sampled yet, the caller ends the run itself."""
+        self._stopped = True
+        if self._sampling is None:
+            return False
+        self._sampling.cancel()
+        return True
+
+    async def run(self) -> None:
+        """Takes a full batch (waits: enough scored, fresh groups), gives new weights; unblocked by scores. Finite."""
+        every, _ = self._run.checkpoints
+        try:
+            for step in range(self.step + 1, self._run.steps + 1):
+                waited = time.monotonic()
+                if (batch := await self._sample()) is None:
+                    break
+                began = time.monotonic()
+                await self._saved()
+                saved = time.monotonic()
+                metrics = await self._train(batch, step=step)
+                ended = time.monotonic()
+                times = {
+                    "time/wait_s": began - waited,
+                    "time/save_s": saved - began,
+                    "time/update_s": ended - saved,
+                    "time/step_s": ended - waited,
+                }
+                self._report(batch, {**metrics, **times})
+                if every and step % every == 0:
+                    self._saving = asyncio.create_task(self._save(), name="save")
+            await self._saved()
+            with self._display.phase("saving the checkpoint"):
+                await self._save()
+        finally:
+            self.caught_up.set()
+            if self._saving is not None:
+                self._saving.cancel()
+
+    async def publish(self) -> None:
+        """New weights: learner -> file -> engine, which pauses for the copy only."""
+        folder = self._weights / f"version-{self.step}"
+        folder.mkdir()
+        await self._ranks.publish(folder / "model.safetensors")
+        await self._engine.load_weights(folder, version=self.step)
+        shutil.rmtree(folder)
+
+    async def _sample(self) -> TrainBatch | None:
+        """The next full batch; None when the run was told to stop."""
+        num_groups, min_version = self._buffer.groups_per_step, self.step - self._buffer.max_policy_lag
+        if self._stopped:
+            return None
+        if not self.caught_up.is_set() and self._num_replays >= num_groups:
+            self._num_replays -= num_groups
+            batch = await asyncio.wrap_future(self._ledger.claim(num_groups, min_version=min_version))
+            if batch is not None:
+                return batch
+        self.caught_up.set()
+        self._sampling = asyncio.create_task(self._rounds.sample(num_groups, min_version=min_version))
+        try:
+            return await self._sampling
+        except asyncio.CancelledError:
+            if not self._stopped:
+                raise
+            return None
+
+    async def _train(self, batch: TrainBatch, *, step: int) -> dict[str, float]:
+        """Train, record the step, publish."""
+        metrics = await self._ranks.train_step(batch, version=self.step)
+        await asyncio.wrap_future(self._ledger.commit_step(batch.lease_id, step=step, version=step))
+        began = time.monotonic()
+        self.step = step
+        await self.publish()
+        await self._pool.set_version(step)
+        return {**metrics, "time/publish_s": time.monotonic() - began}
+
+    async def _saved(self) -> None:
+        """Until the checkpoint that is being written, if any, is on disk."""
+        if self._saving is not None:
+            await self._saving
+            self._saving = None
+
+    async def _save(self) -> None:
+        position = await asyncio.wrap_future(self._ledger.position())
+        try:
+            scratch = await asyncio.to_thread(self._store.scratch, position.step)
+            await self._ranks.save(scratch / "learner")
+            await self._ranks.save_pretrained(scratch / "model")
+            await asyncio.to_thread(self._store.commit, scratch, position=position, score=self._history.recent_reward())
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint of step {position.step} could not be written to {self._store.folder}: {error}; free space "
+                f"there, then go on with --resume auto"
+            ) from error
+
+    def _report(self, batch: TrainBatch, metrics: dict[str, float]) -> None:
+        figures = self._history.add(batch, metrics, version=self.step - 1, stats=self._generated)
+        figures |= self._pool.metrics()
+        self._tracker.log(self.step, figures)
+        self._display.update(
+            self.step,
+            reward=figures["reward/mean"],
+            mean_lag=figures["staleness/mean"],
+            max_lag=figures["staleness/max"],
+            tokens_per_s=figures["throughput/tokens_per_s"],
+            step_s=figures["time/step_s"],
+        )
