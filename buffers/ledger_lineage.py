@@ -2,7 +2,8 @@
 
 Called by `Ledger` in the writer's thread. A checkpoint is named by (run id, lineage, step). Going back to it starts a new
 lineage: what its own steps trained stays trained, every other trained group is ready again, in the order in which it was
-trained. Invariant: within a lineage and those it came from, a group is trained at most once. It restores no weights.
+trained; a validation under way is given up. Invariant: within a lineage and those it came from, a group is trained at most
+once. It restores no weights.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import sqlite3
 
 from buffers.errors import UnderstudyError
 from buffers.ledger_batches import current_lineage
-from buffers.records import Position
+from buffers.ledger_episodes import RESTART, evict_group
+from buffers.records import EpisodeState, Position
 
 
 def position(db: sqlite3.Connection) -> Position:
@@ -55,6 +57,8 @@ def restore(db: sqlite3.Connection, *, target: Position) -> int:
         "WHERE trained.group_id = grp.group_id) "
         "WHERE state = 'ready' AND group_id IN (SELECT group_id FROM trained JOIN temp.kept USING (step_id))"
     )
+    for (group_id,) in db.execute("SELECT group_id FROM grp WHERE state = 'validating'").fetchall():
+        evict_group(db, group_id=group_id, reason=RESTART, member_state=EpisodeState.FAILED, member_reason=RESTART)
     (num_replays,) = db.execute("SELECT count(*) FROM grp WHERE replay IS NOT NULL AND state = 'ready'").fetchone()
     return int(num_replays)
 

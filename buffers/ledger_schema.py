@@ -39,7 +39,8 @@ CREATE TABLE grp(
     reason      TEXT,
     lease_id    INTEGER REFERENCES lease(lease_id),
     replay      INTEGER,
-    CHECK (state NOT IN ('ready', 'leased', 'trained') OR num_scored = size),
+    greedy      INTEGER NOT NULL DEFAULT 0,
+    CHECK (state NOT IN ('ready', 'leased', 'trained', 'validated') OR num_scored = size),
     CHECK ((state IN ('leased', 'trained')) = (lease_id IS NOT NULL)),
     UNIQUE (task_id, instance)
 );

@@ -30,6 +30,9 @@ class RunConfig(Section):
     seed: int = 0
     checkpoints: tuple[Annotated[int, Field(ge=0)], PositiveInt] = (20, 2)
     """(every, keep): a checkpoint each so many steps (0: only at the end); the newest `keep` and the best one stay."""
+    validation: tuple[PositiveInt, PositiveInt] = (10, 1)
+    """(every, samples): `data.val_tasks` are played at step 0, each so many steps, and at the end. One sample is greedy; with
+    more, at the rollout's temperature, the best of them counts too (pass@k)."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "swanlab"]] = ["tensorboard"]
     """Where figures go, beside metrics.jsonl. All but tensorboard must be installed first."""
     reward_optimum: float | None = None
@@ -45,6 +48,8 @@ class ModelConfig(Section):
 class DataConfig(Section):
     tasks: str = ""
     """Parquet file of tasks (columns as in verl: prompt, data_source, reward_model, extra_info, agent_name)."""
+    val_tasks: str = ""
+    """Parquet file of validation tasks, never trained on; empty: no validation."""
     make: list[str] = Field(default_factory=list)
     """Command that writes `tasks` (and `warm_start.traces`) when the file is missing. `{python}` is this interpreter."""
     scorer: str = ""

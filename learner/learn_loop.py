@@ -27,6 +27,7 @@ from learner.display import Display
 from learner.history import History
 from learner.ranks import LearnerRanks
 from learner.tracker import Tracker
+from learner.validation import Validation
 
 
 class Engine(Protocol):
@@ -55,6 +56,7 @@ class LearnLoop:
         history: History,
         tracker: Tracker,
         display: Display,
+        validation: Validation | None = None,
         start: int = 0,
         num_replays: int = 0,
     ) -> None:
@@ -71,6 +73,7 @@ class LearnLoop:
         self._history = history
         self._tracker = tracker
         self._display = display
+        self._validation = validation
         self.step = start
         """Steps trained; the policy version in the engine."""
         self._num_replays = num_replays
@@ -91,6 +94,7 @@ class LearnLoop:
     async def run(self) -> None:
         """Takes a full batch (waits: enough scored, fresh groups), gives new weights; unblocked by scores. Finite."""
         every, _ = self._run.checkpoints
+        self._validate()
         try:
             for step in range(self.step + 1, self._run.steps + 1):
                 waited = time.monotonic()
@@ -108,15 +112,19 @@ class LearnLoop:
                     "time/step_s": ended - waited,
                 }
                 self._report(batch, {**metrics, **times})
+                self._validate()
                 if every and step % every == 0:
                     self._saving = asyncio.create_task(self._save(), name="save")
             await self._saved()
+            await self._finish_validation()
             with self._display.phase("saving the checkpoint"):
                 await self._save()
         finally:
             self.caught_up.set()
             if self._saving is not None:
                 self._saving.cancel()
+            if self._validation is not None:
+                self._validation.cancel()
 
     async def publish(self) -> None:
         """New weights: learner -> file -> engine, which pauses for the copy only."""
@@ -155,6 +163,17 @@ class LearnLoop:
         await self._pool.set_version(step)
         return {**metrics, "time/publish_s": time.monotonic() - began}
 
+    def _validate(self) -> None:
+        if self._validation is not None:
+            self._validation.begin(self.step, last=self.step >= self._run.steps)
+
+    async def _finish_validation(self) -> None:
+        """The figures of the last one have no step's line to go with; after Ctrl-C nobody waits for it."""
+        if self._validation is not None and not self._stopped:
+            with self._display.phase("waiting for the last validation"):
+                if figures := await self._validation.finish():
+                    self._tracker.log(self.step, figures)
+
     async def _saved(self) -> None:
         """Until the checkpoint that is being written, if any, is on disk."""
         if self._saving is not None:
@@ -167,16 +186,22 @@ class LearnLoop:
             scratch = await asyncio.to_thread(self._store.scratch, position.step)
             await self._ranks.save(scratch / "learner")
             await self._ranks.save_pretrained(scratch / "model")
-            await asyncio.to_thread(self._store.commit, scratch, position=position, score=self._history.recent_reward())
+            await asyncio.to_thread(self._store.commit, scratch, position=position, score=self._score())
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint of step {position.step} could not be written to {self._store.folder}: {error}; free space "
                 f"there, then go on with --resume auto"
             ) from error
 
+    def _score(self) -> float | None:
+        validated = None if self._validation is None else self._validation.last_mean
+        return self._history.recent_reward() if validated is None else validated
+
     def _report(self, batch: TrainBatch, metrics: dict[str, float]) -> None:
         figures = self._history.add(batch, metrics, version=self.step - 1, stats=self._generated)
         figures |= self._pool.metrics()
+        if self._validation is not None:
+            figures |= self._validation.take()
         self._tracker.log(self.step, figures)
         self._display.update(
             self.step,

@@ -51,6 +51,7 @@ from learner.history import History
 from learner.learn_loop import LearnLoop
 from learner.ranks import LearnerRanks
 from learner.tracker import Tracker
+from learner.validation import Validation
 from mocked_server.generation import Generation
 from mocked_server.server import MockedServer, bind
 from mocked_server.vllm_engine import (
@@ -168,6 +169,7 @@ class Pipeline:
             ranks=ranks, engine=engine, generated=generation.stats,
             store=CheckpointStore(self._folder / "checkpoints", keep=config.run.checkpoints[1]),
             weights=weights, history=self.history, tracker=self._tracker, display=self._display,
+            validation=self._validation(books.ledger),
             start=self._start, num_replays=books.num_replays,
         )  # fmt: skip
         parts = Parts(books=books, engine=engine, server=server, generation=generation, ranks=ranks, learn=self._learn)
@@ -190,10 +192,9 @@ class Pipeline:
             )
             if (code := await child.wait()) != 0:
                 raise TaskError(f"data.make must write {tasks}, but it exited with code {code}: {child.log_tail()}")
-        if config.data.tasks:
-            await asyncio.to_thread(
-                lambda: next(read_tasks(tasks))
-            )  # a file that cannot be used is known before the engine starts
+        for path in filter(None, (config.data.tasks, config.data.val_tasks)):
+            # a file that cannot be used is known before the engine starts
+            await asyncio.to_thread(next, read_tasks(Path(path)))
         if config.model.path == "tiny":
             return await asyncio.to_thread(make_tiny_model, self._folder / "model", seed=config.run.seed)
         if not (folder := Path(config.model.path)).is_dir():
@@ -279,6 +280,12 @@ class Pipeline:
         )
         rounds = MultiRoundBufferDataset(ledger, group_size=config.buffer.group_size)
         return Books(ledger=ledger, pool=pool, rounds=rounds, opened=opened, num_replays=num_replays)
+
+    def _validation(self, ledger: Ledger) -> Validation | None:
+        path, (every, samples) = self._config.data.val_tasks, self._config.run.validation
+        if not path:
+            return None
+        return Validation(ledger, tasks=lambda: list(read_tasks(Path(path))), every=every, samples=samples)
 
     # Loops
 
