@@ -30,9 +30,6 @@ class RunConfig(Section):
     seed: int = 0
     checkpoints: tuple[Annotated[int, Field(ge=0)], PositiveInt] = (20, 2)
     """(every, keep): a checkpoint each so many steps (0: only at the end); the newest `keep` and the best one stay."""
-    validation: tuple[PositiveInt, PositiveInt] = (10, 1)
-    """(every, samples): `data.val_tasks` are played at step 0, each so many steps, and at the end. One sample is greedy; with
-    more, at the rollout's temperature, the best of them counts too (pass@k)."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "swanlab"]] = ["tensorboard"]
     """Where figures go, beside metrics.jsonl. All but tensorboard must be installed first."""
     reward_optimum: float | None = None
@@ -48,21 +45,24 @@ class ModelConfig(Section):
 class DataConfig(Section):
     tasks: str = ""
     """Parquet file of tasks (columns as in verl: prompt, data_source, reward_model, extra_info, agent_name)."""
-    val_tasks: str = ""
-    """Parquet file of validation tasks, never trained on; empty: no validation."""
+    validation: tuple[str, PositiveInt, PositiveInt] | None = None
+    """(file, every, samples): its tasks are played at step 0, each so many steps and at the end, and never trained on. One
+    sample of a task is greedy; with more, at the rollout's temperature, the best of them is reported too (pass@k)."""
     make: list[str] = Field(default_factory=list)
     """Command that writes `tasks` (and `warm_start.traces`) when the file is missing. `{python}` is this interpreter."""
-    scorer: str = ""
-    """Score function (env_adapters/scorers.py) of plain prompts: rows with `agent_name: single_turn_agent`."""
+    scorer: str | dict[str, str] = ""
+    """Who scores plain prompts (rows with `agent_name: single_turn_agent`): a name in env_adapters/scorers.py,
+    `module.function`, or a URL; or one of these for each data_source, with `default` for the others."""
+    reward_manager: Literal["naive", "batch", "dapo"] = "naive"
+    """naive: a scorer judges one answer. batch: `module.function` takes lists of tasks and answers. dapo: as naive; groups with
+    equal scores are dropped, and generations in the last fifth of `rollout.max_tokens` are penalised."""
 
 
 class AgentsConfig(Section):
     command: list[str] = Field(default_factory=list)
     """The agent: any program. `{python}` is this interpreter. Empty: agents are started by somebody else."""
-    per_episode: bool = False
-    """True: a fresh process for every episode. False: a long-lived program that asks `TASKS_URL` for its next task."""
-    processes: PositiveInt = 1
-    """Long-lived programs to run."""
+    processes: Annotated[int, Field(ge=0)] = 1
+    """Long-lived programs to run, which ask `TASKS_URL` for their next tasks. 0: a fresh process for every episode."""
     concurrency: PositiveInt = 64
     """Episodes that may run at once, over all agents."""
     episode_deadline_s: Seconds = 120.0
@@ -99,10 +99,8 @@ class RolloutConfig(Section):
     """Longest prompt + generation, in tokens."""
     max_num_seqs: PositiveInt = 64
     """Generations that run in one engine step."""
-    kv_cache_gb: Annotated[float, Field(gt=0.0)] = 0.25
-    """KV-cache memory on CPU, in GiB (on a GPU vLLM sizes its own)."""
-    gpu_memory_fraction: Fraction = 0.4
-    """Share of a GPU's memory for the engine."""
+    kv_cache_gb: Positive | None = None
+    """KV-cache memory of the engine, in GiB. None: 0.25 on CPU; on a GPU the engine takes 40 % of the card in all."""
 
 
 class BufferConfig(Section):

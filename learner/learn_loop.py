@@ -26,6 +26,7 @@ from learner.checkpoint_store import CheckpointError, CheckpointStore
 from learner.display import Display
 from learner.history import History
 from learner.ranks import LearnerRanks
+from learner.shaping import shaped
 from learner.tracker import Tracker
 from learner.validation import Validation
 
@@ -38,7 +39,8 @@ class Engine(Protocol):
 
 class LearnLoop:
     """`start`: the step after which this run goes on; `num_replays`: groups given back by a restore. `generated`: the totals
-    of the generate loop. `weights`: a fast folder through which weights reach the engine."""
+    of the generate loop. `weights`: a fast folder through which weights reach the engine. `shaping`: the most tokens of a
+    generation, where long ones are penalised; None: they are not."""
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class LearnLoop:
         tracker: Tracker,
         display: Display,
         validation: Validation | None = None,
+        shaping: int | None = None,
         start: int = 0,
         num_replays: int = 0,
     ) -> None:
@@ -74,6 +77,7 @@ class LearnLoop:
         self._tracker = tracker
         self._display = display
         self._validation = validation
+        self._shaping = shaping
         self.step = start
         """Steps trained; the policy version in the engine."""
         self._num_replays = num_replays
@@ -155,7 +159,11 @@ class LearnLoop:
 
     async def _train(self, batch: TrainBatch, *, step: int) -> dict[str, float]:
         """Train, record the step, publish."""
-        metrics = await self._ranks.train_step(batch, version=self.step)
+        penalty = {}
+        if self._shaping is not None:
+            batch, mean = shaped(batch, max_tokens=self._shaping)
+            penalty = {"reward/overlong": mean}
+        metrics = penalty | await self._ranks.train_step(batch, version=self.step)
         await asyncio.wrap_future(self._ledger.commit_step(batch.lease_id, step=step, version=step))
         began = time.monotonic()
         self.step = step

@@ -35,7 +35,7 @@ from pathlib import Path
 import ray
 
 from agents.external import AgentPerEpisode, AgentPlace, LongLivedAgents, check_command
-from buffers.errors import AgentError, EngineError, EnvError, TaskError
+from buffers.errors import TaskError
 from buffers.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.parquet import read_tasks
@@ -44,7 +44,7 @@ from buffers.task_pool import TaskPool
 from configs.schema import Config
 from configs.tiny_model import make_tiny_model
 from env_adapters.process import Child, last_words, resolve_command, start_environment
-from env_adapters.scorers import SCORERS
+from env_adapters.rewards import Rewards
 from learner.checkpoint_store import Checkpoint, CheckpointStore
 from learner.display import Display
 from learner.history import History
@@ -52,6 +52,7 @@ from learner.learn_loop import LearnLoop
 from learner.ranks import LearnerRanks
 from learner.tracker import Tracker
 from learner.validation import Validation
+from learner.watch import watch
 from mocked_server.generation import Generation
 from mocked_server.server import MockedServer, bind
 from mocked_server.vllm_engine import (
@@ -67,9 +68,6 @@ from mocked_server.vllm_engine import (
 logger = logging.getLogger(__name__)
 
 ENV_START_S = 60.0
-WATCH_S = 1.0
-FAILING_BATCHES = 2
-"""Batches of groups given up in a row, without one score in between, that end the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +149,8 @@ class Pipeline:
         config = self._config
         if config.agents.command:
             check_command(config.agents.command)
-        _scorer(config.data.scorer)
+        scorer, manager = config.data.scorer, config.data.reward_manager
+        self._rewards = Rewards(scorer, batch=manager == "batch") if scorer else None
         self._socket = bind(config.server.host, config.server.port)
         stack.callback(self._socket.close)
         with self._display.phase("preparing model and tasks"):
@@ -170,6 +169,7 @@ class Pipeline:
             store=CheckpointStore(self._folder / "checkpoints", keep=config.run.checkpoints[1]),
             weights=weights, history=self.history, tracker=self._tracker, display=self._display,
             validation=self._validation(books.ledger),
+            shaping=config.rollout.max_tokens if config.data.reward_manager == "dapo" else None,
             start=self._start, num_replays=books.num_replays,
         )  # fmt: skip
         parts = Parts(books=books, engine=engine, server=server, generation=generation, ranks=ranks, learn=self._learn)
@@ -192,13 +192,17 @@ class Pipeline:
             )
             if (code := await child.wait()) != 0:
                 raise TaskError(f"data.make must write {tasks}, but it exited with code {code}: {child.log_tail()}")
-        for path in filter(None, (config.data.tasks, config.data.val_tasks)):
+        validation = config.data.validation[0] if config.data.validation else ""
+        for path in filter(None, (config.data.tasks, validation)):
             # a file that cannot be used is known before the engine starts
             await asyncio.to_thread(next, read_tasks(Path(path)))
         if config.model.path == "tiny":
             return await asyncio.to_thread(make_tiny_model, self._folder / "model", seed=config.run.seed)
-        if not (folder := Path(config.model.path)).is_dir():
-            raise TaskError(f"model.path must be a Hugging Face folder or `tiny`, got {folder} (not a folder)")
+        if not ((folder := Path(config.model.path)) / "config.json").is_file():
+            what = "no config.json there" if folder.is_dir() else "not a folder"
+            raise TaskError(
+                f"model.path must be a Hugging Face folder or `tiny`, got {folder} ({what}); download the model first"
+            )
         return folder
 
     async def _start_heavy(
@@ -250,6 +254,7 @@ class Pipeline:
         server = MockedServer(
             args=args, vllm_config=vllm_config, rollout=config.rollout, server=config.server,
             pool=books.pool, notify_score_fn=books.rounds.notify_score,
+            score_fn=self._rewards.score if self._rewards else None,
         )  # fmt: skip
         await server.start()
         stack.push_async_callback(server.close)
@@ -258,7 +263,7 @@ class Pipeline:
     async def _open_books(self, stack: AsyncExitStack) -> Books:
         """The ledger, back at the checkpoint where one is resumed."""
         config = self._config
-        ledger = Ledger(self._folder / "ledger.sqlite")
+        ledger = Ledger(self._folder / "ledger.sqlite", drop_equal=config.data.reward_manager == "dapo")
         stack.callback(ledger.close)
         num_replays = 0
         if self._resume:
@@ -282,9 +287,9 @@ class Pipeline:
         return Books(ledger=ledger, pool=pool, rounds=rounds, opened=opened, num_replays=num_replays)
 
     def _validation(self, ledger: Ledger) -> Validation | None:
-        path, (every, samples) = self._config.data.val_tasks, self._config.run.validation
-        if not path:
+        if self._config.data.validation is None:
             return None
+        path, every, samples = self._config.data.validation
         return Validation(ledger, tasks=lambda: list(read_tasks(Path(path))), every=every, samples=samples)
 
     # Loops
@@ -309,7 +314,7 @@ class Pipeline:
         )
         agents: AgentPerEpisode | LongLivedAgents
         many = config.agents.concurrency
-        if config.agents.per_episode:
+        if config.agents.processes == 0:
             agents = AgentPerEpisode(config.agents.command, place=place, desk=parts.server, concurrency=many)
         else:
             agents = LongLivedAgents(
@@ -335,42 +340,30 @@ class Pipeline:
                     yield task
 
     async def watch(self, parts: Parts) -> None:
-        """Shows the queues once a second; ends the run when engine or environment is gone, or when every episode fails."""
-        patience = FAILING_BATCHES * self._config.buffer.groups_per_step
-        scored = failed = 0
-        while True:
-            await asyncio.sleep(WATCH_S)
-            if parts.engine.dead:
-                raise EngineError("the engine process died; see the run's log. Scored episodes are in the ledger.")
-            if parts.env is not None and not parts.env.running:
-                raise EnvError(f"the environment process ended; its log {parts.env.log} ends:\n{parts.env.log_tail()}")
-            counts = parts.books.ledger.counts()
-            if counts["episodes/scored"] > scored:
-                scored, failed = counts["episodes/scored"], counts.get("evicted/failed", 0)
-            if counts.get("evicted/failed", 0) - failed >= patience:
-                reasons = {name: number for name, number in counts.items() if name.startswith("failed/")}
-                raise AgentError(
-                    f"{patience} groups in a row were given up without one scored episode; reasons: {reasons}; "
-                    f"logs: {self._folder / 'agents'}, {self._folder / 'env.log'}; the agents' last words:\n"
-                    f"{last_words(self._folder / 'agents')}"
-                )
+        """Shows the queues once a second; ends the run when it cannot succeed any more (`learner.watch`)."""
+        agents, env_log = self._folder / "agents", self._folder / "env.log"
+
+        def show() -> None:
             self._display.queues(
                 prompts_waiting=parts.server.prompt_queue.qsize() + parts.generation.stats.running,
                 episodes_running=int(parts.books.pool.metrics()["pool/running"]),
-                groups_ready=counts["groups/ready"],
+                groups_ready=parts.books.ledger.counts()["groups/ready"],
             )
+
+        await watch(
+            engine=parts.engine,
+            env=parts.env,
+            counts=parts.books.ledger.counts,
+            groups_per_step=self._config.buffer.groups_per_step,
+            show=show,
+            last_words=lambda: f"logs: {agents}, {env_log}; the agents' last words:\n{last_words(agents)}",
+        )
 
 
 def start_ray() -> None:
     """A local Ray without dashboard."""
     with interrupts_blocked():
         ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
-
-
-def _scorer(name: str) -> Callable[[Task, str], float] | None:
-    if name and name not in SCORERS:
-        raise TaskError(f"data.scorer must be one of {sorted(SCORERS)}, got {name!r}; see env_adapters/scorers.py")
-    return SCORERS[name] if name else None
 
 
 def _inherited() -> dict[str, str]:

@@ -104,7 +104,7 @@ def test_a_run_validates_at_step_0_and_at_the_end_while_it_trains(tmp_path) -> N
     write_tasks(tmp_path / "val.parquet", walk_tasks(6, seed=99))
     run = start(
         tmp_path, "run.steps=4", "warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=2",
-        "run.validation=[2,1]", f"data.val_tasks={tmp_path / 'val.parquet'}",
+        f"data.validation=[{tmp_path / 'val.parquet'},2,1]",
     )  # fmt: skip
     code, output = run.wait(240)
     assert code == 0, output
