@@ -27,7 +27,7 @@ LISTED = (".py", ".yaml", ".sh")
 OTHER_DOTTED = {"env.log"}
 """Not configuration keys, whatever they look like; nor are our modules, such as `learner.run`."""
 METRIC_GROUPS = (
-    "agent_loop|batch|critic|generation|learner|policy|pool|reward|staleness|throughput|time|tracker|warm_start"
+    "agent_loop|batch|critic|generation|learner|policy|pool|reward|staleness|throughput|time|tracker|val|warm_start"
 )
 METRIC_SOURCES = ["learner/*.py", "buffers/task_pool.py"]
 COMPOSED = {"warm_start/first_loss", "warm_start/last_loss", "warm_start/seconds"} | {
