@@ -202,6 +202,7 @@ class Config(Section):
                 f"learner.advantage={learner.advantage} compares episodes of one task: buffer.group_size must be >= 2, "
                 f"got {self.buffer.group_size}; set buffer.group_size=8"
             )
+        self._check_data()
         if learner.kl_target > 0.0 and learner.kl_coef == 0.0:
             raise ValueError(
                 f"learner.kl_target={learner.kl_target} steers learner.kl_coef, which must be > 0, got 0; "
@@ -218,3 +219,20 @@ class Config(Section):
                 f"{self.rollout.max_model_len}; lower rollout.max_tokens"
             )
         return self
+
+    def _check_data(self) -> None:
+        data = self.data
+        if data.reward_manager == "batch" and not data.scorer:
+            raise ValueError(
+                "data.reward_manager=batch calls data.scorer, which must be set, got ''; set data.scorer=module.function"
+            )
+        if data.reward_manager == "dapo" and self.buffer.group_size < 2:
+            raise ValueError(
+                f"data.reward_manager=dapo compares episodes of one task: buffer.group_size must be >= 2, got "
+                f"{self.buffer.group_size}; set buffer.group_size=8"
+            )
+        if data.validation is not None and data.validation[0] == data.tasks:
+            raise ValueError(
+                f"data.validation must name another file than data.tasks, got {data.tasks} for both; validation tasks are "
+                f"never trained on: split the file"
+            )
