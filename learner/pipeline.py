@@ -20,16 +20,14 @@ older than `buffer.max_policy_lag` versions.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import random
 import shutil
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -39,8 +37,9 @@ from buffers.errors import TaskError
 from buffers.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.parquet import read_tasks
-from buffers.records import Position, Task
+from buffers.records import Position
 from buffers.task_pool import TaskPool
+from buffers.task_source import endless_tasks, task_list
 from configs.schema import Config
 from configs.tiny_model import make_tiny_model
 from env_adapters.process import Child, last_words, resolve_command, start_environment
@@ -54,6 +53,7 @@ from learner.tracker import Tracker
 from learner.validation import Validation
 from learner.watch import watch
 from mocked_server.generation import Generation
+from mocked_server.plain_prompts import PLAIN
 from mocked_server.server import MockedServer, bind
 from mocked_server.vllm_engine import (
     EngineSettings,
@@ -290,7 +290,12 @@ class Pipeline:
         if self._config.data.validation is None:
             return None
         path, every, samples = self._config.data.validation
-        return Validation(ledger, tasks=lambda: list(read_tasks(Path(path))), every=every, samples=samples)
+        read = partial(task_list, Path(path), agent_name=self._default_agent())
+        return Validation(ledger, tasks=read, every=every, samples=samples)
+
+    def _default_agent(self) -> str | None:
+        """Who plays rows that name no agent: as in verl, nobody has to, when a scorer is there and no agent is."""
+        return PLAIN if self._config.data.scorer and not self._config.agents.command else None
 
     # Loops
 
@@ -304,7 +309,14 @@ class Pipeline:
     def _start_agents(self, loops: asyncio.TaskGroup, parts: Parts) -> list[asyncio.Task[None]]:
         config = self._config
         if config.data.tasks:
-            parts.books.pool.add_source(self._tasks(parts.books.opened))
+            parts.books.pool.add_source(
+                endless_tasks(
+                    Path(config.data.tasks),
+                    seed=config.run.seed,
+                    opened=parts.books.opened,
+                    agent_name=self._default_agent(),
+                )
+            )
         if not config.agents.command:
             return []
         place = AgentPlace(
@@ -325,19 +337,6 @@ class Pipeline:
                 concurrency=many,
             )
         return [loops.create_task(agents.run(), name="agents")]
-
-    def _tasks(self, opened: Mapping[str, int]) -> Iterator[Task]:
-        """The rows of the task file, for ever, shuffled anew in each epoch; without those that were `opened` before.
-        Read by the pool, in a thread, as it needs them."""
-        left = Counter(opened)
-        for epoch in itertools.count():
-            tasks = list(read_tasks(Path(self._config.data.tasks)))
-            random.Random(self._config.run.seed * 1_000_003 + epoch).shuffle(tasks)
-            for task in tasks:
-                if left[task.task_id] > 0:
-                    left[task.task_id] -= 1
-                else:
-                    yield task
 
     async def watch(self, parts: Parts) -> None:
         """Shows the queues once a second; ends the run when it cannot succeed any more (`learner.watch`)."""

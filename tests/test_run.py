@@ -17,6 +17,7 @@ from run_parts import ROOT, assert_nothing_left, start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffers.parquet import write_tasks
+from buffers.records import Task
 from env_adapters.walk import walk_tasks
 
 
@@ -247,3 +248,43 @@ def test_help_answers_at_once():
     output = subprocess.run([sys.executable, "-m", "learner.run", "--help"], cwd=ROOT, capture_output=True, text=True)
     assert output.returncode == 0 and "section.key=value" in output.stdout
     assert time.monotonic() - began < 5.0  # 0.06 s on an idle machine; the bound leaves room for a busy one
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_plain_prompts_train_without_an_agent_by_a_function_of_the_users_with_dapo(tmp_path):
+    tasks = [
+        Task(task_id=f"q{n}", prompt=[{"role": "user", "content": f"{n}?"}], data_source="openai/gsm8k")
+        for n in range(20)
+    ]
+    write_tasks(tmp_path / "train.parquet", tasks)
+    write_tasks(tmp_path / "test.parquet", tasks[:4])
+    run = start(
+        tmp_path,
+        "model.path=tiny",
+        "model.dtype=float32",
+        "run.steps=3",
+        f"data.tasks={tmp_path / 'train.parquet'}",
+        f"data.validation=[{tmp_path / 'test.parquet'},2,3]",
+        "data.scorer={openai/gsm8k: tests.scoring.early_letters}",
+        "data.reward_manager=dapo",
+        "agents.concurrency=32",
+        "rollout.max_tokens=8",
+        "rollout.max_model_len=128",
+        "buffer.groups_per_step=3",
+        "buffer.group_size=4",
+        "learner.lr=1e-3",
+        config="configs/gsm8k.yaml",
+    )
+    code, output = run.wait(240)
+    assert code == 0, output
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "reward/mean" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert all(line["reward/std"] > 0.0 and line["reward/overlong"] < 0.0 for line in steps)
+    validated = [line for line in lines if "val/step" in line]
+    assert validated and all(line["val/tasks"] == 4 and line["val/best"] >= line["val/mean"] for line in validated)
+    summary = run.summary()
+    assert summary["buffer"]["groups/trained"] == 9 and summary["max_logprob_diff"] < 1e-4
+    assert_nothing_left(run)
