@@ -78,7 +78,7 @@ class LearnLoop:
         self._display = display
         self._validation = validation
         self._shaping = shaping
-        self.step = start
+        self._start = self.step = start
         """Steps trained; the policy version in the engine."""
         self._num_replays = num_replays
         self.caught_up = asyncio.Event()
@@ -88,12 +88,13 @@ class LearnLoop:
         self._stopped = False
 
     def stop(self) -> bool:
-        """Finish after the step in progress. False: nothing was sampled yet, the caller ends the run itself."""
+        """Finish after the step in progress. False: no step was begun yet, the caller ends the run itself."""
         self._stopped = True
-        if self._sampling is None:
-            return False
-        self._sampling.cancel()
-        return True
+        if self._validation is not None:
+            self._validation.cancel()
+        if self._sampling is not None:
+            self._sampling.cancel()
+        return self._sampling is not None or self.step > self._start
 
     async def run(self) -> None:
         """Takes a full batch (waits: enough scored, fresh groups), gives new weights; unblocked by scores. Finite."""

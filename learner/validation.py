@@ -53,9 +53,9 @@ class Validation:
         return figures | {"val/skipped": float(self._num_skipped)}
 
     async def finish(self) -> dict[str, float]:
-        """Wait for the one under way and take its figures."""
+        """Wait for the one under way and take its figures; none if it is cancelled meanwhile."""
         if self._running is not None:
-            await self._running
+            await asyncio.wait({self._running})
         return self.take()
 
     def cancel(self) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,8 @@ import pytest
 from buffers.records import Position
 from learner.checkpoint_store import Checkpoint, CheckpointError, CheckpointStore, read_checkpoint
 from learner.session import find_resume
+
+ROOT = Path(__file__).parent.parent
 
 
 def position(step: int, *, lineage: int = 0) -> Position:
@@ -92,3 +97,46 @@ def test_what_is_resumed(tmp_path: Path) -> None:
     assert find_resume(run, resume=str(first.folder)) == (True, first)
     with pytest.raises(CheckpointError, match="must name a checkpoint of this run"):
         find_resume(tmp_path / "other", resume=str(first.folder))
+
+
+SAVER = """
+import sys
+from pathlib import Path
+from buffers.records import Position
+from learner.checkpoint_store import CheckpointStore
+
+store = CheckpointStore(Path(sys.argv[1]), keep=2)
+step = int(sys.argv[2])
+while True:
+    step += 1
+    scratch = store.scratch(step)
+    for name in ("learner", "model"):
+        (scratch / name).mkdir()
+        for part in range(4):
+            (scratch / name / str(part)).write_text(str(step) * 1000)
+    store.commit(scratch, position=Position(run_id="r", lineage=0, step=step), score=float(step % 7))
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_whenever_the_process_is_killed_the_newest_checkpoint_is_whole(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    step = 0
+    for patience_s in (0.0, 0.001, 0.002, 0.003, 0.005, 0.008):
+        command = [sys.executable, "-c", SAVER, str(store.folder), str(step)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": str(ROOT)}) as process:
+            assert process.stdout is not None
+            for _ in range(5):
+                step = int(process.stdout.readline())
+            time.sleep(patience_s)  # somewhere in the middle of the next one
+            process.kill()
+            for line in process.stdout:  # told before the kill, read after it
+                step = int(line) if line.endswith("\n") else step
+        newest = store.newest()
+        assert newest is not None and newest.position.step >= step
+        for one in store.all():
+            parts = [one.folder / name / str(part) for name in ("learner", "model") for part in range(4)]
+            assert all(part.read_text() == str(one.position.step) * 1000 for part in parts)
+        assert (tmp_path / "checkpoint" / "0").is_file()
+        step = newest.position.step

@@ -79,6 +79,18 @@ async def test_figures_come_once_and_a_validation_that_is_due_meanwhile_is_count
     ledger.close()
 
 
+async def test_one_that_is_cancelled_while_it_is_awaited_gives_nothing() -> None:
+    ledger = Ledger(None)
+    validation = Validation(ledger, tasks=lambda: [make_task(1)], every=1, samples=1)
+    validation.begin(1)
+    waiting = asyncio.create_task(validation.finish())
+    while ledger.counts()["groups/validating"] < 1:
+        await asyncio.sleep(0)
+    validation.cancel()
+    assert await waiting == {}
+    ledger.close()
+
+
 def test_figures_are_means_over_tasks_and_by_source() -> None:
     found = [Validated(data_source="a", scores=(0.0, 1.0)), Validated(data_source="b", scores=(0.0, 0.0))]
     assert figures_of(found, num_tasks=3) == {
