@@ -111,8 +111,13 @@ def _copy(name: str, module: nn.Module, *, shards: Shards) -> dict[str, Tensor]:
     """Shards as parts of whole tensors, so that another number of ranks can read them."""
     return {
         f"{COPY}.{name}.{key}": _like(parameter.detach(), local)
-        for (key, parameter), local in zip(module.named_parameters(), shards, strict=True)
+        for (key, parameter), local in zip(_trained(module), shards, strict=True)
     }
+
+
+def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """What weight copies hold: frozen weights are the same in all versions."""
+    return [(key, parameter) for key, parameter in module.named_parameters() if parameter.requires_grad]
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:
@@ -129,7 +134,7 @@ def _like(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def _locals(module: nn.Module) -> Shards:
-    parameters = [parameter.detach() for parameter in module.parameters()]
+    parameters = [parameter.detach() for _, parameter in _trained(module)]
     return [part.to_local() if isinstance(part, DTensor) else part for part in parameters]
 
 

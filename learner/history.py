@@ -58,6 +58,7 @@ class History:
             "staleness/mean": float(lags.mean()),
             "staleness/max": float(lags.max()),
             "batch/episodes": float(len(scores)),
+            "batch/equal_groups": _equal_groups(batch),
             "batch/rows": float(len(batch)),
             "batch/tokens": float(sum(row.num_tokens for row in batch.rows)),
             "batch/trained_tokens": float(batch.num_trained_tokens),
@@ -115,6 +116,14 @@ class History:
             "warm_start": dict(self.warm_start),
             **self._final,
         }
+
+
+def _equal_groups(batch: TrainBatch) -> float:
+    """Share of the groups whose episodes all scored the same: estimators that compare them learn nothing there."""
+    scores: dict[int, set[float]] = {}
+    for row in batch.rows:
+        scores.setdefault(row.group_id, set()).add(row.score)
+    return sum(len(some) == 1 for some in scores.values()) / len(scores)
 
 
 def _share(steps: list[dict[str, float]], name: str) -> float | None:
