@@ -65,8 +65,8 @@ def run_session(config: Config, *, resume: str = "") -> int:
             report(console, pipeline.history.rewards, summary=summary, folder=folder)
         for error in errors:
             say(f"error: {error}", style="bold red")
-        if code == 130:
-            say(how_to_go_on(folder))
+        if code == 130 or (errors and pipeline.history.rewards):
+            say(how_to_go_on(folder, began=bool(pipeline.history.rewards)))
     return code
 
 
@@ -186,8 +186,8 @@ def report(console: Console, rewards: list[float], *, summary: dict[str, Any], f
             console.print(f"{name:>12}: {folder / file}", highlight=False)
 
 
-def how_to_go_on(folder: Path) -> str:
-    """After Ctrl-C: the command that goes on."""
-    if not (folder / "checkpoints").is_dir():
+def how_to_go_on(folder: Path, *, began: bool) -> str:
+    """After Ctrl-C, or an error after the first step: the command that goes on."""
+    if not began:
         return "stopped before anything was trained; run the same command again"
     return f"stopped. To go on:\n  python -m learner.run --config {folder / 'config.yaml'} --resume auto"
