@@ -6,7 +6,7 @@ step number is the policy version. Saving happens while the next batch is awaite
 next update waits for it.
 
 After a crash the batches that were trained beyond the checkpoint are trained again, as they were and in their order, before
-`caught_up` is set and agents start.
+the pool begins to give out episodes.
 """
 
 from __future__ import annotations
@@ -81,8 +81,6 @@ class LearnLoop:
         self._start = self.step = start
         """Steps trained; the policy version in the engine."""
         self._num_replays = num_replays
-        self.caught_up = asyncio.Event()
-        """Set once no batch is left to be trained again: from here on new episodes are needed."""
         self._sampling: asyncio.Task[TrainBatch] | None = None
         self._saving: asyncio.Task[None] | None = None
         self._stopped = False
@@ -125,7 +123,6 @@ class LearnLoop:
             with self._display.phase("saving the checkpoint"):
                 await self._save()
         finally:
-            self.caught_up.set()
             if self._saving is not None:
                 self._saving.cancel()
             if self._validation is not None:
@@ -144,12 +141,13 @@ class LearnLoop:
         num_groups, min_version = self._buffer.groups_per_step, self.step - self._buffer.max_policy_lag
         if self._stopped:
             return None
-        if not self.caught_up.is_set() and self._num_replays >= num_groups:
+        if self._num_replays >= num_groups:
             self._num_replays -= num_groups
             batch = await asyncio.wrap_future(self._ledger.claim(num_groups, min_version=min_version))
             if batch is not None:
                 return batch
-        self.caught_up.set()
+        self._num_replays = 0
+        self._pool.begin()
         self._sampling = asyncio.create_task(self._rounds.sample(num_groups, min_version=min_version))
         try:
             return await self._sampling
@@ -178,6 +176,7 @@ class LearnLoop:
 
     async def _finish_validation(self) -> None:
         """The figures of the last one have no step's line to go with; after Ctrl-C nobody waits for it."""
+        self._pool.begin()
         if self._validation is not None and not self._stopped:
             with self._display.phase("waiting for the last validation"):
                 if figures := await self._validation.finish():

@@ -133,12 +133,8 @@ class Pipeline:
         async with AsyncExitStack() as stack:
             parts = await self._build(stack)
             async with asyncio.TaskGroup() as loops:
-                learning = loops.create_task(parts.learn.run(), name="learn")
                 parts.background = self._start_loops(loops, parts)
-                await parts.learn.caught_up.wait()
-                if not learning.done():
-                    parts.background += self._start_agents(loops, parts)
-                await learning
+                await loops.create_task(parts.learn.run(), name="learn")
                 for task in parts.background:
                     task.cancel()
             self.history.finish(parts.books.ledger.counts(), parts.server.status())
@@ -282,6 +278,7 @@ class Pipeline:
             deadline_s=config.agents.episode_deadline_s,
             version=self._start,
             times_opened=opened,
+            held=self._resume,
         )
         rounds = MultiRoundBufferDataset(ledger, group_size=config.buffer.group_size)
         return Books(ledger=ledger, pool=pool, rounds=rounds, opened=opened, num_replays=num_replays)
@@ -300,14 +297,12 @@ class Pipeline:
     # Loops
 
     def _start_loops(self, loops: asyncio.TaskGroup, parts: Parts) -> list[asyncio.Task[None]]:
-        return [
+        config = self._config
+        started = [
             loops.create_task(parts.server.wait(), name="serve"),
             loops.create_task(parts.generation.run(), name="generate"),
             loops.create_task(self.watch(parts), name="watch"),
         ]
-
-    def _start_agents(self, loops: asyncio.TaskGroup, parts: Parts) -> list[asyncio.Task[None]]:
-        config = self._config
         if config.data.tasks:
             parts.books.pool.add_source(
                 endless_tasks(
@@ -317,26 +312,27 @@ class Pipeline:
                     agent_name=self._default_agent(),
                 )
             )
-        if not config.agents.command:
-            return []
+        if config.agents.command:
+            started.append(loops.create_task(self._agents(parts).run(), name="agents"))
+        return started
+
+    def _agents(self, parts: Parts) -> AgentPerEpisode | LongLivedAgents:
+        config = self._config
         place = AgentPlace(
             environment=parts.server.environment,
             worker_key=parts.server.keys.worker,
             folder=self._folder / "agents",
         )
-        agents: AgentPerEpisode | LongLivedAgents
         many = config.agents.concurrency
         if config.agents.processes == 0:
-            agents = AgentPerEpisode(config.agents.command, place=place, desk=parts.server, concurrency=many)
-        else:
-            agents = LongLivedAgents(
-                config.agents.command,
-                place=place,
-                desk=parts.server,
-                processes=config.agents.processes,
-                concurrency=many,
-            )
-        return [loops.create_task(agents.run(), name="agents")]
+            return AgentPerEpisode(config.agents.command, place=place, desk=parts.server, concurrency=many)
+        return LongLivedAgents(
+            config.agents.command,
+            place=place,
+            desk=parts.server,
+            processes=config.agents.processes,
+            concurrency=many,
+        )
 
     async def watch(self, parts: Parts) -> None:
         """Shows the queues once a second; ends the run when it cannot succeed any more (`learner.watch`)."""

@@ -152,6 +152,11 @@ def find_resume(folder: Path, *, resume: str) -> tuple[bool, Checkpoint | None]:
             f"--resume must name a checkpoint of this run, in {folder / 'checkpoints'}, got {resume}; set run.dir and "
             f"run.name to that run's, or start a new run from its weights with model.path={checkpoint.model}"
         )
+    if not (folder / "ledger.sqlite").is_file():
+        raise CheckpointError(
+            f"--resume needs the ledger that belongs to the checkpoint, got no {folder / 'ledger.sqlite'}; put it back, or "
+            f"start a new run from its weights with model.path={checkpoint.model}"
+        )
     return True, checkpoint
 
 

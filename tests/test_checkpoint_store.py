@@ -95,6 +95,9 @@ def test_what_is_resumed(tmp_path: Path) -> None:
     first, second = save(store, 2), save(store, 4)
     assert find_resume(run, resume="auto") == (True, second)
     assert find_resume(run, resume=str(first.folder)) == (True, first)
+    (run / "ledger.sqlite").unlink()
+    with pytest.raises(CheckpointError, match="needs the ledger"):
+        find_resume(run, resume=str(first.folder))
     with pytest.raises(CheckpointError, match="must name a checkpoint of this run"):
         find_resume(tmp_path / "other", resume=str(first.folder))
 
