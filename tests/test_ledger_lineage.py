@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from buffer_parts import make_ready, make_round, open_running, scored_by_group_state
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from buffers.errors import UnderstudyError
 from buffers.ledger import Ledger
@@ -114,3 +116,34 @@ def test_a_checkpoint_of_other_books_is_refused_and_changes_nothing() -> None:
     assert here(ledger).lineage == 0 and ledger.counts()["groups/trained"] == 1
     ledger.close()
     other.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["ready", "train", "train", "save", "restore"]), st.integers(0, 9)), max_size=40)
+)
+def test_whatever_happens_a_lineage_trains_each_group_at_most_once_and_loses_none(acts: list[tuple[str, int]]) -> None:
+    ledger = Ledger(None)
+    chain: list[int] = []  # groups in the order in which what led here trained them
+    saved: list[tuple[Position, list[int]]] = [(here(ledger), [])]
+    num_ready = 0
+    for act, number in acts:
+        if act == "ready":
+            make_ready(ledger, task=num_ready)
+            num_ready += 1
+        elif act == "train" and len(chain) < num_ready:
+            (group,) = train(ledger, step=len(chain) + 1)
+            assert group not in chain
+            chain.append(group)
+        elif act == "save":
+            saved.append((here(ledger), list(chain)))
+        elif act == "restore":
+            target, kept = saved[number % len(saved)]
+            ledger.restore(target).result()
+            chain = list(kept)
+        counts = ledger.counts()
+        assert counts["groups/trained"] == len(chain)
+        assert counts["groups/ready"] == num_ready - len(chain)
+        assert scored_by_group_state(ledger) == counts["episodes/scored"] == num_ready
+        assert here(ledger).step == len(chain)
+    ledger.close()

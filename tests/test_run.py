@@ -288,3 +288,20 @@ def test_plain_prompts_train_without_an_agent_by_a_function_of_the_users_with_da
     summary = run.summary()
     assert summary["buffer"]["groups/trained"] == 9 and summary["max_logprob_diff"] < 1e-4
     assert_nothing_left(run)
+
+
+@pytest.mark.parametrize(("made", "words"), [(False, "not a folder"), (True, "no config.json there")])
+def test_a_model_folder_that_holds_no_model_is_named(tmp_path, made, words):
+    if made:
+        (tmp_path / "model").mkdir()
+    code, output = start(tmp_path, f"model.path={tmp_path / 'model'}").wait(60)
+    assert code == 1
+    assert "model.path" in output and words in output and "Traceback" not in output
+
+
+def test_a_checkpoint_that_is_not_there_is_named_and_nothing_is_moved_aside(tmp_path):
+    (tmp_path / "run").mkdir()
+    code, output = start(tmp_path, resume=str(tmp_path / "run" / "checkpoints" / "step-000005")).wait(60)
+    assert code == 2
+    assert len(output.strip().splitlines()) == 1 and "--resume must be `auto` or name a complete checkpoint" in output
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
