@@ -116,7 +116,7 @@ class LearnLoop:
                 }
                 self._report(batch, {**metrics, **times})
                 self._validate()
-                if every and step % every == 0:
+                if every and step % every == 0 and step < self._run.steps:
                     self._saving = asyncio.create_task(self._save(), name="save")
             await self._saved()
             await self._finish_validation()
@@ -171,16 +171,25 @@ class LearnLoop:
         return {**metrics, "time/publish_s": time.monotonic() - began}
 
     def _validate(self) -> None:
-        if self._validation is not None:
-            self._validation.begin(self.step, last=self.step >= self._run.steps)
+        if self._validation is not None and self.step < self._run.steps:
+            self._validation.begin(self.step)
 
     async def _finish_validation(self) -> None:
-        """The figures of the last one have no step's line to go with; after Ctrl-C nobody waits for it."""
+        """The last weights are validated whatever is under way; after Ctrl-C nobody waits for it."""
         self._pool.begin()
-        if self._validation is not None and not self._stopped:
-            with self._display.phase("waiting for the last validation"):
-                if figures := await self._validation.finish():
-                    self._tracker.log(self.step, figures)
+        if self._validation is None or self._stopped:
+            return
+        with self._display.phase("waiting for the last validation"):
+            self._log_validation(await self._validation.finish())
+            if not self._stopped:
+                self._validation.begin(self.step, last=True)
+                self._log_validation(await self._validation.finish())
+
+    def _log_validation(self, figures: dict[str, float]) -> None:
+        """No step's line is left for them."""
+        if figures:
+            self._tracker.log(self.step, figures)
+            self._show_validation(figures)
 
     async def _saved(self) -> None:
         """Until the checkpoint that is being written, if any, is on disk."""
@@ -201,6 +210,10 @@ class LearnLoop:
                 f"there, then go on with --resume auto"
             ) from error
 
+    def _show_validation(self, figures: dict[str, float]) -> None:
+        if "val/mean" in figures:
+            self._display.validated(int(figures["val/step"]), mean=figures["val/mean"], best=figures["val/best"])
+
     def _score(self) -> float | None:
         validated = None if self._validation is None else self._validation.last_mean
         return self._history.recent_reward() if validated is None else validated
@@ -210,6 +223,7 @@ class LearnLoop:
         figures |= self._pool.metrics()
         if self._validation is not None:
             figures |= self._validation.take()
+            self._show_validation(figures)
         self._tracker.log(self.step, figures)
         self._display.update(
             self.step,

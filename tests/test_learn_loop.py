@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from buffer_parts import make_ready, make_task
+from buffer_parts import make_ready, make_round, make_task
 from rich.console import Console
 
 from buffers.ledger import Ledger
@@ -25,6 +26,7 @@ from learner.display import Display
 from learner.history import History
 from learner.learn_loop import LearnLoop
 from learner.tracker import Tracker
+from learner.validation import Validation
 from mocked_server.generation import GenerationStats
 
 STEP = {"policy/lag_max": 0.0}
@@ -77,7 +79,13 @@ class Setup:
 
 @asynccontextmanager
 async def learning(
-    tmp_path: Path, ledger: Ledger, *, start: int = 0, replays: int = 0, **run: Any
+    tmp_path: Path,
+    ledger: Ledger,
+    *,
+    start: int = 0,
+    replays: int = 0,
+    validation: Validation | None = None,
+    **run: Any,
 ) -> AsyncIterator[Setup]:
     pool = TaskPool(
         ledger, group_size=1, groups_per_step=1, max_policy_lag=9, max_running=8, deadline_s=60.0, max_attempts=1,
@@ -93,6 +101,7 @@ async def learning(
             ledger=ledger, rounds=MultiRoundBufferDataset(ledger), pool=pool, ranks=ranks, engine=FakeEngine(),
             generated=GenerationStats(), store=store, weights=tmp_path / "weights", history=History(load_config()),
             tracker=tracker, display=Display(9, console=Console(file=io.StringIO())), start=start, num_replays=replays,
+            validation=validation,
         )  # fmt: skip
         yield Setup(loop, ranks, ledger, pool, store)
     pool.close()
@@ -171,4 +180,34 @@ async def test_told_to_stop_before_its_first_step_it_trains_nothing(tmp_path: Pa
         assert setup.loop.stop() is False
         await setup.loop.run()
         assert setup.ranks.trained == [] and ledger.counts()["groups/ready"] == 1
+    ledger.close()
+
+
+async def test_validation_goes_on_beside_training_and_the_last_weights_are_validated_too(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    validation = Validation(ledger, tasks=lambda: [make_task(50), make_task(51)], every=2, samples=1)
+    for task in range(3):
+        make_ready(ledger, task=task)
+
+    async def play(*scores: float) -> None:
+        for score in scores:
+            episode = await setup.pool.lease(wait_s=20.0)
+            assert episode is not None and episode.greedy and episode.task.task_id.startswith("val/")
+            ledger.put_round(make_round(episode.episode_id))
+            await until(lambda: setup.loop.step == 3)  # training does not wait for it
+            await setup.pool.finish(episode.episode_id, score)
+
+    async with learning(tmp_path, ledger, steps=3, validation=validation) as setup:
+        setup.ranks.gate.set()
+        running = asyncio.create_task(setup.loop.run())
+        await play(0.0, 1.0)
+        await play(0.5, 1.0)
+        await running
+        assert len(setup.ranks.trained) == 3 and ledger.counts()["groups/validated"] == 4
+        newest = setup.store.newest()
+        assert newest is not None and newest.score == 0.75  # the best checkpoint is the best validated one
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = [(line["val/step"], line["val/mean"], line["val/skipped"]) for line in lines if "val/step" in line]
+    assert found == [(0.0, 0.5, 1.0), (3.0, 0.75, 1.0)]  # that of step 2 was due while the first was under way
+    assert [line["step"] for line in lines if "reward/mean" in line] == [1, 2, 3]
     ledger.close()

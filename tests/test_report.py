@@ -134,11 +134,13 @@ def test_without_a_terminal_every_step_is_one_plain_line() -> None:
             clock.now += 12.34
         display.queues(prompts_waiting=4, episodes_running=64, groups_ready=2)
         step(display, 1, reward=0.25)
+        display.validated(0, mean=0.125, best=0.5)
         step(display, 2, reward=0.5)
     assert out.getvalue().splitlines() == [
         "starting engine ...",
         "starting engine ... 12.3 s",
         "step 1/80  reward 0.250  lag 0.50/1  5,432 tokens/s  1.50 s  waiting 4  running 64  ready 2",
+        "validation of step 0  mean 0.125  best 0.500",
         "step 2/80  reward 0.500  lag 0.50/1  5,432 tokens/s  1.50 s  waiting 4  running 64  ready 2",
     ]
 

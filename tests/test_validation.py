@@ -124,6 +124,7 @@ def test_a_run_validates_at_step_0_and_at_the_end_while_it_trains(tmp_path) -> N
     seen = [line["val/step"] for line in lines if "val/step" in line]
     assert seen[0] == 0 and seen[-1] == 4
     assert all(line["val/tasks"] + line["val/failed"] == 6 for line in lines if "val/step" in line)
+    assert "validation of step 0  mean " in output and "validation of step 4  mean " in output
     buffer = run.summary()["buffer"]
     assert buffer["groups/trained"] == 16 and buffer["groups/validated"] >= 12
     assert_nothing_left(run)
