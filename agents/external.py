@@ -1,6 +1,6 @@
 """Runs agents that nobody here wrote: child programs with our base URL in their environment.
 
-Called by the pipeline. Two ways, by `agents.per_episode`: long-lived programs that lease tasks themselves (`TASKS_URL`), or a fresh
+Called by the pipeline. Two ways, by `agents.processes`: long-lived programs that lease tasks themselves (`TASKS_URL`), or a fresh
 process for each episode (its task in `TASK_JSON`, its key in `OPENAI_API_KEY`). Each runs in a folder of its own without the
 checkout on its import path: the folder name `agents` is also the import name of the OpenAI Agents SDK.
 

@@ -16,7 +16,7 @@ import json
 import math
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -26,12 +26,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from buffers import ledger_batches, ledger_episodes
+from buffers import ledger_batches, ledger_episodes, ledger_lineage, ledger_validation
 from buffers.codec import RoundBody, encode
 from buffers.errors import EpisodeError, ScoreError, TaskError, UnderstudyError
 from buffers.ledger_schema import MAX_SCORE, open_database
 from buffers.ledger_writer import Writer
-from buffers.records import Episode, EpisodeState, Round, Task, TrainBatch
+from buffers.records import Episode, EpisodeState, Position, Round, Task, TrainBatch, Validated
 
 _MAX_REASON = 500
 
@@ -56,8 +56,12 @@ class News:
 class Ledger:
     """See the module. Errors of one operation are raised by its own future and do not touch its neighbours."""
 
-    def __init__(self, path: Path | None) -> None:
-        """Open or make the file. Leased groups of a dead process are ready again; its running episodes are retried."""
+    def __init__(self, path: Path | None, *, drop_equal: bool = False) -> None:
+        """Open or make the file. Leased groups of a dead process are ready again; its running episodes are retried.
+
+        `drop_equal`: evict a group whose episodes all scored the same, instead of training it (DAPO, arXiv:2503.14476).
+        """
+        self._drop_equal = drop_equal
         db = open_database(path)
         db.execute("BEGIN IMMEDIATE")
         ledger_episodes.recover(db)
@@ -116,6 +120,21 @@ class Ledger:
             partial(ledger_episodes.open_group, task_id=task_id, instance=instance, group_size=group_size)
         )
 
+    def open_validation(self, tasks: Iterable[Task], *, group_size: int, greedy: bool) -> Future[tuple[int, ...]]:
+        """Store tasks and open a group of pending episodes for each, which is scored and never trained; the groups' ids.
+
+        Tasks of a task file that is also trained need other ids than there.
+        """
+        tasks = list(tasks)
+        self.put_tasks(tasks)
+        operation = ledger_validation.open_validation
+        task_ids = [task.task_id for task in tasks]
+        return self._writer.submit(partial(operation, task_ids=task_ids, group_size=group_size, greedy=greedy))
+
+    def validated(self, group_ids: Sequence[int]) -> Future[list[Validated]]:
+        """What these groups scored; without those that were given up."""
+        return self._writer.submit(partial(ledger_validation.validated, group_ids=group_ids))
+
     def adopt_episode(self, episode_id: str) -> Future[bool]:
         """Open and start an episode of nobody's task, in a group of one; False when the id is known already."""
         return self._writer.submit(partial(ledger_episodes.adopt_episode, episode_id=episode_id))
@@ -145,7 +164,13 @@ class Ledger:
         """
         value = checked_score(score, episode_id=episode_id)
         return self._writer.submit(
-            partial(ledger_episodes.notify_score, episode_id=episode_id, score=value, max_attempts=max_attempts)
+            partial(
+                ledger_episodes.notify_score,
+                episode_id=episode_id,
+                score=value,
+                max_attempts=max_attempts,
+                drop_equal=self._drop_equal,
+            )
         )
 
     def fail_episode(self, episode_id: str, reason: str, *, max_attempts: int) -> Future[Episode | None]:
@@ -181,6 +206,19 @@ class Ledger:
     def evict_stale(self, min_version: int) -> Future[list[str]]:
         """Evict ready and open groups that hold a token older than `min_version`; the episodes that this ended."""
         return self._writer.submit(partial(ledger_batches.evict_stale, min_version=min_version))
+
+    def position(self) -> Future[Position]:
+        """Where the books stand; a checkpoint stores it."""
+        return self._writer.submit(ledger_lineage.position)
+
+    def restore(self, target: Position) -> Future[int]:
+        """Go back to a checkpoint, in a new lineage: groups trained after it are ready again, in the order in which they
+        were trained. Returns how many groups that were given back will be claimed first."""
+        return self._writer.submit(partial(ledger_lineage.restore, target=target))
+
+    def times_opened(self) -> Future[dict[str, int]]:
+        """How many groups of each task were opened so far: the position in the task files."""
+        return self._writer.submit(ledger_lineage.times_opened)
 
     def _keep(self, news: News) -> None:
         """Before the futures are done, so that a caller finds its own change in `counts`."""

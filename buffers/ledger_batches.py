@@ -18,17 +18,16 @@ STALE = "stale"
 
 
 def claim(db: sqlite3.Connection, *, num_groups: int, min_version: int) -> TrainBatch | None:
-    """Lease the oldest `num_groups` ready groups, after evicting ready groups with a token older than `min_version`."""
+    """Lease `num_groups` ready groups, those that were given back first, then the oldest; before that, evict ready groups
+    with a token older than `min_version`."""
     _evict_ready(db, min_version=min_version)
-    found = db.execute(
-        "SELECT group_id FROM grp WHERE state = 'ready' ORDER BY group_id LIMIT ?", (num_groups,)
-    ).fetchall()
-    if len(found) < num_groups:
+    group_ids = _next_groups(db, num_groups=num_groups)
+    if len(group_ids) < num_groups:
         return None
-    group_ids = tuple(group_id for (group_id,) in found)
     lease_id = int(db.execute("INSERT INTO lease(state) VALUES ('active')").lastrowid or 0)
     db.executemany(
-        "UPDATE grp SET state = 'leased', lease_id = ? WHERE group_id = ?", [(lease_id, gid) for gid in group_ids]
+        "UPDATE grp SET state = 'leased', lease_id = ?, replay = NULL WHERE group_id = ?",
+        [(lease_id, gid) for gid in group_ids],
     )
     rows = [row for group_id in group_ids for row in _group_rows(db, group_id=group_id)]
     return TrainBatch(rows=rows, lease_id=lease_id, group_ids=group_ids)
@@ -41,7 +40,8 @@ def commit_step(db: sqlite3.Connection, *, lease_id: int, step: int, version: in
         if row[0] != step:
             raise LeaseError(f"lease {lease_id} is committed with step {row[0]}, got step {step}; claim a new batch")
         return int(row[1])
-    other = db.execute("SELECT lease_id FROM step WHERE lineage = 0 AND step = ?", (step,)).fetchone()
+    lineage = current_lineage(db)
+    other = db.execute("SELECT lease_id FROM step WHERE lineage = ? AND step = ?", (lineage, step)).fetchone()
     if other is not None:
         raise LeaseError(
             f"step {step} is committed by lease {other[0]}, got lease {lease_id}; use the next step number"
@@ -49,17 +49,20 @@ def commit_step(db: sqlite3.Connection, *, lease_id: int, step: int, version: in
     _check_active(db, lease_id=lease_id)
     cursor = db.execute("UPDATE grp SET state = 'trained' WHERE lease_id = ?", (lease_id,))
     db.execute("UPDATE lease SET state = 'committed' WHERE lease_id = ?", (lease_id,))
-    db.execute(
-        "INSERT INTO step(step, lease_id, version, num_groups) VALUES (?, ?, ?, ?)",
-        (step, lease_id, version, cursor.rowcount),
-    )
+    step_id = db.execute(
+        "INSERT INTO step(lineage, step, lease_id, version, num_groups) VALUES (?, ?, ?, ?, ?)",
+        (lineage, step, lease_id, version, cursor.rowcount),
+    ).lastrowid
+    db.execute("INSERT INTO trained SELECT ?, group_id FROM grp WHERE lease_id = ?", (step_id, lease_id))
     return cursor.rowcount
 
 
 def release(db: sqlite3.Connection, *, lease_id: int) -> int:
     """The lease's groups are ready again, untrained; returns how many."""
     _check_active(db, lease_id=lease_id)
-    cursor = db.execute("UPDATE grp SET state = 'ready', lease_id = NULL WHERE lease_id = ?", (lease_id,))
+    cursor = db.execute(
+        "UPDATE grp SET state = 'ready', replay = lease_id, lease_id = NULL WHERE lease_id = ?", (lease_id,)
+    )
     db.execute("UPDATE lease SET state = 'released' WHERE lease_id = ?", (lease_id,))
     return cursor.rowcount
 
@@ -89,6 +92,24 @@ def read_rounds(db: sqlite3.Connection, *, episode_id: str) -> list[Round]:
         _decoded(episode_id, round_index=index, parent=parent, finish_reason=reason, body=body)
         for index, parent, reason, body in found
     ]
+
+
+def current_lineage(db: sqlite3.Connection) -> int:
+    (lineage,) = db.execute("SELECT max(lineage) FROM lineage").fetchone()
+    return int(lineage)
+
+
+def _next_groups(db: sqlite3.Connection, *, num_groups: int) -> tuple[int, ...]:
+    """Up to `num_groups` ready groups in the order of training: a batch that was given back is claimed as it was."""
+    found = db.execute(
+        "SELECT group_id FROM grp WHERE replay IS NOT NULL AND state = 'ready' ORDER BY replay, group_id LIMIT ?",
+        (num_groups,),
+    ).fetchall()
+    found += db.execute(
+        "SELECT group_id FROM grp WHERE state = 'ready' AND replay IS NULL ORDER BY group_id LIMIT ?",
+        (num_groups - len(found),),
+    ).fetchall()
+    return tuple(group_id for (group_id,) in found)
 
 
 def _evict_ready(db: sqlite3.Connection, *, min_version: int) -> None:

@@ -19,6 +19,8 @@ from buffers.rows import ABORTED, is_trainable
 NO_ROUNDS = "no rounds"
 RESTART = "restart"
 GIVEN_UP = "group given up"
+NO_VARIANCE = "no variance"
+"""All episodes of the group have the same score: there is nothing to learn from comparing them."""
 _ENDED = (EpisodeState.SCORED, EpisodeState.FAILED, EpisodeState.STALE)
 _COLUMNS = "episode_id, group_id, sample_index, attempt, state, reason, score, num_rounds"
 
@@ -103,10 +105,12 @@ def start_pending(db: sqlite3.Connection, *, limit: int, version: int) -> list[E
     for values in found:
         row = EpisodeRow(*values)
         _start(db, episode_id=row.episode_id, version=version)
+        task_id, greedy = db.execute("SELECT task_id, greedy FROM grp WHERE group_id = ?", (row.group_id,)).fetchone()
         episodes.append(
             Episode(
                 episode_id=row.episode_id,
-                task=_task_of_group(db, group_id=row.group_id),
+                task=_read_task(db, task_id=task_id),
+                greedy=bool(greedy),
                 group_id=row.group_id,
                 sample_index=row.sample_index,
                 attempt=row.attempt,
@@ -148,7 +152,9 @@ def put_round(db: sqlite3.Connection, *, stored: StoredRound) -> None:
         )
 
 
-def notify_score(db: sqlite3.Connection, *, episode_id: str, score: float, max_attempts: int) -> bool | UnderstudyError:
+def notify_score(
+    db: sqlite3.Connection, *, episode_id: str, score: float, max_attempts: int, drop_equal: bool = False
+) -> bool | UnderstudyError:
     """True: stored; False: this value was stored before. Refusals are recorded, then raised in the caller."""
     row = read_episode(db, episode_id=episode_id)
     if row.state == EpisodeState.SCORED and row.score == score:
@@ -170,7 +176,7 @@ def notify_score(db: sqlite3.Connection, *, episode_id: str, score: float, max_a
         )
     _record_score(db, episode_id=episode_id, score=score, verdict="stored")
     db.execute("UPDATE episode SET state = 'scored', score = ? WHERE episode_id = ?", (score, episode_id))
-    _count_score(db, group_id=row.group_id)
+    _count_score(db, group_id=row.group_id, drop_equal=drop_equal)
     return True
 
 
@@ -204,7 +210,7 @@ def evict_group(
 ) -> list[str]:
     """Give a group up; returns its members that were still pending or running."""
     db.execute(
-        "UPDATE grp SET state = ?, reason = ?, lease_id = NULL WHERE group_id = ?",
+        "UPDATE grp SET state = ?, reason = ?, lease_id = NULL, replay = NULL WHERE group_id = ?",
         (GroupState.EVICTED, reason, group_id),
     )
     members = db.execute(
@@ -220,7 +226,7 @@ def recover(db: sqlite3.Connection) -> None:
     """After a process died: leased groups are ready again, interrupted episodes failed and are tried again."""
     db.execute("UPDATE meta SET value = value + 1 WHERE key = 'epoch'")
     db.execute("UPDATE lease SET state = 'superseded' WHERE state = 'active'")
-    db.execute("UPDATE grp SET state = 'ready', lease_id = NULL WHERE state = 'leased'")
+    db.execute("UPDATE grp SET state = 'ready', replay = lease_id, lease_id = NULL WHERE state = 'leased'")
     interrupted = db.execute(
         f"SELECT {_COLUMNS} FROM episode WHERE state IN ('pending', 'running') ORDER BY seq"
     ).fetchall()
@@ -270,19 +276,26 @@ def _record_score(db: sqlite3.Connection, *, episode_id: str, score: float, verd
     db.execute("INSERT INTO score(episode_id, value, verdict) VALUES (?, ?, ?)", (episode_id, score, verdict))
 
 
-def _count_score(db: sqlite3.Connection, *, group_id: int) -> None:
+def _count_score(db: sqlite3.Connection, *, group_id: int, drop_equal: bool) -> None:
+    """One more member is scored; a group that is complete by this is ready, validated, or dropped."""
     db.execute("UPDATE grp SET num_scored = num_scored + 1 WHERE group_id = ?", (group_id,))
-    db.execute(
-        "UPDATE grp SET state = 'ready', min_version = "
-        "(SELECT min(min_version) FROM episode WHERE episode.group_id = grp.group_id AND state = 'scored') "
-        "WHERE group_id = ? AND num_scored = size",
+    size, num_scored, state = db.execute(
+        "SELECT size, num_scored, state FROM grp WHERE group_id = ?", (group_id,)
+    ).fetchone()
+    if num_scored < size:
+        return
+    low, high, min_version = db.execute(
+        "SELECT min(score), max(score), min(min_version) FROM episode WHERE group_id = ? AND state = 'scored'",
         (group_id,),
-    )
-
-
-def _task_of_group(db: sqlite3.Connection, *, group_id: int) -> Task:
-    (task_id,) = db.execute("SELECT task_id FROM grp WHERE group_id = ?", (group_id,)).fetchone()
-    return _read_task(db, task_id=task_id)
+    ).fetchone()
+    if state == GroupState.VALIDATING:
+        db.execute("UPDATE grp SET state = 'validated' WHERE group_id = ?", (group_id,))
+    elif drop_equal and size > 1 and low == high:
+        evict_group(
+            db, group_id=group_id, reason=NO_VARIANCE, member_state=EpisodeState.FAILED, member_reason=NO_VARIANCE
+        )
+    else:
+        db.execute("UPDATE grp SET state = 'ready', min_version = ? WHERE group_id = ?", (min_version, group_id))
 
 
 def _read_task(db: sqlite3.Connection, *, task_id: str) -> Task:

@@ -13,7 +13,7 @@ from pathlib import Path
 from buffers.errors import UnderstudyError
 from buffers.records import EpisodeState, GroupState
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_SCORE = 1e30
 
 
@@ -27,6 +27,7 @@ CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE task(task_id TEXT PRIMARY KEY, payload TEXT NOT NULL);
 
 -- task_id is NULL for an episode that was opened by its first request: there is no task to try again.
+-- replay: the lease that took it before it was given back; it is claimed again in that order, before all others.
 CREATE TABLE grp(
     group_id    INTEGER PRIMARY KEY AUTOINCREMENT,
     task_id     TEXT REFERENCES task(task_id),
@@ -37,13 +38,16 @@ CREATE TABLE grp(
     state       TEXT NOT NULL DEFAULT 'open' CHECK (state IN {_one_of(GroupState)}),
     reason      TEXT,
     lease_id    INTEGER REFERENCES lease(lease_id),
-    CHECK (state NOT IN ('ready', 'leased', 'trained') OR num_scored = size),
+    replay      INTEGER,
+    greedy      INTEGER NOT NULL DEFAULT 0,
+    CHECK (state NOT IN ('ready', 'leased', 'trained', 'validated') OR num_scored = size),
     CHECK ((state IN ('leased', 'trained')) = (lease_id IS NOT NULL)),
     UNIQUE (task_id, instance)
 );
 CREATE INDEX grp_by_state ON grp(state, group_id);
 CREATE INDEX grp_ready_by_version ON grp(min_version) WHERE state = 'ready';
 CREATE INDEX grp_by_lease ON grp(lease_id) WHERE lease_id IS NOT NULL;
+CREATE INDEX grp_replay ON grp(replay, group_id) WHERE replay IS NOT NULL;
 
 -- min_version: the oldest policy version among its trainable tokens; num_rounds counts trainable rounds.
 CREATE TABLE episode(
@@ -86,15 +90,30 @@ CREATE TABLE lease(
     state    TEXT NOT NULL CHECK (state IN ('active', 'committed', 'released', 'superseded'))
 );
 
+-- Lineage n goes on after step `step` of lineage `parent`; steps of the parent beyond it are not part of it.
+CREATE TABLE lineage(
+    lineage INTEGER PRIMARY KEY,
+    parent  INTEGER REFERENCES lineage(lineage),
+    step    INTEGER NOT NULL CHECK (step >= 0),
+    CHECK ((lineage = 0) = (parent IS NULL))
+);
+
 CREATE TABLE step(
     step_id    INTEGER PRIMARY KEY AUTOINCREMENT,
-    lineage    INTEGER NOT NULL DEFAULT 0,
+    lineage    INTEGER NOT NULL REFERENCES lineage(lineage),
     step       INTEGER NOT NULL,
     lease_id   INTEGER NOT NULL UNIQUE REFERENCES lease(lease_id),
     version    INTEGER NOT NULL,
     num_groups INTEGER NOT NULL,
     UNIQUE (lineage, step)
 );
+
+-- Which groups a step trained; kept for ever, as a group may be trained again in a later lineage.
+CREATE TABLE trained(
+    step_id  INTEGER NOT NULL REFERENCES step(step_id),
+    group_id INTEGER NOT NULL REFERENCES grp(group_id),
+    PRIMARY KEY (step_id, group_id)
+) WITHOUT ROWID;
 
 CREATE TABLE tally(name TEXT PRIMARY KEY, n INTEGER NOT NULL) WITHOUT ROWID;
 """
@@ -197,7 +216,8 @@ def _create(db: sqlite3.Connection) -> None:
     tallies = ", ".join(f"('{name}', 0)" for name in [*names, "rounds", "tokens"])
     db.executescript(
         f"BEGIN IMMEDIATE; {_TABLES} {_TRIGGERS} INSERT INTO tally VALUES {tallies}; "
-        f"INSERT INTO meta VALUES ('schema_version', '{SCHEMA_VERSION}'), ('epoch', '0'); COMMIT;"
+        f"INSERT INTO meta VALUES ('schema_version', '{SCHEMA_VERSION}'), ('epoch', '0'), ('run_id', lower(hex(randomblob(8)))); "
+        f"INSERT INTO lineage VALUES (0, NULL, 0); COMMIT;"
     )
 
 

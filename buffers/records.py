@@ -29,13 +29,18 @@ class EpisodeState(StrEnum):
 
 
 class GroupState(StrEnum):
-    """OPEN (members outstanding) -> READY (all scored) -> LEASED (in a batch) -> TRAINED; or EVICTED with a reason."""
+    """OPEN (members outstanding) -> READY (all scored) -> LEASED (in a batch) -> TRAINED; or EVICTED with a reason.
+
+    Groups of validation tasks: VALIDATING -> VALIDATED, or EVICTED; none of these states leads to training.
+    """
 
     OPEN = "open"
     READY = "ready"
     LEASED = "leased"
     TRAINED = "trained"
     EVICTED = "evicted"
+    VALIDATING = "validating"
+    VALIDATED = "validated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +82,8 @@ class Episode:
     group_id: int
     sample_index: int
     attempt: int = 0
+    greedy: bool = False
+    """Sampled at temperature 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +151,26 @@ class Row:
     @property
     def num_trained(self) -> int:
         return int(self.mask.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validated:
+    """What the episodes of one validation task scored."""
+
+    data_source: str
+    scores: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where a run's books stand, as a checkpoint remembers it."""
+
+    run_id: str
+    """Of the ledger."""
+    lineage: int
+    """0, then one more for each time that the run went back to a checkpoint."""
+    step: int
+    """Steps trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -56,10 +56,13 @@ class TaskPool:
         deadline_s: float,
         max_attempts: int,
         version: int = 0,
+        times_opened: Mapping[str, int] | None = None,
+        held: bool = False,
         on_closed: Callable[[str, str], None] | None = None,
         call_later: Callable[[float, Callable[[], None]], Timer] | None = None,
     ) -> None:
-        """`max_policy_lag=None`: no learner drives versions, admission is unlimited. `on_closed(episode_id, reason)` is
+        """`max_policy_lag=None`: no learner drives versions, admission is unlimited. `times_opened`: groups of each task that
+        an earlier process of this run opened. `held`: nothing starts before `begin`. `on_closed(episode_id, reason)` is
         called on the pool's loop when a started episode ends. `call_later` stands in for the loop's, in tests."""
         self._ledger = ledger
         self._loop = asyncio.get_running_loop()
@@ -77,13 +80,14 @@ class TaskPool:
         self._woken = asyncio.Event()
         self._task_ids: deque[str] = deque()
         self._sources: deque[Iterator[Task]] = deque()
-        self._times_opened: Counter[str] = Counter()
+        self._times_opened: Counter[str] = Counter(times_opened or {})
         self._waiting: deque[asyncio.Future[Episode]] = deque()
         self._unclaimed: dict[str, Episode] = {}
         self._slots: dict[str, Timer] = {}
         self._overdue: list[str] = []
         self._released: Counter[str] = Counter()
         self._num_started = 0
+        self._held = held
         self._sealed = False
         self._closed = False
 
@@ -126,6 +130,11 @@ class TaskPool:
             self._post(self._queue_tasks, [task.task_id for task in some])
             number += len(some)
         return number
+
+    def begin(self) -> None:
+        """From here on episodes may start, if the pool was made to hold them."""
+        self._held = False
+        self._wake()
 
     def seal(self) -> None:
         """No more tasks will be added: once all are done, `run` ends and `lease` raises PoolClosed."""
@@ -213,7 +222,7 @@ class TaskPool:
             if self._pop_waiter(give=episode):
                 del self._unclaimed[episode_id]
         self._waiting = deque(waiter for waiter in self._waiting if not waiter.done())
-        return 0 if self._closed else min(len(self._waiting), self._max_running - len(self._slots))
+        return 0 if self._closed or self._held else min(len(self._waiting), self._max_running - len(self._slots))
 
     async def _open_groups(self, wanted: int) -> bool:
         """Open up to `wanted` groups; False when the capacity rule or the tasks allow none."""

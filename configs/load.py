@@ -32,7 +32,7 @@ def load_config(path: Path = DEFAULT, overrides: Sequence[str] = ()) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_line(e) for e in error.errors())) from None
+        raise ConfigError("\n".join(_lines(error.errors()))) from None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -85,10 +85,19 @@ def _check_keys(tree: dict[str, Any], model: type[BaseModel], *, prefix: str, so
             _check_keys(value, inner, prefix=f"{name}.", source=source)
 
 
-def _line(error: Any) -> str:
-    key = ".".join(str(part) for part in error["loc"])
-    if not key:
-        return str(error["msg"]).removeprefix("Value error, ")
-    rule = str(error["msg"]).replace("Input should be", "must be").replace("Value error, ", "")
-    shown = repr(error["input"])
-    return f"{key} {rule}, got {shown}; set {key}=<value> or edit the file"
+def _lines(errors: Sequence[Any]) -> list[str]:
+    """One line for each key; a value that fits none of several types breaks a rule of each of them."""
+    rules: dict[str, list[str]] = {}
+    values: dict[str, str] = {}
+    for error in errors:
+        key = ".".join(str(part) for part in error["loc"][:2])
+        rule = str(error["msg"]).replace("Input should be", "must be").replace("Value error, ", "")
+        place = f" (entry {error['loc'][2] + 1})" if len(error["loc"]) > 2 and type(error["loc"][2]) is int else ""
+        rules.setdefault(key, []).append(rule + place)
+        values[key] = repr(error["input"])
+    return [
+        " or ".join(rule)
+        if not key
+        else f"{key} {' or '.join(rule)}, got {values[key]}; set {key}=<value> or edit the file"
+        for key, rule in rules.items()
+    ]

@@ -28,6 +28,10 @@ class RunConfig(Section):
     steps: PositiveInt = 60
     """Optimizer steps, one full batch each."""
     seed: int = 0
+    checkpoints: tuple[Annotated[int, Field(ge=0)], PositiveInt] = (20, 2)
+    """(every, keep): a checkpoint each so many steps (0: only at the end); the newest `keep` and the best one stay."""
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "swanlab"]] = ["tensorboard"]
+    """Where figures go, beside metrics.jsonl. All but tensorboard must be installed first."""
     reward_optimum: float | None = None
     """The best mean score that the task allows; drawn in the reward curve and reported in the summary."""
 
@@ -41,21 +45,24 @@ class ModelConfig(Section):
 class DataConfig(Section):
     tasks: str = ""
     """Parquet file of tasks (columns as in verl: prompt, data_source, reward_model, extra_info, agent_name)."""
+    validation: tuple[str, PositiveInt, PositiveInt] | None = None
+    """(file, every, samples): its tasks are played at step 0, each so many steps and at the end, and never trained on. One
+    sample of a task is greedy; with more, at the rollout's temperature, the best of them is reported too (pass@k)."""
     make: list[str] = Field(default_factory=list)
     """Command that writes `tasks` (and `warm_start.traces`) when the file is missing. `{python}` is this interpreter."""
-    scorer: str = ""
-    """Score function (env_adapters/scorers.py) of plain prompts: rows with `agent_name: single_turn_agent`."""
-    epochs: PositiveInt = 1000
-    """Passes over the task file, shuffled by `run.seed`."""
+    scorer: str | dict[str, str] = ""
+    """Who scores plain prompts (rows with `agent_name: single_turn_agent`, or with none where no agent is set): a name in
+    env_adapters/scorers.py, `module.function`, or a URL; or one of these for each data_source, `default` for the others."""
+    reward_manager: Literal["naive", "batch", "dapo"] = "naive"
+    """naive: a scorer judges one answer. batch: `module.function` takes lists of tasks and answers. dapo: as naive; groups with
+    equal scores are dropped, and generations in the last fifth of `rollout.max_tokens` are penalised."""
 
 
 class AgentsConfig(Section):
     command: list[str] = Field(default_factory=list)
     """The agent: any program. `{python}` is this interpreter. Empty: agents are started by somebody else."""
-    per_episode: bool = False
-    """True: a fresh process for every episode. False: a long-lived program that asks `TASKS_URL` for its next task."""
-    processes: PositiveInt = 1
-    """Long-lived programs to run."""
+    processes: Annotated[int, Field(ge=0)] = 1
+    """Long-lived programs to run, which ask `TASKS_URL` for their next tasks. 0: a fresh process for every episode."""
     concurrency: PositiveInt = 64
     """Episodes that may run at once, over all agents."""
     episode_deadline_s: Seconds = 120.0
@@ -92,10 +99,8 @@ class RolloutConfig(Section):
     """Longest prompt + generation, in tokens."""
     max_num_seqs: PositiveInt = 64
     """Generations that run in one engine step."""
-    kv_cache_gb: Annotated[float, Field(gt=0.0)] = 0.25
-    """KV-cache memory on CPU, in GiB (on a GPU vLLM sizes its own)."""
-    gpu_memory_fraction: Fraction = 0.4
-    """Share of a GPU's memory for the engine."""
+    kv_cache_gb: Positive | None = None
+    """KV-cache memory of the engine, in GiB. None: 0.25 on CPU; on a GPU the engine takes 40 % of the card in all."""
 
 
 class BufferConfig(Section):
@@ -167,7 +172,7 @@ class WarmStartConfig(Section):
     traces: str = ""
     """Parquet file with a column `messages`; empty: no warm start."""
     steps: PositiveInt = 120
-    batch_size: PositiveInt = 32
+    """Updates on 32 traces each."""
     lr: Annotated[float, Field(gt=0.0)] = 2e-3
 
 
@@ -197,6 +202,7 @@ class Config(Section):
                 f"learner.advantage={learner.advantage} compares episodes of one task: buffer.group_size must be >= 2, "
                 f"got {self.buffer.group_size}; set buffer.group_size=8"
             )
+        self._check_data()
         if learner.kl_target > 0.0 and learner.kl_coef == 0.0:
             raise ValueError(
                 f"learner.kl_target={learner.kl_target} steers learner.kl_coef, which must be > 0, got 0; "
@@ -213,3 +219,20 @@ class Config(Section):
                 f"{self.rollout.max_model_len}; lower rollout.max_tokens"
             )
         return self
+
+    def _check_data(self) -> None:
+        data = self.data
+        if data.reward_manager == "batch" and not data.scorer:
+            raise ValueError(
+                "data.reward_manager=batch calls data.scorer, which must be set, got ''; set data.scorer=module.function"
+            )
+        if data.reward_manager == "dapo" and self.buffer.group_size < 2:
+            raise ValueError(
+                f"data.reward_manager=dapo compares episodes of one task: buffer.group_size must be >= 2, got "
+                f"{self.buffer.group_size}; set buffer.group_size=8"
+            )
+        if data.validation is not None and data.validation[0] == data.tasks:
+            raise ValueError(
+                f"data.validation must name another file than data.tasks, got {data.tasks} for both; validation tasks are "
+                f"never trained on: split the file"
+            )

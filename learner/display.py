@@ -114,6 +114,10 @@ class Display:
         if self._live is None:
             self._say(self._line())
 
+    def validated(self, step: int, *, mean: float, best: float) -> None:
+        """A validation of the weights of `step` ended: mean score, and mean of each task's best."""
+        self._say(f"validation of step {step}  mean {mean:.3f}  best {best:.3f}")
+
     def queues(self, *, prompts_waiting: int, episodes_running: int, groups_ready: int) -> None:
         """How full the pipe is at this moment."""
         self._shown = replace(

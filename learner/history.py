@@ -6,7 +6,7 @@ Called by the pipeline after each step. Pure bookkeeping: no files, no clock but
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,14 @@ LAST_STEPS = 5
 class History:
     """Collects steps; `summary()` is what goes to summary.json."""
 
-    def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        earlier: Iterable[dict[str, float]] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`earlier`: figures of the steps that were made before this process."""
         self._config = config
         self._clock = clock
         self._began = clock()
@@ -29,8 +36,8 @@ class History:
         self._last_tokens = 0
         self._last_busy_s = 0.0
         self._first_step_at: float | None = None
-        self.rewards: list[float] = []
-        self.steps: list[dict[str, float]] = []
+        self.steps = [dict(figures) for figures in earlier if "reward/mean" in figures]
+        self.rewards = [figures["reward/mean"] for figures in self.steps]
         self.warm_start: Mapping[str, float] = {}
         self._final: dict[str, Any] = {}
 
@@ -51,6 +58,7 @@ class History:
             "staleness/mean": float(lags.mean()),
             "staleness/max": float(lags.max()),
             "batch/episodes": float(len(scores)),
+            "batch/equal_groups": _equal_groups(batch),
             "batch/rows": float(len(batch)),
             "batch/tokens": float(sum(row.num_tokens for row in batch.rows)),
             "batch/trained_tokens": float(batch.num_trained_tokens),
@@ -64,6 +72,10 @@ class History:
         self.rewards.append(figures["reward/mean"])
         self.steps.append(figures)
         return figures
+
+    def recent_reward(self) -> float | None:
+        """Mean score of the last steps; None before the first."""
+        return float(np.mean(self.rewards[-LAST_STEPS:])) if self.rewards else None
 
     def finish(self, counts: Mapping[str, int], status: Mapping[str, Any]) -> None:
         """Final counts of the buffer and the server."""
@@ -104,6 +116,14 @@ class History:
             "warm_start": dict(self.warm_start),
             **self._final,
         }
+
+
+def _equal_groups(batch: TrainBatch) -> float:
+    """Share of the groups whose episodes all scored the same: estimators that compare them learn nothing there."""
+    scores: dict[int, set[float]] = {}
+    for row in batch.rows:
+        scores.setdefault(row.group_id, set()).add(row.score)
+    return sum(len(some) == 1 for some in scores.values()) / len(scores)
 
 
 def _share(steps: list[dict[str, float]], name: str) -> float | None:

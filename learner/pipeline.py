@@ -21,35 +21,40 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import shutil
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import ray
 
 from agents.external import AgentPerEpisode, AgentPlace, LongLivedAgents, check_command
-from buffers.errors import AgentError, EngineError, EnvError, TaskError
+from buffers.errors import TaskError
 from buffers.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.parquet import read_tasks
-from buffers.records import Task, TrainBatch
+from buffers.records import Position
 from buffers.task_pool import TaskPool
+from buffers.task_source import endless_tasks, task_list
 from configs.schema import Config
 from configs.tiny_model import make_tiny_model
 from env_adapters.process import Child, last_words, resolve_command, start_environment
-from env_adapters.scorers import SCORERS
+from env_adapters.rewards import Rewards
+from learner.checkpoint_store import Checkpoint, CheckpointStore
 from learner.display import Display
 from learner.handover import environment_files
 from learner.history import History
+from learner.learn_loop import LearnLoop
 from learner.ranks import LearnerRanks
 from learner.tracker import Tracker
+from learner.validation import Validation
+from learner.watch import watch
 from mocked_server.generation import Generation
+from mocked_server.plain_prompts import PLAIN
 from mocked_server.server import MockedServer, bind
 from mocked_server.vllm_engine import (
     EngineSettings,
@@ -64,61 +69,76 @@ from mocked_server.vllm_engine import (
 logger = logging.getLogger(__name__)
 
 ENV_START_S = 60.0
-WATCH_S = 1.0
-FAILING_BATCHES = 2
-"""Batches of groups given up in a row, without one score in between, that end the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Books:
+    """The ledger and its views."""
+
+    ledger: Ledger
+    pool: TaskPool
+    rounds: MultiRoundBufferDataset
+    opened: dict[str, int]
+    """Groups of each task that earlier processes of this run opened."""
+    num_replays: int
+    """Groups given back by going back to a checkpoint."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Parts:
     """What a run is made of, once built."""
 
-    ledger: Ledger
-    pool: TaskPool
-    rounds: MultiRoundBufferDataset
+    books: Books
     engine: VLLMEngine
     server: MockedServer
     generation: Generation
     ranks: LearnerRanks
-    weights: Path
+    learn: LearnLoop
     env: Child | None = None
     background: list[asyncio.Task[None]] = field(default_factory=list)
 
 
 class Pipeline:
-    """One run. `await run()` returns when `run.steps` steps are trained, or after `stop()`."""
+    """One run. `await run()` returns when `run.steps` steps are trained, or after `stop()`.
 
-    def __init__(self, config: Config, *, folder: Path, display: Display, tracker: Tracker) -> None:
+    `resume`: the folder holds an earlier run's ledger, which goes on from `checkpoint`, or from its start without one.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        folder: Path,
+        display: Display,
+        tracker: Tracker,
+        resume: bool = False,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
         self._config = config
         self._folder = folder
         self._display = display
         self._tracker = tracker
-        self._version = 0
-        self._sampling: asyncio.Task[TrainBatch] | None = None
-        self._stopped = False
-        self.history = History(config)
+        self._resume = resume
+        self._checkpoint = checkpoint
+        self._start = checkpoint.position.step if checkpoint else 0
+        self._learn: LearnLoop | None = None
+        self.history = History(config, earlier=tracker.earlier)
         self.on_ray_started: Callable[[], None] = lambda: None
 
     def stop(self) -> bool:
         """Finish after the step in progress (Ctrl-C). False: nothing is learned yet, the caller cancels `run` instead."""
-        self._stopped = True
-        if self._sampling is None:
-            return False
-        self._sampling.cancel()
-        return True
+        return self._learn is not None and self._learn.stop()
 
     async def run(self) -> None:
-        """Build everything, learn, save the checkpoint, tear everything down."""
+        """Build everything, learn, tear everything down."""
         async with AsyncExitStack() as stack:
             parts = await self._build(stack)
             async with asyncio.TaskGroup() as loops:
                 parts.background = self._start_loops(loops, parts)
-                await loops.create_task(self.learn(parts), name="learn")
+                await loops.create_task(parts.learn.run(), name="learn")
                 for task in parts.background:
                     task.cancel()
-            with self._display.phase("saving the checkpoint"):
-                await parts.ranks.save_pretrained(self._folder / "checkpoint")
-            self.history.finish(parts.ledger.counts(), parts.server.status())
+            self.history.finish(parts.books.ledger.counts(), parts.server.status())
 
     # Building
 
@@ -126,23 +146,31 @@ class Pipeline:
         config = self._config
         if config.agents.command:
             check_command(config.agents.command)
-        _scorer(config.data.scorer)
+        scorer, manager = config.data.scorer, config.data.reward_manager
+        self._rewards = Rewards(scorer, batch=manager == "batch") if scorer else None
         self._socket = bind(config.server.host, config.server.port)
         stack.callback(self._socket.close)
         with self._display.phase("preparing model and tasks"):
             model = await self._prepare_files()
         cpu_environment()
         with self._display.phase("starting engine, server and learner"):
-            ranks, (engine, server, ledger, pool, rounds) = await self._start_heavy(stack, model)
-        generation = Generation(engine, queue=server.prompt_queue, rounds=ledger)
+            ranks, (engine, server, books) = await self._start_heavy(stack, model)
+        generation = Generation(engine, queue=server.prompt_queue, rounds=books.ledger)
         server.on_ended = generation.forget
         weights = Path(tempfile.mkdtemp(prefix="understudy-", dir=_fast_folder(self._folder)))
         stack.callback(shutil.rmtree, weights, ignore_errors=True)
-        parts = Parts(
-            ledger=ledger, pool=pool, rounds=rounds, engine=engine, server=server,
-            generation=generation, ranks=ranks, weights=weights,
+        self._learn = LearnLoop(
+            run=config.run, buffer=config.buffer,
+            ledger=books.ledger, rounds=books.rounds, pool=books.pool,
+            ranks=ranks, engine=engine, generated=generation.stats,
+            store=CheckpointStore(self._folder / "checkpoints", keep=config.run.checkpoints[1]),
+            weights=weights, history=self.history, tracker=self._tracker, display=self._display,
+            validation=self._validation(books.ledger),
+            shaping=config.rollout.max_tokens if config.data.reward_manager == "dapo" else None,
+            start=self._start, num_replays=books.num_replays,
         )  # fmt: skip
-        await self._publish(parts, version=0)
+        parts = Parts(books=books, engine=engine, server=server, generation=generation, ranks=ranks, learn=self._learn)
+        await self._learn.publish()
         if config.env.command:
             env = {"SERVER_URL": server.base_url, "SCORER_KEY": server.keys.scorer}
             parts.env, server.env_address = await start_environment(
@@ -162,19 +190,22 @@ class Pipeline:
             )
             if (code := await child.wait()) != 0:
                 raise TaskError(f"data.make must write {tasks}, but it exited with code {code}: {child.log_tail()}")
-        if config.data.tasks:
-            await asyncio.to_thread(
-                lambda: next(read_tasks(tasks))
-            )  # a file that cannot be used is known before the engine starts
+        validation = config.data.validation[0] if config.data.validation else ""
+        for path in filter(None, (config.data.tasks, validation)):
+            # a file that cannot be used is known before the engine starts
+            await asyncio.to_thread(next, read_tasks(Path(path)))
         if config.model.path == "tiny":
             return await asyncio.to_thread(make_tiny_model, self._folder / "model", seed=config.run.seed)
-        if not (folder := Path(config.model.path)).is_dir():
-            raise TaskError(f"model.path must be a Hugging Face folder or `tiny`, got {folder} (not a folder)")
+        if not ((folder := Path(config.model.path)) / "config.json").is_file():
+            what = "no config.json there" if folder.is_dir() else "not a folder"
+            raise TaskError(
+                f"model.path must be a Hugging Face folder or `tiny`, got {folder} ({what}); download the model first"
+            )
         return folder
 
     async def _start_heavy(
         self, stack: AsyncExitStack, model: Path
-    ) -> tuple[LearnerRanks, tuple[VLLMEngine, MockedServer, Ledger, TaskPool, MultiRoundBufferDataset]]:
+    ) -> tuple[LearnerRanks, tuple[VLLMEngine, MockedServer, Books]]:
         """The learner (with its warm start) and the engine start side by side: together they are most of the start-up time."""
         async with asyncio.TaskGroup() as tasks:
             learner = tasks.create_task(self._start_learner(stack, model), name="start learner")
@@ -198,18 +229,17 @@ class Pipeline:
         await ranks.start()
         stack.push_async_callback(ranks.close)
         warm = config.warm_start
-        if warm.traces:
-            metrics = await ranks.warm_start(
-                Path(warm.traces), steps=warm.steps, batch_size=warm.batch_size, lr=warm.lr, seed=config.run.seed
-            )
+        if self._checkpoint is not None:
+            await ranks.load(self._checkpoint.learner)
+        elif warm.traces:
+            metrics = await ranks.warm_start(Path(warm.traces), steps=warm.steps, lr=warm.lr, seed=config.run.seed)
             self.history.warm_start = metrics
             self._tracker.log(0, {f"warm_start/{name}": value for name, value in metrics.items()})
         return ranks
 
-    async def _start_engine(
-        self, stack: AsyncExitStack, model: Path
-    ) -> tuple[VLLMEngine, MockedServer, Ledger, TaskPool, MultiRoundBufferDataset]:
+    async def _start_engine(self, stack: AsyncExitStack, model: Path) -> tuple[VLLMEngine, MockedServer, Books]:
         config = self._config
+        books = await self._open_books(stack)
         settings = EngineSettings(
             model_path=model, served_name="policy", dtype=config.model.dtype,
             rollout=config.rollout, server=config.server, seed=config.run.seed,
@@ -219,9 +249,27 @@ class Pipeline:
         engine = VLLMEngine(vllm_config)
         await engine.start()
         stack.push_async_callback(engine.close)
-        ledger = Ledger(self._folder / "ledger.sqlite")
+        server = MockedServer(
+            args=args, vllm_config=vllm_config, rollout=config.rollout, server=config.server,
+            pool=books.pool, notify_score_fn=books.rounds.notify_score,
+            score_fn=self._rewards.score if self._rewards else None,
+        )  # fmt: skip
+        await server.start()
+        stack.push_async_callback(server.close)
+        return engine, server, books
+
+    async def _open_books(self, stack: AsyncExitStack) -> Books:
+        """The ledger, back at the checkpoint where one is resumed."""
+        config = self._config
+        ledger = Ledger(self._folder / "ledger.sqlite", drop_equal=config.data.reward_manager == "dapo")
         stack.callback(ledger.close)
-        rounds = MultiRoundBufferDataset(ledger, group_size=config.buffer.group_size)
+        num_replays = 0
+        if self._resume:
+            here = await asyncio.wrap_future(ledger.position())
+            start = Position(run_id=here.run_id, lineage=here.lineage, step=0)
+            target = self._checkpoint.position if self._checkpoint else start
+            num_replays = await asyncio.wrap_future(ledger.restore(target))
+        opened = await asyncio.wrap_future(ledger.times_opened())
         pool = TaskPool(
             ledger,
             group_size=config.buffer.group_size,
@@ -230,14 +278,23 @@ class Pipeline:
             max_running=config.agents.concurrency,
             max_attempts=config.agents.max_attempts,
             deadline_s=config.agents.episode_deadline_s,
+            version=self._start,
+            times_opened=opened,
+            held=self._resume,
         )
-        server = MockedServer(
-            args=args, vllm_config=vllm_config, rollout=config.rollout, server=config.server,
-            pool=pool, notify_score_fn=rounds.notify_score,
-        )  # fmt: skip
-        await server.start()
-        stack.push_async_callback(server.close)
-        return engine, server, ledger, pool, rounds
+        rounds = MultiRoundBufferDataset(ledger, group_size=config.buffer.group_size)
+        return Books(ledger=ledger, pool=pool, rounds=rounds, opened=opened, num_replays=num_replays)
+
+    def _validation(self, ledger: Ledger) -> Validation | None:
+        if self._config.data.validation is None:
+            return None
+        path, every, samples = self._config.data.validation
+        read = partial(task_list, Path(path), agent_name=self._default_agent())
+        return Validation(ledger, tasks=read, every=every, samples=samples)
+
+    def _default_agent(self) -> str | None:
+        """Who plays rows that name no agent: as in verl, nobody has to, when a scorer is there and no agent is."""
+        return PLAIN if self._config.data.scorer and not self._config.agents.command else None
 
     # Loops
 
@@ -249,116 +306,54 @@ class Pipeline:
             loops.create_task(self.watch(parts), name="watch"),
         ]
         if config.data.tasks:
-            parts.pool.add_source(self._tasks())
-        if config.agents.command:
-            place = AgentPlace(
-                environment=parts.server.environment,
-                worker_key=parts.server.keys.worker,
-                folder=self._folder / "agents",
-            )
-            agents: AgentPerEpisode | LongLivedAgents
-            many = config.agents.concurrency
-            if config.agents.per_episode:
-                agents = AgentPerEpisode(config.agents.command, place=place, desk=parts.server, concurrency=many)
-            else:
-                agents = LongLivedAgents(
-                    config.agents.command,
-                    place=place,
-                    desk=parts.server,
-                    processes=config.agents.processes,
-                    concurrency=many,
+            parts.books.pool.add_source(
+                endless_tasks(
+                    Path(config.data.tasks),
+                    seed=config.run.seed,
+                    opened=parts.books.opened,
+                    agent_name=self._default_agent(),
                 )
-            started.append(loops.create_task(agents.run(), name="agents"))
+            )
+        if config.agents.command:
+            started.append(loops.create_task(self._agents(parts).run(), name="agents"))
         return started
 
-    def _tasks(self) -> Iterator[Task]:
-        """The rows of the task file, shuffled anew in each epoch. Read by the pool, in a thread, as it needs them."""
-        for epoch in range(self._config.data.epochs):
-            tasks = list(read_tasks(Path(self._config.data.tasks)))
-            random.Random(self._config.run.seed * 1_000_003 + epoch).shuffle(tasks)
-            yield from tasks
+    def _agents(self, parts: Parts) -> AgentPerEpisode | LongLivedAgents:
+        config = self._config
+        place = AgentPlace(
+            environment=parts.server.environment,
+            worker_key=parts.server.keys.worker,
+            folder=self._folder / "agents",
+        )
+        many = config.agents.concurrency
+        if config.agents.processes == 0:
+            return AgentPerEpisode(config.agents.command, place=place, desk=parts.server, concurrency=many)
+        return LongLivedAgents(
+            config.agents.command,
+            place=place,
+            desk=parts.server,
+            processes=config.agents.processes,
+            concurrency=many,
+        )
 
     async def watch(self, parts: Parts) -> None:
-        """Shows the queues once a second; ends the run when engine or environment is gone, or when every episode fails."""
-        patience = FAILING_BATCHES * self._config.buffer.groups_per_step
-        scored = failed = 0
-        while True:
-            await asyncio.sleep(WATCH_S)
-            if parts.engine.dead:
-                raise EngineError("the engine process died; see the run's log. Scored episodes are in the ledger.")
-            if parts.env is not None and not parts.env.running:
-                raise EnvError(f"the environment process ended; its log {parts.env.log} ends:\n{parts.env.log_tail()}")
-            counts = parts.ledger.counts()
-            if counts["episodes/scored"] > scored:
-                scored, failed = counts["episodes/scored"], counts.get("evicted/failed", 0)
-            if counts.get("evicted/failed", 0) - failed >= patience:
-                reasons = {name: number for name, number in counts.items() if name.startswith("failed/")}
-                raise AgentError(
-                    f"{patience} groups in a row were given up without one scored episode; reasons: {reasons}; "
-                    f"logs: {self._folder / 'agents'}, {self._folder / 'env.log'}; the agents' last words:\n"
-                    f"{last_words(self._folder / 'agents')}"
-                )
+        """Shows the queues once a second; ends the run when it cannot succeed any more (`learner.watch`)."""
+        agents, env_log = self._folder / "agents", self._folder / "env.log"
+
+        def show() -> None:
             self._display.queues(
                 prompts_waiting=parts.server.prompt_queue.qsize() + parts.generation.stats.running,
-                episodes_running=int(parts.pool.metrics()["pool/running"]),
-                groups_ready=counts["groups/ready"],
+                episodes_running=int(parts.books.pool.metrics()["pool/running"]),
+                groups_ready=parts.books.ledger.counts()["groups/ready"],
             )
 
-    async def learn(self, parts: Parts) -> None:
-        """Takes a full batch (waits: enough scored, fresh groups), gives new weights; unblocked by scores. Finite."""
-        for step in range(1, self._config.run.steps + 1):
-            waited = time.monotonic()
-            if (batch := await self._sample(parts)) is None:
-                return
-            began = time.monotonic()
-            metrics = await self._step(parts, batch, step=step)
-            ended = time.monotonic()
-            times = {"time/wait_s": began - waited, "time/update_s": ended - began, "time/step_s": ended - waited}
-            self._report(step, batch, {**metrics, **times}, parts)
-
-    async def _sample(self, parts: Parts) -> TrainBatch | None:
-        """The next full batch; None when the run was told to stop."""
-        buffer = self._config.buffer
-        if self._stopped:
-            return None
-        min_version = self._version - buffer.max_policy_lag
-        self._sampling = asyncio.create_task(parts.rounds.sample(buffer.groups_per_step, min_version=min_version))
-        try:
-            return await self._sampling
-        except asyncio.CancelledError:
-            if not self._stopped:
-                raise
-            return None
-
-    async def _step(self, parts: Parts, batch: TrainBatch, *, step: int) -> dict[str, float]:
-        """Train, record the step, publish."""
-        metrics = await parts.ranks.train_step(batch, version=self._version)
-        await asyncio.wrap_future(parts.ledger.commit_step(batch.lease_id, step=step, version=self._version + 1))
-        began = time.monotonic()
-        await self._publish(parts, version=self._version + 1)
-        self._version += 1
-        await parts.pool.set_version(self._version)
-        return {**metrics, "time/publish_s": time.monotonic() - began}
-
-    async def _publish(self, parts: Parts, *, version: int) -> None:
-        """New weights: learner -> file -> engine, which pauses for the copy only."""
-        folder = parts.weights / f"version-{version}"
-        folder.mkdir()
-        await parts.ranks.publish(folder / "model.safetensors")
-        await parts.engine.load_weights(folder, version=version)
-        shutil.rmtree(folder)
-
-    def _report(self, step: int, batch: TrainBatch, metrics: dict[str, float], parts: Parts) -> None:
-        figures = self.history.add(batch, metrics, version=self._version - 1, stats=parts.generation.stats)
-        figures |= parts.pool.metrics()
-        self._tracker.log(step, figures)
-        self._display.update(
-            step,
-            reward=figures["reward/mean"],
-            mean_lag=figures["staleness/mean"],
-            max_lag=figures["staleness/max"],
-            tokens_per_s=figures["throughput/tokens_per_s"],
-            step_s=figures["time/step_s"],
+        await watch(
+            engine=parts.engine,
+            env=parts.env,
+            counts=parts.books.ledger.counts,
+            groups_per_step=self._config.buffer.groups_per_step,
+            show=show,
+            last_words=lambda: f"logs: {agents}, {env_log}; the agents' last words:\n{last_words(agents)}",
         )
 
 
@@ -375,12 +370,6 @@ def _files_of(server: MockedServer) -> dict[str, dict[str, str]]:
         "scorer.env": {"SERVER_URL": server.base_url, "SCORER_KEY": server.keys.scorer},
         "admin.env": {"SERVER_URL": server.base_url, "ADMIN_KEY": server.keys.admin},
     }
-
-
-def _scorer(name: str) -> Callable[[Task, str], float] | None:
-    if name and name not in SCORERS:
-        raise TaskError(f"data.scorer must be one of {sorted(SCORERS)}, got {name!r}; see env_adapters/scorers.py")
-    return SCORERS[name] if name else None
 
 
 def _inherited() -> dict[str, str]:

@@ -25,6 +25,8 @@ GRACE_S = 5.0
 """After a first failure, how long others may still tell theirs: a peer's complaint can beat the news of a death."""
 
 
+WARM_START_BATCH = 32
+"""Traces in one update of the warm start."""
 _READY = "__ray_ready__"
 """Ray's own method, which answers once the actor is built."""
 
@@ -71,7 +73,7 @@ class LearnerRanks:
         await self._all(_READY)
 
     async def warm_start(
-        self, traces_path: Path, *, steps: int, batch_size: int, lr: float, seed: int
+        self, traces_path: Path, *, steps: int, lr: float, seed: int, batch_size: int = WARM_START_BATCH
     ) -> dict[str, float]:
         """See `Trainer.warm_start`."""
         return await self._first("warm_start", traces_path, steps=steps, batch_size=batch_size, lr=lr, seed=seed)
@@ -88,6 +90,14 @@ class LearnerRanks:
     async def save_pretrained(self, folder: Path) -> None:
         """See `Trainer.save_pretrained`."""
         await self._all("save_pretrained", folder)
+
+    async def save(self, folder: Path) -> None:
+        """See `Trainer.save`."""
+        await self._all("save", folder)
+
+    async def load(self, folder: Path) -> None:
+        """See `Trainer.load`."""
+        await self._all("load", folder)
 
     async def close(self) -> None:
         """Leaves the process group on every rank, then ends the processes. Nothing to do after a failure."""

@@ -14,7 +14,9 @@ examples:
   python -m learner.run                                       the demo: learns in about three minutes on two CPU cores
   python -m learner.run learner.lr=1e-4 run.name=slow         any key of the configuration, as section.key=value
   python -m learner.run --config my.yaml                      another file; keys: configs/schema.py
-results: runs/<run.name>/ holds summary.json, reward.png, metrics.jsonl, tensorboard/, checkpoint/ (Hugging Face), ledger.sqlite
+  python -m learner.run --resume auto                         goes on after Ctrl-C, a crash or kill -9
+results: runs/<run.name>/ holds summary.json, reward.png, metrics.jsonl, tensorboard/, ledger.sqlite, checkpoints/, and
+checkpoint/ (the newest weights as a Hugging Face folder)
 """
 
 
@@ -28,6 +30,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--config", type=Path, default=None, help="YAML file (default: configs/demo.yaml)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration overrides")
+    parser.add_argument(
+        "--resume", default="", metavar="auto|FOLDER",
+        help="go on with run.name from its newest checkpoint (auto; a new run if there is none) or from that one",
+    )  # fmt: skip
     arguments = parser.parse_args(argv)
 
     from configs.load import DEFAULT, ConfigError, load_config
@@ -40,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from learner.session import run_session
 
-    return run_session(config)
+    return run_session(config, resume=arguments.resume)
 
 
 if __name__ == "__main__":

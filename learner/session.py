@@ -19,15 +19,25 @@ from rich.console import Console
 
 from buffers.errors import UnderstudyError
 from configs.schema import Config
+from learner.checkpoint_store import Checkpoint, CheckpointError, CheckpointStore, read_checkpoint
 from learner.display import Display
 from learner.pipeline import Pipeline
 from learner.report import reward_curve_png, reward_curve_text, summary_table, write_summary
-from learner.tracker import Tracker
+from learner.tracker import Tracker, check_trackers
 
 
-def run_session(config: Config) -> int:
-    """Run the pipeline in a fresh folder; returns the exit code."""
-    folder = fresh_folder(Path(config.run.dir) / config.run.name)
+def run_session(config: Config, *, resume: str = "") -> int:
+    """Run the pipeline in a fresh folder, or in the folder of the run that is resumed; returns the exit code."""
+    folder = Path(config.run.dir) / config.run.name
+    try:
+        check_trackers(config.run.trackers)
+        again, checkpoint = find_resume(folder, resume=resume)
+    except UnderstudyError as refusal:
+        print(refusal, file=sys.stderr)
+        return 2
+    if not again:
+        fresh_folder(folder)
+    start = checkpoint.position.step if checkpoint else 0
     log = folder / "log.txt"
     (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(), sort_keys=False))
     with own_terminal(log) as terminal:
@@ -35,13 +45,19 @@ def run_session(config: Config) -> int:
         console = Console(file=terminal)
         say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
         say(f"understudy: run '{config.run.name}', {config.run.steps} steps, results in {folder}, log in {log}")
+        if again:
+            say(f"going on after step {start}, from {checkpoint.folder if checkpoint else 'the start'}")
         with (
-            Tracker(folder) as tracker,
+            Tracker(
+                folder, trackers=config.run.trackers, name=config.run.name, config=config.model_dump(), start=start
+            ) as tracker,
             Display(
                 config.run.steps, title=config.run.name, optimum=config.run.reward_optimum, console=console
             ) as display,
         ):
-            pipeline = Pipeline(config, folder=folder, display=display, tracker=tracker)
+            pipeline = Pipeline(
+                config, folder=folder, display=display, tracker=tracker, resume=again, checkpoint=checkpoint
+            )
             code, errors = asyncio.run(_supervise(pipeline))
         summary = {**pipeline.history.summary(), "stopped": code == 130}
         write_summary(folder / "summary.json", summary)
@@ -49,8 +65,8 @@ def run_session(config: Config) -> int:
             report(console, pipeline.history.rewards, summary=summary, folder=folder)
         for error in errors:
             say(f"error: {error}", style="bold red")
-        if code == 130:
-            say(how_to_go_on(config, folder=folder))
+        if code == 130 or (errors and pipeline.history.rewards):
+            say(how_to_go_on(folder, began=bool(pipeline.history.rewards)))
     return code
 
 
@@ -122,6 +138,28 @@ def _messages(group: BaseExceptionGroup[BaseException]) -> list[str]:
     return lines
 
 
+def find_resume(folder: Path, *, resume: str) -> tuple[bool, Checkpoint | None]:
+    """Whether `folder` holds a run to go on with, and from which checkpoint (None: from its start). Raises CheckpointError.
+
+    `resume`: nothing (a fresh run), `auto` (the newest checkpoint; a fresh run when there is no run yet), or a checkpoint.
+    """
+    if resume in ("", "auto"):
+        again = resume == "auto" and (folder / "ledger.sqlite").is_file()
+        return again, CheckpointStore(folder / "checkpoints", keep=1).newest() if again else None
+    checkpoint = read_checkpoint(Path(resume))
+    if checkpoint.folder.resolve().parent.parent != folder.resolve():
+        raise CheckpointError(
+            f"--resume must name a checkpoint of this run, in {folder / 'checkpoints'}, got {resume}; set run.dir and "
+            f"run.name to that run's, or start a new run from its weights with model.path={checkpoint.model}"
+        )
+    if not (folder / "ledger.sqlite").is_file():
+        raise CheckpointError(
+            f"--resume needs the ledger that belongs to the checkpoint, got no {folder / 'ledger.sqlite'}; put it back, or "
+            f"start a new run from its weights with model.path={checkpoint.model}"
+        )
+    return True, checkpoint
+
+
 def fresh_folder(folder: Path) -> Path:
     """An empty folder of this name; an earlier run of the same name is moved aside, never overwritten."""
     if folder.exists():
@@ -153,12 +191,8 @@ def report(console: Console, rewards: list[float], *, summary: dict[str, Any], f
             console.print(f"{name:>12}: {folder / file}", highlight=False)
 
 
-def how_to_go_on(config: Config, *, folder: Path) -> str:
-    """After Ctrl-C: where the weights are, and the command that continues from them."""
-    checkpoint = folder / "checkpoint"
-    if not checkpoint.is_dir():
+def how_to_go_on(folder: Path, *, began: bool) -> str:
+    """After Ctrl-C, or an error after the first step: the command that goes on."""
+    if not began:
         return "stopped before anything was trained; run the same command again"
-    return (
-        f"stopped. To go on from these weights:\n  python -m learner.run --config {folder / 'config.yaml'} "
-        f"model.path={checkpoint} warm_start.traces= run.name={config.run.name}-2"
-    )
+    return f"stopped. To go on:\n  python -m learner.run --config {folder / 'config.yaml'} --resume auto"

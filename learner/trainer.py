@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
-from learner import export, fsdp
+from learner import checkpoint, export, fsdp
 from learner.advantages import ESTIMATORS, Evidence, explained_variance
 from learner.collate import MicroBatch, Sequences, padding_share, plan, split_minibatches
 from learner.hints import hinted_sequences
@@ -35,6 +35,8 @@ from learner.warm_start import load_traces, train_on_traces
 VALUE_HEAD_LR_RATIO = 10.0
 IN_REWARD = "reward_"
 """Prefix of the values of `kl_kind` that take the KL off the rewards."""
+REFERENCE = "reference"
+"""Name of the reference weights in a checkpoint; older versions are named by their number."""
 
 
 class Trainer:
@@ -155,6 +157,34 @@ class Trainer:
                 value_head=head,
                 dtype=self._dtype,
             )
+
+    def save(self, folder: Path) -> None:
+        """Writes all that `load` needs to go on bit for bit. All ranks call this."""
+        copies = {str(version): shards for version, shards in self._history.items()}
+        if self._reference is not None:
+            copies[REFERENCE] = self._reference
+        checkpoint.save(
+            folder,
+            learned=self._learned(),
+            copies=copies,
+            steps=self._steps,
+            kl_coef=self._kl.value,
+            rank=self._rank,
+        )
+
+    def load(self, folder: Path) -> None:
+        """Goes on from what `save` wrote, on any number of ranks. All ranks call this. Raises ValueError, before any change,
+        for a checkpoint of another shape."""
+        counters, copies = checkpoint.load(folder, learned=self._learned(), rank=self._rank)
+        self._reference = copies.pop(REFERENCE, None)
+        self._history = {int(version): shards for version, shards in copies.items()}
+        self._steps, self._kl.value = counters.steps, counters.kl_coef
+
+    def _learned(self) -> dict[str, checkpoint.Learned]:
+        learned = {"policy": checkpoint.Learned(module=self._policy, optimizer=self._optimizer)}
+        if self._critic is not None and self._critic_optimizer is not None:
+            learned["critic"] = checkpoint.Learned(module=self._critic, optimizer=self._critic_optimizer)
+        return learned
 
     def close(self) -> None:
         """Leaves the process group."""

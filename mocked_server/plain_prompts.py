@@ -22,8 +22,8 @@ PLAIN = "single_turn_agent"
 """`agent_name` of a plain prompt (verl's name for it)."""
 LEASE_WAIT_S = 3600.0
 
-ScoreFn = Callable[[Task, str], float]
-"""(task, the model's answer) -> score."""
+ScoreFn = Callable[[Task, str], float | Awaitable[float]]
+"""(task, the model's answer) -> score; one that takes long gives an awaitable."""
 
 
 class PlainPrompts:
@@ -73,7 +73,12 @@ class PlainPrompts:
     async def _play(self, episode: Episode) -> None:
         try:
             text = await self._answer(episode)
-            await self._notify_score(episode.episode_id, self._score_fn(episode.task, text))
-        except (EngineError, EpisodeError, ScoreError, ValueError) as error:
+            outcome = self._score_fn(episode.task, text)
+            score = await outcome if isinstance(outcome, Awaitable) else outcome
+            await self._notify_score(episode.episode_id, score)
+        except ScoreError as error:
+            logger.warning("episode=%s was not scored: %s", episode.episode_id, error)
+            await self._fail(episode.episode_id, f"scorer: {error}")
+        except (EngineError, EpisodeError, ValueError) as error:
             logger.warning("episode=%s plain prompt failed: %s", episode.episode_id, error)
             await self._fail(episode.episode_id, str(error))

@@ -108,7 +108,7 @@ class QueueClient:
         call.continuation = None  # a second prompt of the same request (completions with a list) is planned on its own
         extra = {k: kwargs[k] for k in PASSED_ON if kwargs.get(k) is not None}
         exact = plan.prompt_ids()
-        params = self._pin(sampling_params, len(exact))
+        params = self._pin(sampling_params, len(exact), live=call.live)
         item = Prompt(
             request_id=request_id,
             episode_id=call.live.episode_id,
@@ -130,15 +130,15 @@ class QueueClient:
             request_id=request_id,
             episode_id=live.episode_id,
             prompt_token_ids=np.array(ids, np.int32),
-            sampling=Sampling(params=self._pin(params, len(ids)), extra={}),
+            sampling=Sampling(params=self._pin(params, len(ids), live=live), extra={}),
             reply=PendingReply(lambda response: self._output(request_id, response)),
         )
         answer = self._answer(item, rendered=ids, plan=continue_tokens(live, ids), call=Call(live))
         return "".join([output.outputs[0].text async for output in answer])
 
-    def _pin(self, params: Any, prompt_len: int) -> Any:
+    def _pin(self, params: Any, prompt_len: int, *, live: LiveEpisode) -> Any:
         """Sampling as the run wants it: its temperature, the whole distribution, log-probabilities of what is sampled."""
-        params.temperature = self._rollout.temperature
+        params.temperature = 0.0 if live.episode.greedy else self._rollout.temperature
         params.top_p, params.top_k, params.min_p = 1.0, 0, 0.0
         room = self._rollout.max_model_len - prompt_len
         if room < 1:

@@ -25,6 +25,9 @@ from configs.schema import RolloutConfig, ServerConfig
 
 NUMBERS_ONLY = "numbers_only"
 """Key in a request's `extra_args`: its log-probabilities need no texts."""
+CPU_KV_CACHE_GB = 0.25
+GPU_SHARE = 0.4
+"""Of a card's memory, which the engine shares with the learner."""
 WORKER_EXTENSION = "mocked_server.vllm_worker.WorkerExtension"
 
 
@@ -80,14 +83,17 @@ def make_args(settings: EngineSettings) -> Namespace:
     words += ["--logprobs-mode", "processed_logprobs"]
     # Without this the model folder's generation_config.json silently changes temperature and top-p.
     words += ["--generation-config", "vllm", "--disable-log-stats", "--no-use-tqdm-on-load"]
-    words += ["--gpu-memory-utilization", str(rollout.gpu_memory_fraction)]
+    words += ["--gpu-memory-utilization", str(GPU_SHARE)]
     if settings.server.tool_parser:
         words += ["--enable-auto-tool-choice", "--tool-call-parser", settings.server.tool_parser]
     if settings.server.reasoning_parser:
         words += ["--reasoning-parser", settings.server.reasoning_parser]
+    kv_cache_gb = rollout.kv_cache_gb
     if not has_gpu():
         words += ["--enforce-eager", "--distributed-executor-backend", "uni"]
-        words += ["--kv-cache-memory-bytes", str(int(rollout.kv_cache_gb * 2**30))]
+        kv_cache_gb = kv_cache_gb or CPU_KV_CACHE_GB
+    if kv_cache_gb is not None:
+        words += ["--kv-cache-memory-bytes", str(int(kv_cache_gb * 2**30))]
     args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
     validate_parsed_serve_args(args)
     return args

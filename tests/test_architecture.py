@@ -43,10 +43,13 @@ OWNERS = {
     "uvicorn": {"mocked_server/server.py"},
     "pyarrow": {"buffers/parquet.py"},
     "sqlite3": {"buffers/ledger*.py"},
-    "torch.distributed": {"learner/fsdp.py"},
+    "torch.distributed": {"learner/fsdp.py", "learner/checkpoint.py"},
     "ray": {"learner/ranks.py", "learner/pipeline.py"},
     "matplotlib": {"learner/report.py"},
     "tensorboard": {"learner/tracker.py"},
+    "wandb": {"learner/tracker.py"},
+    "mlflow": {"learner/tracker.py"},
+    "swanlab": {"learner/tracker.py"},
     "openai": {"agents/examples/*.py"},
 }
 """Heavy package -> the files that may import it, as patterns; everything else runs without it."""

@@ -27,7 +27,7 @@ LISTED = (".py", ".yaml", ".sh")
 OTHER_DOTTED = {"env.log"}
 """Not configuration keys, whatever they look like; nor are our modules, such as `learner.run`."""
 METRIC_GROUPS = (
-    "agent_loop|batch|critic|generation|learner|policy|pool|reward|staleness|throughput|time|tracker|warm_start"
+    "agent_loop|batch|critic|generation|learner|policy|pool|reward|staleness|throughput|time|tracker|val|warm_start"
 )
 METRIC_SOURCES = ["learner/*.py", "buffers/task_pool.py"]
 COMPOSED = {"warm_start/first_loss", "warm_start/last_loss", "warm_start/seconds"} | {
@@ -133,7 +133,7 @@ def test_the_readmes_configuration_loads(tmp_path):
     (command,) = [line for line in blocks("README.md", "bash")[0].splitlines() if "learner.run" in line]
     overrides = [word for word in command.split() if "=" in word]
     config = load_config(path, overrides)
-    assert config.agents.per_episode and config.agents.command == ["{python}", "my_agent.py"]
+    assert config.agents.processes == 0 and config.agents.command == ["{python}", "my_agent.py"]
     assert overrides == ["learner.lr=1e-4"] and config.learner.lr == 1e-4
     assert set(yaml.safe_load(block)) <= set(Config.model_fields)
 

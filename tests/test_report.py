@@ -6,7 +6,10 @@ import io
 import json
 import math
 import struct
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from rich.console import Console
@@ -14,7 +17,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from learner.display import Display
 from learner.report import moving_average, reward_curve_png, reward_curve_text, summary_table, write_summary
-from learner.tracker import Tracker
+from learner.tracker import Tracker, TrackerError, check_trackers
 
 
 def test_a_step_is_one_line_on_disk_before_log_returns(tmp_path: Path) -> None:
@@ -131,11 +134,13 @@ def test_without_a_terminal_every_step_is_one_plain_line() -> None:
             clock.now += 12.34
         display.queues(prompts_waiting=4, episodes_running=64, groups_ready=2)
         step(display, 1, reward=0.25)
+        display.validated(0, mean=0.125, best=0.5)
         step(display, 2, reward=0.5)
     assert out.getvalue().splitlines() == [
         "starting engine ...",
         "starting engine ... 12.3 s",
         "step 1/80  reward 0.250  lag 0.50/1  5,432 tokens/s  1.50 s  waiting 4  running 64  ready 2",
+        "validation of step 0  mean 0.125  best 0.500",
         "step 2/80  reward 0.500  lag 0.50/1  5,432 tokens/s  1.50 s  waiting 4  running 64  ready 2",
     ]
 
@@ -182,3 +187,70 @@ def test_on_a_terminal_the_panel_is_live_and_finished_phases_stay_above_it() -> 
     assert "loading weights ... 0.0 s" in text and "demo run" in text
     assert "3/3" in text and "step 1/3" not in text  # the panel at the end, no plain lines
     assert text.endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_a_tracker_that_goes_on_drops_the_lines_that_are_made_again(tmp_path: Path) -> None:
+    with Tracker(tmp_path) as tracker:
+        for step in (1, 2, 3):
+            tracker.log(step, {"reward/mean": step / 4})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rew')  # killed in the middle of a line
+    with Tracker(tmp_path, start=2) as tracker:
+        assert tracker.earlier == [{"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.5}]
+        tracker.log(3, {"reward/mean": 0.875})
+    assert [json.loads(line)["reward/mean"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        0.25,
+        0.5,
+        0.875,
+    ]
+    events = [event for path in (tmp_path / "tensorboard").iterdir() for event in EventFileLoader(str(path)).Load()]
+    assert 3 in [event.step for event in events if event.HasField("session_log")]
+
+
+class FakeService(ModuleType):
+    """wandb, mlflow and swanlab, as far as they are asked: notes calls."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
+        self.calls: list[tuple[object, ...]] = []
+
+    def init(self, **options: object) -> FakeService:
+        self.calls.append(("init", options.get("name") or options.get("experiment_name"), options["config"]))
+        return self
+
+    def log(self, figures: dict[str, float], *, step: int) -> None:
+        self.calls.append(("log", figures, step))
+
+    log_metrics = log
+
+    def finish(self) -> None:
+        self.calls.append(("finish",))
+
+    end_run = finish
+
+    def set_experiment(self, name: str) -> None: ...
+
+    def start_run(self, *, run_name: str) -> None:
+        self.calls.append(("init", run_name))
+
+    def log_dict(self, config: dict[str, object], name: str) -> None:
+        self.calls[-1] += (config,)
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
+def test_other_trackers_get_the_same_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    service = FakeService(name)
+    monkeypatch.setitem(sys.modules, name, service)
+    check_trackers([name])
+    with Tracker(tmp_path, trackers=[name], name="mine", config={"a": 1}) as tracker:
+        tracker.log(1, {"reward/mean": 0.5, "bad": math.nan})
+    figures = {"reward/mean": 0.5, "tracker/refused": 1.0}
+    assert service.calls == [("init", "mine", {"a": 1}), ("log", figures, 1), ("finish",)]
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_a_tracker_that_is_not_installed_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(TrackerError, match=r"run\.trackers .* got wandb \(not installed\); pip install wandb"):
+        check_trackers(["wandb"])

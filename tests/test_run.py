@@ -10,88 +10,15 @@ import subprocess
 import sys
 import textwrap
 import time
-import uuid
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
+from run_parts import ROOT, assert_nothing_left, start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffers.parquet import write_tasks
+from buffers.records import Task
 from env_adapters.walk import walk_tasks
-
-ROOT = Path(__file__).parent.parent
-MARK = "UNDERSTUDY_TEST_RUN"
-
-
-@dataclass
-class Run:
-    """A started run: its process, its folder, and the mark that all its processes carry in their environment."""
-
-    process: subprocess.Popen[str]
-    folder: Path
-    mark: str
-
-    def wait(self, timeout_s: float = 150) -> tuple[int, str]:
-        """(exit code, what was printed); fails when it does not end."""
-        output, _ = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, output
-
-    def summary(self) -> dict:
-        return json.loads((self.folder / "summary.json").read_text())
-
-    def wait_for_step(self, step: int, timeout_s: float = 150) -> None:
-        """Until `step` is in metrics.jsonl."""
-        until = time.monotonic() + timeout_s
-        path = self.folder / "metrics.jsonl"
-        while not (path.exists() and any(json.loads(line)["step"] >= step for line in path.read_text().splitlines())):
-            assert self.process.poll() is None, f"the run ended early: {self.process.communicate()[0]}"
-            assert time.monotonic() < until, f"no step {step} within {timeout_s} s"
-            time.sleep(0.2)
-
-    def processes(self) -> list[str]:
-        """Command lines of all living processes of this run."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes():
-                    found.append(
-                        f"{entry.name} {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ').decode()[:80]}"
-                    )
-            except OSError:
-                continue  # it ended while we looked, or is not ours
-        return found
-
-
-def start(tmp_path: Path, *overrides: str, config: str = "configs/demo.yaml") -> Run:
-    mark = uuid.uuid4().hex
-    command = [
-        sys.executable,
-        "-m",
-        "learner.run",
-        "--config",
-        config,
-        f"run.dir={tmp_path}",
-        "run.name=run",
-        *overrides,
-    ]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, MARK: mark},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        process_group=0,
-    )
-    return Run(process, tmp_path / "run", mark)
-
-
-def assert_nothing_left(run: Run) -> None:
-    until = time.monotonic() + 10
-    while run.processes() and time.monotonic() < until:
-        time.sleep(0.2)
-    assert run.processes() == []
 
 
 @pytest.mark.slow
@@ -151,7 +78,7 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path):
     os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to every process of the foreground group
     code, output = run.wait(60)
     assert code == 130, output
-    assert "python -m learner.run --config" in output and f"model.path={run.folder / 'checkpoint'}" in output
+    assert f"python -m learner.run --config {run.folder / 'config.yaml'} --resume auto" in output
     assert run.summary()["stopped"] is True and run.summary()["steps"] >= 2
     assert (run.folder / "checkpoint" / "config.json").is_file()
     assert "Traceback" not in output
@@ -226,7 +153,7 @@ def test_agents_that_crash_or_hang_are_counted_and_the_run_goes_on(tmp_path):
         "run.steps=5",
         "warm_start.steps=5",
         f"agents.command=['{{python}}', '{tmp_path / 'agent.py'}']",
-        "agents.per_episode=true",
+        "agents.processes=0",
         "agents.concurrency=4",
         "agents.max_attempts=1",
         "agents.episode_deadline_s=10",
@@ -252,7 +179,7 @@ def test_agents_that_never_succeed_end_the_run_with_the_reason(tmp_path):
         tmp_path,
         "warm_start.steps=5",
         "agents.command=['{python}', '-c', 'raise SystemExit(3)']",
-        "agents.per_episode=true",
+        "agents.processes=0",
         "agents.concurrency=4",
         "agents.max_attempts=1",
         "buffer.groups_per_step=2",
@@ -343,3 +270,60 @@ def test_an_agent_that_is_started_by_hand_is_trained(tmp_path):
     assert code == 0, output
     assert run.summary()["episodes"] == 2 * 64
     assert not keys.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_plain_prompts_train_without_an_agent_by_a_function_of_the_users_with_dapo(tmp_path):
+    tasks = [
+        Task(task_id=f"q{n}", prompt=[{"role": "user", "content": f"{n}?"}], data_source="openai/gsm8k")
+        for n in range(20)
+    ]
+    write_tasks(tmp_path / "train.parquet", tasks)
+    write_tasks(tmp_path / "test.parquet", tasks[:4])
+    run = start(
+        tmp_path,
+        "model.path=tiny",
+        "model.dtype=float32",
+        "run.steps=3",
+        f"data.tasks={tmp_path / 'train.parquet'}",
+        f"data.validation=[{tmp_path / 'test.parquet'},2,3]",
+        "data.scorer={openai/gsm8k: tests.scoring.early_letters}",
+        "data.reward_manager=dapo",
+        "agents.concurrency=32",
+        "rollout.max_tokens=8",
+        "rollout.max_model_len=128",
+        "buffer.groups_per_step=3",
+        "buffer.group_size=4",
+        "learner.lr=1e-3",
+        config="configs/gsm8k.yaml",
+    )
+    code, output = run.wait(240)
+    assert code == 0, output
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "reward/mean" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert all(line["reward/std"] > 0.0 and line["reward/overlong"] < 0.0 for line in steps)
+    validated = [line for line in lines if "val/step" in line]
+    assert validated and all(line["val/tasks"] == 4 and line["val/best"] >= line["val/mean"] for line in validated)
+    summary = run.summary()
+    assert summary["buffer"]["groups/trained"] == 9 and summary["max_logprob_diff"] < 1e-4
+    assert_nothing_left(run)
+
+
+@pytest.mark.parametrize(("made", "words"), [(False, "not a folder"), (True, "no config.json there")])
+def test_a_model_folder_that_holds_no_model_is_named(tmp_path, made, words):
+    if made:
+        (tmp_path / "model").mkdir()
+    code, output = start(tmp_path, f"model.path={tmp_path / 'model'}").wait(60)
+    assert code == 1
+    assert "model.path" in output and words in output and "Traceback" not in output
+
+
+def test_a_checkpoint_that_is_not_there_is_named_and_nothing_is_moved_aside(tmp_path):
+    (tmp_path / "run").mkdir()
+    code, output = start(tmp_path, resume=str(tmp_path / "run" / "checkpoints" / "step-000005")).wait(60)
+    assert code == 2
+    assert len(output.strip().splitlines()) == 1 and "--resume must be `auto` or name a complete checkpoint" in output
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import openai
 import pytest
 
+from buffers.errors import ScoreError
+from buffers.records import Task
 from tests.server_parts import LOGPROB, whole_prompt
 
 HELLO = [{"role": "user", "content": "Hello."}]
@@ -319,6 +322,37 @@ def test_plain_prompts_are_answered_and_scored_without_an_agent(served):
         assert http.get("/tasks?wait=0.5").status_code == 204
     served.call(_until(lambda: served.ledger.counts()["episodes/scored"] == before + 1))
     assert seen == [(row["task_id"], "ok")]
+
+
+def test_a_scorer_may_take_its_time_and_its_failure_is_the_episodes(served):
+    async def slow(task, text):
+        await asyncio.sleep(0)
+        if task.ground_truth == "broken":
+            raise ScoreError("data.scorer is broken")
+        return 0.5
+
+    served.score_fn = slow
+    before = served.ledger.counts()
+    number = before["episodes/scored"]
+    row = {"prompt": "2 + 2 =", "agent_name": "single_turn_agent"}
+    rows = [{**row, "task_id": f"slow-{number}"}, {**row, "task_id": f"broken-{number}"}]
+    rows[1]["reward_model"] = {"ground_truth": "broken"}
+    with served.http(served.server.keys.admin) as http:
+        http.post("/tasks", json={"tasks": rows})
+    served.call(_until(lambda: served.ledger.counts().get("failed/scorer", 0) == 1 + before.get("failed/scorer", 0)))
+    served.call(_until(lambda: served.ledger.counts()["episodes/scored"] == number + 1))
+
+
+def test_a_greedy_episode_is_sampled_at_temperature_0_and_others_at_the_runs(served):
+    task = Task(task_id=f"val/{served.ledger.counts()['groups/validating']}", prompt=HELLO)
+    served.ledger.open_validation([task], group_size=1, greedy=True).result()
+    leased = served.call(served.server.lease_episode(wait_s=5.0))
+    client = openai.OpenAI(base_url=f"{served.server.base_url}/v1", api_key=leased.api_key, max_retries=0)
+    chat(client, HELLO, temperature=0.7)
+    assert served.engine.params[-1].temperature == 0.0
+    _, other = served.lease()
+    chat(other, HELLO, temperature=0.0)
+    assert served.engine.params[-1].temperature == 1.0
 
 
 def test_a_dead_engine_answers_with_an_error_and_ends_the_loop(tiny_model):

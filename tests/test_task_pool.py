@@ -123,6 +123,17 @@ async def test_nothing_to_do_is_none_after_the_wait() -> None:
         assert setup.pool.metrics()["pool/agents_waiting"] == 0
 
 
+async def test_a_pool_that_is_held_gives_out_nothing_before_it_begins() -> None:
+    async with running_pool(held=True, times_opened={"t:0": 3}) as setup:
+        await setup.pool.put([make_task(0)])
+        assert await setup.pool.lease(wait_s=SHORT_S) is None
+        waiting = asyncio.create_task(setup.lease())
+        await asyncio.sleep(0)
+        setup.pool.begin()
+        assert (await waiting).task.task_id == "t:0"
+        assert setup.ledger.times_opened().result() == {"t:0": 4}  # three were opened by an earlier process
+
+
 async def test_a_waiting_lease_is_woken_by_a_new_task() -> None:
     async with running_pool() as setup:
         waiting = asyncio.create_task(setup.lease())

@@ -1,0 +1,169 @@
+"""Scores of plain prompts: which scorer judges a task, in a thread or over HTTP, one answer at a time or many.
+
+Built by `learner.pipeline` from `data.scorer` and `data.reward_manager`; `mocked_server.plain_prompts` awaits `score`.
+Invariants: only scorers that the configuration names are called; the event loop never waits for one; a scorer that fails
+fails its own episodes (ScoreError), and a number that is none is refused by the ledger. It does not look at lengths or
+groups: that is done where batches are made.
+
+A remote scorer gets `POST url {"items": [{"task": {...}, "answer": "..."}]}` and answers `{"scores": [0.5]}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import httpx
+
+from buffers.errors import ScoreError, TaskError
+from buffers.records import Task
+from env_adapters.scorers import SCORERS
+
+DEFAULT = "default"
+"""The key of `data.scorer` for all other data sources."""
+MAX_BATCH = 256
+TRIES = 3
+TIMEOUT_S = 30.0
+PAUSE_S = 0.5
+"""Before the second try of a remote scorer; doubled before each further one."""
+
+Batch = Callable[[Sequence[Task], Sequence[str]], list[float]]
+"""Scores of some tasks' answers; blocks."""
+# What a scorer may raise for a bad answer. Anything else is a bug that ends the run.
+_FAILURES = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    httpx.HTTPError,
+)
+
+
+class Rewards:
+    """`scorer`: one for all tasks, or data source -> scorer, with `default` for the others. `batch`: functions take lists."""
+
+    def __init__(self, scorer: str | Mapping[str, str], *, batch: bool = False) -> None:
+        named = {DEFAULT: scorer} if isinstance(scorer, str) else dict(scorer)
+        self._collectors = {source: _Collector(name, batch=batch) for source, name in named.items()}
+
+    async def score(self, task: Task, answer: str) -> float:
+        """The score; raises ScoreError when there is none."""
+        collector = self._collectors.get(task.data_source) or self._collectors.get(DEFAULT)
+        if collector is None:
+            raise ScoreError(
+                f"data.scorer must cover data_source {task.data_source!r} of task {task.task_id}, got "
+                f"{sorted(self._collectors)}; add it, or {DEFAULT!r}"
+            )
+        return await collector.score(task, answer)
+
+
+class _Collector:
+    """One scorer. With `batch` it gets all answers that have piled up while it judged the last ones."""
+
+    def __init__(self, name: str, *, batch: bool) -> None:
+        self._name = name
+        self._call = resolve(name, batch=batch)
+        self._most = MAX_BATCH if batch else 1
+        self._batch = batch
+        self._waiting: list[tuple[Task, str, asyncio.Future[float]]] = []
+        self._working: asyncio.Task[None] | None = None
+
+    async def score(self, task: Task, answer: str) -> float:
+        if not self._batch:
+            return (await self._judge([task], [answer]))[0]
+        future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._waiting.append((task, answer, future))
+        if self._working is None:
+            self._working = asyncio.create_task(self._work(), name=f"score with {self._name}")
+        return await future
+
+    async def _work(self) -> None:
+        while self._waiting:
+            some, self._waiting = self._waiting[: self._most], self._waiting[self._most :]
+            tasks, answers, futures = zip(*some, strict=True)
+            try:
+                scores = await self._judge(tasks, answers)
+            except ScoreError as error:
+                _settle(futures, error=error)
+            else:
+                _settle(futures, scores=scores)
+        self._working = None
+
+    async def _judge(self, tasks: Sequence[Task], answers: Sequence[str]) -> list[float]:
+        try:
+            scores = await asyncio.to_thread(self._call, tasks, answers)
+        except _FAILURES as error:
+            raise ScoreError(
+                f"data.scorer {self._name} failed on task {tasks[0].task_id}: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(scores, list) or len(scores) != len(tasks):
+            raise ScoreError(
+                f"data.scorer {self._name} must give one score for each of {len(tasks)}, got {scores!r:.100}"
+            )
+        return scores
+
+
+def _settle(
+    futures: Sequence[asyncio.Future[float]], *, scores: Sequence[float] = (), error: ScoreError | None = None
+) -> None:
+    for number, future in enumerate(futures):
+        if future.done():  # its request was given up
+            continue
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(scores[number])
+
+
+def resolve(name: str, *, batch: bool) -> Batch:
+    """The scorer of that name. Raises TaskError for one that is not there."""
+    if name.startswith(("http://", "https://")):
+        return partial(_remote, name)
+    if name in SCORERS:
+        return partial(_one_by_one, SCORERS[name])
+    module, _, function = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), function) if module else None
+    except (ImportError, AttributeError) as error:
+        raise TaskError(f"data.scorer must name a function that can be imported, got {name!r} ({error})") from error
+    if not callable(found):
+        raise TaskError(
+            f"data.scorer must be one of {sorted(SCORERS)}, module.function, or a URL, got {name!r}; "
+            f"see env_adapters/scorers.py"
+        )
+    return partial(_whole, found) if batch else partial(_one_by_one, found)
+
+
+def _one_by_one(function: Callable[[Task, str], float], tasks: Sequence[Task], answers: Sequence[str]) -> list[float]:
+    return [function(task, answer) for task, answer in zip(tasks, answers, strict=True)]
+
+
+def _whole(
+    function: Callable[[list[Task], list[str]], Any], tasks: Sequence[Task], answers: Sequence[str]
+) -> list[float]:
+    return list(function(list(tasks), list(answers)))
+
+
+def _remote(url: str, tasks: Sequence[Task], answers: Sequence[str]) -> list[float]:
+    """A server's error or silence is tried again; what it says about the request (4xx) is final."""
+    items = [{"task": task.private(), "answer": answer} for task, answer in zip(tasks, answers, strict=True)]
+    for attempt in range(TRIES):
+        last = attempt == TRIES - 1
+        try:
+            reply = httpx.post(url, json={"items": items}, timeout=TIMEOUT_S)
+            if reply.status_code < 500 or last:
+                reply.raise_for_status()
+                scores: list[float] = reply.json()["scores"]
+                return scores
+        except httpx.TransportError:
+            if last:
+                raise
+        time.sleep(PAUSE_S * 2**attempt)
+    raise AssertionError("the last attempt returns or raises")

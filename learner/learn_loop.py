@@ -1,0 +1,235 @@
+"""The learn loop: full batches of scored groups in, new weights out, checkpoints beside it.
+
+Built and run by `learner.pipeline`; its row in the table of loops is `learn`. Invariants: a batch is committed to the ledger
+once its update is made, and published before the next is claimed; a checkpoint is the state after a committed step. The
+step number is the policy version. Saving happens while the next batch is awaited and never stops generation: only the
+next update waits for it.
+
+After a crash the batches that were trained beyond the checkpoint are trained again, as they were and in their order, before
+the pool begins to give out episodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from buffers.ledger import Ledger
+from buffers.multi_round import MultiRoundBufferDataset
+from buffers.records import TrainBatch
+from buffers.task_pool import TaskPool
+from configs.schema import BufferConfig, RunConfig
+from learner.checkpoint_store import CheckpointError, CheckpointStore
+from learner.display import Display
+from learner.history import History
+from learner.ranks import LearnerRanks
+from learner.shaping import shaped
+from learner.tracker import Tracker
+from learner.validation import Validation
+
+
+class Engine(Protocol):
+    """What the loop asks of the engine."""
+
+    async def load_weights(self, folder: Path, *, version: int) -> None: ...
+
+
+class LearnLoop:
+    """`start`: the step after which this run goes on; `num_replays`: groups given back by a restore. `generated`: the totals
+    of the generate loop. `weights`: a fast folder through which weights reach the engine. `shaping`: the most tokens of a
+    generation, where long ones are penalised; None: they are not."""
+
+    def __init__(
+        self,
+        *,
+        run: RunConfig,
+        buffer: BufferConfig,
+        ledger: Ledger,
+        rounds: MultiRoundBufferDataset,
+        pool: TaskPool,
+        ranks: LearnerRanks,
+        engine: Engine,
+        generated: Any,
+        store: CheckpointStore,
+        weights: Path,
+        history: History,
+        tracker: Tracker,
+        display: Display,
+        validation: Validation | None = None,
+        shaping: int | None = None,
+        start: int = 0,
+        num_replays: int = 0,
+    ) -> None:
+        self._run = run
+        self._buffer = buffer
+        self._ledger = ledger
+        self._rounds = rounds
+        self._pool = pool
+        self._ranks = ranks
+        self._engine = engine
+        self._generated = generated
+        self._store = store
+        self._weights = weights
+        self._history = history
+        self._tracker = tracker
+        self._display = display
+        self._validation = validation
+        self._shaping = shaping
+        self._start = self.step = start
+        """Steps trained; the policy version in the engine."""
+        self._num_replays = num_replays
+        self._sampling: asyncio.Task[TrainBatch] | None = None
+        self._saving: asyncio.Task[None] | None = None
+        self._stopped = False
+
+    def stop(self) -> bool:
+        """Finish after the step in progress. False: no step was begun yet, the caller ends the run itself."""
+        self._stopped = True
+        if self._validation is not None:
+            self._validation.cancel()
+        if self._sampling is not None:
+            self._sampling.cancel()
+        return self._sampling is not None or self.step > self._start
+
+    async def run(self) -> None:
+        """Takes a full batch (waits: enough scored, fresh groups), gives new weights; unblocked by scores. Finite."""
+        every, _ = self._run.checkpoints
+        self._validate()
+        try:
+            for step in range(self.step + 1, self._run.steps + 1):
+                waited = time.monotonic()
+                if (batch := await self._sample()) is None:
+                    break
+                began = time.monotonic()
+                await self._saved()
+                saved = time.monotonic()
+                metrics = await self._train(batch, step=step)
+                ended = time.monotonic()
+                times = {
+                    "time/wait_s": began - waited,
+                    "time/save_s": saved - began,
+                    "time/update_s": ended - saved,
+                    "time/step_s": ended - waited,
+                }
+                self._report(batch, {**metrics, **times})
+                self._validate()
+                if every and step % every == 0 and step < self._run.steps:
+                    self._saving = asyncio.create_task(self._save(), name="save")
+            await self._saved()
+            await self._finish_validation()
+            with self._display.phase("saving the checkpoint"):
+                await self._save()
+        finally:
+            if self._saving is not None:
+                self._saving.cancel()
+            if self._validation is not None:
+                self._validation.cancel()
+
+    async def publish(self) -> None:
+        """New weights: learner -> file -> engine, which pauses for the copy only."""
+        folder = self._weights / f"version-{self.step}"
+        folder.mkdir()
+        await self._ranks.publish(folder / "model.safetensors")
+        await self._engine.load_weights(folder, version=self.step)
+        shutil.rmtree(folder)
+
+    async def _sample(self) -> TrainBatch | None:
+        """The next full batch; None when the run was told to stop."""
+        num_groups, min_version = self._buffer.groups_per_step, self.step - self._buffer.max_policy_lag
+        if self._stopped:
+            return None
+        if self._num_replays >= num_groups:
+            self._num_replays -= num_groups
+            batch = await asyncio.wrap_future(self._ledger.claim(num_groups, min_version=min_version))
+            if batch is not None:
+                return batch
+        self._num_replays = 0
+        self._pool.begin()
+        self._sampling = asyncio.create_task(self._rounds.sample(num_groups, min_version=min_version))
+        try:
+            return await self._sampling
+        except asyncio.CancelledError:
+            if not self._stopped:
+                raise
+            return None
+
+    async def _train(self, batch: TrainBatch, *, step: int) -> dict[str, float]:
+        """Train, record the step, publish."""
+        penalty = {}
+        if self._shaping is not None:
+            batch, mean = shaped(batch, max_tokens=self._shaping)
+            penalty = {"reward/overlong": mean}
+        metrics = penalty | await self._ranks.train_step(batch, version=self.step)
+        await asyncio.wrap_future(self._ledger.commit_step(batch.lease_id, step=step, version=step))
+        began = time.monotonic()
+        self.step = step
+        await self.publish()
+        await self._pool.set_version(step)
+        return {**metrics, "time/publish_s": time.monotonic() - began}
+
+    def _validate(self) -> None:
+        if self._validation is not None and self.step < self._run.steps:
+            self._validation.begin(self.step)
+
+    async def _finish_validation(self) -> None:
+        """The last weights are validated whatever is under way; after Ctrl-C nobody waits for it."""
+        self._pool.begin()
+        if self._validation is None or self._stopped:
+            return
+        with self._display.phase("waiting for the last validation"):
+            self._log_validation(await self._validation.finish())
+            if not self._stopped:
+                self._validation.begin(self.step, last=True)
+                self._log_validation(await self._validation.finish())
+
+    def _log_validation(self, figures: dict[str, float]) -> None:
+        """No step's line is left for them."""
+        if figures:
+            self._tracker.log(self.step, figures)
+            self._show_validation(figures)
+
+    async def _saved(self) -> None:
+        """Until the checkpoint that is being written, if any, is on disk."""
+        if self._saving is not None:
+            await self._saving
+            self._saving = None
+
+    async def _save(self) -> None:
+        position = await asyncio.wrap_future(self._ledger.position())
+        try:
+            scratch = await asyncio.to_thread(self._store.scratch, position.step)
+            await self._ranks.save(scratch / "learner")
+            await self._ranks.save_pretrained(scratch / "model")
+            await asyncio.to_thread(self._store.commit, scratch, position=position, score=self._score())
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint of step {position.step} could not be written to {self._store.folder}: {error}; free space "
+                f"there, then go on with --resume auto"
+            ) from error
+
+    def _show_validation(self, figures: dict[str, float]) -> None:
+        if "val/mean" in figures:
+            self._display.validated(int(figures["val/step"]), mean=figures["val/mean"], best=figures["val/best"])
+
+    def _score(self) -> float | None:
+        validated = None if self._validation is None else self._validation.last_mean
+        return self._history.recent_reward() if validated is None else validated
+
+    def _report(self, batch: TrainBatch, metrics: dict[str, float]) -> None:
+        figures = self._history.add(batch, metrics, version=self.step - 1, stats=self._generated)
+        figures |= self._pool.metrics()
+        if self._validation is not None:
+            figures |= self._validation.take()
+            self._show_validation(figures)
+        self._tracker.log(self.step, figures)
+        self._display.update(
+            self.step,
+            reward=figures["reward/mean"],
+            mean_lag=figures["staleness/mean"],
+            max_lag=figures["staleness/max"],
+            tokens_per_s=figures["throughput/tokens_per_s"],
+            step_s=figures["time/step_s"],
+        )

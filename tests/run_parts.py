@@ -1,0 +1,86 @@
+"""A whole run as a user starts it: a process of its own with a mark by which all its processes are found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+MARK = "UNDERSTUDY_TEST_RUN"
+
+
+@dataclass
+class Run:
+    """A started run: its process, its folder, and the mark that all its processes carry in their environment."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    mark: str
+
+    def wait(self, timeout_s: float = 150) -> tuple[int, str]:
+        """(exit code, what was printed); fails when it does not end."""
+        output, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, output
+
+    def summary(self) -> dict:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def wait_for_step(self, step: int, timeout_s: float = 150) -> None:
+        """Until `step` is in metrics.jsonl."""
+        until = time.monotonic() + timeout_s
+        path = self.folder / "metrics.jsonl"
+        while not (path.exists() and any(json.loads(line)["step"] >= step for line in path.read_text().splitlines())):
+            assert self.process.poll() is None, f"the run ended early: {self.process.communicate()[0]}"
+            assert time.monotonic() < until, f"no step {step} within {timeout_s} s"
+            time.sleep(0.2)
+
+    def processes(self) -> list[str]:
+        """Command lines of all living processes of this run."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes():
+                    found.append(
+                        f"{entry.name} {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ').decode()[:80]}"
+                    )
+            except OSError:
+                continue  # it ended while we looked, or is not ours
+        return found
+
+
+def start(tmp_path: Path, *overrides: str, config: str = "configs/demo.yaml", resume: str = "") -> Run:
+    mark = uuid.uuid4().hex
+    command = [
+        sys.executable,
+        "-m",
+        "learner.run",
+        "--config",
+        config,
+        f"run.dir={tmp_path}",
+        "run.name=run",
+        *overrides,
+        *(["--resume", resume] if resume else []),
+    ]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, MARK: mark},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        process_group=0,
+    )
+    return Run(process, tmp_path / "run", mark)
+
+
+def assert_nothing_left(run: Run) -> None:
+    until = time.monotonic() + 10
+    while run.processes() and time.monotonic() < until:
+        time.sleep(0.2)
+    assert run.processes() == []

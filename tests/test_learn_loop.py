@@ -1,0 +1,213 @@
+"""Rules of learner/learn_loop.py, with a real ledger and pool, and a learner and an engine that only take notes."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from buffer_parts import make_ready, make_round, make_task
+from rich.console import Console
+
+from buffers.ledger import Ledger
+from buffers.multi_round import MultiRoundBufferDataset
+from buffers.records import TrainBatch
+from buffers.task_pool import TaskPool
+from configs.load import load_config
+from configs.schema import BufferConfig, RunConfig
+from learner.checkpoint_store import CheckpointError, CheckpointStore
+from learner.display import Display
+from learner.history import History
+from learner.learn_loop import LearnLoop
+from learner.tracker import Tracker
+from learner.validation import Validation
+from mocked_server.generation import GenerationStats
+
+STEP = {"policy/lag_max": 0.0}
+
+
+@dataclass
+class FakeRanks:
+    """Notes what it is told, in order. `gate`: saving waits for it."""
+
+    told: list[Any] = field(default_factory=list)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    full: bool = False
+
+    async def train_step(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
+        self.told.append(("train", version, batch.group_ids))
+        return dict(STEP)
+
+    async def publish(self, path: Path) -> None:
+        self.told.append(("publish", path.parent.name))
+
+    async def save(self, folder: Path) -> None:
+        self.told.append("save")
+        await self.gate.wait()
+        if self.full:
+            raise OSError(28, "No space left on device")
+        folder.mkdir()
+        self.told.append("saved")
+
+    async def save_pretrained(self, folder: Path) -> None:
+        folder.mkdir()
+
+    @property
+    def trained(self) -> list[Any]:
+        return [one[2] for one in self.told if one[0] == "train"]
+
+
+class FakeEngine:
+    async def load_weights(self, folder: Path, *, version: int) -> None:
+        assert folder.name == f"version-{version}"
+
+
+@dataclass
+class Setup:
+    loop: LearnLoop
+    ranks: FakeRanks
+    ledger: Ledger
+    pool: TaskPool
+    store: CheckpointStore
+
+
+@asynccontextmanager
+async def learning(
+    tmp_path: Path,
+    ledger: Ledger,
+    *,
+    start: int = 0,
+    replays: int = 0,
+    validation: Validation | None = None,
+    **run: Any,
+) -> AsyncIterator[Setup]:
+    pool = TaskPool(
+        ledger, group_size=1, groups_per_step=1, max_policy_lag=9, max_running=8, deadline_s=60.0, max_attempts=1,
+        version=start, held=replays > 0,
+    )  # fmt: skip
+    running = asyncio.create_task(pool.run())
+    store = CheckpointStore(tmp_path / "checkpoints", keep=9)
+    ranks: Any = FakeRanks()
+    (tmp_path / "weights").mkdir(exist_ok=True)
+    with Tracker(tmp_path, start=start) as tracker:
+        loop = LearnLoop(
+            run=RunConfig(**run), buffer=BufferConfig(groups_per_step=1, group_size=1, max_policy_lag=9),
+            ledger=ledger, rounds=MultiRoundBufferDataset(ledger), pool=pool, ranks=ranks, engine=FakeEngine(),
+            generated=GenerationStats(), store=store, weights=tmp_path / "weights", history=History(load_config()),
+            tracker=tracker, display=Display(9, console=Console(file=io.StringIO())), start=start, num_replays=replays,
+            validation=validation,
+        )  # fmt: skip
+        yield Setup(loop, ranks, ledger, pool, store)
+    pool.close()
+    await running
+
+
+async def until(true: Any) -> None:
+    async with asyncio.timeout(20):
+        while not true():
+            await asyncio.sleep(0.001)
+
+
+async def test_a_checkpoint_is_written_while_the_next_batch_is_awaited_and_the_next_update_waits_for_it(
+    tmp_path: Path,
+) -> None:
+    ledger = Ledger(None)
+    first = make_ready(ledger, task=0)
+    async with learning(tmp_path, ledger, steps=2, checkpoints=(1, 9)) as setup:
+        running = asyncio.create_task(setup.loop.run())
+        await until(lambda: "save" in setup.ranks.told)
+        second = make_ready(ledger, task=1)
+        await until(lambda: ledger.counts()["groups/leased"] == 1)  # sampled while the checkpoint is written
+        assert setup.ranks.trained == [(first,)]
+        setup.ranks.gate.set()
+        await running
+        assert setup.ranks.trained == [(first,), (second,)]
+        assert setup.ranks.told.index("saved") < setup.ranks.told.index(("train", 1, (second,)))
+        assert [one.position.step for one in setup.store.all()] == [1, 2]
+        assert setup.store.all()[0].score == 1.0
+    ledger.close()
+
+
+async def test_lost_steps_are_made_again_before_anything_new_starts(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    groups = [make_ready(ledger, task=task) for task in range(3)]
+    start = ledger.position().result()
+    for step in (1, 2):
+        batch = ledger.claim(1, min_version=0).result()
+        assert batch is not None
+        ledger.commit_step(batch.lease_id, step=step, version=step).result()
+    replays = ledger.restore(start).result()
+    async with learning(tmp_path, ledger, replays=replays, steps=4, checkpoints=(0, 9)) as setup:
+        setup.ranks.gate.set()
+        await setup.pool.put([make_task(9)])
+        asked = asyncio.create_task(setup.pool.lease(wait_s=20.0))
+        running = asyncio.create_task(setup.loop.run())
+        episode = await asked
+        assert episode is not None and episode.task.task_id == "t:9"
+        assert setup.ranks.trained[:2] == [(groups[0],), (groups[1],)]  # before the lease was given
+        await until(lambda: setup.loop.step == 3)
+        assert setup.ranks.trained == [(group,) for group in groups]
+        assert setup.loop.stop() is True
+        await running
+        newest = setup.store.newest()
+        assert newest is not None and newest.position == replace(start, lineage=1, step=3)
+    ledger.close()
+
+
+async def test_a_disk_that_is_full_ends_the_run_with_the_remedy(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    make_ready(ledger, task=0)
+    async with learning(tmp_path, ledger, steps=1) as setup:
+        setup.ranks.full = True
+        setup.ranks.gate.set()
+        with pytest.raises(CheckpointError, match=r"step 1 could not be written .*No space left.*; free space"):
+            await setup.loop.run()
+        assert setup.store.all() == []
+    ledger.close()
+
+
+async def test_told_to_stop_before_its_first_step_it_trains_nothing(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    make_ready(ledger, task=0)
+    async with learning(tmp_path, ledger, steps=1) as setup:
+        setup.ranks.gate.set()
+        assert setup.loop.stop() is False
+        await setup.loop.run()
+        assert setup.ranks.trained == [] and ledger.counts()["groups/ready"] == 1
+    ledger.close()
+
+
+async def test_validation_goes_on_beside_training_and_the_last_weights_are_validated_too(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    validation = Validation(ledger, tasks=lambda: [make_task(50), make_task(51)], every=2, samples=1)
+    for task in range(3):
+        make_ready(ledger, task=task)
+
+    async def play(*scores: float) -> None:
+        for score in scores:
+            episode = await setup.pool.lease(wait_s=20.0)
+            assert episode is not None and episode.greedy and episode.task.task_id.startswith("val/")
+            ledger.put_round(make_round(episode.episode_id))
+            await until(lambda: setup.loop.step == 3)  # training does not wait for it
+            await setup.pool.finish(episode.episode_id, score)
+
+    async with learning(tmp_path, ledger, steps=3, validation=validation) as setup:
+        setup.ranks.gate.set()
+        running = asyncio.create_task(setup.loop.run())
+        await play(0.0, 1.0)
+        await play(0.5, 1.0)
+        await running
+        assert len(setup.ranks.trained) == 3 and ledger.counts()["groups/validated"] == 4
+        newest = setup.store.newest()
+        assert newest is not None and newest.score == 0.75  # the best checkpoint is the best validated one
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = [(line["val/step"], line["val/mean"], line["val/skipped"]) for line in lines if "val/step" in line]
+    assert found == [(0.0, 0.5, 1.0), (3.0, 0.75, 1.0)]  # that of step 2 was due while the first was under way
+    assert [line["step"] for line in lines if "reward/mean" in line] == [1, 2, 3]
+    ledger.close()

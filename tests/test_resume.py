@@ -1,0 +1,107 @@
+"""Whole runs that are killed, and go on: with the real engine, agents and environment, and real SIGKILLs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+from pathlib import Path
+
+import pytest
+from run_parts import Run, assert_nothing_left, start
+from safetensors.torch import load_file
+from torch import equal
+
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(400)]
+
+SMALL = ("warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=2", "agents.concurrency=16")
+CLOCKS = ("time/", "throughput/", "pool/", "generation/", "tracker/")
+
+
+def kill(run: Run) -> None:
+    """As the kernel does when memory is short, or a person who has had enough: no process of the run gets to say a word."""
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait()
+    assert run.process.stdout is not None
+    run.process.stdout.close()
+    for line in run.processes():
+        try:
+            os.kill(int(line.split()[0]), signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def lines(run: Run) -> dict[int, dict[str, float]]:
+    """The figures of each step that do not depend on the clock."""
+    found = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in found if line["step"]]
+    assert steps == sorted(set(steps))
+    return {line["step"]: {k: v for k, v in line.items() if not k.startswith(CLOCKS)} for line in found if line["step"]}
+
+
+def books_balance(run: Run, *, steps: int, groups_per_step: int = 4) -> None:
+    """No group was trained twice, or left out, in what led to the last step."""
+    with sqlite3.connect(run.folder / "ledger.sqlite") as db:
+        lineage, kept = db.execute("SELECT max(lineage) FROM lineage").fetchone()[0], []
+        up_to = steps
+        while lineage is not None:
+            kept += db.execute(
+                "SELECT step, group_id FROM trained JOIN step USING (step_id) WHERE lineage = ? AND step <= ?",
+                (lineage, up_to),
+            ).fetchall()
+            lineage, start_step = db.execute(
+                "SELECT parent, step FROM lineage WHERE lineage = ?", (lineage,)
+            ).fetchone()
+            up_to = min(up_to, start_step)
+        assert sorted({step for step, _ in kept}) == list(range(1, steps + 1))
+        groups = [group for _, group in kept]
+        assert len(groups) == len(set(groups)) == steps * groups_per_step
+        trained = db.execute("SELECT group_id FROM grp WHERE state = 'trained'").fetchall()
+        assert {group for (group,) in trained} == set(groups)
+    db.close()
+
+
+def test_steps_made_again_after_kill_9_give_the_same_bits(tmp_path: Path) -> None:
+    first = start(tmp_path, "run.steps=40", "run.checkpoints=[2,50]", *SMALL)
+    first.wait_for_step(7)
+    kill(first)
+    before = lines(first)
+    folder = first.folder / "checkpoints"
+    assert (folder / "step-000006").is_dir()
+    last = max(before)
+    again = start(tmp_path, f"run.steps={last}", "run.checkpoints=[2,50]", *SMALL, resume=str(folder / "step-000002"))
+    code, output = again.wait(200)
+    assert code == 0, output
+    assert "going on after step 2" in output
+    after = lines(again)
+    assert sorted(after) == list(range(1, last + 1))
+    for step in range(1, last + 1):
+        assert after[step] == before[step], step
+    for step in (4, 6):
+        one = load_file(folder / f"step-{step:06d}" / "model" / "model.safetensors")
+        two = load_file(folder / f"step-{step:06d}.1" / "model" / "model.safetensors")
+        assert all(equal(one[name], two[name]) for name in one), step
+    books_balance(again, steps=last)
+    assert again.summary()["steps"] == last
+    assert_nothing_left(again)
+
+
+def test_a_run_that_is_killed_again_and_again_goes_on_by_itself(tmp_path: Path) -> None:
+    knobs = ("run.steps=8", "run.checkpoints=[2,2]", *SMALL)
+    first = start(tmp_path, *knobs, resume="auto")  # nothing there yet: a fresh run
+    first.wait_for_step(1)  # before any checkpoint
+    kill(first)
+    second = start(tmp_path, *knobs, resume="auto")
+    second.wait_for_step(3)
+    kill(second)
+    third = start(tmp_path, *knobs, resume="auto")
+    code, output = third.wait(200)
+    assert code == 0, output
+    assert sorted(lines(third)) == list(range(1, 9))
+    assert third.summary()["steps"] == 8 and third.summary()["max_logprob_diff"] < 1e-4
+    books_balance(third, steps=8)
+    kept = [path for path in (third.folder / "checkpoints").iterdir()]
+    assert 2 <= len(kept) <= 3 and not [path for path in kept if path.name.startswith(".")]
+    assert (third.folder / "checkpoint" / "config.json").is_file()
+    assert_nothing_left(third)
