@@ -136,7 +136,7 @@ class LearnerConfig(Section):
     epochs: PositiveInt = 1
     """Passes over a batch."""
     token_budget: PositiveInt = 8192
-    """Most tokens (padding included) in one forward pass."""
+    """Most tokens in one forward pass; rows are packed, without padding."""
     gamma: Fraction = 1.0
     """Discount from one round to the next; the tokens of a round are not discounted."""
     lam: Fraction = 0.95

@@ -23,11 +23,11 @@ from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
 from learner import export, fsdp
 from learner.advantages import ESTIMATORS, Evidence, explained_variance
-from learner.collate import MicroBatch, Sequences, padding_share, plan, split_minibatches
+from learner.collate import MicroBatch, Sequences, plan, split_minibatches
 from learner.hints import hinted_sequences
 from learner.kl import KLCoefficient, kl_estimate
 from learner.losses import Loss, Targets, actor_loss, value_loss
-from learner.policy import Policy, load_policy
+from learner.policy import Policy, TokenOutputs, load_policy
 from learner.tally import Tally
 from learner.token_table import TokenTable, token_table
 from learner.warm_start import load_traces, train_on_traces
@@ -180,7 +180,7 @@ class Trainer:
         for piles in self._plan(sequences, rows=chosen):
             micro = sequences.micro_batch(piles[self._rank], device=self._device)
             with torch.no_grad():
-                outputs = self._policy(micro.ids, micro.mask, temperature=self._temperature, entropy=True)
+                outputs = self._forward(micro, entropy=True)
                 values = self._values(micro, shared=outputs.values) if critic else None
             found[0, micro.index] = outputs.logprobs
             found[1, micro.index] = outputs.entropy
@@ -188,11 +188,19 @@ class Trainer:
                 found[2, micro.index] = values
         return fsdp.all_sum(found).cpu()
 
+    def _forward(self, micro: MicroBatch, *, entropy: bool) -> TokenOutputs:
+        outputs: TokenOutputs = self._policy(
+            micro.ids, micro.mask, micro.starts, longest=micro.longest, temperature=self._temperature, entropy=entropy
+        )
+        return outputs
+
     def _values(self, micro: MicroBatch, *, shared: Tensor | None) -> Tensor | None:
         """The separate critic's values, or else the policy's own (None: no critic)."""
         if self._critic is None:
             return shared
-        values: Tensor = self._critic(micro.ids, micro.mask, temperature=None).values
+        values: Tensor = self._critic(
+            micro.ids, micro.mask, micro.starts, longest=micro.longest, temperature=None
+        ).values
         return values
 
     def _plan(self, sequences: Sequences, *, rows: Sequence[int]) -> list[list[list[int]]]:
@@ -298,13 +306,13 @@ class Trainer:
             (loss.total * self._world_size).backward()  # FSDP averages over ranks; the sum is wanted
             tally.add(means=loss.means, maxima=loss.maxima)
         norm = fsdp.update(self._policy, optimizer=self._optimizer, clip=self._config.grad_clip)
-        tally.end_update(norm, padding=padding_share(sequences.lengths, plan=steps))
+        tally.end_update(norm)
         if self._critic is not None and self._critic_optimizer is not None:
             fsdp.update(self._critic, optimizer=self._critic_optimizer, clip=self._config.grad_clip)
 
     def _loss(self, micro: MicroBatch, *, goals: Targets) -> Loss:
         config = self._config
-        outputs = self._policy(micro.ids, micro.mask, temperature=self._temperature, entropy=config.entropy_coef > 0.0)
+        outputs = self._forward(micro, entropy=config.entropy_coef > 0.0)
         loss = actor_loss(
             outputs.logprobs,
             entropy=outputs.entropy,

@@ -91,7 +91,8 @@ def train_on_traces(
         for number, piles in enumerate(shares):
             micro = traces.micro_batch(piles[rank], device=device)
             fsdp.sync_gradients(policy, enabled=number == len(shares) - 1)
-            negative = -policy(micro.ids, micro.mask, temperature=1.0).logprobs.sum() * scale
+            outputs = policy(micro.ids, micro.mask, micro.starts, longest=micro.longest, temperature=1.0)
+            negative = -outputs.logprobs.sum() * scale
             (negative * world_size).backward()  # FSDP averages over ranks; the sum is wanted
             loss += negative.detach()
         fsdp.update(policy, optimizer=optimizer, clip=grad_clip)

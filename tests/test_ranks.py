@@ -19,7 +19,7 @@ from configs.schema import LearnerConfig
 from learner.ranks import LearnerRanks, RankFailed
 
 KNOBS: dict[str, Any] = {"lr": 1e-3, "lr_warmup_steps": 0, "token_budget": 100, "kl_coef": 0.01, "epochs": 2}
-CLOCKS = {"time/prepare_s", "time/train_s", "learner/padding_share"}
+CLOCKS = {"time/prepare_s", "time/train_s"}
 
 
 @pytest.fixture(scope="module")
