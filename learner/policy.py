@@ -9,12 +9,14 @@ output matrix's logits (soft-capping, logit scales): the exactness check shows i
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -49,6 +51,12 @@ class Policy(nn.Module):  # type: ignore[misc]
     def layers(self) -> list[nn.Module]:
         """The decoder layers, each of which is sharded on its own."""
         return list(self.lm.get_decoder().layers)
+
+    def checkpoint_layers(self) -> None:
+        """Gradient checkpointing: the backward pass computes each layer again from its input, arXiv:1604.06174. Call it once,
+        before sharding. (transformers' own does it in training mode only, which switches dropout on.)"""
+        for layer in self.layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
     def states(self, ids: Tensor, starts: Tensor, *, longest: int) -> Tensor:
         """[T, hidden] last hidden states."""

@@ -79,7 +79,7 @@ def train_on_traces(
     """`steps` AdamW updates on `batch_size` traces each. Returns first and last mean loss (nats per token) and seconds."""
     started = time.monotonic()
     device = next(policy.parameters()).device
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(fsdp.trained(policy), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     rng = np.random.default_rng(seed)
     losses: list[float] = []
     for step in range(steps):
