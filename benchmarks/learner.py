@@ -143,7 +143,7 @@ class Bench:
         meeting = ["--address", free_address(), "--world-size", num_ranks]
         ours = [sys.executable, "-m", "benchmarks.learner_side", way, *shared, *meeting]
         ranks = [[*ours, "--rank", rank] for rank in range(num_ranks)]
-        if self.device.startswith("cuda") and num_ranks > 1:  # each rank on a GPU of its own
+        if self.device == "cuda":  # each rank on a GPU of its own
             ranks = [[*command, "--device", f"cuda:{rank}"] for rank, command in enumerate(ranks)]
         return [[str(word) for word in command] for command in ranks]
 

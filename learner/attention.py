@@ -45,7 +45,7 @@ def packed_attention(
             f"model.path must name a model with plain causal attention, got {type(module).__name__} with "
             f"{', '.join(wanted) or 'a mask of its own'}; train another model"
         )
-    if query.is_cuda and query.dtype in HALF:
+    if has_kernel(query):
         rows, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
         window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
         options: dict[str, Any] = {"scale": scaling, "window_size": window, "enable_gqa": True}
@@ -55,6 +55,11 @@ def packed_attention(
     parts = zip(*(states.split(lengths, dim=2) for states in (query, key, value)))
     done = [_row_attention(*part, scaling=scaling, window=sliding_window) for part in parts]
     return torch.cat(done, dim=2).transpose(1, 2), None
+
+
+def has_kernel(query: Tensor) -> bool:
+    """Whether torch has one kernel for all rows here."""
+    return bool(query.is_cuda and query.dtype in HALF)
 
 
 def _row_attention(query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None) -> Tensor:

@@ -22,6 +22,8 @@ from transformers.utils import logging
 
 from learner.attention import PACKED
 
+LOGITS_AT_ONCE = 2**26
+"""256 MiB in float32: 442 tokens of a vocabulary of 151,936, where 8,192 tokens would take 4.6 GiB several times over."""
 MOST_CROSSTALK = 1e-3
 """Largest difference, relative to the states' size, that another row in the pack may make: far above rounding in float32."""
 
@@ -80,9 +82,30 @@ class Policy(nn.Module):  # type: ignore[misc]
         )  # no view: FSDP
         if temperature is None:
             return TokenOutputs(None, None, values)
-        logits = self.lm.get_output_embeddings()(chosen).float() / temperature
-        logprobs = -functional.cross_entropy(logits, ids[1:][mask[1:]], reduction="none")
-        return TokenOutputs(logprobs, _entropy(logits) if entropy else None, values)
+        logprobs, entropies = self._logprobs(chosen, ids[1:][mask[1:]], temperature=temperature, entropy=entropy)
+        return TokenOutputs(logprobs, entropies, values)
+
+    def _logprobs(
+        self, states: Tensor, tokens: Tensor, *, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """[m, hidden] states and the [m] tokens after them; never more than LOGITS_AT_ONCE logits, computed again backwards."""
+        size = max(1, LOGITS_AT_ONCE // int(self.lm.get_output_embeddings().weight.shape[0]))
+        compute = partial(self._chunk, temperature=temperature, entropy=entropy)
+        if len(tokens) <= size:
+            return compute(states, tokens)
+        parts = [
+            checkpoint(compute, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in zip(states.split(size), tokens.split(size))
+        ]
+        logprobs, entropies = zip(*parts)
+        return torch.cat(logprobs), torch.cat(entropies) if entropy else None
+
+    def _chunk(
+        self, states: Tensor, tokens: Tensor, *, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        logits = self.lm.get_output_embeddings()(states).float() / temperature
+        logprobs = -functional.cross_entropy(logits, tokens, reduction="none")
+        return logprobs, _entropy(logits) if entropy else None
 
 
 def hidden_states(lm: Any, ids: Tensor, *, starts: Tensor, longest: int) -> Tensor:

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from benchmarks.padded import PaddedPolicy
+from learner import attention
 from learner.attention import PACKED, packed_attention
 from learner.collate import Sequences
 from learner.policy import Policy, check_rows_apart, load_policy
@@ -114,6 +115,47 @@ def test_model_that_mixes_packed_rows_is_refused() -> None:
     Policy(lm, value_head=False)
     with pytest.raises(ValueError, match=r"keep packed rows apart, got MambaForCausalLM, where another row"):
         check_rows_apart(lm)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_kernel_for_all_rows_is_asked_for_the_same(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    """torch's kernel runs on a GPU only; here a stand-in does what torch documents for it."""
+    states = [torch.randn(1, heads, 11, 8) for heads in (4, 2, 2)]
+    options: dict[str, Any] = {"cu_seq_lens_q": torch.tensor([0, 5, 11], dtype=torch.int32), "max_length_q": 6}
+    options |= {"scaling": 0.3, "sliding_window": window}
+    rows, _ = packed_attention(torch.nn.Identity(), *states, None, **options)
+    monkeypatch.setattr(attention, "has_kernel", lambda query: True)
+    monkeypatch.setattr(attention, "varlen_attn", _varlen_as_documented)
+    kernel, _ = packed_attention(torch.nn.Identity(), *states, None, **options)
+    assert kernel.shape == rows.shape == (1, 11, 4, 8)
+    torch.testing.assert_close(kernel, rows, atol=1e-6, rtol=0)
+
+
+def _varlen_as_documented(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """(T, H, D); (-1, 0) is causal, (W, 0) causal with W tokens to the left of a token's own."""
+    assert max_q == max_k == int(cu_seq_q.diff().max()) and enable_gqa
+    left, right = window_size
+    out = []
+    for start, end in zip(cu_seq_q.tolist(), cu_seq_k[1:].tolist()):
+        q, k, v = (states[start:end].transpose(0, 1) for states in (query, key, value))
+        k, v = (states.repeat_interleave(len(q) // len(states), dim=0) for states in (k, v))
+        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        seen = (distance >= -right) & ((distance <= left) if left >= 0 else True)
+        scores = (q @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
+        out.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(out)
 
 
 @pytest.mark.parametrize("wish", [{"softcap": 30.0}, {"s_aux": torch.zeros(1)}])

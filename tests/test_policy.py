@@ -4,6 +4,7 @@ import pytest
 import torch
 from learner_parts import VOCABULARY, random_lm
 
+from learner import policy as policy_module
 from learner.policy import Policy
 
 ROWS = torch.randint(0, VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(1))
@@ -38,3 +39,24 @@ def test_fresh_value_head_predicts_zero_from_the_state_before_the_token() -> Non
 def test_critic_alone_computes_no_logprobs() -> None:
     outputs = Policy(random_lm(), value_head=True)(**PACK, temperature=None)
     assert outputs.logprobs is None and outputs.entropy is None
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+def test_logits_of_few_tokens_exist_at_once_and_the_numbers_stay(
+    monkeypatch: pytest.MonkeyPatch, entropy: bool
+) -> None:
+    results = []
+    for limit in (policy_module.LOGITS_AT_ONCE, 3 * VOCABULARY + 1):
+        monkeypatch.setattr(policy_module, "LOGITS_AT_ONCE", limit)
+        policy = Policy(random_lm(), value_head=True)
+        seen: list[int] = []
+        policy.lm.get_output_embeddings().register_forward_hook(lambda *call, seen=seen: seen.append(len(call[2])))
+        outputs = policy(**PACK, temperature=0.7, entropy=entropy)
+        (outputs.logprobs.sum() + (outputs.entropy.square().sum() if entropy else 0.0)).backward()
+        gradients = [weight.grad for weight in policy.lm.parameters()]
+        results.append((outputs, gradients, max(seen)))
+    (whole, expected, _), (parts, found, largest) = results
+    assert largest == 3
+    torch.testing.assert_close(parts.logprobs, whole.logprobs, atol=1e-6, rtol=0)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
