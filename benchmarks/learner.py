@@ -255,7 +255,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Measure, print the table, write the JSON file."""
     arguments = parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as by Ctrl-C: the side at hand is ended, its folder removed
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # as by Ctrl-C: the side at hand is ended, its folder removed
     began, load = time.monotonic(), os.getloadavg()
     rows = long_tailed_rows(num=arguments.rows, longest=arguments.longest, seed=0)
     print(

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffers.records import Row, TrainBatch
+from learner import policy
 from learner.trainer import Trainer
 
 MakeTrainer = Callable[..., Trainer]
@@ -314,6 +315,19 @@ def test_micro_batches_of_any_size_give_the_same_weights(trainer: MakeTrainer, t
     weights = []
     for budget in (8192, 40):
         learner = trainer(lr=1e-3, token_budget=budget, lr_warmup_steps=0)
+        learner.train_step(walks(), version=0)
+        weights.append(_published(learner, tmp_path))
+    assert_same_weights(*weights)
+
+
+def test_few_logits_at_once_give_the_same_weights(
+    trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output matrix is needed again in the backward pass, after FSDP has given it back."""
+    weights = []
+    for limit in (policy.LOGITS_AT_ONCE, 512 * 5):
+        monkeypatch.setattr(policy, "LOGITS_AT_ONCE", limit)
+        learner = trainer(lr=1e-3, lr_warmup_steps=0, entropy_coef=0.01)
         learner.train_step(walks(), version=0)
         weights.append(_published(learner, tmp_path))
     assert_same_weights(*weights)
