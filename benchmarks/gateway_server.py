@@ -24,7 +24,6 @@ from typing import Any
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.vllm_engine import EngineSettings, VLLMEngine, cpu_environment, make_args, make_vllm_config
 
-KV_CACHE_BYTES = 2**30
 WORD_ID = 100
 """What the do-nothing engine says, over and over."""
 
@@ -44,6 +43,7 @@ class Settings:
     max_model_len: int = 8192
     max_tokens: int = 256
     max_num_seqs: int = 256
+    kv_cache_gb: float = 1.0
 
 
 class NoEngine:
@@ -131,11 +131,11 @@ def vllm_arguments(settings: Settings) -> Namespace:
         max_tokens=settings.max_tokens,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
+        kv_cache_gb=settings.kv_cache_gb,
     )
     args = make_args(_engine_settings(settings, rollout))
     args.host, args.port = "127.0.0.1", settings.port
     args.enable_prompt_tokens_details = True
-    args.kv_cache_memory_bytes = KV_CACHE_BYTES
     args.disable_uvicorn_access_log = True
     args.uvicorn_log_level = "warning"
     return args

@@ -130,18 +130,21 @@ class LearnerConfig(Section):
     """Estimator of advantages. gae needs a critic; reinforce_plus_plus compares the batch, the others one group."""
     critic: Literal["shared", "separate", "none"] = "shared"
     """shared: a value head on the policy's last hidden state; separate: a second model with its own optimizer."""
+    lora: tuple[PositiveInt, Positive] | None = None
+    """(rank, alpha): train low-rank matrices beside the frozen weights, a separate critic's too. None: train all weights."""
+    gradient_checkpointing: bool = False
+    """Compute each layer again in the backward pass: memory for one layer's activations, about a third more time."""
     lr: Annotated[float, Field(ge=0.0)] = 5e-4
     critic_lr: Annotated[float, Field(ge=0.0)] = 5e-4
     """Learning rate of a separate critic. Value heads learn at ten times the rate of what they sit on."""
     lr_warmup_steps: Annotated[int, Field(ge=0)] = 3
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     grad_clip: Annotated[float, Field(gt=0.0)] = 1.0
     minibatches: PositiveInt = 2
     """Optimizer updates per pass over a batch."""
     epochs: PositiveInt = 1
     """Passes over a batch."""
     token_budget: PositiveInt = 8192
-    """Most tokens (padding included) in one forward pass."""
+    """Most tokens in one forward pass; rows are packed, without padding."""
     gamma: Fraction = 1.0
     """Discount from one round to the next; the tokens of a round are not discounted."""
     lam: Fraction = 0.95
@@ -156,7 +159,6 @@ class LearnerConfig(Section):
     """(low, high): ratios stay within [1 - low, 1 + high]. None: the loss's own, (0.2, 0.28) for ppo."""
     correction: Literal["none", "tis", "seq_tis", "icepop", "mis", "seq_mis", "naive"] = "tis"
     """Importance weight for data of an older policy, see learner/corrections.py. naive: PPO on the old ratio."""
-    value_clip: Positive = 0.2
     kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight of KL(policy || frozen reference); 0: no reference model is kept."""
     kl_kind: Literal["k1", "abs", "k2", "k3", "reward_k1", "reward_abs", "reward_k2", "reward_k3"] = "k3"

@@ -1,9 +1,9 @@
-"""Rows to micro-batches: who computes what, and the padded tensors for it.
+"""Rows to micro-batches: who computes what, and the packed tensors for it.
 
 Called by `learner.trainer`, `learner.token_table` and `learner.warm_start`. Every rank holds the whole batch and makes the
 same plan from it, so no communication is needed to agree. Invariants: each row is in exactly one micro-batch of a plan,
 and every rank runs the same number of micro-batches (FSDP's collectives are entered by all ranks or none): a rank without
-rows runs one of no tokens. Padding is on the right, where causal attention never sees it. No model and no loss here.
+rows runs one that trains nothing. Rows lie one after another in a pack, without padding. No model and no loss here.
 """
 
 from __future__ import annotations
@@ -21,26 +21,33 @@ from buffers.records import Int32, UInt8
 Plan = list[list[list[int]]]
 """[micro-batch][rank] -> rows."""
 
-SHORTEST_SHARE = 0.7
-"""The shortest row of a micro-batch is at least this share of the longest: walks of 1-8 rounds then pad 13 %, not 33 %."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One forward pass of one rank: B padded rows of T tokens with m trained tokens."""
+    """One forward pass of one rank: n rows of T tokens in all, m of them trained."""
 
     ids: Tensor
-    """[B, T] int64."""
+    """[T] int64."""
     mask: Tensor
-    """[B, T] bool: true where the token is trained."""
+    """[T] bool: true where the token is trained; never at the first token of a row."""
+    starts: Tensor
+    """[n + 1] int32: where each row starts, and T."""
+    longest: int
+    """Tokens of the longest row."""
     index: Tensor
     """[m] int64: place of each trained token in the batch's flat arrays, row by row."""
 
 
 class Sequences:
-    """Rows of token ids with a training mask; their trained tokens are numbered 0..num_trained-1, row by row."""
+    """Rows of token ids with a training mask; their trained tokens are numbered 0..num_trained-1, row by row.
+
+    Raises ValueError for a row that trains its first token: in a pack, what stands before it is another row.
+    """
 
     def __init__(self, ids: Sequence[Int32], *, masks: Sequence[UInt8]) -> None:
+        first = [row for row, mask in enumerate(masks) if len(mask) and mask[0]]
+        if first:
+            raise ValueError(f"mask[0] of row {first[0]} must be 0, got 1; the first token of a row has no prefix")
         self.ids = ids
         self.masks = masks
         self.lengths = np.array([len(row) for row in ids], dtype=np.int64)
@@ -57,16 +64,15 @@ class Sequences:
         return torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *spans]))
 
     def micro_batch(self, rows: Sequence[int], *, device: torch.device) -> MicroBatch:
-        """Pads these rows on the right. No rows: two tokens that train nothing."""
-        width = max((int(self.lengths[row]) for row in rows), default=2)
-        ids = np.zeros((max(len(rows), 1), width), dtype=np.int64)
-        mask = np.zeros(ids.shape, dtype=np.bool_)
-        for line, row in enumerate(rows):
-            ids[line, : self.lengths[row]] = self.ids[row]
-            mask[line, : self.lengths[row]] = self.masks[row]
+        """Packs these rows in this order. No rows: one of two tokens that trains nothing."""
+        ids = [self.ids[row] for row in rows] or [np.zeros(2, dtype=np.int32)]
+        masks = [self.masks[row] for row in rows] or [np.zeros(2, dtype=np.uint8)]
+        lengths = [len(row) for row in ids]
         return MicroBatch(
-            ids=torch.from_numpy(ids).to(device),
-            mask=torch.from_numpy(mask).to(device),
+            ids=torch.from_numpy(np.concatenate(ids).astype(np.int64)).to(device),
+            mask=torch.from_numpy(np.concatenate(masks).astype(np.bool_)).to(device),
+            starts=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device),
+            longest=max(lengths),
             index=self.places(rows).to(device),
         )
 
@@ -81,8 +87,7 @@ def split_minibatches(episodes: npt.NDArray[np.int64], *, num: int, rng: np.rand
 def plan(lengths: npt.NDArray[np.int64], *, rows: Sequence[int], num_ranks: int, token_budget: int) -> Plan:
     """Divides rows over ranks by tokens (longest first, to the least loaded), then each rank's rows into micro-batches.
 
-    A micro-batch holds at most `token_budget` padded tokens, and no row much shorter than its longest; a row longer than
-    the budget has one of its own.
+    A micro-batch holds at most `token_budget` tokens; a row longer than that has one of its own.
     """
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
@@ -96,20 +101,16 @@ def plan(lengths: npt.NDArray[np.int64], *, rows: Sequence[int], num_ranks: int,
 
 
 def _fill(lengths: npt.NDArray[np.int64], *, rows: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Rows, longest first, into piles whose count times longest row stays within the budget."""
+    """Rows, longest first, each into the first pile that has room for it (first fit decreasing)."""
     piles: list[list[int]] = []
+    rooms: list[int] = []
     for row in rows:
-        longest = int(lengths[piles[-1][0]]) if piles else 0
-        alike = int(lengths[row]) >= SHORTEST_SHARE * longest
-        if piles and alike and (len(piles[-1]) + 1) * longest <= token_budget:
-            piles[-1].append(row)
-        else:
+        length = int(lengths[row])
+        place = next((place for place, room in enumerate(rooms) if room >= length), None)
+        if place is None:
             piles.append([row])
+            rooms.append(token_budget - length)
+        else:
+            piles[place].append(row)
+            rooms[place] -= length
     return piles
-
-
-def padding_share(lengths: npt.NDArray[np.int64], *, plan: Plan) -> float:
-    """Share of the tokens computed under this plan that are padding."""
-    piles = [pile for step in plan for pile in step]
-    padded = sum(len(pile) * int(lengths[pile].max()) for pile in piles if pile)
-    return 1.0 - sum(int(lengths[pile].sum()) for pile in piles if pile) / padded

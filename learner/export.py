@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,26 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from learner import fsdp
+from learner.adapter import Adapter, LoraConfig, merged, peft_names, write_description
 
 
-def gather(module: nn.Module, *, dtype: torch.dtype, keep: bool) -> dict[str, Tensor]:
-    """All ranks enter; those with `keep` false get an empty dict and hold one parameter at a time."""
-    gathered: dict[str, Tensor] = {}
-    for name, whole in fsdp.gather_parameters(module, dtype=dtype):
-        if keep:
-            gathered[name] = whole
-    return gathered
+def gather(module: nn.Module, *, dtype: torch.dtype, keep: bool, scaling: float = 1.0) -> dict[str, Tensor]:
+    """All ranks enter; those with `keep` false get an empty dict and hold one parameter at a time.
+
+    An adapter is merged into the copies, never into the module: `scaling` is the adapter's.
+    """
+    parameters = fsdp.gather_parameters(module)
+    if not keep:
+        deque(parameters, maxlen=0)
+        return {}
+    return {name: whole.to(dtype) for name, whole in merged(parameters, scaling=scaling)}
+
+
+def gather_adapter(lm: nn.Module, *, config: LoraConfig, keep: bool) -> Adapter | None:
+    """The adapter alone, in float32, on ranks with `keep`. All ranks enter."""
+    parameters = fsdp.gather_parameters(lm, trained_only=True)
+    weights = {name: whole for name, whole in parameters if keep}
+    return Adapter(config=config, weights=peft_names(weights)) if keep else None
 
 
 def write_weights(path: Path, *, weights: dict[str, Tensor]) -> None:
@@ -44,9 +56,13 @@ def write_folder(
     tokenizer: Any,
     weights: dict[str, Tensor],
     value_head: dict[str, Tensor],
+    adapter: Adapter | None,
     dtype: torch.dtype,
 ) -> None:
-    """Replaces `folder` with what `from_pretrained` and vLLM load, and `value_head.safetensors` when there is one."""
+    """Replaces `folder` with what `from_pretrained` and vLLM load: the merged weights.
+
+    Beside them `value_head.safetensors` and `adapter/`, which peft loads, when there are such.
+    """
     partial = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -59,6 +75,9 @@ def write_folder(
     write_weights(partial / "model.safetensors", weights=weights)
     if value_head:
         write_weights(partial / "value_head.safetensors", weights=value_head)
+    if adapter is not None:
+        write_weights(partial / "adapter" / "adapter_model.safetensors", weights=adapter.weights)
+        write_description(partial / "adapter", config=adapter.config)
     _replace(folder, new=partial)
 
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 Shards = list[Tensor]
-"""This rank's part of each parameter, in the order of `module.parameters()`."""
+"""This rank's part of each trained parameter, in the order of `module.parameters()`. Frozen ones never differ."""
 
 
 def join(address: str, *, rank: int, world_size: int, device: torch.device) -> DeviceMesh:
@@ -76,14 +76,19 @@ def update(module: nn.Module, *, optimizer: torch.optim.Optimizer, clip: float) 
     return size
 
 
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that have a gradient: with LoRA, the adapter and a value head."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
 def clone_shards(module: nn.Module) -> Shards:
-    """A copy of this rank's shards."""
-    return [parameter.detach().to_local().clone() for parameter in module.parameters()]
+    """A copy of this rank's shards of what is trained."""
+    return [parameter.detach().to_local().clone() for parameter in trained(module)]
 
 
 def load_shards(module: nn.Module, *, shards: Shards) -> None:
     """Writes shards that `clone_shards` took from a module of the same architecture."""
-    for parameter, local in zip(module.parameters(), shards, strict=True):
+    for parameter, local in zip(trained(module), shards, strict=True):
         parameter.detach().to_local().copy_(local)
 
 
@@ -98,8 +103,9 @@ def swapped(module: nn.Module, *, shards: Shards) -> Iterator[None]:
         load_shards(module, shards=present)
 
 
-def gather_parameters(module: nn.Module, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Whole parameters on CPU, one at a time, by name; a tied parameter comes once, under its first name."""
+def gather_parameters(module: nn.Module, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Whole float32 parameters on CPU, one at a time, by name; a tied parameter comes once, under its first name."""
     for name, parameter in module.named_parameters():
-        whole = parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-        yield name, whole.to(device="cpu", dtype=dtype).contiguous()
+        if parameter.requires_grad or not trained_only:
+            whole = parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+            yield name, whole.to(device="cpu").contiguous()

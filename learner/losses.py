@@ -22,6 +22,8 @@ DUAL_CLIP = 3.0
 """A bad token that became likelier weighs at most this, arXiv:1912.09729 eq. 5."""
 VALUE_COEF = 0.5
 """Weight of the value loss beside the policy's when both share a model."""
+VALUE_CLIP = 0.2
+"""A value that moved further than this in one step has no gradient that moves it on, as in arXiv:1707.06347's code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +204,7 @@ def actor_loss(
     if entropy is not None:
         total = total - config.entropy_coef * (targets.weights * entropy).sum()
     if values is not None:
-        critic = value_loss(values, targets=targets, clip=config.value_clip)
+        critic = value_loss(values, targets=targets, clip=VALUE_CLIP)
         total = total + VALUE_COEF * critic
         means["critic/vf_loss"] = critic
     return Loss(total=total, means={name: mean.detach() for name, mean in means.items()}, maxima=maxima)

@@ -2,21 +2,30 @@
 
 Built by `learner.trainer`; its forward pass is the only place where log-probabilities and values are computed.
 Invariant: a token's log-probability is that of the softmax of logits / temperature, in float32, given the exact ids
-before it: what the engine records while sampling. Only positions that precede a trained token reach the output
-matrix. Knows nothing of sharding, losses or batches. Not for models that transform the output matrix's logits
-(soft-capping, logit scales): the exactness check shows it.
+before it: what the engine records while sampling. Rows are packed, see `learner.attention`; only positions that precede a
+trained token reach the output matrix. Knows nothing of sharding, losses or batches. Not for models that transform the
+output matrix's logits (soft-capping, logit scales): the exactness check shows it.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
+
+from learner.attention import PACKED
+
+LOGITS_AT_ONCE = 2**26
+"""256 MiB in float32: 442 tokens of a vocabulary of 151,936, where 8,192 tokens would take 4.6 GiB several times over."""
+MOST_CROSSTALK = 1e-3
+"""Largest difference, relative to the states' size, that another row in the pack may make: far above rounding in float32."""
 
 
 class TokenOutputs(NamedTuple):
@@ -32,6 +41,7 @@ class Policy(nn.Module):  # type: ignore[misc]
 
     def __init__(self, lm: Any, *, value_head: bool) -> None:
         super().__init__()
+        lm.set_attn_implementation(PACKED)
         self.lm = lm
         self.value_head: Any = None
         if value_head:
@@ -44,28 +54,102 @@ class Policy(nn.Module):  # type: ignore[misc]
         """The decoder layers, each of which is sharded on its own."""
         return list(self.lm.get_decoder().layers)
 
-    def forward(self, ids: Tensor, mask: Tensor, *, temperature: float | None, entropy: bool = False) -> TokenOutputs:
-        """ids [B, T] padded on the right, mask [B, T] of trained tokens; `temperature` None: no log-probabilities."""
-        hidden = self.lm.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-        chosen = hidden[:, :-1][mask[:, 1:]]  # the state before a token is what predicts it
+    def checkpoint_layers(self) -> None:
+        """Gradient checkpointing: the backward pass computes each layer again from its input, arXiv:1604.06174. Call it once,
+        before sharding. (transformers' own does it in training mode only, which switches dropout on.)"""
+        for layer in self.layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+    def states(self, ids: Tensor, starts: Tensor, *, longest: int) -> Tensor:
+        """[T, hidden] last hidden states."""
+        return hidden_states(self.lm, ids, starts=starts, longest=longest)
+
+    def forward(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        starts: Tensor,
+        *,
+        longest: int,
+        temperature: float | None,
+        entropy: bool = False,
+    ) -> TokenOutputs:
+        """ids [T] and mask [T] (true: trained) of packed rows, see `learner.collate.MicroBatch`; `temperature` None: no
+        log-probabilities."""
+        chosen = self.states(ids, starts, longest=longest)[:-1][mask[1:]]  # the state before a token predicts it
         values = (
             None if self.value_head is None else self.value_head(chosen).float().squeeze(-1).clone()
         )  # no view: FSDP
         if temperature is None:
             return TokenOutputs(None, None, values)
-        logits = self.lm.get_output_embeddings()(chosen).float() / temperature
-        logprobs = -functional.cross_entropy(logits, ids[:, 1:][mask[:, 1:]], reduction="none")
-        return TokenOutputs(logprobs, _entropy(logits) if entropy else None, values)
+        logprobs, entropies = self._logprobs(chosen, ids[1:][mask[1:]], temperature=temperature, entropy=entropy)
+        return TokenOutputs(logprobs, entropies, values)
+
+    def _logprobs(
+        self, states: Tensor, tokens: Tensor, *, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """[m, hidden] states and the [m] tokens after them; never more than LOGITS_AT_ONCE logits, computed again backwards."""
+        size = max(1, LOGITS_AT_ONCE // int(self.lm.get_output_embeddings().weight.shape[0]))
+        compute = partial(self._chunk, temperature=temperature, entropy=entropy)
+        if len(tokens) <= size:
+            return compute(states, tokens)
+        parts = [
+            checkpoint(compute, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in zip(states.split(size), tokens.split(size))
+        ]
+        logprobs, entropies = zip(*parts)
+        return torch.cat(logprobs), torch.cat(entropies) if entropy else None
+
+    def _chunk(
+        self, states: Tensor, tokens: Tensor, *, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        logits = self.lm.get_output_embeddings()(states).float() / temperature
+        logprobs = -functional.cross_entropy(logits, tokens, reduction="none")
+        return logprobs, _entropy(logits) if entropy else None
+
+
+def hidden_states(lm: Any, ids: Tensor, *, starts: Tensor, longest: int) -> Tensor:
+    """[T, hidden] last states of packed rows; positions count from 0 in each row."""
+    places = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+    positions = places - starts[torch.searchsorted(starts, places, right=True) - 1]
+    states: Tensor = lm.get_decoder()(
+        input_ids=ids[None],
+        position_ids=positions[None].long(),
+        use_cache=False,
+        cu_seq_lens_q=starts,
+        max_length_q=longest,
+    ).last_hidden_state[0]
+    return states
 
 
 def load_policy(folder: str | Path, *, value_head: bool, device: torch.device) -> Policy:
-    """Reads a Hugging Face folder in float32 (the master weights). Dropout is off: the engine samples without it."""
+    """Reads a Hugging Face folder in float32 (the master weights). Dropout is off: the engine samples without it.
+
+    Raises ValueError for a model that cannot keep packed rows apart.
+    """
     logging.disable_progress_bar()
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     policy = Policy(lm, value_head=value_head)
     policy.to(device)
     policy.eval()
+    check_rows_apart(lm)
     return policy
+
+
+def check_rows_apart(lm: Any) -> None:
+    """Two rows of three tokens: the second must be what it is alone. Raises ValueError; recurrent layers carry state over."""
+    device = next(lm.parameters()).device
+    ids = torch.arange(6, device=device)
+    starts = torch.tensor([0, 3, 6], dtype=torch.int32, device=device)
+    with torch.no_grad():
+        beside = hidden_states(lm, ids, starts=starts, longest=3)[3:]
+        alone = hidden_states(lm, ids[3:], starts=starts[:2], longest=3)
+    crosstalk = float((beside - alone).abs().max() / alone.abs().max())
+    if not crosstalk <= MOST_CROSSTALK:
+        raise ValueError(
+            f"model.path must name a model whose layers keep packed rows apart, got {type(lm).__name__}, where another row "
+            f"changes a state by {crosstalk:.1e} of its size; train a model with transformers' attention interface"
+        )
 
 
 def _entropy(logits: Tensor) -> Tensor:

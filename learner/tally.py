@@ -21,7 +21,6 @@ class Tally:
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
         self._norms: list[float] = []
-        self._padding: list[float] = []
 
     def add(self, *, means: dict[str, Tensor], maxima: dict[str, Tensor]) -> None:
         """One micro-batch of this rank: its share of the mini-batch's means, and its maxima."""
@@ -30,10 +29,9 @@ class Tally:
         for name, value in maxima.items():
             self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
-    def end_update(self, norm: float, *, padding: float) -> None:
+    def end_update(self, norm: float) -> None:
         """One optimizer update: its gradient norm before clipping, equal on all ranks."""
         self._norms.append(norm)
-        self._padding.append(padding)
 
     def metrics(self) -> dict[str, float]:
         """Means over updates, maxima over everything; the gradient norm is the mean of the updates that were made."""
@@ -46,5 +44,4 @@ class Tally:
             "policy/grad_norm": sum(finite) / len(finite) if finite else 0.0,
             "learner/updates": float(len(finite)),
             "learner/skipped": float(len(self._norms) - len(finite)),
-            "learner/padding_share": sum(self._padding) / len(self._padding),
         }

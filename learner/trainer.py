@@ -22,12 +22,13 @@ from transformers import AutoTokenizer
 from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
 from learner import checkpoint, export, fsdp
+from learner.adapter import LoraConfig, add_adapter
 from learner.advantages import ESTIMATORS, Evidence, explained_variance
-from learner.collate import MicroBatch, Sequences, padding_share, plan, split_minibatches
+from learner.collate import MicroBatch, Sequences, plan, split_minibatches
 from learner.hints import hinted_sequences
 from learner.kl import KLCoefficient, kl_estimate
-from learner.losses import Loss, Targets, actor_loss, value_loss
-from learner.policy import Policy, load_policy
+from learner.losses import VALUE_CLIP, Loss, Targets, actor_loss, value_loss
+from learner.policy import Policy, TokenOutputs, load_policy
 from learner.tally import Tally
 from learner.token_table import TokenTable, token_table
 from learner.warm_start import load_traces, train_on_traces
@@ -68,6 +69,7 @@ class Trainer:
         self._estimator = ESTIMATORS[config.advantage]
         self._mesh = fsdp.join(address, rank=rank, world_size=world_size, device=self._device)
         critic = config.critic if self._estimator.needs_critic else "none"
+        self._adapter: LoraConfig | None = None
         self._tokenizer = AutoTokenizer.from_pretrained(model_path)
         self._policy = self._load(model_path, value_head=critic == "shared")
         self._optimizer = self._adamw(self._policy, lr=config.lr)
@@ -135,7 +137,7 @@ class Trainer:
 
     def publish(self, path: Path) -> None:
         """Writes the weights for the engine, in the model's dtype. All ranks call this; rank 0 writes."""
-        weights = export.gather(self._policy.lm, dtype=self._dtype, keep=self._rank == 0)
+        weights = self._weights()
         if self._rank == 0:
             export.write_weights(path, weights=weights)
 
@@ -143,10 +145,13 @@ class Trainer:
         """Writes a Hugging Face folder (and `value_head.safetensors`). All ranks call this; rank 0 writes."""
         writer = self._rank == 0
         critic = self._critic or self._policy
-        weights = export.gather(self._policy.lm, dtype=self._dtype, keep=writer)
+        weights = self._weights()
         # the head's own names, as seen from its root: a module inside an FSDP root is gathered the same way
         head = (
             export.gather(critic.value_head, dtype=torch.float32, keep=writer) if critic.value_head is not None else {}
+        )
+        adapter = (
+            None if self._adapter is None else export.gather_adapter(self._policy.lm, config=self._adapter, keep=writer)
         )
         if writer:
             export.write_folder(
@@ -155,6 +160,7 @@ class Trainer:
                 tokenizer=self._tokenizer,
                 weights=weights,
                 value_head=head,
+                adapter=adapter,
                 dtype=self._dtype,
             )
 
@@ -186,22 +192,31 @@ class Trainer:
             learned["critic"] = checkpoint.Learned(module=self._critic, optimizer=self._critic_optimizer)
         return learned
 
+    def _weights(self) -> dict[str, Tensor]:
+        """The policy's whole weights on rank 0, an adapter merged into them."""
+        rank, alpha = self._config.lora or (1, 1.0)
+        return export.gather(self._policy.lm, dtype=self._dtype, keep=self._rank == 0, scaling=alpha / rank)
+
     def close(self) -> None:
         """Leaves the process group."""
         fsdp.leave()
 
     def _load(self, folder: str, *, value_head: bool) -> Policy:
         policy = load_policy(folder, value_head=value_head, device=self._device)
+        if self._config.lora is not None:
+            self._adapter = add_adapter(policy.lm, lora=self._config.lora, seed=self._seed)
+        if self._config.gradient_checkpointing:
+            policy.checkpoint_layers()
         fsdp.shard(policy, layers=policy.layers, mesh=self._mesh, dtype=self._dtype)
         return policy
 
     def _adamw(self, policy: Policy, *, lr: float) -> torch.optim.AdamW:
         """`peak_lr` is reached after the warm-up. A value head learns faster: at the policy's rate it lags for 20 steps, and its
         errors are all that the advantages of a solved batch hold."""
-        groups = [{"params": list(policy.lm.parameters()), "peak_lr": lr}]
+        groups = [{"params": fsdp.trained(policy.lm), "peak_lr": lr}]
         if policy.value_head is not None:
             groups.append({"params": list(policy.value_head.parameters()), "peak_lr": VALUE_HEAD_LR_RATIO * lr})
-        return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=self._config.weight_decay)
+        return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
 
     def _sweep(self, sequences: Sequences, *, critic: bool, rows: Sequence[int] | None = None) -> Tensor:
         """[3, M] log-probabilities, entropies and values of the trained tokens, no gradient; 0 outside of `rows`."""
@@ -210,7 +225,7 @@ class Trainer:
         for piles in self._plan(sequences, rows=chosen):
             micro = sequences.micro_batch(piles[self._rank], device=self._device)
             with torch.no_grad():
-                outputs = self._policy(micro.ids, micro.mask, temperature=self._temperature, entropy=True)
+                outputs = self._forward(micro, entropy=True)
                 values = self._values(micro, shared=outputs.values) if critic else None
             found[0, micro.index] = outputs.logprobs
             found[1, micro.index] = outputs.entropy
@@ -218,11 +233,19 @@ class Trainer:
                 found[2, micro.index] = values
         return fsdp.all_sum(found).cpu()
 
+    def _forward(self, micro: MicroBatch, *, entropy: bool) -> TokenOutputs:
+        outputs: TokenOutputs = self._policy(
+            micro.ids, micro.mask, micro.starts, longest=micro.longest, temperature=self._temperature, entropy=entropy
+        )
+        return outputs
+
     def _values(self, micro: MicroBatch, *, shared: Tensor | None) -> Tensor | None:
         """The separate critic's values, or else the policy's own (None: no critic)."""
         if self._critic is None:
             return shared
-        values: Tensor = self._critic(micro.ids, micro.mask, temperature=None).values
+        values: Tensor = self._critic(
+            micro.ids, micro.mask, micro.starts, longest=micro.longest, temperature=None
+        ).values
         return values
 
     def _plan(self, sequences: Sequences, *, rows: Sequence[int]) -> list[list[list[int]]]:
@@ -328,13 +351,13 @@ class Trainer:
             (loss.total * self._world_size).backward()  # FSDP averages over ranks; the sum is wanted
             tally.add(means=loss.means, maxima=loss.maxima)
         norm = fsdp.update(self._policy, optimizer=self._optimizer, clip=self._config.grad_clip)
-        tally.end_update(norm, padding=padding_share(sequences.lengths, plan=steps))
+        tally.end_update(norm)
         if self._critic is not None and self._critic_optimizer is not None:
             fsdp.update(self._critic, optimizer=self._critic_optimizer, clip=self._config.grad_clip)
 
     def _loss(self, micro: MicroBatch, *, goals: Targets) -> Loss:
         config = self._config
-        outputs = self._policy(micro.ids, micro.mask, temperature=self._temperature, entropy=config.entropy_coef > 0.0)
+        outputs = self._forward(micro, entropy=config.entropy_coef > 0.0)
         loss = actor_loss(
             outputs.logprobs,
             entropy=outputs.entropy,
@@ -345,5 +368,5 @@ class Trainer:
         )
         if self._critic is None:
             return loss
-        critic = value_loss(self._values(micro, shared=None), targets=goals, clip=config.value_clip)
+        critic = value_loss(self._values(micro, shared=None), targets=goals, clip=VALUE_CLIP)
         return replace(loss, total=loss.total + critic, means=loss.means | {"critic/vf_loss": critic.detach()})

@@ -79,7 +79,7 @@ def train_on_traces(
     """`steps` AdamW updates on `batch_size` traces each. Returns first and last mean loss (nats per token) and seconds."""
     started = time.monotonic()
     device = next(policy.parameters()).device
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(fsdp.trained(policy), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     rng = np.random.default_rng(seed)
     losses: list[float] = []
     for step in range(steps):
@@ -91,7 +91,8 @@ def train_on_traces(
         for number, piles in enumerate(shares):
             micro = traces.micro_batch(piles[rank], device=device)
             fsdp.sync_gradients(policy, enabled=number == len(shares) - 1)
-            negative = -policy(micro.ids, micro.mask, temperature=1.0).logprobs.sum() * scale
+            outputs = policy(micro.ids, micro.mask, micro.starts, longest=micro.longest, temperature=1.0)
+            negative = -outputs.logprobs.sum() * scale
             (negative * world_size).backward()  # FSDP averages over ranks; the sum is wanted
             loss += negative.detach()
         fsdp.update(policy, optimizer=optimizer, clip=grad_clip)

@@ -45,6 +45,7 @@ OWNERS = {
     "sqlite3": {"buffers/ledger*.py"},
     "torch.distributed": {"learner/fsdp.py", "learner/checkpoint.py"},
     "ray": {"learner/ranks.py", "learner/pipeline.py"},
+    "peft": {"learner/adapter.py"},
     "matplotlib": {"learner/report.py"},
     "tensorboard": {"learner/tracker.py"},
     "wandb": {"learner/tracker.py"},

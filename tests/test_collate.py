@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.collate import Sequences, padding_share, plan, split_minibatches
+from learner.collate import Sequences, plan, split_minibatches
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def test_every_row_is_in_exactly_one_micro_batch_and_ranks_keep_step(
     assert sorted(row for step in steps for pile in step for row in pile) == list(range(len(sizes)))
     assert all(len(step) == ranks for step in steps)
     for pile in (pile for step in steps for pile in step if pile):
-        assert len(pile) == 1 or len(pile) * sizes[pile].max() <= budget
+        assert len(pile) == 1 or sizes[pile].sum() <= budget
     loads = [sum(int(sizes[step[rank]].sum()) for step in steps) for rank in range(ranks)]
     assert max(loads) - min(loads) <= sizes.max()
 
@@ -31,26 +31,44 @@ def test_every_row_is_in_exactly_one_micro_batch_and_ranks_keep_step(
 def test_rank_without_rows_runs_a_micro_batch_that_trains_nothing() -> None:
     steps = plan(np.array([5]), rows=[0], num_ranks=2, token_budget=100)
     assert steps == [[[0], []]]
-    empty = Sequences([np.arange(5, dtype=np.int32)], masks=[np.ones(5, dtype=np.uint8)]).micro_batch([], device=CPU)
-    assert empty.ids.tolist() == [[0, 0]]
+    empty = Sequences([np.arange(5, dtype=np.int32)], masks=[np.zeros(5, dtype=np.uint8)]).micro_batch([], device=CPU)
+    assert empty.ids.tolist() == [0, 0]
+    assert empty.starts.tolist() == [0, 2]
     assert empty.mask.sum() == 0
     assert empty.index.tolist() == []
 
 
-def test_micro_batch_pads_on_the_right_and_numbers_its_trained_tokens() -> None:
+def test_micro_batch_packs_rows_and_numbers_its_trained_tokens() -> None:
     rows = [np.array([5, 6, 7], dtype=np.int32), np.array([8, 9], dtype=np.int32)]
     masks = [np.array([0, 1, 1], dtype=np.uint8), np.array([0, 1], dtype=np.uint8)]
     micro = Sequences(rows, masks=masks).micro_batch([1, 0], device=CPU)
-    assert micro.ids.tolist() == [[8, 9, 0], [5, 6, 7]]
-    assert micro.mask.tolist() == [[False, True, False], [False, True, True]]
+    assert micro.ids.tolist() == [8, 9, 5, 6, 7]
+    assert micro.mask.tolist() == [False, True, False, True, True]
+    assert micro.starts.tolist() == [0, 2, 5]
+    assert micro.longest == 3
     assert micro.index.tolist() == [2, 0, 1]
 
 
-def test_rows_of_unlike_length_do_not_share_a_micro_batch() -> None:
-    lengths = np.array([100, 90, 20, 18])
-    steps = plan(lengths, rows=range(4), num_ranks=1, token_budget=1000)
-    assert steps == [[[0, 1]], [[2, 3]]]
-    assert padding_share(lengths, plan=steps) == pytest.approx(1 - 228 / 240)
+def test_row_that_trains_its_first_token_is_refused() -> None:
+    rows = [np.array([5, 6], dtype=np.int32)] * 2
+    masks = [np.array([0, 1], dtype=np.uint8), np.array([1, 1], dtype=np.uint8)]
+    with pytest.raises(ValueError, match=r"mask\[0\] of row 1 must be 0, got 1"):
+        Sequences(rows, masks=masks)
+
+
+def test_packs_are_filled_before_new_ones_are_opened() -> None:
+    lengths = np.array([100, 90, 20, 18, 70])
+    steps = plan(lengths, rows=range(5), num_ranks=1, token_budget=120)
+    assert steps == [[[0, 2]], [[1, 3]], [[4]]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40), budget=st.integers(50, 200))
+def test_packs_are_more_than_half_full_but_for_one(lengths: list[int], budget: int) -> None:
+    sizes = np.array(lengths)
+    steps = plan(sizes, rows=range(len(sizes)), num_ranks=1, token_budget=budget)
+    fills = [int(sizes[pile].sum()) for (pile,) in steps]
+    assert sum(fill <= budget / 2 for fill in fills) <= 1
 
 
 @given(episodes=st.lists(st.integers(0, 9), min_size=1, max_size=30), num=st.integers(1, 6), seed=st.integers(0, 3))

@@ -19,7 +19,7 @@ from configs.schema import LearnerConfig
 from learner.ranks import LearnerRanks, RankFailed
 
 KNOBS: dict[str, Any] = {"lr": 1e-3, "lr_warmup_steps": 0, "token_budget": 100, "kl_coef": 0.01, "epochs": 2}
-CLOCKS = {"time/prepare_s", "time/train_s", "learner/padding_share"}
+CLOCKS = {"time/prepare_s", "time/train_s"}
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +34,8 @@ def _cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def _ranks(model: Path, *, num: int) -> LearnerRanks:
-    config = LearnerConfig(ranks=num, **KNOBS)
+def _ranks(model: Path, *, num: int, **knobs: Any) -> LearnerRanks:
+    config = LearnerConfig(ranks=num, **KNOBS, **knobs)
     return LearnerRanks(config, model_path=str(model), dtype="float32", temperature=1.0, seed=0, keep_versions=2)
 
 
@@ -46,12 +46,13 @@ def _batches() -> list[TrainBatch]:
     return [walks(), TrainBatch(rows=[*walks(seed=1, version=0).rows, *others])]
 
 
-async def test_two_ranks_compute_what_one_computes(model: Path, tmp_path: Path) -> None:
-    single = make_trainer(model, **KNOBS)
+@pytest.mark.parametrize("knobs", [{}, {"lora": (4, 8.0), "gradient_checkpointing": True}], ids=["all", "lora"])
+async def test_two_ranks_compute_what_one_computes(model: Path, tmp_path: Path, knobs: dict[str, Any]) -> None:
+    single = make_trainer(model, **KNOBS, **knobs)
     alone = [single.train_step(batch, version=version) for version, batch in enumerate(_batches())]
     single.publish(tmp_path / "one.safetensors")
     single.close()
-    ranks = _ranks(model, num=2)
+    ranks = _ranks(model, num=2, **knobs)
     await ranks.start()
     together = [await ranks.train_step(batch, version=version) for version, batch in enumerate(_batches())]
     await ranks.publish(tmp_path / "two.safetensors")
@@ -64,7 +65,8 @@ async def test_two_ranks_compute_what_one_computes(model: Path, tmp_path: Path) 
     weights = [load_file(tmp_path / f"{name}.safetensors") for name in ("one", "two")]
     assert_same_weights(*weights)
     start = AutoModelForCausalLM.from_pretrained(model).state_dict()
-    assert min(float((weight - start[name]).abs().mean()) for name, weight in weights[0].items()) > 1e-3
+    moved = [float((weight - start[name]).abs().mean()) for name, weight in weights[0].items() if "proj" in name]
+    assert min(moved) > 1e-4
     assert (tmp_path / "folder" / "value_head.safetensors").exists()
 
 

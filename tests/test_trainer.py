@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffers.records import Row, TrainBatch
+from learner import policy
 from learner.trainer import Trainer
 
 MakeTrainer = Callable[..., Trainer]
@@ -241,7 +242,7 @@ def test_token_that_wins_becomes_likelier(
 
 @pytest.mark.parametrize("critic", ["shared", "separate"])
 def test_critic_learns_the_score(trainer: MakeTrainer, model: Path, critic: str) -> None:
-    learner = trainer(critic=critic, lr=1e-3, critic_lr=1e-2, value_clip=10.0, lr_warmup_steps=0)
+    learner = trainer(critic=critic, lr=1e-3, critic_lr=3e-3, lr_warmup_steps=0)
     batch = _bandit()
     always = replace(batch, rows=[replace(row, score=0.8) for row in batch.rows])
     values = [learner.train_step(always, version=0)["critic/value_mean"] for _ in range(25)]
@@ -319,18 +320,66 @@ def test_micro_batches_of_any_size_give_the_same_weights(trainer: MakeTrainer, t
     assert_same_weights(*weights)
 
 
+def test_few_logits_at_once_give_the_same_weights(
+    trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output matrix is needed again in the backward pass, after FSDP has given it back."""
+    weights = []
+    for limit in (policy.LOGITS_AT_ONCE, 512 * 5):
+        monkeypatch.setattr(policy, "LOGITS_AT_ONCE", limit)
+        learner = trainer(lr=1e-3, lr_warmup_steps=0, entropy_coef=0.01)
+        learner.train_step(walks(), version=0)
+        weights.append(_published(learner, tmp_path))
+    assert_same_weights(*weights)
+
+
 def test_learning_rate_warms_up_over_its_steps(trainer: MakeTrainer) -> None:
     learner = trainer(lr=1e-4, lr_warmup_steps=3)
     rates = [learner.train_step(_bandit(), version=0)["learner/lr"] for _ in range(5)]
     assert rates == pytest.approx([0.25e-4, 0.5e-4, 0.75e-4, 1e-4, 1e-4])
 
 
-def test_bfloat16_computes_in_it_and_keeps_float32_masters(trainer: MakeTrainer, tmp_path: Path) -> None:
+def test_gradient_checkpointing_computes_layers_again_and_changes_no_number(
+    trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    weights, passes = [], []
+    for again in (False, True):
+        learner = trainer(lr=1e-3, minibatches=1, lr_warmup_steps=0, gradient_checkpointing=again)
+        seen: list[bool] = []
+        learner._policy.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=seen: seen.append(True))
+        learner.train_step(walks(), version=0)
+        weights.append(_published(learner, tmp_path))
+        passes.append(len(seen))
+    assert passes == [2, 3]  # a pass without gradient, a pass with, and that one again
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_bfloat16_computes_in_it_and_publishes_it(trainer: MakeTrainer, tmp_path: Path) -> None:
     learner = trainer(dtype="bfloat16", lr=1e-5, lr_warmup_steps=0)
+    computed: list[torch.dtype] = []
+    learner._policy.layers[0].mlp.register_forward_hook(lambda *call: computed.append(call[2].dtype))
     metrics = learner.train_step(walks(), version=0)
     assert metrics["learner/skipped"] == 0.0
+    assert set(computed) == {torch.bfloat16}
     assert {weight.dtype for weight in _published(learner, tmp_path).values()} == {torch.bfloat16}
-    assert {parameter.dtype for parameter in learner._policy.parameters()} == {torch.float32}
+
+
+def test_updates_below_the_resolution_of_bfloat16_add_up(trainer: MakeTrainer) -> None:
+    """The master weights are float32: a step of 1e-6 on a weight of 0.1, whose bfloat16 neighbours are 5e-4 away, is kept."""
+    learner = trainer(dtype="bfloat16", lr=1e-6, minibatches=1, lr_warmup_steps=0)
+    name = "lm.model.layers.0.mlp.up_proj.weight"
+    masters = dict(learner._policy.named_parameters())
+    assert {parameter.dtype for parameter in masters.values()} == {torch.float32}
+    start = masters[name].detach().full_tensor().clone()
+    learner.train_step(walks(), version=0)
+    once = masters[name].detach().full_tensor().clone()
+    for _ in range(4):
+        learner.train_step(walks(), version=0)
+    moved_once, moved = (once - start).abs(), (masters[name].detach().full_tensor() - start).abs()
+    large = start.abs() > 0.05
+    assert float(moved_once[large].median()) == pytest.approx(1e-6, rel=0.2)
+    assert float(moved[large].median()) > 3e-6
+    assert float((once.bfloat16() == start.bfloat16())[large].float().mean()) > 0.9  # in bfloat16 it would be lost
 
 
 def test_metrics_are_floats_under_their_names(trainer: MakeTrainer) -> None:
@@ -338,5 +387,5 @@ def test_metrics_are_floats_under_their_names(trainer: MakeTrainer) -> None:
     assert all(type(value) is float and np.isfinite(value) for value in metrics.values())
     expected = "policy/loss policy/approx_kl policy/clipfrac policy/grad_norm policy/entropy critic/vf_loss learner/lr"
     expected += " critic/explained_variance policy/is_weight_mean policy/is_weight_max learner/tokens learner/skipped"
-    expected += " learner/padding_share time/train_s policy/max_logprob_diff policy/mean_logprob_diff"
+    expected += " time/train_s policy/max_logprob_diff policy/mean_logprob_diff"
     assert set(expected.split()) <= set(metrics)

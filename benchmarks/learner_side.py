@@ -1,0 +1,188 @@
+"""One side of `benchmarks.learner`, in a process of its own: trains on the rows of a file and writes down what it took.
+
+`python -m benchmarks.learner_side WAY --rows FILE --model FOLDER --out FILE ...`, once per rank. Invariant: every way gets the
+same rows in the same order and makes the same GRPO update from them; only how rows become rectangles differs. The first step
+is a warm-up and is reported apart. It compares nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.padded import PaddedPolicy, equal_piles, padding_share, sorted_piles
+from buffers.records import Row, TrainBatch
+from configs.schema import LearnerConfig
+from learner import fsdp
+from learner.collate import Plan, Sequences
+from learner.policy import Policy, load_policy
+from learner.trainer import Trainer
+
+MIB = 2**20
+
+
+class PaddedTrainer(Trainer):
+    """Micro-batches of equal size, in the batch's order, padded to their longest row. One rank."""
+
+    piles = staticmethod(equal_piles)
+
+    def _load(self, folder: str, *, value_head: bool) -> Policy:
+        lm = load_policy(folder, value_head=False, device=self._device).lm
+        policy = PaddedPolicy(lm, value_head=value_head).to(self._device).eval()
+        fsdp.shard(policy, layers=policy.layers, mesh=self._mesh, dtype=self._dtype)
+        return policy
+
+    def _plan(self, sequences: Sequences, *, rows: Any) -> Plan:
+        return [[pile] for pile in self.piles(sequences.lengths, rows=rows, token_budget=self._config.token_budget)]
+
+
+class SortedPaddedTrainer(PaddedTrainer):
+    """Micro-batches of rows of like length."""
+
+    piles = staticmethod(sorted_piles)
+
+
+WAYS: dict[str, type[Trainer]] = {"packed": Trainer, "padded": PaddedTrainer, "sorted_padded": SortedPaddedTrainer}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The rows of the benchmark as flat arrays; `prompts`: tokens of each row before its first sampled one."""
+
+    ids: np.ndarray
+    mask: np.ndarray
+    lengths: np.ndarray
+    prompts: np.ndarray
+    scores: np.ndarray
+    groups: np.ndarray
+
+    @classmethod
+    def read(cls, path: Path) -> Rows:
+        with np.load(path) as stored:
+            return cls(**{name: stored[name] for name in cls.__annotations__})
+
+    def write(self, path: Path) -> None:
+        np.savez(path, **{name: getattr(self, name) for name in self.__annotations__})
+
+    def batch(self) -> TrainBatch:
+        """As the buffer would hand them over; recorded log-probabilities are made up and not used."""
+        ends = np.cumsum(self.lengths)[:-1]
+        parts = zip(np.split(self.ids, ends), np.split(self.mask, ends), strict=True)
+        return TrainBatch(rows=[self._row(number, ids=ids, mask=mask) for number, (ids, mask) in enumerate(parts)])
+
+    def _row(self, number: int, *, ids: np.ndarray, mask: np.ndarray) -> Row:
+        return Row(
+            episode_id=f"{self.groups[number]}-{number}-0",
+            group_id=int(self.groups[number]),
+            score=float(self.scores[number]),
+            ids=ids.astype(np.int32),
+            mask=mask.astype(np.uint8),
+            logprobs=-5.0 * mask.astype(np.float32),
+            versions=np.where(mask, 0, -1).astype(np.int32),
+            rounds=np.where(mask, 0, -1).astype(np.int32),
+        )
+
+
+def resident_mb() -> float:
+    """Memory of this process now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / MIB
+
+
+def peak_mb(*, before: float, device: str) -> float:
+    """The most memory that the steps took beyond what was there before them (on a GPU: the most in all)."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated() / MIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
+
+
+def make_trainer(arguments: argparse.Namespace) -> Trainer:
+    config = LearnerConfig(
+        ranks=arguments.world_size,
+        advantage="grpo",
+        critic="none",
+        lr=1e-6,
+        lr_warmup_steps=0,
+        minibatches=1,
+        token_budget=arguments.token_budget,
+        correction="none",
+        check_logprobs=False,
+        gradient_checkpointing=arguments.gradient_checkpointing,
+    )
+    return WAYS[arguments.way](
+        config,
+        model_path=str(arguments.model),
+        dtype=arguments.dtype,
+        temperature=1.0,
+        seed=0,
+        keep_versions=1,
+        address=arguments.address,
+        rank=arguments.rank,
+        world_size=arguments.world_size,
+        device=arguments.device,
+    )
+
+
+def timed_steps(trainer: Trainer, *, batch: TrainBatch, steps: int) -> list[dict[str, float]]:
+    """Seconds of each step and of its update alone, the CPU seconds of this process, and the gradient norm."""
+    done = []
+    for _ in range(steps + 1):
+        cpu_s = time.process_time()
+        metrics = trainer.train_step(batch, version=0)  # the same batch each time, never too old
+        whole_s, prepare_s = metrics["time/train_s"], metrics["time/prepare_s"]
+        figures = {"step_s": whole_s, "update_s": whole_s - prepare_s, "cpu_s": time.process_time() - cpu_s}
+        done.append(figures | {"grad_norm": metrics["policy/grad_norm"]})
+    return done
+
+
+def computed_padding(rows: Rows, *, way: str, token_budget: int) -> float:
+    if way == "packed":
+        return 0.0
+    piles = {"padded": equal_piles, "sorted_padded": sorted_piles}[way]
+    chosen = piles(rows.lengths, rows=range(len(rows.lengths)), token_budget=token_budget)
+    return padding_share(rows.lengths, piles=chosen)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train, and write the figures on rank 0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.learner_side", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("way", choices=list(WAYS))
+    for name in ("rows", "model", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--address", required=True, help="host:port where the ranks meet")
+    for name, default in (("steps", 2), ("token-budget", 8192), ("rank", 0), ("world-size", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--gradient-checkpointing", action="store_true")
+    arguments = parser.parse_args(argv)
+    rows = Rows.read(arguments.rows)
+    trainer = make_trainer(arguments)
+    before = resident_mb()
+    warm, *steps = timed_steps(trainer, batch=rows.batch(), steps=arguments.steps)
+    figures = {
+        "warm_up": warm,
+        "steps": steps,
+        "peak_memory_mb": peak_mb(before=before, device=arguments.device),
+        "padding_share": computed_padding(rows, way=arguments.way, token_budget=arguments.token_budget),
+    }
+    if arguments.rank == 0:
+        arguments.out.write_text(json.dumps(figures), encoding="utf-8")
+    trainer.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

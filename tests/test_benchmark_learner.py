@@ -1,0 +1,127 @@
+"""Rules of benchmarks/learner.py and benchmarks/gpu: all sides do the same work, and the figures are what they say."""
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import learner as benchmark
+from benchmarks.gpu import run_all
+from benchmarks.learner import ROOT, Bench, SideFailed, compare, free_address, long_tailed_rows, measure, table
+from benchmarks.learner_side import WAYS, Rows, make_trainer, timed_steps
+from benchmarks.matmul_rate import matmul_rate, update_flops
+from benchmarks.padded import equal_piles, padding_share, sorted_piles
+from configs.tiny_model import make_tiny_model
+
+
+def test_rows_have_a_long_tail_and_train_what_was_sampled(tmp_path: Path) -> None:
+    rows = long_tailed_rows(num=64, longest=2048, seed=0)
+    assert rows.lengths.max() == 2048
+    assert np.median(rows.lengths) < 300 < np.quantile(rows.lengths, 0.85)
+    for row, prompt in zip(rows.batch().rows, rows.prompts, strict=True):
+        assert not row.mask[:prompt].any() and row.mask[prompt]
+    rows.write(tmp_path / "rows.npz")
+    again = Rows.read(tmp_path / "rows.npz")
+    assert all((getattr(again, name) == getattr(rows, name)).all() for name in Rows.__annotations__)
+
+
+def test_padded_piles_stay_within_the_budget() -> None:
+    lengths = np.array([100, 10, 90, 20, 30, 95])
+    assert equal_piles(lengths, rows=range(6), token_budget=200) == [[0, 1], [2, 3], [4, 5]]
+    assert sorted_piles(lengths, rows=range(6), token_budget=200) == [[0, 5], [2], [4], [3], [1]]
+    assert padding_share(lengths, piles=[[0, 1], [2, 3], [4, 5]]) == pytest.approx(1 - 345 / 570)
+
+
+def test_all_ways_make_the_same_update(tmp_path: Path) -> None:
+    rows = long_tailed_rows(num=16, longest=200, seed=3)
+    model = make_tiny_model(tmp_path / "model", hidden=32, layers=1)
+    norms = {}
+    for way in WAYS:
+        settings: dict[str, Any] = {"model": model, "world_size": 1, "rank": 0, "device": "cpu", "dtype": "float32"}
+        settings |= {"token_budget": 512, "gradient_checkpointing": False, "address": free_address(), "way": way}
+        trainer = make_trainer(Namespace(**settings))
+        norms[way] = [step["grad_norm"] for step in timed_steps(trainer, batch=rows.batch(), steps=1)]
+        trainer.close()
+    assert norms["packed"][0] > 0.0
+    assert norms["padded"] == pytest.approx(norms["packed"], rel=1e-4)
+    assert norms["sorted_padded"] == pytest.approx(norms["packed"], rel=1e-4)
+
+
+def test_operations_are_counted_by_hand() -> None:
+    # q, o: 4 x 8 x 4; k, v: 4 x 4 x 4; three of 8 x 6: per token 8 (8 + 2 x 2 + ...) weights
+    weights = 2 * 8 * 8 + 2 * 8 * 4 + 3 * 8 * 6
+    attention = 2 * 8 * (5**2 + 3**2)  # two products of 2 x 8 operations over half a square
+    forward = 2 * weights * 8 + attention + 2 * 8 * 10 * 4
+    shape = {"hidden": 8, "layers": 1, "ffn": 6, "heads": 4, "kv_heads": 2}
+    assert update_flops(np.array([5, 3]), trained=4, vocabulary=10, **shape) == 3 * forward
+    assert 1e8 < matmul_rate(device="cpu", dtype="float32") < 1e13
+
+
+class ScriptedBench(Bench):
+    """Answers with times from a table; a side that is not in it fails."""
+
+    def run(self, side: str) -> dict[str, Any]:
+        update_s = {"packed": [2.0, 1.0, 3.0], "padded": [5.0, 6.0, 4.0], "two_ranks": [1.25] * 3}.get(side)
+        if update_s is None:
+            raise SideFailed("out of luck")
+        steps = [{"update_s": s, "step_s": 2 * s, "cpu_s": 3 * s, "grad_norm": 1.0} for s in update_s]
+        return {"steps": steps, "warm_up": steps[0], "peak_memory_mb": 10.0, "padding_share": 0.0}
+
+
+def _scripted(folder: Path) -> Bench:
+    settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "gradient_checkpointing": False}
+    return ScriptedBench(folder=folder, model=folder, steps=3, token_budget=1, **settings)
+
+
+def test_speed_ups_are_of_medians_and_a_rival_that_fails_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = long_tailed_rows(num=8, longest=64, seed=0)
+    found = measure(_scripted(tmp_path), sides=["packed", "padded", "trl", "two_ranks"], repeats=2, rows=rows)
+    assert found["speedup_vs_padded"] == 2.5
+    assert found["speedup_2_ranks"] == 1.6
+    assert found["trained_tokens_per_s"] == rows.mask.sum() / 2.0
+    assert "speedup_vs_trl" not in found and found["failed"] == {"trl": "out of luck"}
+    assert "out of luck" in capsys.readouterr().err
+    assert "2.50x" in table(found["parts"])
+    assert compare({"packed": found["parts"]["packed"]}).keys() == {"trained_tokens_per_s", "peak_memory_mb"}
+
+
+def test_side_that_fails_is_shown_with_its_end(tmp_path: Path) -> None:
+    with pytest.raises(SideFailed, match=r"exit code 0, got 3; try it by hand: .*-c[\s\S]*no memory left"):
+        benchmark.run_to_end(
+            [[sys.executable, "-c", "print('no memory left'); raise SystemExit(3)"]], log=tmp_path / "side"
+        )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what it says without a GPU")
+def test_without_a_gpu_the_gpu_benchmark_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_all.main([]) == run_all.NO_GPU
+    assert "benchmarks.gpu needs an NVIDIA GPU, got torch" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_small_benchmarks_run_for_real(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    small = ["--quick", "--rows", "8", "--longest", "128", "--hidden", "32", "--json", str(path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.learner", *small], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(path.read_text())
+    packed, padded = report["parts"]["packed"], report["parts"]["padded"]
+    assert report["speedup_vs_padded"] == padded["update_s"] / packed["update_s"]
+    assert max(report[name] for name in report if name.startswith("grad_norm_difference")) < 1e-4
+    assert 0.0 < report["share_of_matmul_rate"] < 1.0 and report["peak_memory_mb"] > 0.0
+    gpu = [sys.executable, "-m", "benchmarks.gpu.run_all", "--device", "cpu", "--json", str(path)]
+    done = subprocess.run(gpu, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(path.read_text())
+    assert report["failed"] == {} and report["fsdp"]["largest_difference"] == 0.0 and report["logprobs"]["max"] < 1e-4
