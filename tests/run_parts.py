@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -22,6 +22,8 @@ class Run:
     process: subprocess.Popen[str]
     folder: Path
     mark: str
+    children: set[tuple[str, str]] = field(default_factory=set)
+    """(process id, start time) of each child seen."""
 
     def wait(self, timeout_s: float = 150) -> tuple[int, str]:
         """(exit code, what was printed); fails when it does not end."""
@@ -38,14 +40,22 @@ class Run:
         while not (path.exists() and any(json.loads(line)["step"] >= step for line in path.read_text().splitlines())):
             assert self.process.poll() is None, f"the run ended early: {self.process.communicate()[0]}"
             assert time.monotonic() < until, f"no step {step} within {timeout_s} s"
+            self.processes()  # sees the children
             time.sleep(0.2)
 
     def processes(self) -> list[str]:
-        """Command lines of all living processes of this run."""
+        """Command lines of all living processes of this run: those that carry its mark, and its children (vLLM's engine writes
+        its title over its environment) even after it ended. Zombies do not count."""
         found = []
         for entry in Path("/proc").iterdir():
             try:
-                if entry.name.isdigit() and f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes():
+                if not entry.name.isdigit():
+                    continue
+                state, parent, *_, started = (entry / "stat").read_text().rpartition(")")[2].split()[:20]
+                if int(parent) == self.process.pid:
+                    self.children.add((entry.name, started))
+                marked = f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes()
+                if state != "Z" and (marked or (entry.name, started) in self.children):
                     found.append(
                         f"{entry.name} {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ').decode()[:80]}"
                     )

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,9 @@ CLOCKS = ("time/", "throughput/", "pool/", "generation/", "tracker/")
 
 def kill(run: Run) -> None:
     """As the kernel does when memory is short, or a person who has had enough: no process of the run gets to say a word."""
-    os.kill(run.process.pid, signal.SIGKILL)
-    run.process.wait()
+    if run.process.poll() is None:
+        os.kill(run.process.pid, signal.SIGKILL)
+        run.process.wait()
     assert run.process.stdout is not None
     run.process.stdout.close()
     for line in run.processes():
@@ -105,3 +107,22 @@ def test_a_run_that_is_killed_again_and_again_goes_on_by_itself(tmp_path: Path) 
     assert 2 <= len(kept) <= 3 and not [path for path in kept if path.name.startswith(".")]
     assert (third.folder / "checkpoint" / "config.json").is_file()
     assert_nothing_left(third)
+
+
+def test_a_run_that_is_killed_leaves_neither_engine_nor_learner(tmp_path: Path) -> None:
+    run = start(tmp_path, "run.steps=40", *SMALL)
+    run.wait_for_step(1)
+
+    def heavy() -> list[str]:
+        return [line for line in run.processes() if "VLLM::" in line or "ray::Trainer" in line]
+
+    assert len(heavy()) == 2
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait()
+    assert run.process.stdout is not None
+    run.process.stdout.close()
+    until = time.monotonic() + 15
+    while (left := heavy()) and time.monotonic() < until:
+        time.sleep(0.2)
+    kill(run)
+    assert left == []
