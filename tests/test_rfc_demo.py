@@ -147,6 +147,7 @@ def test_a_batch_mixes_agents_prompts_with_plain_prompts_of_the_file(rollout, ti
     scores = {row.episode_id: row.score for row in train_batch.rows}
     assert scores == {"1-0-0": 1.0, "2-0-0": 0.5, "3-0-0": 1.0, "4-0-0": 0.5}
     assert first & {"1-0-0"} and first & {"2-0-0", "4-0-0"}, "one batch held prompts of both kinds"
+    assert {agent.stdout.readline().strip() for _ in range(2)} == {"1-0-0", "3-0-0"}  # it has its last answers
     mocked_server.stop()
     assert agent.wait(30) == 0
     agent.stdout.close()
