@@ -12,6 +12,13 @@ from mocked_server.vllm_engine import cpu_environment
 cpu_environment()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs a server with parsers is not part of the fast tier."""
+    for item in items:
+        if "tools_server" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3 with random weights."""

@@ -8,6 +8,8 @@ import pytest
 
 from tests.server_parts import ServerThread, whole_prompt
 
+pytestmark = pytest.mark.slow  # servers of their own
+
 TOOLS = [
     {
         "type": "function",

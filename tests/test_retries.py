@@ -11,6 +11,8 @@ import pytest
 
 from mocked_server.retries import KEPT_ANSWERS, KEPT_DELIVERED, Answer, Answers
 
+pytestmark = pytest.mark.slow  # servers of their own
+
 HELLO = [{"role": "user", "content": "Hello."}]
 BODY = {"model": "policy", "messages": HELLO}
 LONG = "The exit is north."
