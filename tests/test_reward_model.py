@@ -157,9 +157,8 @@ def _write_architecture(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(settings))
 
 
-async def test_weights_that_give_no_number_fail_their_own_episode(folder: Path, tmp_path: Path) -> None:
-    """Whatever torch raises while it scores is the scorer's failure, not the run's."""
+async def test_a_conversation_that_the_template_cannot_show_fails_its_own_episode(folder: Path) -> None:
     rewards = Rewards(f"model:{folder}")
-    with pytest.raises(ScoreError, match="failed on task t-0: "):
-        broken = Task(task_id="t-0", prompt=[{"role": "nobody", "content": "?"}])
+    broken = Task(task_id="t-0", prompt=[{"role": "nobody", "content": "?"}])
+    with pytest.raises(ScoreError, match=r"failed on task t-0: .*must show task t-0, got unknown role nobody"):
         await rewards.score(broken, "no")
