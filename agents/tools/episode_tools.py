@@ -21,8 +21,8 @@ from uuid import uuid4
 from agents.tools.arguments import BadArguments, check_arguments, read_arguments
 from agents.tools.base_tool import BaseTool
 from agents.tools.guarded import Ended, guarded
+from agents.tools.naming import nearest
 from agents.tools.schemas import ToolResponse
-from agents.tools.tool_file import nearest
 from agents.tools.truncate import Side, truncate
 from buffers.errors import ToolError
 

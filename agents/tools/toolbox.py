@@ -27,7 +27,8 @@ from typing import Any
 from agents.tools.arguments import check_schema
 from agents.tools.base_tool import BaseTool
 from agents.tools.episode_tools import EpisodeTools, Limits, ToolKwargs
-from agents.tools.tool_file import ToolSource, load_tools, nearest
+from agents.tools.naming import nearest
+from agents.tools.tool_file import ToolSource, load_tools
 from agents.tools.truncate import Side
 from buffers.errors import ToolError
 
