@@ -68,16 +68,15 @@ def _checked(value: object) -> Number:
         raise ValueError("the result is not a real number")
     if isinstance(value, int) and value.bit_length() > BITS:
         raise OverflowError(f"numbers must have at most {BITS} bits")
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise OverflowError("the result is too large")
     return value
 
 
 def _power(base: Number, exponent: Number) -> object:
-    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > BITS:
-        if abs(base) > 1:
-            raise OverflowError(f"numbers must have at most {BITS} bits, {base!r:.20} ** {exponent!r:.20} has more")
-        exponent %= 2  # of 1, 0 and -1
+    """Refused before it is computed where it has more bits for sure, which leaves at most twice as many."""
+    if isinstance(base, int) and isinstance(exponent, int) and (base.bit_length() - 1) * abs(exponent) > BITS:
+        raise OverflowError(f"numbers must have at most {BITS} bits, {base!r:.20} ** {exponent!r:.20} has more")
     return base**exponent
 
 

@@ -83,18 +83,25 @@ class ChildSandbox:
         self._python = python
         self._slots = asyncio.Semaphore(concurrency or os.cpu_count() or 1)
         self._granted: dict[str, bool] | None = None
+        self._probing = asyncio.Lock()
 
     async def capabilities(self) -> dict[str, bool]:
         """What the kernel grants here: `network`, `files`, `processes`, `signals` (code is kept from them), `disk` (its size)."""
-        if self._granted is None:
-            with tempfile.TemporaryDirectory(prefix="understudy-") as folder:
-                async with self._child(Path(folder), code="", deadline_s=PROBE_S, probe=True) as child:
-                    async with asyncio.timeout(PROBE_S):
-                        printed, _ = await child.communicate()
-            if child.returncode != 0:
-                raise ToolError(f"the sandbox must start, got {printed.decode(errors='replace')[-500:]!r}")
-            self._granted = json.loads(printed)
-        return dict(self._granted)
+        async with self._probing:
+            if self._granted is None:
+                self._granted = await self._probe()
+            return dict(self._granted)
+
+    async def _probe(self) -> dict[str, bool]:
+        with tempfile.TemporaryDirectory(prefix="understudy-") as folder:
+            async with self._child(Path(folder), code="", deadline_s=PROBE_S, probe=True) as child:
+                async with asyncio.timeout(PROBE_S):
+                    printed, _ = await child.communicate()
+        if child.returncode != 0:
+            said = " ".join(printed.decode(errors="replace").split())[-500:]
+            raise ToolError(f"the sandbox must start with {self._python}, got exit code {child.returncode}: {said}")
+        granted: dict[str, bool] = json.loads(printed)
+        return granted
 
     async def run(self, code: str, *, deadline_s: float) -> SandboxResult:
         """Run `code` in an empty folder for at most `deadline_s` of wall time, and as much processor time."""

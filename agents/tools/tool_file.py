@@ -104,8 +104,6 @@ def _class_tool(entry: _Entry, *, folder: Path, place: str) -> BaseTool:
 
 
 def _mcp_servers(entry: McpEntry, *, config: dict[str, Any], folder: Path, place: str) -> list[ToolSource]:
-    from agents.tools.mcp_tools import McpServer  # takes a second
-
     servers = dict(entry.servers)
     if entry.mcp_servers_config_path is not None:
         path = inside(entry.mcp_servers_config_path, folder=folder, place=place)
@@ -115,6 +113,8 @@ def _mcp_servers(entry: McpEntry, *, config: dict[str, Any], folder: Path, place
             raise ToolError(f'{path}: {_rules(error)}; it must look like {{"mcpServers": {{name: ...}}}}') from None
     if not servers:
         raise ToolError(f"{place}: mcp must name servers or mcp_servers_config_path, got neither; add one")
+    from agents.tools.mcp_tools import McpServer  # its package takes a second to import
+
     return [
         McpServer(spec, name=name, folder=folder, selected=entry.tool_selected_list, config=config)
         for name, spec in servers.items()
