@@ -205,7 +205,11 @@ class MockedServer:
         self.episodes.open(episode)
         key = self.keys.episode_key(episode.episode_id)
         return Leased(
-            episode_id=episode.episode_id, api_key=key, task=episode.task.public(), env_address=self.env_address
+            episode_id=episode.episode_id,
+            api_key=key,
+            task=episode.task.public(),
+            env_address=self.env_address,
+            seed=episode.seed,
         )
 
     async def notify_score(self, episode_id: str, score: float) -> bool:
