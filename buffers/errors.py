@@ -11,6 +11,7 @@
     +-- EngineError          the inference engine died or refused
     +-- AgentError           an agent command cannot be started
     +-- EnvError             an environment cannot be started, died, or failed in an episode
+    +-- ToolError            a tool cannot be loaded, or fails where its episode cannot go on without it
 
 Messages name the thing, the rule, the value and the remedy. A bad episode is a record with a status; these exceptions
 reach the caller that sent the bad input, or end the run when a loop itself is broken.
@@ -66,3 +67,7 @@ class EnvError(UnderstudyError):
     def __init__(self, message: str, *, reason: str = "environment failed") -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class ToolError(UnderstudyError):
+    """A tool cannot be loaded, opened for an episode, or asked for its reward."""
