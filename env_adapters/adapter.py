@@ -123,7 +123,8 @@ class Played(EnvAdapter):
             self._broken = error.reason
             raise error
         what = type(error).__name__
-        raise self._failure(name, f"must not raise, got {what}: {error!s:.300}", what=what) from error
+        words = " ".join(str(error).split())  # an error is one line
+        raise self._failure(name, f"must not raise, got {what}: {words:.300}", what=what) from error
 
     def _give_up(self, task: asyncio.Task[Any]) -> None:
         self._given_up.add(task)  # asyncio itself holds tasks weakly

@@ -45,4 +45,6 @@ def make_adapter(name: str, options: Mapping[str, Any]) -> EnvAdapter:
     try:
         return kind(**options)
     except TypeError as error:
-        raise EnvError(f"options of environment {name!r} must be its constructor's, got {dict(options)} ({error})") from error
+        raise EnvError(
+            f"options of environment {name!r} must be its constructor's, got {dict(options)} ({error})"
+        ) from error

@@ -80,7 +80,8 @@ class GymnasiumEnv(EnvAdapter):
             self._env = gymnasium.make(self._id, **self._options)
         except gymnasium.error.Error as error:
             raise EnvError(
-                f"gymnasium environment {self._id!r} must be one that can be made: {error}", reason="environment reset: make"
+                f"gymnasium environment {self._id!r} must be one that can be made: {error}",
+                reason="environment reset: make",
             ) from error
         self._check_spaces()
         observation, _ = self._env.reset(seed=seed)
@@ -139,7 +140,9 @@ def describe(space: Any) -> str | None:
         case spaces.MultiBinary():
             return f"{_size(space)} numbers, each 0 or 1"
         case spaces.Box() if _size(space) <= MAX_NUMBERS:
-            bounds = ", ".join(f"{low:g} to {high:g}" for low, high in zip(space.low.flat, space.high.flat, strict=True))
+            bounds = ", ".join(
+                f"{low:g} to {high:g}" for low, high in zip(space.low.flat, space.high.flat, strict=True)
+            )
             return f"{_size(space)} number{'s' if _size(space) > 1 else ''}, from {bounds}"
         case spaces.Text():
             return f"text of {space.min_length} to {space.max_length} characters"

@@ -56,7 +56,9 @@ class OpenEnv(EnvAdapter):
         await self._connect()
         options = task.get("extra_info", {}).get("reset", {})
         if not isinstance(options, Mapping):
-            raise EnvError(f"extra_info.reset must be an object, got {options!r:.80}", reason="environment reset: bad task")
+            raise EnvError(
+                f"extra_info.reset must be an object, got {options!r:.80}", reason="environment reset: bad task"
+            )
         answer = await self._ask({"type": "reset", "data": {"seed": seed, **options}})
         parts = [self._prompt, f"Action: {self._described()}", self._seen(answer)]
         return [user("\n".join(part for part in parts if part))]
@@ -147,7 +149,9 @@ class OpenEnv(EnvAdapter):
         code = data.get("code", "") if isinstance(data, dict) else ""
         if refusable and code == "VALIDATION_ERROR":
             return "; ".join(str(one.get("msg", "")) for one in data.get("errors", [])) or "the server refused it"
-        raise EnvError(f"OpenEnv server failed at {name}: {data!r:.300}", reason=f"environment {name}: {code or 'wrong answer'}")
+        raise EnvError(
+            f"OpenEnv server failed at {name}: {data!r:.300}", reason=f"environment {name}: {code or 'wrong answer'}"
+        )
 
     # Text
 
@@ -182,7 +186,9 @@ class OpenEnv(EnvAdapter):
         assert isinstance(answer, dict)
         observation = answer.get("observation")
         if not isinstance(observation, dict):
-            raise EnvError(f"an observation must be an object, got {observation!r:.100}", reason="environment: wrong answer")
+            raise EnvError(
+                f"an observation must be an object, got {observation!r:.100}", reason="environment: wrong answer"
+            )
         shown = {name: value for name, value in observation.items() if name not in OWN_FIELDS}
         if self._observation_field:
             shown = {self._observation_field: shown.get(self._observation_field, "")}

@@ -143,7 +143,8 @@ def _rows(config: str) -> _Rows:
         return _Rows(load_environment(resolve_env_config(json.loads(config))))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise EnvError(
-            f"verifiers must be able to load {config}, got {type(error).__name__}: {error}", reason="environment reset: make"
+            f"verifiers must be able to load {config}, got {type(error).__name__}: {error}",
+            reason="environment reset: make",
         ) from error
 
 
@@ -152,7 +153,8 @@ def _check(row: Any, env: Any) -> None:
     wanting = [
         fn.__name__
         for fn in row.hooks("reward")
-        if (given := inspect.signature(fn).parameters.get("runtime")) is not None and given.default is inspect.Parameter.empty
+        if (given := inspect.signature(fn).parameters.get("runtime")) is not None
+        and given.default is inspect.Parameter.empty
     ]
     rules = {
         "one agent": len(env._agent_specs) == 1,
@@ -178,7 +180,9 @@ def tasks_of(taskset: str, *, options: Mapping[str, Any], env: str, number: int 
         shown = plain(opening(row.data)) or [{"role": "user", "content": row.data.name or f"{taskset} {index}"}]
         info = {"index": index, "name": row.data.name or ""}
         found.append(
-            Task(task_id=f"{taskset}:{index}", prompt=shown, data_source=taskset, agent_name="env_agent", extra_info=info)
+            Task(
+                task_id=f"{taskset}:{index}", prompt=shown, data_source=taskset, agent_name="env_agent", extra_info=info
+            )
         )
     return found
 

@@ -226,7 +226,7 @@ class MockedServer:
         """An agent loop plays it, under its key; what it gives back must be what was sampled."""
         assert self._loops is not None
         live = self.episodes.get(episode.episode_id)
-        played = await self._loops.play(episode.task, api_key=leased.api_key, seed=episode.group_id)
+        played = await self._loops.play(episode.task, api_key=leased.api_key, seed=episode.seed)
         check_trajectories(live, played.outputs)
         return played.score
 
