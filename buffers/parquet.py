@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,11 +68,10 @@ class TaskFile:
         if "task_id" not in self._columns:
             return [self._default_id(row) for row in rows]
         column = self._read(groups, columns=["task_id"]).column("task_id").to_pylist()
-        return [
-            self._parsed(row, lambda row=row, cell=cell: _text({"task_id": cell}, column="task_id"))
-            or self._default_id(row)
-            for row, cell in zip(rows, column, strict=True)
+        given = [
+            self._parsed(row, partial(_text, {"task_id": cell}, column="task_id")) for row, cell in zip(rows, column)
         ]
+        return [task_id or self._default_id(row) for row, task_id in zip(rows, given, strict=True)]
 
     def tasks(self, groups: Sequence[int], *, places: Sequence[int]) -> Iterator[Task]:
         """The tasks at these places among the rows of some row groups, in the order of the places."""
@@ -81,7 +81,7 @@ class TaskFile:
             some = places[start : start + _SLICE // 8]
             for place, cells in zip(some, table.take(pa.array(some)).to_pylist(), strict=True):
                 row = rows[place]
-                yield self._parsed(row, lambda row=row, cells=cells: _task(cells, default_id=self._default_id(row)))
+                yield self._parsed(row, partial(_task, cells, default_id=self._default_id(row)))
 
     def _default_id(self, row: int) -> str:
         return f"{self.path.stem}:{row}"

@@ -67,12 +67,15 @@ class _Stream:
     def _look_back(self, opened: Mapping[str, int]) -> int:
         """Find what was taken; returns how many epochs were taken whole."""
         in_an_epoch: Counter[str] = Counter()
+        is_whole = True
         for group in range(len(self._file.group_sizes)):
-            in_an_epoch.update(self._ids([group]))
-        whole = min(opened.get(task_id, 0) // times for task_id, times in in_an_epoch.items())
+            known = [task_id for task_id in self._ids([group]) if task_id in opened]
+            in_an_epoch.update(known)
+            is_whole = is_whole and len(known) == self._file.group_sizes[group]
+        whole = min(opened[task_id] // times for task_id, times in in_an_epoch.items()) if is_whole else 0
         for task_id, times in in_an_epoch.items():
-            self.num_taken += opened.get(task_id, 0)
-            if (left := opened.get(task_id, 0) - whole * times) > 0:
+            self.num_taken += opened[task_id]
+            if (left := opened[task_id] - whole * times) > 0:
                 self._left[task_id] = left
         return whole
 

@@ -55,6 +55,7 @@ class EnvAdapter(ABC):
 
     async def close(self) -> None:
         """Give back what the episode holds. Called once, also after a failure."""
+        return
 
 
 def task_of(task: dict[str, Any]) -> Task:

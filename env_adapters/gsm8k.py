@@ -1,9 +1,10 @@
 """GSM8K: the data set as a task file in verl's columns, and as an environment with several tries.
 
-`python -m env_adapters.gsm8k --out FOLDER [--from LOCAL_COPY] [--tools]` writes `train.parquet` and `test.parquet`. The local copy is
-the original (`question`, `answer` ending in `#### 18`), as JSON lines or parquet: two files whose names hold `train` and `test`, in
-a folder. Without one, the sample beside this module is used: 32 problems written for this project, in the same form. Invariant:
-the same copy gives the same bytes. It downloads nothing. How an answer is judged is in `env_adapters.scorers`.
+`python -m env_adapters.gsm8k --out FOLDER [--from LOCAL_COPY] [--tools]` writes `train.parquet` and `test.parquet`. The
+local copy is the original (`question`, `answer` ending in `#### 18`), as JSON lines or parquet: a folder with two files whose
+names hold `train` and `test`. Without one, the sample beside this module is used: 32 problems written for this project, in
+the same form. Invariant: the same copy gives the same bytes. It downloads nothing. How an answer is judged is in
+`env_adapters.scorers`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _FINAL = re.compile(r"####\s*(-?[\d.,]+)\s*$")
 
 
 class GSM8KEnv(EnvAdapter):
-    """The problem, then up to `tries` answers: 1 when one of them is right by `scorer`, less `penalty` for each wrong one before."""
+    """The problem, then up to `tries` answers: 1 when one is right by `scorer`, less `penalty` for each wrong one before."""
 
     def __init__(self, *, tries: int = 1, penalty: float = 0.0, scorer: str = "gsm8k_strict") -> None:
         if scorer not in SCORERS:

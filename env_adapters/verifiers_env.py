@@ -136,7 +136,8 @@ def _rows(config: str) -> _Rows:
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
     except ImportError as error:
         raise EnvError(
-            f"environment verifiers needs the package verifiers>=0.4, which is not there ({error}); pip install 'verifiers>=0.4,<0.5'",
+            f"environment verifiers needs the package verifiers, which is not there ({error}); "
+            "pip install 'verifiers>=0.4,<0.5'",
             reason="environment reset: not installed",
         ) from error
     try:

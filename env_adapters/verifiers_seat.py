@@ -1,10 +1,10 @@
 """A seat in a `verifiers` environment, taken by whoever plays it from outside.
 
-Used by `env_adapters.verifiers_env`. The package's agents run a model; a seat hands each turn through a `Channel` to the model under
-training and waits for its text. It stands for the package's `Agent`, `Interaction` and rollout as an environment's `run` uses
-them: `agents.<name>.run(task)`, `agents.<name>.interaction(task)` with `turn`, `trace` and `close`. Invariants: what was said is in
-the trace, in order; stop conditions are asked before each model turn, as in the package; a trace is scored once, when its exchange
-ends, without a sandbox (`runtime=None`).
+Used by `env_adapters.verifiers_env`. The package's agents run a model; a seat hands each turn through a `Channel` to the
+model under training and waits for its text. It stands for the package's `Agent`, `Interaction` and rollout as an
+environment's `run` uses them: `agents.<name>.run(task)`, `agents.<name>.interaction(task)` with `turn`, `trace` and `close`.
+Invariants: what was said is in the trace, in order; stop conditions are asked before each model turn, as in the package; a
+trace is scored once, when its exchange ends, without a sandbox (`runtime=None`).
 """
 
 from __future__ import annotations

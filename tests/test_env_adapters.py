@@ -49,9 +49,13 @@ async def test_whatever_an_environment_does_wrong_is_an_error_with_a_short_reaso
 ) -> None:
     adapter = played(getattr(env_parts, name)(), deadline_s=0.05 if "Hangs" in name else 10.0)
     await adapter.reset(TASK, seed=1)
-    with pytest.raises(EnvError) as failure:
+
+    async def play() -> None:
         await adapter.step("go")
         await adapter.score()
+
+    with pytest.raises(EnvError) as failure:
+        await play()
     assert failure.value.reason == reason and words in str(failure.value)
     with pytest.raises(EnvError, match="must not follow a failure") as again:
         await adapter.step("go on")
@@ -88,11 +92,11 @@ async def test_all_calls_run_in_one_thread_which_ends_with_the_last_one() -> Non
 def test_an_environment_that_is_not_there_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(EnvError, match=r"got 'gymnasum'; did you mean 'gymnasium'\?"):
         make_adapter("gymnasum", {})
-    with pytest.raises(EnvError, match="must name a class that can be imported, got 'nowhere.Env'"):
+    with pytest.raises(EnvError, match=r"must name a class that can be imported, got 'nowhere\.Env'"):
         make_adapter("nowhere.Env", {})
-    with pytest.raises(EnvError, match="must be one of .* or module.Class, got 'json.JSONDecoder'"):
+    with pytest.raises(EnvError, match=r"must be one of .* or module\.Class, got 'json\.JSONDecoder'"):
         make_adapter("json.JSONDecoder", {})
-    with pytest.raises(EnvError, match="options of environment 'walk' must be its constructor's, got {'hight': 1}"):
+    with pytest.raises(EnvError, match=r"options of environment 'walk' must be its constructor's, got \{'hight': 1\}"):
         make_adapter("walk", {"hight": 1})
     assert isinstance(make_adapter("tests.env_parts.EchoEnv", {"observation": "x"}), env_parts.EchoEnv)
 
@@ -197,7 +201,8 @@ async def test_a_board_is_rendered_and_its_actions_have_names() -> None:
     )
     adapter = played(env, deadline_s=30.0)
     (first,) = await adapter.reset(TASK, seed=1)
-    assert first["content"].split() == "Cross. Action: one of left, down, right, up. [S]FFF FHFH FFFH HFFG".split()
+    said_first = " ".join(first["content"].split())
+    assert said_first == "Cross. Action: one of left, down, right, up. [S]FFF FHFH FFFH HFFG"
     wrong = await adapter.step("jump")
     assert said(wrong) == "Not an action. Answer with one of left, down, right, up." and wrong.reward is None
     for word in ("Down", "I go down, not up: down.", "right", "down", "right"):
@@ -287,6 +292,6 @@ async def test_one_environment_that_hangs_does_not_hold_up_another() -> None:
     env = played(GymnasiumEnv(id="Blackjack-v1"), deadline_s=30.0)
     await env.reset(TASK, seed=random.Random(0).randrange(9))
     await env.step("0")
-    with pytest.raises(EnvError, match="deadline|within"):
+    with pytest.raises(EnvError, match="must answer within"):
         await step
     await env.close()

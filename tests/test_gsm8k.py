@@ -18,8 +18,8 @@ import pytest
 from buffers.errors import TaskError
 from buffers.parquet import read_tasks
 from env_adapters.adapter import Step, played
-from env_adapters.gsm8k import SAMPLE, WRONG, problems, tasks_of_problems
 from env_adapters.catalog import make_adapter
+from env_adapters.gsm8k import SAMPLE, WRONG, problems, tasks_of_problems
 from env_adapters.scorers import SCORERS
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -42,6 +42,6 @@ class GuessEnvironment(Environment):
 
 
 listener = socket.create_server(("127.0.0.1", 0))
-print("ready %s:%d" % listener.getsockname(), flush=True)
+print("ready {}:{}".format(*listener.getsockname()), flush=True)
 app = create_fastapi_app(GuessEnvironment, Guess, Seen, max_concurrent_envs=8)
 uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([listener])
