@@ -4,10 +4,11 @@
     class MyAgentLoop(AgentLoopBase):
         async def run(self, sampling_params, **kwargs) -> AgentLoopOutput: ...
 
-`kwargs` are the columns of the task's row (`raw_prompt`, `extra_info`, `data_source`, ...), never its ground truth. A loop that
-was written for verl runs here with its import lines changed: the constructor, `init_class`, `apply_chat_template`, `config`,
-`server_manager.generate`, `simple_timer` and `rollout_trace_op` are those of verl's `verl/experimental/agent_loop` and
-its helpers. `agents.loop_worker` makes one object for each episode and runs it.
+`kwargs` are the columns of the task's row (`raw_prompt`, `extra_info`, `data_source`, ...), without its ground truth unless the
+class says that it plays an environment (`sees_ground_truth`). A loop that was written for verl runs here with its import lines
+changed: the constructor, `init_class`, `apply_chat_template`, `config`, `server_manager.generate`, `simple_timer` and
+`rollout_trace_op` are those of verl's `verl/experimental/agent_loop` and its helpers. `agents.loop_worker` makes one object for
+each episode and runs it.
 
 Invariant: a token with mask 1 was sampled by `server_manager.generate`; nobody else can say what its log-probability was.
 """
@@ -83,6 +84,8 @@ class AgentLoopBase(ABC):
     """One episode's agent. Made anew for each episode; what all share is set up once, in `init_class`."""
 
     _class_initialized: ClassVar[bool] = False
+    sees_ground_truth: ClassVar[bool] = False
+    """Whether `run` gets the task's `ground_truth`: for loops that hand it to an environment."""
 
     def __init__(
         self,

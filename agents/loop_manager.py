@@ -115,6 +115,7 @@ class AgentLoopManager:
             "raw_prompt": task.prompt,
             "extra_info": task.extra_info,
             "seed": seed,
+            "ground_truth": task.ground_truth,  # the worker hands it to environments only
         }
         result = await self._run(str(task.agent_name), row, api_key=api_key)
         if result.error:

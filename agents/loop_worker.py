@@ -87,7 +87,10 @@ class AgentLoopWorker:
         try:
             if agent_name not in self._classes:
                 raise UnderstudyError(f"agent_name must be {nearest(agent_name, self._classes)}")
-            output = await self._make(agent_name, api_key=api_key).run(dict(sampling_params), **row)
+            loop = self._make(agent_name, api_key=api_key)
+            hidden = set() if loop.sees_ground_truth else {"ground_truth"}
+            seen = {name: value for name, value in row.items() if name not in hidden}
+            output = await loop.run(dict(sampling_params), **seen)
             outputs = tuple(output) if isinstance(output, list) else (output,)
             answer = await asyncio.to_thread(self._answer, outputs)
         except Exception as error:  # a loop is somebody's program: what it raises ends its episode, with a reason

@@ -6,6 +6,7 @@ generation ends; a `Row` and a `TrainBatch` are assembled from rounds when the l
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -84,6 +85,12 @@ class Episode:
     attempt: int = 0
     greedy: bool = False
     """Sampled at temperature 0."""
+
+    @property
+    def seed(self) -> int:
+        """What an environment starts from, in 0..2^31 - 1: the same for all members of a group and all their attempts."""
+        digest = hashlib.sha256(f"{self.group_id} {self.task.task_id}".encode()).digest()
+        return int.from_bytes(digest[:4], "big") >> 1  # fits the seeds of every library: 31 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

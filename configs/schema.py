@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -43,8 +44,9 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    tasks: str = ""
-    """Parquet file of tasks (columns as in verl: prompt, data_source, reward_model, extra_info, agent_name)."""
+    tasks: str | dict[str, Positive] = ""
+    """Parquet file of tasks (columns as in verl: prompt, data_source, reward_model, extra_info, agent_name); or several, as
+    {file: weight}: each is shuffled and repeated on its own, and gives its share of the tasks."""
     validation: tuple[str, PositiveInt, PositiveInt] | None = None
     """(file, every, samples): its tasks are played at step 0, each so many steps and at the end, and never trained on. One
     sample of a task is greedy; with more, at the rollout's temperature, the best of them is reported too (pass@k)."""
@@ -57,6 +59,13 @@ class DataConfig(Section):
     reward_manager: Literal["naive", "batch", "dapo"] = "naive"
     """naive: a scorer judges one answer. batch: `module.function` takes lists of tasks and answers. dapo: as naive; groups with
     equal scores are dropped, and generations in the last fifth of `rollout.max_tokens` are penalised."""
+
+    @property
+    def task_files(self) -> dict[str, float]:
+        """File -> weight; none when tasks are only added while the run goes on."""
+        if isinstance(self.tasks, str):
+            return {self.tasks: 1.0} if self.tasks else {}
+        return dict(self.tasks)
 
 
 class AgentsConfig(Section):
@@ -236,8 +245,13 @@ class Config(Section):
                 f"data.reward_manager=dapo compares episodes of one task: buffer.group_size must be >= 2, got "
                 f"{self.buffer.group_size}; set buffer.group_size=8"
             )
-        if data.validation is not None and data.validation[0] == data.tasks:
+        names = [PurePath(path).stem for path in data.task_files]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(
-                f"data.validation must name another file than data.tasks, got {data.tasks} for both; validation tasks are "
-                f"never trained on: split the file"
+                f"data.tasks must name files with different names, got {twice[0]!r} twice; tasks are known by them: rename one"
+            )
+        if data.validation is not None and PurePath(data.validation[0]) in map(PurePath, data.task_files):
+            raise ValueError(
+                f"data.validation must name another file than data.tasks, got {data.validation[0]} for both; validation tasks "
+                f"are never trained on: split the file"
             )

@@ -209,15 +209,17 @@ class Pipeline:
     async def _prepare_files(self) -> Path:
         """The model's folder; makes the tiny model and the task file where they are missing."""
         config = self._config
-        tasks = Path(config.data.tasks)
-        if config.data.make and not tasks.is_file():
+        files = config.data.task_files
+        if config.data.make and (missing := [path for path in files if not Path(path).is_file()]):
             child = await Child.start(
                 resolve_command(config.data.make), env=_inherited(), cwd=Path.cwd(), log=self._folder / "data.log"
             )
             if (code := await child.wait()) != 0:
-                raise TaskError(f"data.make must write {tasks}, but it exited with code {code}: {child.log_tail()}")
+                raise TaskError(
+                    f"data.make must write {missing[0]}, but it exited with code {code}: {child.log_tail()}"
+                )
         validation = config.data.validation[0] if config.data.validation else ""
-        for path in filter(None, (config.data.tasks, validation)):
+        for path in filter(None, (*files, validation)):
             # a file that cannot be used is known before the engine starts
             await asyncio.to_thread(next, read_tasks(Path(path)))
         if config.model.path == "tiny":
@@ -351,10 +353,10 @@ class Pipeline:
             loops.create_task(parts.generation.run(), name="generate"),
             loops.create_task(self.watch(parts), name="watch"),
         ]
-        if config.data.tasks:
+        if config.data.task_files:
             parts.books.pool.add_source(
                 endless_tasks(
-                    Path(config.data.tasks),
+                    {Path(path): weight for path, weight in config.data.task_files.items()},
                     seed=config.run.seed,
                     opened=parts.books.opened,
                     agent_name=self._default_agent(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class Traces:
         borders = [0, *(np.flatnonzero(np.diff(row.mask)) + 1).tolist(), len(row.ids)]
         turns = [
             {"trained": bool(row.mask[start]), "text": self._decode(row.ids[start:end].tolist())}
-            for start, end in zip(borders, borders[1:], strict=False)
+            for start, end in pairwise(borders)
         ]
         return {
             "turns": turns,

@@ -230,7 +230,7 @@ class MockedServer:
         """An agent loop plays it, under its key; what it gives back must be what was sampled."""
         assert self._loops is not None
         live = self.episodes.get(episode.episode_id)
-        played = await self._loops.play(episode.task, api_key=leased.api_key, seed=episode.group_id)
+        played = await self._loops.play(episode.task, api_key=leased.api_key, seed=episode.seed)
         check_trajectories(live, played.outputs)
         return played.score
 
@@ -239,7 +239,11 @@ class MockedServer:
         self.episodes.open(episode)
         key = self.keys.episode_key(episode.episode_id)
         return Leased(
-            episode_id=episode.episode_id, api_key=key, task=episode.task.public(), env_address=self.env_address
+            episode_id=episode.episode_id,
+            api_key=key,
+            task=episode.task.public(),
+            env_address=self.env_address,
+            seed=episode.seed,
         )
 
     async def notify_score(self, episode_id: str, score: float) -> bool:
