@@ -44,6 +44,12 @@ class GroupState(StrEnum):
     VALIDATED = "validated"
 
 
+TELLS_THE_TRUTH = frozenset(
+    {"answer", "ground_truth", "interaction_kwargs", "reward_model", "solution", "tools_kwargs"}
+)
+"""Keys of `extra_info` that no agent is shown; our own agent loops, which open tools with them, are."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One parquet row, in verl's columns."""
@@ -59,18 +65,22 @@ class Task:
     extra_info: dict[str, Any] = field(default_factory=dict)
 
     def public(self) -> dict[str, Any]:
-        """What an agent may see: everything but the ground truth."""
+        """What an agent may see: not the ground truth, nor where verl's data sets repeat it in `extra_info`."""
+        shown = {name: value for name, value in self.extra_info.items() if name not in TELLS_THE_TRUTH}
+        seen = {**self.private(), "extra_info": shown}
+        del seen["ground_truth"]
+        return seen
+
+    def private(self) -> dict[str, Any]:
+        """What a scorer sees: all of it."""
         return {
             "task_id": self.task_id,
             "data_source": self.data_source,
             "prompt": self.prompt,
             "agent_name": self.agent_name,
             "extra_info": self.extra_info,
+            "ground_truth": self.ground_truth,
         }
-
-    def private(self) -> dict[str, Any]:
-        """What a scorer sees: the public part and the ground truth."""
-        return {**self.public(), "ground_truth": self.ground_truth}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,7 +87,8 @@ class _Collector:
             self._working = asyncio.create_task(self._work(), name=f"score with {self._name}")
         working = self._working
         try:
-            await asyncio.wait([future, working], return_when=asyncio.FIRST_COMPLETED)
+            both: set[asyncio.Future[Any]] = {future, working}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not future.done():
                 working.result()  # raises: a bug in the scorer, which ends all who wait
             return future.result()
