@@ -51,6 +51,21 @@ def read_tasks(path: Path) -> Iterator[Task]:
     return _read(file, columns=columns, parse=lambda row, cell: _task(cell, default_id=f"{path.stem}:{row}"), path=path)
 
 
+def agent_names(path: Path) -> dict[str, int]:
+    """Each `agent_name` of a task file, with the first row that gives it; no other column is read."""
+    found: dict[str, int] = {}
+    with _open(path, required="prompt") as file:
+        if "agent_name" not in file.schema_arrow.names:
+            return found
+        row = 0
+        for batch in file.iter_batches(batch_size=_SLICE, columns=["agent_name"]):
+            for name in batch.column(0).to_pylist():
+                if isinstance(name, str):
+                    found.setdefault(name, row)
+                row += 1
+    return found
+
+
 class TaskFile:
     """A task file by its row groups, for whoever takes its rows in another order. Nothing is kept but the footer's sizes."""
 

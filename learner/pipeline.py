@@ -33,12 +33,12 @@ from pathlib import Path
 import ray
 
 from agents.external import AgentPerEpisode, AgentPlace, LongLivedAgents, check_command
-from agents.loop_config import read_loops
+from agents.loop_config import nearest, read_loops
 from agents.loop_manager import AgentLoopManager
 from buffers.errors import TaskError
 from buffers.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
-from buffers.parquet import read_tasks
+from buffers.parquet import agent_names, read_tasks
 from buffers.records import Position
 from buffers.task_pool import TaskPool
 from buffers.task_source import endless_tasks, task_list
@@ -222,6 +222,7 @@ class Pipeline:
         for path in filter(None, (*files, validation)):
             # a file that cannot be used is known before the engine starts
             await asyncio.to_thread(next, read_tasks(Path(path)))
+            await asyncio.to_thread(self._check_agent_names, Path(path))
         if config.model.path == "tiny":
             return await asyncio.to_thread(make_tiny_model, self._folder / "model", seed=config.run.seed)
         if not ((folder := Path(config.model.path)) / "config.json").is_file():
@@ -230,6 +231,18 @@ class Pipeline:
                 f"model.path must be a Hugging Face folder or `tiny`, got {folder} ({what}); download the model first"
             )
         return folder
+
+    def _check_agent_names(self, path: Path) -> None:
+        """Where nobody but our own loops plays, each row must name one of them."""
+        config = self._config
+        if self._loops is None or config.agents.command or config.env.command:
+            return
+        known = self._loops.names | ({PLAIN} if config.data.scorer else set())
+        for name, row in agent_names(path).items():
+            if name not in known:
+                raise TaskError(
+                    f"{path}, row {row}: agent_name must be {nearest(name, known)}; or name it in agents.loops"
+                )
 
     async def _start_heavy(
         self, stack: AsyncExitStack, model: Path
