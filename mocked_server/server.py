@@ -34,8 +34,9 @@ from mocked_server.episodes import Episodes
 from mocked_server.intake import Intake
 from mocked_server.keys import KeyRing
 from mocked_server.trajectories import LoopPlayer, check_trajectories
-from mocked_server.vllm_app import QueueClient, Sleeper, build_serving_app
+from mocked_server.vllm_app import QueueClient, build_serving_app
 from mocked_server.vllm_engine import EngineSettings, cpu_environment, make_args, make_vllm_config
+from mocked_server.vllm_tokens import Sleeper
 
 logger = logging.getLogger(__name__)
 
