@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,8 @@ class AgentLoopWorker:
 
         self._settings = settings
         self.tokenizer = AutoTokenizer.from_pretrained(settings.model_path)
+        # Token ids as a list, as verl's loops expect it, whatever this transformers gives by default.
+        self.tokenizer.apply_chat_template = partial(self.tokenizer.apply_chat_template, return_dict=False)
         # A class of its own for each entry: two entries of one class share nothing.
         self._classes: dict[str, type[AgentLoopBase]] = {
             spec.name: type(spec.target.rpartition(".")[2], (loop_class(spec),), {"_class_initialized": False})

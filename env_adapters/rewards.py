@@ -23,6 +23,7 @@ import httpx
 
 from buffers.errors import ScoreError, TaskError
 from buffers.records import Task
+from env_adapters import reward_model
 from env_adapters.scorers import SCORERS, SEE_EXIT_CODE, ProgramOutput
 
 DEFAULT = "default"
@@ -53,7 +54,8 @@ class Rewards:
 
     def __init__(self, scorer: str | Mapping[str, str], *, batch: bool = False) -> None:
         named = {DEFAULT: scorer} if isinstance(scorer, str) else dict(scorer)
-        self._collectors = {source: _Collector(name, batch=batch) for source, name in named.items()}
+        by_name = {name: _Collector(name, batch=batch) for name in set(named.values())}  # a reward model is loaded once
+        self._collectors = {source: by_name[name] for source, name in named.items()}
 
     def judges(self, task: Task, *, exit_code: int) -> bool:
         """Whether a program that played this task and ended so is judged here."""
@@ -78,6 +80,7 @@ class _Collector:
     """One scorer. With `batch` it gets all answers that have piled up while it judged the last ones."""
 
     def __init__(self, name: str, *, batch: bool) -> None:
+        batch = batch or name.startswith(reward_model.PREFIX)
         self._name = name
         self.sees_exit_code = name in SEE_EXIT_CODE or _is_url(name)
         self._call = resolve(name, batch=batch)
@@ -93,7 +96,14 @@ class _Collector:
         self._waiting.append((task, answer, future))
         if self._working is None:
             self._working = asyncio.create_task(self._work(), name=f"score with {self._name}")
-        return await future
+        working = self._working
+        try:
+            await asyncio.wait([future, working], return_when=asyncio.FIRST_COMPLETED)
+            if not future.done():
+                working.result()  # raises: a bug in the scorer, which ends all who wait
+            return future.result()
+        finally:
+            future.cancel()  # given up, unless it is done
 
     async def _work(self) -> None:
         while self._waiting:
@@ -137,6 +147,8 @@ def resolve(name: str, *, batch: bool) -> Batch:
     """The scorer of that name. Raises TaskError for one that is not there."""
     if _is_url(name):
         return partial(_remote, name)
+    if name.startswith(reward_model.PREFIX):
+        return reward_model.RewardModel(name.removeprefix(reward_model.PREFIX))
     if name in SCORERS:
         return partial(_one_by_one, SCORERS[name])
     module, _, function = name.rpartition(".")
@@ -146,7 +158,8 @@ def resolve(name: str, *, batch: bool) -> Batch:
         raise TaskError(f"data.scorer must name a function that can be imported, got {name!r} ({error})") from error
     if not callable(found):
         raise TaskError(
-            f"data.scorer must be one of {sorted(SCORERS)}, module.function, or a URL, got {name!r}; "
+            f"data.scorer must be one of {sorted(SCORERS)}, module.function, a URL, or "
+            f"{reward_model.PREFIX}FOLDER, got {name!r}; "
             f"see env_adapters/scorers.py"
         )
     return partial(_whole, found) if batch else partial(_one_by_one, found)

@@ -52,6 +52,7 @@ from learner.handover import environment_files
 from learner.history import History
 from learner.learn_loop import LearnLoop
 from learner.ranks import LearnerRanks
+from learner.traces import Traces
 from learner.tracker import Tracker
 from learner.validation import Validation
 from learner.watch import watch
@@ -176,6 +177,7 @@ class Pipeline:
             shaping=config.rollout.max_tokens if config.data.reward_manager == "dapo" else None,
             start=self._start, num_replays=books.num_replays,
             more_figures=self._loops.figures.take if self._loops else dict,
+            traces=self._open_traces(stack, server),
         )  # fmt: skip
         parts = Parts(books=books, engine=engine, server=server, generation=generation, ranks=ranks, learn=self._learn)
         await self._learn.publish()
@@ -187,6 +189,11 @@ class Pipeline:
             stack.push_async_callback(parts.env.stop)
         stack.enter_context(environment_files(self._folder, _files_of(server)))
         return parts
+
+    def _open_traces(self, stack: AsyncExitStack, server: MockedServer) -> Traces:
+        traces = Traces(self._folder, decode=server.decode, start=self._start)
+        stack.callback(traces.close)
+        return traces
 
     def _make_loops(self) -> AgentLoopManager | None:
         config = self._config

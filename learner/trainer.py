@@ -351,9 +351,10 @@ class Trainer:
             (loss.total * self._world_size).backward()  # FSDP averages over ranks; the sum is wanted
             tally.add(means=loss.means, maxima=loss.maxima)
         norm = fsdp.update(self._policy, optimizer=self._optimizer, clip=self._config.grad_clip)
-        tally.end_update(norm)
+        critic_norm = 0.0
         if self._critic is not None and self._critic_optimizer is not None:
-            fsdp.update(self._critic, optimizer=self._critic_optimizer, clip=self._config.grad_clip)
+            critic_norm = fsdp.update(self._critic, optimizer=self._critic_optimizer, clip=self._config.grad_clip)
+        tally.end_update(norm, critic=critic_norm)
 
     def _loss(self, micro: MicroBatch, *, goals: Targets) -> Loss:
         config = self._config

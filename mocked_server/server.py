@@ -11,7 +11,7 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,10 @@ class MockedServer:
             "TASKS_URL": f"{self.base_url}/tasks",
             "ENV_ADDRESS": self.env_address,
         }
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Token ids as text, control tokens included."""
+        return str(self._client.renderer.get_tokenizer().decode(list(ids)))
 
     def put_to_sleep_with(self, engine: Sleeper) -> None:
         """`POST /sleep` and `POST /wake_up` reach this engine."""

@@ -100,6 +100,7 @@ class ServerThread:
         self.ledger = Ledger(None)
         self.rounds = MultiRoundBufferDataset(self.ledger)
         self.score_fn: Callable[[Task, str], float] | None = None
+        self.loops: Any = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="test-server", daemon=True)
 
@@ -125,6 +126,7 @@ class ServerThread:
             pool=self.pool,
             notify_score_fn=self.rounds.notify_score,
             score_fn=lambda task, text: self.score_fn(task, text) if self.score_fn else 0.0,
+            loops=self.loops,
         )
         await self.server.start()
         tokenizer = self.server._client.renderer.get_tokenizer()

@@ -52,6 +52,7 @@ OWNERS = {
     "mlflow": {"learner/tracker.py"},
     "swanlab": {"learner/tracker.py"},
     "openai": {"agents/examples/*.py"},
+    "mcp": {"agents/tools/mcp_*.py"},
     "gymnasium": {"env_adapters/gymnasium_env.py"},
     "verifiers": {"env_adapters/verifiers_*.py"},
     "websockets": {"env_adapters/openenv.py"},
