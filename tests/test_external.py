@@ -14,11 +14,13 @@ import pytest
 from agents import external
 from agents.external import AgentPerEpisode, AgentPlace
 from buffers.errors import EpisodeClosed, ScoreError
+from buffers.parquet import write_tasks
 from buffers.records import Task
 from buffers.task_pool import PoolClosed
 from env_adapters.rewards import Rewards
 from env_adapters.scorers import SCORERS, ProgramOutput
 from mocked_server.app import Leased
+from tests.run_parts import assert_nothing_left, start
 from tests.test_rewards import scoring_server
 
 TASK = Task(task_id="t", prompt=[{"role": "user", "content": "?"}], ground_truth="42", data_source="sums")
@@ -187,6 +189,45 @@ def test_a_line_counts_when_it_is_an_object_with_a_finite_number() -> None:
         judge(TASK, "0.5")
     with pytest.raises(TypeError, match="judges programs"):
         SCORERS["exit_code"](TASK, "text")
+
+
+PROGRAM = """
+import json, os, sys
+import openai
+
+task = json.load(sys.stdin)
+assert int(os.environ["SEED"]) >= 0
+reply = openai.OpenAI().chat.completions.create(model=os.environ["MODEL"], messages=task["prompt"], max_tokens=8)
+text = reply.choices[0].message.content or ""
+print("thinking about", task["task_id"])
+print(json.dumps({"score": len(text) % 5, "file": task["task_id"].split(":")[0]}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(400)
+def test_a_run_of_an_unmodified_program_on_two_weighted_files(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    for name in ("large", "small"):
+        tasks = [Task(task_id=f"{n}", prompt=[{"role": "user", "content": f"{name} {n}"}]) for n in range(6)]
+        write_tasks(tmp_path / f"{name}.parquet", tasks)
+    run = start(
+        tmp_path, "run.steps=2", "warm_start.traces=''", "env.command=[]", "data.make=[]", "data.scorer=json_line",
+        f"data.tasks={{{tmp_path}/large.parquet: 3, {tmp_path}/small.parquet: 1}}",
+        f"agents.command=['{{python}}', '{tmp_path / 'program.py'}']", "agents.processes=0", "agents.concurrency=4",
+        "buffer.groups_per_step=4", "buffer.group_size=2",
+    )  # fmt: skip
+    code, output = run.wait(350)
+    assert code == 0, output
+    summary = run.summary()
+    assert summary["steps"] == 2 and summary["episodes"] == 16
+    assert not [name for name in summary["buffer"] if name.startswith("failed/")], summary["buffer"]
+    logs = "".join(path.read_text() for path in run.folder.glob("agents/lane-*/log.txt"))
+    scored = [json.loads(line)["file"] for line in logs.splitlines() if line.startswith("{")]
+    assert 0 < scored.count("small") < scored.count("large")
+    assert "thinking about large::" in logs
+    assert_nothing_left(run)
 
 
 async def test_exit_codes_of_plain_prompts_are_refused() -> None:
