@@ -44,10 +44,8 @@ class GroupState(StrEnum):
     VALIDATED = "validated"
 
 
-TELLS_THE_TRUTH = frozenset(
-    {"answer", "ground_truth", "interaction_kwargs", "reward_model", "solution", "tools_kwargs"}
-)
-"""Keys of `extra_info` that no agent is shown; our own agent loops, which open tools with them, are."""
+HIDDEN = frozenset({"answer", "ground_truth", "interaction_kwargs", "reward_model", "solution", "tools_kwargs"})
+"""Keys of `extra_info` that hold the answer in verl's data sets: for scorers, environments and tools in this project."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,22 +63,18 @@ class Task:
     extra_info: dict[str, Any] = field(default_factory=dict)
 
     def public(self) -> dict[str, Any]:
-        """What an agent may see: not the ground truth, nor where verl's data sets repeat it in `extra_info`."""
-        shown = {name: value for name, value in self.extra_info.items() if name not in TELLS_THE_TRUTH}
-        seen = {**self.private(), "extra_info": shown}
-        del seen["ground_truth"]
-        return seen
-
-    def private(self) -> dict[str, Any]:
-        """What a scorer sees: all of it."""
+        """What an agent may see: everything but the ground truth, and those of verl's fields that repeat it (`HIDDEN`)."""
         return {
             "task_id": self.task_id,
             "data_source": self.data_source,
             "prompt": self.prompt,
             "agent_name": self.agent_name,
-            "extra_info": self.extra_info,
-            "ground_truth": self.ground_truth,
+            "extra_info": {name: value for name, value in self.extra_info.items() if name not in HIDDEN},
         }
+
+    def private(self) -> dict[str, Any]:
+        """What a scorer sees: all of it."""
+        return {**self.public(), "extra_info": self.extra_info, "ground_truth": self.ground_truth}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,7 +94,7 @@ class OpenEnv(EnvAdapter):
     async def _action_fields(self) -> dict[str, Any]:
         """The action's own fields, by the server's schema."""
         try:
-            async with httpx.AsyncClient() as client:
+            async with httpx.AsyncClient(verify=self._http.startswith("https")) as client:  # loading CAs takes long
                 reply = await client.get(f"{self._http}/schema", timeout=None)
             schema = reply.raise_for_status().json()["action"]
             fields = {name: field for name, field in schema["properties"].items() if name not in OWN_FIELDS}

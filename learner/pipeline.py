@@ -388,7 +388,9 @@ class Pipeline:
         )
         many = config.agents.concurrency
         if config.agents.processes == 0:
-            return AgentPerEpisode(config.agents.command, place=place, desk=parts.server, concurrency=many)
+            return AgentPerEpisode(
+                config.agents.command, place=place, desk=parts.server, concurrency=many, judge=self._rewards
+            )
         return LongLivedAgents(
             config.agents.command,
             place=place,

@@ -113,7 +113,7 @@ def test_the_readme_names_the_two_commands():
 @pytest.mark.parametrize("name", DOCS)
 def test_modules_that_a_document_runs_exist(name):
     modules = {
-        module for module in re.findall(r"python -m ([a-z0-9_.]+\w)", text(name)) if module.split(".")[0] in FOLDERS
+        module for module in re.findall(r"python -m ([a-z_][\w.]*\w)", text(name)) if module.split(".")[0] in FOLDERS
     }
     assert [module for module in modules if not (ROOT / f"{module.replace('.', '/')}.py").is_file()] == []
 

@@ -14,6 +14,7 @@ from agents.single_turn_agent import SingleTurnAgentLoop
 from buffers.errors import AgentError, EnvError, TaskError
 from env_adapters.walk import walk_tasks
 from tests.loop_parts import LOGPROB, ScriptedServer, make_loop
+from tests.run_parts import assert_nothing_left, start
 
 ROW = {"raw_prompt": [{"role": "user", "content": "unused"}], "task_id": "t", "extra_info": {}, "seed": 7}
 ECHO = "tests.env_parts.EchoEnv"
@@ -157,3 +158,16 @@ async def test_settings_are_checked_when_the_class_is_set_up(tokenizer):
             make_loop(EnvAgentLoop, server=ScriptedServer([]), tokenizer=tokenizer, **settings)
     with pytest.raises(AgentError, match="environment reset: prompt too long"):
         await play(tokenizer, ["x"], room=8)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(400)
+def test_the_demo_is_played_as_an_adapter(tmp_path):
+    run = start(tmp_path, "run.steps=2", "warm_start.steps=20", config="configs/walk_env.yaml")
+    code, output = run.wait(350)
+    assert code == 0, output
+    summary = run.summary()
+    assert summary["steps"] == 2 and summary["episodes"] == 128 and summary["max_logprob_diff"] < 1e-4
+    assert not [name for name in summary["buffer"] if name.startswith("failed/")], summary["buffer"]
+    assert_nothing_left(run)
