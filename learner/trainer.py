@@ -23,7 +23,7 @@ from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
 from learner import checkpoint, export, fsdp
 from learner.adapter import LoraConfig, add_adapter
-from learner.advantages import ESTIMATORS, Evidence, explained_variance
+from learner.advantages import ESTIMATORS, Evidence, calibrated_evidence, explained_variance
 from learner.collate import MicroBatch, Sequences, plan, split_minibatches
 from learner.hints import hinted_sequences
 from learner.kl import KLCoefficient, kl_estimate
@@ -309,6 +309,8 @@ class Trainer:
             baselines=table.baselines,
             hinted=hinted,
         )
+        if self._estimator.needs_critic:
+            evidence = calibrated_evidence(evidence)
         estimate = self._estimator.compute(evidence)
         targets = Targets(
             behaviour=table.behaviour,
