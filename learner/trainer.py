@@ -211,8 +211,7 @@ class Trainer:
         return policy
 
     def _adamw(self, policy: Policy, *, lr: float) -> torch.optim.AdamW:
-        """`peak_lr` is reached after the warm-up. A value head learns faster: at the policy's rate it lags for 20 steps, and its
-        errors are all that the advantages of a solved batch hold."""
+        """`peak_lr` is reached after the warm-up. A value head learns faster: at the policy's rate it lags for 20 steps."""
         groups = [{"params": fsdp.trained(policy.lm), "peak_lr": lr}]
         if policy.value_head is not None:
             groups.append({"params": list(policy.value_head.parameters()), "peak_lr": VALUE_HEAD_LR_RATIO * lr})
