@@ -141,7 +141,8 @@ class LearnerConfig(Section):
     ] = "gae"
     """Estimator of advantages. gae needs a critic; reinforce_plus_plus compares the batch, the others one group."""
     critic: Literal["shared", "separate", "none"] = "shared"
-    """shared: a value head on the policy's last hidden state; separate: a second model with its own optimizer."""
+    """shared: a value head on the policy's last hidden state, which it does not train; separate: a second model with its own
+    optimizer."""
     lora: tuple[PositiveInt, Positive] | None = None
     """(rank, alpha): train low-rank matrices beside the frozen weights, a separate critic's too. None: train all weights."""
     gradient_checkpointing: bool = False
