@@ -1,8 +1,8 @@
 """Runs agents that nobody here wrote: child programs with our base URL in their environment.
 
-Called by the pipeline. Two ways, by `agents.processes`: long-lived programs that lease tasks themselves (`TASKS_URL`), or a fresh
-process for each episode (its task in `TASK_JSON`, its key in `OPENAI_API_KEY`). Each runs in a folder of its own without the
-checkout on its import path: the folder name `agents` is also the import name of the OpenAI Agents SDK.
+Called by the pipeline. Two ways, by `agents.processes`: long-lived programs that lease tasks themselves (`TASKS_URL`),
+or a fresh process for each episode (its task in `TASK_JSON`, its key in `OPENAI_API_KEY`). Each runs in a folder of its
+own without the checkout on its import path: the folder name `agents` is also the import name of the OpenAI Agents SDK.
 
 A program that crashes is data: its episodes fail with a reason, it is started again, and the run goes on. A program that keeps
 crashing without finishing an episode ends the run with its log.

@@ -12,6 +12,7 @@
     +-- EngineError          the inference engine died or refused
     +-- AgentError           an agent command cannot be started
     +-- EnvError             an environment process cannot be started or died
+    +-- ToolError            a tool cannot be loaded, or fails where its episode cannot go on without it
 
 Messages name the thing, the rule, the value and the remedy. A bad episode is a record with a status; these exceptions
 reach the caller that sent the bad input, or end the run when a loop itself is broken.
@@ -64,3 +65,7 @@ class AgentError(UnderstudyError):
 
 class EnvError(UnderstudyError):
     """An environment process cannot be started or died."""
+
+
+class ToolError(UnderstudyError):
+    """A tool cannot be loaded, opened for an episode, or asked for its reward."""

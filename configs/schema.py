@@ -61,10 +61,14 @@ class DataConfig(Section):
 class AgentsConfig(Section):
     command: list[str] = Field(default_factory=list)
     """The agent: any program. `{python}` is this interpreter. Empty: agents are started by somebody else."""
+    loops: str = ""
+    """YAML list of agent loops (verl's `agent_loop_config_path`): rows whose `agent_name` is one of them are played by it, rows
+    without a name by the first one, if there is no `command`. See agents/loop_config.py."""
     processes: Annotated[int, Field(ge=0)] = 1
-    """Long-lived programs to run, which ask `TASKS_URL` for their next tasks. 0: a fresh process for every episode."""
+    """Long-lived programs to run, which ask `TASKS_URL` for their next tasks; 0: a fresh process for every episode. Agent loops
+    run in as many workers, at least one."""
     concurrency: PositiveInt = 64
-    """Episodes that may run at once, over all agents."""
+    """Episodes that may run at once, over all agents; up to 256 of them generate in one engine step."""
     episode_deadline_s: Seconds = 120.0
     """A longer episode counts as failed and is tried again."""
     max_attempts: PositiveInt = 3
@@ -97,8 +101,6 @@ class RolloutConfig(Section):
     """Most tokens of one generation; an agent may ask for fewer."""
     max_model_len: PositiveInt = 2048
     """Longest prompt + generation, in tokens."""
-    max_num_seqs: PositiveInt = 64
-    """Generations that run in one engine step."""
     kv_cache_gb: Positive | None = None
     """KV-cache memory of the engine, in GiB. None: 0.25 on CPU; on a GPU the engine takes 40 % of the card in all."""
 

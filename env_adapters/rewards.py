@@ -1,6 +1,6 @@
 """Scores of plain prompts: which scorer judges a task, in a thread or over HTTP, one answer at a time or many.
 
-Built by `learner.pipeline` from `data.scorer` and `data.reward_manager`; `mocked_server.plain_prompts` awaits `score`.
+Built by `learner.pipeline` from `data.scorer` and `data.reward_manager`; `mocked_server.server` awaits `score`.
 Invariants: only scorers that the configuration names are called; the event loop never waits for one; a scorer that fails
 fails its own episodes (ScoreError), and a number that is none is refused by the ledger. It does not look at lengths or
 groups: that is done where batches are made.

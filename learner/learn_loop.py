@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,7 +41,7 @@ class Engine(Protocol):
 class LearnLoop:
     """`start`: the step after which this run goes on; `num_replays`: groups given back by a restore. `generated`: the totals
     of the generate loop. `weights`: a fast folder through which weights reach the engine. `shaping`: the most tokens of a
-    generation, where long ones are penalised; None: they are not."""
+    generation, where long ones are penalised; None: they are not. `more_figures`: of others, for each step's line."""
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class LearnLoop:
         shaping: int | None = None,
         start: int = 0,
         num_replays: int = 0,
+        more_figures: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self._run = run
         self._buffer = buffer
@@ -81,6 +83,7 @@ class LearnLoop:
         self._start = self.step = start
         """Steps trained; the policy version in the engine."""
         self._num_replays = num_replays
+        self._more_figures = more_figures
         self._sampling: asyncio.Task[TrainBatch] | None = None
         self._saving: asyncio.Task[None] | None = None
         self._stopped = False
@@ -220,7 +223,7 @@ class LearnLoop:
 
     def _report(self, batch: TrainBatch, metrics: dict[str, float]) -> None:
         figures = self._history.add(batch, metrics, version=self.step - 1, stats=self._generated)
-        figures |= self._pool.metrics()
+        figures |= self._pool.metrics() | self._more_figures()
         if self._validation is not None:
             figures |= self._validation.take()
             self._show_validation(figures)

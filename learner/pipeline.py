@@ -33,6 +33,8 @@ from pathlib import Path
 import ray
 
 from agents.external import AgentPerEpisode, AgentPlace, LongLivedAgents, check_command
+from agents.loop_config import read_loops
+from agents.loop_manager import AgentLoopManager
 from buffers.errors import TaskError
 from buffers.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
@@ -53,8 +55,9 @@ from learner.ranks import LearnerRanks
 from learner.tracker import Tracker
 from learner.validation import Validation
 from learner.watch import watch
+from mocked_server.dispatch import PLAIN
 from mocked_server.generation import Generation
-from mocked_server.plain_prompts import PLAIN
+from mocked_server.keys import KeyRing
 from mocked_server.server import MockedServer, bind
 from mocked_server.vllm_engine import (
     EngineSettings,
@@ -69,6 +72,8 @@ from mocked_server.vllm_engine import (
 logger = logging.getLogger(__name__)
 
 ENV_START_S = 60.0
+MAX_NUM_SEQS = 256
+"""Most generations in one engine step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +153,8 @@ class Pipeline:
             check_command(config.agents.command)
         scorer, manager = config.data.scorer, config.data.reward_manager
         self._rewards = Rewards(scorer, batch=manager == "batch") if scorer else None
+        self._loops = self._make_loops()
+        self._keys = KeyRing()
         self._socket = bind(config.server.host, config.server.port)
         stack.callback(self._socket.close)
         with self._display.phase("preparing model and tasks"):
@@ -168,6 +175,7 @@ class Pipeline:
             validation=self._validation(books.ledger),
             shaping=config.rollout.max_tokens if config.data.reward_manager == "dapo" else None,
             start=self._start, num_replays=books.num_replays,
+            more_figures=self._loops.figures.take if self._loops else dict,
         )  # fmt: skip
         parts = Parts(books=books, engine=engine, server=server, generation=generation, ranks=ranks, learn=self._learn)
         await self._learn.publish()
@@ -179,6 +187,17 @@ class Pipeline:
             stack.push_async_callback(parts.env.stop)
         stack.enter_context(environment_files(self._folder, _files_of(server)))
         return parts
+
+    def _make_loops(self) -> AgentLoopManager | None:
+        config = self._config
+        if not config.agents.loops:
+            return None
+        return AgentLoopManager(
+            read_loops(Path(config.agents.loops)),
+            num_workers=max(1, config.agents.processes),
+            score_fn=self._rewards.score if self._rewards else None,
+            temperature=config.rollout.temperature,
+        )
 
     async def _prepare_files(self) -> Path:
         """The model's folder; makes the tiny model and the task file where they are missing."""
@@ -208,15 +227,28 @@ class Pipeline:
     ) -> tuple[LearnerRanks, tuple[VLLMEngine, MockedServer, Books]]:
         """The learner (with its warm start) and the engine start side by side: together they are most of the start-up time."""
         async with asyncio.TaskGroup() as tasks:
-            learner = tasks.create_task(self._start_learner(stack, model), name="start learner")
             engine = tasks.create_task(self._start_engine(stack, model), name="start engine")
+            await asyncio.to_thread(start_ray)
+            self.on_ray_started()
+            stack.push_async_callback(asyncio.to_thread, ray.shutdown)
+            learner = tasks.create_task(self._start_learner(stack, model), name="start learner")
+            if self._loops is not None:
+                await self._start_loop_workers(self._loops, stack, model)
         return learner.result(), engine.result()
+
+    async def _start_loop_workers(self, loops: AgentLoopManager, stack: AsyncExitStack, model: Path) -> None:
+        rollout, host = self._config.rollout, self._config.server.host
+        stack.push_async_callback(loops.close)
+        await loops.start(
+            model_path=str(model),
+            server_urls=[f"http://{host}:{self._socket.getsockname()[1]}"],
+            worker_key=self._keys.worker,
+            prompt_length=rollout.max_model_len - rollout.max_tokens,
+            response_length=rollout.max_tokens,
+        )
 
     async def _start_learner(self, stack: AsyncExitStack, model: Path) -> LearnerRanks:
         config = self._config
-        await asyncio.to_thread(start_ray)
-        self.on_ray_started()
-        stack.push_async_callback(asyncio.to_thread, ray.shutdown)
         ranks = LearnerRanks(
             config.learner,
             model_path=str(model),
@@ -243,6 +275,7 @@ class Pipeline:
         settings = EngineSettings(
             model_path=model, served_name="policy", dtype=config.model.dtype,
             rollout=config.rollout, server=config.server, seed=config.run.seed,
+            max_num_seqs=min(MAX_NUM_SEQS, config.agents.concurrency),
         )  # fmt: skip
         args = await asyncio.to_thread(make_args, settings)
         vllm_config = await asyncio.to_thread(make_vllm_config, args)
@@ -253,7 +286,9 @@ class Pipeline:
             args=args, vllm_config=vllm_config, rollout=config.rollout, server=config.server,
             pool=books.pool, notify_score_fn=books.rounds.notify_score,
             score_fn=self._rewards.score if self._rewards else None,
+            loops=self._loops, sock=self._socket, keys=self._keys,
         )  # fmt: skip
+        server.put_to_sleep_with(engine)
         await server.start()
         stack.push_async_callback(server.close)
         return engine, server, books
@@ -293,8 +328,12 @@ class Pipeline:
         return Validation(ledger, tasks=read, every=every, samples=samples)
 
     def _default_agent(self) -> str | None:
-        """Who plays rows that name no agent: as in verl, nobody has to, when a scorer is there and no agent is."""
-        return PLAIN if self._config.data.scorer and not self._config.agents.command else None
+        """Who plays rows that name no agent: the agent; without one the first loop; as in verl, nobody has to when there is a
+        scorer."""
+        config = self._config
+        if config.agents.command:
+            return None
+        return self._loops.first if self._loops is not None else PLAIN if config.data.scorer else None
 
     # Loops
 

@@ -11,12 +11,15 @@ from typing import Any
 
 from buffers.errors import EpisodeClosed, EpisodeError, UnknownEpisode
 from mocked_server.calls import Call, current_call
-from mocked_server.dialects import MODELS, ROUTES, error_body
+from mocked_server.dialects import GENERATE, MODELS, ROUTES, SLEEP, WAKE_UP, error_body
 from mocked_server.episodes import Episodes
 from mocked_server.keys import PREFIX, KeyRing
 
 PATH_PREFIX = "/e/"
 OPEN_TO_ALL_KEYS = frozenset({MODELS})
+OPEN_TO_WORKERS = frozenset({GENERATE, SLEEP, WAKE_UP})
+"""Without an episode: what is generated then belongs to whoever asked, and is not recorded."""
+CLOSED_TO_EPISODES = frozenset({SLEEP, WAKE_UP})
 
 
 def key_of(scope: dict[str, Any]) -> tuple[str | None, str]:
@@ -77,8 +80,10 @@ class Attribution:
         if key is None:
             raise UnknownEpisode("no API key was sent; set OPENAI_API_KEY to the api_key that came with the task")
         episode_id = self._keys.episode_of(key)
-        if episode_id is not None:
+        if episode_id is not None and path not in CLOSED_TO_EPISODES:
             return Call(self._episodes.get(episode_id))
+        if path in OPEN_TO_WORKERS and self._keys.same(key, self._keys.worker):
+            return None
         if path in OPEN_TO_ALL_KEYS and any(
             self._keys.same(key, k) for k in (self._keys.worker, self._keys.scorer, self._keys.admin)
         ):

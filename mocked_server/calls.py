@@ -1,7 +1,7 @@
 """One HTTP request to the model API, as the parts of the server see it while it is being answered.
 
-The attribution middleware puts a `Call` into a context variable; the renderer hook adds the continuation; the engine client takes
-it from there. Nothing is kept after the answer.
+The attribution middleware puts a `Call` into a context variable; the renderer hook adds the continuation; the engine
+client takes it from there. Nothing is kept after the answer.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     python -m mocked_server.check [--json] [--task FILE] [--timeout SECONDS] -- COMMAND ...
 
 The command is started once, in an empty folder, with the environment that training gives it (OPENAI_BASE_URL, OPENAI_API_KEY,
-ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, MODEL, TASK_JSON). The model calls tools that the agent offers, with made-up arguments, then
-answers; see `rehearsal`. Exit code 0: it can be trained; 1: it cannot; 2: the check itself could not be made.
+ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, MODEL, TASK_JSON). The model calls tools that the agent offers, with made-up
+arguments, then answers; see `rehearsal`. Exit code 0: it can be trained; 1: it cannot; 2: the check itself could not be
+made.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class Notes:
 
 
 class Rehearsal:
-    """A server that is ready to try agents out, one after the other. `diff_of(rows)`: the proof of exactness; None: left out."""
+    """A server that is ready to try agents out, one after the other. `diff_of(rows)`: the proof of exactness; None:
+    left out."""
 
     def __init__(
         self, server: MockedServer, ledger: Ledger, *, diff_of: Callable[[Sequence[Row]], float] | None = None

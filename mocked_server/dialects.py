@@ -11,9 +11,13 @@ RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
 MODELS = "/v1/models"
+GENERATE = "/generate"
+"""Token ids in and out, for agent loops."""
+SLEEP = "/sleep"
+WAKE_UP = "/wake_up"
 
-GENERATING = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES})
-ROUTES = GENERATING | {COUNT_TOKENS, MODELS}
+GENERATING = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE})
+ROUTES = GENERATING | {COUNT_TOKENS, MODELS, SLEEP, WAKE_UP}
 
 _KINDS = {
     401: "authentication_error",

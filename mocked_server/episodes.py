@@ -1,7 +1,8 @@
 """Live episodes: what the server remembers of a running episode in order to continue it token for token.
 
-An episode is opened when its task is leased and closed when it is scored, failed or stale; then its memory is dropped. Each round
-keeps only its own new ids; a whole prompt is put together from its chain of parents when the next round needs it.
+An episode is opened when its task is leased and closed when it is scored, failed or stale; then its memory is dropped.
+Each round keeps only its own new ids; a whole prompt is put together from its chain of parents when the next round
+needs it.
 """
 
 from __future__ import annotations

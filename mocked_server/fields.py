@@ -1,5 +1,5 @@
-"""What is done to a request's body before vLLM's HTTP layer reads it: fields that cannot be served are refused by name, and null
-fields of messages are dropped.
+"""What is done to a request's body before vLLM's HTTP layer reads it: fields that cannot be served are refused by name,
+and null fields of messages are dropped.
 
 Pure functions over bytes, called by `intake`. A body is parsed here only if it mentions a word of interest;
 what is malformed is left to vLLM, which answers in the dialect's form.
@@ -98,8 +98,8 @@ def refused(path: str, body: bytes) -> Refused | None:
 
 
 def without_nulls(path: str, body: bytes) -> bytes:
-    """The body without the null fields of its chat messages: clients dump answers with all fields that they know, and vLLM refuses
-    some of them when they are null."""
+    """The body without the null fields of its chat messages: clients dump answers with all fields that they know, and
+    vLLM refuses some of them when they are null."""
     if path != CHAT or b"null" not in body:
         return body
     fields = _parsed(body)

@@ -144,7 +144,8 @@ class Generation:
         self.stats = GenerationStats()
 
     async def run(self) -> None:
-        """Until the queue is closed. An engine that dies ends the loop with EngineError; the waiting agents get errors first."""
+        """Until the queue is closed. An engine that dies ends the loop with EngineError; the waiting agents get errors
+        first."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 try:

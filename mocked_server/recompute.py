@@ -22,8 +22,8 @@ def token_logprobs(model: torch.nn.Module, row: Row) -> torch.Tensor:
 
 
 def max_logprob_diff(folder: Path, rows: Sequence[Row]) -> float:
-    """Largest difference, over the sampled tokens of the rows, between the recorded log-probability and the one that the model in
-    `folder` gives (float32, on CPU). 0 when nothing was sampled."""
+    """Largest difference, over the sampled tokens of the rows, between the recorded log-probability and the one that
+    the model in `folder` gives (float32, on CPU). 0 when nothing was sampled."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     worst = 0.0
     for row in rows:

@@ -1,7 +1,8 @@
 """What the tiny model says while an agent is tried out (`mocked_server.check`): valid tool calls first, then a final answer.
 
-An untrained model says nothing that an agent could act on. So each request is given a line, which the real engine is then made to
-sample: the tokens, their log-probabilities and everything around them are real, only the words are ours. Pure functions.
+An untrained model says nothing that an agent could act on. So each request is given a line, which the real engine is
+then made to sample: the tokens, their log-probabilities and everything around them are real, only the words are ours.
+Pure functions.
 """
 
 from __future__ import annotations

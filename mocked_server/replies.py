@@ -1,8 +1,8 @@
 """What an agent was told in one answer, and whether a message that it sends back later is that answer.
 
-Pure functions over chat messages. Clients never send an answer back byte for byte: they serialise tool arguments again, add or drop
-null fields, wrap text in content parts, trim it, drop the reasoning. All of that is the same answer; other words, other calls or
-other argument values are not.
+Pure functions over chat messages. Clients never send an answer back byte for byte: they serialise tool arguments again,
+add or drop null fields, wrap text in content parts, trim it, drop the reasoning. All of that is the same answer; other
+words, other calls or other argument values are not.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,12 @@ from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
 from mocked_server.app import Leased, build_app
 from mocked_server.attribution import Attribution
+from mocked_server.dispatch import PLAIN, Dispatch, Play, ScoreFn
 from mocked_server.episodes import Episodes
 from mocked_server.intake import Intake
 from mocked_server.keys import KeyRing
-from mocked_server.plain_prompts import PlainPrompts, ScoreFn
-from mocked_server.vllm_app import QueueClient, build_serving_app
+from mocked_server.trajectories import LoopPlayer, check_trajectories
+from mocked_server.vllm_app import QueueClient, Sleeper, build_serving_app
 from mocked_server.vllm_engine import EngineSettings, cpu_environment, make_args, make_vllm_config
 
 logger = logging.getLogger(__name__)
@@ -73,10 +74,12 @@ class MockedServer:
         pool: TaskPool,
         notify_score_fn: NotifyScore,
         score_fn: ScoreFn | None = None,
+        loops: LoopPlayer | None = None,
         sock: socket.socket | None = None,
         keys: KeyRing | None = None,
     ) -> None:
-        """`sock`: bound by `bind` before (so that a port in use is known early); None: bound here."""
+        """`score_fn`: judges plain prompts; `loops`: plays rows that name an agent loop. `sock`: bound by `bind` before
+        (so that a port in use is known early); None: bound here."""
         self.keys = keys or KeyRing()
         self.episodes = Episodes()
         self.prompt_queue = PromptQueue()
@@ -89,8 +92,10 @@ class MockedServer:
         self._endings: dict[str, asyncio.Event] = {}
         self._args = args
         self._notify_score = notify_score_fn
-        self._plain = None if score_fn is None else self._plain_prompts(score_fn)
-        self._answering: asyncio.Task[None] | None = None
+        self._score_fn = score_fn
+        self._loops = loops
+        self._dispatch = None if score_fn is None and loops is None else self._make_dispatch()
+        self._dispatching: asyncio.Task[None] | None = None
         pool.on_closed = self.close_episode
         self._client = QueueClient(
             vllm_config, queue=self.prompt_queue, rollout=rollout, strict=server.replay_match == "strict"
@@ -125,6 +130,10 @@ class MockedServer:
             "ENV_ADDRESS": self.env_address,
         }
 
+    def put_to_sleep_with(self, engine: Sleeper) -> None:
+        """`POST /sleep` and `POST /wake_up` reach this engine."""
+        self._client.sleeper = engine
+
     async def start(self) -> None:
         """Serve on the running event loop; returns when requests are answered."""
         self._loop = asyncio.get_running_loop()
@@ -149,13 +158,13 @@ class MockedServer:
             waiter.cancel()
             raise ServerError("the HTTP server ended while it started; its log is above")
         self._pooling = asyncio.create_task(self.pool.run(), name="pool")
-        if self._plain is not None:
-            self._answering = asyncio.create_task(self._plain.run(), name="plain prompts")
+        if self._dispatch is not None:
+            self._dispatching = asyncio.create_task(self._dispatch.run(), name="dispatch")
 
     async def wait(self) -> None:
         """Until the server is closed; raises when the pool's loop or the HTTP server failed."""
         assert self._serving is not None and self._pooling is not None, "start() first"
-        running = {task for task in (self._serving, self._pooling, self._answering) if task is not None}
+        running = {task for task in (self._serving, self._pooling, self._dispatching) if task is not None}
         done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             if not task.cancelled():
@@ -166,9 +175,9 @@ class MockedServer:
         for prompt in self.prompt_queue.close():
             prompt.reply.fail(EngineError("the server is shutting down"))
         self.pool.close()
-        if self._answering is not None:
-            self._answering.cancel()
-            await asyncio.wait({self._answering})
+        if self._dispatching is not None:
+            self._dispatching.cancel()
+            await asyncio.wait({self._dispatching})
         if self._pooling is not None:
             await self._pooling
         if self._uvicorn is not None and self._serving is not None:
@@ -186,19 +195,40 @@ class MockedServer:
 
     async def lease_episode(self, *, wait_s: float) -> Leased | None:
         """Lease the next episode; None when there is none within `wait_s`. Raises PoolClosed when there are no more."""
-        lease = self.pool.lease if self._plain is None else self._plain.lease
+        lease = self.pool.lease if self._dispatch is None else self._dispatch.lease
         episode = await lease(wait_s=wait_s)
         return None if episode is None else self.open_episode(episode)
 
-    def _plain_prompts(self, score_fn: ScoreFn) -> PlainPrompts:
-        return PlainPrompts(
-            self.pool, score_fn=score_fn, answer=self._answer_plain, notify_score=self.notify_score, fail=self.fail
+    def _make_dispatch(self) -> Dispatch:
+        players: dict[str, Play] = {}
+        if self._loops is not None:
+            players |= dict.fromkeys(self._loops.names, self._play_loop)
+        if self._score_fn is not None:
+            players[PLAIN] = self._play_plain
+        return Dispatch(
+            self.pool,
+            players=players,
+            open_episode=self.open_episode,
+            notify_score=self.notify_score,
+            fail=self.fail,
+            wait_ended=self.wait_ended,
         )
 
-    async def _answer_plain(self, episode: Episode) -> str:
-        self.open_episode(episode)
+    async def _play_plain(self, episode: Episode, _: Leased) -> float:
+        """One generation, judged by the score function."""
+        assert self._score_fn is not None
         live = self.episodes.get(episode.episode_id)
-        return await self._client.ask(live, episode.task.prompt, request_id=f"plain-{episode.episode_id}")
+        answer = await self._client.ask(live, episode.task.prompt, request_id=f"plain-{episode.episode_id}")
+        outcome = self._score_fn(episode.task, answer)
+        return await outcome if isinstance(outcome, Awaitable) else outcome
+
+    async def _play_loop(self, episode: Episode, leased: Leased) -> float:
+        """An agent loop plays it, under its key; what it gives back must be what was sampled."""
+        assert self._loops is not None
+        live = self.episodes.get(episode.episode_id)
+        played = await self._loops.play(episode.task, api_key=leased.api_key, seed=episode.group_id)
+        check_trajectories(live, played.outputs)
+        return played.score
 
     def open_episode(self, episode: Episode) -> Leased:
         """Let an episode's key open the model API."""
@@ -284,8 +314,8 @@ def create_and_launch_task_pool(
 ) -> tuple[MockedServer, threading.Thread]:
     """Start a MockedServer with its task pool in a thread of its own (RFC #1172's demo). Returns when it answers requests.
 
-    `model`: a Hugging Face folder, only its tokenizer, chat template and configuration are used here; None: the tiny local model.
-    Stop it with `mocked_server.stop()`.
+    `model`: a Hugging Face folder, only its tokenizer, chat template and configuration are used here; None: the tiny
+    local model. Stop it with `mocked_server.stop()`.
     """
     cpu_environment()
     rollout, server = rollout or RolloutConfig(), server or ServerConfig()

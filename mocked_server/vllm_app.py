@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -20,17 +20,25 @@ from buffers.prompt_queue import Prompt, PromptQueue, Response
 from configs.schema import RolloutConfig
 from mocked_server.calls import Call, PendingReply, Sampling, current_call
 from mocked_server.continuation import Continuation, continue_tokens
-from mocked_server.dialects import ROUTES
+from mocked_server.dialects import GENERATE, ROUTES, SLEEP, WAKE_UP
 from mocked_server.episodes import LiveEpisode, LiveRound
 from mocked_server.vllm_engine import NUMBERS_ONLY
 from mocked_server.vllm_render import ExactRendering
 from mocked_server.vllm_replies import ReplyParser
+from mocked_server.vllm_tokens import TokenRoute
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
 PASSED_ON = ("reasoning_ended", "reasoning_parser_kwargs", "lora_request")
 """Arguments of `generate` that the engine needs too."""
+
+
+class Sleeper(Protocol):
+    """An engine that can give its memory back for a while."""
+
+    async def sleep(self) -> None: ...
+    async def wake_up(self) -> None: ...
 
 
 class Heard:
@@ -85,6 +93,7 @@ class QueueClient:
         self.renderer = renderer_from_config(vllm_config)
         self.rendering = ExactRendering(self.renderer, strict=strict)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
+        self.sleeper: Sleeper | None = None
         self._queue = queue
         self._rollout = rollout
 
@@ -99,7 +108,8 @@ class QueueClient:
         """vLLM's statistics belong to the engine, not to this client."""
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> AsyncIterator[Any]:
-        """Queue one generation and yield its outputs. A plain function: the context variable is read in the caller's context."""
+        """Queue one generation and yield its outputs. A plain function: the context variable is read in the caller's
+        context."""
         call = current_call.get()
         if call is None:
             raise ValueError("this request belongs to no episode; use the api_key that came with the task")
@@ -136,9 +146,22 @@ class QueueClient:
         answer = self._answer(item, rendered=ids, plan=continue_tokens(live, ids), call=Call(live))
         return "".join([output.outputs[0].text async for output in answer])
 
-    def _pin(self, params: Any, prompt_len: int, *, live: LiveEpisode) -> Any:
+    def generate_tokens(self, prompt_ids: list[int], params: Any, *, request_id: str) -> AsyncIterator[Any]:
+        """Sample after exactly these ids: for the current call's episode, or for nobody's records without one."""
+        call = current_call.get()
+        plan = continue_tokens(call.live, prompt_ids) if call is not None else None
+        item = Prompt(
+            request_id=request_id,
+            episode_id=call.live.episode_id if call is not None else None,
+            prompt_token_ids=np.array(prompt_ids, np.int32),
+            sampling=Sampling(params=self._pin(params, len(prompt_ids), live=call.live if call else None), extra={}),
+            reply=PendingReply(lambda response: self._output(request_id, response)),
+        )
+        return self._answer(item, rendered=prompt_ids, plan=plan, call=call)
+
+    def _pin(self, params: Any, prompt_len: int, *, live: LiveEpisode | None) -> Any:
         """Sampling as the run wants it: its temperature, the whole distribution, log-probabilities of what is sampled."""
-        params.temperature = 0.0 if live.episode.greedy else self._rollout.temperature
+        params.temperature = 0.0 if live is not None and live.episode.greedy else self._rollout.temperature
         params.top_p, params.top_k, params.min_p = 1.0, 0, 0.0
         room = self._rollout.max_model_len - prompt_len
         if room < 1:
@@ -153,14 +176,16 @@ class QueueClient:
             params.extra_args = {**(params.extra_args or {}), NUMBERS_ONLY: True}
         return params
 
-    async def _answer(self, item: Prompt, *, rendered: list[int], plan: Continuation, call: Call) -> AsyncIterator[Any]:
+    async def _answer(
+        self, item: Prompt, *, rendered: list[int], plan: Continuation | None, call: Call | None
+    ) -> AsyncIterator[Any]:
         reply = cast(PendingReply, item.reply)
         self._queue.put(item)
         heard = Heard()
         try:
             async for output in reply.outputs():
                 heard.add(output)
-                if output.finished:
+                if output.finished and call is not None and plan is not None:
                     heard.remember(call.live, plan)
                 # vLLM's reasoning parsers look at the prompt: they must see this request's rendering, not earlier thoughts.
                 output.prompt_token_ids = rendered
@@ -214,4 +239,7 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
     app.user_middleware.clear()
     app.middleware_stack = None
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
+    tokens = TokenRoute(client)
+    for path, endpoint in ((GENERATE, tokens.answer), (SLEEP, tokens.sleep), (WAKE_UP, tokens.wake_up)):
+        app.router.add_route(path, endpoint, methods=["POST"])
     return app

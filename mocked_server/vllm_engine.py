@@ -42,6 +42,8 @@ class EngineSettings:
     rollout: RolloutConfig
     server: ServerConfig
     seed: int = 0
+    max_num_seqs: int = 64
+    """Generations that run in one engine step."""
 
 
 def cpu_environment() -> None:
@@ -77,7 +79,7 @@ def make_args(settings: EngineSettings) -> Namespace:
         "--dtype",
         settings.dtype,
     ]
-    words += ["--max-model-len", str(rollout.max_model_len), "--max-num-seqs", str(rollout.max_num_seqs)]
+    words += ["--max-model-len", str(rollout.max_model_len), "--max-num-seqs", str(settings.max_num_seqs)]
     words += ["--seed", str(settings.seed), "--worker-extension-cls", WORKER_EXTENSION]
     # Behaviour log-probabilities are those of the distribution that was sampled from (after the temperature).
     words += ["--logprobs-mode", "processed_logprobs"]
@@ -171,6 +173,18 @@ class VLLMEngine:
             self.version = version
         finally:
             await self._llm.resume_generation()
+
+    async def sleep(self) -> None:
+        """Give memory back: vLLM's sleep level 1 where the engine was built for it; elsewhere (CPU) the prefix cache."""
+        if self._vllm_config.model_config.enable_sleep_mode:
+            await self._llm.sleep(level=1)
+        else:
+            await self._llm.reset_prefix_cache()
+
+    async def wake_up(self) -> None:
+        """As before `sleep`. No effect on an engine that is awake."""
+        if self._vllm_config.model_config.enable_sleep_mode:
+            await self._llm.wake_up()
 
     @property
     def dead(self) -> bool:

@@ -1,7 +1,8 @@
-"""The hook in vLLM's chat rendering: a chat that continues an earlier round of its episode becomes that round's ids plus a tail.
+"""The hook in vLLM's chat rendering: a chat that continues an earlier round of its episode becomes that round's ids
+plus a tail.
 
-`ExactRendering` replaces `render_chat_async` of vLLM's renderer, which every chat-like dialect passes. What it finds out is left on
-the current `Call` for `QueueClient.generate`.
+`ExactRendering` replaces `render_chat_async` of vLLM's renderer, which every chat-like dialect passes. What it finds
+out is left on the current `Call` for `QueueClient.generate`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ MAX_KINDS = 1024
 class ExactRendering:
     """Installed on vLLM's renderer for the life of the server. `parse` is set once vLLM's HTTP layer exists.
 
-    `strict`: continue only what the template itself would write: its rendering of the whole history must begin with the exact ids.
+    `strict`: continue only what the template itself would write: its rendering of the whole history must begin with the
+    exact ids.
     """
 
     def __init__(self, renderer: Any, *, strict: bool) -> None:

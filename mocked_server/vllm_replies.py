@@ -1,7 +1,7 @@
 """How vLLM's HTTP layer shows a sampled text to an agent: parsed by its own tool and reasoning parsers.
 
-Used when an agent sends an answer back with tool calls or split-off reasoning, to recognise it. The class of parser is the one that
-the HTTP layer uses (`build_serving_app` hands it over), so both always agree.
+Used when an agent sends an answer back with tool calls or split-off reasoning, to recognise it. The class of parser is
+the one that the HTTP layer uses (`build_serving_app` hands it over), so both always agree.
 """
 
 from __future__ import annotations

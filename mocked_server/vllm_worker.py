@@ -1,7 +1,8 @@
 """Runs inside the engine's worker process: loads published weights in place, and ends with the server.
 
-Named to vLLM as `--worker-extension-cls`; `VLLMEngine.load_weights` calls it by `collective_rpc` while generation is paused, so no
-token is ever sampled from half-loaded weights. Imports of vLLM stay inside: the server process only needs this module's name.
+Named to vLLM as `--worker-extension-cls`; `VLLMEngine.load_weights` calls it by `collective_rpc` while generation is
+paused, so no token is ever sampled from half-loaded weights. Imports of vLLM stay inside: the server process only needs
+this module's name.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def repack_tied_head(model: Any) -> None:
     """Refresh the packed copy of a tied output head on CPU.
 
     vLLM packs `lm_head` for its CPU kernel when the model is first loaded and keeps the original tensor too; a reload refreshes
-    only the original, so the logits would silently come from the old weights. Packing again is harmless where nothing is packed.
+    only the original, so the logits would silently come from the old weights. Packing again is harmless where nothing
+    is packed.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.platforms import current_platform

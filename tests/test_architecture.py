@@ -38,13 +38,13 @@ STANDS_ALONE = "agents/examples/"
 """Programs as a user writes them: they import nothing of ours."""
 
 OWNERS = {
-    "vllm": {"mocked_server/vllm_*.py"},
+    "vllm": {"mocked_server/vllm_*.py", "agents/vllm_*.py"},
     "fastapi": {"mocked_server/app.py"},
     "uvicorn": {"mocked_server/server.py"},
     "pyarrow": {"buffers/parquet.py"},
     "sqlite3": {"buffers/ledger*.py"},
     "torch.distributed": {"learner/fsdp.py", "learner/checkpoint.py"},
-    "ray": {"learner/ranks.py", "learner/pipeline.py"},
+    "ray": {"learner/ranks.py", "learner/pipeline.py", "agents/loop_manager.py"},
     "peft": {"learner/adapter.py"},
     "matplotlib": {"learner/report.py"},
     "tensorboard": {"learner/tracker.py"},

@@ -1,0 +1,167 @@
+"""verl's agent-loop interface, by its names: what whoever writes an agent inside this project implements.
+
+    @register("my_agent")
+    class MyAgentLoop(AgentLoopBase):
+        async def run(self, sampling_params, **kwargs) -> AgentLoopOutput: ...
+
+`kwargs` are the columns of the task's row (`raw_prompt`, `extra_info`, `data_source`, ...), never its ground truth. A loop that
+was written for verl runs here with its import lines changed: the constructor, `init_class`, `apply_chat_template`, `config` and
+`server_manager.generate` are those of verl's `verl/experimental/agent_loop`. `agents.loop_worker` makes one object for each
+episode and runs it.
+
+Invariant: a token with mask 1 was sampled by `server_manager.generate`; nobody else can say what its log-probability was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from agents.chat_tokens import opening_ids, tail_ids
+from agents.server_manager import AsyncLLMServerManager
+
+Loop = TypeVar("Loop", bound="type[AgentLoopBase]")
+_registry: dict[str, str] = {}
+"""Agent name -> `module.Class`; filled by `register` while modules are imported, never changed afterwards."""
+
+
+class AgentLoopMetrics(BaseModel):
+    """How an episode spent its time, in seconds, and how often the engine set it aside."""
+
+    model_config = ConfigDict(extra="allow")
+    generate_sequences: float = 0.0
+    tool_calls: float = 0.0
+    compute_score: float = 0.0
+    num_preempted: int = 0
+
+
+class AgentLoopOutput(BaseModel):
+    """One trajectory: a prompt and everything after it. A loop that branched returns a list of them."""
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    prompt_ids: list[int]
+    """[P]"""
+    response_ids: list[int]
+    """[R] sampled tokens, and tokens of tools and environments."""
+    response_mask: list[int]
+    """[R] 1: sampled by the model and trained; 0: not."""
+    response_logprobs: list[float] | None = None
+    """[R] as the loop has them. Not needed: they are recorded when the tokens are sampled."""
+    multi_modal_data: dict[str, Any] | None = None
+    """verl's; must be empty, as only text is served."""
+    reward_score: float | None = None
+    """None: `data.scorer` judges, or the tools do."""
+    num_turns: int = 0
+    """Chat turns, prompt included: user, assistant, tool."""
+    metrics: AgentLoopMetrics = Field(default_factory=AgentLoopMetrics)
+    extra_fields: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _aligned(self) -> AgentLoopOutput:
+        lengths = {len(self.response_ids), len(self.response_mask), len(self.response_logprobs or self.response_ids)}
+        if len(lengths) != 1:
+            raise ValueError(
+                f"response_ids, response_mask and response_logprobs must have equal lengths, got {len(self.response_ids)}, "
+                f"{len(self.response_mask)}, {len(self.response_logprobs or [])}"
+            )
+        if not set(self.response_mask) <= {0, 1}:
+            raise ValueError(f"response_mask must hold 0 and 1 only, got {sorted(set(self.response_mask))}")
+        if self.multi_modal_data:
+            raise ValueError("multi_modal_data must be empty: only text is served")
+        return self
+
+
+class AgentLoopBase(ABC):
+    """One episode's agent. Made anew for each episode; what all share is set up once, in `init_class`."""
+
+    _class_initialized: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        trainer_config: Any,
+        server_manager: AsyncLLMServerManager,
+        tokenizer: Any,
+        processor: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """`trainer_config.config`: verl's tree (`verl_config`). `kwargs`: what the loop's entry in `agents.loops` says."""
+        self.init_class(config=trainer_config.config, tokenizer=tokenizer, processor=processor, **kwargs)
+        self.config = trainer_config.config
+        self.rollout_config = self.config.actor_rollout_ref.rollout
+        self.server_manager = server_manager
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.loop = asyncio.get_running_loop()
+
+    @classmethod
+    def init_class(cls, config: Any, tokenizer: Any, processor: Any = None, **kwargs: Any) -> None:
+        """Set up what all episodes share; called for each, expected to work once (`cls._class_initialized`)."""
+        cls._class_initialized = True
+
+    @classmethod
+    async def open_class(cls) -> None:
+        """Start what all episodes share and `init_class` cannot: it runs on the worker's event loop, once, after it."""
+        return
+
+    @classmethod
+    async def close_class(cls) -> None:
+        """End it; called once, when the worker ends."""
+        return
+
+    @abstractmethod
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Play one episode. `sampling_params`: to pass on to `generate`. An exception ends the episode as failed."""
+
+    async def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        images: Any = None,
+        videos: Any = None,
+        remove_system_prompt: bool = False,
+    ) -> list[int]:
+        """Token ids of a conversation, up to where the model answers. `remove_system_prompt`: of turns that come after
+        an answer whose last token ended its turn, without a system prompt and without rendering what came before."""
+        if images or videos:
+            raise ValueError("apply_chat_template takes text only, got images or videos")
+        if remove_system_prompt:
+            return await asyncio.to_thread(tail_ids, self.tokenizer, messages, tools=tools, after=None)
+        return await asyncio.to_thread(opening_ids, self.tokenizer, messages, tools=tools)
+
+
+def register(agent_name: str) -> Callable[[Loop], Loop]:
+    """Make a loop known by the name that rows give in `agent_name`."""
+
+    def decorator(subclass: Loop) -> Loop:
+        target = f"{subclass.__module__}.{subclass.__qualname__}"
+        known = _registry.setdefault(agent_name, target)
+        if known != target:
+            raise ValueError(f"agent_name {agent_name!r} must name one loop, got {known} and {target}; rename one")
+        return subclass
+
+    return decorator
+
+
+def registered() -> dict[str, str]:
+    """Agent name -> `module.Class`, of the modules imported so far."""
+    return dict(_registry)
+
+
+def verl_config(*, prompt_length: int, response_length: int, **rollout: Any) -> Any:
+    """The part of verl's configuration tree that loops read: `config.actor_rollout_ref.rollout` and `config.data`."""
+    multi_turn = SimpleNamespace(**rollout.pop("multi_turn", {}))
+    place = SimpleNamespace(
+        name="vllm",
+        prompt_length=prompt_length,
+        response_length=response_length,
+        max_model_len=prompt_length + response_length,
+        multi_turn=multi_turn,
+        **rollout,
+    )
+    data = SimpleNamespace(apply_chat_template_kwargs={}, max_prompt_length=prompt_length)
+    return SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=place), data=data)

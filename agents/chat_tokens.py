@@ -1,0 +1,100 @@
+"""Chats as token ids: the opening of a conversation, and what a template writes after an answer of the model.
+
+Used by agent loops. Invariant: what was sampled is never rendered again. A tail (tool results, an environment's words)
+is cut from a rendering of a stand-in conversation of three turns, so it has no system prompt and its cost does not grow
+with the episode; several tool results in one list are rendered together, as the template groups them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from buffers.errors import AgentError
+
+Message = Mapping[str, Any]
+STAND_IN = "an-answer-f81d4fae"
+"""An answer that no template changes and no message holds; what follows it is the tail."""
+
+
+def opening_ids(tokenizer: Any, messages: Sequence[Message], *, tools: Sequence[Any] | None) -> list[int]:
+    """[P] ids of a conversation, up to where the model answers. Raises AgentError when the template refuses it."""
+    return _encode(tokenizer, _render(tokenizer, messages, tools=tools, prompt=True))
+
+
+def tail_ids(
+    tokenizer: Any, messages: Sequence[Message], *, tools: Sequence[Any] | None, after: int | None
+) -> list[int]:
+    """[T] ids that follow an answer: the end of its turn, `messages`, and the opening of the next answer.
+
+    `after`: the last sampled id; the token that ends a turn is left out when it was sampled. None: it was.
+    Raises AgentError when the template cannot write these messages after an answer.
+    """
+    ids = _encode(tokenizer, _text_after_answer(tokenizer, messages, tools=tools))
+    end = _encode(tokenizer, _closing(tokenizer, tools=tools))[:1]
+    if end and ids[:1] == end and after in (None, end[0]):
+        return ids[1:]
+    return ids
+
+
+def _text_after_answer(tokenizer: Any, messages: Sequence[Message], *, tools: Sequence[Any] | None) -> str:
+    opening: list[Message] = [{"role": "user", "content": "-"}, {"role": "assistant", "content": STAND_IN}]
+    try:
+        text = _render(tokenizer, [*opening, *messages], tools=tools, prompt=True)
+    except AgentError:
+        return _text_after_calls(tokenizer, messages, tools=tools)
+    return text.split(STAND_IN, 1)[1]
+
+
+def _text_after_calls(tokenizer: Any, messages: Sequence[Message], *, tools: Sequence[Any] | None) -> str:
+    """For templates that take a tool's result only after a call: what they write beyond the call."""
+    calls: list[Message] = []
+    answers: list[Message] = []
+    for number, message in enumerate(messages):
+        if message.get("role") != "tool":
+            answers.append(message)
+            continue
+        call_id = f"call{number:05d}"  # nine letters and digits: what Mistral's templates ask for
+        function: dict[str, Any] = {"name": message.get("name") or "tool", "arguments": {}}
+        calls.append({"id": call_id, "type": "function", "function": function})
+        answers.append({**message, "tool_call_id": call_id, "name": function["name"]})
+    opening: list[Message] = [
+        {"role": "user", "content": "-"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]
+    before = _render(tokenizer, opening, tools=tools, prompt=False)
+    text = _render(tokenizer, [*opening, *answers], tools=tools, prompt=True)
+    if not text.startswith(before):
+        raise AgentError(
+            "the model's chat template must write a tool's result after its call, got another beginning; use another template"
+        )
+    return _closing(tokenizer, tools=tools) + text[len(before) :]
+
+
+def _closing(tokenizer: Any, *, tools: Sequence[Any] | None) -> str:
+    """What the template writes after an answer that ends a conversation."""
+    opening: list[Message] = [{"role": "user", "content": "-"}, {"role": "assistant", "content": STAND_IN}]
+    return _render(tokenizer, opening, tools=tools, prompt=False).rpartition(STAND_IN)[2]
+
+
+def _render(tokenizer: Any, messages: Sequence[Message], *, tools: Sequence[Any] | None, prompt: bool) -> str:
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                copy.deepcopy(list(messages)),
+                tools=list(tools) if tools else None,
+                add_generation_prompt=prompt,
+                tokenize=False,
+            )
+        )
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        raise AgentError(
+            f"the model's chat template refuses the messages: {error}; they are {messages!r:.200}"
+        ) from error
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))

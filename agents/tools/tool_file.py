@@ -1,0 +1,154 @@
+"""A YAML file of tools, as verl writes it -> tools, and sources of tools that must be started (MCP servers).
+
+    tools:
+      - class_name: agents.tools.gsm8k_tool.Gsm8kTool      # or my_tools.py:MyTool, beside the YAML
+        config: {type: native, deadline_s: 5}
+        tool_schema: {type: function, function: {name: ..., description: ..., parameters: {...}}}
+      - function: agents.tools.calculator.calculator       # a plain typed function
+      - mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
+
+Called by `agents.tools.toolbox`. Invariants: only what the file names is imported; a path in it stays in the file's folder. Raises
+ToolError that names file, entry, rule and remedy. It starts nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from agents.tools.base_tool import BaseTool
+from agents.tools.function_tool import FunctionTool
+from agents.tools.schemas import OpenAIFunctionToolSchema
+from buffers.errors import ToolError
+
+ToolSource = AbstractAsyncContextManager[list[BaseTool]]
+"""Gives its tools when it is entered."""
+KINDS = ("class_name", "function", "mcp")
+
+
+class _Entry(BaseModel):
+    """One entry of `tools`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    class_name: str | None = None
+    function: str | None = None
+    mcp: dict[str, Any] | None = None
+    name: str | None = None
+    """Of a function, if it shall be called by another."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    tool_schema: OpenAIFunctionToolSchema | None = None
+
+    @model_validator(mode="after")
+    def _is_of_one_kind(self) -> _Entry:
+        if sum(getattr(self, kind) is not None for kind in KINDS) != 1:
+            raise ValueError(f"must have exactly one of {', '.join(KINDS)}")
+        return self
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The remedy for a name that is not there."""
+    names = list(known)
+    near = difflib.get_close_matches(name[:200], names, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names) or 'none'}"
+
+
+def load_tools(path: Path) -> tuple[list[BaseTool], list[ToolSource]]:
+    """What the file names, in its order."""
+    tools: list[BaseTool] = []
+    sources: list[ToolSource] = []
+    for number, raw in enumerate(_entries(path), start=1):
+        place = f"{path}, tool {number}"
+        try:
+            entry = _Entry.model_validate(raw)
+        except ValidationError as error:
+            raise ToolError(f"{place}: {_rules(error)}; see agents/tools/tool_file.py") from None
+        if entry.mcp is not None:
+            raise ToolError(f"{place}: mcp is not there yet")
+        elif entry.function is not None:
+            tools.append(_function_tool(entry, folder=path.parent, place=place))
+        else:
+            tools.append(_class_tool(entry, folder=path.parent, place=place))
+    return tools, sources
+
+
+def _entries(path: Path) -> list[Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ToolError(f"tools must be a YAML file, got {path}: {str(error).replace(chr(10), ' ')}") from None
+    if not isinstance(tree, dict) or list(tree) != ["tools"] or not isinstance(tree["tools"], list):
+        raise ToolError(f"{path} must hold `tools:` and a list below it; see configs/tools/gsm8k.yaml")
+    return tree["tools"]
+
+
+def _rules(error: ValidationError) -> str:
+    return "; ".join(f"{'.'.join(map(str, e['loc']))} {e['msg']}".strip() for e in error.errors())
+
+
+def _function_tool(entry: _Entry, *, folder: Path, place: str) -> BaseTool:
+    found = find(entry.function or "", folder=folder, place=place)
+    if isinstance(found, FunctionTool):
+        return FunctionTool(found.function, name=entry.name or found.name, config=entry.config)
+    if not callable(found) or isinstance(found, type):
+        raise ToolError(f"{place}: function must name a function, got {entry.function!r}; a class goes to class_name")
+    return FunctionTool(found, name=entry.name, config=entry.config)
+
+
+def _class_tool(entry: _Entry, *, folder: Path, place: str) -> BaseTool:
+    found = find(entry.class_name or "", folder=folder, place=place)
+    if not isinstance(found, type) or not issubclass(found, BaseTool):
+        raise ToolError(
+            f"{place}: class_name must name a subclass of agents.tools.base_tool.BaseTool, got {found!r:.100}"
+        )
+    return found(entry.config, entry.tool_schema)
+
+
+def find(name: str, *, folder: Path, place: str) -> Any:
+    """What `module.attribute`, or `file.py:attribute` beside the YAML, names."""
+    file, colon, attribute = name.partition(":")
+    if colon:
+        module = _module_at(inside(file, folder=folder, place=place), place=place)
+    else:
+        dotted, _, attribute = name.rpartition(".")
+        try:
+            module = importlib.import_module(dotted)
+        except (ImportError, ValueError) as error:
+            raise ToolError(
+                f"{place}: {name!r} must be module.name of what can be imported: {error}; check its spelling"
+            ) from error
+    if not hasattr(module, attribute):
+        public = [known for known in vars(module) if not known.startswith("_")]
+        raise ToolError(f"{place}: {name!r} is not there; {nearest(attribute, public)}")
+    return getattr(module, attribute)
+
+
+def inside(name: str, *, folder: Path, place: str) -> Path:
+    """The file of that name in the YAML's folder, or below it; links are followed first."""
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise ToolError(f"{place}: files must lie in {folder}, got {name!r}; move it there")
+    if not path.is_file():
+        raise ToolError(f"{place}: {path} is not a file; {nearest(path.name, [p.name for p in folder.iterdir()])}")
+    return path
+
+
+def _module_at(path: Path, *, place: str) -> Any:
+    name = f"tools_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ToolError(f"{place}: {path} must be a Python file; give it the ending .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,133 @@
+"""The tools of a worker, and their life in one episode: open, call, rewards, released.
+
+Built by an agent loop (or the program that starts it) from a YAML file or from tools themselves; one Toolbox serves all episodes of
+a worker at once. Invariants: `call` never raises but for cancellation, whatever the model or the tool does: what went wrong is in
+its outcome, in words that the model can act on; every instance that was created is released, also when the episode is cancelled;
+an episode reaches its own instances only.
+
+    async with Toolbox.load(Path("configs/tools/gsm8k.yaml")) as toolbox:          # MCP servers start here
+        async with toolbox.open(tools_kwargs=task.extra_info.get("tools_kwargs")) as tools:
+            tools.schemas                                                          # for the chat template
+            outcome = await tools.call("calculator", '{"expression": "6 * 7"}')
+            await tools.rewards()                                                  # {"calc_gsm8k_reward": 1.0}
+
+It does not read the model's text, nor count turns, nor make tokens: that is the agent loop's. It does not stop a tool that blocks
+the event loop, or a thread that hangs (`agents.tools.guarded`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from agents.tools.arguments import check_schema
+from agents.tools.base_tool import BaseTool
+from agents.tools.episode_tools import EpisodeTools, Limits, ToolKwargs
+from agents.tools.tool_file import ToolSource, load_tools, nearest
+from agents.tools.truncate import Side
+from buffers.errors import ToolError
+
+CALL_DEADLINE_S = 60.0
+MAX_RESPONSE_CHARS = 4096
+
+
+class Toolbox:
+    """`tools` by their names. A deadline holds for each call, each `create`, `calc_reward` and `release`; a tool's own is its
+    `config["deadline_s"]`. A longer response than `max_response_chars` is truncated at `truncate_side` (verl's meaning: `left`
+    keeps the left part).
+    """
+
+    def __init__(
+        self,
+        tools: Iterable[BaseTool],
+        *,
+        sources: Iterable[ToolSource] = (),
+        call_deadline_s: float = CALL_DEADLINE_S,
+        max_response_chars: int = MAX_RESPONSE_CHARS,
+        truncate_side: Side = "middle",
+    ) -> None:
+        self._tools: dict[str, BaseTool] = {}
+        self._limits = Limits(
+            call_deadline_s=call_deadline_s, max_response_chars=max_response_chars, truncate_side=truncate_side
+        )
+        self._sources = list(sources)
+        self._stack = AsyncExitStack()
+        self._left_behind: set[asyncio.Task[Any]] = set()
+        for tool in tools:
+            self._add(tool)
+
+    @classmethod
+    def load(cls, path: Path, **limits: Any) -> Toolbox:
+        """The tools that a YAML file names; `limits` as in `__init__`. Raises ToolError naming file, entry and remedy."""
+        tools, sources = load_tools(path)
+        return cls(tools, sources=sources, **limits)
+
+    async def __aenter__(self) -> Toolbox:
+        """Start what needs starting (MCP servers) and add its tools. Raises ToolError when one does not start."""
+        async with AsyncExitStack() as stack:
+            for source in self._sources:
+                for tool in await stack.enter_async_context(source):
+                    self._add(tool)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    @property
+    def names(self) -> list[str]:
+        """In the order in which they were given."""
+        return list(self._tools)
+
+    @asynccontextmanager
+    async def open(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        tools_kwargs: Mapping[str, ToolKwargs] | None = None,
+        agent_data: object = None,
+    ) -> AsyncIterator[EpisodeTools]:
+        """One episode's tools: those named (all), released at the end of the block.
+
+        `tools_kwargs`, from the task's `extra_info`: tool -> `create_kwargs`, `execute_kwargs`, `calc_reward_kwargs`,
+        `release_kwargs`. Tools that it names are created at once, others at their first call. `agent_data` is handed to those
+        tools whose `execute` asks for it, as verl's loop does. Raises ToolError for an unknown name or a failing `create`.
+        """
+        chosen = self._chosen(names)
+        kwargs = {name: given for name, given in (tools_kwargs or {}).items() if given is not None}
+        for name in kwargs:
+            if name not in chosen:
+                raise ToolError(f"tools_kwargs must name tools of the episode, got {name!r}; {nearest(name, chosen)}")
+        tools = EpisodeTools(
+            chosen, kwargs=kwargs, limits=self._limits, agent_data=agent_data, left_behind=self._left_behind
+        )
+        try:
+            await tools.create(kwargs)
+            yield tools
+        finally:
+            # In a task of its own: a second cancellation must not leave instances open.
+            await asyncio.shield(asyncio.create_task(tools.release(), name="release tools"))
+
+    def _chosen(self, names: Iterable[str] | None) -> dict[str, BaseTool]:
+        if names is None:
+            return dict(self._tools)
+        wanted = list(names)
+        for name in wanted:
+            if name not in self._tools:
+                raise ToolError(
+                    f"the episode's tools must be among the toolbox's, got {name!r}; {nearest(name, self._tools)}"
+                )
+        return {name: self._tools[name] for name in wanted}
+
+    def _add(self, tool: BaseTool) -> None:
+        if tool.name in self._tools:
+            raise ToolError(f"tools must have different names, got {tool.name!r} twice; rename one in its tool_schema")
+        if tool.tool_schema is not None:
+            check_schema(tool.tool_schema)
+        self._tools[tool.name] = tool

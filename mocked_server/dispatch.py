@@ -1,0 +1,105 @@
+"""Who plays an episode: an agent that asks for it, or somebody in this project, by its row's `agent_name`.
+
+Where there is such a player, the server puts this between the task pool and the agents: it leases every episode, has
+those that a player names played, and hands the others on. So one task file, one batch and one capacity rule hold all of
+them. Two kinds of players exist: plain prompts (`single_turn_agent`: one generation in this process, scored by a
+function), and agent loops, which the pipeline hands in. Invariant: an episode is either played here or given to exactly
+one agent; one that ends otherwise (deadline, stale) is played no further. At most two episodes wait here for an agent
+to ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+
+from buffers.errors import AgentError, EngineError, EpisodeError, ScoreError
+from buffers.records import Episode, Task
+from buffers.task_pool import PoolClosed, TaskPool
+from mocked_server.app import Leased
+
+logger = logging.getLogger(__name__)
+
+PLAIN = "single_turn_agent"
+"""`agent_name` of a plain prompt (verl's name for it)."""
+LEASE_WAIT_S = 3600.0
+
+ScoreFn = Callable[[Task, str], float | Awaitable[float]]
+"""(task, the model's answer) -> score; one that takes long gives an awaitable."""
+Play = Callable[[Episode, Leased], Awaitable[float]]
+"""Plays an opened episode and returns its score. What it raises is the reason why there is none."""
+
+
+class Dispatch:
+    """`players`: by `agent_name`. `open_episode` lets its key open the model API; `notify_score` and `fail` end it;
+    `wait_ended` returns when it ended, whoever did it."""
+
+    def __init__(
+        self,
+        pool: TaskPool,
+        *,
+        players: Mapping[str, Play],
+        open_episode: Callable[[Episode], Leased],
+        notify_score: Callable[[str, float], Awaitable[object]],
+        fail: Callable[[str, str], Awaitable[None]],
+        wait_ended: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._pool = pool
+        self._players = players
+        self._open = open_episode
+        self._notify_score = notify_score
+        self._fail = fail
+        self._wait_ended = wait_ended
+        self._for_agents: asyncio.Queue[Episode | None] = asyncio.Queue(maxsize=1)
+
+    async def run(self) -> None:
+        """Until the pool is closed: takes each episode; has it played, or gives it to `lease`."""
+        async with asyncio.TaskGroup() as playing:
+            with suppress(PoolClosed):
+                while True:
+                    episode = await self._pool.lease(wait_s=LEASE_WAIT_S)
+                    if episode is None:
+                        continue
+                    play = self._players.get(episode.task.agent_name or "")
+                    if play is not None:
+                        playing.create_task(self._run(play, episode), name=f"play {episode.episode_id}")
+                    else:
+                        await self._for_agents.put(episode)
+            await self._for_agents.put(None)
+
+    async def lease(self, *, wait_s: float) -> Episode | None:
+        """The next episode for an agent, None when there is none within `wait_s`. Raises PoolClosed."""
+        try:
+            episode = await asyncio.wait_for(self._for_agents.get(), wait_s)
+        except TimeoutError:
+            return None
+        if episode is None:
+            self._for_agents.put_nowait(None)  # for the next one who asks
+            raise PoolClosed("task pool was closed: no more tasks")
+        return episode
+
+    async def _run(self, play: Play, episode: Episode) -> None:
+        """Play, but no longer than the episode lives; then report how it went."""
+        leased = self._open(episode)
+        playing = asyncio.ensure_future(play(episode, leased))
+        ended = asyncio.ensure_future(self._wait_ended(episode.episode_id))
+        try:
+            await asyncio.wait({playing, ended}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+            playing.cancel()
+            await asyncio.wait({playing})
+        if not playing.cancelled():
+            await self._report(episode.episode_id, playing)
+
+    async def _report(self, episode_id: str, played: asyncio.Future[float]) -> None:
+        try:
+            await self._notify_score(episode_id, played.result())
+        except ScoreError as error:
+            logger.warning("episode=%s was not scored: %s", episode_id, error)
+            await self._fail(episode_id, f"scorer: {error}")
+        except (AgentError, EngineError, EpisodeError, ValueError) as error:
+            logger.warning("episode=%s could not be played: %s", episode_id, error)
+            await self._fail(episode_id, str(error))

@@ -1,0 +1,118 @@
+"""`POST /generate`: token ids in, token ids out, for agent loops (verl's `AsyncLLMServer.generate`).
+
+    {"prompt_ids": [int, ...], "sampling_params": {"max_tokens": 64, "stop": ["</code>"]}}
+    -> {"token_ids": [...], "log_probs": [...], "versions": [...], "stop_reason": "completed" | "length", "num_preempted": 0}
+
+With an episode's key the generation is a round of that episode, like any other; with the worker's key nothing is
+recorded. Temperature and the rest of the distribution are the run's: what loops pass for them is accepted and has no
+effect. `POST /sleep` and `POST /wake_up` (worker's key) are the engine's, where somebody gave the server one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from buffers.errors import EngineError
+from buffers.prompt_queue import QueueClosed
+from mocked_server.dialects import GENERATE, error_body
+from mocked_server.generation import Recorder
+
+if TYPE_CHECKING:
+    from mocked_server.vllm_app import QueueClient
+
+HONOURED = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "seed")
+PINNED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs", "n", "detokenize")
+"""verl's loops pass these; the run decides."""
+STOP_REASONS = {"stop": "completed", "length": "length", "abort": "aborted"}
+
+
+class TokenRoute:
+    """`client`: the way into the prompt queue."""
+
+    def __init__(self, client: QueueClient) -> None:
+        self._client = client
+        self._vocab_size = int(client.model_config.get_vocab_size())
+
+    async def answer(self, request: Any) -> Any:
+        """The route (starlette)."""
+        from starlette.responses import JSONResponse, Response
+
+        try:
+            prompt_ids, params = self._read(await request.body())
+            outputs = self._client.generate_tokens(prompt_ids, params, request_id=f"generate-{uuid4().hex}")
+            return JSONResponse(await self._collect(outputs))
+        except (ValueError, TypeError) as error:
+            status, code = 400, "invalid_request"
+            message = str(error)
+        except (EngineError, QueueClosed) as error:
+            status, code = 503, "engine_unavailable"
+            message = str(error)
+        body = error_body(GENERATE, status=status, message=message, code=code)
+        return Response(body, status_code=status, media_type="application/json")
+
+    async def sleep(self, _: Any) -> Any:
+        """The route: the engine's cache is given back, and its weights wait in main memory where it can do that."""
+        from starlette.responses import Response
+
+        if self._client.sleeper is not None:
+            await self._client.sleeper.sleep()
+        return Response(status_code=200)
+
+    async def wake_up(self, _: Any) -> Any:
+        """The route: the engine is as before `sleep`."""
+        from starlette.responses import Response
+
+        if self._client.sleeper is not None:
+            await self._client.sleeper.wake_up()
+        return Response(status_code=200)
+
+    async def _collect(self, outputs: Any) -> dict[str, Any]:
+        recorder = Recorder("")
+        preempted = 0
+        async for output in outputs:
+            recorder.add(output)
+            preempted = getattr(output.metrics, "num_preemptions", 0) if output.metrics is not None else 0
+        found = recorder.responses(version=0)[0]
+        return {
+            "token_ids": found.sampled_ids.tolist(),
+            "log_probs": found.logprobs.tolist(),
+            "versions": found.versions.tolist(),
+            "stop_reason": STOP_REASONS.get(found.finish_reason, found.finish_reason),
+            "num_preempted": preempted,
+        }
+
+    def _read(self, body: bytes) -> tuple[list[int], Any]:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        try:
+            fields = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the body must be JSON, got {body[:60]!r} ({error}); send prompt_ids") from error
+        if not isinstance(fields, dict) or set(fields) - {"prompt_ids", "sampling_params"}:
+            raise ValueError(
+                f"the body must hold prompt_ids and sampling_params, got {str(fields)[:80]}; send these two"
+            )
+        ids = fields.get("prompt_ids")
+        if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
+            raise ValueError(f"prompt_ids must be a list of token ids, not empty, got {str(ids)[:80]}; send integers")
+        if (worst := max(ids, key=lambda token: token if token >= 0 else self._vocab_size)) not in range(
+            self._vocab_size
+        ):
+            raise ValueError(
+                f"prompt_ids must lie in the vocabulary of {self._vocab_size}, got {worst}; check the tokenizer"
+            )
+        given = fields.get("sampling_params") or {}
+        if not isinstance(given, dict):
+            raise ValueError(f"sampling_params must be an object, got {str(given)[:80]}; send {{}}")
+        for name in given:
+            if name not in HONOURED and name not in PINNED:
+                close = difflib.get_close_matches(name, HONOURED, n=1)
+                raise ValueError(
+                    f"sampling_params may hold {', '.join(HONOURED)}, got {name!r:.60}"
+                    + (f"; did you mean {close[0]!r}?" if close else "; leave it out")
+                )
+        honoured = {name: value for name, value in given.items() if name in HONOURED and value is not None}
+        return ids, SamplingParams(**honoured, output_kind=RequestOutputKind.FINAL_ONLY)
