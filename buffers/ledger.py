@@ -13,8 +13,7 @@ It does not schedule (`task_pool`), does not wait for batches (`multi_round`) an
 
 from __future__ import annotations
 
-import json
-import math
+import shutil
 import sqlite3
 import threading
 import time
@@ -22,16 +21,13 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from numbers import Real
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
 from buffers import ledger_batches, ledger_episodes, ledger_lineage, ledger_scores, ledger_validation
-from buffers.codec import RoundBody, encode
-from buffers.errors import EpisodeError, ScoreError, TaskError, UnderstudyError
-from buffers.ledger_schema import MAX_SCORE, open_database
+from buffers.errors import UnderstudyError
+from buffers.ledger_input import checked_score, stored_round, task_payload
+from buffers.ledger_schema import open_database
 from buffers.ledger_writer import Writer
 from buffers.records import Episode, EpisodeState, Position, Round, ScoreDetail, Task, TrainBatch, Validated
 from buffers.selectors import Selector
@@ -39,6 +35,8 @@ from buffers.selectors import Selector
 _MAX_REASON = 500
 _WHOLE = ScoreDetail()
 _PROBE_BYTES = 1 << 18
+_RESERVE_BYTES = 1 << 26
+"""Kept free for what runs already: 64 MiB, or a twentieth of a small disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +109,13 @@ class Ledger:
         """The disk takes nothing more for now."""
         return self._writer.full
 
+    def has_room(self) -> bool:
+        """Whether the disk has space for new tasks; it runs out of that before it runs out of space for scores."""
+        if self.path is None:
+            return True
+        usage = shutil.disk_usage(self.path.parent)
+        return not self.is_full and usage.free >= min(_RESERVE_BYTES, usage.total // 20)
+
     def counts(self) -> dict[str, int]:
         """The books after the latest commit; costs nothing.
 
@@ -143,7 +148,7 @@ class Ledger:
 
     def put_tasks(self, tasks: Iterable[Task]) -> Future[int]:
         """Store tasks; how many were new. Raises TaskError for one that JSON cannot hold."""
-        rows = [(task.task_id, _task_payload(task)) for task in tasks]
+        rows = [(task.task_id, task_payload(task)) for task in tasks]
         return self._writer.submit(partial(ledger_episodes.put_tasks, rows=rows))
 
     def open_group(
@@ -193,7 +198,7 @@ class Ledger:
 
     def put_round(self, round_: Round, /) -> Future[None]:
         """Store a round of a running episode. Raises EpisodeError for numbers that could not be trained."""
-        return self._writer.submit(partial(ledger_episodes.put_round, stored=_stored_round(round_)))
+        return self._writer.submit(partial(ledger_episodes.put_round, stored=stored_round(round_)))
 
     def rounds(self, episode_id: str) -> Future[list[Round]]:
         """The rounds of an episode, in order."""
@@ -308,20 +313,6 @@ class Ledger:
             watcher(news)
 
 
-def checked_score(score: object, *, episode_id: str) -> float:
-    """`score` as a float; raises ScoreError for anything but a finite number."""
-    try:
-        value = float(score) if isinstance(score, Real) and not isinstance(score, bool) else math.nan
-    except OverflowError:
-        value = math.inf
-    if not abs(value) < MAX_SCORE:
-        raise ScoreError(
-            f"score of episode {episode_id} must be a finite number below {MAX_SCORE:g} in size, got {score!r:.100}; "
-            f"report it as failed if it has no score"
-        )
-    return value
-
-
 def _read_news(db: sqlite3.Connection) -> News:
     closed = tuple(
         ClosedEpisode(episode_id=episode_id, state=EpisodeState(state), reason=reason)
@@ -345,45 +336,3 @@ def _states(counts: dict[str, int]) -> dict[str, int]:
 def _require(condition: bool, rule: str) -> None:
     if not condition:
         raise UnderstudyError(f"ledger: {rule}")
-
-
-def _task_payload(task: Task) -> str:
-    fields: dict[str, Any] = {
-        "prompt": task.prompt,
-        "data_source": task.data_source,
-        "ground_truth": task.ground_truth,
-        "agent_name": task.agent_name,
-        "extra_info": task.extra_info,
-    }
-    try:
-        return json.dumps(fields, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise TaskError(
-            f"task {task.task_id!r} must be JSON (finite numbers, text, lists, objects): {error}"
-        ) from error
-
-
-def _stored_round(round_: Round) -> ledger_episodes.StoredRound:
-    name = f"round {round_.round_index} of episode {round_.episode_id}"
-    if not np.isfinite(round_.logprobs).all():
-        raise EpisodeError(
-            f"{name}: logprobs must be finite, got nan or inf; record it with finish_reason abort and none"
-        )
-    num_sampled = len(round_.sampled_ids)
-    if num_sampled and round_.versions.min() < 0:
-        raise EpisodeError(f"{name}: versions must be >= 0, got {round_.versions.min()}; stamp every sampled token")
-    body = RoundBody(
-        tail_ids=round_.tail_ids,
-        sampled_ids=round_.sampled_ids,
-        logprobs=round_.logprobs,
-        versions=round_.versions,
-    )
-    return ledger_episodes.StoredRound(
-        episode_id=round_.episode_id,
-        round_index=round_.round_index,
-        parent=round_.parent,
-        num_sampled=num_sampled,
-        min_version=int(round_.versions.min()) if num_sampled else None,
-        finish_reason=round_.finish_reason,
-        body=encode(body),
-    )

@@ -175,8 +175,10 @@ class ServerThread:
         return leased.episode_id, OpenAI(base_url=f"{self.server.base_url}/v1", api_key=leased.api_key, max_retries=0)
 
     def http(self, key: str = "") -> httpx.Client:
+        """The administrator has a port of its own."""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return httpx.Client(base_url=self.server.base_url, headers=headers, timeout=30)
+        url = self.server.admin_url if key == self.server.keys.admin else self.server.base_url
+        return httpx.Client(base_url=url, headers=headers, timeout=30)
 
     def stored(self, episode_id: str) -> list[Round]:
         """The episode's rounds in the ledger."""

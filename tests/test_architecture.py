@@ -40,7 +40,7 @@ STANDS_ALONE = "agents/examples/"
 OWNERS = {
     "vllm": {"mocked_server/vllm_*.py", "agents/vllm_*.py"},
     "fastapi": {"mocked_server/app.py"},
-    "uvicorn": {"mocked_server/server.py"},
+    "uvicorn": {"mocked_server/server.py", "mocked_server/protocol.py"},
     "pyarrow": {"buffers/parquet.py"},
     "sqlite3": {"buffers/ledger*.py"},
     "torch.distributed": {"learner/fsdp.py", "learner/checkpoint.py"},
