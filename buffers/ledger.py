@@ -125,6 +125,20 @@ class Ledger:
         """
         return dict(self._counts)
 
+    def books(self) -> dict[str, int]:
+        """Where the scored episodes are, by what became of their group; `difference` is 0 unless the ledger is broken."""
+        counts = self._counts
+        dead = counts.get("lost/failed", 0)
+        states = ("open", "ready", "leased", "trained")
+        return {
+            "scored": counts["episodes/scored"],
+            **{state: counts[f"scored/{state}"] for state in states},
+            "evicted": counts["scored/evicted"] - dead,
+            "dead": dead,
+            "validation": counts["scored/validating"] + counts["scored/validated"],
+            "difference": self.imbalance(),
+        }
+
     def imbalance(self) -> int:
         """Scored episodes that are in no group's books; 0 unless the ledger is broken."""
         counts = self._counts

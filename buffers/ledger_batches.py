@@ -119,12 +119,12 @@ def read_rounds(db: sqlite3.Connection, *, episode_id: str) -> list[Round]:
     """All rounds of an episode, in order."""
     read_episode(db, episode_id=episode_id)
     found = db.execute(
-        "SELECT round_index, parent, finish_reason, body FROM round WHERE episode_id = ? ORDER BY round_index",
+        "SELECT round_index, parent, finish_reason, body, memo FROM round WHERE episode_id = ? ORDER BY round_index",
         (episode_id,),
     )
     return [
-        _decoded(episode_id, round_index=index, parent=parent, finish_reason=reason, body=body)
-        for index, parent, reason, body in found
+        _decoded(episode_id, round_index=index, parent=parent, finish_reason=reason, body=body, memo=memo)
+        for index, parent, reason, body, memo in found
     ]
 
 
@@ -202,7 +202,9 @@ def _group_rows(db: sqlite3.Connection, *, group_id: int) -> list[Row]:
     return rows
 
 
-def _decoded(episode_id: str, *, round_index: int, parent: int | None, finish_reason: str, body: bytes) -> Round:
+def _decoded(
+    episode_id: str, *, round_index: int, parent: int | None, finish_reason: str, body: bytes, memo: bytes | None
+) -> Round:
     try:
         arrays = decode(body)
     except UnderstudyError as error:
@@ -216,4 +218,5 @@ def _decoded(episode_id: str, *, round_index: int, parent: int | None, finish_re
         logprobs=arrays.logprobs,
         versions=arrays.versions,
         finish_reason=finish_reason,
+        memo=memo or b"",
     )

@@ -50,6 +50,7 @@ class StoredRound:
     min_version: int | None
     finish_reason: str
     body: bytes
+    memo: bytes | None
 
 
 def put_tasks(db: sqlite3.Connection, *, rows: Sequence[tuple[str, str]]) -> int:
@@ -130,7 +131,7 @@ def put_round(db: sqlite3.Connection, *, stored: StoredRound) -> None:
     trainable = is_trainable(stored.finish_reason, num_sampled=stored.num_sampled)
     try:
         db.execute(
-            "INSERT INTO round VALUES (?, ?, ?, ?, ?, ?)",
+            "INSERT INTO round VALUES (?, ?, ?, ?, ?, ?, ?)",
             (
                 stored.episode_id,
                 stored.round_index,
@@ -138,6 +139,7 @@ def put_round(db: sqlite3.Connection, *, stored: StoredRound) -> None:
                 stored.num_sampled,
                 stored.finish_reason,
                 stored.body,
+                stored.memo,
             ),
         )
     except sqlite3.IntegrityError as error:

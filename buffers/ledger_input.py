@@ -73,4 +73,5 @@ def stored_round(round_: Round) -> StoredRound:
         min_version=int(round_.versions.min()) if num_sampled else None,
         finish_reason=round_.finish_reason,
         body=encode(body),
+        memo=round_.memo or None,
     )

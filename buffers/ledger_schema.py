@@ -91,6 +91,7 @@ CREATE TABLE round(
     num_sampled   INTEGER NOT NULL,
     finish_reason TEXT NOT NULL,
     body          BLOB NOT NULL,
+    memo          BLOB,
     UNIQUE (episode_id, round_index)
 );
 

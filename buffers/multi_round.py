@@ -159,6 +159,7 @@ class MultiRoundBufferDataset(torch.utils.data.IterableDataset[TrainBatch]):  # 
             logprobs=response.logprobs,
             versions=response.versions,
             finish_reason=response.finish_reason,
+            memo=prompt.memo,
         )
         try:
             return self.ledger.put_round(round_)

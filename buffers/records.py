@@ -105,6 +105,8 @@ class Round:
     """[S] policy version that sampled each token."""
     finish_reason: str = "stop"
     """stop | length | tool_calls | abort. An aborted round is recorded and never trained."""
+    memo: bytes = b""
+    """What the server needs to recognise this round in a later request, after a restart too. Opaque to the buffer."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.sampled_ids), len(self.logprobs), len(self.versions)}

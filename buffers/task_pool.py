@@ -219,7 +219,7 @@ class TaskPool:
         return max(0, (self._version + 1 + self._max_policy_lag) * self._groups_per_step - admitted)
 
     def metrics(self) -> dict[str, float]:
-        """Started and released episodes (in total), slots in use, agents that wait, groups that may open."""
+        """Started and released episodes (in total), slots in use, agents that wait, groups that may open; the ledger's books."""
         admissible = self.admissible()
         return {
             "pool/started": self._num_started,
@@ -227,6 +227,7 @@ class TaskPool:
             "pool/agents_waiting": sum(not waiter.done() for waiter in self._waiting),
             **{f"pool/{reason}": self._released[reason] for reason in ("scored", "failed", "stale", "closed")},
             **({} if admissible is None else {"pool/admissible_groups": admissible}),
+            **{f"books/{name}": number for name, number in self._ledger.books().items()},
         }
 
     async def _serve(self) -> None:
@@ -366,6 +367,8 @@ class TaskPool:
 
     def _end(self) -> None:
         self._closed = True
+        if self._looking is not None:
+            self._looking.cancel()
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_exception(PoolClosed("task pool was closed: no more tasks"))

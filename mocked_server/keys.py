@@ -28,6 +28,7 @@ from buffers.errors import UnderstudyError
 PREFIX = "us-"
 DIGEST_CHARS = 32
 SECRET_BYTES = 32
+SECRET_FILE = "server.key"
 _NEW = os.O_CREAT | os.O_WRONLY | os.O_EXCL
 
 
@@ -92,6 +93,16 @@ def read_secret(path: Path) -> bytes:
             f"{path} must hold {SECRET_BYTES} random bytes, got {len(secret)}; remove it and make it anew"
         )
     return secret
+
+
+def secret_of_run(folder: Path, *, host: str) -> bytes:
+    """The secret of the run in `folder`, in a file beside its ledger; on a host that others can reach, one that follows from the
+    operator's (`server.key` beside the runs). Raises SecretError."""
+    if is_loopback(host):
+        return make_secret(folder / SECRET_FILE)
+    shared = folder.parent / SECRET_FILE
+    check_host(host, secret=shared)
+    return hmac.digest(read_secret(shared), folder.name.encode(), "sha256")
 
 
 def make_secret(path: Path) -> bytes:

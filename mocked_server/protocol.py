@@ -1,8 +1,8 @@
 """uvicorn as the server uses it: its HTTP protocol with a deadline, and its server without signal handlers.
 
 A request must be there, whole, within `RECEIVE_S` of its connection or its first byte, and its head must be small; uvicorn
-itself waits for ever. Used by `mocked_server.server`. Invariant: a client that sends slowly, or nothing, holds a connection for that long and no
-longer; one that waits for an answer is never cut off. It knows nothing of what is asked.
+itself waits for ever. Used by `mocked_server.server`. Invariant: a client that sends slowly, or nothing, holds a connection
+for that long and no longer; one that waits for an answer is never cut off. It knows nothing of what is asked.
 """
 
 from __future__ import annotations

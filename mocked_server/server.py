@@ -11,8 +11,9 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from buffers.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.parquet import tasks_of_rows
 from buffers.prompt_queue import PromptQueue
-from buffers.records import Episode, ScoreDetail
+from buffers.records import Episode, Round, ScoreDetail
 from buffers.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
@@ -35,6 +36,7 @@ from mocked_server.episodes import Episodes
 from mocked_server.intake import Intake
 from mocked_server.keys import KeyRing
 from mocked_server.protocol import PatientProtocol, QuietServer
+from mocked_server.resume import remember
 from mocked_server.trajectories import LoopPlayer, check_trajectories
 from mocked_server.vllm_app import QueueClient, Sleeper, build_serving_app
 from mocked_server.vllm_engine import EngineSettings, cpu_environment, make_args, make_vllm_config
@@ -260,6 +262,13 @@ class MockedServer:
         return Leased(
             episode_id=episode.episode_id, api_key=key, task=episode.task.public(), env_address=self.env_address
         )
+
+    def resume_episode(self, episode: Episode, rounds: Sequence[Round]) -> None:
+        """An episode of an earlier process goes on: its key opens the model API again, which continues these rounds."""
+        self.open_episode(episode)
+        tokenizer = self._client.renderer.get_tokenizer()
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        remember(self.episodes.get(episode.episode_id), rounds, decode=decode)
 
     async def notify_score(self, episode_id: str, score: float, *, detail: ScoreDetail | None = None) -> bool:
         """Store a score; True when it is new, False when the same was stored before. Durable when this returns. `detail`:
