@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -78,7 +79,7 @@ class Ledger:
         self.path = path
         self._drop_equal = drop_equal
         self._clock = clock
-        db = open_database(path)
+        db, self._owner = open_database(path)
         db.execute("BEGIN IMMEDIATE")
         ledger_episodes.recover(db, keep_running=keep_running)
         news = _read_news(db)
@@ -103,6 +104,8 @@ class Ledger:
     def close(self) -> None:
         """Store what was submitted and close the file. Idempotent."""
         self._writer.close()
+        if self._owner is not None:
+            self._owner.close()
 
     @property
     def is_full(self) -> bool:
@@ -350,3 +353,9 @@ def _states(counts: dict[str, int]) -> dict[str, int]:
 def _require(condition: bool, rule: str) -> None:
     if not condition:
         raise UnderstudyError(f"ledger: {rule}")
+
+
+if __name__ == "__main__":
+    from buffers.ledger_tool import main
+
+    sys.exit(main(sys.argv[1:], open_ledger=Ledger))

@@ -43,7 +43,7 @@ def claim(
         "UPDATE grp SET state = 'leased', lease_id = ?, replay = NULL WHERE group_id = ?",
         [(lease_id, gid) for gid in group_ids],
     )
-    rows = [row for group_id in group_ids for row in _group_rows(db, group_id=group_id)]
+    rows = [row for group_id in group_ids for row in group_rows(db, group_id=group_id)]
     return TrainBatch(rows=rows, lease_id=lease_id, group_ids=group_ids)
 
 
@@ -191,7 +191,7 @@ def _check_active(db: sqlite3.Connection, *, lease_id: int) -> None:
         raise LeaseError(f"lease {lease_id} must be active, got {state}; drop this update and claim a new batch")
 
 
-def _group_rows(db: sqlite3.Connection, *, group_id: int) -> list[Row]:
+def group_rows(db: sqlite3.Connection, *, group_id: int) -> list[Row]:
     members = db.execute(
         "SELECT episode_id FROM episode WHERE group_id = ? AND state = 'scored' ORDER BY sample_index", (group_id,)
     ).fetchall()

@@ -70,7 +70,7 @@ def open_group(
     db: sqlite3.Connection, *, task_id: str, instance: int, group_size: int, min_size: int, max_uses: int = 1
 ) -> list[Episode]:
     """The pending episodes of a new group; none when this instance of the task was opened before."""
-    task = _read_task(db, task_id=task_id)
+    task = read_task(db, task_id=task_id)
     if db.execute("SELECT 1 FROM grp WHERE task_id = ? AND instance = ?", (task_id, instance)).fetchone():
         return []
     cursor = db.execute(
@@ -183,7 +183,7 @@ def fail_episode(
         return None
     return _open_episode(
         db,
-        task=_read_task(db, task_id=task_id),
+        task=read_task(db, task_id=task_id),
         group_id=row.group_id,
         sample_index=row.sample_index,
         attempt=row.attempt + 1,
@@ -277,7 +277,7 @@ def _as_episode(db: sqlite3.Connection, *, row: EpisodeRow) -> Episode:
     task_id, greedy = db.execute("SELECT task_id, greedy FROM grp WHERE group_id = ?", (row.group_id,)).fetchone()
     return Episode(
         episode_id=row.episode_id,
-        task=_read_task(db, task_id=task_id),
+        task=read_task(db, task_id=task_id),
         greedy=bool(greedy),
         group_id=row.group_id,
         sample_index=row.sample_index,
@@ -309,7 +309,7 @@ def _check_parent(db: sqlite3.Connection, *, stored: StoredRound) -> None:
         )
 
 
-def _read_task(db: sqlite3.Connection, *, task_id: str) -> Task:
+def read_task(db: sqlite3.Connection, *, task_id: str) -> Task:
     row = db.execute("SELECT payload FROM task WHERE task_id = ?", (task_id,)).fetchone()
     if row is None:
         raise TaskError(f"task_id must name a stored task, got {task_id!r}; put it first")

@@ -197,32 +197,77 @@ END;
 """
 
 
-def open_database(path: Path | None) -> sqlite3.Connection:
-    """The connection to the ledger at `path` (made if missing) or, for None, to a new one in memory."""
+def open_database(path: Path | None) -> tuple[sqlite3.Connection, sqlite3.Connection | None]:
+    """The connection to the ledger at `path` (made if missing) or, for None, to a new one in memory; and what keeps other
+    owners away until it is closed."""
     name = ":memory:" if path is None else str(path)
+    owner = None if path is None else _own(path)
     try:
-        db = sqlite3.connect(name, isolation_level=None, check_same_thread=False, timeout=1.0, cached_statements=256)
+        db = sqlite3.connect(name, isolation_level=None, check_same_thread=False, timeout=10.0, cached_statements=256)
     except sqlite3.Error as error:
-        raise UnderstudyError(
-            f"ledger {name} cannot be opened: {error}; make its folder and check its rights"
-        ) from error
+        raise _cannot_open(name, error) from error
     try:
         _prepare(db, name=name)
     except sqlite3.Error as error:
+        _close(db, owner)
+        raise UnderstudyError(f"ledger {name} must be a ledger file: {error}; name another file") from error
+    except UnderstudyError:
+        _close(db, owner)
+        raise
+    return db, owner
+
+
+def read_database(path: Path) -> sqlite3.Connection:
+    """A connection that only reads, at any time: what it sees within a transaction is one commit of the owner, if there is one.
+
+    Raises UnderstudyError for what is no ledger of this version.
+    """
+    try:
+        db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=10.0)
+        version = _read_version(db)
+    except sqlite3.Error as error:
+        raise UnderstudyError(f"{path} must be a ledger file: {error}; name a run's folder or its ledger") from error
+    if version != str(SCHEMA_VERSION):
         db.close()
         raise UnderstudyError(
-            f"ledger {name} must be a ledger file that no other process has open: {error}; "
-            f"end that process or name another file"
-        ) from error
-    except UnderstudyError:
-        db.close()
-        raise
+            f"ledger {path} must have schema version {SCHEMA_VERSION}, got {version}; --resume its run once, or use the "
+            f"release that wrote it"
+        )
     return db
 
 
+def _own(path: Path) -> sqlite3.Connection:
+    """A lock beside the file, which ends with the process however that dies, and is not handed on to its children.
+
+    A second owner would take running episodes for those of a dead one; readers need no lock.
+    """
+    owner = None
+    try:
+        owner = sqlite3.connect(f"{path}-owner", isolation_level=None, check_same_thread=False, timeout=1.0)
+        owner.execute("BEGIN EXCLUSIVE")
+    except sqlite3.Error as error:
+        if owner is None:
+            raise _cannot_open(str(path), error) from error
+        owner.close()
+        raise UnderstudyError(
+            f"ledger {path} must be a ledger file that no other process has open: {error}; "
+            f"end that process or name another file"
+        ) from error
+    return owner
+
+
+def _cannot_open(name: str, error: sqlite3.Error) -> UnderstudyError:
+    return UnderstudyError(f"ledger {name} cannot be opened: {error}; make its folder and check its rights")
+
+
+def _close(*connections: sqlite3.Connection | None) -> None:
+    for connection in connections:
+        if connection is not None:
+            connection.close()
+
+
 def _prepare(db: sqlite3.Connection, *, name: str) -> None:
-    # Exclusive: a second process would take running episodes for those of a dead one.
-    for pragma in ("page_size = 16384", "locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
+    for pragma in ("page_size = 16384", "journal_mode = WAL", "synchronous = FULL"):
         db.execute(f"PRAGMA {pragma}")
     db.execute("PRAGMA temp_store = MEMORY")
     db.execute("PRAGMA foreign_keys = ON")
