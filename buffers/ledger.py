@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from buffers import ledger_batches, ledger_episodes, ledger_lineage, ledger_scores, ledger_validation
-from buffers.errors import UnderstudyError
+from buffers.errors import EpisodeError, UnderstudyError
 from buffers.ledger_input import checked_score, stored_round, task_payload
 from buffers.ledger_schema import open_database
 from buffers.ledger_writer import Writer
@@ -216,6 +216,11 @@ class Ledger:
     def put_round(self, round_: Round, /) -> Future[None]:
         """Store a round of a running episode. Raises EpisodeError for numbers that could not be trained."""
         return self._writer.submit(partial(ledger_episodes.put_round, stored=stored_round(round_)))
+
+    def put_rounds(self, rounds: Sequence[Round]) -> Future[list[EpisodeError | None]]:
+        """Store rounds of running episodes in one go: why each was refused, None for those that are stored. A round that is
+        there already, bit for bit, counts as stored: whoever was not told may send it again."""
+        return self._writer.submit(partial(ledger_episodes.put_rounds, rounds=[stored_round(each) for each in rounds]))
 
     def rounds(self, episode_id: str) -> Future[list[Round]]:
         """The rounds of an episode, in order."""

@@ -156,6 +156,20 @@ def put_round(db: sqlite3.Connection, *, stored: StoredRound) -> None:
         )
 
 
+def put_rounds(db: sqlite3.Connection, *, rounds: Sequence[StoredRound]) -> list[EpisodeError | None]:
+    """Store each round or say why not; one that is there already, bit for bit, is stored."""
+    outcomes: list[EpisodeError | None] = []
+    for stored in rounds:
+        try:
+            put_round(db, stored=stored)  # refusals come before anything of the round is written
+            outcomes.append(None)
+        except EpisodeError as error:
+            again = "SELECT 1 FROM round WHERE episode_id = ? AND round_index = ? AND body = ?"
+            there = db.execute(again, (stored.episode_id, stored.round_index, stored.body)).fetchone()
+            outcomes.append(None if there else error)
+    return outcomes
+
+
 def fail_episode(
     db: sqlite3.Connection, *, episode_id: str, reason: str, max_attempts: int, drop_equal: bool = False
 ) -> Episode | None:

@@ -59,12 +59,6 @@ def stored_round(round_: Round) -> StoredRound:
     num_sampled = len(round_.sampled_ids)
     if num_sampled and round_.versions.min() < 0:
         raise EpisodeError(f"{name}: versions must be >= 0, got {round_.versions.min()}; stamp every sampled token")
-    body = RoundBody(
-        tail_ids=round_.tail_ids,
-        sampled_ids=round_.sampled_ids,
-        logprobs=round_.logprobs,
-        versions=round_.versions,
-    )
     return StoredRound(
         episode_id=round_.episode_id,
         round_index=round_.round_index,
@@ -72,6 +66,16 @@ def stored_round(round_: Round) -> StoredRound:
         num_sampled=num_sampled,
         min_version=int(round_.versions.min()) if num_sampled else None,
         finish_reason=round_.finish_reason,
-        body=encode(body),
+        body=encode(body_of(round_)),
         memo=round_.memo or None,
+    )
+
+
+def body_of(round_: Round) -> RoundBody:
+    """The arrays of a round."""
+    return RoundBody(
+        tail_ids=round_.tail_ids,
+        sampled_ids=round_.sampled_ids,
+        logprobs=round_.logprobs,
+        versions=round_.versions,
     )
