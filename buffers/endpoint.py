@@ -25,9 +25,10 @@ from contextlib import suppress
 from typing import Any, Self
 
 from buffers.codec import decode, encode
-from buffers.errors import UnderstudyError
+from buffers.errors import EpisodeError, UnderstudyError
 from buffers.ledger import Ledger
-from buffers.ledger_input import body_of
+from buffers.ledger_episodes import StoredRound
+from buffers.ledger_input import body_of, stored_body
 from buffers.records import Round
 
 logger = logging.getLogger(__name__)
@@ -159,16 +160,26 @@ class RowEndpoint:
 
     def _store(self, header: dict[str, Any], body: memoryview) -> list[str | None]:
         """Why each round was refused; None: it is on disk."""
-        rounds, start = [], 0
-        for entry in header["rounds"]:
-            *names, size, memo = entry
-            stored = decode(bytes(body[start : start + size]))
+        rounds: list[StoredRound] = []
+        refused: dict[int, str] = {}
+        start = 0
+        for place, (*names, size, memo) in enumerate(header["rounds"]):
+            stored = bytes(body[start : start + size])
             start += size
             fields = dict(zip(_FIELDS, names, strict=True))
-            arrays = {name: getattr(stored, name) for name in ("tail_ids", "sampled_ids", "logprobs", "versions")}
-            rounds.append(Round(**fields, **arrays, memo=bytes.fromhex(memo)))
-        outcomes = self._ledger.put_rounds(rounds).result()
-        return [None if error is None else str(error) for error in outcomes]
+            try:
+                rounds.append(stored_body(decode(stored), **fields, memo=bytes.fromhex(memo), body=stored))
+            except EpisodeError as error:
+                refused[place] = str(error)
+        outcomes = iter(self._ledger.put_rounds(rounds).result())
+        answers: list[str | None] = []
+        for place in range(len(rounds) + len(refused)):
+            if place in refused:
+                answers.append(refused[place])
+            else:
+                outcome = next(outcomes)
+                answers.append(None if outcome is None else str(outcome))
+        return answers
 
 
 class RowClient:

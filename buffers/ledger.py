@@ -27,6 +27,7 @@ from typing import Any, Self
 
 from buffers import ledger_batches, ledger_episodes, ledger_lineage, ledger_scores, ledger_validation
 from buffers.errors import EpisodeError, UnderstudyError
+from buffers.ledger_episodes import StoredRound
 from buffers.ledger_input import checked_score, stored_round, task_payload
 from buffers.ledger_schema import open_database
 from buffers.ledger_writer import Writer
@@ -217,10 +218,10 @@ class Ledger:
         """Store a round of a running episode. Raises EpisodeError for numbers that could not be trained."""
         return self._writer.submit(partial(ledger_episodes.put_round, stored=stored_round(round_)))
 
-    def put_rounds(self, rounds: Sequence[Round]) -> Future[list[EpisodeError | None]]:
+    def put_rounds(self, rounds: Sequence[StoredRound]) -> Future[list[EpisodeError | None]]:
         """Store rounds of running episodes in one go: why each was refused, None for those that are stored. A round that is
         there already, bit for bit, counts as stored: whoever was not told may send it again."""
-        return self._writer.submit(partial(ledger_episodes.put_rounds, rounds=[stored_round(each) for each in rounds]))
+        return self._writer.submit(partial(ledger_episodes.put_rounds, rounds=rounds))
 
     def rounds(self, episode_id: str) -> Future[list[Round]]:
         """The rounds of an episode, in order."""
@@ -273,7 +274,10 @@ class Ledger:
         _require(num_groups >= 1, f"num_groups must be >= 1, got {num_groups}")
         _require(ttl_s is None or ttl_s > 0.0, f"ttl_s must be > 0, got {ttl_s}")
         operation = partial(ledger_batches.claim, num_groups=num_groups, min_version=min_version)
-        return self._writer.submit(lambda db: operation(db, now=self._clock(), ttl_s=ttl_s, selector=selector))
+        # A lease ends with the process, so that a claim need not outlive it.
+        return self._writer.submit(
+            lambda db: operation(db, now=self._clock(), ttl_s=ttl_s, selector=selector), passing=True
+        )
 
     def heartbeat(self, lease_id: int, *, ttl_s: float) -> Future[None]:
         """The lease's holder is alive: it expires `ttl_s` from now. Raises LeaseError when it is not active any more."""

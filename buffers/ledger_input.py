@@ -51,23 +51,46 @@ def task_payload(task: Task) -> str:
 
 
 def stored_round(round_: Round) -> StoredRound:
-    name = f"round {round_.round_index} of episode {round_.episode_id}"
-    if not np.isfinite(round_.logprobs).all():
-        raise EpisodeError(
-            f"{name}: logprobs must be finite, got nan or inf; record it with finish_reason abort and none"
-        )
-    num_sampled = len(round_.sampled_ids)
-    if num_sampled and round_.versions.min() < 0:
-        raise EpisodeError(f"{name}: versions must be >= 0, got {round_.versions.min()}; stamp every sampled token")
-    return StoredRound(
+    """The round as the table has it. Raises EpisodeError for numbers that could not be trained."""
+    return stored_body(
+        body_of(round_),
         episode_id=round_.episode_id,
         round_index=round_.round_index,
         parent=round_.parent,
-        num_sampled=num_sampled,
-        min_version=int(round_.versions.min()) if num_sampled else None,
         finish_reason=round_.finish_reason,
-        body=encode(body_of(round_)),
-        memo=round_.memo or None,
+        memo=round_.memo,
+    )
+
+
+def stored_body(
+    arrays: RoundBody,
+    *,
+    episode_id: str,
+    round_index: int,
+    parent: int | None,
+    finish_reason: str,
+    memo: bytes,
+    body: bytes | None = None,
+) -> StoredRound:
+    """As `stored_round`, of a round that is there as arrays. `body`: their encoded form, where it is known."""
+    name = f"round {round_index} of episode {episode_id}"
+    if not np.isfinite(arrays.logprobs).all():
+        raise EpisodeError(
+            f"{name}: logprobs must be finite, got nan or inf; record it with finish_reason abort and none"
+        )
+    num_sampled = len(arrays.sampled_ids)
+    min_version = int(arrays.versions.min()) if num_sampled else None
+    if min_version is not None and min_version < 0:
+        raise EpisodeError(f"{name}: versions must be >= 0, got {min_version}; stamp every sampled token")
+    return StoredRound(
+        episode_id=episode_id,
+        round_index=round_index,
+        parent=parent,
+        num_sampled=num_sampled,
+        min_version=min_version,
+        finish_reason=finish_reason,
+        body=encode(arrays) if body is None else body,
+        memo=memo or None,
     )
 
 

@@ -53,6 +53,7 @@ class _Job:
     operation: Operation[Any]
     future: Future[Any]
     refusable: bool = False
+    passing: bool = False
 
 
 class Writer:
@@ -80,6 +81,7 @@ class Writer:
         self._idle_s = idle_s
         self._when_idle = when_idle
         self._probe = probe
+        self._durable = True
         self._kept: list[_Job] = []
         self.full = False
         """The last transaction could not be stored."""
@@ -91,10 +93,11 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name=f"ledger-writer:{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, operation: Operation[T], *, refusable: bool = False) -> Future[T]:
+    def submit(self, operation: Operation[T], *, refusable: bool = False, passing: bool = False) -> Future[T]:
         """Queue `operation`; blocks while the queue is full. Raises UnderstudyError after `close`. `refusable`: it fails with
-        StorageFull while the disk is full, instead of waiting."""
-        job = _Job(operation, Future(), refusable)
+        StorageFull while the disk is full, instead of waiting. `passing`: what it writes means nothing after a crash, so its
+        future need not wait for the disk (what is stored later makes it durable, too)."""
+        job = _Job(operation, Future(), refusable, passing)
         with self._lock:
             if self._closed:
                 raise UnderstudyError(f"ledger {self._name} must be open, got an operation after it was closed")
@@ -151,6 +154,7 @@ class Writer:
     def _commit(self, jobs: list[_Job]) -> None:
         jobs = [job for job in jobs if job.future.running() or job.future.set_running_or_notify_cancel()]
         try:
+            self._set_durable(not all(job.passing for job in jobs))
             self._db.execute("BEGIN IMMEDIATE")
             if self.full:
                 self._probe(self._db)
@@ -171,6 +175,11 @@ class Writer:
             else:
                 job.future.set_result(outcome)
         self._publish(news, again=was_full)
+
+    def _set_durable(self, durable: bool) -> None:
+        if durable != self._durable:
+            self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            self._durable = durable
 
     def _refuse(self, jobs: list[_Job], *, error: sqlite3.Error) -> None:
         self.full = True
