@@ -22,6 +22,7 @@ from mocked_server.calls import Call, PendingReply, Sampling, current_call
 from mocked_server.continuation import Continuation, continue_tokens
 from mocked_server.dialects import GENERATE, ROUTES, SLEEP, WAKE_UP
 from mocked_server.episodes import LiveEpisode, LiveRound
+from mocked_server.resume import memo_of
 from mocked_server.vllm_engine import NUMBERS_ONLY
 from mocked_server.vllm_render import ExactRendering
 from mocked_server.vllm_replies import ReplyParser
@@ -118,6 +119,7 @@ class QueueClient:
             prompt_token_ids=exact,
             sampling=Sampling(params=params, extra=extra),
             reply=PendingReply(lambda response: self._output(request_id, response)),
+            memo=memo_of(plan.chat),
         )
         return self._answer(item, rendered=rendered, plan=plan, call=call)
 

@@ -29,13 +29,16 @@ LISTED = (".py", ".yaml", ".sh")
 OTHER_DOTTED = {"env.log"}
 """Not configuration keys, whatever they look like; nor are our modules, such as `learner.run`."""
 METRIC_GROUPS = (
-    "agent_loop|batch|critic|generation|learner|policy|pool|reward|staleness|throughput|time|tracker|val|warm_start"
+    "agent_loop|batch|books|critic|generation|learner|policy|pool|reward|staleness|throughput|time|tracker|val|"
+    "warm_start"
 )
 METRIC_SOURCES = ["learner/*.py", "buffers/task_pool.py", "agents/loop_figures.py"]
 COMPOSED = {"warm_start/first_loss", "warm_start/last_loss", "warm_start/seconds"} | {
     f"pool/{reason}" for reason in ("scored", "failed", "stale", "closed")
 }
 """Metrics whose names the code puts together from parts."""
+BOOKS = ("scored", "open", "ready", "leased", "trained", "evicted", "dead", "validation", "difference")
+COMPOSED |= {f"books/{name}" for name in BOOKS}
 
 
 @cache
