@@ -8,6 +8,7 @@
     |   +-- ScoreConflict        another value was stored before; the first one stays
     +-- ScoreError           the value is not a finite number within the allowed range
     +-- LeaseError           a batch lease expired, was superseded, or is unknown
+    +-- StorageFull          the disk takes nothing more for now; the same may be sent again later
     +-- EngineError          the inference engine died or refused
     +-- AgentError           an agent command cannot be started
     +-- EnvError             an environment cannot be started, died, or failed in an episode
@@ -48,6 +49,10 @@ class ScoreError(UnderstudyError):
 
 class LeaseError(UnderstudyError):
     """A batch lease expired, was superseded, or is unknown."""
+
+
+class StorageFull(UnderstudyError):
+    """Nothing more can be stored for now: the disk is full or fails. Nothing acknowledged is lost."""
 
 
 class EngineError(UnderstudyError):

@@ -5,6 +5,7 @@ returns a future: `.result()`, or `await asyncio.wrap_future(future)`. Operation
 and a future is done once its operation is on disk: an acknowledged score implies that the episode's earlier rounds are
 stored.
 The books balance at every commit: scored episodes = scored in open + ready + leased + trained + evicted groups.
+While the disk is full, scores are refused with StorageFull and all else waits; it goes on by itself once there is room.
 With `path=None` the same code runs in memory and promises nothing beyond the process.
 
 It does not schedule (`task_pool`), does not wait for batches (`multi_round`) and knows no tensors.
@@ -12,28 +13,32 @@ It does not schedule (`task_pool`), does not wait for batches (`multi_round`) an
 
 from __future__ import annotations
 
-import json
-import math
+import shutil
 import sqlite3
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from numbers import Real
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
-from buffers import ledger_batches, ledger_episodes, ledger_lineage, ledger_validation
-from buffers.codec import RoundBody, encode
-from buffers.errors import EpisodeError, ScoreError, TaskError, UnderstudyError
-from buffers.ledger_schema import MAX_SCORE, open_database
+from buffers import ledger_batches, ledger_episodes, ledger_lineage, ledger_scores, ledger_validation
+from buffers.errors import EpisodeError, UnderstudyError
+from buffers.ledger_episodes import StoredRound
+from buffers.ledger_input import checked_score, stored_round, task_payload
+from buffers.ledger_schema import open_database
 from buffers.ledger_writer import Writer
-from buffers.records import Episode, EpisodeState, Position, Round, Task, TrainBatch, Validated
+from buffers.records import Episode, EpisodeState, Position, Round, ScoreDetail, Task, TrainBatch, Validated
+from buffers.selectors import Selector
 
 _MAX_REASON = 500
+_WHOLE = ScoreDetail()
+_PROBE_BYTES = 1 << 18
+_RESERVE_BYTES = 1 << 26
+"""Kept free for what runs already: 64 MiB, or a twentieth of a small disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,28 +56,45 @@ class News:
 
     closed: tuple[ClosedEpisode, ...]
     counts: dict[str, int]
+    next_deadline: float | None = None
+    """When the next lease expires, by the ledger's clock."""
 
 
 class Ledger:
     """See the module. Errors of one operation are raised by its own future and do not touch its neighbours."""
 
-    def __init__(self, path: Path | None, *, drop_equal: bool = False) -> None:
-        """Open or make the file. Leased groups of a dead process are ready again; its running episodes are retried.
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        drop_equal: bool = False,
+        keep_running: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Open or make the file. Leased groups of a dead process are ready again; its running episodes are retried or, with
+        `keep_running`, go on.
 
         `drop_equal`: evict a group whose episodes all scored the same, instead of training it (DAPO, arXiv:2503.14476).
+        `clock`: for leases; must never go back.
         """
+        self.path = path
         self._drop_equal = drop_equal
-        db = open_database(path)
+        self._clock = clock
+        db, self._owner = open_database(path)
         db.execute("BEGIN IMMEDIATE")
-        ledger_episodes.recover(db)
+        ledger_episodes.recover(db, keep_running=keep_running)
         news = _read_news(db)
         db.execute("COMMIT")
         self._counts = news.counts
+        self._next_deadline: float | None = None
         self._watchers: list[Callable[[News], None]] = []
         self._watchers_lock = threading.Lock()
         self._announced = _states(news.counts)
         name = "in memory" if path is None else str(path)
-        self._writer = Writer(db, name=name, read_news=_read_news, keep_news=self._keep, publish=self._publish)
+        self._writer = Writer(
+            db, name=name, read_news=_read_news, keep_news=self._keep, publish=self._publish,
+            idle_s=self._until_next_deadline, when_idle=self._expire_leases, probe=_probe,
+        )  # fmt: skip
 
     def __enter__(self) -> Self:
         return self
@@ -83,14 +105,48 @@ class Ledger:
     def close(self) -> None:
         """Store what was submitted and close the file. Idempotent."""
         self._writer.close()
+        if self._owner is not None:
+            self._owner.close()
+
+    @property
+    def is_full(self) -> bool:
+        """The disk takes nothing more for now."""
+        return self._writer.full
+
+    def has_room(self) -> bool:
+        """Whether the disk has space for new tasks; it runs out of that before it runs out of space for scores."""
+        if self.path is None:
+            return True
+        usage = shutil.disk_usage(self.path.parent)
+        return not self.is_full and usage.free >= min(_RESERVE_BYTES, usage.total // 20)
 
     def counts(self) -> dict[str, int]:
         """The books after the latest commit; costs nothing.
 
         `groups/<state>`, `episodes/<state>`, `scored/<group state>` (scored episodes by the state of their group),
-        `evicted/<kind>`, `failed/<kind>` (a reason up to its first colon), `rounds`, `tokens` (sampled ones).
+        `evicted/<kind>`, `failed/<kind>` (a reason up to its first colon), `lost/<kind>` (scored episodes of evicted
+        groups), `rounds`, `tokens` (sampled ones).
         """
         return dict(self._counts)
+
+    def books(self) -> dict[str, int]:
+        """Where the scored episodes are, by what became of their group; `difference` is 0 unless the ledger is broken."""
+        counts = self._counts
+        dead = counts.get("lost/failed", 0)
+        states = ("open", "ready", "leased", "trained")
+        return {
+            "scored": counts["episodes/scored"],
+            **{state: counts[f"scored/{state}"] for state in states},
+            "evicted": counts["scored/evicted"] - dead,
+            "dead": dead,
+            "validation": counts["scored/validating"] + counts["scored/validated"],
+            "difference": self.imbalance(),
+        }
+
+    def imbalance(self) -> int:
+        """Scored episodes that are in no group's books; 0 unless the ledger is broken."""
+        counts = self._counts
+        return counts["episodes/scored"] - sum(n for name, n in counts.items() if name.startswith("scored/"))
 
     def watch(self, watcher: Callable[[News], None]) -> Callable[[], None]:
         """Call `watcher` after each commit that moved a group or an episode; returns the call that ends this.
@@ -110,15 +166,22 @@ class Ledger:
 
     def put_tasks(self, tasks: Iterable[Task]) -> Future[int]:
         """Store tasks; how many were new. Raises TaskError for one that JSON cannot hold."""
-        rows = [(task.task_id, _task_payload(task)) for task in tasks]
+        rows = [(task.task_id, task_payload(task)) for task in tasks]
         return self._writer.submit(partial(ledger_episodes.put_tasks, rows=rows))
 
-    def open_group(self, task_id: str, *, instance: int, group_size: int) -> Future[list[Episode]]:
-        """The pending episodes of a new group; an empty list when (task_id, instance) was opened before."""
+    def open_group(
+        self, task_id: str, *, instance: int, group_size: int, min_size: int | None = None, max_uses: int = 1
+    ) -> Future[list[Episode]]:
+        """The pending episodes of a new group; an empty list when (task_id, instance) was opened before.
+
+        `min_size`: members that must score when others have no attempt left (None: all); `max_uses`: steps that may train it.
+        """
         _require(group_size >= 1, f"group_size must be >= 1, got {group_size}")
-        return self._writer.submit(
-            partial(ledger_episodes.open_group, task_id=task_id, instance=instance, group_size=group_size)
-        )
+        min_size = group_size if min_size is None else min_size
+        _require(1 <= min_size <= group_size, f"min_size must be between 1 and group_size={group_size}, got {min_size}")
+        _require(max_uses >= 1, f"max_uses must be >= 1, got {max_uses}")
+        operation = partial(ledger_episodes.open_group, task_id=task_id, instance=instance)
+        return self._writer.submit(partial(operation, group_size=group_size, min_size=min_size, max_uses=max_uses))
 
     def open_validation(self, tasks: Iterable[Task], *, group_size: int, greedy: bool) -> Future[tuple[int, ...]]:
         """Store tasks and open a group of pending episodes for each, which is scored and never trained; the groups' ids.
@@ -147,34 +210,46 @@ class Ledger:
         """Start up to `limit` pending episodes, retries first, then the oldest."""
         return self._writer.submit(partial(ledger_episodes.start_pending, limit=limit, version=version))
 
+    def running_episodes(self) -> Future[list[Episode]]:
+        """The episodes of tasks that are under way; after `keep_running` those of the process before."""
+        return self._writer.submit(ledger_episodes.running_episodes)
+
     def put_round(self, round_: Round, /) -> Future[None]:
         """Store a round of a running episode. Raises EpisodeError for numbers that could not be trained."""
-        return self._writer.submit(partial(ledger_episodes.put_round, stored=_stored_round(round_)))
+        return self._writer.submit(partial(ledger_episodes.put_round, stored=stored_round(round_)))
+
+    def put_rounds(self, rounds: Sequence[StoredRound]) -> Future[list[EpisodeError | None]]:
+        """Store rounds of running episodes in one go: why each was refused, None for those that are stored. A round that is
+        there already, bit for bit, counts as stored: whoever was not told may send it again."""
+        return self._writer.submit(partial(ledger_episodes.put_rounds, rounds=rounds))
 
     def rounds(self, episode_id: str) -> Future[list[Round]]:
         """The rounds of an episode, in order."""
         return self._writer.submit(partial(ledger_batches.read_rounds, episode_id=episode_id))
 
-    def notify_score(self, episode_id: str, score: float, *, max_attempts: int = 1) -> Future[bool]:
-        """Store the score of a running episode: True; False when this value was stored before.
+    def notify_score(
+        self, episode_id: str, score: float, *, max_attempts: int = 1, detail: ScoreDetail = _WHOLE
+    ) -> Future[bool]:
+        """Store a score, of a running episode or of one whose group is in no batch yet: True; False when this judge said
+        this before. The first final score of a whole episode ends it.
 
-        Raises ScoreError, UnknownEpisode, ScoreConflict (another value is stored and stays) or EpisodeClosed. An
-        episode that sampled nothing fails with reason `no rounds` instead (EpisodeClosed), and is tried again while it
+        Raises ScoreError, UnknownEpisode, ScoreConflict (another value is stored and stays), EpisodeClosed, or StorageFull.
+        An episode that sampled nothing fails with reason `no rounds` instead (EpisodeClosed), and is tried again while it
         has had fewer than `max_attempts`.
         """
         value = checked_score(score, episode_id=episode_id)
+        operation = partial(ledger_scores.notify_score, max_attempts=max_attempts, drop_equal=self._drop_equal)
         return self._writer.submit(
-            partial(
-                ledger_episodes.notify_score,
-                episode_id=episode_id,
-                score=value,
-                max_attempts=max_attempts,
-                drop_equal=self._drop_equal,
-            )
+            partial(operation, episode_id=episode_id, score=value, detail=detail), refusable=True
         )
 
+    def score_history(self, episode_id: str) -> Future[list[dict[str, Any]]]:
+        """Every score that was reported of an episode, with its judge and what became of it."""
+        return self._writer.submit(partial(ledger_scores.score_history, episode_id=episode_id))
+
     def fail_episode(self, episode_id: str, reason: str, *, max_attempts: int) -> Future[Episode | None]:
-        """End an episode as failed: its next attempt, or None when the group was given up (its members are closed).
+        """End an episode as failed: its next attempt, or None when it has none left. Then the group goes on without it if
+        enough members are left, or is given up (its members are closed).
 
         `reason`: a short kind, then optionally a colon and the detail; kinds are counted.
         """
@@ -184,20 +259,42 @@ class Ledger:
                 episode_id=episode_id,
                 reason=reason[:_MAX_REASON],
                 max_attempts=max_attempts,
+                drop_equal=self._drop_equal,
             )
         )
 
-    def claim(self, num_groups: int, *, min_version: int) -> Future[TrainBatch | None]:
-        """Lease a full batch of the oldest ready groups; None when there are fewer than `num_groups`.
+    def claim(
+        self, num_groups: int, *, min_version: int, ttl_s: float | None = None, selector: Selector | None = None
+    ) -> Future[TrainBatch | None]:
+        """Lease a full batch of ready groups, the oldest or those that `selector` prefers; None when there are fewer.
 
-        Ready groups that hold a trained token older than `min_version` are evicted first.
+        Ready groups that hold a trained token older than `min_version` are evicted first. Without a `heartbeat` within
+        `ttl_s` the lease expires: its groups are ready again, and it cannot commit. None: it lives as long as the process.
         """
         _require(num_groups >= 1, f"num_groups must be >= 1, got {num_groups}")
-        return self._writer.submit(partial(ledger_batches.claim, num_groups=num_groups, min_version=min_version))
+        _require(ttl_s is None or ttl_s > 0.0, f"ttl_s must be > 0, got {ttl_s}")
+        operation = partial(ledger_batches.claim, num_groups=num_groups, min_version=min_version)
+        # A lease ends with the process, so that a claim need not outlive it.
+        return self._writer.submit(
+            lambda db: operation(db, now=self._clock(), ttl_s=ttl_s, selector=selector), passing=True
+        )
+
+    def heartbeat(self, lease_id: int, *, ttl_s: float) -> Future[None]:
+        """The lease's holder is alive: it expires `ttl_s` from now. Raises LeaseError when it is not active any more."""
+        _require(ttl_s > 0.0, f"ttl_s must be > 0, got {ttl_s}")
+        return self._writer.submit(
+            lambda db: ledger_batches.heartbeat(db, lease_id=lease_id, now=self._clock(), ttl_s=ttl_s)
+        )
 
     def commit_step(self, lease_id: int, *, step: int, version: int) -> Future[int]:
-        """The leased groups are trained by `step`, which made policy `version`; how many. Raises LeaseError."""
-        return self._writer.submit(partial(ledger_batches.commit_step, lease_id=lease_id, step=step, version=version))
+        """The leased groups are trained by `step`, which made policy `version`; how many. Raises LeaseError.
+
+        Also raises UnderstudyError when the books do not balance: nothing may be trained from a broken ledger.
+        """
+        _require(self.imbalance() == 0, f"scored episodes must all be in a group's books, {self.imbalance()} are not")
+        return self._writer.submit(
+            lambda db: ledger_batches.commit_step(db, lease_id=lease_id, step=step, version=version, now=self._clock())
+        )
 
     def release(self, lease_id: int) -> Future[int]:
         """Give a batch back untrained: its groups are ready again; how many. Raises LeaseError."""
@@ -223,30 +320,23 @@ class Ledger:
     def _keep(self, news: News) -> None:
         """Before the futures are done, so that a caller finds its own change in `counts`."""
         self._counts = news.counts
+        self._next_deadline = news.next_deadline
 
-    def _publish(self, news: News) -> None:
+    def _until_next_deadline(self) -> float | None:
+        return None if self._next_deadline is None else self._next_deadline - self._clock()
+
+    def _expire_leases(self, db: sqlite3.Connection) -> None:
+        ledger_batches.expire_leases(db, now=self._clock())
+
+    def _publish(self, news: News, *, again: bool) -> None:
         states = _states(news.counts)
-        if not news.closed and states == self._announced:
+        if not again and not news.closed and states == self._announced:
             return
         self._announced = states
         with self._watchers_lock:
             watchers = list(self._watchers)
         for watcher in watchers:
             watcher(news)
-
-
-def checked_score(score: object, *, episode_id: str) -> float:
-    """`score` as a float; raises ScoreError for anything but a finite number."""
-    try:
-        value = float(score) if isinstance(score, Real) and not isinstance(score, bool) else math.nan
-    except OverflowError:
-        value = math.inf
-    if not abs(value) < MAX_SCORE:
-        raise ScoreError(
-            f"score of episode {episode_id} must be a finite number below {MAX_SCORE:g} in size, got {score!r:.100}; "
-            f"report it as failed if it has no score"
-        )
-    return value
 
 
 def _read_news(db: sqlite3.Connection) -> News:
@@ -256,7 +346,13 @@ def _read_news(db: sqlite3.Connection) -> News:
     )
     if closed:
         db.execute("DELETE FROM temp.closed")
-    return News(closed=closed, counts=dict(db.execute("SELECT name, n FROM tally").fetchall()))
+    counts = dict(db.execute("SELECT name, n FROM tally").fetchall())
+    return News(closed=closed, counts=counts, next_deadline=ledger_batches.next_deadline(db))
+
+
+def _probe(db: sqlite3.Connection) -> None:
+    """Stays stored: what is removed again in the same transaction would never reach the disk."""
+    db.execute("INSERT OR REPLACE INTO meta VALUES ('probe', zeroblob(?))", (_PROBE_BYTES,))
 
 
 def _states(counts: dict[str, int]) -> dict[str, int]:
@@ -268,43 +364,7 @@ def _require(condition: bool, rule: str) -> None:
         raise UnderstudyError(f"ledger: {rule}")
 
 
-def _task_payload(task: Task) -> str:
-    fields: dict[str, Any] = {
-        "prompt": task.prompt,
-        "data_source": task.data_source,
-        "ground_truth": task.ground_truth,
-        "agent_name": task.agent_name,
-        "extra_info": task.extra_info,
-    }
-    try:
-        return json.dumps(fields, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise TaskError(
-            f"task {task.task_id!r} must be JSON (finite numbers, text, lists, objects): {error}"
-        ) from error
+if __name__ == "__main__":
+    from buffers.ledger_tool import main
 
-
-def _stored_round(round_: Round) -> ledger_episodes.StoredRound:
-    name = f"round {round_.round_index} of episode {round_.episode_id}"
-    if not np.isfinite(round_.logprobs).all():
-        raise EpisodeError(
-            f"{name}: logprobs must be finite, got nan or inf; record it with finish_reason abort and none"
-        )
-    num_sampled = len(round_.sampled_ids)
-    if num_sampled and round_.versions.min() < 0:
-        raise EpisodeError(f"{name}: versions must be >= 0, got {round_.versions.min()}; stamp every sampled token")
-    body = RoundBody(
-        tail_ids=round_.tail_ids,
-        sampled_ids=round_.sampled_ids,
-        logprobs=round_.logprobs,
-        versions=round_.versions,
-    )
-    return ledger_episodes.StoredRound(
-        episode_id=round_.episode_id,
-        round_index=round_.round_index,
-        parent=round_.parent,
-        num_sampled=num_sampled,
-        min_version=int(round_.versions.min()) if num_sampled else None,
-        finish_reason=round_.finish_reason,
-        body=encode(body),
-    )
+    sys.exit(main(sys.argv[1:], open_ledger=Ledger))

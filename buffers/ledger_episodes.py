@@ -1,7 +1,8 @@
 """Operations on tasks, groups, episodes and rounds: functions over the ledger's connection, run inside its transaction.
 
-Called by `Ledger` in the writer's thread. Invariants: a group is READY exactly when all its members are scored; an
-ended episode never changes again; a failed member is replaced by a new attempt or its group is given up as a whole.
+Called by `Ledger` in the writer's thread. Invariants: a group is READY exactly when all its members are scored, or lost
+beyond their last attempt and enough are left; an ended episode never runs again; a failed member is replaced by a new
+attempt while it has one.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from buffers.errors import EpisodeClosed, EpisodeError, ScoreConflict, TaskError, UnderstudyError, UnknownEpisode
+from buffers.errors import EpisodeClosed, EpisodeError, TaskError, UnknownEpisode
 from buffers.records import Episode, EpisodeState, GroupState, Task
 from buffers.rows import ABORTED, is_trainable
 
-NO_ROUNDS = "no rounds"
 RESTART = "restart"
 GIVEN_UP = "group given up"
 NO_VARIANCE = "no variance"
@@ -50,6 +50,7 @@ class StoredRound:
     min_version: int | None
     finish_reason: str
     body: bytes
+    memo: bytes | None
 
 
 def put_tasks(db: sqlite3.Connection, *, rows: Sequence[tuple[str, str]]) -> int:
@@ -65,12 +66,17 @@ def put_tasks(db: sqlite3.Connection, *, rows: Sequence[tuple[str, str]]) -> int
     return num_new
 
 
-def open_group(db: sqlite3.Connection, *, task_id: str, instance: int, group_size: int) -> list[Episode]:
+def open_group(
+    db: sqlite3.Connection, *, task_id: str, instance: int, group_size: int, min_size: int, max_uses: int = 1
+) -> list[Episode]:
     """The pending episodes of a new group; none when this instance of the task was opened before."""
-    task = _read_task(db, task_id=task_id)
+    task = read_task(db, task_id=task_id)
     if db.execute("SELECT 1 FROM grp WHERE task_id = ? AND instance = ?", (task_id, instance)).fetchone():
         return []
-    cursor = db.execute("INSERT INTO grp(task_id, instance, size) VALUES (?, ?, ?)", (task_id, instance, group_size))
+    cursor = db.execute(
+        "INSERT INTO grp(task_id, instance, size, min_size, max_uses) VALUES (?, ?, ?, ?, ?)",
+        (task_id, instance, group_size, min_size, max_uses),
+    )
     group_id = int(cursor.lastrowid or 0)
     return [
         _open_episode(db, task=task, group_id=group_id, sample_index=index, attempt=0) for index in range(group_size)
@@ -81,7 +87,7 @@ def adopt_episode(db: sqlite3.Connection, *, episode_id: str) -> bool:
     """Open a running episode of its own group under the caller's id; False when the id is known already."""
     if db.execute("SELECT 1 FROM episode WHERE episode_id = ?", (episode_id,)).fetchone():
         return False
-    group_id = db.execute("INSERT INTO grp(task_id, instance, size) VALUES (NULL, 0, 1)").lastrowid
+    group_id = db.execute("INSERT INTO grp(task_id, instance, size, min_size) VALUES (NULL, 0, 1, 1)").lastrowid
     db.execute(
         "INSERT INTO episode(episode_id, group_id, sample_index, attempt, state) VALUES (?, ?, 0, 0, ?)",
         (episode_id, group_id, EpisodeState.RUNNING),
@@ -92,7 +98,7 @@ def adopt_episode(db: sqlite3.Connection, *, episode_id: str) -> bool:
 def start_episode(db: sqlite3.Connection, *, episode_id: str, version: int) -> None:
     row = read_episode(db, episode_id=episode_id)
     if row.state != EpisodeState.PENDING:
-        raise _refused(row, verb="start")
+        raise refusal(row, verb="start")
     _start(db, episode_id=episode_id, version=version)
 
 
@@ -101,34 +107,31 @@ def start_pending(db: sqlite3.Connection, *, limit: int, version: int) -> list[E
     found = db.execute(
         f"SELECT {_COLUMNS} FROM episode WHERE state = 'pending' ORDER BY attempt DESC, seq LIMIT ?", (limit,)
     ).fetchall()
-    episodes = []
-    for values in found:
-        row = EpisodeRow(*values)
+    rows = [EpisodeRow(*values) for values in found]
+    for row in rows:
         _start(db, episode_id=row.episode_id, version=version)
-        task_id, greedy = db.execute("SELECT task_id, greedy FROM grp WHERE group_id = ?", (row.group_id,)).fetchone()
-        episodes.append(
-            Episode(
-                episode_id=row.episode_id,
-                task=_read_task(db, task_id=task_id),
-                greedy=bool(greedy),
-                group_id=row.group_id,
-                sample_index=row.sample_index,
-                attempt=row.attempt,
-            )
-        )
-    return episodes
+    return [_as_episode(db, row=row) for row in rows]
+
+
+def running_episodes(db: sqlite3.Connection) -> list[Episode]:
+    """The episodes under way that have a task, the oldest first."""
+    found = db.execute(
+        f"SELECT {_COLUMNS} FROM episode WHERE state = 'running' "
+        "AND group_id IN (SELECT group_id FROM grp WHERE state IN ('open', 'validating') AND task_id IS NOT NULL) ORDER BY seq"
+    )
+    return [_as_episode(db, row=EpisodeRow(*values)) for values in found.fetchall()]
 
 
 def put_round(db: sqlite3.Connection, *, stored: StoredRound) -> None:
     row = read_episode(db, episode_id=stored.episode_id)
     if row.state != EpisodeState.RUNNING:
-        raise _refused(row, verb="add a round to")
+        raise refusal(row, verb="add a round to")
     if stored.parent is not None:
         _check_parent(db, stored=stored)
     trainable = is_trainable(stored.finish_reason, num_sampled=stored.num_sampled)
     try:
         db.execute(
-            "INSERT INTO round VALUES (?, ?, ?, ?, ?, ?)",
+            "INSERT INTO round VALUES (?, ?, ?, ?, ?, ?, ?)",
             (
                 stored.episode_id,
                 stored.round_index,
@@ -136,6 +139,7 @@ def put_round(db: sqlite3.Connection, *, stored: StoredRound) -> None:
                 stored.num_sampled,
                 stored.finish_reason,
                 stored.body,
+                stored.memo,
             ),
         )
     except sqlite3.IntegrityError as error:
@@ -146,59 +150,54 @@ def put_round(db: sqlite3.Connection, *, stored: StoredRound) -> None:
     if trainable:
         # min(x, NULL) is NULL in SQLite.
         db.execute(
-            "UPDATE episode SET num_rounds = num_rounds + 1, min_version = min(coalesce(min_version, ?1), ?1) "
-            "WHERE episode_id = ?2",
-            (stored.min_version, stored.episode_id),
+            "UPDATE episode SET num_rounds = num_rounds + 1, num_tokens = num_tokens + ?3, "
+            "min_version = min(coalesce(min_version, ?1), ?1) WHERE episode_id = ?2",
+            (stored.min_version, stored.episode_id, stored.num_sampled),
         )
 
 
-def notify_score(
-    db: sqlite3.Connection, *, episode_id: str, score: float, max_attempts: int, drop_equal: bool = False
-) -> bool | UnderstudyError:
-    """True: stored; False: this value was stored before. Refusals are recorded, then raised in the caller."""
-    row = read_episode(db, episode_id=episode_id)
-    if row.state == EpisodeState.SCORED and row.score == score:
-        return False
-    if row.state == EpisodeState.PENDING:
-        raise _refused(row, verb="score")
-    if row.state != EpisodeState.RUNNING:
-        conflict = row.state == EpisodeState.SCORED
-        _record_score(db, episode_id=episode_id, score=score, verdict="conflict" if conflict else "closed")
-        if conflict:
-            return ScoreConflict(f"score of episode {episode_id} is {row.score} and stays, got {score}; score it once")
-        return _refused(row, verb="score")
-    if row.num_rounds == 0:
-        _record_score(db, episode_id=episode_id, score=score, verdict=NO_ROUNDS)
-        fail_episode(db, episode_id=episode_id, reason=NO_ROUNDS, max_attempts=max_attempts)
-        return EpisodeClosed(
-            f"episode {episode_id} must have sampled at least one token to be scored, got none: it failed; "
-            f"check that its agent reached the model"
-        )
-    _record_score(db, episode_id=episode_id, score=score, verdict="stored")
-    db.execute("UPDATE episode SET state = 'scored', score = ? WHERE episode_id = ?", (score, episode_id))
-    _count_score(db, group_id=row.group_id, drop_equal=drop_equal)
-    return True
+def put_rounds(db: sqlite3.Connection, *, rounds: Sequence[StoredRound]) -> list[EpisodeError | None]:
+    """Store each round or say why not; one that is there already, bit for bit, is stored."""
+    outcomes: list[EpisodeError | None] = []
+    for stored in rounds:
+        try:
+            put_round(db, stored=stored)  # refusals come before anything of the round is written
+            outcomes.append(None)
+        except EpisodeError as error:
+            again = "SELECT 1 FROM round WHERE episode_id = ? AND round_index = ? AND body = ?"
+            there = db.execute(again, (stored.episode_id, stored.round_index, stored.body)).fetchone()
+            outcomes.append(None if there else error)
+    return outcomes
 
 
-def fail_episode(db: sqlite3.Connection, *, episode_id: str, reason: str, max_attempts: int) -> Episode | None:
-    """End an episode as failed: its next attempt, or None when the group is given up with it."""
+def fail_episode(
+    db: sqlite3.Connection, *, episode_id: str, reason: str, max_attempts: int, drop_equal: bool = False
+) -> Episode | None:
+    """End an episode as failed: its next attempt, or None when it has none left. Then its group goes on without it, or is given
+    up with it when too few members would be left."""
     row = read_episode(db, episode_id=episode_id)
     if row.state in _ENDED:
-        raise _refused(row, verb="fail")
+        raise refusal(row, verb="fail")
     _end(db, episode_id=episode_id, state=EpisodeState.FAILED, reason=reason)
-    (task_id,) = db.execute("SELECT task_id FROM grp WHERE group_id = ?", (row.group_id,)).fetchone()
+    task_id, spare = db.execute(
+        "SELECT task_id, size - num_lost - min_size FROM grp WHERE group_id = ?", (row.group_id,)
+    ).fetchone()
     if task_id is None or row.attempt + 1 >= max_attempts:
-        evict_group(
-            db,
-            group_id=row.group_id,
-            reason=f"failed: {reason}",
-            member_state=EpisodeState.FAILED,
-            member_reason=GIVEN_UP,
-        )
+        if spare > 0:
+            db.execute("UPDATE grp SET num_lost = num_lost + 1 WHERE group_id = ?", (row.group_id,))
+            complete_group(db, group_id=row.group_id, drop_equal=drop_equal)
+        else:
+            evict_group(
+                db,
+                group_id=row.group_id,
+                reason=f"failed: {reason}",
+                member_state=EpisodeState.FAILED,
+                member_reason=GIVEN_UP,
+            )
         return None
     return _open_episode(
         db,
-        task=_read_task(db, task_id=task_id),
+        task=read_task(db, task_id=task_id),
         group_id=row.group_id,
         sample_index=row.sample_index,
         attempt=row.attempt + 1,
@@ -222,11 +221,35 @@ def evict_group(
     return [episode_id for (episode_id,) in members]
 
 
-def recover(db: sqlite3.Connection) -> None:
-    """After a process died: leased groups are ready again, interrupted episodes failed and are tried again."""
+def complete_group(db: sqlite3.Connection, *, group_id: int, drop_equal: bool = False) -> None:
+    """A group whose members are all scored or lost is ready, validated, or dropped; others stay as they are."""
+    missing, state = db.execute(
+        "SELECT size - num_scored - num_lost, state FROM grp WHERE group_id = ?", (group_id,)
+    ).fetchone()
+    if missing > 0:
+        return
+    number, low, high, min_version = db.execute(
+        "SELECT count(*), min(score), max(score), min(min_version) FROM episode WHERE group_id = ? AND state = 'scored'",
+        (group_id,),
+    ).fetchone()
+    if state == GroupState.VALIDATING:
+        db.execute("UPDATE grp SET state = 'validated' WHERE group_id = ?", (group_id,))
+    elif drop_equal and number > 1 and low == high:
+        evict_group(
+            db, group_id=group_id, reason=NO_VARIANCE, member_state=EpisodeState.FAILED, member_reason=NO_VARIANCE
+        )
+    else:
+        db.execute("UPDATE grp SET state = 'ready', min_version = ? WHERE group_id = ?", (min_version, group_id))
+
+
+def recover(db: sqlite3.Connection, *, keep_running: bool) -> None:
+    """After a process died: leased groups are ready again. Episodes under way failed and are tried again or, with
+    `keep_running`, go on: those whose agents have outlived that process."""
     db.execute("UPDATE meta SET value = value + 1 WHERE key = 'epoch'")
     db.execute("UPDATE lease SET state = 'superseded' WHERE state = 'active'")
     db.execute("UPDATE grp SET state = 'ready', replay = lease_id, lease_id = NULL WHERE state = 'leased'")
+    if keep_running:
+        return
     interrupted = db.execute(
         f"SELECT {_COLUMNS} FROM episode WHERE state IN ('pending', 'running') ORDER BY seq"
     ).fetchall()
@@ -243,6 +266,18 @@ def read_episode(db: sqlite3.Connection, *, episode_id: str) -> EpisodeRow:
     return EpisodeRow(*values)
 
 
+def refusal(row: EpisodeRow, *, verb: str) -> EpisodeError:
+    """Why an episode cannot take what the caller wants."""
+    if row.state in _ENDED:
+        because = f" ({row.reason})" if row.reason else ""
+        return EpisodeClosed(
+            f"cannot {verb} episode {row.episode_id}: it ended as {row.state}{because}; lease a new one"
+        )
+    return EpisodeError(
+        f"cannot {verb} episode {row.episode_id}: it is {row.state}; start it once, before anything else"
+    )
+
+
 def _open_episode(db: sqlite3.Connection, *, task: Task, group_id: int, sample_index: int, attempt: int) -> Episode:
     episode_id = f"{group_id}-{sample_index}-{attempt}"
     db.execute(
@@ -252,8 +287,24 @@ def _open_episode(db: sqlite3.Connection, *, task: Task, group_id: int, sample_i
     return Episode(episode_id=episode_id, task=task, group_id=group_id, sample_index=sample_index, attempt=attempt)
 
 
+def _as_episode(db: sqlite3.Connection, *, row: EpisodeRow) -> Episode:
+    task_id, greedy = db.execute("SELECT task_id, greedy FROM grp WHERE group_id = ?", (row.group_id,)).fetchone()
+    return Episode(
+        episode_id=row.episode_id,
+        task=read_task(db, task_id=task_id),
+        greedy=bool(greedy),
+        group_id=row.group_id,
+        sample_index=row.sample_index,
+        attempt=row.attempt,
+    )
+
+
 def _start(db: sqlite3.Connection, *, episode_id: str, version: int) -> None:
-    db.execute("UPDATE episode SET state = 'running', version = ? WHERE episode_id = ?", (version, episode_id))
+    db.execute(
+        "UPDATE episode SET state = 'running', version = ?, started_at = (julianday('now') - 2440587.5) * 86400.0 "
+        "WHERE episode_id = ?",
+        (version, episode_id),
+    )
 
 
 def _end(db: sqlite3.Connection, *, episode_id: str, state: EpisodeState, reason: str) -> None:
@@ -272,47 +323,9 @@ def _check_parent(db: sqlite3.Connection, *, stored: StoredRound) -> None:
         )
 
 
-def _record_score(db: sqlite3.Connection, *, episode_id: str, score: float, verdict: str) -> None:
-    db.execute("INSERT INTO score(episode_id, value, verdict) VALUES (?, ?, ?)", (episode_id, score, verdict))
-
-
-def _count_score(db: sqlite3.Connection, *, group_id: int, drop_equal: bool) -> None:
-    """One more member is scored; a group that is complete by this is ready, validated, or dropped."""
-    db.execute("UPDATE grp SET num_scored = num_scored + 1 WHERE group_id = ?", (group_id,))
-    size, num_scored, state = db.execute(
-        "SELECT size, num_scored, state FROM grp WHERE group_id = ?", (group_id,)
-    ).fetchone()
-    if num_scored < size:
-        return
-    low, high, min_version = db.execute(
-        "SELECT min(score), max(score), min(min_version) FROM episode WHERE group_id = ? AND state = 'scored'",
-        (group_id,),
-    ).fetchone()
-    if state == GroupState.VALIDATING:
-        db.execute("UPDATE grp SET state = 'validated' WHERE group_id = ?", (group_id,))
-    elif drop_equal and size > 1 and low == high:
-        evict_group(
-            db, group_id=group_id, reason=NO_VARIANCE, member_state=EpisodeState.FAILED, member_reason=NO_VARIANCE
-        )
-    else:
-        db.execute("UPDATE grp SET state = 'ready', min_version = ? WHERE group_id = ?", (min_version, group_id))
-
-
-def _read_task(db: sqlite3.Connection, *, task_id: str) -> Task:
+def read_task(db: sqlite3.Connection, *, task_id: str) -> Task:
     row = db.execute("SELECT payload FROM task WHERE task_id = ?", (task_id,)).fetchone()
     if row is None:
         raise TaskError(f"task_id must name a stored task, got {task_id!r}; put it first")
     payload: dict[str, Any] = json.loads(row[0])
     return Task(task_id=task_id, **payload)
-
-
-def _refused(row: EpisodeRow, *, verb: str) -> EpisodeError:
-    """Why an episode cannot take what the caller wants."""
-    if row.state in _ENDED:
-        because = f" ({row.reason})" if row.reason else ""
-        return EpisodeClosed(
-            f"cannot {verb} episode {row.episode_id}: it ended as {row.state}{because}; lease a new one"
-        )
-    return EpisodeError(
-        f"cannot {verb} episode {row.episode_id}: it is {row.state}; start it once, before anything else"
-    )

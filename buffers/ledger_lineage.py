@@ -2,8 +2,8 @@
 
 Called by `Ledger` in the writer's thread. A checkpoint is named by (run id, lineage, step). Going back to it starts a new
 lineage: what its own steps trained stays trained, every other trained group is ready again, in the order in which it was
-trained; a validation under way is given up. Invariant: within a lineage and those it came from, a group is trained at most
-once. It restores no weights.
+last trained; a validation under way is given up. Invariant: within a lineage and those it came from, a group is trained at
+most `max_uses` times. It restores no weights.
 """
 
 from __future__ import annotations
@@ -47,16 +47,7 @@ def restore(db: sqlite3.Connection, *, target: Position) -> int:
         "INSERT INTO lineage VALUES (?, ?, ?)",
         (here.lineage + 1, target.lineage, target.step),
     )
-    db.execute(
-        "UPDATE grp SET state = 'ready', replay = lease_id, lease_id = NULL WHERE state = 'trained' "
-        "AND group_id NOT IN (SELECT group_id FROM trained JOIN temp.kept USING (step_id))"
-    )
-    db.execute(  # trained by the target's own steps, and given back by a later lineage
-        "UPDATE grp SET state = 'trained', replay = NULL, lease_id = ("
-        "SELECT lease_id FROM trained JOIN temp.kept USING (step_id) JOIN step USING (step_id) "
-        "WHERE trained.group_id = grp.group_id) "
-        "WHERE state = 'ready' AND group_id IN (SELECT group_id FROM trained JOIN temp.kept USING (step_id))"
-    )
+    _restore_uses(db)
     for (group_id,) in db.execute("SELECT group_id FROM grp WHERE state = 'validating'").fetchall():
         evict_group(db, group_id=group_id, reason=RESTART, member_state=EpisodeState.FAILED, member_reason=RESTART)
     (num_replays,) = db.execute("SELECT count(*) FROM grp WHERE replay IS NOT NULL AND state = 'ready'").fetchone()
@@ -67,6 +58,27 @@ def times_opened(db: sqlite3.Connection) -> dict[str, int]:
     """How many groups of each task were opened: the position in the task files."""
     found = db.execute("SELECT task_id, max(instance) + 1 FROM grp WHERE task_id IS NOT NULL GROUP BY task_id")
     return dict(found.fetchall())
+
+
+def _restore_uses(db: sqlite3.Connection) -> None:
+    """Each group was used by the kept steps and no others; one that may be used again is ready."""
+    db.execute("CREATE TEMP TABLE IF NOT EXISTS kept_use(group_id INTEGER PRIMARY KEY, uses INTEGER, lease_id INTEGER)")
+    db.execute("DELETE FROM temp.kept_use")
+    db.execute(
+        "INSERT INTO temp.kept_use SELECT group_id, count(*), max(lease_id) "
+        "FROM trained JOIN temp.kept USING (step_id) JOIN step USING (step_id) GROUP BY group_id"
+    )
+    kept = "coalesce((SELECT {} FROM temp.kept_use WHERE kept_use.group_id = grp.group_id), 0)"
+    uses, lease_id = kept.format("uses"), kept.format("lease_id")
+    db.execute(
+        f"UPDATE grp SET state = 'ready', replay = lease_id, lease_id = NULL, uses = {uses} "
+        f"WHERE state = 'trained' AND {uses} < max_uses"
+    )
+    db.execute(  # used up by the target's own steps, and given back by a later lineage
+        f"UPDATE grp SET state = 'trained', replay = NULL, uses = max_uses, lease_id = {lease_id} "
+        f"WHERE state = 'ready' AND {uses} = max_uses"
+    )
+    db.execute(f"UPDATE grp SET uses = {uses} WHERE state = 'ready' AND uses != {uses}")
 
 
 def _keep_steps(db: sqlite3.Connection, *, lineage: int, step: int) -> None:

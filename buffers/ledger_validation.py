@@ -22,7 +22,8 @@ def open_validation(
         (instance,) = db.execute(
             "SELECT coalesce(max(instance) + 1, 0) FROM grp WHERE task_id = ?", (task_id,)
         ).fetchone()
-        group_id = open_group(db, task_id=task_id, instance=instance, group_size=group_size)[0].group_id
+        members = open_group(db, task_id=task_id, instance=instance, group_size=group_size, min_size=group_size)
+        group_id = members[0].group_id
         db.execute(
             "UPDATE grp SET state = ?, greedy = ? WHERE group_id = ?", (GroupState.VALIDATING, int(greedy), group_id)
         )

@@ -22,7 +22,7 @@ from buffers.buffer_dataset import PromptBatch, require_main_process
 from buffers.errors import EpisodeError, UnderstudyError
 from buffers.ledger import Ledger, News
 from buffers.prompt_queue import Prompt, Response
-from buffers.records import TrainBatch
+from buffers.records import ScoreDetail, TrainBatch
 from buffers.token_tree import TokenTree
 
 _MAX_TREES = 4096
@@ -57,10 +57,11 @@ class MultiRoundBufferDataset(torch.utils.data.IterableDataset[TrainBatch]):  # 
         self._waiting: list[threading.Event] = []
         self._closed = False
 
-    def notify_score(self, episode_id: str, score: float) -> bool:
-        """Store an episode's score; blocks until it is on disk. Returns and raises as `Ledger.notify_score`."""
-        stored = self.ledger.notify_score(episode_id, score).result()
-        self._drop_tree(episode_id)
+    def notify_score(self, episode_id: str, score: float, *, detail: ScoreDetail | None = None) -> bool:
+        """Store a score; blocks until it is on disk. Returns and raises as `Ledger.notify_score`."""
+        stored = self.ledger.notify_score(episode_id, score, detail=detail or ScoreDetail()).result()
+        if detail is None:
+            self._drop_tree(episode_id)
         return stored
 
     def put_batch(self, batch: PromptBatch) -> None:
@@ -158,6 +159,7 @@ class MultiRoundBufferDataset(torch.utils.data.IterableDataset[TrainBatch]):  # 
             logprobs=response.logprobs,
             versions=response.versions,
             finish_reason=response.finish_reason,
+            memo=prompt.memo,
         )
         try:
             return self.ledger.put_round(round_)

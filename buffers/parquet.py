@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -40,7 +41,7 @@ _TASK_SCHEMA = pa.schema(
         ("agent_name", pa.string()),
     ]
 )
-_TRACE_SCHEMA = pa.schema([("messages", _MESSAGES)])
+_TRACE_SCHEMA = pa.schema([("messages", _MESSAGES), ("tools", pa.string())])
 
 
 def read_tasks(path: Path) -> Iterator[Task]:
@@ -48,6 +49,21 @@ def read_tasks(path: Path) -> Iterator[Task]:
     file = _open(path, required="prompt")
     columns = [name for name in _TASK_COLUMNS if name in file.schema_arrow.names]
     return _read(file, columns=columns, parse=lambda row, cell: _task(cell, default_id=f"{path.stem}:{row}"), path=path)
+
+
+def agent_names(path: Path) -> dict[str, int]:
+    """Each `agent_name` of a task file, with the first row that gives it; no other column is read."""
+    found: dict[str, int] = {}
+    with _open(path, required="prompt") as file:
+        if "agent_name" not in file.schema_arrow.names:
+            return found
+        row = 0
+        for batch in file.iter_batches(batch_size=_SLICE, columns=["agent_name"]):
+            for name in batch.column(0).to_pylist():
+                if isinstance(name, str):
+                    found.setdefault(name, row)
+                row += 1
+    return found
 
 
 class TaskFile:
@@ -127,10 +143,20 @@ def tasks_of_rows(rows: Iterable[dict[str, Any]], *, source: str) -> list[Task]:
     return tasks
 
 
-def read_traces(path: Path) -> Iterator[list[Message]]:
-    """The conversations of a file (column `messages`), in order."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """A conversation to learn from."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    """What its prompt offers, in OpenAI's form."""
+
+
+def read_traces(path: Path) -> Iterator[Trace]:
+    """The conversations of a file (column `messages`; and `tools` as JSON text, where there are some), in order."""
     file = _open(path, required="messages")
-    return _read(file, columns=["messages"], parse=lambda _, cell: _messages(cell, column="messages"), path=path)
+    columns = [name for name in ("messages", "tools") if name in file.schema_arrow.names]
+    return _read(file, columns=columns, parse=lambda _, cell: _trace(cell), path=path)
 
 
 def write_tasks(path: Path, tasks: Iterable[Task], *, structs: bool = False) -> None:
@@ -156,9 +182,15 @@ def write_tasks(path: Path, tasks: Iterable[Task], *, structs: bool = False) -> 
     _write(path, rows=rows, schema=None if structs else _TASK_SCHEMA)
 
 
-def write_traces(path: Path, traces: Iterable[list[Message]]) -> None:
-    """Write a file of conversations."""
-    rows = [{"messages": _plain(messages, name=f"trace {number}")} for number, messages in enumerate(traces)]
+def write_traces(
+    path: Path, traces: Iterable[list[Message]], *, tools: Sequence[Mapping[str, Any]] | None = None
+) -> None:
+    """Write a file of conversations, which all offer the same tools."""
+    offered = _json(list(tools), name="tools") if tools else None
+    rows = [
+        {"messages": _plain(messages, name=f"trace {number}"), "tools": offered}
+        for number, messages in enumerate(traces)
+    ]
     _write(path, rows=rows, schema=_TRACE_SCHEMA)
 
 
@@ -210,6 +242,18 @@ def _task(row: dict[str, Any], *, default_id: str) -> Task:
         agent_name=_text(row, column="agent_name"),
         extra_info=_object(row, column="extra_info"),
     )
+
+
+def _trace(row: dict[str, Any]) -> Trace:
+    cell, tools = row.get("tools"), None
+    if cell is not None:
+        try:
+            tools = json.loads(cell)
+        except (TypeError, ValueError) as error:
+            raise _BadCell("tools", f"JSON text ({error})", cell, "write OpenAI's list of tools") from error
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise _BadCell("tools", "a JSON list of objects", cell, "write OpenAI's list of tools")
+    return Trace(messages=_messages(row, column="messages"), tools=tools)
 
 
 def _messages(row: dict[str, Any], *, column: str) -> list[Message]:

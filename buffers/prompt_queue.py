@@ -57,6 +57,8 @@ class Prompt:
     sampling: object
     """For the generator only."""
     reply: Reply
+    memo: bytes = b""
+    """As in `Round`."""
 
 
 class PromptQueue:

@@ -44,7 +44,7 @@ class GroupState(StrEnum):
     VALIDATED = "validated"
 
 
-HIDDEN = frozenset({"answer", "tools_kwargs", "interaction_kwargs"})
+HIDDEN = frozenset({"answer", "ground_truth", "interaction_kwargs", "reward_model", "solution", "tools_kwargs"})
 """Keys of `extra_info` that hold the answer in verl's data sets: for scorers, environments and tools in this project."""
 
 
@@ -116,6 +116,8 @@ class Round:
     """[S] policy version that sampled each token."""
     finish_reason: str = "stop"
     """stop | length | tool_calls | abort. An aborted round is recorded and never trained."""
+    memo: bytes = b""
+    """What the server needs to recognise this round in a later request, after a restart too. Opaque to the buffer."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.sampled_ids), len(self.logprobs), len(self.versions)}
@@ -124,6 +126,51 @@ class Round:
                 f"round {self.round_index} of episode {self.episode_id}: sampled_ids, logprobs and versions must have equal "
                 f"lengths, got {len(self.sampled_ids)}, {len(self.logprobs)}, {len(self.versions)}"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreDetail:
+    """What a score is of, and whose it is. Without more: the whole episode's, of the one judge there is."""
+
+    round_index: int | None = None
+    """The score is of this single round, beside the episode's."""
+    branch: int | None = None
+    """The score is of the branch (the row) that trains this round; it takes the place of the episode's there."""
+    judge: str = ""
+    """An episode's score is the mean of its judges'."""
+    final: bool = True
+    """False: other judges of the episode follow, it does not end yet."""
+    revise: bool = False
+    """Replaces what this judge said before, while the episode's group is not in a batch."""
+
+    def __post_init__(self) -> None:
+        if self.round_index is not None and self.branch is not None:
+            raise ValueError("a score is of a round or of a branch, got both; send two scores")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeScores:
+    """The scores of one episode that count, for its rows."""
+
+    whole: float
+    branches: dict[int, float] = field(default_factory=dict)
+    """By a round that the branch trains; the last of several counts."""
+    rounds: dict[int, float] = field(default_factory=dict)
+    """By round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyGroup:
+    """A group that could be claimed, as selectors see it."""
+
+    group_id: int
+    min_version: int
+    """The oldest policy version among its trained tokens."""
+    num_episodes: int
+    num_tokens: int
+    """Trained tokens."""
+    uses: int
+    """Steps that trained it already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

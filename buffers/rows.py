@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from buffers.records import Round, Row
+from buffers.records import EpisodeScores, Round, Row
 
 ABORTED = "abort"
 
@@ -24,7 +24,7 @@ def is_trainable(finish_reason: str, *, num_sampled: int) -> bool:
     return finish_reason != ABORTED and num_sampled > 0
 
 
-def episode_rows(rounds: Sequence[Round], *, group_id: int, score: float) -> list[Row]:
+def episode_rows(rounds: Sequence[Round], *, group_id: int, scores: EpisodeScores) -> list[Row]:
     """The training rows of one episode, in order of arrival of their leaves; rows that train nothing are dropped.
 
     `rounds`: all rounds of the episode in any order. Raises ValueError when a parent is missing or was aborted.
@@ -39,7 +39,7 @@ def episode_rows(rounds: Sequence[Round], *, group_id: int, score: float) -> lis
             trained |= fresh
             branches.append((path, fresh))
     return [
-        _row(path, fresh=fresh, group_id=group_id, score=score, loss_weight=1.0 / len(branches))
+        _row(path, fresh=fresh, group_id=group_id, scores=scores, loss_weight=1.0 / len(branches))
         for path, fresh in branches
     ]
 
@@ -62,7 +62,7 @@ def _path(leaf: Round, *, rounds: dict[int, Round]) -> list[Round]:
     return path[::-1]
 
 
-def _row(path: list[Round], *, fresh: set[int], group_id: int, score: float, loss_weight: float) -> Row:
+def _row(path: list[Round], *, fresh: set[int], group_id: int, scores: EpisodeScores, loss_weight: float) -> Row:
     num_tokens = sum(len(round_.tail_ids) + len(round_.sampled_ids) for round_ in path)
     ids = np.empty(num_tokens, dtype=np.int32)
     mask = np.zeros(num_tokens, dtype=np.uint8)
@@ -84,11 +84,15 @@ def _row(path: list[Round], *, fresh: set[int], group_id: int, score: float, los
     return Row(
         episode_id=path[0].episode_id,
         group_id=group_id,
-        score=score,
+        score=scores.whole,
         ids=ids,
         mask=mask,
         logprobs=logprobs,
         versions=versions,
         rounds=indices,
         loss_weight=loss_weight,
+        branch_score=next(
+            (scores.branches[index] for index in sorted(fresh, reverse=True) if index in scores.branches), None
+        ),
+        round_scores={index: scores.rounds[index] for index in sorted(fresh) if index in scores.rounds},
     )

@@ -15,6 +15,7 @@ speaks no HTTP.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -29,7 +30,10 @@ from buffers.ledger import Ledger, News
 from buffers.parquet import read_tasks
 from buffers.records import Episode, EpisodeState, GroupState, Task
 
+logger = logging.getLogger(__name__)
+
 _SLICE = 1024
+_LOOK_S = 1.0
 
 
 class PoolClosed(UnderstudyError):
@@ -55,15 +59,19 @@ class TaskPool:
         max_running: int,
         deadline_s: float,
         max_attempts: int,
+        min_group_size: int | None = None,
         version: int = 0,
         times_opened: Mapping[str, int] | None = None,
         held: bool = False,
         on_closed: Callable[[str, str], None] | None = None,
         call_later: Callable[[float, Callable[[], None]], Timer] | None = None,
+        has_room: Callable[[], bool] | None = None,
     ) -> None:
-        """`max_policy_lag=None`: no learner drives versions, admission is unlimited. `times_opened`: groups of each task that
+        """`max_policy_lag=None`: no learner drives versions, admission is unlimited. `min_group_size`: see `Ledger.open_group`.
+        `times_opened`: groups of each task that
         an earlier process of this run opened. `held`: nothing starts before `begin`. `on_closed(episode_id, reason)` is
-        called on the pool's loop when a started episode ends. `call_later` stands in for the loop's, in tests."""
+        called on the pool's loop when a started episode ends. `call_later` and `has_room` stand in for the loop's and the
+        ledger's, in tests."""
         self._ledger = ledger
         self._loop = asyncio.get_running_loop()
         self._group_size = group_size
@@ -72,6 +80,9 @@ class TaskPool:
         self._max_running = max_running
         self._deadline_s = deadline_s
         self._max_attempts = max_attempts
+        self._min_group_size = min_group_size
+        self._has_room = has_room or ledger.has_room
+        self._looking: Timer | None = None
         self._version = version
         self.on_closed = on_closed
         self._call_later: Callable[[float, Callable[[], None]], Timer] = call_later or self._loop.call_later
@@ -90,6 +101,11 @@ class TaskPool:
         self._held = held
         self._sealed = False
         self._closed = False
+
+    @property
+    def is_full(self) -> bool:
+        """The ledger's disk takes nothing more for now."""
+        return self._ledger.is_full
 
     async def run(self) -> None:
         """Serve until `close`, or until `seal` and nothing is left to do. Takes, waits, gives: see the module."""
@@ -165,6 +181,12 @@ class TaskPool:
         waiter.cancel()
         return None
 
+    def take_over(self, episodes: Iterable[Episode]) -> None:
+        """Episodes that an earlier process started, whose agents go on: each takes a slot, and its deadline begins anew."""
+        for episode in episodes:
+            self._num_started += 1
+            self._slots[episode.episode_id] = self._start_timer(episode.episode_id)
+
     async def finish(self, episode_id: str, score: float) -> bool:
         """Store an episode's score and release its slot. Returns and raises as `Ledger.notify_score`."""
         stored = await asyncio.wrap_future(
@@ -197,7 +219,7 @@ class TaskPool:
         return max(0, (self._version + 1 + self._max_policy_lag) * self._groups_per_step - admitted)
 
     def metrics(self) -> dict[str, float]:
-        """Started and released episodes (in total), slots in use, agents that wait, groups that may open."""
+        """Started and released episodes (in total), slots in use, agents that wait, groups that may open; the ledger's books."""
         admissible = self.admissible()
         return {
             "pool/started": self._num_started,
@@ -205,6 +227,7 @@ class TaskPool:
             "pool/agents_waiting": sum(not waiter.done() for waiter in self._waiting),
             **{f"pool/{reason}": self._released[reason] for reason in ("scored", "failed", "stale", "closed")},
             **({} if admissible is None else {"pool/admissible_groups": admissible}),
+            **{f"books/{name}": number for name, number in self._ledger.books().items()},
         }
 
     async def _serve(self) -> None:
@@ -222,7 +245,24 @@ class TaskPool:
             if self._pop_waiter(give=episode):
                 del self._unclaimed[episode_id]
         self._waiting = deque(waiter for waiter in self._waiting if not waiter.done())
-        return 0 if self._closed or self._held else min(len(self._waiting), self._max_running - len(self._slots))
+        if self._closed or self._held or not self._waiting or not self._has_disk():
+            return 0
+        return min(len(self._waiting), self._max_running - len(self._slots))
+
+    def _has_disk(self) -> bool:
+        """A disk that runs full stops new episodes first; nobody tells when it has space again."""
+        if self._has_room():
+            return True
+        if self._looking is None:
+            logger.warning(
+                "the ledger's disk is nearly full: no new episode starts; free some space, it goes on by itself"
+            )
+            self._looking = self._call_later(_LOOK_S, self._look_again)
+        return False
+
+    def _look_again(self) -> None:
+        self._looking = None
+        self._wake()
 
     async def _open_groups(self, wanted: int) -> bool:
         """Open up to `wanted` groups; False when the capacity rule or the tasks allow none."""
@@ -232,7 +272,11 @@ class TaskPool:
         for task_id in task_ids:
             instance = self._times_opened[task_id]
             self._times_opened[task_id] += 1
-            opened.append(self._ledger.open_group(task_id, instance=instance, group_size=self._group_size))
+            opened.append(
+                self._ledger.open_group(
+                    task_id, instance=instance, group_size=self._group_size, min_size=self._min_group_size
+                )
+            )
         for group in opened:
             await asyncio.wrap_future(group)
         return bool(task_ids)
@@ -323,6 +367,8 @@ class TaskPool:
 
     def _end(self) -> None:
         self._closed = True
+        if self._looking is not None:
+            self._looking.cancel()
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_exception(PoolClosed("task pool was closed: no more tasks"))

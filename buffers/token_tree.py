@@ -46,6 +46,7 @@ class TokenTree:
         logprobs: Float32,
         versions: Int32,
         finish_reason: str,
+        memo: bytes = b"",
     ) -> Round:
         """The next round. Its parent is the longest earlier round that the prompt starts with, the latest of equals."""
         parent, shared = self._find(prompt_ids)
@@ -58,6 +59,7 @@ class TokenTree:
             logprobs=np.asarray(logprobs, dtype=np.float32),
             versions=np.asarray(versions, dtype=np.int32),
             finish_reason=finish_reason,
+            memo=memo,
         )
         self._keep(round_)
         return round_

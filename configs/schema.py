@@ -81,8 +81,14 @@ class AgentsConfig(Section):
     """Episodes that may run at once, over all agents; up to 256 of them generate in one engine step."""
     episode_deadline_s: Seconds = 120.0
     """A longer episode counts as failed and is tried again."""
-    max_attempts: PositiveInt = 3
-    """Tries at one member of a group before the group is given up."""
+    max_attempts: PositiveInt | tuple[PositiveInt, PositiveInt] = 3
+    """Tries at one member of a group before the group is given up. (tries, fewest): it is trained with the members that
+    have a score, if there are at least `fewest`."""
+
+    @property
+    def attempts(self) -> tuple[int, int | None]:
+        """(tries, fewest members of a group; None: all)."""
+        return self.max_attempts if isinstance(self.max_attempts, tuple) else (self.max_attempts, None)
 
 
 class EnvConfig(Section):
@@ -141,7 +147,8 @@ class LearnerConfig(Section):
     ] = "gae"
     """Estimator of advantages. gae needs a critic; reinforce_plus_plus compares the batch, the others one group."""
     critic: Literal["shared", "separate", "none"] = "shared"
-    """shared: a value head on the policy's last hidden state; separate: a second model with its own optimizer."""
+    """shared: a value head on the policy's last hidden state, which it does not train; separate: a second model with its own
+    optimizer."""
     lora: tuple[PositiveInt, Positive] | None = None
     """(rank, alpha): train low-rank matrices beside the frozen weights, a separate critic's too. None: train all weights."""
     gradient_checkpointing: bool = False
@@ -217,6 +224,12 @@ class Config(Section):
                 f"got {self.buffer.group_size}; set buffer.group_size=8"
             )
         self._check_data()
+        _, fewest = self.agents.attempts
+        if fewest is not None and not (1 if learner.advantage == "gae" else 2) <= fewest <= self.buffer.group_size:
+            raise ValueError(
+                f"agents.max_attempts=[tries, fewest] must leave 2 to buffer.group_size={self.buffer.group_size} members of a "
+                f"group (1 with learner.advantage=gae), got {fewest}; set agents.max_attempts=3"
+            )
         if learner.kl_target > 0.0 and learner.kl_coef == 0.0:
             raise ValueError(
                 f"learner.kl_target={learner.kl_target} steers learner.kl_coef, which must be > 0, got 0; "

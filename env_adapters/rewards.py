@@ -97,8 +97,9 @@ class _Collector:
         if self._working is None:
             self._working = asyncio.create_task(self._work(), name=f"score with {self._name}")
         working = self._working
+        either: list[asyncio.Future[Any]] = [future, working]
         try:
-            await asyncio.wait([future, working], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not future.done():
                 working.result()  # raises: a bug in the scorer, which ends all who wait
             return future.result()

@@ -33,19 +33,17 @@ from pathlib import Path
 import ray
 
 from agents.external import AgentPerEpisode, AgentPlace, LongLivedAgents, check_command
-from agents.loop_config import read_loops
+from agents.loop_config import nearest, read_loops
 from agents.loop_manager import AgentLoopManager
 from buffers.errors import TaskError
 from buffers.ledger import Ledger
-from buffers.multi_round import MultiRoundBufferDataset
-from buffers.parquet import read_tasks
-from buffers.records import Position
-from buffers.task_pool import TaskPool
+from buffers.parquet import agent_names, read_tasks
 from buffers.task_source import endless_tasks, task_list
 from configs.schema import Config
 from configs.tiny_model import make_tiny_model
 from env_adapters.process import Child, last_words, resolve_command, start_environment
 from env_adapters.rewards import Rewards
+from learner.books import Books, open_books
 from learner.checkpoint_store import Checkpoint, CheckpointStore
 from learner.display import Display
 from learner.handover import environment_files
@@ -58,8 +56,9 @@ from learner.validation import Validation
 from learner.watch import watch
 from mocked_server.dispatch import PLAIN
 from mocked_server.generation import Generation
-from mocked_server.keys import KeyRing
-from mocked_server.server import MockedServer, bind
+from mocked_server.keys import KeyRing, secret_of_run
+from mocked_server.protocol import bind
+from mocked_server.server import MockedServer
 from mocked_server.vllm_engine import (
     EngineSettings,
     VLLMEngine,
@@ -75,19 +74,6 @@ logger = logging.getLogger(__name__)
 ENV_START_S = 60.0
 MAX_NUM_SEQS = 256
 """Most generations in one engine step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Books:
-    """The ledger and its views."""
-
-    ledger: Ledger
-    pool: TaskPool
-    rounds: MultiRoundBufferDataset
-    opened: dict[str, int]
-    """Groups of each task that earlier processes of this run opened."""
-    num_replays: int
-    """Groups given back by going back to a checkpoint."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,7 +141,7 @@ class Pipeline:
         scorer, manager = config.data.scorer, config.data.reward_manager
         self._rewards = Rewards(scorer, batch=manager == "batch") if scorer else None
         self._loops = self._make_loops()
-        self._keys = KeyRing()
+        self._keys = KeyRing(secret_of_run(self._folder, host=config.server.host))
         self._socket = bind(config.server.host, config.server.port)
         stack.callback(self._socket.close)
         with self._display.phase("preparing model and tasks"):
@@ -165,6 +151,8 @@ class Pipeline:
             ranks, (engine, server, books) = await self._start_heavy(stack, model)
         generation = Generation(engine, queue=server.prompt_queue, rounds=books.ledger)
         server.on_ended = generation.forget
+        for episode, rounds in books.running:
+            generation.resume(episode.episode_id, rounds)
         weights = Path(tempfile.mkdtemp(prefix="understudy-", dir=_fast_folder(self._folder)))
         stack.callback(shutil.rmtree, weights, ignore_errors=True)
         self._learn = LearnLoop(
@@ -187,7 +175,7 @@ class Pipeline:
                 config.env.command, env=env, cwd=Path.cwd(), log=self._folder / "env.log", deadline_s=ENV_START_S
             )
             stack.push_async_callback(parts.env.stop)
-        stack.enter_context(environment_files(self._folder, _files_of(server)))
+        stack.enter_context(environment_files(self._folder, server))
         return parts
 
     def _open_traces(self, stack: AsyncExitStack, server: MockedServer) -> Traces:
@@ -212,7 +200,7 @@ class Pipeline:
         files = config.data.task_files
         if config.data.make and (missing := [path for path in files if not Path(path).is_file()]):
             child = await Child.start(
-                resolve_command(config.data.make), env=_inherited(), cwd=Path.cwd(), log=self._folder / "data.log"
+                resolve_command(config.data.make), env=None, cwd=Path.cwd(), log=self._folder / "data.log"
             )
             if (code := await child.wait()) != 0:
                 raise TaskError(
@@ -222,6 +210,7 @@ class Pipeline:
         for path in filter(None, (*files, validation)):
             # a file that cannot be used is known before the engine starts
             await asyncio.to_thread(next, read_tasks(Path(path)))
+            await asyncio.to_thread(self._check_agent_names, Path(path))
         if config.model.path == "tiny":
             return await asyncio.to_thread(make_tiny_model, self._folder / "model", seed=config.run.seed)
         if not ((folder := Path(config.model.path)) / "config.json").is_file():
@@ -230,6 +219,18 @@ class Pipeline:
                 f"model.path must be a Hugging Face folder or `tiny`, got {folder} ({what}); download the model first"
             )
         return folder
+
+    def _check_agent_names(self, path: Path) -> None:
+        """Where nobody but our own loops plays, each row must name one of them."""
+        config = self._config
+        if self._loops is None or config.agents.command or config.env.command:
+            return
+        known = self._loops.names | ({PLAIN} if config.data.scorer else set())
+        for name, row in agent_names(path).items():
+            if name not in known:
+                raise TaskError(
+                    f"{path}, row {row}: agent_name must be {nearest(name, known)}; or name it in agents.loops"
+                )
 
     async def _start_heavy(
         self, stack: AsyncExitStack, model: Path
@@ -280,7 +281,8 @@ class Pipeline:
 
     async def _start_engine(self, stack: AsyncExitStack, model: Path) -> tuple[VLLMEngine, MockedServer, Books]:
         config = self._config
-        books = await self._open_books(stack)
+        books = await open_books(config, folder=self._folder, resume=self._resume, checkpoint=self._checkpoint)
+        stack.callback(books.ledger.close)
         settings = EngineSettings(
             model_path=model, served_name="policy", dtype=config.model.dtype,
             rollout=config.rollout, server=config.server, seed=config.run.seed,
@@ -298,36 +300,11 @@ class Pipeline:
             loops=self._loops, sock=self._socket, keys=self._keys,
         )  # fmt: skip
         server.put_to_sleep_with(engine)
+        for episode, rounds in books.running:
+            server.resume_episode(episode, rounds)
         await server.start()
         stack.push_async_callback(server.close)
         return engine, server, books
-
-    async def _open_books(self, stack: AsyncExitStack) -> Books:
-        """The ledger, back at the checkpoint where one is resumed."""
-        config = self._config
-        ledger = Ledger(self._folder / "ledger.sqlite", drop_equal=config.data.reward_manager == "dapo")
-        stack.callback(ledger.close)
-        num_replays = 0
-        if self._resume:
-            here = await asyncio.wrap_future(ledger.position())
-            start = Position(run_id=here.run_id, lineage=here.lineage, step=0)
-            target = self._checkpoint.position if self._checkpoint else start
-            num_replays = await asyncio.wrap_future(ledger.restore(target))
-        opened = await asyncio.wrap_future(ledger.times_opened())
-        pool = TaskPool(
-            ledger,
-            group_size=config.buffer.group_size,
-            groups_per_step=config.buffer.groups_per_step,
-            max_policy_lag=config.buffer.max_policy_lag,
-            max_running=config.agents.concurrency,
-            max_attempts=config.agents.max_attempts,
-            deadline_s=config.agents.episode_deadline_s,
-            version=self._start,
-            times_opened=opened,
-            held=self._resume,
-        )
-        rounds = MultiRoundBufferDataset(ledger, group_size=config.buffer.group_size)
-        return Books(ledger=ledger, pool=pool, rounds=rounds, opened=opened, num_replays=num_replays)
 
     def _validation(self, ledger: Ledger) -> Validation | None:
         if self._config.data.validation is None:
@@ -411,21 +388,6 @@ def start_ray() -> None:
     """A local Ray without dashboard."""
     with interrupts_blocked():
         ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
-
-
-def _files_of(server: MockedServer) -> dict[str, dict[str, str]]:
-    """What programs that are started by hand need: agents and scorers each have a key of their own."""
-    return {
-        "agent.env": server.environment(server.keys.worker),
-        "scorer.env": {"SERVER_URL": server.base_url, "SCORER_KEY": server.keys.scorer},
-        "admin.env": {"SERVER_URL": server.base_url, "ADMIN_KEY": server.keys.admin},
-    }
-
-
-def _inherited() -> dict[str, str]:
-    import os
-
-    return dict(os.environ)
 
 
 def _fast_folder(otherwise: Path) -> Path:

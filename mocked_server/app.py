@@ -4,10 +4,13 @@
 |------------------|--------|----------------------------------------------------------------------------------|
 | `GET /tasks`     | worker | leases the next episode: its key and its task (`?wait=` seconds; 204: none yet; 410: no more) |
 | `POST /tasks`    | admin  | adds tasks (`{"tasks": [row, ...]}` in verl's columns)                            |
-| `POST /scores`   | scorer | `{"episode_id", "score"}`, or `{"episode_id", "failed": reason}`                  |
+| `POST /scores`   | scorer | `{"episode_id", "score"}`, or `{"episode_id", "failed": reason}`; see `ScoreBody`  |
 | `GET /episode`   | scorer | the task with its ground truth, of the episode whose key is in `X-Episode-Key`    |
 | `GET /health`    | none   | 200 while the server answers                                                      |
 | `GET /status`    | admin  | counts of everything, as JSON                                                     |
+
+The administrator's routes are an application of their own, on a port of its own. Every route but `/health` has a key among
+its dependencies. While the disk is full, what would have to be stored is answered with 507 and Retry-After.
 """
 
 from __future__ import annotations
@@ -21,11 +24,24 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from buffers.errors import EpisodeClosed, ScoreConflict, ScoreError, TaskError, UnderstudyError, UnknownEpisode
+from buffers.errors import (
+    EpisodeClosed,
+    EpisodeError,
+    ScoreConflict,
+    ScoreError,
+    StorageFull,
+    TaskError,
+    UnderstudyError,
+    UnknownEpisode,
+)
+from buffers.records import ScoreDetail
 from buffers.task_pool import PoolClosed
 from mocked_server.keys import KeyRing
 
 MAX_WAIT_S = 60.0
+MAX_INDEX = 1 << 31
+RETRY_AFTER_S = 5
+"""Told to clients while the disk is full."""
 
 
 class Desk(Protocol):
@@ -35,10 +51,13 @@ class Desk(Protocol):
 
     async def lease_episode(self, *, wait_s: float) -> Leased | None: ...
     async def add_tasks(self, rows: list[dict[str, Any]]) -> int: ...
-    async def notify_score(self, episode_id: str, score: float) -> bool: ...
+    async def notify_score(self, episode_id: str, score: float, *, detail: ScoreDetail | None = None) -> bool: ...
     async def fail(self, episode_id: str, reason: str) -> None: ...
     def episode_view(self, episode_key: str) -> dict[str, Any]: ...
     def status(self) -> dict[str, Any]: ...
+    def check_storage(self) -> None:
+        """Raises StorageFull while the disk takes nothing."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,18 +75,37 @@ class Leased:
 
 
 class ScoreBody(BaseModel):
-    """Exactly one of `score` and `failed`."""
+    """Exactly one of `score` and `failed`. Without more the score is of the whole episode, which it ends."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    episode_id: str
+    episode_id: Annotated[str, Field(max_length=200)]
     score: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    failed: str | None = None
+    failed: Annotated[str, Field(max_length=500)] | None = None
+    round_index: Annotated[int, Field(ge=0, le=MAX_INDEX)] | None = None
+    """The score is of this model call of the episode, counted from 0 as they end."""
+    branch: Annotated[int, Field(ge=0, le=MAX_INDEX)] | None = None
+    """The score is of the branch that this model call is in."""
+    judge: Annotated[str, Field(max_length=100)] = ""
+    """An episode's score is the mean of its judges'."""
+    final: bool = True
+    """False: scores of other judges follow."""
+    revise: bool = False
+    """Replaces what this judge said before; possible until the episode is in a batch."""
 
     @model_validator(mode="after")
     def _one(self) -> ScoreBody:
         if (self.score is None) == (self.failed is None):
             raise ValueError("exactly one of score and failed must be given")
+        if self.round_index is not None and self.branch is not None:
+            raise ValueError("a score is of a round or of a branch, not both")
         return self
+
+    def detail(self) -> ScoreDetail | None:
+        """None: nothing beyond the score is said."""
+        detail = ScoreDetail(
+            round_index=self.round_index, branch=self.branch, judge=self.judge, final=self.final, revise=self.revise
+        )
+        return None if detail == ScoreDetail() else detail
 
 
 class TasksBody(BaseModel):
@@ -84,13 +122,24 @@ STATUS_OF: dict[type[UnderstudyError], int] = {
     ScoreError: 422,
     TaskError: 422,
     PoolClosed: 410,
+    EpisodeError: 422,
+    StorageFull: 507,
 }
 
 
 def build_app(desk: Desk) -> FastAPI:
-    """The routes of the table above."""
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    for router in (_open_routes(), _worker_routes(desk), _scorer_routes(desk), _admin_routes(desk)):
+    """The routes of agents and scorers."""
+    return _app_of(_open_routes(), _worker_routes(desk), _scorer_routes(desk))
+
+
+def build_admin_app(desk: Desk) -> FastAPI:
+    """The administrator's routes."""
+    return _app_of(_open_routes(), _admin_routes(desk))
+
+
+def _app_of(*routers: APIRouter) -> FastAPI:
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    for router in routers:
         app.include_router(router)
     app.add_exception_handler(UnderstudyError, _our_error)
     app.add_exception_handler(RequestValidationError, _invalid_request)
@@ -99,7 +148,10 @@ def build_app(desk: Desk) -> FastAPI:
 
 async def _our_error(_: Request, error: Exception) -> JSONResponse:
     status = next((code for kind, code in STATUS_OF.items() if isinstance(error, kind)), 500)
-    return _error(status, kind=type(error).__name__, message=str(error))
+    response = _error(status, kind=type(error).__name__, message=str(error))
+    if status == 507:
+        response.headers["retry-after"] = str(RETRY_AFTER_S)
+    return response
 
 
 async def _invalid_request(_: Request, error: Exception) -> JSONResponse:
@@ -158,10 +210,14 @@ def _scorer_routes(desk: Desk) -> APIRouter:
 
     @router.post("/scores")
     async def scores(body: ScoreBody) -> dict[str, Any]:
+        desk.check_storage()
         if body.score is None:
             await desk.fail(body.episode_id, body.failed or "no reason given")
             return {"episode_id": body.episode_id, "stored": True}
-        return {"episode_id": body.episode_id, "stored": await desk.notify_score(body.episode_id, body.score)}
+        return {
+            "episode_id": body.episode_id,
+            "stored": await desk.notify_score(body.episode_id, body.score, detail=body.detail()),
+        }
 
     @router.get("/episode")
     async def episode(x_episode_key: Annotated[str, Header()]) -> dict[str, Any]:
@@ -175,6 +231,7 @@ def _admin_routes(desk: Desk) -> APIRouter:
 
     @router.post("/tasks")
     async def add_tasks(body: TasksBody) -> dict[str, int]:
+        desk.check_storage()
         return {"added": await desk.add_tasks(body.tasks)}
 
     @router.get("/status")

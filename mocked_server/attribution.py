@@ -7,22 +7,26 @@ answered here, in the dialect's own error form; nothing of them is recorded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from buffers.errors import EpisodeClosed, EpisodeError, UnknownEpisode
+from buffers.errors import EpisodeClosed, EpisodeError, StorageFull, UnknownEpisode
+from mocked_server.app import RETRY_AFTER_S
 from mocked_server.calls import Call, current_call
-from mocked_server.dialects import GENERATE, MODELS, ROUTES, SLEEP, WAKE_UP, error_body
+from mocked_server.dialects import GENERATE, GENERATING, MODELS, ROUTES, SLEEP, WAKE_UP, error_body
 from mocked_server.episodes import Episodes
 from mocked_server.keys import PREFIX, KeyRing
+from mocked_server.retries import Event, Receive, Send
 
 PATH_PREFIX = "/e/"
 OPEN_TO_ALL_KEYS = frozenset({MODELS})
 OPEN_TO_WORKERS = frozenset({GENERATE, SLEEP, WAKE_UP})
 """Without an episode: what is generated then belongs to whoever asked, and is not recorded."""
+_FULL = StorageFull("nothing more can be recorded for now, the server's disk is full; send the request again later")
 CLOSED_TO_EPISODES = frozenset({SLEEP, WAKE_UP})
 
 
-def key_of(scope: dict[str, Any]) -> tuple[str | None, str]:
+def key_of(scope: Event) -> tuple[str | None, str]:
     """(key, path without the key's prefix) of a request."""
     path: str = scope["path"]
     if path.startswith(PATH_PREFIX):
@@ -42,13 +46,17 @@ class Attribution:
     """ASGI application: sets `current_call` for model requests of running episodes and refuses the others; hands all other
     paths to `others`."""
 
-    def __init__(self, models: Any, *, others: Any, keys: KeyRing, episodes: Episodes) -> None:
+    def __init__(
+        self, models: Any, *, others: Any, keys: KeyRing, episodes: Episodes, is_full: Callable[[], bool] = bool
+    ) -> None:
+        """`is_full`: nothing more can be recorded for now."""
         self._models = models
         self._others = others
         self._keys = keys
         self._episodes = episodes
+        self._is_full = is_full
 
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Event, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._others(scope, receive, send)
             return
@@ -69,6 +77,9 @@ class Attribution:
                 code="episode_closed" if closed else "invalid_api_key",
                 error=error,
             )
+            return
+        if path in GENERATING and self._is_full():
+            await _refuse(send, path, status=503, code="storage_full", error=_FULL, retry_after_s=RETRY_AFTER_S)
             return
         token = current_call.set(call)
         try:
@@ -91,7 +102,11 @@ class Attribution:
         raise UnknownEpisode("the API key opens no episode; use the api_key that came with the task")
 
 
-async def _refuse(send: Any, path: str, *, status: int, code: str, error: Exception) -> None:
+async def _refuse(
+    send: Any, path: str, *, status: int, code: str, error: Exception, retry_after_s: int | None = None
+) -> None:
     headers = [(b"content-type", b"application/json"), (b"x-should-retry", b"false")]
+    if retry_after_s is not None:
+        headers[-1] = (b"retry-after", str(retry_after_s).encode())
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": error_body(path, status=status, code=code, message=str(error))})

@@ -29,7 +29,7 @@ from typing import Any
 from buffers.errors import UnderstudyError
 from buffers.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
-from buffers.records import Row, Task
+from buffers.records import EpisodeScores, Row, Task
 from buffers.rows import episode_rows
 from buffers.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
@@ -108,7 +108,7 @@ class Rehearsal:
         live = self._server.episodes.get(leased.episode_id)
         causes = [round_.cause for round_ in live.rounds]
         stored = await asyncio.wrap_future(self._ledger.rounds(leased.episode_id))
-        rows = episode_rows(stored, group_id=live.episode.group_id, score=0.0)
+        rows = episode_rows(stored, group_id=live.episode.group_id, scores=EpisodeScores(whole=0.0))
         await self._server.fail(leased.episode_id, "checked")
         seen = Seen(
             command=command,

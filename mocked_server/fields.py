@@ -118,5 +118,5 @@ def _set_fields(message: dict[str, Any]) -> dict[str, Any]:
 def _parsed(body: bytes) -> Any:
     try:
         return json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -198,6 +198,10 @@ class Generation:
                 tree = self._trees.setdefault(prompt.episode_id, TokenTree(prompt.episode_id))
                 self._rounds.put_round(_grow(tree, prompt, response)).add_done_callback(self._stored)
 
+    def resume(self, episode_id: str, rounds: Sequence[Round]) -> None:
+        """An episode of an earlier process goes on after these rounds."""
+        self._trees[episode_id] = TokenTree(episode_id, rounds=rounds)
+
     def forget(self, episode_id: str) -> None:
         """The episode ended: its token tree is in the buffer."""
         self._trees.pop(episode_id, None)
@@ -217,4 +221,5 @@ def _grow(tree: TokenTree, prompt: Prompt, response: Response) -> Round:
         logprobs=response.logprobs,
         versions=response.versions,
         finish_reason=response.finish_reason,
+        memo=prompt.memo,
     )

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from mocked_server.calls import Call, current_call
 from mocked_server.dialects import GENERATING, as_anthropic, error_body, is_anthropic
+from mocked_server.door import MAX_BODY_BYTES, BodyRefused, answer_refused, read_body, replaying
 from mocked_server.fields import refused, without_nulls
 from mocked_server.retries import Answer, App, Event, Receive, Send
 
@@ -44,7 +45,11 @@ class Intake:
         path: str = scope["path"]
         if is_anthropic(path) or self.observer is not None:
             send = self._with_errors_seen(path, send)
-        body = await _read(receive)
+        try:
+            body = await read_body(scope, receive, max_bytes=MAX_BODY_BYTES)
+        except BodyRefused as error:
+            await answer_refused(send, path, error)
+            return
         if body is None:
             return
         if self.observer is not None:
@@ -58,7 +63,7 @@ class Intake:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         count = next((value for name, value in headers if name == RETRY_COUNT), b"")
         if scope["path"] not in GENERATING or not count.isdigit():
-            await self._app(scope, _replaying(body, receive), send)
+            await self._app(scope, replaying(body, receive), send)
             return
         key = hashlib.blake2b(body, digest_size=16, key=scope["path"].encode()).digest()
         attempt = int(count)
@@ -94,28 +99,6 @@ class Intake:
             await send({"type": "http.response.body", "body": body})
 
         return translate
-
-
-async def _read(receive: Receive) -> bytes | None:
-    """The whole body; None when the client went away before it was sent."""
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
-
-
-def _replaying(body: bytes, receive: Receive) -> Receive:
-    """`receive` once more from the beginning."""
-    messages: list[Event] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replay() -> Event:
-        return messages.pop() if messages else await receive()
-
-    return replay
 
 
 async def _refuse(send: Send, path: str, *, param: str, message: str) -> None:

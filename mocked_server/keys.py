@@ -1,4 +1,4 @@
-"""Credentials: who may call what. No state but one random secret per run.
+"""Credentials: who may call what. No state but one random secret per run, which may lie in a file beside its ledger.
 
 Four kinds of key, each derived from the run's secret and useless for any other purpose:
 
@@ -7,24 +7,40 @@ Four kinds of key, each derived from the run's secret and useless for any other 
 - the *scorer* key reports scores and reads ground truths; agents never see it;
 - the *admin* key adds tasks and reads the server's state.
 
-Keys are compared in constant time and never logged.
+Keys are compared in constant time and never logged. A server that others than this machine can reach is given a secret
+that its operator made: `python -m mocked_server.keys FILE`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
+import os
 import secrets
+import stat
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from buffers.errors import UnderstudyError
 
 PREFIX = "us-"
 DIGEST_CHARS = 32
+SECRET_BYTES = 32
+SECRET_FILE = "server.key"
+_NEW = os.O_CREAT | os.O_WRONLY | os.O_EXCL
+
+
+class SecretError(UnderstudyError):
+    """There is no secret where there must be one, or it can be read by others."""
 
 
 class KeyRing:
     """Makes and checks keys. `secret` is 32 random bytes unless the same keys must survive a restart."""
 
     def __init__(self, secret: bytes | None = None) -> None:
-        self._secret = secret or secrets.token_bytes(32)
+        self._secret = secret or secrets.token_bytes(SECRET_BYTES)
         self.worker = PREFIX + "worker-" + self._digest("worker")
         self.scorer = PREFIX + "scorer-" + self._digest("scorer")
         self.admin = PREFIX + "admin-" + self._digest("admin")
@@ -48,3 +64,57 @@ class KeyRing:
     def same(given: str, expected: str) -> bool:
         """Constant-time comparison of two keys (any text may be given)."""
         return hmac.compare_digest(given.encode(), expected.encode())
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens there."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_host(host: str, *, secret: Path) -> None:
+    """Raises SecretError when others could reach the server and nobody made a secret for it."""
+    if not is_loopback(host) and not secret.is_file():
+        raise SecretError(
+            f"server.host={host} can be reached by others, it needs a secret of yours in {secret}, got none; make one with "
+            f"`python -m mocked_server.keys {secret}`, or set server.host=127.0.0.1"
+        )
+
+
+def read_secret(path: Path) -> bytes:
+    """The secret in this file. Raises SecretError when it is short, or not its owner's alone."""
+    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+        raise SecretError(f"{path} must be readable by its owner only; set its rights with `chmod 600 {path}`")
+    secret = path.read_bytes()
+    if len(secret) < SECRET_BYTES:
+        raise SecretError(
+            f"{path} must hold {SECRET_BYTES} random bytes, got {len(secret)}; remove it and make it anew"
+        )
+    return secret
+
+
+def secret_of_run(folder: Path, *, host: str) -> bytes:
+    """The secret of the run in `folder`, in a file beside its ledger; on a host that others can reach, one that follows from the
+    operator's (`server.key` beside the runs). Raises SecretError."""
+    if is_loopback(host):
+        return make_secret(folder / SECRET_FILE)
+    shared = folder.parent / SECRET_FILE
+    check_host(host, secret=shared)
+    return hmac.digest(read_secret(shared), folder.name.encode(), "sha256")
+
+
+def make_secret(path: Path) -> bytes:
+    """A new secret in a new file (mode 0600); the one that is there, if it is."""
+    with suppress(FileExistsError), os.fdopen(os.open(path, _NEW, 0o600), "wb") as sink:
+        sink.write(secrets.token_bytes(SECRET_BYTES))
+        sink.flush()
+        os.fsync(sink.fileno())
+    return read_secret(path)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m mocked_server.keys FILE")
+    make_secret(Path(sys.argv[1]))

@@ -11,54 +11,41 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
-from buffers.errors import EngineError, EpisodeClosed, EpisodeError, UnderstudyError, UnknownEpisode
+from buffers.errors import EngineError, EpisodeClosed, EpisodeError, StorageFull, UnderstudyError, UnknownEpisode
 from buffers.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.parquet import tasks_of_rows
 from buffers.prompt_queue import PromptQueue
-from buffers.records import Episode
+from buffers.records import Episode, Round, ScoreDetail
 from buffers.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
-from mocked_server.app import Leased, build_app
+from mocked_server.app import Leased, build_admin_app, build_app
 from mocked_server.attribution import Attribution
 from mocked_server.dispatch import PLAIN, Dispatch, Play, ScoreFn
+from mocked_server.door import MAX_BODY_BYTES, MAX_DESK_BYTES, BodyLimit, Door
 from mocked_server.episodes import Episodes
 from mocked_server.intake import Intake
 from mocked_server.keys import KeyRing
+from mocked_server.protocol import PatientProtocol, QuietServer, ServerError, bind
+from mocked_server.resume import remember
 from mocked_server.trajectories import LoopPlayer, check_trajectories
-from mocked_server.vllm_app import QueueClient, Sleeper, build_serving_app
+from mocked_server.vllm_app import QueueClient, build_serving_app
 from mocked_server.vllm_engine import EngineSettings, cpu_environment, make_args, make_vllm_config
+from mocked_server.vllm_tokens import Sleeper
 
 logger = logging.getLogger(__name__)
 
-NotifyScore = Callable[[str, float], Any]
-
-
-class ServerError(UnderstudyError):
-    """The server cannot listen."""
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, or ServerError naming the port in use."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        raise ServerError(
-            f"server.host:server.port must be free to listen on, got {host}:{port} ({error.strerror}); "
-            "set server.port=0 for any free port"
-        ) from None
-    return sock
+NotifyScore = Callable[..., Any]
+"""(episode_id, score) and, when a scorer says more than that, `detail=ScoreDetail(...)`."""
 
 
 class MockedServer:
@@ -101,6 +88,7 @@ class MockedServer:
             vllm_config, queue=self.prompt_queue, rollout=rollout, strict=server.replay_match == "strict"
         )
         self._socket = sock or bind(server.host, server.port)
+        self._admin_socket = bind("127.0.0.1", 0)
         self._host = server.host
         self._loop: asyncio.AbstractEventLoop | None = None
         self._uvicorn: uvicorn.Server | None = None
@@ -111,6 +99,11 @@ class MockedServer:
     def base_url(self) -> str:
         """Root of the server, without /v1."""
         return f"http://{self._host}:{self._socket.getsockname()[1]}"
+
+    @property
+    def admin_url(self) -> str:
+        """Root of the administrator's routes; on this machine only, whatever `server.host` is."""
+        return f"http://127.0.0.1:{self._admin_socket.getsockname()[1]}"
 
     @property
     def model(self) -> str:
@@ -142,9 +135,9 @@ class MockedServer:
         """Serve on the running event loop; returns when requests are answered."""
         self._loop = asyncio.get_running_loop()
         self.intake = Intake(await build_serving_app(self._args, self._client))
-        outer = Attribution(self.intake, others=build_app(self), keys=self.keys, episodes=self.episodes)
         config = uvicorn.Config(
-            outer,
+            self._front(),
+            http=PatientProtocol,
             log_config=None,
             log_level="warning",
             access_log=False,
@@ -152,10 +145,12 @@ class MockedServer:
             timeout_keep_alive=120,
             lifespan="off",
         )
-        self._uvicorn = _QuietServer(config)
+        self._uvicorn = QuietServer(config)
         started = asyncio.Event()
         self._uvicorn.on_started = started.set
-        self._serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._socket]), name="serve")
+        self._serving = asyncio.create_task(
+            self._uvicorn.serve(sockets=[self._socket, self._admin_socket]), name="serve"
+        )
         waiter = asyncio.create_task(started.wait())
         await asyncio.wait({waiter, self._serving}, return_when=asyncio.FIRST_COMPLETED)
         if not started.is_set():
@@ -164,6 +159,17 @@ class MockedServer:
         self._pooling = asyncio.create_task(self.pool.run(), name="pool")
         if self._dispatch is not None:
             self._dispatching = asyncio.create_task(self._dispatch.run(), name="dispatch")
+
+    def _front(self) -> Door:
+        """What listens: the model API, the desks and, on its own port, the administrator's."""
+        desks = BodyLimit(build_app(self), max_bytes=MAX_DESK_BYTES)
+        return Door(
+            Attribution(
+                self.intake, others=desks, keys=self.keys, episodes=self.episodes, is_full=lambda: self.pool.is_full
+            ),
+            admin=BodyLimit(build_admin_app(self), max_bytes=MAX_BODY_BYTES),
+            admin_port=self._admin_socket.getsockname()[1],
+        )
 
     async def wait(self) -> None:
         """Until the server is closed; raises when the pool's loop or the HTTP server failed."""
@@ -189,6 +195,7 @@ class MockedServer:
             self._uvicorn.force_exit = True
             await self._serving
         self._socket.close()
+        self._admin_socket.close()
 
     def stop(self) -> None:
         """`close` from another thread; returns when the server has ended."""
@@ -246,9 +253,18 @@ class MockedServer:
             seed=episode.seed,
         )
 
-    async def notify_score(self, episode_id: str, score: float) -> bool:
-        """Store a score; True when it is new, False when the same was stored before. Durable when this returns."""
-        stored = await asyncio.to_thread(self._notify_score, episode_id, score)
+    def resume_episode(self, episode: Episode, rounds: Sequence[Round]) -> None:
+        """An episode of an earlier process goes on: its key opens the model API again, which continues these rounds."""
+        self.open_episode(episode)
+        tokenizer = self._client.renderer.get_tokenizer()
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        remember(self.episodes.get(episode.episode_id), rounds, decode=decode)
+
+    async def notify_score(self, episode_id: str, score: float, *, detail: ScoreDetail | None = None) -> bool:
+        """Store a score; True when it is new, False when the same was stored before. Durable when this returns. `detail`:
+        what it is of and whose, for a `notify_score_fn` that takes it."""
+        more = {} if detail is None else {"detail": detail}
+        stored = await asyncio.to_thread(self._notify_score, episode_id, score, **more)
         if stored is not False:
             self.num_scored += 1
         return stored is not False
@@ -289,24 +305,14 @@ class MockedServer:
         live = self.episodes.get(episode_id)
         return {"episode_id": episode_id, "task": live.episode.task.private()}
 
+    def check_storage(self) -> None:
+        """Raises StorageFull while the ledger's disk is full."""
+        if self.pool.is_full:
+            raise StorageFull("the ledger's disk is full; free some space, then send this again")
+
     def status(self) -> dict[str, Any]:
         """Counts for `GET /status`."""
         return {"prompts_waiting": self.prompt_queue.qsize(), **self.episodes.metrics(), **self.pool.metrics()}
-
-
-class _QuietServer(uvicorn.Server):
-    """uvicorn without its own signal handlers (the run has its own), telling when it listens."""
-
-    on_started: Callable[[], None]
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self.on_started()
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
 
 
 def create_and_launch_task_pool(

@@ -36,10 +36,12 @@ def make_round(
     )
 
 
-def open_running(ledger: Ledger, *, task: int, group_size: int = 1, version: int = 0) -> list[Episode]:
+def open_running(
+    ledger: Ledger, *, task: int, group_size: int = 1, version: int = 0, min_size: int | None = None
+) -> list[Episode]:
     """A group whose members run."""
     ledger.put_tasks([make_task(task)])
-    episodes = ledger.open_group(f"t:{task}", instance=0, group_size=group_size).result()
+    episodes = ledger.open_group(f"t:{task}", instance=0, group_size=group_size, min_size=min_size).result()
     for episode in episodes:
         ledger.start_episode(episode.episode_id, version=version).result()
     return episodes

@@ -19,6 +19,7 @@ from buffers.records import Round, Task
 from buffers.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.generation import Generation
+from mocked_server.keys import KeyRing
 from mocked_server.server import MockedServer
 from mocked_server.vllm_engine import EngineSettings, make_args, make_vllm_config
 
@@ -89,7 +90,16 @@ class ScriptedEngine:
 class ServerThread:
     """The server and its generation loop on an event loop in a thread. `lease()` gives an OpenAI client for a new episode."""
 
-    def __init__(self, model: Path, *, rollout: RolloutConfig, group_size: int = 1, **server: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *,
+        rollout: RolloutConfig,
+        group_size: int = 1,
+        ledger: Ledger | None = None,
+        keys: KeyRing | None = None,
+        **server: Any,
+    ) -> None:
         settings = EngineSettings(
             model_path=model, served_name="policy", dtype="float32", rollout=rollout, server=ServerConfig(**server)
         )
@@ -97,7 +107,8 @@ class ServerThread:
         self._vllm_config = make_vllm_config(self._args)
         self._settings = settings
         self._group_size = group_size
-        self.ledger = Ledger(None)
+        self.ledger = ledger or Ledger(None)
+        self._keys = keys
         self.rounds = MultiRoundBufferDataset(self.ledger)
         self.score_fn: Callable[[Task, str], float] | None = None
         self.loops: Any = None
@@ -125,6 +136,7 @@ class ServerThread:
             server=self._settings.server,
             pool=self.pool,
             notify_score_fn=self.rounds.notify_score,
+            keys=self._keys,
             score_fn=lambda task, text: self.score_fn(task, text) if self.score_fn else 0.0,
             loops=self.loops,
         )
@@ -135,7 +147,17 @@ class ServerThread:
         self.engine = engine or ScriptedEngine(lambda _: self.ids("ok"), decode=decode)
         self.generation = Generation(self.engine, queue=self.server.prompt_queue, rounds=self.ledger)
         self.server.on_ended = self.generation.forget
+        await self._resume()
         self._generating = asyncio.create_task(self.generation.run())
+
+    async def _resume(self) -> None:
+        """As `learner.pipeline` does it."""
+        episodes = self.ledger.running_episodes().result()
+        self.pool.take_over(episodes)
+        for episode in episodes:
+            rounds = self.ledger.rounds(episode.episode_id).result()
+            self.server.resume_episode(episode, rounds)
+            self.generation.resume(episode.episode_id, rounds)
 
     def serving_app(self) -> Any:
         """vLLM's application."""
@@ -177,8 +199,10 @@ class ServerThread:
         return leased.episode_id, OpenAI(base_url=f"{self.server.base_url}/v1", api_key=leased.api_key, max_retries=0)
 
     def http(self, key: str = "") -> httpx.Client:
+        """The administrator has a port of its own."""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return httpx.Client(base_url=self.server.base_url, headers=headers, timeout=30)
+        url = self.server.admin_url if key == self.server.keys.admin else self.server.base_url
+        return httpx.Client(base_url=url, headers=headers, timeout=30)
 
     def stored(self, episode_id: str) -> list[Round]:
         """The episode's rounds in the ledger."""

@@ -40,8 +40,8 @@ STANDS_ALONE = "agents/examples/"
 OWNERS = {
     "vllm": {"mocked_server/vllm_*.py", "agents/vllm_*.py"},
     "fastapi": {"mocked_server/app.py"},
-    "uvicorn": {"mocked_server/server.py"},
-    "pyarrow": {"buffers/parquet.py"},
+    "uvicorn": {"mocked_server/server.py", "mocked_server/protocol.py"},
+    "pyarrow": {"buffers/parquet.py", "buffers/ledger_export.py"},
     "sqlite3": {"buffers/ledger*.py"},
     "torch.distributed": {"learner/fsdp.py", "learner/checkpoint.py"},
     "ray": {"learner/ranks.py", "learner/pipeline.py", "agents/loop_manager.py"},

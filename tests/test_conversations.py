@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from buffers.records import EpisodeScores
 from buffers.rows import episode_rows
 from tests.server_parts import whole_prompt
 
@@ -106,7 +107,7 @@ def test_no_sampled_token_is_lost_or_trained_twice(tools_server, seed):
     assert len(rounds) >= agent.num_answers  # several choices of one prompt are several rounds
     assert any(round_.parent is not None for round_ in rounds)
     trained = Counter()
-    for row in episode_rows(rounds, group_id=0, score=1.0):
+    for row in episode_rows(rounds, group_id=0, scores=EpisodeScores(whole=1.0)):
         assert len(row.ids) == len(row.mask)
         for index in np.unique(row.rounds[row.mask == 1]):
             trained[int(index)] += 1

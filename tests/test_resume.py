@@ -17,7 +17,7 @@ from torch import equal
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(400)]
 
 SMALL = ("warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=2", "agents.concurrency=16")
-CLOCKS = ("time/", "throughput/", "pool/", "generation/", "tracker/")
+CLOCKS = ("time/", "throughput/", "pool/", "books/", "generation/", "tracker/")
 
 
 def kill(run: Run) -> None:

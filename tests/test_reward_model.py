@@ -76,14 +76,20 @@ def test_passes_hold_the_budget_and_without_a_padding_token_one_row_each(
     expected = RewardModel(str(folder))(tasks, ANSWERS)
     model = RewardModel(str(own))
     shapes: list[tuple[int, ...]] = []
-    model._model.register_forward_pre_hook(
-        lambda module, words, named: shapes.append(tuple(words[0].shape)), with_kwargs=True
-    )
+    seen: list[int] = []
+
+    def note(module: Any, words: Any, named: Any) -> None:
+        shapes.append(tuple(words[0].shape))
+        seen.append(int(named["attention_mask"].sum()))
+
+    model._model.register_forward_pre_hook(note, with_kwargs=True)
     monkeypatch.setattr(reward_model, "PASS_TOKENS", 150)
     assert model(tasks, ANSWERS) == pytest.approx(expected, abs=1e-4)
     assert sum(rows for rows, _ in shapes) == 4
     assert all(rows == 1 or rows * width <= 150 for rows, width in shapes)
     assert max(rows for rows, _ in shapes) == (2 if padded else 1)
+    texts = [model._shown(one, answer) for one, answer in zip(tasks, ANSWERS, strict=True)]
+    assert sum(seen) == sum(len(model._tokenizer(text)["input_ids"]) for text in texts)  # no padding is looked at
 
 
 def test_an_answer_that_is_too_long_is_no_number_and_spoils_no_other(

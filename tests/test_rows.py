@@ -10,13 +10,13 @@ from buffer_parts import make_round
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffers.records import Round, Row
+from buffers.records import EpisodeScores, Round, Row
 from buffers.rows import episode_rows
 from buffers.token_tree import TokenTree
 
 
 def rows_of(rounds: list[Round]) -> list[Row]:
-    return episode_rows(rounds, group_id=4, score=0.5)
+    return episode_rows(rounds, group_id=4, scores=EpisodeScores(whole=0.5))
 
 
 def test_a_linear_episode_is_one_row_that_trains_all_its_sampled_tokens() -> None:

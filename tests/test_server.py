@@ -224,7 +224,8 @@ def test_an_agent_cannot_score_itself(served):
         with served.http(key) as http:
             assert http.post("/scores", json={"episode_id": episode, "score": 1.0}).status_code == 401
             assert http.get("/episode", headers={"X-Episode-Key": client.api_key}).status_code == 401
-            assert http.get("/status").status_code == 401
+            assert http.get("/status").status_code == 404
+            assert http.get(f"{served.server.admin_url}/status").status_code == 401
 
 
 def test_the_scorer_sees_the_ground_truth_and_the_agent_does_not(served):

@@ -397,4 +397,52 @@ async def test_metrics_count_slots_by_what_became_of_them() -> None:
             "pool/stale": 0,
             "pool/closed": 0,
             "pool/admissible_groups": 1,
+            "books/scored": 1,
+            "books/open": 0,
+            "books/ready": 1,
+            "books/leased": 0,
+            "books/trained": 0,
+            "books/evicted": 0,
+            "books/dead": 0,
+            "books/validation": 0,
+            "books/difference": 0,
         }
+
+
+async def test_a_nearly_full_disk_stops_new_episodes_and_they_start_again_by_themselves() -> None:
+    room = [False]
+    async with running_pool(has_room=lambda: room[0]) as setup:
+        await setup.pool.put([make_task(0)])
+        assert await setup.pool.lease(wait_s=0.05) is None
+        assert setup.ledger.counts()["groups/open"] == 0
+        waiting = asyncio.create_task(setup.pool.lease(wait_s=60.0))
+        await asyncio.sleep(0)
+        room[0] = True
+        setup.clock.advance(1.0)
+        assert (await waiting) is not None
+
+
+async def test_members_without_an_attempt_left_shrink_their_group_to_its_least_size() -> None:
+    async with running_pool(group_size=3, min_group_size=2, max_attempts=1) as setup:
+        await setup.pool.put([make_task(0)])
+        first, second, third = [await setup.lease() for _ in range(3)]
+        await setup.pool.fail(first.episode_id, "lost")
+        await setup.play(second)
+        await setup.play(third)
+        batch = setup.ledger.claim(1, min_version=0).result()
+        assert batch is not None and len(batch.rows) == 2 and setup.pool.metrics()["pool/running"] == 0
+
+
+async def test_a_pool_takes_over_what_an_earlier_process_started(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with Ledger(path) as ledger:
+        async with running_pool(ledger=ledger) as setup:
+            await setup.pool.put([make_task(0)])
+            episode = await setup.lease()
+    with Ledger(path, keep_running=True) as ledger:
+        async with running_pool(ledger=ledger, max_running=1) as setup:
+            setup.pool.take_over(ledger.running_episodes().result())
+            assert setup.pool.metrics()["pool/running"] == 1
+            await setup.play(episode)
+            assert setup.pool.metrics()["pool/running"] == 0
+            assert ledger.counts()["groups/ready"] == 1

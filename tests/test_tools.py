@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -249,10 +250,26 @@ class FakeSchema(BaseTool):
     """Nothing but a schema."""
 
 
+class SchemaServer(BaseHTTPRequestHandler):
+    """Serves a schema that everything fits."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *args: object) -> None:
+        """Says nothing."""
+
+
 async def test_a_schema_elsewhere_is_not_fetched():
-    tool = FakeSchema({}, schema("far", a={"$ref": "http://127.0.0.1:9/schema.json"}))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), SchemaServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    tool = FakeSchema({}, schema("far", a={"$ref": f"http://127.0.0.1:{server.server_port}/schema.json"}))
     async with Toolbox([tool]).open() as tools:
         outcome = await tools.call("far", {"a": 1})
+    server.shutdown()
+    server.server_close()
     assert outcome.error is ToolFault.BAD_ARGUMENTS and "refers to what is not in it" in outcome.text
 
 

@@ -6,13 +6,14 @@ import asyncio
 import json
 import os
 import resource
+import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from agents.tools.python_tool import PythonTool
-from agents.tools.sandbox import CHILD, ChildLimits, ChildSandbox, SandboxResult
+from agents.tools.sandbox import CHILD, SYSTEM, ChildLimits, ChildSandbox, SandboxResult
 from agents.tools.toolbox import Toolbox
 from buffers.errors import ToolError
 
@@ -210,15 +211,19 @@ async def test_code_that_is_too_long_is_refused():
 
 
 async def test_without_user_namespaces_the_fence_still_holds():
-    """Inside the sandbox there are none to be had: there, the same program asks what the kernel grants."""
-    spec = {"probe": True, "environment": {}, "readable": [], "cpu_s": 9, "memory_mb": 999, "disk_mb": 9, "threads": 9}
+    """Inside the sandbox there are none to be had: there, the same program asks what the kernel grants, and runs code."""
+    readable = [sys.prefix, sys.base_prefix, *SYSTEM]
+    spec = {"environment": {}, "readable": readable, "cpu_s": 9, "memory_mb": 999, "disk_mb": 2, "threads": 9}
     code = f"""
 import json, os, sys
 os.mkdir("work")
-spec = {spec!r} | dict(folder=os.getcwd(), python=sys.executable)
+open("program.py", "w").write("open('large', 'wb').write(b'x' * (3 << 20))")
+spec = {spec!r} | dict(folder=os.getcwd(), python=sys.executable, probe=PROBE)
 os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", {CHILD.read_text()!r}, json.dumps(spec)])
 """
-    outer = ChildSandbox()
+    outer = ChildSandbox(concurrency=2)
     granted = await outer.capabilities()
-    inner = await outer.run(code, deadline_s=30)
+    probe, run = [outer.run(code.replace("PROBE", word), deadline_s=30) for word in ("True", "False")]
+    inner, written = await asyncio.gather(probe, run)
     assert json.loads(inner.output) == {**granted, "disk": False}
+    assert written.output.endswith("OSError: [Errno 27] File too large\n")

@@ -1,0 +1,165 @@
+"""What `benchmarks.buffer` times: the ledger, the limits beside it, and a ledger filled with many groups.
+
+Every function returns seconds. Rows have `tokens` tokens, a quarter of them prompt. Run as a script with an address it is the other
+process, which puts rows over the endpoint: `python -m benchmarks.buffer_parts HOST PORT EPISODES...`.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from buffers.codec import encode
+from buffers.endpoint import RowClient
+from buffers.ledger import Ledger
+from buffers.ledger_input import body_of
+from buffers.ledger_schema import open_database
+from buffers.records import Round, Task
+
+SECRET = b"benchmark" * 4
+BATCH = 64
+
+
+def row(episode_id: str, *, tokens: int, index: int = 0) -> Round:
+    sampled = tokens - tokens // 4
+    return Round(
+        episode_id=episode_id,
+        round_index=index,
+        parent=None,
+        tail_ids=np.arange(tokens - sampled, dtype=np.int32),
+        sampled_ids=np.arange(sampled, dtype=np.int32),
+        logprobs=np.linspace(-2, 0, sampled, dtype=np.float32),
+        versions=np.zeros(sampled, dtype=np.int32),
+    )
+
+
+def open_episodes(ledger: Ledger, *, number: int, first: int = 0) -> list[str]:
+    """Running episodes of one group each."""
+    ledger.put_tasks([Task(task_id=f"t{first + n}", prompt=[]) for n in range(number)]).result()
+    for n in range(number):
+        ledger.open_group(f"t{first + n}", instance=0, group_size=1)
+    return [episode.episode_id for episode in ledger.start_pending(limit=number, version=0).result()]
+
+
+def put_rows(address: tuple[str, int], *, episodes: list[str], size: int, tokens: int) -> list[float]:
+    """From this process, over the endpoint: each put is on disk when it is answered."""
+    seconds = []
+    with RowClient(address, secret=SECRET) as client:
+        for start in range(0, len(episodes) - size + 1, size):
+            rounds = [row(name, tokens=tokens) for name in episodes[start : start + size]]
+            began = time.perf_counter()
+            errors = client.put_rounds(rounds)
+            seconds.append(time.perf_counter() - began)
+            assert not any(errors), errors
+    return seconds
+
+
+def train_batches(ledger: Ledger, *, episodes: list[str], size: int) -> list[float]:
+    """Claim, read and commit batches of `size` rows."""
+    for episode_id in episodes:
+        ledger.notify_score(episode_id, 1.0)
+    seconds, step = [], ledger.position().result().step
+    for _ in range(len(episodes) // size):
+        step += 1
+        began = time.perf_counter()
+        batch = ledger.claim(size, min_version=0).result()
+        assert batch is not None
+        ledger.commit_step(batch.lease_id, step=step, version=step).result()
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def sqlite_puts(path: Path, *, times: int, size: int, tokens: int) -> list[float]:
+    """The limit: the same bytes into one table, one transaction for each put, as durable."""
+    body, seconds = encode(body_of(row("x", tokens=tokens))), []
+    db = sqlite3.connect(path, isolation_level=None)
+    for pragma in ("page_size = 16384", "journal_mode = WAL", "synchronous = FULL"):
+        db.execute(f"PRAGMA {pragma}")
+    db.execute("CREATE TABLE row(id INTEGER PRIMARY KEY, body BLOB NOT NULL)")
+    for _ in range(times):
+        began = time.perf_counter()
+        db.execute("BEGIN IMMEDIATE")
+        db.executemany("INSERT INTO row(body) VALUES (?)", [(body,)] * size)
+        db.execute("COMMIT")
+        seconds.append(time.perf_counter() - began)
+    db.close()
+    return seconds
+
+
+def memory_copies(*, times: int, tokens: int) -> list[float]:
+    batch = np.zeros(BATCH * len(encode(body_of(row("x", tokens=tokens)))), dtype=np.uint8)
+    seconds = []
+    for _ in range(times):
+        began = time.perf_counter()
+        batch.copy()
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def arrow_writes(path: Path, *, times: int, tokens: int) -> list[float]:
+    """Arrow IPC into shared memory, without any durability."""
+    seconds = []
+    rounds = [body_of(row("x", tokens=tokens)) for _ in range(BATCH)]
+    for _ in range(times):
+        began = time.perf_counter()
+        table = pa.table(
+            {
+                name: [getattr(body, name) for body in rounds]
+                for name in ("tail_ids", "sampled_ids", "logprobs", "versions")
+            }
+        )
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def fill(path: Path, *, groups: int) -> None:
+    """A ledger with so many ready groups, of one short row each: what a claim has to find its way in."""
+    Ledger(path).close()
+    db, owner = open_database(path)
+    body = encode(body_of(row("x", tokens=8)))
+    db.execute("PRAGMA synchronous = OFF")
+    db.execute("BEGIN")
+    db.execute("INSERT INTO task VALUES ('t', '{\"prompt\": []}')")
+    for table, columns, values in (
+        ("grp", "group_id, task_id, instance, size, min_size", lambda n: (n, "t", n, 1, 1)),
+        ("episode", "episode_id, group_id, sample_index, attempt, num_rounds, num_tokens, min_version",
+         lambda n: (f"{n}-0-0", n, 0, 0, 1, 6, 0)),
+        ("round", "episode_id, round_index, num_sampled, finish_reason, body", lambda n: (f"{n}-0-0", 0, 6, "stop", body)),
+        ("score", "episode_id, value, verdict", lambda n: (f"{n}-0-0", 1.0, "stored")),
+    ):  # fmt: skip
+        marks = ", ".join("?" * len(columns.split(",")))
+        db.executemany(f"INSERT INTO {table}({columns}) VALUES ({marks})", map(values, range(1, groups + 1)))
+    db.execute("UPDATE episode SET state = 'scored', score = 1.0")
+    db.execute("UPDATE grp SET num_scored = 1, state = 'ready', min_version = 0")
+    db.execute("COMMIT")
+    db.close()
+    if owner is not None:
+        owner.close()
+
+
+def claims(ledger: Ledger, *, times: int, size: int) -> Iterator[float]:
+    """Seconds of each claim of `size` groups; they stay leased."""
+    for _ in range(times):
+        began = time.perf_counter()
+        assert ledger.claim(size, min_version=0).result() is not None
+        yield time.perf_counter() - began
+
+
+def main() -> None:
+    host, port, size, tokens, *episodes = sys.argv[1:]
+    put_rows((host, int(port)), episodes=episodes[: int(size)], size=int(size), tokens=int(tokens))
+    seconds = put_rows((host, int(port)), episodes=episodes[int(size) :], size=int(size), tokens=int(tokens))
+    print(json.dumps(seconds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Rows from other processes and machines: a socket that takes rounds as the bytes in which they are stored.
+
+`RowEndpoint` listens beside a `Ledger`, in threads of its own; `RowClient` is what a server on another node holds. A frame is
+answered once its rounds are on disk. Both sides prove with each frame that they know the secret: HMAC-SHA256 over the
+connection's nonces, the frame's number and its content, so that nothing can be forged, changed, repeated or taken from another
+connection; what is said is not secret. Invariants: nothing is unpickled or evaluated; no frame is larger than
+`MAX_FRAME_BYTES`; a body is decoded and checked before it is stored. It carries rounds only: leases and steps stay with the
+ledger's own process.
+
+    frame: u32 header bytes, u32 body bytes, 32 bytes MAC, header (JSON), body (the rounds' stored bodies one after another)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Self
+
+from buffers.codec import decode, encode
+from buffers.errors import EpisodeError, UnderstudyError
+from buffers.ledger import Ledger
+from buffers.ledger_episodes import StoredRound
+from buffers.ledger_input import body_of, stored_body
+from buffers.records import Round
+
+logger = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+MAX_HEADER_BYTES = 1024 * 1024
+RECEIVE_S = 30.0
+"""For the rest of a frame that has begun."""
+_NONCE = 32
+_SIZES = struct.Struct("<II")
+_FIELDS = ("episode_id", "round_index", "parent", "finish_reason")
+
+
+class EndpointError(UnderstudyError):
+    """The other side is not who it should be, or said what no frame can say."""
+
+
+class Channel:
+    """One connection of either side: frames out, frames in, each numbered and proven."""
+
+    def __init__(self, sock: socket.socket, *, secret: bytes, listens: bool) -> None:
+        self._sock = sock
+        sock.settimeout(RECEIVE_S)
+        own = secrets.token_bytes(_NONCE)
+        sock.sendall(own)
+        other = self._exactly(_NONCE)
+        # Which side speaks is part of the key: a frame cannot be sent back to where it came from.
+        nonces = other + own if listens else own + other
+        self._out = hmac.digest(secret, nonces + (b"answer" if listens else b"ask"), "sha256")
+        self._in = hmac.digest(secret, nonces + (b"ask" if listens else b"answer"), "sha256")
+        self._sent, self._taken = 0, 0
+        # Before anything that takes memory: who cannot prove this is sent away.
+        sock.sendall(_mac(self._out, -1, b"hello"))
+        if not hmac.compare_digest(self._exactly(32), _mac(self._in, -1, b"hello")):
+            raise EndpointError("both sides must know the run's secret, the other one does not; give it the same file")
+
+    def send(self, header: dict[str, Any], *, body: Sequence[bytes] = ()) -> None:
+        head = json.dumps(header).encode()
+        sizes = _SIZES.pack(len(head), sum(map(len, body)))
+        mac = _mac(self._out, self._sent, sizes, head, *body)
+        self._sent += 1
+        self._sock.sendall(b"".join((sizes, mac, head, *body)))
+
+    def receive(self, *, wait: bool = False) -> tuple[dict[str, Any], memoryview] | None:
+        """The next frame; None when the other side has closed. `wait`: for as long as it takes until one begins."""
+        self._sock.settimeout(None if wait else RECEIVE_S)
+        first = self._sock.recv(1)
+        if not first:
+            return None
+        self._sock.settimeout(RECEIVE_S)
+        sizes = first + self._exactly(_SIZES.size - 1)
+        num_head, num_body = _SIZES.unpack(sizes)
+        if num_head > MAX_HEADER_BYTES or num_body > MAX_FRAME_BYTES:
+            raise EndpointError(
+                f"a frame may have {MAX_HEADER_BYTES} + {MAX_FRAME_BYTES} bytes, got {num_head} + {num_body}"
+            )
+        mac, head, body = self._exactly(32), self._exactly(num_head), self._exactly(num_body)
+        if not hmac.compare_digest(mac, _mac(self._in, self._taken, sizes, head, body)):
+            raise EndpointError(
+                "a frame must be proven with the run's secret, got another proof; give both sides the same"
+            )
+        self._taken += 1
+        header = json.loads(head)
+        if not isinstance(header, dict):
+            raise EndpointError("a frame's header must be an object")
+        return header, memoryview(body)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    def _exactly(self, number: int) -> bytes:
+        data = bytearray(number)
+        view, got = memoryview(data), 0
+        while got < number:
+            if (more := self._sock.recv_into(view[got:])) == 0:
+                raise EndpointError(f"a frame must be whole, got {got} of {number} bytes before the connection ended")
+            got += more
+        return bytes(data)
+
+
+class RowEndpoint:
+    """Listens until `close`. `address`: where."""
+
+    def __init__(self, ledger: Ledger, *, secret: bytes, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._ledger = ledger
+        self._secret = secret
+        self._socket = socket.create_server((host, port))
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self._open: set[Channel] = set()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._accept, name="row endpoint", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends all connections."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._thread.join()
+        with self._lock:
+            for channel in self._open:
+                channel.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError:
+                return  # closed
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            threading.Thread(target=self._serve, args=(sock,), name="row connection", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        channel = None
+        try:
+            channel = Channel(sock, secret=self._secret, listens=True)
+            with self._lock:
+                self._open.add(channel)
+            while (frame := channel.receive(wait=True)) is not None:
+                channel.send({"errors": self._store(*frame)})
+        except (UnderstudyError, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            logger.warning("a row connection ended: %s", error)
+        finally:
+            sock.close()
+            with self._lock:
+                self._open.discard(channel)  # type: ignore[arg-type]
+
+    def _store(self, header: dict[str, Any], body: memoryview) -> list[str | None]:
+        """Why each round was refused; None: it is on disk."""
+        rounds: list[StoredRound] = []
+        refused: dict[int, str] = {}
+        start = 0
+        for place, (*names, size, memo) in enumerate(header["rounds"]):
+            stored = bytes(body[start : start + size])
+            start += size
+            fields = dict(zip(_FIELDS, names, strict=True))
+            try:
+                rounds.append(stored_body(decode(stored), **fields, memo=bytes.fromhex(memo), body=stored))
+            except EpisodeError as error:
+                refused[place] = str(error)
+        outcomes = iter(self._ledger.put_rounds(rounds).result())
+        answers: list[str | None] = []
+        for place in range(len(rounds) + len(refused)):
+            if place in refused:
+                answers.append(refused[place])
+            else:
+                outcome = next(outcomes)
+                answers.append(None if outcome is None else str(outcome))
+        return answers
+
+
+class RowClient:
+    """Stores rounds in a ledger elsewhere. One thread at a time."""
+
+    def __init__(self, address: tuple[str, int], *, secret: bytes) -> None:
+        sock = socket.create_connection(address, timeout=RECEIVE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            self._channel = Channel(sock, secret=secret, listens=False)
+        except (EndpointError, OSError):
+            sock.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def put_rounds(self, rounds: Sequence[Round]) -> list[str | None]:
+        """Store rounds: why each was refused, None for those that are on disk. Raises EndpointError or OSError when it is not
+        known whether they are; then the same may be sent again over a new connection."""
+        bodies = [encode(body_of(round_)) for round_ in rounds]
+        entries = [
+            [*(getattr(round_, name) for name in _FIELDS), len(body), round_.memo.hex()]
+            for round_, body in zip(rounds, bodies, strict=True)
+        ]
+        self._channel.send({"rounds": entries}, body=bodies)
+        answer = self._channel.receive()
+        if answer is None:
+            raise EndpointError("the ledger's side must answer, but closed the connection; connect and send again")
+        errors: list[str | None] = answer[0]["errors"]
+        return errors
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def _mac(key: bytes, number: int, *parts: bytes) -> bytes:
+    mac = hmac.new(key, number.to_bytes(8, "little", signed=True), hashlib.sha256)
+    for part in parts:
+        mac.update(part)
+    return mac.digest()

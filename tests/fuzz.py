@@ -1,0 +1,93 @@
+"""Requests that nobody thought of, to every route, with every kind of key and none (schemathesis).
+
+`fuzz(served, cases=...)` sends them to a server with a scripted engine and counts the answers; anything from 500 up is a
+failure, but for 503 and 507, which say why and when to come back. `python -m tests.fuzz 5000` is part of `make faults`.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as use_seed
+from hypothesis import strategies as st
+from schemathesis import Case, GenerationMode
+
+from mocked_server.app import build_admin_app, build_app
+from tests.server_parts import ServerThread
+
+TIMEOUT_S = 60.0
+
+
+def operations(served: ServerThread) -> list[tuple[str, Any]]:
+    """(where it listens, operation) of every route that has a schema: ours, the administrator's, the model API's."""
+    server = served.server
+    apps = ((server.base_url, build_app(server)), (server.admin_url, build_admin_app(server)))
+    found = []
+    for url, app in (*apps, (server.base_url, served.serving_app())):
+        for result in schemathesis.openapi.from_dict(app.openapi()).get_all_operations():
+            found.append((url, result.ok()))
+    return found
+
+
+def fuzz(served: ServerThread, *, cases: int, seed: int = 0) -> Counter[str]:
+    """Send so many cases; how often each `METHOD path status` was the answer. Raises AssertionError for one that is at fault."""
+    _, client = served.lease()
+    keys = served.server.keys
+    others = st.sampled_from([client.api_key, keys.worker, keys.scorer, keys.admin, client.api_key[:-1], "", "é"])
+    own = {"/tasks": keys.worker, "/scores": keys.scorer, "/episode": keys.scorer}
+    targets = operations(served)
+    seen: Counter[str] = Counter()
+    for number, (url, operation) in enumerate(targets):
+        is_admin = url == served.server.admin_url
+        right = keys.admin if is_admin else own.get(operation.path, client.api_key)
+        attack = attack_on(operation, url=url, authorizations=st.just(right) | others, seen=seen)
+        attack = settings(
+            max_examples=max(1, cases // len(targets)), database=None, deadline=None, phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )(attack)  # fmt: skip
+        use_seed(seed + number)(attack)()
+    return seen
+
+
+def attack_on(operation: Any, *, url: str, authorizations: Any, seen: Counter[str]) -> Callable[[], None]:
+    """A property of one route: whatever is sent, the server is not at fault."""
+    session = requests.Session()
+    either = st.one_of(*(operation.as_strategy(generation_mode=mode) for mode in GenerationMode))
+
+    @given(case=either, key=authorizations)
+    def attack(case: Case, key: str) -> None:
+        headers = {"Authorization": f"Bearer {key}".encode()} if key else {}
+        try:
+            status = case.call(base_url=url, session=session, headers=headers, timeout=TIMEOUT_S).status_code
+        except (ValueError, requests.exceptions.InvalidHeader, requests.exceptions.InvalidURL):
+            return  # no client can send this
+        seen[f"{case.method} {case.operation.path} {status}"] += 1
+        assert status < 500 or status in (503, 507), f"{status}: {case.as_curl_command()}"
+
+    return attack
+
+
+def main() -> None:
+    from configs.schema import RolloutConfig
+    from configs.tiny_model import make_tiny_model
+
+    folder = Path(tempfile.mkdtemp(prefix="understudy-fuzz-"))
+    served = ServerThread(make_tiny_model(folder / "tiny"), rollout=RolloutConfig(max_tokens=8, max_model_len=512))
+    served.start()
+    seen = fuzz(served, cases=int(sys.argv[1]))
+    for name, number in sorted(seen.items()):
+        print(f"{number:6} {name}")
+    print(f"{seen.total()} cases, none of them a failure of the server")
+    served.stop()
+
+
+if __name__ == "__main__":
+    main()
