@@ -4,10 +4,11 @@
     class MyAgentLoop(AgentLoopBase):
         async def run(self, sampling_params, **kwargs) -> AgentLoopOutput: ...
 
-`kwargs` are the columns of the task's row (`raw_prompt`, `extra_info`, `data_source`, ...), never its ground truth. A loop that
-was written for verl runs here with its import lines changed: the constructor, `init_class`, `apply_chat_template`, `config` and
-`server_manager.generate` are those of verl's `verl/experimental/agent_loop`. `agents.loop_worker` makes one object for each
-episode and runs it.
+`kwargs` are the columns of the task's row (`raw_prompt`, `extra_info`, `data_source`, ...), without its ground truth unless the
+class says that it plays an environment (`sees_ground_truth`). A loop that was written for verl runs here with its import lines
+changed: the constructor, `init_class`, `apply_chat_template`, `config`, `server_manager.generate`, `simple_timer` and
+`rollout_trace_op` are those of verl's `verl/experimental/agent_loop` and its helpers. `agents.loop_worker` makes one object for
+each episode and runs it.
 
 Invariant: a token with mask 1 was sampled by `server_manager.generate`; nobody else can say what its log-probability was.
 """
@@ -15,8 +16,10 @@ Invariant: a token with mask 1 was sampled by `server_manager.generate`; nobody 
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 
@@ -26,6 +29,7 @@ from agents.chat_tokens import opening_ids, tail_ids
 from agents.server_manager import AsyncLLMServerManager
 
 Loop = TypeVar("Loop", bound="type[AgentLoopBase]")
+Function = TypeVar("Function", bound=Callable[..., Any])
 _registry: dict[str, str] = {}
 """Agent name -> `module.Class`; filled by `register` while modules are imported, never changed afterwards."""
 
@@ -80,6 +84,8 @@ class AgentLoopBase(ABC):
     """One episode's agent. Made anew for each episode; what all share is set up once, in `init_class`."""
 
     _class_initialized: ClassVar[bool] = False
+    sees_ground_truth: ClassVar[bool] = False
+    """Whether `run` gets the task's `ground_truth`: for loops that hand it to an environment."""
 
     def __init__(
         self,
@@ -145,6 +151,21 @@ def register(agent_name: str) -> Callable[[Loop], Loop]:
         return subclass
 
     return decorator
+
+
+@contextmanager
+def simple_timer(name: str, timing_raw: dict[str, float]) -> Iterator[None]:
+    """verl's: add the seconds of the block to `timing_raw[name]`."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        timing_raw[name] = timing_raw.get(name, 0.0) + time.monotonic() - began
+
+
+def rollout_trace_op(function: Function) -> Function:
+    """verl's mark of a traced method. Here whole episodes are traced, from what was recorded."""
+    return function
 
 
 def registered() -> dict[str, str]:

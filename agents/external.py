@@ -1,11 +1,13 @@
 """Runs agents that nobody here wrote: child programs with our base URL in their environment.
 
 Called by the pipeline. Two ways, by `agents.processes`: long-lived programs that lease tasks themselves (`TASKS_URL`),
-or a fresh process for each episode (its task in `TASK_JSON`, its key in `OPENAI_API_KEY`). Each runs in a folder of its
-own without the checkout on its import path: the folder name `agents` is also the import name of the OpenAI Agents SDK.
+or a fresh process for each episode (its task in `TASK_JSON` and on its standard input, its key in `OPENAI_API_KEY`). Each
+runs in a folder of its own without the checkout on its import path: the folder name `agents` is also the import name of
+the OpenAI Agents SDK.
 
-A program that crashes is data: its episodes fail with a reason, it is started again, and the run goes on. A program that keeps
-crashing without finishing an episode ends the run with its log.
+A program of one episode that ends without a score having been reported is scored by a `Judge` (`data.scorer`), on what it
+printed and its exit code, where there is one. A program that crashes is data: its episodes fail with a reason, it is started
+again, and the run goes on. One that keeps crashing without finishing an episode ends the run with its log.
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from buffers.errors import AgentError
+from buffers.errors import AgentError, EpisodeError, ScoreError
+from buffers.records import Task
 from buffers.task_pool import PoolClosed
 from env_adapters.process import STOP_GRACE_S, Child, clean_environment, resolve_command
+from env_adapters.scorers import ProgramOutput
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +34,11 @@ MAX_CRASHES = 5
 """Crashes of a long-lived program in a row, with no episode finished in between, that end the run."""
 LEASE_WAIT_S = 3600.0
 LARGE_TASK_BYTES = 100_000
-"""A larger task goes to a file: an environment variable holds at most 128 KiB on Linux."""
+"""A larger task is not in the environment, where a variable holds at most 128 KiB on Linux."""
+OUTPUT_BYTES = 65_536
+"""As much of the end of a program's standard output is judged; all of it is in the log."""
+OUTPUT_WAIT_S = 5.0
+"""After a program has ended: a process that it left behind may hold its output open."""
 
 
 class Leased(Protocol):
@@ -42,6 +50,20 @@ class Leased(Protocol):
     def api_key(self) -> str: ...
     @property
     def task(self) -> dict[str, Any]: ...
+    @property
+    def seed(self) -> int: ...
+
+
+class Judge(Protocol):
+    """Who scores a program that ended without a score."""
+
+    def judges(self, task: Task, *, exit_code: int) -> bool:
+        """Whether such an end is judged at all; else the episode failed."""
+        ...
+
+    def score(self, task: Task, answer: str) -> Coroutine[Any, Any, float]:
+        """The score; raises ScoreError when there is none."""
+        ...
 
 
 class TaskDesk(Protocol):
@@ -53,6 +75,14 @@ class TaskDesk(Protocol):
 
     async def fail(self, episode_id: str, reason: str) -> None:
         """The episode ended without a score."""
+        ...
+
+    async def notify_score(self, episode_id: str, score: float) -> bool:
+        """Store a score. Raises EpisodeError when the episode takes none any more."""
+        ...
+
+    def episode_view(self, episode_key: str) -> dict[str, Any]:
+        """`task`: the running episode's, with its ground truth. Raises EpisodeError when it has ended."""
         ...
 
     async def wait_ended(self, episode_id: str) -> None:
@@ -127,13 +157,23 @@ class LongLivedAgents:
 
 
 class AgentPerEpisode:
-    """A fresh process for each episode, at most `concurrency` at once. Exit code 0 without a score is a failure too."""
+    """A fresh process for each episode, at most `concurrency` at once. Without a score, and without a `judge` who gives one,
+    exit code 0 is a failure too."""
 
-    def __init__(self, command: Sequence[str], *, place: AgentPlace, desk: TaskDesk, concurrency: int) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        place: AgentPlace,
+        desk: TaskDesk,
+        concurrency: int,
+        judge: Judge | None = None,
+    ) -> None:
         self._command = check_command(command)
         self._place = place
         self._desk = desk
         self._concurrency = concurrency
+        self._judge = judge
         self.crashes = 0
 
     async def run(self) -> None:
@@ -151,25 +191,60 @@ class AgentPerEpisode:
                     await self._play(leased, folder)
 
     async def _play(self, leased: Leased, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        task = json.dumps(leased.task)
-        env = clean_environment(self._place.environment(leased.api_key))
-        env["EPISODE_ID"] = leased.episode_id
-        if len(task.encode()) < LARGE_TASK_BYTES:
-            env["TASK_JSON"] = task
-        else:
-            path = folder / "task.json"
-            path.write_text(task)
-            env["TASK_FILE"] = os.fspath(path.resolve())
-        child = await Child.start(self._command, env=env, cwd=folder, log=folder / "log.txt")
+        env, task_file = self._given(leased, folder)
+        child = await Child.start(
+            self._command,
+            env=env,
+            cwd=folder,
+            log=folder / "log.txt",
+            stdin=task_file,
+            pipe_stdout=self._judge is not None,
+        )
+        printing = asyncio.create_task(self._printed(child), name=f"output of {leased.episode_id}")
         try:
             code = await self._exit_code(child, leased.episode_id)
+            await child.stop()  # what it left behind would hold its output open
+            await asyncio.wait({printing}, timeout=OUTPUT_WAIT_S)
         finally:
+            printing.cancel()
+            child.close()
             await child.stop()
         if code != 0:
             self.crashes += 1
-        # Already scored, or past its deadline: nothing changes. Otherwise nobody will score it any more.
-        await self._desk.fail(leased.episode_id, f"agent exited with code {code} before a score was reported")
+        printed = printing.result() if printing.done() and not printing.cancelled() else b""
+        await self._end(leased, ProgramOutput(printed.decode(errors="replace"), exit_code=code))
+
+    def _given(self, leased: Leased, folder: Path) -> tuple[dict[str, str], Path]:
+        """The program's environment, and the file with its task, which is its standard input."""
+        task = json.dumps(leased.task)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "task.json"
+        path.write_text(task)
+        env = clean_environment(self._place.environment(leased.api_key))
+        env |= {"EPISODE_ID": leased.episode_id, "SEED": str(leased.seed)}
+        if len(task.encode()) < LARGE_TASK_BYTES:
+            env["TASK_JSON"] = task
+        else:
+            env["TASK_FILE"] = os.fspath(path.resolve())
+        return env, path
+
+    async def _printed(self, child: Child) -> bytes:
+        return b"" if self._judge is None else await child.output(most=OUTPUT_BYTES)
+
+    async def _end(self, leased: Leased, output: ProgramOutput) -> None:
+        """Judge an episode that still runs. One that was scored, or is past its deadline, stays as it is."""
+        reason = f"agent exited with code {output.exit_code} before a score was reported"
+        try:
+            task = Task(**self._desk.episode_view(leased.api_key)["task"])
+            if self._judge is not None and self._judge.judges(task, exit_code=output.exit_code):
+                await self._desk.notify_score(leased.episode_id, await self._judge.score(task, output))
+                return
+        except EpisodeError:
+            return  # it ended meanwhile; or no model call of it was recorded, for which it has failed by now
+        except ScoreError as error:
+            logger.warning("episode=%s was not scored: %s", leased.episode_id, error)
+            reason = f"scorer: {error}"
+        await self._desk.fail(leased.episode_id, reason)
 
     async def _exit_code(self, child: Child, episode_id: str) -> int:
         """How the program ended. One that goes on after its episode (scored, deadline, stale) has a moment to end by itself."""

@@ -65,7 +65,7 @@ class HTTPServer:
 
     async def _post(self, path: str, body: dict[str, Any], *, key: str) -> Any:
         try:
-            reply = await self._client.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
+            reply = await self._client.post(path, json=body, headers={"x-api-key": key})
         except httpx.TransportError as error:
             raise ServerUnavailable(f"{self.base_url}{path} cannot be reached: {error!r}") from error
         if reply.status_code in (502, 503, 504):

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -41,6 +42,8 @@ class Played:
 class _Worker:
     actor: Any
     running: int = 0
+    starting: asyncio.Future[Any] | None = None
+    """Done once a worker that died is there again."""
 
 
 class AgentLoopManager:
@@ -83,8 +86,9 @@ class AgentLoopManager:
             prompt_length=prompt_length, response_length=response_length,
         )  # fmt: skip
         environment = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        actor = ray.remote(num_cpus=0, max_restarts=-1, runtime_env={"env_vars": environment})(AgentLoopWorker)
-        self._workers = [_Worker(actor.remote(settings)) for _ in range(self._num_workers)]
+        actor = ray.remote(num_cpus=0, runtime_env={"env_vars": environment})(AgentLoopWorker)
+        self._make_actor = partial(actor.remote, settings)
+        self._workers = [_Worker(self._make_actor()) for _ in range(self._num_workers)]
         try:
             await asyncio.gather(*(worker.actor.ready.remote() for worker in self._workers))
         except (RayTaskError, RayActorError) as error:
@@ -111,6 +115,7 @@ class AgentLoopManager:
             "raw_prompt": task.prompt,
             "extra_info": task.extra_info,
             "seed": seed,
+            "ground_truth": task.ground_truth,  # the worker hands it to environments only
         }
         result = await self._run(str(task.agent_name), row, api_key=api_key)
         if result.error:
@@ -142,7 +147,7 @@ class AgentLoopManager:
             await first.sleep.remote()
 
     async def _run(self, agent_name: str, row: Mapping[str, Any], *, api_key: str) -> LoopResult:
-        worker = min(self._workers, key=lambda each: each.running)
+        worker = await self._least_loaded()
         worker.running += 1
         call = worker.actor.run_agent_loop.remote(
             agent_name, row, sampling_params=self._sampling_params, api_key=api_key
@@ -153,12 +158,27 @@ class AgentLoopManager:
         except asyncio.CancelledError:
             ray.cancel(call)
             raise
-        except (RayActorError, RayTaskError) as error:
-            raise AgentError(
-                f"the agent loop's worker process failed; it is started again if it died: {error}"
-            ) from error
+        except RayActorError as error:
+            self._start_again(worker)
+            raise AgentError(f"the agent loop's worker process died and is started again: {error}") from error
+        except RayTaskError as error:
+            raise AgentError(f"the agent loop's worker process refused the episode: {error}") from error
         finally:
             worker.running -= 1
+
+    def _start_again(self, worker: _Worker) -> None:
+        if worker.starting is None or worker.starting.done():
+            worker.actor = self._make_actor()
+            worker.starting = asyncio.ensure_future(worker.actor.ready.remote())
+
+    async def _least_loaded(self) -> _Worker:
+        """Of the workers that are there; waits while all of them are being started again."""
+        while not (there := [each for each in self._workers if each.starting is None or each.starting.done()]):
+            await asyncio.wait(
+                {each.starting for each in self._workers if each.starting is not None},
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        return min(there, key=lambda each: each.running)
 
     async def _judge(self, task: Task, result: LoopResult) -> float:
         """The loop's own reward, or the scorer's, or what the tools say."""

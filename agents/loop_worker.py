@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from agents.agent_loop import AgentLoopBase, AgentLoopOutput, verl_config
 from agents.http_server import HTTPServer
 from agents.loop_config import LoopSpec, loop_class, nearest
 from agents.server_manager import AsyncLLMServerManager
+from agents.tools.guarded import Caught
 from buffers.errors import UnderstudyError
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,8 @@ class AgentLoopWorker:
 
         self._settings = settings
         self.tokenizer = AutoTokenizer.from_pretrained(settings.model_path)
+        # Token ids as a list, as verl's loops expect it, whatever this transformers gives by default.
+        self.tokenizer.apply_chat_template = partial(self.tokenizer.apply_chat_template, return_dict=False)
         # A class of its own for each entry: two entries of one class share nothing.
         self._classes: dict[str, type[AgentLoopBase]] = {
             spec.name: type(spec.target.rpartition(".")[2], (loop_class(spec),), {"_class_initialized": False})
@@ -81,16 +85,11 @@ class AgentLoopWorker:
         """Play one episode. `row`: the task's columns, with `raw_prompt`; `api_key`: the episode's, under which it is
         recorded."""
         began = time.monotonic()
-        try:
-            if agent_name not in self._classes:
-                raise UnderstudyError(f"agent_name must be {nearest(agent_name, self._classes)}")
-            output = await self._make(agent_name, api_key=api_key).run(dict(sampling_params), **row)
-            outputs = tuple(output) if isinstance(output, list) else (output,)
-            answer = await asyncio.to_thread(self._answer, outputs)
-        except Exception as error:  # a loop is somebody's program: what it raises ends its episode, with a reason
-            logger.warning("agent loop %s failed: %r", agent_name, error)
-            return LoopResult(error=_reason(error), seconds=time.monotonic() - began)
-        return LoopResult(outputs=outputs, answer=answer, seconds=time.monotonic() - began)
+        with Caught() as caught:  # a loop is somebody's program: what it raises ends its episode, with a reason
+            outputs, answer = await self._run(agent_name, row, sampling_params=sampling_params, api_key=api_key)
+            return LoopResult(outputs=outputs, answer=answer, seconds=time.monotonic() - began)
+        logger.warning("agent loop %s failed: %r", agent_name, caught.error)
+        return LoopResult(error=_reason(caught.error), seconds=time.monotonic() - began)
 
     async def generate_sequences(
         self, rows: Sequence[Mapping[str, Any]], *, sampling_params: Mapping[str, Any]
@@ -116,6 +115,19 @@ class AgentLoopWorker:
         await asyncio.gather(*(loop.close_class() for loop in self._classes.values()))
         for server in self._servers:
             await server.__aexit__()
+
+    async def _run(
+        self, agent_name: str, row: Mapping[str, Any], *, sampling_params: Mapping[str, Any], api_key: str
+    ) -> tuple[tuple[AgentLoopOutput, ...], str]:
+        """(trajectories, what the model said)."""
+        if agent_name not in self._classes:
+            raise UnderstudyError(f"agent_name must be {nearest(agent_name, self._classes)}")
+        loop = self._make(agent_name, api_key=api_key)
+        hidden = set() if loop.sees_ground_truth else {"ground_truth"}
+        seen = {name: value for name, value in row.items() if name not in hidden}
+        output = await loop.run(dict(sampling_params), **seen)
+        outputs = tuple(output) if isinstance(output, list) else (output,)
+        return outputs, await asyncio.to_thread(self._answer, outputs)
 
     def _make(self, name: str, *, api_key: str) -> AgentLoopBase:
         settings, arguments = self._settings, self._arguments[name]
@@ -147,6 +159,6 @@ class AgentLoopWorker:
         return str(self.tokenizer.decode(said, skip_special_tokens=True))
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException | None) -> str:
     """The reason of a failed episode: ours as they are, others with their kind."""
     return str(error) if isinstance(error, UnderstudyError) else f"{type(error).__name__}: {error}"

@@ -12,13 +12,9 @@ of a pair have the same settings, the same seed and the same slow episodes. It j
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
-import shlex
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,13 +23,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.report import Report, end_on_sigterm, parser_of
 from benchmarks.run_figures import RunFigures, read_figures
-from buffers.errors import UnderstudyError
+from benchmarks.whole_run import RunFailed, run_to_end
 from env_adapters.walk import MAX_MOVES
 
-ROOT = Path(__file__).resolve().parent.parent
-RUN_LIMIT_S = 900.0
-STOP_S = 60.0
 ASYNC_LAG = 12
 """Of the asynchronous runs. A slow episode lasts up to SLOW_STEPS steps: at 12 hardly any becomes too old to train."""
 BOUND_LAG = 2
@@ -43,10 +37,6 @@ SLOW_STEPS = 8.0
 takes 4 s, a quick tool call, and 4 s for a move of the long tail."""
 LEARNER_BOUND = 2.5
 """Length of an update in the learner-bound run, in steps of generation. Above 2, as on two cores the learner takes one of them."""
-
-
-class RunFailed(UnderstudyError):
-    """A run of the benchmark ended with an error; without it there is nothing to compare."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,39 +85,6 @@ class Bench:
         shown = " ".join([f"{shape.name:>13} {flow:>5} seed {seed}", *extra])
         print(f"{shown}: {_sentence(figures)}, {time.monotonic() - began:.0f} s in all", flush=True)
         return figures
-
-
-def run_to_end(command: list[str], *, log: Path) -> None:
-    """Runs the program in the checkout; asks it to stop when we are. Raises RunFailed with the end of its output."""
-    with log.open("wb") as sink:  # a file: a pipe would stay open as long as any process of a killed run lives
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        process.wait(timeout=RUN_LIMIT_S)
-    finally:
-        if process.poll() is None:
-            _stop(process)
-    if process.returncode != 0:
-        raise RunFailed(
-            f"a run must end with exit code 0, got {process.returncode}; try it by hand: {shlex.join(command)}\n"
-            f"its output ends:\n{log.read_text(errors='replace')[-2000:]}"
-        )
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """A clean stop where it comes in time; nothing of the run outlives this."""
-    process.terminate()
-    try:
-        process.wait(timeout=STOP_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def move_ms_for(step_s: float) -> float:
@@ -222,13 +179,10 @@ def _cells(run: dict[str, Any], *, speedup: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, print the table, write the JSON file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.async_overlap", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = parser_of("async_overlap", doc=__doc__)
     parser.add_argument(
         "--quick", action="store_true", help="the long tail only, once, with fewer steps (under 3 minutes)"
     )
-    parser.add_argument("--json", type=Path, default=None, metavar="PATH", help="write all figures there")
     parser.add_argument("--steps", type=int, default=None, help="steps of each run, at least 2 (default 12, quick 5)")
     parser.add_argument(
         "--repeats", type=int, default=2, help="pairs of runs at the long tail, each with a seed of its own"
@@ -238,14 +192,8 @@ def main(argv: list[str] | None = None) -> int:
     steps = arguments.steps or (5 if arguments.quick else 12)
     if steps < 2 or arguments.repeats < 1:
         parser.error(f"--steps must be >= 2 and --repeats >= 1, got {steps} and {arguments.repeats}")
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # as by Ctrl-C: the run at hand is ended, its folder removed
-    began, load = time.monotonic(), os.getloadavg()
-    print(
-        f"{os.cpu_count()} cores, load {load[0]:.1f} at the start; {steps} steps a run, the first one not counted",
-        flush=True,
-    )
+    end_on_sigterm()
+    report = Report("async_overlap", about=f"{steps} steps a run, the first one not counted")
     with tempfile.TemporaryDirectory(prefix="understudy-bench-") as folder:
         bench = Bench(folder=Path(folder), steps=steps, overrides=tuple(arguments.overrides))
         try:
@@ -254,18 +202,9 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
             return 1
     print(table(results["parts"]))
-    settings = {"steps": steps, "async_lag": ASYNC_LAG, "slow_steps": SLOW_STEPS, "overrides": arguments.overrides}
-    machine = {"cores": os.cpu_count(), "load_before": load, "load_after": os.getloadavg()}
-    report = {
-        "benchmark": "async_overlap",
-        "quick": arguments.quick,
-        "settings": settings,
-        "machine": machine,
-        **results,
-    }
-    report["wall_s"] = time.monotonic() - began
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    settings = {"quick": arguments.quick, "steps": steps, "async_lag": ASYNC_LAG, "slow_steps": SLOW_STEPS}
+    settings["overrides"] = arguments.overrides
+    report.write(arguments.json, settings=settings, figures=results)
     return 0
 
 

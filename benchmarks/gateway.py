@@ -17,7 +17,6 @@ It judges nothing. Invariant: both servers get the same requests in the same ord
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -35,6 +34,7 @@ from typing import Any
 
 from benchmarks.gateway_load import Plan
 from benchmarks.gateway_server import Settings
+from benchmarks.report import Report, end_on_sigterm, parser_of
 from configs.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -333,23 +333,19 @@ def _short(value: Any) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, print, write the JSON file."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway", description=(__doc__ or "").split("\n")[0])
+    parser = parser_of("gateway", doc=__doc__)
     parser.add_argument("--quick", action="store_true", help="the figures of the summary only, fewer rounds")
-    parser.add_argument("--json", type=Path, default=None, metavar="PATH", help="write all figures there")
     parser.add_argument("--repeats", type=int, default=3, help="of each measurement (default 3, quick 1)")
     arguments = parser.parse_args(argv)
-    began, load = time.monotonic(), os.getloadavg()
-    print(f"{os.cpu_count()} cores, load {load[0]:.1f} at the start", flush=True)
+    end_on_sigterm()
+    report = Report("gateway")
+    repeats = 1 if arguments.quick else arguments.repeats
     with tempfile.TemporaryDirectory(prefix="understudy-bench-") as folder:
-        results = measure(Path(folder), quick=arguments.quick, repeats=1 if arguments.quick else arguments.repeats)
+        results = measure(Path(folder), quick=arguments.quick, repeats=repeats)
     for name, value in results.items():
         if name != "parts":
             print(f"{name:>30} {value:8.3f}")
-    machine = {"cores": os.cpu_count(), "load_before": load, "load_after": os.getloadavg()}
-    report = {"benchmark": "gateway", "quick": arguments.quick, "machine": machine, **results}
-    report["wall_s"] = time.monotonic() - began
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    report.write(arguments.json, settings={"quick": arguments.quick, "repeats": repeats}, figures=results)
     return 0
 
 

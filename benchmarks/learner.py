@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -33,6 +32,7 @@ import numpy as np
 
 from benchmarks.learner_side import Rows
 from benchmarks.matmul_rate import matmul_rate, update_flops
+from benchmarks.report import Report, end_on_sigterm, parser_of
 from buffers.errors import UnderstudyError
 from configs.tiny_model import VOCAB_SIZE, make_tiny_model
 
@@ -222,9 +222,8 @@ def table(parts: dict[str, Any]) -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.learner", description=(__doc__ or "").split("\n")[0])
+    parser = parser_of("learner", doc=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rows and steps, once, without TRL")
-    parser.add_argument("--json", type=Path, default=None, metavar="PATH", help="write all figures there")
     parser.add_argument("--sides", nargs="+", default=None, help="packed and any of padded sorted_padded trl two_ranks")
     for name, default, meaning in (
         ("rows", 64, "rows of the batch, a multiple of 8"),
@@ -255,16 +254,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Measure, print the table, write the JSON file."""
     arguments = parse(argv)
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # as by Ctrl-C: the side at hand is ended, its folder removed
-    began, load = time.monotonic(), os.getloadavg()
+    end_on_sigterm()
     rows = long_tailed_rows(num=arguments.rows, longest=arguments.longest, seed=0)
-    print(
-        f"{os.cpu_count()} cores, load {load[0]:.1f} at the start; {len(rows.lengths)} rows of {rows.lengths.min()} to "
-        f"{rows.lengths.max()} tokens, {rows.lengths.sum()} in all, {rows.mask.sum()} trained",
-        flush=True,
-    )
+    about = f"{len(rows.lengths)} rows of {rows.lengths.min()} to {rows.lengths.max()} tokens"
+    report = Report("learner", about=f"{about}, {rows.lengths.sum()} in all, {rows.mask.sum()} trained")
     shape = {"hidden": arguments.hidden, "layers": arguments.layers, "ffn": 2 * arguments.hidden}
     shape |= {"heads": arguments.heads, "kv_heads": max(1, arguments.heads // 2)}
     with tempfile.TemporaryDirectory(prefix="understudy-bench-") as name:
@@ -290,16 +283,8 @@ def main(argv: list[str] | None = None) -> int:
     results["share_of_matmul_rate"] = flops / results["parts"]["packed"]["update_s"] / rate
     print(table(results["parts"]))
     print(f"packed: {results['share_of_matmul_rate']:.1%} of the matrix-product rate of {rate / 1e12:.3g} TFLOP/s")
-    report = {
-        "benchmark": "learner",
-        "quick": arguments.quick,
-        "settings": {name: str(value) for name, value in vars(arguments).items()} | shape,
-        "machine": {"cores": os.cpu_count(), "load_before": load, "load_after": os.getloadavg()},
-        **results,
-        "wall_s": time.monotonic() - began,
-    }
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    settings = {name: str(value) for name, value in vars(arguments).items()} | shape
+    report.write(arguments.json, settings=settings, figures=results)
     return 0
 
 

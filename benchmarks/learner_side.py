@@ -39,6 +39,8 @@ class PaddedTrainer(Trainer):
     def _load(self, folder: str, *, value_head: bool) -> Policy:
         lm = load_policy(folder, value_head=False, device=self._device).lm
         policy = PaddedPolicy(lm, value_head=value_head).to(self._device).eval()
+        if self._config.gradient_checkpointing:
+            policy.checkpoint_layers()
         fsdp.shard(policy, layers=policy.layers, mesh=self._mesh, dtype=self._dtype)
         return policy
 

@@ -11,7 +11,7 @@
     +-- StorageFull          the disk takes nothing more for now; the same may be sent again later
     +-- EngineError          the inference engine died or refused
     +-- AgentError           an agent command cannot be started
-    +-- EnvError             an environment process cannot be started or died
+    +-- EnvError             an environment cannot be started, died, or failed in an episode
     +-- ToolError            a tool cannot be loaded, or fails where its episode cannot go on without it
 
 Messages name the thing, the rule, the value and the remedy. A bad episode is a record with a status; these exceptions
@@ -64,7 +64,14 @@ class AgentError(UnderstudyError):
 
 
 class EnvError(UnderstudyError):
-    """An environment process cannot be started or died."""
+    """An environment cannot be started, died, or failed in an episode.
+
+    `reason` is short and the same for the same kind of failure: failed episodes are counted by it.
+    """
+
+    def __init__(self, message: str, *, reason: str = "environment failed") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class ToolError(UnderstudyError):

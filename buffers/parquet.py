@@ -1,8 +1,9 @@
 """Task and trace files: parquet in verl's columns -> `Task`s, lazily. The only owner of pyarrow.
 
-Called by the task pool, by programs that make data and by the warm start. Invariants: a file is read one slice at a
-time; a row that cannot be used stops the reading with file, row, column, rule, value and remedy; files appear whole or
-not at all. It reads nothing but the file it is given and runs nothing that a file says.
+Called by the task pool and the task source, by programs that make data and by the warm start. Invariants: a file is read
+one slice, or some of its row groups, at a time; a row that cannot be used stops the reading with file, row, column, rule,
+value and remedy; files appear whole or not at all. It reads nothing but the file it is given and runs nothing that a file
+says.
 
 Columns of a task file: `prompt` (list of {role, content}, or text: one user message) and, optionally, `task_id`,
 `data_source`, `agent_name`, `reward_model` (struct with `ground_truth`) and `extra_info` (struct); both may be JSON text.
@@ -12,7 +13,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,7 +41,7 @@ _TASK_SCHEMA = pa.schema(
         ("agent_name", pa.string()),
     ]
 )
-_TRACE_SCHEMA = pa.schema([("messages", _MESSAGES)])
+_TRACE_SCHEMA = pa.schema([("messages", _MESSAGES), ("tools", pa.string())])
 
 
 def read_tasks(path: Path) -> Iterator[Task]:
@@ -45,6 +49,85 @@ def read_tasks(path: Path) -> Iterator[Task]:
     file = _open(path, required="prompt")
     columns = [name for name in _TASK_COLUMNS if name in file.schema_arrow.names]
     return _read(file, columns=columns, parse=lambda row, cell: _task(cell, default_id=f"{path.stem}:{row}"), path=path)
+
+
+def agent_names(path: Path) -> dict[str, int]:
+    """Each `agent_name` of a task file, with the first row that gives it; no other column is read."""
+    found: dict[str, int] = {}
+    with _open(path, required="prompt") as file:
+        if "agent_name" not in file.schema_arrow.names:
+            return found
+        row = 0
+        for batch in file.iter_batches(batch_size=_SLICE, columns=["agent_name"]):
+            for name in batch.column(0).to_pylist():
+                if isinstance(name, str):
+                    found.setdefault(name, row)
+                row += 1
+    return found
+
+
+class TaskFile:
+    """A task file by its row groups, for whoever takes its rows in another order. Nothing is kept but the footer's sizes."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises TaskError for a file that cannot be used."""
+        self.path = path
+        with _open(path, required="prompt") as file:
+            groups = file.metadata.num_row_groups
+            self.group_sizes = [file.metadata.row_group(group).num_rows for group in range(groups)]
+            self._columns = [name for name in _TASK_COLUMNS if name in file.schema_arrow.names]
+        self._starts = [0, *accumulate(self.group_sizes)]
+
+    def ids(self, groups: Sequence[int]) -> list[str]:
+        """The task ids of some row groups' rows, in order; no other column is read."""
+        rows = [row for group in groups for row in range(self._starts[group], self._starts[group + 1])]
+        if "task_id" not in self._columns:
+            return [self._default_id(row) for row in rows]
+        column = self._read(groups, columns=["task_id"]).column("task_id").to_pylist()
+        given = [
+            self._parsed(row, partial(_text, {"task_id": cell}, column="task_id")) for row, cell in zip(rows, column)
+        ]
+        return [task_id or self._default_id(row) for row, task_id in zip(rows, given, strict=True)]
+
+    def tasks(self, groups: Sequence[int], *, places: Sequence[int]) -> Iterator[Task]:
+        """The tasks at these places among the rows of some row groups, in the order of the places."""
+        rows = [row for group in groups for row in range(self._starts[group], self._starts[group + 1])]
+        table = self._read(groups, columns=self._columns)
+        for start in range(0, len(places), _SLICE // 8):
+            some = places[start : start + _SLICE // 8]
+            for place, cells in zip(some, table.take(pa.array(some)).to_pylist(), strict=True):
+                row = rows[place]
+                yield self._parsed(row, partial(_task, cells, default_id=self._default_id(row)))
+
+    def _default_id(self, row: int) -> str:
+        return f"{self.path.stem}:{row}"
+
+    def _parsed(self, row: int, parse: Callable[[], T]) -> T:
+        try:
+            return parse()
+        except _BadCell as error:
+            raise TaskError(f"{self.path}, row {row}: {error}") from error
+
+    def _read(self, groups: Sequence[int], *, columns: list[str]) -> Any:
+        with _open(self.path, required="prompt") as file:
+            found = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+            if found != self.group_sizes:
+                raise TaskError(
+                    f"{self.path} must not change while a run reads it, got {sum(found)} rows where there were "
+                    f"{self._starts[-1]}; write another file"
+                )
+            try:
+                return file.read_row_groups(list(groups), columns=columns)
+            except (pa.ArrowException, OSError) as error:
+                first = self._starts[min(groups)]
+                raise TaskError(f"{self.path} must be readable from row {first}: {error}; write it again") from error
+
+
+def read_rows(path: Path, *, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of any parquet file that has these columns, in order and as they are."""
+    for name in columns:
+        file = _open(path, required=name)
+    return _read(file, columns=list(columns), parse=lambda _, cells: cells, path=path)
 
 
 def tasks_of_rows(rows: Iterable[dict[str, Any]], *, source: str) -> list[Task]:
@@ -60,31 +143,54 @@ def tasks_of_rows(rows: Iterable[dict[str, Any]], *, source: str) -> list[Task]:
     return tasks
 
 
-def read_traces(path: Path) -> Iterator[list[Message]]:
-    """The conversations of a file (column `messages`), in order."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """A conversation to learn from."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    """What its prompt offers, in OpenAI's form."""
+
+
+def read_traces(path: Path) -> Iterator[Trace]:
+    """The conversations of a file (column `messages`; and `tools` as JSON text, where there are some), in order."""
     file = _open(path, required="messages")
-    return _read(file, columns=["messages"], parse=lambda _, cell: _messages(cell, column="messages"), path=path)
+    columns = [name for name in ("messages", "tools") if name in file.schema_arrow.names]
+    return _read(file, columns=columns, parse=lambda _, cell: _trace(cell), path=path)
 
 
-def write_tasks(path: Path, tasks: Iterable[Task]) -> None:
-    """Write a task file. `ground_truth` and `extra_info` become JSON text: their shape may differ from row to row."""
+def write_tasks(path: Path, tasks: Iterable[Task], *, structs: bool = False) -> None:
+    """Write a task file. `ground_truth` and `extra_info` become JSON text: their shape may differ from row to row.
+
+    `structs`: their shape is the same in all rows, and they become struct columns, as verl's own programs read them.
+    """
+    rows = []
+    for task in tasks:
+        name = f"task {task.task_id!r}"
+        truth = {"style": "rule", "ground_truth": task.ground_truth}
+        reward_model, extra_info = _json(truth, name=name), _json(task.extra_info, name=name)  # checked in either form
+        rows.append(
+            {
+                "task_id": task.task_id,
+                "data_source": task.data_source,
+                "prompt": _plain(task.prompt, name=name),
+                "reward_model": truth if structs else reward_model,
+                "extra_info": task.extra_info if structs else extra_info,
+                "agent_name": task.agent_name,
+            }
+        )
+    _write(path, rows=rows, schema=None if structs else _TASK_SCHEMA)
+
+
+def write_traces(
+    path: Path, traces: Iterable[list[Message]], *, tools: Sequence[Mapping[str, Any]] | None = None
+) -> None:
+    """Write a file of conversations, which all offer the same tools."""
+    offered = _json(list(tools), name="tools") if tools else None
     rows = [
-        {
-            "task_id": task.task_id,
-            "data_source": task.data_source,
-            "prompt": _plain(task.prompt, name=f"task {task.task_id!r}"),
-            "reward_model": _json({"style": "rule", "ground_truth": task.ground_truth}, name=f"task {task.task_id!r}"),
-            "extra_info": _json(task.extra_info, name=f"task {task.task_id!r}"),
-            "agent_name": task.agent_name,
-        }
-        for task in tasks
+        {"messages": _plain(messages, name=f"trace {number}"), "tools": offered}
+        for number, messages in enumerate(traces)
     ]
-    _write(path, rows=rows, schema=_TASK_SCHEMA)
-
-
-def write_traces(path: Path, traces: Iterable[list[Message]]) -> None:
-    """Write a file of conversations."""
-    rows = [{"messages": _plain(messages, name=f"trace {number}")} for number, messages in enumerate(traces)]
     _write(path, rows=rows, schema=_TRACE_SCHEMA)
 
 
@@ -136,6 +242,18 @@ def _task(row: dict[str, Any], *, default_id: str) -> Task:
         agent_name=_text(row, column="agent_name"),
         extra_info=_object(row, column="extra_info"),
     )
+
+
+def _trace(row: dict[str, Any]) -> Trace:
+    cell, tools = row.get("tools"), None
+    if cell is not None:
+        try:
+            tools = json.loads(cell)
+        except (TypeError, ValueError) as error:
+            raise _BadCell("tools", f"JSON text ({error})", cell, "write OpenAI's list of tools") from error
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise _BadCell("tools", "a JSON list of objects", cell, "write OpenAI's list of tools")
+    return Trace(messages=_messages(row, column="messages"), tools=tools)
 
 
 def _messages(row: dict[str, Any], *, column: str) -> list[Message]:
@@ -210,5 +328,6 @@ def _write(path: Path, *, rows: list[dict[str, Any]], schema: Any) -> None:
         raise TaskError(f"{path} must get at least one row, got none")
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), unfinished, row_group_size=_SLICE)
+    table = pa.Table.from_pylist(rows, schema=schema)
+    pq.write_table(table, unfinished, row_group_size=_SLICE)
     os.replace(unfinished, path)

@@ -6,6 +6,7 @@ generation ends; a `Row` and a `TrainBatch` are assembled from rounds when the l
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -43,6 +44,10 @@ class GroupState(StrEnum):
     VALIDATED = "validated"
 
 
+HIDDEN = frozenset({"answer", "ground_truth", "interaction_kwargs", "reward_model", "solution", "tools_kwargs"})
+"""Keys of `extra_info` that hold the answer in verl's data sets: for scorers, environments and tools in this project."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One parquet row, in verl's columns."""
@@ -58,18 +63,18 @@ class Task:
     extra_info: dict[str, Any] = field(default_factory=dict)
 
     def public(self) -> dict[str, Any]:
-        """What an agent may see: everything but the ground truth."""
+        """What an agent may see: everything but the ground truth, and those of verl's fields that repeat it (`HIDDEN`)."""
         return {
             "task_id": self.task_id,
             "data_source": self.data_source,
             "prompt": self.prompt,
             "agent_name": self.agent_name,
-            "extra_info": self.extra_info,
+            "extra_info": {name: value for name, value in self.extra_info.items() if name not in HIDDEN},
         }
 
     def private(self) -> dict[str, Any]:
-        """What a scorer sees: the public part and the ground truth."""
-        return {**self.public(), "ground_truth": self.ground_truth}
+        """What a scorer sees: all of it."""
+        return {**self.public(), "extra_info": self.extra_info, "ground_truth": self.ground_truth}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +89,12 @@ class Episode:
     attempt: int = 0
     greedy: bool = False
     """Sampled at temperature 0."""
+
+    @property
+    def seed(self) -> int:
+        """What an environment starts from, in 0..2^31 - 1: the same for all members of a group and all their attempts."""
+        digest = hashlib.sha256(f"{self.group_id} {self.task.task_id}".encode()).digest()
+        return int.from_bytes(digest[:4], "big") >> 1  # fits the seeds of every library: 31 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -43,19 +44,28 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    tasks: str = ""
-    """Parquet file of tasks (columns as in verl: prompt, data_source, reward_model, extra_info, agent_name)."""
+    tasks: str | dict[str, Positive] = ""
+    """Parquet file of tasks (columns as in verl: prompt, data_source, reward_model, extra_info, agent_name); or several, as
+    {file: weight}: each is shuffled and repeated on its own, and gives its share of the tasks."""
     validation: tuple[str, PositiveInt, PositiveInt] | None = None
     """(file, every, samples): its tasks are played at step 0, each so many steps and at the end, and never trained on. One
     sample of a task is greedy; with more, at the rollout's temperature, the best of them is reported too (pass@k)."""
     make: list[str] = Field(default_factory=list)
     """Command that writes `tasks` (and `warm_start.traces`) when the file is missing. `{python}` is this interpreter."""
     scorer: str | dict[str, str] = ""
-    """Who scores plain prompts (rows with `agent_name: single_turn_agent`, or with none where no agent is set): a name in
-    env_adapters/scorers.py, `module.function`, or a URL; or one of these for each data_source, `default` for the others."""
+    """Who scores plain prompts (rows with `agent_name: single_turn_agent`, or with none where no agent is set), and programs
+    (`agents.processes: 0`) that ended without a score: a name in env_adapters/scorers.py, `module.function`, a URL, or
+    `model:FOLDER` (a reward model); or one of these for each data_source, `default` for the others."""
     reward_manager: Literal["naive", "batch", "dapo"] = "naive"
     """naive: a scorer judges one answer. batch: `module.function` takes lists of tasks and answers. dapo: as naive; groups with
     equal scores are dropped, and generations in the last fifth of `rollout.max_tokens` are penalised."""
+
+    @property
+    def task_files(self) -> dict[str, float]:
+        """File -> weight; none when tasks are only added while the run goes on."""
+        if isinstance(self.tasks, str):
+            return {self.tasks: 1.0} if self.tasks else {}
+        return dict(self.tasks)
 
 
 class AgentsConfig(Section):
@@ -137,7 +147,8 @@ class LearnerConfig(Section):
     ] = "gae"
     """Estimator of advantages. gae needs a critic; reinforce_plus_plus compares the batch, the others one group."""
     critic: Literal["shared", "separate", "none"] = "shared"
-    """shared: a value head on the policy's last hidden state; separate: a second model with its own optimizer."""
+    """shared: a value head on the policy's last hidden state, which it does not train; separate: a second model with its own
+    optimizer."""
     lora: tuple[PositiveInt, Positive] | None = None
     """(rank, alpha): train low-rank matrices beside the frozen weights, a separate critic's too. None: train all weights."""
     gradient_checkpointing: bool = False
@@ -247,8 +258,13 @@ class Config(Section):
                 f"data.reward_manager=dapo compares episodes of one task: buffer.group_size must be >= 2, got "
                 f"{self.buffer.group_size}; set buffer.group_size=8"
             )
-        if data.validation is not None and data.validation[0] == data.tasks:
+        names = [PurePath(path).stem for path in data.task_files]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(
-                f"data.validation must name another file than data.tasks, got {data.tasks} for both; validation tasks are "
-                f"never trained on: split the file"
+                f"data.tasks must name files with different names, got {twice[0]!r} twice; tasks are known by them: rename one"
+            )
+        if data.validation is not None and PurePath(data.validation[0]) in map(PurePath, data.task_files):
+            raise ValueError(
+                f"data.validation must name another file than data.tasks, got {data.validation[0]} for both; validation tasks "
+                f"are never trained on: split the file"
             )

@@ -12,12 +12,16 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from buffers.errors import EnvError
 
 STOP_GRACE_S = 5.0
 LOG_TAIL_CHARS = 2000
+CHUNK_BYTES = 65_536
 LAST_WORDS_CHARS = 600
 
 
@@ -44,28 +48,45 @@ def clean_environment(extra: Mapping[str, str]) -> dict[str, str]:
 class Child:
     """One running program. Start -> (wait | first_line) -> stop."""
 
-    def __init__(self, process: asyncio.subprocess.Process, *, log: Path) -> None:
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        *,
+        log: Path,
+        stdout: _Pipe | None = None,
+    ) -> None:
         self._process = process
         self.log = log
+        self._stdout = stdout
 
     @classmethod
     async def start(
-        cls, command: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path, pipe_stdout: bool = False
+        cls,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        log: Path,
+        stdin: Path = Path(os.devnull),
+        pipe_stdout: bool = False,
     ) -> Child:
-        """Start `command` (already resolved). stderr, and stdout unless piped, are appended to `log`."""
+        """Start `command` (already resolved). stderr, and stdout unless piped, are appended to `log`; stdin is a file."""
         log.parent.mkdir(parents=True, exist_ok=True)
         cwd.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as sink:
+        with ExitStack() as opened:
+            sink = opened.enter_context(log.open("ab"))
+            source = opened.enter_context(stdin.open("rb"))
+            stdout = await _pipe(opened) if pipe_stdout else None
             process = await asyncio.create_subprocess_exec(
                 *command,
                 cwd=cwd,
                 env=dict(env),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE if pipe_stdout else sink,
+                stdin=source,
+                stdout=sink if stdout is None else stdout.writing,
                 stderr=sink,
                 start_new_session=True,
             )
-        return cls(process, log=log)
+        return cls(process, log=log, stdout=stdout)
 
     @property
     def pid(self) -> int:
@@ -81,8 +102,18 @@ class Child:
 
     async def first_line(self) -> str:
         """The first line of standard output; empty when the program ended without one."""
-        assert self._process.stdout is not None, "start with pipe_stdout=True"
-        return (await self._process.stdout.readline()).decode(errors="replace").strip()
+        assert self._stdout is not None, "start with pipe_stdout=True"
+        return (await self._stdout.reader.readline()).decode(errors="replace").strip()
+
+    async def output(self, *, most: int) -> bytes:
+        """Copy standard output to the log until it ends; its last `most` bytes. No more than that is ever in memory."""
+        assert self._stdout is not None, "start with pipe_stdout=True"
+        tail = b""
+        with self.log.open("ab", buffering=0) as sink:
+            while chunk := await self._stdout.reader.read(CHUNK_BYTES):
+                sink.write(chunk)
+                tail = (tail + chunk)[-most:]
+        return tail
 
     def log_tail(self) -> str:
         """The end of the log, for error messages."""
@@ -98,11 +129,36 @@ class Child:
         self._signal(signal.SIGKILL)  # also ends grandchildren that ignored the first signal
         await self._process.wait()
 
+    def close(self) -> None:
+        """Read no more of standard output."""
+        if self._stdout is not None:
+            self._stdout.transport.close()
+
     def _signal(self, number: signal.Signals) -> None:
         try:
             os.killpg(self._process.pid, number)
         except ProcessLookupError:
             pass  # everything in the group has ended
+
+
+@dataclass(frozen=True, slots=True)
+class _Pipe:
+    """A pipe of our own: with asyncio's, `wait` would not return before everything that a program left behind has ended."""
+
+    reader: asyncio.StreamReader
+    transport: asyncio.ReadTransport
+    writing: BinaryIO
+
+
+async def _pipe(opened: ExitStack) -> _Pipe:
+    """Its writing end is closed with `opened`: the program has it then."""
+    reading, writing = os.pipe()
+    sink = opened.enter_context(os.fdopen(writing, "wb", buffering=0))
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    source = os.fdopen(reading, "rb", buffering=0)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, source)
+    return _Pipe(reader, transport, sink)
 
 
 def last_words(folder: Path) -> str:

@@ -1,11 +1,13 @@
-"""Scores of plain prompts: which scorer judges a task, in a thread or over HTTP, one answer at a time or many.
+"""Scores of plain prompts, agent loops and programs: which scorer judges a task, in a thread or over HTTP, one answer at a
+time or many.
 
-Built by `learner.pipeline` from `data.scorer` and `data.reward_manager`; `mocked_server.server` awaits `score`.
+Built by `learner.pipeline` from `data.scorer` and `data.reward_manager`; whoever has an answer awaits `score`.
 Invariants: only scorers that the configuration names are called; the event loop never waits for one; a scorer that fails
 fails its own episodes (ScoreError), and a number that is none is refused by the ledger. It does not look at lengths or
 groups: that is done where batches are made.
 
-A remote scorer gets `POST url {"items": [{"task": {...}, "answer": "..."}]}` and answers `{"scores": [0.5]}`.
+A remote scorer gets `POST url {"items": [{"task": {...}, "answer": "..."}]}` and answers `{"scores": [0.5]}`. The task has
+its ground truth. Of a program the answer is what it printed, at most its last 64 KiB, and an item has its `exit_code` too.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import httpx
 
 from buffers.errors import ScoreError, TaskError
 from buffers.records import Task
-from env_adapters.scorers import SCORERS
+from env_adapters import reward_model
+from env_adapters.scorers import SCORERS, SEE_EXIT_CODE, ProgramOutput
 
 DEFAULT = "default"
 """The key of `data.scorer` for all other data sources."""
@@ -51,11 +54,17 @@ class Rewards:
 
     def __init__(self, scorer: str | Mapping[str, str], *, batch: bool = False) -> None:
         named = {DEFAULT: scorer} if isinstance(scorer, str) else dict(scorer)
-        self._collectors = {source: _Collector(name, batch=batch) for source, name in named.items()}
+        by_name = {name: _Collector(name, batch=batch) for name in set(named.values())}  # a reward model is loaded once
+        self._collectors = {source: by_name[name] for source, name in named.items()}
+
+    def judges(self, task: Task, *, exit_code: int) -> bool:
+        """Whether a program that played this task and ended so is judged here."""
+        collector = self._of(task)
+        return collector is not None and (exit_code == 0 or collector.sees_exit_code)
 
     async def score(self, task: Task, answer: str) -> float:
         """The score; raises ScoreError when there is none."""
-        collector = self._collectors.get(task.data_source) or self._collectors.get(DEFAULT)
+        collector = self._of(task)
         if collector is None:
             raise ScoreError(
                 f"data.scorer must cover data_source {task.data_source!r} of task {task.task_id}, got "
@@ -63,12 +72,17 @@ class Rewards:
             )
         return await collector.score(task, answer)
 
+    def _of(self, task: Task) -> _Collector | None:
+        return self._collectors.get(task.data_source) or self._collectors.get(DEFAULT)
+
 
 class _Collector:
     """One scorer. With `batch` it gets all answers that have piled up while it judged the last ones."""
 
     def __init__(self, name: str, *, batch: bool) -> None:
+        batch = batch or name.startswith(reward_model.PREFIX)
         self._name = name
+        self.sees_exit_code = name in SEE_EXIT_CODE or _is_url(name)
         self._call = resolve(name, batch=batch)
         self._most = MAX_BATCH if batch else 1
         self._batch = batch
@@ -82,7 +96,15 @@ class _Collector:
         self._waiting.append((task, answer, future))
         if self._working is None:
             self._working = asyncio.create_task(self._work(), name=f"score with {self._name}")
-        return await future
+        working = self._working
+        either: list[asyncio.Future[Any]] = [future, working]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not future.done():
+                working.result()  # raises: a bug in the scorer, which ends all who wait
+            return future.result()
+        finally:
+            future.cancel()  # given up, unless it is done
 
     async def _work(self) -> None:
         while self._waiting:
@@ -124,8 +146,10 @@ def _settle(
 
 def resolve(name: str, *, batch: bool) -> Batch:
     """The scorer of that name. Raises TaskError for one that is not there."""
-    if name.startswith(("http://", "https://")):
+    if _is_url(name):
         return partial(_remote, name)
+    if name.startswith(reward_model.PREFIX):
+        return reward_model.RewardModel(name.removeprefix(reward_model.PREFIX))
     if name in SCORERS:
         return partial(_one_by_one, SCORERS[name])
     module, _, function = name.rpartition(".")
@@ -135,7 +159,8 @@ def resolve(name: str, *, batch: bool) -> Batch:
         raise TaskError(f"data.scorer must name a function that can be imported, got {name!r} ({error})") from error
     if not callable(found):
         raise TaskError(
-            f"data.scorer must be one of {sorted(SCORERS)}, module.function, or a URL, got {name!r}; "
+            f"data.scorer must be one of {sorted(SCORERS)}, module.function, a URL, or "
+            f"{reward_model.PREFIX}FOLDER, got {name!r}; "
             f"see env_adapters/scorers.py"
         )
     return partial(_whole, found) if batch else partial(_one_by_one, found)
@@ -153,7 +178,7 @@ def _whole(
 
 def _remote(url: str, tasks: Sequence[Task], answers: Sequence[str]) -> list[float]:
     """A server's error or silence is tried again; what it says about the request (4xx) is final."""
-    items = [{"task": task.private(), "answer": answer} for task, answer in zip(tasks, answers, strict=True)]
+    items = [_item(task, answer) for task, answer in zip(tasks, answers, strict=True)]
     for attempt in range(TRIES):
         last = attempt == TRIES - 1
         try:
@@ -167,3 +192,12 @@ def _remote(url: str, tasks: Sequence[Task], answers: Sequence[str]) -> list[flo
                 raise
         time.sleep(PAUSE_S * 2**attempt)
     raise AssertionError("the last attempt returns or raises")
+
+
+def _item(task: Task, answer: str) -> dict[str, Any]:
+    ended = {"exit_code": answer.exit_code} if isinstance(answer, ProgramOutput) else {}
+    return {"task": task.private(), "answer": answer, **ended}
+
+
+def _is_url(name: str) -> bool:
+    return name.startswith(("http://", "https://"))

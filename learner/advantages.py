@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -99,6 +99,22 @@ def final_rewards(scores: Tensor, *, mask: Tensor) -> Tensor:
     """[N] scores -> [N, K] rewards: each row's score on its last token with mask 1, 0 elsewhere."""
     later = mask.flip(1).long().cumsum(1).flip(1)
     return torch.where(mask & (later == 1), scores[:, None], torch.zeros_like(scores)[:, None])
+
+
+def calibrated(values: Tensor, *, returns: Tensor, weights: Tensor) -> Tensor:
+    """The critic's values as the batch's returns bear them out: mean(R) + c (V - mean(V)), the means weighted.
+
+    c = cov(R, V) / var(V) within [0, 1] is the baseline coefficient of least variance (Greensmith, Bartlett and Baxter, JMLR
+    5, 2004, section 4). It is near 1 for a critic that tells good states from bad ones. Where all returns are equal, as
+    in a task that is solved, or the critic lags behind them, it is near 0: what the values differ by is then the
+    critic's error, and as advantages it would be trained on like evidence. Any shape, equal for all.
+    """
+    shares = weights / weights.sum()
+    mean_value, mean_return = (shares * values).sum(), (shares * returns).sum()
+    apart = values - mean_value
+    variance = (shares * apart**2).sum()
+    slope = (shares * apart * (returns - mean_return)).sum() / variance if float(variance) > 0.0 else variance
+    return mean_return + slope.clamp(0.0, 1.0) * apart
 
 
 def whiten(values: Tensor, *, weights: Tensor) -> Tensor:
@@ -209,6 +225,12 @@ def _shared(evidence: Evidence, *, advantages: Tensor) -> Estimate:
 
 def _token_rewards(evidence: Evidence) -> Tensor:
     return final_rewards(evidence.scores[evidence.units], mask=evidence.mask) + evidence.rewards
+
+
+def calibrated_evidence(evidence: Evidence) -> Evidence:
+    """The same evidence with calibrated values; the critic itself is not changed."""
+    to_go = rewards_to_go(_token_rewards(evidence), mask=evidence.mask, discounts=evidence.discounts)
+    return replace(evidence, values=calibrated(evidence.values, returns=to_go, weights=evidence.weights))
 
 
 def _gae(evidence: Evidence) -> Estimate:

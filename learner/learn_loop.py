@@ -28,6 +28,7 @@ from learner.display import Display
 from learner.history import History
 from learner.ranks import LearnerRanks
 from learner.shaping import shaped
+from learner.traces import Traces
 from learner.tracker import Tracker
 from learner.validation import Validation
 
@@ -64,6 +65,7 @@ class LearnLoop:
         start: int = 0,
         num_replays: int = 0,
         more_figures: Callable[[], dict[str, float]] = dict,
+        traces: Traces | None = None,
     ) -> None:
         self._run = run
         self._buffer = buffer
@@ -84,6 +86,7 @@ class LearnLoop:
         """Steps trained; the policy version in the engine."""
         self._num_replays = num_replays
         self._more_figures = more_figures
+        self._traces = traces
         self._sampling: asyncio.Task[TrainBatch] | None = None
         self._saving: asyncio.Task[None] | None = None
         self._stopped = False
@@ -169,6 +172,8 @@ class LearnLoop:
         await asyncio.wrap_future(self._ledger.commit_step(batch.lease_id, step=step, version=step))
         began = time.monotonic()
         self.step = step
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.add, batch, step=step)
         await self.publish()
         await self._pool.set_version(step)
         return {**metrics, "time/publish_s": time.monotonic() - began}

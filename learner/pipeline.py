@@ -33,11 +33,11 @@ from pathlib import Path
 import ray
 
 from agents.external import AgentPerEpisode, AgentPlace, LongLivedAgents, check_command
-from agents.loop_config import read_loops
+from agents.loop_config import nearest, read_loops
 from agents.loop_manager import AgentLoopManager
 from buffers.errors import TaskError
 from buffers.ledger import Ledger
-from buffers.parquet import read_tasks
+from buffers.parquet import agent_names, read_tasks
 from buffers.task_source import endless_tasks, task_list
 from configs.schema import Config
 from configs.tiny_model import make_tiny_model
@@ -50,6 +50,7 @@ from learner.handover import environment_files
 from learner.history import History
 from learner.learn_loop import LearnLoop
 from learner.ranks import LearnerRanks
+from learner.traces import Traces
 from learner.tracker import Tracker
 from learner.validation import Validation
 from learner.watch import watch
@@ -163,6 +164,7 @@ class Pipeline:
             shaping=config.rollout.max_tokens if config.data.reward_manager == "dapo" else None,
             start=self._start, num_replays=books.num_replays,
             more_figures=self._loops.figures.take if self._loops else dict,
+            traces=self._open_traces(stack, server),
         )  # fmt: skip
         parts = Parts(books=books, engine=engine, server=server, generation=generation, ranks=ranks, learn=self._learn)
         await self._learn.publish()
@@ -174,6 +176,11 @@ class Pipeline:
             stack.push_async_callback(parts.env.stop)
         stack.enter_context(environment_files(self._folder, _files_of(server)))
         return parts
+
+    def _open_traces(self, stack: AsyncExitStack, server: MockedServer) -> Traces:
+        traces = Traces(self._folder, decode=server.decode, start=self._start)
+        stack.callback(traces.close)
+        return traces
 
     def _make_loops(self) -> AgentLoopManager | None:
         config = self._config
@@ -189,17 +196,20 @@ class Pipeline:
     async def _prepare_files(self) -> Path:
         """The model's folder; makes the tiny model and the task file where they are missing."""
         config = self._config
-        tasks = Path(config.data.tasks)
-        if config.data.make and not tasks.is_file():
+        files = config.data.task_files
+        if config.data.make and (missing := [path for path in files if not Path(path).is_file()]):
             child = await Child.start(
                 resolve_command(config.data.make), env=_inherited(), cwd=Path.cwd(), log=self._folder / "data.log"
             )
             if (code := await child.wait()) != 0:
-                raise TaskError(f"data.make must write {tasks}, but it exited with code {code}: {child.log_tail()}")
+                raise TaskError(
+                    f"data.make must write {missing[0]}, but it exited with code {code}: {child.log_tail()}"
+                )
         validation = config.data.validation[0] if config.data.validation else ""
-        for path in filter(None, (config.data.tasks, validation)):
+        for path in filter(None, (*files, validation)):
             # a file that cannot be used is known before the engine starts
             await asyncio.to_thread(next, read_tasks(Path(path)))
+            await asyncio.to_thread(self._check_agent_names, Path(path))
         if config.model.path == "tiny":
             return await asyncio.to_thread(make_tiny_model, self._folder / "model", seed=config.run.seed)
         if not ((folder := Path(config.model.path)) / "config.json").is_file():
@@ -208,6 +218,18 @@ class Pipeline:
                 f"model.path must be a Hugging Face folder or `tiny`, got {folder} ({what}); download the model first"
             )
         return folder
+
+    def _check_agent_names(self, path: Path) -> None:
+        """Where nobody but our own loops plays, each row must name one of them."""
+        config = self._config
+        if self._loops is None or config.agents.command or config.env.command:
+            return
+        known = self._loops.names | ({PLAIN} if config.data.scorer else set())
+        for name, row in agent_names(path).items():
+            if name not in known:
+                raise TaskError(
+                    f"{path}, row {row}: agent_name must be {nearest(name, known)}; or name it in agents.loops"
+                )
 
     async def _start_heavy(
         self, stack: AsyncExitStack, model: Path
@@ -307,10 +329,10 @@ class Pipeline:
             loops.create_task(parts.generation.run(), name="generate"),
             loops.create_task(self.watch(parts), name="watch"),
         ]
-        if config.data.tasks:
+        if config.data.task_files:
             parts.books.pool.add_source(
                 endless_tasks(
-                    Path(config.data.tasks),
+                    {Path(path): weight for path, weight in config.data.task_files.items()},
                     seed=config.run.seed,
                     opened=parts.books.opened,
                     agent_name=self._default_agent(),
@@ -329,7 +351,9 @@ class Pipeline:
         )
         many = config.agents.concurrency
         if config.agents.processes == 0:
-            return AgentPerEpisode(config.agents.command, place=place, desk=parts.server, concurrency=many)
+            return AgentPerEpisode(
+                config.agents.command, place=place, desk=parts.server, concurrency=many, judge=self._rewards
+            )
         return LongLivedAgents(
             config.agents.command,
             place=place,

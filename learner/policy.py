@@ -75,11 +75,17 @@ class Policy(nn.Module):  # type: ignore[misc]
         entropy: bool = False,
     ) -> TokenOutputs:
         """ids [T] and mask [T] (true: trained) of packed rows, see `learner.collate.MicroBatch`; `temperature` None: no
-        log-probabilities."""
+        log-probabilities, a critic of its own.
+
+        A head that shares the policy's states reads them and does not train them: its errors have one sign when rewards
+        rise, and moving every state by them has made a policy that had solved its task forget it in one update (the
+        interference of arXiv:2009.04416, whose answer while the policy trains is this one).
+        """
         chosen = self.states(ids, starts, longest=longest)[:-1][mask[1:]]  # the state before a token predicts it
-        values = (
-            None if self.value_head is None else self.value_head(chosen).float().squeeze(-1).clone()
-        )  # no view: FSDP
+        values = None
+        if self.value_head is not None:
+            judged = chosen if temperature is None else chosen.detach()
+            values = self.value_head(judged).float().squeeze(-1).clone()  # no view: FSDP
         if temperature is None:
             return TokenOutputs(None, None, values)
         logprobs, entropies = self._logprobs(chosen, ids[1:][mask[1:]], temperature=temperature, entropy=entropy)

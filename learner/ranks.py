@@ -8,7 +8,6 @@ training logic here.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from ray.exceptions import RayActorError
 
 from buffers.errors import UnderstudyError
 from buffers.records import TrainBatch
+from configs.checkout import python_path
 from configs.schema import LearnerConfig
 from learner.trainer import Trainer
 
@@ -64,7 +64,7 @@ class LearnerRanks:
     async def start(self) -> None:
         """Starts the processes; returns when every rank has its model."""
         threads = {} if self._gpus_per_rank else {"OMP_NUM_THREADS": "1"}
-        environment = {"PYTHONPATH": _python_path(), **threads}
+        environment = {"PYTHONPATH": python_path(), **threads}
         actor = ray.remote(num_cpus=0, num_gpus=self._gpus_per_rank, runtime_env={"env_vars": environment})(Trainer)
         address = _free_address()
         for rank in range(self._config.ranks):
@@ -147,10 +147,3 @@ def _free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-def _python_path() -> str:
-    """The checkout first, so that a worker process finds this package whatever directory it starts in."""
-    checkout = str(Path(__file__).resolve().parent.parent)
-    inherited = os.environ.get("PYTHONPATH")
-    return checkout if not inherited else os.pathsep.join([checkout, inherited])

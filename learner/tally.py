@@ -21,6 +21,7 @@ class Tally:
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
         self._norms: list[float] = []
+        self._num_skipped = 0
 
     def add(self, *, means: dict[str, Tensor], maxima: dict[str, Tensor]) -> None:
         """One micro-batch of this rank: its share of the mini-batch's means, and its maxima."""
@@ -29,9 +30,10 @@ class Tally:
         for name, value in maxima.items():
             self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
-    def end_update(self, norm: float) -> None:
-        """One optimizer update: its gradient norm before clipping, equal on all ranks."""
+    def end_update(self, norm: float, *, critic: float = 0.0) -> None:
+        """One optimizer update: its gradient norm before clipping, and a separate critic's; equal on all ranks."""
         self._norms.append(norm)
+        self._num_skipped += not (math.isfinite(norm) and math.isfinite(critic))
 
     def metrics(self) -> dict[str, float]:
         """Means over updates, maxima over everything; the gradient norm is the mean of the updates that were made."""
@@ -43,5 +45,5 @@ class Tally:
             **dict(zip(self._maxima, maxima.tolist())),
             "policy/grad_norm": sum(finite) / len(finite) if finite else 0.0,
             "learner/updates": float(len(finite)),
-            "learner/skipped": float(len(self._norms) - len(finite)),
+            "learner/skipped": float(self._num_skipped),
         }

@@ -50,7 +50,7 @@ class Tracker:
     ) -> None:
         self._path = Path(folder) / "metrics.jsonl"
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self.earlier = _cut(self._path, after=start)
+        self.earlier = cut_lines(self._path, after=start)
         """Figures of the steps made before, as they were logged."""
         self._lines = self._path.open("a", encoding="utf-8")
         self._sinks = [
@@ -144,6 +144,7 @@ class MlflowSink:
         import mlflow
 
         self._mlflow = mlflow
+        self._traces = folder / "traces.jsonl"
         mlflow.set_experiment(PROJECT)
         mlflow.start_run(run_name=name)
         mlflow.log_dict(config, "config.json")
@@ -152,6 +153,8 @@ class MlflowSink:
         self._mlflow.log_metrics(dict(figures), step=step)
 
     def close(self) -> None:
+        if self._traces.exists():
+            self._mlflow.log_artifact(str(self._traces))
         self._mlflow.end_run()
 
 
@@ -178,8 +181,8 @@ SINKS: dict[str, Callable[..., Sink]] = {
 }
 
 
-def _cut(path: Path, *, after: int) -> list[dict[str, float]]:
-    """Drops lines of later steps, and a last line that a crash left unfinished; returns the lines that stay."""
+def cut_lines(path: Path, *, after: int) -> list[dict[str, Any]]:
+    """Drops lines of a JSONL file that belong to later steps, and a last one that a crash left unfinished; those that stay."""
     kept = []
     if path.exists():
         for text in path.read_text(encoding="utf-8").splitlines():

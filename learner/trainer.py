@@ -23,7 +23,7 @@ from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
 from learner import checkpoint, export, fsdp
 from learner.adapter import LoraConfig, add_adapter
-from learner.advantages import ESTIMATORS, Evidence, explained_variance
+from learner.advantages import ESTIMATORS, Evidence, calibrated_evidence, explained_variance
 from learner.collate import MicroBatch, Sequences, plan, split_minibatches
 from learner.hints import hinted_sequences
 from learner.kl import KLCoefficient, kl_estimate
@@ -211,8 +211,7 @@ class Trainer:
         return policy
 
     def _adamw(self, policy: Policy, *, lr: float) -> torch.optim.AdamW:
-        """`peak_lr` is reached after the warm-up. A value head learns faster: at the policy's rate it lags for 20 steps, and its
-        errors are all that the advantages of a solved batch hold."""
+        """`peak_lr` is reached after the warm-up. A value head learns faster: at the policy's rate it lags for 20 steps."""
         groups = [{"params": fsdp.trained(policy.lm), "peak_lr": lr}]
         if policy.value_head is not None:
             groups.append({"params": list(policy.value_head.parameters()), "peak_lr": VALUE_HEAD_LR_RATIO * lr})
@@ -309,6 +308,8 @@ class Trainer:
             baselines=table.baselines,
             hinted=hinted,
         )
+        if self._estimator.needs_critic:
+            evidence = calibrated_evidence(evidence)
         estimate = self._estimator.compute(evidence)
         targets = Targets(
             behaviour=table.behaviour,
@@ -351,9 +352,10 @@ class Trainer:
             (loss.total * self._world_size).backward()  # FSDP averages over ranks; the sum is wanted
             tally.add(means=loss.means, maxima=loss.maxima)
         norm = fsdp.update(self._policy, optimizer=self._optimizer, clip=self._config.grad_clip)
-        tally.end_update(norm)
+        critic_norm = 0.0
         if self._critic is not None and self._critic_optimizer is not None:
-            fsdp.update(self._critic, optimizer=self._critic_optimizer, clip=self._config.grad_clip)
+            critic_norm = fsdp.update(self._critic, optimizer=self._critic_optimizer, clip=self._config.grad_clip)
+        tally.end_update(norm, critic=critic_norm)
 
     def _loss(self, micro: MicroBatch, *, goals: Targets) -> Loss:
         config = self._config

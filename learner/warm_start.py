@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from buffers.parquet import read_traces
+from buffers.parquet import Trace, read_traces
 from learner import fsdp
 from learner.collate import Sequences, plan
 from learner.policy import Policy
@@ -25,9 +25,7 @@ def load_traces(path: Path, *, tokenizer: Any) -> Sequences:
     """Reads a parquet file's column `messages`. Raises ValueError naming a trace that the template cannot show."""
     prefix = generation_prompt(tokenizer)
     traces = list(read_traces(Path(path)))
-    pieces = [
-        _split(messages, number=number, prefix=prefix, tokenizer=tokenizer) for number, messages in enumerate(traces)
-    ]
+    pieces = [_split(trace, number=number, prefix=prefix, tokenizer=tokenizer) for number, trace in enumerate(traces)]
     tokens = tokenizer([text for trace in pieces for text in trace], add_special_tokens=False)["input_ids"]
     ids, masks, first = [], [], 0
     for trace in pieces:
@@ -45,11 +43,11 @@ def generation_prompt(tokenizer: Any) -> str:
     return str(tokenizer.apply_chat_template(opening, tokenize=False, add_generation_prompt=True)[len(without) :])
 
 
-def _split(messages: list[dict[str, Any]], *, number: int, prefix: str, tokenizer: Any) -> list[str]:
+def _split(trace: Trace, *, number: int, prefix: str, tokenizer: Any) -> list[str]:
     """The conversation's text as [context, turn, context, turn, ...]; what follows the last turn is left out."""
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    text = tokenizer.apply_chat_template(trace.messages, tools=trace.tools, tokenize=False)
     context, *replies = text.split(prefix)
-    turns = sum(message["role"] == "assistant" for message in messages)
+    turns = sum(message["role"] == "assistant" for message in trace.messages)
     if turns == 0 or len(replies) != turns or any(tokenizer.eos_token not in reply for reply in replies):
         raise ValueError(
             f"trace {number}: each assistant message must appear as {prefix!r}, its text, {tokenizer.eos_token!r}; "

@@ -70,6 +70,8 @@ class Leased:
     """Without the ground truth."""
     env_address: str = ""
     """HOST:PORT of the environment, where there is one."""
+    seed: int = 0
+    """What the episode's environment starts from: the same for all episodes of a group."""
 
 
 class ScoreBody(BaseModel):

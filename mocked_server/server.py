@@ -38,8 +38,9 @@ from mocked_server.keys import KeyRing
 from mocked_server.protocol import PatientProtocol, QuietServer
 from mocked_server.resume import remember
 from mocked_server.trajectories import LoopPlayer, check_trajectories
-from mocked_server.vllm_app import QueueClient, Sleeper, build_serving_app
+from mocked_server.vllm_app import QueueClient, build_serving_app
 from mocked_server.vllm_engine import EngineSettings, cpu_environment, make_args, make_vllm_config
+from mocked_server.vllm_tokens import Sleeper
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +141,10 @@ class MockedServer:
             "TASKS_URL": f"{self.base_url}/tasks",
             "ENV_ADDRESS": self.env_address,
         }
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Token ids as text, control tokens included."""
+        return str(self._client.renderer.get_tokenizer().decode(list(ids)))
 
     def put_to_sleep_with(self, engine: Sleeper) -> None:
         """`POST /sleep` and `POST /wake_up` reach this engine."""
@@ -251,7 +256,7 @@ class MockedServer:
         """An agent loop plays it, under its key; what it gives back must be what was sampled."""
         assert self._loops is not None
         live = self.episodes.get(episode.episode_id)
-        played = await self._loops.play(episode.task, api_key=leased.api_key, seed=episode.group_id)
+        played = await self._loops.play(episode.task, api_key=leased.api_key, seed=episode.seed)
         check_trajectories(live, played.outputs)
         return played.score
 
@@ -260,7 +265,11 @@ class MockedServer:
         self.episodes.open(episode)
         key = self.keys.episode_key(episode.episode_id)
         return Leased(
-            episode_id=episode.episode_id, api_key=key, task=episode.task.public(), env_address=self.env_address
+            episode_id=episode.episode_id,
+            api_key=key,
+            task=episode.task.public(),
+            env_address=self.env_address,
+            seed=episode.seed,
         )
 
     def resume_episode(self, episode: Episode, rounds: Sequence[Round]) -> None:

@@ -7,7 +7,7 @@ the recorded rounds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -53,25 +53,25 @@ def check_trajectories(live: LiveEpisode, outputs: Sequence[Trajectory]) -> None
     for number, output in enumerate(outputs):
         ids = np.array(output.prompt_ids + output.response_ids, np.int32)
         mask = np.array([0] * len(output.prompt_ids) + output.response_mask, bool)
-        foreign = [np.flatnonzero(mask & ~sampled) for sampled in _paths(live.roots, ids)]
-        if all(len(places) for places in foreign):
-            at = max(int(places[0]) for places in foreign)
+        foreign = np.flatnonzero(mask & ~_sampled(live, ids))
+        if len(foreign):
+            at = int(foreign[0])
             raise AgentError(
                 f"trajectory {number}: a token with mask 1 must be one that generate() sampled after the ids before it, got "
                 f"{ids[at]} at position {at - len(output.prompt_ids)} of response_ids; give back what was sampled, unchanged"
             )
 
 
-def _paths(roots: Sequence[LiveRound], ids: Int32) -> Iterator[Flags]:
-    """For each path of the episode's tree that these ids follow: which of them it sampled. The first has no round at all."""
-    yield np.zeros(len(ids), bool)
-    open_: list[tuple[LiveRound, int, Flags]] = [(root, 0, np.zeros(len(ids), bool)) for root in roots]
+def _sampled(live: LiveEpisode, ids: Int32) -> Flags:
+    """[T] which of these ids a round of the episode sampled, after exactly the ids before it."""
+    flags = np.zeros(len(ids), bool)
+    open_: list[tuple[LiveRound, int]] = [(root, 0) for root in live.roots]
     while open_:
-        node, start, sampled = open_.pop()
+        node, start = open_.pop()
         here = ids[start : start + len(node.ids)]
-        if not np.array_equal(here, node.ids[: len(here)]):
-            continue
-        sampled = sampled.copy()
-        sampled[start + len(node.tail_ids) : start + len(node.ids)] = True
-        yield sampled
-        open_ += [(child, node.total, sampled) for child in node.children if node.total < len(ids)]
+        differs = np.flatnonzero(here != node.ids[: len(here)])
+        alike = int(differs[0]) if len(differs) else len(here)
+        flags[start + len(node.tail_ids) : start + max(alike, len(node.tail_ids))] = True
+        if alike == len(node.ids):
+            open_ += [(child, node.total) for child in node.children]
+    return flags

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -26,20 +26,13 @@ from mocked_server.resume import memo_of
 from mocked_server.vllm_engine import NUMBERS_ONLY
 from mocked_server.vllm_render import ExactRendering
 from mocked_server.vllm_replies import ReplyParser
-from mocked_server.vllm_tokens import TokenRoute
+from mocked_server.vllm_tokens import Sleeper, TokenRoute
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
 PASSED_ON = ("reasoning_ended", "reasoning_parser_kwargs", "lora_request")
 """Arguments of `generate` that the engine needs too."""
-
-
-class Sleeper(Protocol):
-    """An engine that can give its memory back for a while."""
-
-    async def sleep(self) -> None: ...
-    async def wake_up(self) -> None: ...
 
 
 class Heard:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
 from uuid import uuid4
 
 from buffers.errors import EngineError
@@ -20,19 +21,32 @@ from buffers.prompt_queue import QueueClosed
 from mocked_server.dialects import GENERATE, error_body
 from mocked_server.generation import Recorder
 
-if TYPE_CHECKING:
-    from mocked_server.vllm_app import QueueClient
-
 HONOURED = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "seed")
 PINNED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs", "n", "detokenize")
 """verl's loops pass these; the run decides."""
 STOP_REASONS = {"stop": "completed", "length": "length", "abort": "aborted"}
 
 
+class Sleeper(Protocol):
+    """An engine that can give its memory back for a while."""
+
+    async def sleep(self) -> None: ...
+    async def wake_up(self) -> None: ...
+
+
+class Client(Protocol):
+    """The way into the prompt queue (`mocked_server.vllm_app`)."""
+
+    model_config: Any
+    sleeper: Sleeper | None
+
+    def generate_tokens(self, prompt_ids: list[int], params: Any, *, request_id: str) -> AsyncIterator[Any]: ...
+
+
 class TokenRoute:
     """`client`: the way into the prompt queue."""
 
-    def __init__(self, client: QueueClient) -> None:
+    def __init__(self, client: Client) -> None:
         self._client = client
         self._vocab_size = int(client.model_config.get_vocab_size())
 

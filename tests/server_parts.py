@@ -111,6 +111,7 @@ class ServerThread:
         self._keys = keys
         self.rounds = MultiRoundBufferDataset(self.ledger)
         self.score_fn: Callable[[Task, str], float] | None = None
+        self.loops: Any = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="test-server", daemon=True)
 
@@ -137,6 +138,7 @@ class ServerThread:
             notify_score_fn=self.rounds.notify_score,
             keys=self._keys,
             score_fn=lambda task, text: self.score_fn(task, text) if self.score_fn else 0.0,
+            loops=self.loops,
         )
         await self.server.start()
         tokenizer = self.server._client.renderer.get_tokenizer()

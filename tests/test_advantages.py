@@ -14,6 +14,8 @@ from configs.schema import LearnerConfig
 from learner.advantages import (
     ESTIMATORS,
     Evidence,
+    calibrated,
+    calibrated_evidence,
     difficulty,
     dr_grpo,
     explained_variance,
@@ -263,6 +265,44 @@ def test_table_says_what_each_estimator_needs() -> None:
     assert [name for name, estimator in ESTIMATORS.items() if estimator.needs_critic] == ["gae"]
     assert [name for name, estimator in ESTIMATORS.items() if estimator.needs_hints] == ["cpo"]
     assert set(ESTIMATORS) == set(LearnerConfig.model_fields["advantage"].annotation.__args__)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("returns", "expected"),
+    [
+        ([0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 0.0, 1.0]),  # right: as it is
+        ([0.5, 1.0, 0.5, 1.0], [0.5, 1.0, 0.5, 1.0]),  # they differ half as much as it says, around another mean
+        ([0.0, 2.0, 0.0, 2.0], [0.5, 1.5, 0.5, 1.5]),  # never more than it says
+        ([1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]),  # solved: what it says is its error
+        ([1.0, 0.0, 1.0, 0.0], [0.5, 0.5, 0.5, 0.5]),  # the contrary: not believed
+    ],
+)
+def test_values_are_believed_as_far_as_returns_bear_them_out(returns: list[float], expected: list[float]) -> None:
+    values, found = torch.tensor([0.0, 1.0, 0.0, 1.0]), torch.tensor(returns)
+    torch.testing.assert_close(calibrated(values, returns=found, weights=torch.ones(4)), torch.tensor(expected))
+
+
+def test_tokens_that_are_not_trained_have_no_say_and_take_part() -> None:
+    values, returns = torch.tensor([0.0, 1.0, 4.0]), torch.tensor([0.0, 0.5, 99.0])
+    found = calibrated(values, returns=returns, weights=torch.tensor([2.0, 2.0, 0.0]))
+    torch.testing.assert_close(found, torch.tensor([0.0, 0.5, 2.0]))
+
+
+def test_values_of_a_fresh_critic_become_the_mean_return() -> None:
+    found = calibrated(torch.zeros(3), returns=torch.tensor([0.0, 1.0, 1.0]), weights=torch.tensor([0.5, 0.25, 0.25]))
+    torch.testing.assert_close(found, torch.full((3,), 0.5))
+
+
+def test_evidence_is_calibrated_on_the_rewards_to_go() -> None:
+    evidence = _evidence(
+        rewards=torch.tensor([[0.5, 0.0], [0.0, 0.0], [0.0, 0.0]]),
+        values=torch.tensor([[1.0, 1.0], [1.0, 9.0], [-1.0, -1.0]]),  # 9: masked
+    )
+    # returns 1.5, 1; 1; 0, 0 of mean 0.5; values of mean -1/7; cov = 2 / 3.5, var = 24/7 / 3.5
+    found = calibrated_evidence(evidence)
+    expected = torch.tensor([7 / 6, 7 / 6, 7 / 6, 0.0, 0.0])
+    torch.testing.assert_close(found.values[evidence.mask], expected, atol=1e-6, rtol=0)
+    assert found.scores is evidence.scores
 
 
 def test_explained_variance_of_perfect_blind_and_constant() -> None:

@@ -52,6 +52,10 @@ OWNERS = {
     "mlflow": {"learner/tracker.py"},
     "swanlab": {"learner/tracker.py"},
     "openai": {"agents/examples/*.py"},
+    "mcp": {"agents/tools/mcp_*.py"},
+    "gymnasium": {"env_adapters/gymnasium_env.py"},
+    "verifiers": {"env_adapters/verifiers_*.py"},
+    "websockets": {"env_adapters/openenv.py"},
 }
 """Heavy package -> the files that may import it, as patterns; everything else runs without it."""
 TYPES_ONLY = {("mocked_server/vllm_app.py", "fastapi")}

@@ -13,19 +13,18 @@ from typing import Any, ClassVar
 import pytest
 from buffer_parts import make_ready, make_round, make_task, open_running
 
-from benchmarks import async_overlap
+from benchmarks import async_overlap, whole_run
 from benchmarks.async_overlap import (
     LONG_TAIL,
     Bench,
-    RunFailed,
     Shape,
     compare,
     epochs_for,
     move_ms_for,
-    run_to_end,
     table,
 )
 from benchmarks.run_figures import RunFigures, read_figures
+from benchmarks.whole_run import RunFailed, run_to_end
 from buffers.ledger import Ledger
 from env_adapters.walk import MAX_MOVES
 from env_adapters.walk_server import tail_draw
@@ -176,8 +175,8 @@ def test_a_run_is_ended_with_the_benchmark(
             super().__init__(*args, **options)
             started.append(self)
 
-    monkeypatch.setattr(async_overlap, "RUN_LIMIT_S", 1.0)
-    monkeypatch.setattr(async_overlap, "STOP_S", 1.0)
+    monkeypatch.setattr(whole_run, "RUN_LIMIT_S", 1.0)
+    monkeypatch.setattr(whole_run, "STOP_S", 1.0)
     monkeypatch.setattr(subprocess, "Popen", Noted)
     with pytest.raises(subprocess.TimeoutExpired):
         run_to_end(command, log=tmp_path / "log")

@@ -31,6 +31,11 @@ def test_shipped_configurations_are_what_they_are_named_for() -> None:
         ("data.scorer=3", ["data.scorer", "string or ", "dictionary", "got 3"]),
         ("data.reward_manager=batch", ["data.reward_manager=batch", "data.scorer", "set data.scorer=module.function"]),
         ("data.validation=[data/walk/tasks.parquet,1,1]", ["data.validation", "another file than data.tasks"]),
+        ("data.validation=[./data/walk/tasks.parquet,1,1]", ["data.validation", "another file than data.tasks"]),
+        ("data.tasks={a/x.parquet: 1, b/x.parquet: 2}", ["data.tasks", "different names", "got 'x' twice", "rename"]),
+        ("data.tasks={a/x.parquet: 0}", ["data.tasks", "greater than 0", "got 0"]),
+        ("data.tasks={a/x.parquet: heavy}", ["data.tasks", "valid number", "got 'heavy'"]),
+        ("data.tasks=3", ["data.tasks", "valid string", "got 3"]),
         ("learner.kl_target=0.1", ["learner.kl_target", "learner.kl_coef", "got 0"]),
     ],
 )
@@ -41,6 +46,17 @@ def test_an_override_that_cannot_be_used_is_one_line(override: str, words: list[
     assert "\n" not in line
     for word in words:
         assert word in line
+
+
+def test_tasks_are_one_file_several_or_none() -> None:
+    def files(value: str) -> dict[str, float]:
+        return load_config(overrides=[f"data.tasks={value}"]).data.task_files
+
+    assert files("x.parquet") == {"x.parquet": 1.0}
+    assert files("{x.parquet: 3, y.parquet: 0.5}") == {"x.parquet": 3.0, "y.parquet": 0.5}
+    assert files("''") == files("{}") == {}
+    with pytest.raises(ConfigError, match=r"another file than data\.tasks, got y\.parquet for both"):
+        load_config(overrides=["data.tasks={x.parquet: 3, y.parquet: 1}", "data.validation=[y.parquet, 1, 1]"])
 
 
 def test_dapo_needs_groups_to_compare() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from agents.loop_figures import Figures
 from buffers.parquet import read_tasks
 from configs.load import load_config
 from configs.schema import Config
@@ -30,7 +32,7 @@ METRIC_GROUPS = (
     "agent_loop|batch|books|critic|generation|learner|policy|pool|reward|staleness|throughput|time|tracker|val|"
     "warm_start"
 )
-METRIC_SOURCES = ["learner/*.py", "buffers/task_pool.py"]
+METRIC_SOURCES = ["learner/*.py", "buffers/task_pool.py", "agents/loop_figures.py"]
 COMPOSED = {"warm_start/first_loss", "warm_start/last_loss", "warm_start/seconds"} | {
     f"pool/{reason}" for reason in ("scored", "failed", "stale", "closed")
 }
@@ -114,7 +116,7 @@ def test_the_readme_names_the_two_commands():
 @pytest.mark.parametrize("name", DOCS)
 def test_modules_that_a_document_runs_exist(name):
     modules = {
-        module for module in re.findall(r"python -m ([a-z_.]+\w)", text(name)) if module.split(".")[0] in FOLDERS
+        module for module in re.findall(r"python -m ([a-z_][\w.]*\w)", text(name)) if module.split(".")[0] in FOLDERS
     }
     assert [module for module in modules if not (ROOT / f"{module.replace('.', '/')}.py").is_file()] == []
 
@@ -130,7 +132,7 @@ def test_configuration_keys_that_a_document_names_exist(name):
 
 
 def test_the_readmes_configuration_loads(tmp_path):
-    (block,) = blocks("README.md", "yaml")
+    block = blocks("README.md", "yaml")[0]
     path = tmp_path / "my.yaml"
     path.write_text(block)
     (command,) = [line for line in blocks("README.md", "bash")[0].splitlines() if "learner.run" in line]
@@ -157,7 +159,9 @@ def test_routes_that_the_documents_name_are_served():
     served = text("mocked_server/app.py") + "".join(path.read_text() for path in (ROOT / "mocked_server").glob("*.py"))
     for name in DOCS:
         for method, path in re.findall(r"`(GET|POST) (/[a-z/]+)`", text(name)):
-            assert f'router.{method.lower()}("{path}")' in served, f"{name} names {method} {path}"
+            assert f'router.{method.lower()}("{path}")' in served or f' = "{path}"\n' in served, (
+                f"{name}: {method} {path}"
+            )
         for path in re.findall(r"`(/v1/[a-z/]+)`", text(name)):
             assert f'"{path}"' in served, f"{name} names {path}"
 
@@ -184,6 +188,12 @@ def test_every_metric_is_explained_and_every_explained_metric_exists():
     assert len(explained) > 40
     assert sorted(metrics_in_the_code() - explained) == [], "written, and not explained"
     assert sorted(explained - metrics_in_the_code()) == [], "explained, and not written"
+
+
+def test_every_figure_of_agent_loops_is_explained():
+    explained = re.findall(r"`agent_loop/(\w+)/(?:mean|total)`", text("docs/metrics.md"))
+    written = {field.name for field in dataclasses.fields(Figures)}
+    assert written == set(explained) - {"slowest"}
 
 
 def test_every_figure_of_the_summary_is_explained():

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffers.errors import TaskError
-from buffers.parquet import read_tasks, read_traces, tasks_of_rows, write_tasks, write_traces
+from buffers.parquet import agent_names, read_tasks, read_traces, tasks_of_rows, write_tasks, write_traces
 from buffers.records import Task
 
 MESSAGE = {"role": "user", "content": "2 + 2?"}
@@ -107,7 +107,11 @@ def test_writing_twice_gives_the_same_bytes_and_leaves_no_other_file(tmp_path: P
 def test_traces_are_read_back_in_order(tmp_path: Path) -> None:
     traces = [[MESSAGE, {"role": "assistant", "content": str(number)}] for number in range(3)]
     write_traces(tmp_path / "traces.parquet", traces)
-    assert list(read_traces(tmp_path / "traces.parquet")) == traces
+    found = list(read_traces(tmp_path / "traces.parquet"))
+    assert [(trace.messages, trace.tools) for trace in found] == [(messages, None) for messages in traces]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    write_traces(tmp_path / "traces.parquet", traces, tools=tools)
+    assert [trace.tools for trace in read_traces(tmp_path / "traces.parquet")] == [tools] * 3
 
 
 def test_rows_are_read_only_as_they_are_asked_for(tmp_path: Path) -> None:
@@ -184,3 +188,12 @@ def test_rows_that_are_not_in_a_file_follow_the_same_rules() -> None:
         tasks_of_rows([{"prompt": "x", "task_id": "a"}, {"prompt": 5, "task_id": "b"}], source="POST /tasks")
     with pytest.raises(TaskError, match="POST /tasks, row 0: column 'task_id, prompt' must be both there"):
         tasks_of_rows([{"prompt": "x"}], source="POST /tasks")
+
+
+def test_the_agents_that_a_file_names_are_known_with_their_first_rows(tmp_path):
+    path = tmp_path / "tasks.parquet"
+    rows = [{"prompt": "a", "agent_name": name} for name in (None, "tool_agent", "tool_agent", "other", None)]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    assert agent_names(path) == {"tool_agent": 1, "other": 3}
+    pq.write_table(pa.Table.from_pylist([{"prompt": "a"}]), path)
+    assert agent_names(path) == {}

@@ -36,6 +36,17 @@ def test_fresh_value_head_predicts_zero_from_the_state_before_the_token() -> Non
     torch.testing.assert_close(values, expected, atol=1e-5, rtol=0)
 
 
+def test_a_shared_head_reads_the_policys_states_and_a_critic_of_its_own_trains_them() -> None:
+    """A value loss that moves the policy's states makes it forget what it had solved."""
+    for temperature, moved in ((1.0, False), (None, True)):
+        policy = Policy(random_lm(), value_head=True)
+        with torch.no_grad():
+            policy.value_head.weight.fill_(1.0)
+        policy(**PACK, temperature=temperature).values.sum().backward()
+        assert policy.value_head.weight.grad.abs().sum() > 0.0
+        assert any(parameter.grad is not None for parameter in policy.lm.parameters()) is moved
+
+
 def test_critic_alone_computes_no_logprobs() -> None:
     outputs = Policy(random_lm(), value_head=True)(**PACK, temperature=None)
     assert outputs.logprobs is None and outputs.entropy is None

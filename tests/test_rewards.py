@@ -95,6 +95,10 @@ def too_few(tasks: list[Task], answers: list[str]) -> list[float]:
     return [1.0, 2.0]
 
 
+def crashing(tasks: list[Task], answers: list[str]) -> list[float]:
+    raise AssertionError("a bug")
+
+
 seen: list[int] = []
 started, gate = threading.Event(), threading.Event()
 
@@ -115,6 +119,14 @@ async def test_a_batch_function_gets_all_answers_that_piled_up() -> None:
     gate.set()
     assert await asyncio.gather(first, *others) == [1.0, 2.0, 3.0, 4.0]
     assert seen == [1, 3]
+
+
+async def test_a_bug_in_a_batch_function_reaches_all_who_wait() -> None:
+    batch = Rewards("test_rewards.crashing", batch=True)
+    outcomes = await asyncio.wait_for(
+        asyncio.gather(*[batch.score(task(), "x") for _ in range(3)], return_exceptions=True), 5
+    )
+    assert [str(outcome) for outcome in outcomes] == ["a bug"] * 3
 
 
 async def test_a_scorer_that_fails_names_the_task_and_the_error() -> None:

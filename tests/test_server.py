@@ -234,13 +234,33 @@ def test_the_scorer_sees_the_ground_truth_and_the_agent_does_not(served):
         view = http.get("/episode", headers={"X-Episode-Key": client.api_key}).json()
     assert view["episode_id"] == episode
     assert view["task"]["ground_truth"] == "north"
-    task = {"task_id": "leak-check", "prompt": "Hi", "reward_model": {"ground_truth": "north-secret"}}
+    verl = {
+        "index": 3,
+        "answer": "#### north-secret",
+        "tools_kwargs": {"t": {"create_kwargs": {"truth": "north-secret"}}},
+    }
+    task = {
+        "task_id": "leak-check",
+        "prompt": "Hi",
+        "reward_model": {"ground_truth": "north-secret"},
+        "extra_info": verl,
+    }
     with served.http(served.server.keys.admin) as http:
         assert http.post("/tasks", json={"tasks": [task]}).json() == {"added": 1}
     with served.http(served.server.keys.worker) as http:
         leased = http.get("/tasks?wait=5")
     assert leased.json()["task"]["task_id"] == "leak-check"
-    assert "north-secret" not in leased.text
+    assert "north-secret" not in leased.text and leased.json()["task"]["extra_info"] == {"index": 3}
+
+
+def test_a_lease_has_the_seed_of_its_group(served):
+    with served.http(served.server.keys.admin) as http:
+        http.post("/tasks", json={"tasks": [{"task_id": f"seed-{n}", "prompt": "Hi"} for n in range(2)]})
+    with served.http(served.server.keys.worker) as http:
+        leases = [http.get("/tasks?wait=5").json() for _ in range(2)]
+    live = [served.server.episodes.get(lease["episode_id"]).episode for lease in leases]
+    assert [lease["seed"] for lease in leases] == [episode.seed for episode in live]
+    assert leases[0]["seed"] != leases[1]["seed"]
 
 
 def test_no_task_is_204_and_a_bad_task_row_is_named(served):

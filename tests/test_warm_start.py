@@ -56,6 +56,16 @@ def test_ids_are_those_of_real_play(tmp_path: Path, tokenizer: Any) -> None:
     assert traces.masks[0].tolist() == [number % 2 for number, part in enumerate(ids) for _ in part]
 
 
+def test_the_tools_that_a_trace_offers_stand_in_its_prompt(tmp_path: Path, tokenizer: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "description": "Adds."}}]
+    write_traces(tmp_path / "traces.parquet", [CHAT], tools=tools)
+    traces = load_traces(tmp_path / "traces.parquet", tokenizer=tokenizer)
+    first = tokenizer.apply_chat_template(CHAT[:2], tools=tools, tokenize=False, add_generation_prompt=True)
+    assert '"name": "add"' in first
+    assert traces.ids[0].tolist()[: len(_tokens(tokenizer, first))] == _tokens(tokenizer, first)
+    assert traces.counts[0] == len(_tokens(tokenizer, "\n\nw<|im_end|>")) + len(_tokens(tokenizer, "a<|im_end|>"))
+
+
 def test_no_token_spans_the_border_between_prompt_and_answer(tmp_path: Path, tokenizer: Any) -> None:
     whole = _tokens(tokenizer, tokenizer.apply_chat_template(CHAT[:3], tokenize=False))
     write_traces(tmp_path / "traces.parquet", [CHAT[:3]])

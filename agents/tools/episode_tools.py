@@ -21,15 +21,16 @@ from uuid import uuid4
 from agents.tools.arguments import BadArguments, check_arguments, read_arguments
 from agents.tools.base_tool import BaseTool
 from agents.tools.guarded import Ended, guarded
+from agents.tools.naming import nearest
 from agents.tools.schemas import ToolResponse
-from agents.tools.tool_file import nearest
 from agents.tools.truncate import Side, truncate
 from buffers.errors import ToolError
 
 logger = logging.getLogger(__name__)
 
 ToolKwargs = Mapping[str, Mapping[str, Any] | None]
-"""`create_kwargs`, `execute_kwargs`, `calc_reward_kwargs`, `release_kwargs` of one tool."""
+"""What a task gives one tool: its kinds of kwargs, each with names and values. A parquet file gives None for what is not there."""
+KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 MAX_REASON_CHARS = 300
 DEADLINE = "deadline_s"
 """The key of a tool's `config` that overrides the toolbox's deadline."""
@@ -94,6 +95,7 @@ class EpisodeTools:
         self._agent_data = agent_data
         self._left_behind = left_behind
         self._instances: dict[str, str] = {}
+        self._over = False
         self._creating = {name: asyncio.Lock() for name in tools}
 
     @property
@@ -135,7 +137,8 @@ class EpisodeTools:
                 raise ToolError(f"create of {fault.text}; check its create_kwargs in the task's tools_kwargs") from None
 
     async def release(self) -> None:
-        """Release all instances; one that fails is logged and stops no other."""
+        """Release all instances; one that fails is logged and stops no other. Later calls find nothing."""
+        self._over = True
         while self._instances:
             name, instance = self._instances.popitem()
             ended = await self._release(self._tools[name], instance)
@@ -157,19 +160,19 @@ class EpisodeTools:
             extra["agent_data"] = self._agent_data
         ended = await self._guarded(tool, partial(tool.execute, instance, arguments, **extra))
         match ended.value:
-            case (ToolResponse() as response, reward, metrics) if _is_number(reward):
+            case (ToolResponse() as response, reward, dict() | None as metrics) if _is_number(reward):
                 return response, float(reward), metrics or {}
         raise self._fault(tool, ended)
 
     async def _instance(self, tool: BaseTool) -> str:
         """The tool's instance in this episode, created if there is none."""
         async with self._creating[tool.name]:
+            if self._over:
+                raise _Fault(ToolFault.RAISED, f"{tool.name}: the episode is over")
             if tool.name not in self._instances:
                 # Known before it is created, so that it is released if the episode is cancelled meanwhile.
                 instance = self._instances[tool.name] = str(uuid4())
-                given = self._given(tool.name, "create_kwargs")
-                if given and _takes(tool.create, "create_kwargs"):
-                    given["create_kwargs"] = dict(given)  # verl's loop gives them under this name
+                given = _create_kwargs(tool, self._given(tool.name, "create_kwargs"))
                 ended = await self._guarded(tool, partial(tool.create, instance, **given))
                 # Early tools of verl return the id alone.
                 created = ended.value[0] if isinstance(ended.value, tuple) and ended.value else ended.value
@@ -205,6 +208,13 @@ class EpisodeTools:
         return _Fault(
             ToolFault.BAD_RESULT, f"{tool.name} returned {_short(repr(ended.value))}, which its interface forbids"
         )
+
+
+def _create_kwargs(tool: BaseTool, given: dict[str, Any]) -> dict[str, Any]:
+    """One by one, and together as `create_kwargs`, as two of verl's loops do; only what the tool's `create` can take."""
+    if not given or not _takes(tool.create, "create_kwargs"):
+        return given
+    return {name: value for name, value in given.items() if _takes(tool.create, name)} | {"create_kwargs": given}
 
 
 def _takes(method: Callable[..., Any], name: str) -> bool:

@@ -67,6 +67,8 @@ class FunctionTool(BaseTool):
             value = await self.function(**arguments)
         else:
             value = await self._threads.run(partial(self.function, **arguments))
+            if inspect.isawaitable(value):  # an async function behind a decorator
+                value = await value
         return _response(value), 0.0, {}
 
 
@@ -94,7 +96,10 @@ def _response(value: Any) -> ToolResponse:
 def _arguments_model(function: Function) -> type[BaseModel]:
     """The function's parameters as a pydantic model. Raises ToolError naming the parameter that cannot be one."""
     described = {p.arg_name: p.description for p in parse_docstring(inspect.getdoc(function) or "").params}
-    hints = get_type_hints(function, include_extras=True)
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise _no_schema(function, error) from error
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -110,7 +115,7 @@ def _arguments_model(function: Function) -> type[BaseModel]:
         fields[f"p{len(fields)}"] = (hints[name], Field(default, alias=name, description=described.get(name)))
     try:
         return create_model(function.__name__, __config__=ConfigDict(extra="forbid"), **fields)
-    except (PydanticSchemaGenerationError, NameError) as error:
+    except PydanticSchemaGenerationError as error:
         raise _no_schema(function, error) from error
 
 

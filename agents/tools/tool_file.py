@@ -13,12 +13,6 @@ ToolError that names file, entry, rule and remedy. It starts nothing.
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import importlib
-import importlib.util
-import sys
-from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -28,6 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from agents.tools.base_tool import BaseTool
 from agents.tools.function_tool import FunctionTool
+from agents.tools.mcp_entry import McpEntry, McpFile
+from agents.tools.naming import find, inside
 from agents.tools.schemas import OpenAIFunctionToolSchema
 from buffers.errors import ToolError
 
@@ -43,7 +39,7 @@ class _Entry(BaseModel):
 
     class_name: str | None = None
     function: str | None = None
-    mcp: dict[str, Any] | None = None
+    mcp: McpEntry | None = None
     name: str | None = None
     """Of a function, if it shall be called by another."""
     config: dict[str, Any] = Field(default_factory=dict)
@@ -54,13 +50,6 @@ class _Entry(BaseModel):
         if sum(getattr(self, kind) is not None for kind in KINDS) != 1:
             raise ValueError(f"must have exactly one of {', '.join(KINDS)}")
         return self
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The remedy for a name that is not there."""
-    names = list(known)
-    near = difflib.get_close_matches(name[:200], names, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names) or 'none'}"
 
 
 def load_tools(path: Path) -> tuple[list[BaseTool], list[ToolSource]]:
@@ -74,7 +63,7 @@ def load_tools(path: Path) -> tuple[list[BaseTool], list[ToolSource]]:
         except ValidationError as error:
             raise ToolError(f"{place}: {_rules(error)}; see agents/tools/tool_file.py") from None
         if entry.mcp is not None:
-            raise ToolError(f"{place}: mcp is not there yet")
+            sources += _mcp_servers(entry.mcp, config=entry.config, folder=path.parent, place=place)
         elif entry.function is not None:
             tools.append(_function_tool(entry, folder=path.parent, place=place))
         else:
@@ -114,41 +103,19 @@ def _class_tool(entry: _Entry, *, folder: Path, place: str) -> BaseTool:
     return found(entry.config, entry.tool_schema)
 
 
-def find(name: str, *, folder: Path, place: str) -> Any:
-    """What `module.attribute`, or `file.py:attribute` beside the YAML, names."""
-    file, colon, attribute = name.partition(":")
-    if colon:
-        module = _module_at(inside(file, folder=folder, place=place), place=place)
-    else:
-        dotted, _, attribute = name.rpartition(".")
+def _mcp_servers(entry: McpEntry, *, config: dict[str, Any], folder: Path, place: str) -> list[ToolSource]:
+    servers = dict(entry.servers)
+    if entry.mcp_servers_config_path is not None:
+        path = inside(entry.mcp_servers_config_path, folder=folder, place=place)
         try:
-            module = importlib.import_module(dotted)
-        except (ImportError, ValueError) as error:
-            raise ToolError(
-                f"{place}: {name!r} must be module.name of what can be imported: {error}; check its spelling"
-            ) from error
-    if not hasattr(module, attribute):
-        public = [known for known in vars(module) if not known.startswith("_")]
-        raise ToolError(f"{place}: {name!r} is not there; {nearest(attribute, public)}")
-    return getattr(module, attribute)
+            servers |= McpFile.model_validate_json(path.read_bytes()).mcpServers
+        except ValidationError as error:
+            raise ToolError(f'{path}: {_rules(error)}; it must look like {{"mcpServers": {{name: ...}}}}') from None
+    if not servers:
+        raise ToolError(f"{place}: mcp must name servers or mcp_servers_config_path, got neither; add one")
+    from agents.tools.mcp_tools import McpServer  # its package takes a second to import
 
-
-def inside(name: str, *, folder: Path, place: str) -> Path:
-    """The file of that name in the YAML's folder, or below it; links are followed first."""
-    path = (folder / name).resolve()
-    if not path.is_relative_to(folder.resolve()):
-        raise ToolError(f"{place}: files must lie in {folder}, got {name!r}; move it there")
-    if not path.is_file():
-        raise ToolError(f"{place}: {path} is not a file; {nearest(path.name, [p.name for p in folder.iterdir()])}")
-    return path
-
-
-def _module_at(path: Path, *, place: str) -> Any:
-    name = f"tools_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ToolError(f"{place}: {path} must be a Python file; give it the ending .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
+    return [
+        McpServer(spec, name=name, folder=folder, selected=entry.tool_selected_list, config=config)
+        for name, spec in servers.items()
+    ]

@@ -22,12 +22,13 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
 from agents.tools.arguments import check_schema
 from agents.tools.base_tool import BaseTool
-from agents.tools.episode_tools import EpisodeTools, Limits, ToolKwargs
-from agents.tools.tool_file import ToolSource, load_tools, nearest
+from agents.tools.episode_tools import DEADLINE, KWARGS, EpisodeTools, Limits, ToolKwargs
+from agents.tools.naming import nearest
+from agents.tools.tool_file import ToolSource, load_tools
 from agents.tools.truncate import Side
 from buffers.errors import ToolError
 
@@ -50,6 +51,8 @@ class Toolbox:
         max_response_chars: int = MAX_RESPONSE_CHARS,
         truncate_side: Side = "middle",
     ) -> None:
+        if truncate_side not in get_args(Side):
+            raise ToolError(f"truncate_side must be one of {', '.join(get_args(Side))}, got {truncate_side!r}")
         self._tools: dict[str, BaseTool] = {}
         self._limits = Limits(
             call_deadline_s=call_deadline_s, max_response_chars=max_response_chars, truncate_side=truncate_side
@@ -90,7 +93,7 @@ class Toolbox:
         self,
         names: Iterable[str] | None = None,
         *,
-        tools_kwargs: Mapping[str, ToolKwargs] | None = None,
+        tools_kwargs: Mapping[str, ToolKwargs | None] | None = None,
         agent_data: object = None,
     ) -> AsyncIterator[EpisodeTools]:
         """One episode's tools: those named (all), released at the end of the block.
@@ -100,10 +103,7 @@ class Toolbox:
         tools whose `execute` asks for it, as verl's loop does. Raises ToolError for an unknown name or a failing `create`.
         """
         chosen = self._chosen(names)
-        kwargs = {name: given for name, given in (tools_kwargs or {}).items() if given is not None}
-        for name in kwargs:
-            if name not in chosen:
-                raise ToolError(f"tools_kwargs must name tools of the episode, got {name!r}; {nearest(name, chosen)}")
+        kwargs = _checked_kwargs(tools_kwargs or {}, tools=chosen)
         tools = EpisodeTools(
             chosen, kwargs=kwargs, limits=self._limits, agent_data=agent_data, left_behind=self._left_behind
         )
@@ -112,7 +112,10 @@ class Toolbox:
             yield tools
         finally:
             # In a task of its own: a second cancellation must not leave instances open.
-            await asyncio.shield(asyncio.create_task(tools.release(), name="release tools"))
+            releasing = asyncio.create_task(tools.release(), name="release tools")
+            self._left_behind.add(releasing)
+            releasing.add_done_callback(self._left_behind.discard)
+            await asyncio.shield(releasing)
 
     def _chosen(self, names: Iterable[str] | None) -> dict[str, BaseTool]:
         if names is None:
@@ -130,4 +133,26 @@ class Toolbox:
             raise ToolError(f"tools must have different names, got {tool.name!r} twice; rename one in its tool_schema")
         if tool.tool_schema is not None:
             check_schema(tool.tool_schema)
+        deadline_s = tool.config.get(DEADLINE, self._limits.call_deadline_s)
+        if not isinstance(deadline_s, int | float) or not deadline_s > 0:
+            raise ToolError(
+                f"deadline_s of tool {tool.name} must be seconds above 0, got {deadline_s!r}; correct its config"
+            )
         self._tools[tool.name] = tool
+
+
+def _checked_kwargs(given: Mapping[str, ToolKwargs | None], *, tools: Mapping[str, BaseTool]) -> dict[str, ToolKwargs]:
+    """A task's `tools_kwargs` without what is None. Raises ToolError for a name that nothing would be done with."""
+    kept: dict[str, ToolKwargs] = {}
+    for name, kinds in given.items():
+        if kinds is None:
+            continue
+        if name not in tools:
+            raise ToolError(f"tools_kwargs must name tools of the episode, got {name!r}; {nearest(name, tools)}")
+        for kind in kinds:
+            if kind not in KWARGS:
+                raise ToolError(
+                    f"tools_kwargs of {name} must be {', '.join(KWARGS)}, got {kind!r}; {nearest(kind, KWARGS)}"
+                )
+        kept[name] = kinds
+    return kept

@@ -1,0 +1,117 @@
+"""Connections to MCP servers, through the official `mcp` package.
+
+Used by `agents.tools.mcp_tools`. Invariants: a session is opened and closed by one task, a matter of the package's cancel scopes;
+a server that this program started ends with its session. It neither starts a dead server again, nor knows what a tool is for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import IO
+
+import httpx2
+from mcp import Client, StdioServerParameters, stdio_client
+from mcp import types as mcp_types
+from mcp.client.streamable_http import streamable_http_client
+
+from agents.tools.mcp_entry import McpServerSpec
+from buffers.errors import ToolError
+
+CLOSE_DEADLINE_S = 10.0
+LOG_TAIL_BYTES = 2000
+HTTP_S = 30.0
+"""To connect and to send; an answer has the call's own deadline."""
+
+
+class McpSession:
+    """One connection, kept open by a task of its own."""
+
+    def __init__(self, spec: McpServerSpec, *, folder: Path) -> None:
+        self._spec = spec
+        self._folder = folder
+        self._log: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stop = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.client: Client
+        self.tools: list[mcp_types.Tool] = []
+        self.dead = False
+        self.has_answered = False
+
+    @classmethod
+    async def start(cls, spec: McpServerSpec, *, folder: Path, deadline_s: float) -> McpSession:
+        """Connect and list the tools. Raises ToolError with what the server said."""
+        session = cls(spec, folder=folder)
+        session._task = asyncio.create_task(session._hold(), name="mcp session")
+        try:
+            await asyncio.wait({session._task, session._ready}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await session.close()
+            raise
+        if not session._ready.done():
+            words = session.last_words()
+            why = await session.close() or f"it was not ready within {deadline_s:g} s"
+            raise ToolError(f"{why}{words}; check its command or url")
+        return session
+
+    async def close(self) -> str:
+        """End the connection and the server's process. Returns what went wrong on the way, for a message."""
+        assert self._task is not None
+        self._stop.set()
+        if not self._ready.done():
+            self._task.cancel()
+        _, hanging = await asyncio.wait({self._task}, timeout=CLOSE_DEADLINE_S)
+        if hanging:
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=CLOSE_DEADLINE_S)
+        self._log.close()
+        error = self._task.exception() if self._task.done() and not self._task.cancelled() else None
+        return "" if error is None else _cause(error)
+
+    def last_words(self) -> str:
+        """The end of what the server wrote to stderr."""
+        if self._log.closed:
+            return ""
+        size = self._log.seek(0, 2)
+        self._log.seek(max(0, size - LOG_TAIL_BYTES))
+        text = " ".join(self._log.read().split())
+        return f"; it said: {text}" if text else ""
+
+    async def _hold(self) -> None:
+        async with AsyncExitStack() as stack:
+            self.client = await stack.enter_async_context(await self._connect(stack))
+            cursor: str | None = None
+            while True:
+                page = await self.client.list_tools(cursor=cursor)
+                self.tools += page.tools
+                cursor = page.next_cursor
+                if cursor is None:
+                    break
+            self._ready.set_result(None)
+            await self._stop.wait()
+
+    async def _connect(self, stack: AsyncExitStack) -> Client:
+        if self._spec.url is not None:
+            headers = dict(self._spec.headers)
+            if self._spec.auth_token is not None:
+                headers["Authorization"] = f"Bearer {self._spec.auth_token}"
+            http = await stack.enter_async_context(
+                httpx2.AsyncClient(headers=headers, timeout=httpx2.Timeout(HTTP_S, read=None))
+            )
+            return Client(streamable_http_client(self._spec.url, http_client=http))
+        words = [
+            sys.executable if word == "{python}" else word for word in (self._spec.command or "", *self._spec.args)
+        ]
+        parameters = StdioServerParameters(command=words[0], args=words[1:], env=self._spec.env, cwd=self._folder)
+        return Client(stdio_client(parameters, errlog=self._log))  # type: ignore[arg-type]
+
+
+def _cause(error: BaseException) -> str:
+    """The first error of a group of groups, which is what task groups make of it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,208 @@
+"""An environment of the `verifiers` package (0.4, the taskset API `verifiers.v1`): its tasks, its `run`, its rewards.
+
+Made by `env_adapters.catalog`; `python -m env_adapters.verifiers_env --taskset ID --out FILE` writes its tasks as a task file. The
+only owner of verifiers, which is an extra of its own. The environment's `run(task, agents)` is left as it is: it gets a seat
+(`env_adapters.verifiers_seat`) in place of the package's agent, and what it says to that seat is what the model is told.
+Invariants: the row is the task's `extra_info.index`; the score is the sum of the weighted rewards of its trace, after its
+`finalize`. Not supported, and refused by name: several agents, tool servers, and tasks or rewards that need a sandbox.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import inspect
+import itertools
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from buffers.errors import EnvError
+from buffers.parquet import write_tasks
+from buffers.records import Task
+from env_adapters.adapter import EnvAdapter, Message, OwnThread, Step
+from env_adapters.verifiers_seat import Channel, Seat, opening, plain
+
+
+class VerifiersEnv(EnvAdapter):
+    """`taskset`: the id of an installed taskset package, `options` its configuration; `env`: an environment to pair it with."""
+
+    def __init__(self, *, taskset: str, options: Mapping[str, Any] | None = None, env: str = "") -> None:
+        self._config = json.dumps({"id": env, "taskset": {"id": taskset, **(options or {})}}, sort_keys=True)
+        self._channel = Channel()
+        self._playing: asyncio.Task[float] | None = None
+
+    async def reset(self, task: dict[str, Any], *, seed: int) -> list[Message]:
+        index = task.get("extra_info", {}).get("index")
+        if not isinstance(index, int) or index < 0:
+            raise EnvError(
+                f"extra_info.index of task {task.get('task_id')} must name a row of the taskset, got {index!r}; write the tasks "
+                "with python -m env_adapters.verifiers_env",
+                reason="environment reset: bad task",
+            )
+        loader = OwnThread("verifiers taskset")  # reading rows may block
+        rows = await loader.call(lambda: _rows(self._config))
+        row = await loader.call(lambda: rows.at(index))
+        await loader.end(lambda: None)
+        _check(row, rows.env)
+        self._playing = asyncio.create_task(self._play(rows.env, row), name="verifiers environment")
+        return (await self._next()).messages
+
+    async def step(self, action: str) -> Step:
+        self._channel.answer(action)
+        return await self._next()
+
+    async def score(self) -> float:
+        """Before the end: the exchange is cut, and what there is of it is scored."""
+        assert self._playing is not None, "reset() first"
+        self._channel.cut()
+        return await self._playing
+
+    async def close(self) -> None:
+        if self._playing is not None and not self._playing.done():
+            self._playing.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._playing
+
+    async def _next(self) -> Step:
+        """What the environment says to its seat; done when its `run` has ended instead."""
+        assert self._playing is not None
+        said = asyncio.create_task(self._channel.said())
+        try:
+            await asyncio.wait({said, self._playing}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not said.done():
+                said.cancel()
+        if said.done() and not said.cancelled():
+            return Step(messages=said.result(), done=False)
+        reward = self._playing.result()
+        return Step(messages=[], done=True, reward=reward)
+
+    async def _play(self, env: Any, row: Any) -> float:
+        from verifiers.v1.episode import EnvInfo, Episode
+        from verifiers.v1.trace import TraceTask
+
+        ((name, spec),) = env._agent_specs.items()
+        traces: list[Any] = []
+        agents = Seats(**{name: Seat(name, config=spec, channel=self._channel, traces=traces)})
+        await env.setup(agents)
+        await env.run(row, agents)
+        about = TraceTask(type=type(row).__name__, data=row.data, key=row.key, hash=row.hash)
+        episode = Episode(env=EnvInfo(id=env.config.env_id), task=about, traces=traces)
+        await env.finalize(row, episode)
+        return float(sum(trace.reward for trace in episode.traces))
+
+
+class Seats:
+    """An environment's agents by attribute, as its `run` asks for them."""
+
+    def __init__(self, **seats: Seat) -> None:
+        self.__dict__.update(seats)
+
+
+class _Rows:
+    """A loaded environment and the tasks of it that were read so far. An infinite taskset is read as far as it is asked for."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        self._unread: Iterator[Any] = iter(env.taskset)
+        self._read: list[Any] = []
+        self._lock = threading.Lock()
+
+    def at(self, index: int) -> Any:
+        with self._lock:
+            self._read += itertools.islice(self._unread, max(0, index + 1 - len(self._read)))
+        if index >= len(self._read):
+            raise EnvError(
+                f"extra_info.index must be below the taskset's {len(self._read)} rows, got {index}; write the tasks again",
+                reason="environment reset: bad task",
+            )
+        return self._read[index]
+
+    def first(self, number: int | None) -> list[Any]:
+        with self._lock:
+            self._read += itertools.islice(self._unread, None if number is None else max(0, number - len(self._read)))
+        return self._read[:number]
+
+
+@lru_cache(maxsize=8)
+def _rows(config: str) -> _Rows:
+    """Loaded once for all episodes: the package's environments are values that episodes share."""
+    try:
+        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+    except ImportError as error:
+        raise EnvError(
+            f"environment verifiers needs the package verifiers, which is not there ({error}); "
+            "pip install 'verifiers>=0.4,<0.5'",
+            reason="environment reset: not installed",
+        ) from error
+    try:
+        return _Rows(load_environment(resolve_env_config(json.loads(config))))
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise EnvError(
+            f"verifiers must be able to load {config}, got {type(error).__name__}: {error}",
+            reason="environment reset: make",
+        ) from error
+
+
+def _check(row: Any, env: Any) -> None:
+    """Refuse what a seat without a sandbox cannot play: a reward that was left out would be a wrong score."""
+    wanting = [
+        fn.__name__
+        for fn in row.hooks("reward")
+        if (given := inspect.signature(fn).parameters.get("runtime")) is not None
+        and given.default is inspect.Parameter.empty
+    ]
+    rules = {
+        "one agent": len(env._agent_specs) == 1,
+        "no sandbox": not row.NEEDS_CONTAINER and not wanting,
+        "no tool servers": not row.toolsets(row.config) and not env.taskset.toolsets(env.taskset.config),
+    }
+    broken = [rule for rule, holds in rules.items() if not holds]
+    if broken:
+        raise EnvError(
+            f"verifiers environment {env.config.env_id!r} must have {' and '.join(broken)} to be played here; run it as an agent "
+            "program instead (agents.command)",
+            reason="environment reset: not supported",
+        )
+
+
+def tasks_of(taskset: str, *, options: Mapping[str, Any], env: str, number: int | None) -> list[Task]:
+    """The rows of a taskset as tasks that VerifiersEnv plays."""
+    rows = _rows(json.dumps({"id": env, "taskset": {"id": taskset, **options}}, sort_keys=True))
+    if number is None and not rows.env.taskset.bounded:
+        raise EnvError(f"taskset {taskset} has no end: the number of tasks must be given; add --number")
+    found = []
+    for index, row in enumerate(rows.first(number)):
+        shown = plain(opening(row.data)) or [{"role": "user", "content": row.data.name or f"{taskset} {index}"}]
+        info = {"index": index, "name": row.data.name or ""}
+        found.append(
+            Task(
+                task_id=f"{taskset}:{index}", prompt=shown, data_source=taskset, agent_name="env_agent", extra_info=info
+            )
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the rows of a verifiers taskset as a task file.")
+    parser.add_argument("--taskset", required=True, help="id of an installed taskset package")
+    parser.add_argument("--env", default="", help="id of an environment to pair it with")
+    parser.add_argument("--options", type=json.loads, default={}, help="JSON object: the taskset's configuration")
+    parser.add_argument("--number", type=int, help="how many rows; all of a finite taskset when left out")
+    parser.add_argument("--out", type=Path, required=True, help="parquet file to write")
+    given = parser.parse_args()
+    try:
+        tasks = tasks_of(given.taskset, options=given.options, env=given.env, number=given.number)
+    except EnvError as error:
+        parser.exit(1, f"error: {error}\n")
+    write_tasks(given.out, tasks)
+    print(f"{given.out}: {len(tasks)} tasks")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""`POST /generate`: token ids in and out, recorded under the episode whose key came with it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import numpy as np
+import pytest
+
+from agents.http_server import HTTPServer
+from agents.server_manager import ServerUnavailable
+from buffers.errors import AgentError
+from mocked_server.episodes import LiveEpisode, LiveRound
+from mocked_server.trajectories import check_trajectories
+from tests.server_parts import LOGPROB
+
+
+def post(served, key, body, path="/generate"):
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.post(f"{served.server.base_url}{path}", json=body, headers=headers, timeout=30)
+
+
+def generate(served, key, prompt_ids, **sampling_params):
+    async def run():
+        async with HTTPServer(served.server.base_url, worker_key=served.server.keys.worker) as server:
+            return await server.generate("episode", prompt_ids=prompt_ids, sampling_params=sampling_params, api_key=key)
+
+    return asyncio.run(run())
+
+
+def test_a_generation_is_a_round_of_the_keys_episode(served):
+    served.engine.version = 3
+    episode, client = served.lease()
+    prompt = served.ids("What now?", end=False)
+    output = generate(served, client.api_key, prompt, temperature=0.7, top_p=0.5, max_tokens=16)
+    assert output.token_ids == served.ids("ok")
+    assert output.log_probs == [LOGPROB] * len(output)
+    assert output.versions == [3] * len(output)
+    assert output.stop_reason == "completed"
+    more = prompt + output.token_ids + served.ids("And then?", end=False)
+    generate(served, client.api_key, more)
+    first, second = served.stored(episode)
+    assert first.tail_ids.tolist() == prompt
+    assert (second.parent, second.tail_ids.tolist()) == (0, served.ids("And then?", end=False))
+    assert served.engine.params[0].temperature == 1.0, "the run's"
+    assert served.engine.params[0].top_p == 1.0
+
+
+def test_the_workers_key_generates_for_nobodys_records(served):
+    before = served.ledger.counts()["rounds"]
+    output = generate(served, "", served.ids("hello", end=False), max_tokens=1)
+    assert (len(output), output.stop_reason) == (1, "completed")
+    assert served.ledger.counts()["rounds"] == before
+
+
+def test_other_keys_open_nothing(served):
+    body = {"prompt_ids": [1]}
+    keys = served.server.keys
+    assert [post(served, key, body).status_code for key in ("x", "us-1-0-0-bad", keys.scorer, keys.admin)] == [401] * 4
+    _, client = served.lease()
+    assert post(served, client.api_key, {}, path="/sleep").status_code == 401
+    assert post(served, keys.worker, {}, path="/sleep").status_code == 200
+    assert post(served, keys.worker, {}, path="/wake_up").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"prompt_ids": []}, "prompt_ids must be a list of token ids, not empty"),
+        ({"prompt_ids": [1, "2"]}, "prompt_ids must be"),
+        ({"prompt_ids": [True]}, "prompt_ids must be"),
+        ({"prompt_ids": [1, 99_999]}, "vocabulary of 512, got 99999"),
+        ({"prompt_ids": [-1]}, "vocabulary of 512, got -1"),
+        ({"prompt_ids": [1], "sampling_params": {"max_token": 3}}, "did you mean 'max_tokens'"),
+        ({"prompt_ids": [1], "sampling_params": {"max_tokens": -3}}, "max_tokens"),
+        ({"prompt_ids": [1], "prompt": "x"}, "the body must hold"),
+        ({"prompt_ids": [1] * 600}, "prompt \\+ completion must be <= 512"),
+        ([1], "the body must hold"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused_by_name(served, body, says):
+    _, client = served.lease()
+    reply = post(served, client.api_key, body)
+    assert reply.status_code == 400
+    assert pytest.importorskip("re").search(says, reply.json()["error"]["message"])
+
+
+def test_a_server_that_is_gone_is_told_apart_from_a_refusal(served):
+    with pytest.raises(AgentError, match="vocabulary"):
+        generate(served, "", [99_999])
+    served.engine.dies = True
+    with pytest.raises(ServerUnavailable, match="503"):
+        generate(served, "", [1])
+
+    async def nowhere():
+        async with HTTPServer("http://127.0.0.1:9") as server:
+            assert not await server.healthy()
+            await server.generate("a", prompt_ids=[1], sampling_params={}, api_key="")
+
+    with pytest.raises(ServerUnavailable, match="cannot be reached"):
+        asyncio.run(nowhere())
+
+
+class Output:
+    def __init__(self, prompt_ids, response_ids, response_mask):
+        self.prompt_ids, self.response_ids, self.response_mask = prompt_ids, response_ids, response_mask
+
+
+def live_of(*rounds):
+    """(parent index, tail, sampled), as they were generated."""
+    live = LiveEpisode(episode=None)
+    made = []
+    for parent, tail, sampled in rounds:
+        made.append(
+            LiveRound(
+                parent=None if parent is None else made[parent],
+                ids=np.array([*tail, *sampled], np.int32),
+                num_sampled=len(sampled),
+                finish_reason="stop",
+                text="",
+            )
+        )
+        live.add_round(made[-1], chat=None)
+    return live
+
+
+def test_trajectories_are_what_was_sampled():
+    live = live_of((None, [1, 2], [3, 4]), (0, [5], [6, 7]), (0, [8], [9]))
+    check_trajectories(live, [Output([1, 2], [3, 4, 5, 6, 7], [1, 1, 0, 1, 1])])
+    check_trajectories(live, [Output([1, 2], [3, 4, 8, 9], [1, 1, 0, 1]), Output([1, 2], [3, 4, 5, 6], [1, 1, 0, 1])])
+    check_trajectories(live, [Output([1, 2], [3, 4, 5, 5, 5], [1, 1, 0, 0, 0])])
+    for ids, mask, place in (
+        ([3, 4, 5, 6, 8], [1, 1, 0, 1, 1], 4),
+        ([3, 4, 5, 6, 7], [1, 1, 1, 1, 1], 2),
+        ([4, 4], [1, 1], 0),
+    ):
+        with pytest.raises(AgentError, match=f"position {place} of response_ids"):
+            check_trajectories(live, [Output([1, 2], ids, mask)])
