@@ -64,7 +64,7 @@ class Child:
         cls,
         command: Sequence[str],
         *,
-        env: Mapping[str, str],
+        env: Mapping[str, str] | None,
         cwd: Path,
         log: Path,
         stdin: Path = Path(os.devnull),
@@ -80,7 +80,7 @@ class Child:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 cwd=cwd,
-                env=dict(env),
+                env=None if env is None else dict(env),
                 stdin=source,
                 stdout=sink if stdout is None else stdout.writing,
                 stderr=sink,

@@ -8,17 +8,38 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
+
+
+class Keys(Protocol):
+    """Who may call what."""
+
+    worker: str
+    scorer: str
+    admin: str
+
+
+class Server(Protocol):
+    """What the files say about the server."""
+
+    @property
+    def keys(self) -> Keys: ...
+    @property
+    def base_url(self) -> str: ...
+    @property
+    def admin_url(self) -> str: ...
+    def environment(self, key: str) -> dict[str, str]: ...
 
 
 @contextmanager
-def environment_files(folder: Path, files: Mapping[str, Mapping[str, str]]) -> Iterator[None]:
-    """File name -> its variables, as shell assignments; there while the context lasts."""
+def environment_files(folder: Path, server: Server) -> Iterator[None]:
+    """For agents, scorers and the administrator a file each, with variables as shell assignments; there while the context lasts."""
     paths = []
     try:
-        for name, variables in files.items():
+        for name, variables in _files_of(server).items():
             path = folder / name
             paths.append(path)
             lines = [f"{variable}={shlex.quote(value)}\n" for variable, value in variables.items()]
@@ -28,3 +49,12 @@ def environment_files(folder: Path, files: Mapping[str, Mapping[str, str]]) -> I
     finally:
         for path in paths:
             path.unlink(missing_ok=True)
+
+
+def _files_of(server: Server) -> dict[str, dict[str, str]]:
+    """Agents and scorers each have a key of their own."""
+    return {
+        "agent.env": server.environment(server.keys.worker),
+        "scorer.env": {"SERVER_URL": server.base_url, "SCORER_KEY": server.keys.scorer},
+        "admin.env": {"SERVER_URL": server.admin_url, "ADMIN_KEY": server.keys.admin},
+    }

@@ -57,7 +57,8 @@ from learner.watch import watch
 from mocked_server.dispatch import PLAIN
 from mocked_server.generation import Generation
 from mocked_server.keys import KeyRing, secret_of_run
-from mocked_server.server import MockedServer, bind
+from mocked_server.protocol import bind
+from mocked_server.server import MockedServer
 from mocked_server.vllm_engine import (
     EngineSettings,
     VLLMEngine,
@@ -174,7 +175,7 @@ class Pipeline:
                 config.env.command, env=env, cwd=Path.cwd(), log=self._folder / "env.log", deadline_s=ENV_START_S
             )
             stack.push_async_callback(parts.env.stop)
-        stack.enter_context(environment_files(self._folder, _files_of(server)))
+        stack.enter_context(environment_files(self._folder, server))
         return parts
 
     def _open_traces(self, stack: AsyncExitStack, server: MockedServer) -> Traces:
@@ -199,7 +200,7 @@ class Pipeline:
         files = config.data.task_files
         if config.data.make and (missing := [path for path in files if not Path(path).is_file()]):
             child = await Child.start(
-                resolve_command(config.data.make), env=_inherited(), cwd=Path.cwd(), log=self._folder / "data.log"
+                resolve_command(config.data.make), env=None, cwd=Path.cwd(), log=self._folder / "data.log"
             )
             if (code := await child.wait()) != 0:
                 raise TaskError(
@@ -387,21 +388,6 @@ def start_ray() -> None:
     """A local Ray without dashboard."""
     with interrupts_blocked():
         ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
-
-
-def _files_of(server: MockedServer) -> dict[str, dict[str, str]]:
-    """What programs that are started by hand need: agents and scorers each have a key of their own."""
-    return {
-        "agent.env": server.environment(server.keys.worker),
-        "scorer.env": {"SERVER_URL": server.base_url, "SCORER_KEY": server.keys.scorer},
-        "admin.env": {"SERVER_URL": server.admin_url, "ADMIN_KEY": server.keys.admin},
-    }
-
-
-def _inherited() -> dict[str, str]:
-    import os
-
-    return dict(os.environ)
 
 
 def _fast_folder(otherwise: Path) -> Path:

@@ -16,10 +16,31 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from buffers.errors import UnderstudyError
+
 RECEIVE_S = 10.0
 MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers."""
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+class ServerError(UnderstudyError):
+    """The server cannot listen."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket, or ServerError naming the port in use."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ServerError(
+            f"server.host:server.port must be free to listen on, got {host}:{port} ({error.strerror}); "
+            "set server.port=0 for any free port"
+        ) from None
+    return sock
 
 
 class PatientProtocol(HttpToolsProtocol):

@@ -35,7 +35,7 @@ from mocked_server.door import MAX_BODY_BYTES, MAX_DESK_BYTES, BodyLimit, Door
 from mocked_server.episodes import Episodes
 from mocked_server.intake import Intake
 from mocked_server.keys import KeyRing
-from mocked_server.protocol import PatientProtocol, QuietServer
+from mocked_server.protocol import PatientProtocol, QuietServer, ServerError, bind
 from mocked_server.resume import remember
 from mocked_server.trajectories import LoopPlayer, check_trajectories
 from mocked_server.vllm_app import QueueClient, build_serving_app
@@ -46,25 +46,6 @@ logger = logging.getLogger(__name__)
 
 NotifyScore = Callable[..., Any]
 """(episode_id, score) and, when a scorer says more than that, `detail=ScoreDetail(...)`."""
-
-
-class ServerError(UnderstudyError):
-    """The server cannot listen."""
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, or ServerError naming the port in use."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        raise ServerError(
-            f"server.host:server.port must be free to listen on, got {host}:{port} ({error.strerror}); "
-            "set server.port=0 for any free port"
-        ) from None
-    return sock
 
 
 class MockedServer:

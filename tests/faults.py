@@ -133,7 +133,6 @@ def _sum(one: Log, other: Log) -> Log:
 
 def main() -> None:
     from tests.fault_runs import run_faults
-
     from tests.fault_server import server_faults
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
