@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test agents check setup format clean
+.PHONY: demo test agents faults check setup format clean
 
 demo: $(READY)  ## run the main job: the demo model learns, in a few minutes, without a GPU
 	$(PY) -m learner.run
@@ -15,6 +15,12 @@ test: $(READY)  ## all tests, with the real engine
 
 agents: $(READY)  ## coding agents from the npm registry against the real engine; needs node and some hundred MB
 	$(PY) -m pytest -q tests -m npm
+
+KILLS ?= 1000
+CASES ?= 5000
+faults: $(READY)  ## thousands of kills and hostile requests; hours. Fewer: make faults KILLS=10 CASES=500
+	$(PY) -m tests.faults --ledger $(KILLS) --server $$(($(KILLS) * 9 / 10)) --run $$(($(KILLS) / 10))
+	$(PY) -m tests.fuzz $(CASES)
 
 check: $(READY)  ## format, lint, types, fast tests: under a minute
 	$(PY) -m ruff format --check .

@@ -6,6 +6,7 @@ failure, but for 503 and 507, which say why and when to come back. `python -m te
 
 from __future__ import annotations
 
+import itertools
 import sys
 import tempfile
 from collections import Counter
@@ -20,6 +21,7 @@ from hypothesis import seed as use_seed
 from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 
+from buffers.records import Task
 from mocked_server.app import build_admin_app, build_app
 from tests.server_parts import ServerThread
 
@@ -40,6 +42,7 @@ def operations(served: ServerThread) -> list[tuple[str, Any]]:
 def fuzz(served: ServerThread, *, cases: int, seed: int = 0) -> Counter[str]:
     """Send so many cases; how often each `METHOD path status` was the answer. Raises AssertionError for one that is at fault."""
     _, client = served.lease()
+    served.call(add_tasks(served))  # who asks for one need not wait
     keys = served.server.keys
     others = st.sampled_from([client.api_key, keys.worker, keys.scorer, keys.admin, client.api_key[:-1], "", "é"])
     own = {"/tasks": keys.worker, "/scores": keys.scorer, "/episode": keys.scorer}
@@ -55,6 +58,11 @@ def fuzz(served: ServerThread, *, cases: int, seed: int = 0) -> Counter[str]:
         )(attack)  # fmt: skip
         use_seed(seed + number)(attack)()
     return seen
+
+
+async def add_tasks(served: ServerThread) -> None:
+    question = [{"role": "user", "content": "Where?"}]
+    served.pool.add_source(Task(task_id=f"fuzz:{number}", prompt=question) for number in itertools.count())
 
 
 def attack_on(operation: Any, *, url: str, authorizations: Any, seen: Counter[str]) -> Callable[[], None]:

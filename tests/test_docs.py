@@ -26,7 +26,7 @@ DOCS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/arc
 FOLDERS = ["agents", "benchmarks", "buffers", "configs", "env_adapters", "learner", "mocked_server", "scripts"]
 LISTED = (".py", ".yaml", ".sh")
 """Endings of the files in those folders that the README's tree lists."""
-OTHER_DOTTED = {"env.log"}
+OTHER_DOTTED = {"env.log", "server.key"}
 """Not configuration keys, whatever they look like; nor are our modules, such as `learner.run`."""
 METRIC_GROUPS = (
     "agent_loop|batch|books|critic|generation|learner|policy|pool|reward|staleness|throughput|time|tracker|val|"
