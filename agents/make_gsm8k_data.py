@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--from", dest="source", type=Path, default=SAMPLE, help="folder with a local copy")
     parser.add_argument("--num-tasks", type=int, default=None, help="only the first ones")
     parser.add_argument("--num-traces", type=int, default=400)
-    parser.add_argument("--right", type=float, default=0.2, help="share of traces with the right answer for certain")
+    parser.add_argument("--right", type=float, default=0.5, help="share of traces with the right answer for certain")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -290,7 +290,7 @@ class Pipeline:
         )  # fmt: skip
         args = await asyncio.to_thread(make_args, settings)
         vllm_config = await asyncio.to_thread(make_vllm_config, args)
-        engine = VLLMEngine(vllm_config)
+        engine = VLLMEngine(vllm_config, count_preemptions=self._loops is not None)
         await engine.start()
         stack.push_async_callback(engine.close)
         server = MockedServer(

@@ -122,8 +122,10 @@ def interrupts_blocked() -> Iterator[None]:
 class VLLMEngine:
     """One engine. Lifecycle: `start` (8 to 15 s) -> generate / load_weights -> `close`."""
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: Any, *, count_preemptions: bool = False) -> None:
+        """`count_preemptions`: outputs say how often their request was set aside; costs a few percent of the engine's time."""
         self._vllm_config = vllm_config
+        self._count_preemptions = count_preemptions
         self._llm: Any = None
         self.version = 0
 
@@ -139,7 +141,11 @@ class VLLMEngine:
         _numbers_only_where_asked()
         try:
             with interrupts_blocked():
-                self._llm = AsyncLLM.from_vllm_config(self._vllm_config, disable_log_stats=True)
+                self._llm = AsyncLLM.from_vllm_config(
+                    self._vllm_config,
+                    disable_log_stats=True,
+                    stat_loggers=[_silent_logger()] if self._count_preemptions else None,
+                )
         except (RuntimeError, OSError, ValueError) as error:
             raise EngineError(
                 f"the engine did not start: {error}; its own log is above (VLLM_LOGGING_LEVEL=INFO shows more)"
@@ -201,6 +207,18 @@ class VLLMEngine:
                 await asyncio.wait({listening})
             await asyncio.to_thread(self._llm.shutdown)
             self._llm = None
+
+
+def _silent_logger() -> Any:
+    """With a logger of any kind vLLM keeps statistics of each request; this one says nothing."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class SilentLogger(StatLoggerBase):  # type: ignore[misc]
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
+        def record(self, *_: Any, **__: Any) -> None: ...
+        def log_engine_initialized(self) -> None: ...
+
+    return SilentLogger
 
 
 def _numbers_only_where_asked() -> None:

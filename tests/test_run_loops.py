@@ -29,7 +29,7 @@ def test_a_tool_agent_trains_from_the_shipped_problems_on_the_real_engine(tmp_pa
         "buffer.group_size=4",
         f"data.tasks={tmp_path}/data/train.parquet",
         f"data.validation=[{tmp_path}/data/test.parquet,2,1]",
-        f"data.make=[{{python}},-m,agents.make_gsm8k_data,--out,{tmp_path}/data]",
+        f'data.make=["{{python}}",-m,agents.make_gsm8k_data,--out,{tmp_path}/data]',
         f"warm_start.traces={tmp_path}/data/traces.parquet",
         config="configs/gsm8k_tool_cpu.yaml",
     )

@@ -88,3 +88,22 @@ def test_the_routes_of_the_model_api_exist(served):
     from mocked_server.dialects import ROUTES
 
     assert {route.path for route in served.serving_app().router.routes} == set(ROUTES)
+
+
+def test_statistics_of_requests_are_kept_for_any_logger():
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.stats import RequestStateStats
+
+    assert {"disable_log_stats", "stat_loggers"} <= set(parameters(AsyncLLM.from_vllm_config))
+    assert RequestStateStats().num_preemptions == 0
+
+
+def test_tool_parsers_are_made_by_name_and_say_how_a_call_begins():
+    from vllm.tool_parsers import ToolParserManager
+
+    from agents.vllm_tool_parsers import MARKS
+
+    assert {"hermes", "llama3_json", "qwen3_xml", "mistral", "deepseek_v3"} <= set(ToolParserManager.list_registered())
+    parser = ToolParserManager.get_tool_parser("hermes")
+    assert parameters(parser.extract_tool_calls)[1:] == ["model_output", "request"]
+    assert "<tool_call>" in [getattr(parser, name, None) for name in MARKS]
