@@ -10,9 +10,8 @@ to the file.
 
 from __future__ import annotations
 
-import difflib
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import yaml
 
 from buffers.errors import TaskError
+from buffers.naming import one_of
 
 SHIPPED = {
     "single_turn_agent": "agents.single_turn_agent.SingleTurnAgentLoop",
@@ -77,20 +77,13 @@ def loop_class(spec: LoopSpec) -> Any:
     return found
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`one of ...; did you mean ...?` for an error about an unknown name."""
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"one of {names}, got {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
-
-
 def _spec(entry: object, *, where: str, folder: Path) -> LoopSpec:
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not entry["name"]:
         raise TaskError(f"{where}: must be a mapping with a name, got {entry!r:.100}; write `name: my_agent`")
     target = entry.get("_target_", SHIPPED.get(entry["name"]))
     if not isinstance(target, str):
         raise TaskError(
-            f"{where}: _target_ must be module.Class, or name {nearest(entry['name'], SHIPPED)}; add `_target_: module.Class`"
+            f"{where}: _target_ must be module.Class, or name {one_of(entry['name'], SHIPPED)}; add `_target_: module.Class`"
         )
     arguments = {
         key: str(folder.resolve() / value) if key.endswith("_path") and isinstance(value, str) else value

@@ -18,10 +18,11 @@ from typing import Any
 
 from agents.agent_loop import AgentLoopBase, AgentLoopOutput, verl_config
 from agents.http_server import HTTPServer
-from agents.loop_config import LoopSpec, loop_class, nearest
+from agents.loop_config import LoopSpec, loop_class
 from agents.server_manager import AsyncLLMServerManager
 from agents.tools.guarded import Caught
 from buffers.errors import UnderstudyError
+from buffers.naming import one_of
 
 logger = logging.getLogger(__name__)
 DEFAULT_AGENT = "single_turn_agent"
@@ -121,7 +122,7 @@ class AgentLoopWorker:
     ) -> tuple[tuple[AgentLoopOutput, ...], str]:
         """(trajectories, what the model said)."""
         if agent_name not in self._classes:
-            raise UnderstudyError(f"agent_name must be {nearest(agent_name, self._classes)}")
+            raise UnderstudyError(f"agent_name must be {one_of(agent_name, self._classes)}")
         loop = self._make(agent_name, api_key=api_key)
         hidden = set() if loop.sees_ground_truth else {"ground_truth"}
         seen = {name: value for name, value in row.items() if name not in hidden}

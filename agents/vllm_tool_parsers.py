@@ -11,8 +11,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from agents.loop_config import nearest
 from buffers.errors import TaskError
+from buffers.naming import one_of
 
 MARKS = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "bot_string", "tool_call_start")
 """Attributes of vLLM's parsers that hold the text with which a call begins."""
@@ -49,5 +49,5 @@ def make_parser(name: str, tokenizer: Any) -> VLLMParser:
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     names = ToolParserManager.list_registered()
     if name not in names:
-        raise TaskError(f"format must be a tool parser of vLLM: {nearest(name, names)}")
+        raise TaskError(f"format must be a tool parser of vLLM: {one_of(name, names)}")
     return VLLMParser(ToolParserManager.get_tool_parser(name), tokenizer)

@@ -7,12 +7,12 @@ package.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Mapping
 from typing import Any
 
 from buffers.errors import EnvError
+from buffers.naming import one_of
 from env_adapters.adapter import EnvAdapter
 
 ADAPTERS = {
@@ -34,9 +34,7 @@ def adapter_class(name: str) -> type[EnvAdapter]:
         raise EnvError(f"environment must name a class that can be imported, got {name!r} ({error})") from error
     if isinstance(found, type) and issubclass(found, EnvAdapter):
         return found
-    near = difflib.get_close_matches(name, ADAPTERS, n=1)
-    remedy = f"did you mean {near[0]!r}?" if near else "see env_adapters/catalog.py"
-    raise EnvError(f"environment must be one of {sorted(ADAPTERS)} or module.Class, got {name!r}; {remedy}")
+    raise EnvError(f"environment must be module.Class, or {one_of(name, ADAPTERS)}")
 
 
 def make_adapter(name: str, options: Mapping[str, Any]) -> EnvAdapter:

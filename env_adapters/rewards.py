@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 
 from buffers.errors import ScoreError, TaskError
+from buffers.naming import one_of
 from buffers.records import Task
 from env_adapters import reward_model
 from env_adapters.scorers import SCORERS, SEE_EXIT_CODE, ProgramOutput
@@ -159,9 +160,7 @@ def resolve(name: str, *, batch: bool) -> Batch:
         raise TaskError(f"data.scorer must name a function that can be imported, got {name!r} ({error})") from error
     if not callable(found):
         raise TaskError(
-            f"data.scorer must be one of {sorted(SCORERS)}, module.function, a URL, or "
-            f"{reward_model.PREFIX}FOLDER, got {name!r}; "
-            f"see env_adapters/scorers.py"
+            f"data.scorer must be module.function, a URL, {reward_model.PREFIX}FOLDER, or {one_of(name, SCORERS)}"
         )
     return partial(_whole, found) if batch else partial(_one_by_one, found)
 

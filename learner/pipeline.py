@@ -33,10 +33,11 @@ from pathlib import Path
 import ray
 
 from agents.external import AgentPerEpisode, AgentPlace, LongLivedAgents, check_command
-from agents.loop_config import nearest, read_loops
+from agents.loop_config import read_loops
 from agents.loop_manager import AgentLoopManager
 from buffers.errors import TaskError
 from buffers.ledger import Ledger
+from buffers.naming import one_of
 from buffers.parquet import agent_names, read_tasks
 from buffers.task_source import endless_tasks, task_list
 from configs.schema import Config
@@ -229,7 +230,7 @@ class Pipeline:
         for name, row in agent_names(path).items():
             if name not in known:
                 raise TaskError(
-                    f"{path}, row {row}: agent_name must be {nearest(name, known)}; or name it in agents.loops"
+                    f"{path}, row {row}: agent_name must be {one_of(name, known)}; or name it in agents.loops"
                 )
 
     async def _start_heavy(

@@ -10,13 +10,13 @@ effect. `POST /sleep` and `POST /wake_up` (worker's key) are the engine's, where
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 from uuid import uuid4
 
 from buffers.errors import EngineError
+from buffers.naming import one_of
 from buffers.prompt_queue import QueueClosed
 from mocked_server.dialects import GENERATE, error_body
 from mocked_server.generation import Recorder
@@ -123,10 +123,6 @@ class TokenRoute:
             raise ValueError(f"sampling_params must be an object, got {str(given)[:80]}; send {{}}")
         for name in given:
             if name not in HONOURED and name not in PINNED:
-                close = difflib.get_close_matches(name, HONOURED, n=1)
-                raise ValueError(
-                    f"sampling_params may hold {', '.join(HONOURED)}, got {name!r:.60}"
-                    + (f"; did you mean {close[0]!r}?" if close else "; leave it out")
-                )
+                raise ValueError(f"sampling_params must hold {one_of(name[:60], HONOURED)}")
         honoured = {name: value for name, value in given.items() if name in HONOURED and value is not None}
         return ids, SamplingParams(**honoured, output_kind=RequestOutputKind.FINAL_ONLY)

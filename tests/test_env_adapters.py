@@ -97,7 +97,7 @@ def test_an_environment_that_is_not_there_is_refused_with_the_nearest_name() -> 
         make_adapter("gymnasum", {})
     with pytest.raises(EnvError, match=r"must name a class that can be imported, got 'nowhere\.Env'"):
         make_adapter("nowhere.Env", {})
-    with pytest.raises(EnvError, match=r"must be one of .* or module\.Class, got 'json\.JSONDecoder'"):
+    with pytest.raises(EnvError, match=r"must be module\.Class, or one of .*, got 'json\.JSONDecoder'"):
         make_adapter("json.JSONDecoder", {})
     with pytest.raises(EnvError, match=r"options of environment 'walk' must be its constructor's, got \{'hight': 1\}"):
         make_adapter("walk", {"hight": 1})

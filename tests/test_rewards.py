@@ -64,10 +64,10 @@ async def test_a_task_is_scored_by_its_data_sources_scorer() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("gsm8k", "must be one of"),
+        ("gsm8k", "or one of"),
         ("no_such_module.score", "cannot be imported|can be imported"),
         ("json.no_such_function", "can be imported"),
-        ("json.__name__", "must be one of"),
+        ("json.__name__", "or one of"),
     ],
 )
 def test_a_scorer_that_is_not_there_is_refused_by_name(name: str, words: str) -> None:

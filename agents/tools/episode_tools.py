@@ -21,10 +21,10 @@ from uuid import uuid4
 from agents.tools.arguments import BadArguments, check_arguments, read_arguments
 from agents.tools.base_tool import BaseTool
 from agents.tools.guarded import Ended, guarded
-from agents.tools.naming import nearest
 from agents.tools.schemas import ToolResponse
 from agents.tools.truncate import Side, truncate
 from buffers.errors import ToolError
+from buffers.naming import nearest
 
 logger = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ from mcp import types as mcp_types
 from agents.tools.base_tool import BaseTool
 from agents.tools.mcp_entry import McpServerSpec
 from agents.tools.mcp_session import McpSession
-from agents.tools.naming import nearest
 from agents.tools.schemas import OpenAIFunctionSchema, OpenAIFunctionToolSchema, ToolResponse
 from buffers.errors import ToolError
+from buffers.naming import nearest
 
 logger = logging.getLogger(__name__)
 

@@ -6,23 +6,15 @@ file that is named by a relative path lies in the folder of the YAML. It does no
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from buffers.errors import ToolError
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The remedy for a name that is not there."""
-    names = list(known)
-    near = difflib.get_close_matches(name[:200], names, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names) or 'none'}"
+from buffers.naming import nearest
 
 
 def find(name: str, *, folder: Path, place: str) -> Any:
