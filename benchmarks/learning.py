@@ -116,6 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     end_on_sigterm()
     report = Report("learning", about=f"target: mean reward of the last {WINDOW} steps >= {TARGET}")
     print(HEADER, flush=True)
+    settings = {"methods": {name: METHODS[name] for name in arguments.methods}, "overrides": arguments.override}
     runs: list[Learned] = []
     with tempfile.TemporaryDirectory(prefix="understudy-bench-") as folder:
         for seed in arguments.seeds:
@@ -125,11 +126,10 @@ def main(argv: list[str] | None = None) -> int:
                 except RunFailed as error:
                     print(f"error: {error}", file=sys.stderr)
                     return 1
-    found = summarise(runs)
-    for method, own in found.items():
+                figures = {"methods": summarise(runs), "runs": [asdict(run) for run in runs]}
+                report.write(arguments.json, settings=settings, figures=figures)  # what there is, if the next one fails
+    for method, own in summarise(runs).items():
         print(f"{method:>20}: {own['at_target']} of {own['seeds']} seeds at the target, worst {own['worst_last']:.3f}")
-    settings = {"methods": {name: METHODS[name] for name in arguments.methods}, "overrides": arguments.override}
-    report.write(arguments.json, settings=settings, figures={"methods": found, "runs": [asdict(run) for run in runs]})
     return 0
 
 

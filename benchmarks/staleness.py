@@ -1,6 +1,6 @@
 """What old data costs, and what the correction for it gives back: learning with batches exactly 1, 2 and 4 updates old.
 
-`python -m benchmarks.staleness [--lags 1 2 4] [--seeds 0 1 2] [--steps 60] [--json PATH]`. One process, no engine: a Hugging
+`python -m benchmarks.staleness [--lags 1 2 4] [--seeds 0 1 2] [--steps 40] [--json PATH]`. One process, no engine: a Hugging
 Face model plays the demo's game (`benchmarks.walk_player`), the product's learner trains with the demo's settings, and a
 delay line stands between them: the update that makes version v + 1 trains what version v - k sampled (the first k updates
 train version 0's). Compared are the data of the present version (k = 0), and for each k decoupled PPO with truncated
@@ -8,11 +8,12 @@ importance weights (`tis`) against PPO on the ratio to the behaviour policy (`na
 EVALUATED fresh episodes of other tasks under the last weights, `mean` that of all episodes sampled on the way.
 
 Invariant: runs of a seed start from the same weights and see the same tasks in the same order. It judges by numbers only:
-`within_noise` says that a method's mean over the seeds is no worse than the worst seed of k = 0.
+`within_noise` says that a method's worst seed is not below the worst seed of k = 0 by more than two standard errors.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 import socket
 import sys
@@ -143,12 +144,19 @@ def free_address() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
+def within_noise(finals: list[float], *, on_policy: list[float]) -> bool:
+    """Whether the worst seed is that of k = 0 but for twice the error of a difference of two shares of EVALUATED episodes."""
+    worst, other = min(finals), min(on_policy)
+    share = (worst + other) / 2
+    return worst >= other - 2 * math.sqrt(2 * share * (1 - share) / EVALUATED)
+
+
 def summarise(runs: list[Run]) -> list[dict[str, Any]]:
     """One line for each k and correction: final rewards of the seeds, and what they say beside those of k = 0."""
     cells: dict[tuple[int, str], list[Run]] = {}
     for run in runs:
         cells.setdefault((run.k, run.correction), []).append(run)
-    worst = min((run.final for run in runs if run.k == 0), default=None)
+    on_policy = [run.final for run in runs if run.k == 0]
     return [
         {
             "k": k,
@@ -157,7 +165,7 @@ def summarise(runs: list[Run]) -> list[dict[str, Any]]:
             "final": mean(run.final for run in own),
             "mean": mean(run.mean for run in own),
             "largest_weight": max(run.largest_weight for run in own),
-            "within_noise": None if worst is None else mean(run.final for run in own) >= worst,
+            "within_noise": within_noise([run.final for run in own], on_policy=on_policy) if on_policy else None,
         }
         for (k, correction), own in cells.items()
     ]
@@ -185,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--lags", nargs="+", type=int, default=[1, 2, 4], help="how many updates old, beside 0")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--corrections", nargs="+", default=list(CORRECTIONS), help="of learner.correction")
-    parser.add_argument("--steps", type=int, default=60, help="updates of each run (default 60)")
+    parser.add_argument("--steps", type=int, default=40, help="updates of each run (default 40)")
     parser.add_argument("--override", action="append", default=[], metavar="section.key=value")
     arguments = parser.parse_args(argv)
     if min(arguments.lags) < 1 or arguments.steps < 1:
@@ -195,6 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     report = Report("staleness", about=f"{arguments.steps} updates a run")
     config = load_config(FOLDER / "demo.yaml", overrides=arguments.override)
     plan = [(0, "tis"), *((k, correction) for k in arguments.lags for correction in arguments.corrections)]
+    settings = {name: value for name, value in vars(arguments).items() if name != "json"}
     runs: list[Run] = []
     with tempfile.TemporaryDirectory(prefix="understudy-bench-") as folder:
         bench = Bench(folder=Path(folder), config=config, steps=arguments.steps)
@@ -204,11 +213,10 @@ def main(argv: list[str] | None = None) -> int:
                 run = bench.run(start, k=k, correction=correction, seed=seed)
                 print(f"seed {seed}, {k} old, {correction}: {run.final:.3f}, {run.wall_s:.0f} s", flush=True)
                 runs.append(run)
+                figures = {"cells": summarise(runs), "runs": [asdict(run) for run in runs]}
+                report.write(arguments.json, settings=settings, figures=figures)  # what there is, if the next one fails
             shutil.rmtree(start)
-    cells = summarise(runs)
-    print(table(cells))
-    settings = {name: value for name, value in vars(arguments).items() if name != "json"}
-    report.write(arguments.json, settings=settings, figures={"cells": cells, "runs": [asdict(run) for run in runs]})
+    print(table(summarise(runs)))
     return 0
 
 

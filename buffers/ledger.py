@@ -18,7 +18,7 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from buffers.ledger_episodes import StoredRound
 from buffers.ledger_input import checked_score, stored_round, task_payload
 from buffers.ledger_schema import open_database
 from buffers.ledger_writer import Writer
-from buffers.records import Episode, EpisodeState, Position, Round, ScoreDetail, Task, TrainBatch, Validated
+from buffers.records import Episode, EpisodeState, Position, Round, ScoreDetail, Task, TrainBatch, UInt8, Validated
 from buffers.selectors import Selector
 
 _MAX_REASON = 500
@@ -217,6 +217,11 @@ class Ledger:
     def put_round(self, round_: Round, /) -> Future[None]:
         """Store a round of a running episode. Raises EpisodeError for numbers that could not be trained."""
         return self._writer.submit(partial(ledger_episodes.put_round, stored=stored_round(round_)))
+
+    def leave_out(self, episode_id: str, trained: Mapping[int, UInt8]) -> Future[None]:
+        """Some tokens that a running episode sampled are not to be trained: round index -> [S] 1 where they are, else 0."""
+        flags = {index: each.astype("uint8").tobytes() for index, each in trained.items()}
+        return self._writer.submit(partial(ledger_episodes.leave_out, episode_id=episode_id, trained=flags))
 
     def put_rounds(self, rounds: Sequence[StoredRound]) -> Future[list[EpisodeError | None]]:
         """Store rounds of running episodes in one go: why each was refused, None for those that are stored. A round that is

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from buffers.codec import decode
 from buffers.errors import LeaseError, UnderstudyError
@@ -119,12 +122,15 @@ def read_rounds(db: sqlite3.Connection, *, episode_id: str) -> list[Round]:
     """All rounds of an episode, in order."""
     read_episode(db, episode_id=episode_id)
     found = db.execute(
-        "SELECT round_index, parent, finish_reason, body, memo FROM round WHERE episode_id = ? ORDER BY round_index",
+        "SELECT round_index, parent, finish_reason, body, memo, trained FROM round WHERE episode_id = ? ORDER BY round_index",
         (episode_id,),
     )
     return [
-        _decoded(episode_id, round_index=index, parent=parent, finish_reason=reason, body=body, memo=memo)
-        for index, parent, reason, body, memo in found
+        replace(
+            _decoded(episode_id, round_index=index, parent=parent, finish_reason=reason, body=body, memo=memo),
+            trained=None if trained is None else np.frombuffer(trained, np.uint8),
+        )
+        for index, parent, reason, body, memo, trained in found
     ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +122,23 @@ def running_episodes(db: sqlite3.Connection) -> list[Episode]:
     return [_as_episode(db, row=EpisodeRow(*values)) for values in found.fetchall()]
 
 
+def leave_out(db: sqlite3.Connection, *, episode_id: str, trained: Mapping[int, bytes]) -> None:
+    """Of these rounds of a running episode only some tokens are to be trained: a byte for each sampled one, 0 or 1."""
+    row = read_episode(db, episode_id=episode_id)
+    if row.state != EpisodeState.RUNNING:
+        raise refusal(row, verb="change what is trained of")
+    for index, flags in trained.items():
+        changed = db.execute(
+            "UPDATE round SET trained = ? WHERE episode_id = ? AND round_index = ? AND num_sampled = ?",
+            (flags, episode_id, index, len(flags)),
+        )
+        if changed.rowcount != 1:
+            raise EpisodeError(
+                f"trained of episode {episode_id} must have a flag for each sampled token of its rounds, got {len(flags)} for "
+                f"round {index}; count them again"
+            )
+
+
 def put_round(db: sqlite3.Connection, *, stored: StoredRound) -> None:
     row = read_episode(db, episode_id=stored.episode_id)
     if row.state != EpisodeState.RUNNING:
@@ -131,7 +148,7 @@ def put_round(db: sqlite3.Connection, *, stored: StoredRound) -> None:
     trainable = is_trainable(stored.finish_reason, num_sampled=stored.num_sampled)
     try:
         db.execute(
-            "INSERT INTO round VALUES (?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO round VALUES (?, ?, ?, ?, ?, ?, ?, NULL)",
             (
                 stored.episode_id,
                 stored.round_index,

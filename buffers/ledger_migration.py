@@ -17,6 +17,7 @@ _TRIGGERS_THEN = (
 _INDEXES_THEN = ("grp_by_state", "grp_ready_by_version", "grp_by_lease", "grp_replay", "episode_pending")
 _COPY = """
 ALTER TABLE round ADD COLUMN memo BLOB;
+ALTER TABLE round ADD COLUMN trained BLOB;
 INSERT INTO lease(lease_id, state) SELECT lease_id, state FROM old_lease;
 INSERT INTO grp(group_id, task_id, instance, size, min_size, num_scored, uses, min_version, state, reason, lease_id, replay,
                 greedy, opened_at)

@@ -92,6 +92,7 @@ CREATE TABLE round(
     finish_reason TEXT NOT NULL,
     body          BLOB NOT NULL,
     memo          BLOB,
+    trained       BLOB,  -- a byte for each sampled token, 0: not to be trained; NULL: all are
     UNIQUE (episode_id, round_index)
 );
 

@@ -116,6 +116,8 @@ class Round:
     """[S] policy version that sampled each token."""
     finish_reason: str = "stop"
     """stop | length | tool_calls | abort. An aborted round is recorded and never trained."""
+    trained: UInt8 | None = None
+    """[S] 1 where the token is to be trained; None: everywhere."""
     memo: bytes = b""
     """What the server needs to recognise this round in a later request, after a restart too. Opaque to the buffer."""
 

@@ -34,7 +34,7 @@ def episode_rows(rounds: Sequence[Round], *, group_id: int, scores: EpisodeScore
     branches: list[tuple[list[Round], set[int]]] = []
     for leaf in _leaves(kept):
         path = _path(leaf, rounds=kept)
-        fresh = {round_.round_index for round_ in path if len(round_.sampled_ids)} - trained
+        fresh = {round_.round_index for round_ in path if _trains(round_)} - trained
         if fresh:
             trained |= fresh
             branches.append((path, fresh))
@@ -42,6 +42,11 @@ def episode_rows(rounds: Sequence[Round], *, group_id: int, scores: EpisodeScore
         _row(path, fresh=fresh, group_id=group_id, scores=scores, loss_weight=1.0 / len(branches))
         for path, fresh in branches
     ]
+
+
+def _trains(round_: Round) -> bool:
+    """At least one token."""
+    return len(round_.sampled_ids) > 0 if round_.trained is None else bool(round_.trained.any())
 
 
 def _leaves(rounds: dict[int, Round]) -> list[Round]:
@@ -76,10 +81,11 @@ def _row(path: list[Round], *, fresh: set[int], group_id: int, scores: EpisodeSc
         ids[start:middle] = round_.tail_ids
         ids[middle:end] = round_.sampled_ids
         if round_.round_index in fresh:
-            mask[middle:end] = 1
-            logprobs[middle:end] = round_.logprobs
-            versions[middle:end] = round_.versions
-            indices[middle:end] = round_.round_index
+            chosen = np.ones(end - middle, bool) if round_.trained is None else round_.trained.astype(bool)
+            mask[middle:end] = chosen
+            logprobs[middle:end] = np.where(chosen, round_.logprobs, 0.0)
+            versions[middle:end] = np.where(chosen, round_.versions, -1)
+            indices[middle:end] = np.where(chosen, round_.round_index, -1)
         start = end
     return Row(
         episode_id=path[0].episode_id,

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from buffers.errors import EpisodeClosed, UnderstudyError
 from buffers.ledger import Ledger, News
 from buffers.parquet import read_tasks
-from buffers.records import Episode, EpisodeState, GroupState, Task
+from buffers.records import Episode, EpisodeState, GroupState, Task, UInt8
 
 logger = logging.getLogger(__name__)
 
@@ -194,6 +194,10 @@ class TaskPool:
         )
         self._release(episode_id, reason=EpisodeState.SCORED)
         return stored
+
+    def leave_out(self, episode_id: str, trained: Mapping[int, UInt8]) -> Future[None]:
+        """See `Ledger.leave_out`."""
+        return self._ledger.leave_out(episode_id, trained)
 
     async def fail(self, episode_id: str, reason: str) -> None:
         """End an episode without a score and release its slot; it is tried again, or its group is given up."""

@@ -38,6 +38,8 @@ class LiveRound:
     """Why it is a branch of its own; None: it is the first, or the only one that goes on from its parent."""
     said: Said | None = None
     """The text as the API showed it, once somebody needed to know."""
+    round_index: int | None = None
+    """In the buffer; None: somebody else generates and records."""
     total: int = 0
     """Number of ids of the whole chain, this round included."""
     children: list[LiveRound] = field(default_factory=list)

@@ -169,7 +169,7 @@ class Generation:
                     recorder.add(output)
                     if output.finished:
                         self._count(prompt, output)
-                        self._store(prompt, recorder)
+                        output.recorded = self._store(prompt, recorder)
                     reply.push(output)
             reply.finish()
         except asyncio.CancelledError:
@@ -191,12 +191,17 @@ class Generation:
         self.stats.prompt_tokens += len(prompt.prompt_token_ids)
         self.stats.cached_tokens += output.num_cached_tokens or 0
 
-    def _store(self, prompt: Prompt, recorder: Recorder) -> None:
-        for response in recorder.responses(version=self._engine.version):
+    def _store(self, prompt: Prompt, recorder: Recorder) -> dict[int, int]:
+        """Record what was sampled; the round's index for each completion."""
+        indices = {}
+        for number, response in enumerate(recorder.responses(version=self._engine.version)):
             self.stats.tokens += len(response.sampled_ids)
             if prompt.episode_id is not None:
                 tree = self._trees.setdefault(prompt.episode_id, TokenTree(prompt.episode_id))
-                self._rounds.put_round(_grow(tree, prompt, response)).add_done_callback(self._stored)
+                grown = _grow(tree, prompt, response)
+                indices[number] = grown.round_index
+                self._rounds.put_round(grown).add_done_callback(self._stored)
+        return indices
 
     def resume(self, episode_id: str, rounds: Sequence[Round]) -> None:
         """An episode of an earlier process goes on after these rounds."""

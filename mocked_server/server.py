@@ -37,7 +37,7 @@ from mocked_server.intake import Intake
 from mocked_server.keys import KeyRing
 from mocked_server.protocol import PatientProtocol, QuietServer, ServerError, bind
 from mocked_server.resume import remember
-from mocked_server.trajectories import LoopPlayer, check_trajectories
+from mocked_server.trajectories import LoopPlayer, left_out
 from mocked_server.vllm_app import QueueClient, build_serving_app
 from mocked_server.vllm_engine import EngineSettings, cpu_environment, make_args, make_vllm_config
 from mocked_server.vllm_tokens import Sleeper
@@ -238,7 +238,8 @@ class MockedServer:
         assert self._loops is not None
         live = self.episodes.get(episode.episode_id)
         played = await self._loops.play(episode.task, api_key=leased.api_key, seed=episode.seed)
-        check_trajectories(live, played.outputs)
+        if some := left_out(live, played.outputs):
+            await asyncio.wrap_future(self.pool.leave_out(episode.episode_id, some))
         return played.score
 
     def open_episode(self, episode: Episode) -> Leased:

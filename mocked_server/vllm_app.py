@@ -43,6 +43,7 @@ class Heard:
         self._text: dict[int, str] = {}
         self._reason: dict[int, str] = {}
         self._stop: dict[int, str] = {}
+        self._recorded: dict[int, int] = {}
         self.finished = False
 
     def add(self, output: Any) -> None:
@@ -54,6 +55,7 @@ class Heard:
             if isinstance(completion.stop_reason, str):
                 self._stop[completion.index] = completion.stop_reason
         self.finished = output.finished
+        self._recorded = getattr(output, "recorded", {})  # set by the generate loop; the RFC's rollout has none
 
     def remember(self, live: LiveEpisode, plan: Continuation) -> None:
         """Make each completion a round that a later request can continue."""
@@ -68,6 +70,7 @@ class Heard:
                 stop=self._stop.get(index, ""),
                 asked=plan.chat.asked if plan.chat else None,
                 cause=plan.cause,
+                round_index=self._recorded.get(index),
             )
             live.add_round(live_round, chat=plan.chat)
 

@@ -6,6 +6,7 @@ import asyncio
 import random
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -54,8 +55,10 @@ async def test_whatever_an_environment_does_wrong_is_an_error_with_a_short_reaso
         await adapter.step("go")
         await adapter.score()
 
+    began = time.monotonic()
     with pytest.raises(EnvError) as failure:
         await play()
+    assert time.monotonic() - began < 4.0
     assert failure.value.reason == reason and words in str(failure.value)
     with pytest.raises(EnvError, match="must not follow a failure") as again:
         await adapter.step("go on")

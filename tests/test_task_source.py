@@ -98,12 +98,27 @@ def test_a_window_is_all_that_is_read_ahead_and_taken_windows_are_not_read(
     rest = endless_tasks({path: 1.0}, seed=0, opened=Counter(ids[:90]))
     assert ids_of(rest, 10) == ids[90:100]
     assert Counter(read) == {("task_id", 1): 10, ("task_id", 2): 5, ("task_id,prompt", 2): 1}
+    read.clear()
+    later = endless_tasks({path: 1.0}, seed=0, opened={f"r{number}": 7 for number in range(100)})
+    assert len(ids_of(later, 20)) == 20
+    assert Counter(read) == {("task_id", 1): 10, ("task_id,prompt", 2): 1}, "whole epochs are not gone through again"
 
 
 def test_whole_files_are_shuffled_not_only_their_row_groups(tmp_path: Path) -> None:
     path = large(tmp_path / "many.parquet", rows=100, group=10)
     first = [int(name[1:]) for name in ids_of(endless_tasks({path: 1.0}, seed=0, opened={}), 10)]
     assert len({number // 10 for number in first}) > 3
+
+
+def test_the_row_groups_of_a_window_are_drawn_from_the_whole_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_source, "WINDOW_ROWS", 20)
+    path = large(tmp_path / "many.parquet", rows=100, group=10)
+    ids = ids_of(endless_tasks({path: 1.0}, seed=0, opened={}), 200)
+    windows = [{int(name[1:]) // 10 for name in ids[start : start + 20]} for start in range(0, 200, 20)]
+    assert all(len(window) == 2 for window in windows) and len({max(w) - min(w) for w in windows}) > 2
+    assert windows[:5] != windows[5:], "another order in the next epoch"
 
 
 # Several files

@@ -10,9 +10,9 @@ import pytest
 
 from agents.http_server import HTTPServer
 from agents.server_manager import ServerUnavailable
-from buffers.errors import AgentError
+from buffers.errors import AgentError, EpisodeError
 from mocked_server.episodes import LiveEpisode, LiveRound
-from mocked_server.trajectories import check_trajectories
+from mocked_server.trajectories import left_out
 from tests.server_parts import LOGPROB
 
 
@@ -86,6 +86,22 @@ def test_what_cannot_be_generated_is_refused_by_name(served, body, says):
     assert pytest.importorskip("re").search(says, reply.json()["error"]["message"])
 
 
+def test_a_token_that_is_left_out_stays_in_the_row_and_is_not_trained(served):
+    episode, client = served.lease()
+    prompt = served.ids("What now?", end=False)
+    output = generate(served, client.api_key, prompt)
+    (live,) = served.server.episodes.get(episode).rounds
+    assert live.round_index == 0
+    served.ledger.leave_out(episode, {0: np.array([1] + [0] * (len(output) - 1))}).result(10)
+    served.call(served.server.notify_score(episode, 1.0))
+    rows = [row for row in served.ledger.claim(1, min_version=0).result(10).rows if row.episode_id == episode]
+    assert [row.ids.tolist() for row in rows] == [prompt + output.token_ids]
+    assert [row.mask.tolist() for row in rows] == [[0] * len(prompt) + [1] + [0] * (len(output) - 1)]
+    assert rows[0].logprobs[rows[0].mask == 0].tolist() == [0.0] * (len(rows[0].ids) - 1)
+    with pytest.raises(EpisodeError, match="ended"):
+        served.ledger.leave_out(episode, {0: np.array([1])}).result(10)
+
+
 def test_a_server_that_is_gone_is_told_apart_from_a_refusal(served):
     with pytest.raises(AgentError, match="vocabulary"):
         generate(served, "", [99_999])
@@ -111,7 +127,7 @@ def live_of(*rounds):
     """(parent index, tail, sampled), as they were generated."""
     live = LiveEpisode(episode=None)
     made = []
-    for parent, tail, sampled in rounds:
+    for index, (parent, tail, sampled) in enumerate(rounds):
         made.append(
             LiveRound(
                 parent=None if parent is None else made[parent],
@@ -119,21 +135,34 @@ def live_of(*rounds):
                 num_sampled=len(sampled),
                 finish_reason="stop",
                 text="",
+                round_index=10 + index,
             )
         )
         live.add_round(made[-1], chat=None)
     return live
 
 
+def trained(live, *outputs):
+    return {index: flags.tolist() for index, flags in left_out(live, outputs).items()}
+
+
+def test_what_no_trajectory_says_was_sampled_is_left_out():
+    live = live_of((None, [1, 2], [3, 4]), (0, [5], [6, 7]), (0, [8], [9]))
+    whole, other = Output([1, 2], [3, 4, 5, 6, 7], [1, 1, 0, 1, 1]), Output([1, 2], [3, 4, 8, 9], [1, 1, 0, 1])
+    assert trained(live, whole, other) == {}
+    assert trained(live, whole) == {12: [0]}
+    assert trained(live, other, Output([1, 2], [3, 4, 5, 6], [0, 1, 0, 1])) == {11: [1, 0]}
+    assert trained(live, Output([1, 2], [3, 4, 5, 5, 5], [0, 1, 0, 0, 0])) == {10: [0, 1], 11: [0, 0], 12: [0]}
+
+
 def test_trajectories_are_what_was_sampled():
     live = live_of((None, [1, 2], [3, 4]), (0, [5], [6, 7]), (0, [8], [9]))
-    check_trajectories(live, [Output([1, 2], [3, 4, 5, 6, 7], [1, 1, 0, 1, 1])])
-    check_trajectories(live, [Output([1, 2], [3, 4, 8, 9], [1, 1, 0, 1]), Output([1, 2], [3, 4, 5, 6], [1, 1, 0, 1])])
-    check_trajectories(live, [Output([1, 2], [3, 4, 5, 5, 5], [1, 1, 0, 0, 0])])
     for ids, mask, place in (
         ([3, 4, 5, 6, 8], [1, 1, 0, 1, 1], 4),
         ([3, 4, 5, 6, 7], [1, 1, 1, 1, 1], 2),
         ([4, 4], [1, 1], 0),
     ):
         with pytest.raises(AgentError, match=f"position {place} of response_ids"):
-            check_trajectories(live, [Output([1, 2], ids, mask)])
+            left_out(live, [Output([1, 2], ids, mask)])
+    with pytest.raises(AgentError, match="at least one token"):
+        left_out(live, [Output([1, 2], [3, 4], [0, 0])])
