@@ -17,7 +17,7 @@ agents: $(READY)  ## coding agents from the npm registry against the real engine
 	$(PY) -m pytest -q tests -m npm
 
 KILLS ?= 1000
-CASES ?= 5000
+CASES ?= 6500
 faults: $(READY)  ## thousands of kills and hostile requests; hours. Fewer: make faults KILLS=10 CASES=500
 	$(PY) -m tests.faults --ledger $(KILLS) --server $$(($(KILLS) * 9 / 10)) --run $$(($(KILLS) / 10))
 	$(PY) -m tests.fuzz $(CASES)

@@ -68,3 +68,16 @@ def test_two_wrong_keys_are_two_lines() -> None:
     with pytest.raises(ConfigError) as refusal:
         load_config(overrides=["learner.lr=fast", "run.steps=0"])
     assert [line.split()[0] for line in str(refusal.value).splitlines()] == ["run.steps", "learner.lr"]
+
+
+@pytest.mark.parametrize(("given", "attempts"), [("3", (3, None)), ("[2, 6]", (2, 6)), ("[1, 8]", (1, 8))])
+def test_attempts_may_say_how_few_members_a_group_goes_on_with(given: str, attempts: tuple[int, int | None]) -> None:
+    config = load_config(overrides=[f"agents.max_attempts={given}"])
+    assert config.agents.attempts == attempts
+
+
+@pytest.mark.parametrize("given", ["[3, 9]", "[3, 0]", "[0, 2]", "[3, 1]"])
+def test_a_group_cannot_go_on_with_more_members_than_it_has_or_with_none_to_compare(given: str) -> None:
+    grpo = ["learner.advantage=grpo", "learner.critic=none", f"agents.max_attempts={given}"]
+    with pytest.raises(ConfigError, match="max_attempts"):
+        load_config(overrides=grpo)
