@@ -13,8 +13,8 @@ demo: $(READY)  ## run the main job: the demo model learns, in a few minutes, wi
 test: $(READY)  ## all tests, with the real engine
 	$(PY) -m pytest -q tests
 
-agents: $(READY)  ## coding agents from the npm registry against the real engine; needs node and some hundred MB
-	$(PY) -m pytest -q tests -m npm
+agents: $(READY)  ## agents and environments of others, with the real engine; needs node and 2 GB
+	$(PY) -m pytest -q tests -m outside
 
 KILLS ?= 1000
 CASES ?= 6500

@@ -97,7 +97,7 @@ def test_an_agent_that_rewrites_its_answers_is_trained_exactly_in_more_rows(try_
     assert report.tokens_trained > 0 and 0 < report.max_logprob_diff < MAX_DRIFT
 
 
-@pytest.mark.npm
+@pytest.mark.outside
 @pytest.mark.parametrize(
     ("script", "package", "program"),
     [

@@ -18,7 +18,7 @@ from env_adapters.adapter import Played, played
 from env_adapters.openenv import OpenEnv
 from tests.agent_environments import python_with
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.outside, pytest.mark.slow, pytest.mark.timeout(700)]
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ROOT / "tests" / "environments"
