@@ -3,7 +3,7 @@
 Loop row: takes a prompt from `BufferDataset` (waits: one prompt); gives a reply to its connection and a `Round` to the buffer;
 unblocked by agents' requests. Every generation of every dialect is recorded here, and only here.
 
-Invariant: a round is in the buffer's write queue before its last output leaves for the agent, so a score can never overtake it.
+Invariant: a round is on disk before its last output leaves for the agent: what an agent was told is known after a crash.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -160,6 +160,7 @@ class Generation:
         """Generate for one prompt, stream the outputs to its connection, record its rounds."""
         reply, sampling = cast(PendingReply, prompt.reply), cast(Sampling, prompt.sampling)
         recorder = Recorder(prompt.request_id)
+        is_stored = False
         self.stats.started(time.monotonic())
         try:
             ids = prompt.prompt_token_ids.tolist()
@@ -169,12 +170,15 @@ class Generation:
                     recorder.add(output)
                     if output.finished:
                         self._count(prompt, output)
-                        output.recorded = self._store(prompt, recorder)
+                        output.recorded, stored = self._store(prompt, recorder)
+                        is_stored = True
+                        await _on_disk(stored)
                     reply.push(output)
             reply.finish()
         except asyncio.CancelledError:
-            self.stats.aborted += 1
-            self._store(prompt, recorder)
+            if not is_stored:
+                self.stats.aborted += 1
+                self._store(prompt, recorder)
             if not reply.abandoned:
                 raise
         except ValueError as error:  # a request that the engine refuses: the agent's fault, nobody else's
@@ -191,17 +195,19 @@ class Generation:
         self.stats.prompt_tokens += len(prompt.prompt_token_ids)
         self.stats.cached_tokens += output.num_cached_tokens or 0
 
-    def _store(self, prompt: Prompt, recorder: Recorder) -> dict[int, int]:
-        """Record what was sampled; the round's index for each completion."""
-        indices = {}
+    def _store(self, prompt: Prompt, recorder: Recorder) -> tuple[dict[int, int], Future[None] | None]:
+        """Record what was sampled: the round's index for each completion, and the last one's future, which ends after the
+        others'."""
+        indices, stored = {}, None
         for number, response in enumerate(recorder.responses(version=self._engine.version)):
             self.stats.tokens += len(response.sampled_ids)
             if prompt.episode_id is not None:
                 tree = self._trees.setdefault(prompt.episode_id, TokenTree(prompt.episode_id))
                 grown = _grow(tree, prompt, response)
                 indices[number] = grown.round_index
-                self._rounds.put_round(grown).add_done_callback(self._stored)
-        return indices
+                stored = self._rounds.put_round(grown)
+                stored.add_done_callback(self._stored)
+        return indices, stored
 
     def resume(self, episode_id: str, rounds: Sequence[Round]) -> None:
         """An episode of an earlier process goes on after these rounds."""
@@ -217,6 +223,20 @@ class Generation:
             self.stats.late += 1  # the episode ended (deadline, stale) while its last generation ran
         elif error is not None:
             logger.error("a round could not be stored: %s", error)
+
+
+async def _on_disk(stored: Future[None] | None) -> None:
+    """Until it is stored, or refused. Cancelling this does not take it back."""
+    if stored is None:
+        return
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell(_: Future[None]) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(done.set)
+
+    stored.add_done_callback(tell)
+    await done.wait()
 
 
 def _grow(tree: TokenTree, prompt: Prompt, response: Response) -> Round:
