@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import numpy as np
@@ -94,7 +96,9 @@ def test_a_token_that_is_left_out_stays_in_the_row_and_is_not_trained(served):
     assert live.round_index == 0
     served.ledger.leave_out(episode, {0: np.array([1] + [0] * (len(output) - 1))}).result(10)
     served.call(served.server.notify_score(episode, 1.0))
-    rows = [row for row in served.ledger.claim(1, min_version=0).result(10).rows if row.episode_id == episode]
+    batch = served.ledger.claim(served.ledger.counts()["groups/ready"], min_version=0).result(10)
+    served.ledger.release(batch.lease_id).result(10)
+    rows = [row for row in batch.rows if row.episode_id == episode]
     assert [row.ids.tolist() for row in rows] == [prompt + output.token_ids]
     assert [row.mask.tolist() for row in rows] == [[0] * len(prompt) + [1] + [0] * (len(output) - 1)]
     assert rows[0].logprobs[rows[0].mask == 0].tolist() == [0.0] * (len(rows[0].ids) - 1)
@@ -105,9 +109,27 @@ def test_a_token_that_is_left_out_stays_in_the_row_and_is_not_trained(served):
 def test_a_server_that_is_gone_is_told_apart_from_a_refusal(served):
     with pytest.raises(AgentError, match="vocabulary"):
         generate(served, "", [99_999])
-    served.engine.dies = True
+
+    async def overloaded(status):
+        class Answers(BaseHTTPRequestHandler):
+            def do_POST(self):
+                self.send_response(status)
+                self.end_headers()
+
+            def log_message(self, *_): ...
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as listener:
+            threading.Thread(target=listener.serve_forever).start()
+            try:
+                async with HTTPServer(f"http://127.0.0.1:{listener.server_port}") as server:
+                    await server.generate("a", prompt_ids=[1], sampling_params={}, api_key="k")
+            finally:
+                listener.shutdown()
+
     with pytest.raises(ServerUnavailable, match="503"):
-        generate(served, "", [1])
+        asyncio.run(overloaded(503))
+    with pytest.raises(AgentError):
+        asyncio.run(overloaded(500))
 
     async def nowhere():
         async with HTTPServer("http://127.0.0.1:9") as server:
