@@ -18,15 +18,14 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar
-from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from agents.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
-from agents.chat_tokens import tail_ids
+from agents.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from agents.tools.truncate import truncate
-from buffers.errors import AgentError, EnvError, TaskError
-from env_adapters.adapter import Message, Played, played
+from agents.trajectory import Trajectory, read_settings
+from buffers.errors import AgentError, EnvError
+from env_adapters.adapter import Message, Played, Step, played
 from env_adapters.catalog import adapter_class, make_adapter
 
 logger = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ class EnvAgentLoop(AgentLoopBase):
         """Check the entry, once for all episodes of a worker."""
         if cls._class_initialized:
             return
-        cls.settings = _settings(kwargs)
+        cls.settings = read_settings(EnvAgentSettings, kwargs, name="env_agent")
         adapter_class(cls.settings.env)  # a name that is not there is known before the first episode
         cls._class_initialized = True
 
@@ -82,107 +81,56 @@ class EnvAgentLoop(AgentLoopBase):
 
 
 class _Episode:
-    """The state of one trajectory."""
+    """One episode: its trajectory, and how far it is."""
 
     def __init__(self, loop: EnvAgentLoop, sampling_params: dict[str, Any], adapter: Played) -> None:
         self._loop = loop
         self._settings = loop.settings
-        self._sampling_params = sampling_params
         self._adapter = adapter
-        self._request_id = uuid4().hex
-        self._mask: list[int] = []
-        self._logprobs: list[float] = []
-        self._metrics = AgentLoopMetrics()
+        self._trajectory = Trajectory(loop, sampling_params, room=loop.settings.response_length)
         self._num_steps = 0
-        self._env_s = 0.0
+        self._step_rewards: list[float] = []
 
     async def play(self, row: Mapping[str, Any]) -> AgentLoopOutput:
         """From reset to score."""
         began = time.monotonic()
         messages = await self._adapter.reset(_task(row), seed=int(row.get("seed") or 0))
-        self._env_s += time.monotonic() - began
-        self._ids = await self._loop.apply_chat_template(self._short(messages))
-        self._room = self._response_room(len(self._ids))
-        step_rewards: list[float] = []
-        while True:
-            text = await self._generate()
-            began = time.monotonic()
-            step = await self._adapter.step(text)
-            self._env_s += time.monotonic() - began
-            self._num_steps += 1
-            step_rewards += [] if step.reward is None else [step.reward]
-            if step.done or self._num_steps >= self._settings.max_steps or not await self._say(step.messages):
+        self._trajectory.metrics.tool_calls += time.monotonic() - began
+        await self._trajectory.begin(self._short(messages))
+        step = await self._step()
+        while not step.done and self._num_steps < self._settings.max_steps:
+            if not await self._trajectory.say(self._short(step.messages)):
                 break
-        return await self._output(step_rewards, done=step.done)
+            step = await self._step()
+        return await self._output(done=step.done)
 
-    async def _output(self, step_rewards: list[float], *, done: bool) -> AgentLoopOutput:
+    async def _step(self) -> Step:
+        """An answer of the model, and what the environment says to it."""
+        ids = await self._trajectory.generate()
+        text = str(await asyncio.to_thread(self._loop.tokenizer.decode, ids, skip_special_tokens=True))
+        began = time.monotonic()
+        step = await self._adapter.step(text)
+        self._trajectory.metrics.tool_calls += time.monotonic() - began
+        self._num_steps += 1
+        self._step_rewards += [] if step.reward is None else [step.reward]
+        return step
+
+    async def _output(self, *, done: bool) -> AgentLoopOutput:
         began = time.monotonic()
         score = await self._adapter.score()
-        self._metrics.compute_score = time.monotonic() - began
-        self._metrics.tool_calls = self._env_s
-        split = len(self._ids) - len(self._mask)
-        return AgentLoopOutput(
-            prompt_ids=self._ids[:split],
-            response_ids=self._ids[split:],
-            response_mask=self._mask,
-            response_logprobs=self._logprobs,
+        self._trajectory.metrics.compute_score = time.monotonic() - began
+        return self._trajectory.output(
             reward_score=score,
             num_turns=2 * self._num_steps,
-            metrics=self._metrics,
-            extra_fields={"step_rewards": step_rewards, "env_done": done},
+            extra_fields={"step_rewards": self._step_rewards, "env_done": done},
         )
-
-    async def _generate(self) -> str:
-        began = time.monotonic()
-        left = self._room - len(self._mask)
-        most = self._sampling_params.get("max_tokens")
-        output = await self._loop.server_manager.generate(
-            self._request_id,
-            prompt_ids=list(self._ids),
-            sampling_params={**self._sampling_params, "max_tokens": left if most is None else min(left, most)},
-        )
-        self._metrics.generate_sequences += time.monotonic() - began
-        self._metrics.num_preempted += output.num_preempted
-        self._ids += output.token_ids
-        self._mask += [1] * len(output)
-        self._logprobs += output.log_probs
-        return str(await asyncio.to_thread(self._loop.tokenizer.decode, output.token_ids, skip_special_tokens=True))
-
-    async def _say(self, messages: list[Message]) -> bool:
-        """Append an observation; False when it leaves no room for an answer."""
-        short = self._short(messages)
-        tail = await asyncio.to_thread(tail_ids, self._loop.tokenizer, short, tools=None, after=self._ids[-1])
-        if len(self._mask) + len(tail) >= self._room:
-            return False
-        self._ids += tail
-        self._mask += [0] * len(tail)
-        self._logprobs += [0.0] * len(tail)
-        return True
 
     def _short(self, messages: list[Message]) -> list[Message]:
         most = self._settings.max_observation_chars
         return [{**message, "content": truncate(message["content"], limit=most, side="middle")} for message in messages]
-
-    def _response_room(self, prompt_length: int) -> int:
-        longest = int(self._loop.rollout_config.max_model_len)
-        if prompt_length >= longest:
-            raise EnvError(
-                f"an environment's first messages must leave room for an answer within rollout.max_model_len={longest}, got "
-                f"{prompt_length} tokens; raise it, or shorten them",
-                reason="environment reset: prompt too long",
-            )
-        return min(longest - prompt_length, self._settings.response_length or longest)
 
 
 def _task(row: Mapping[str, Any]) -> dict[str, Any]:
     """The task as an adapter gets it, of a loop's arguments."""
     names = ("task_id", "data_source", "agent_name", "extra_info", "ground_truth")
     return {"prompt": row["raw_prompt"], **{name: row[name] for name in names if row.get(name) is not None}}
-
-
-def _settings(kwargs: dict[str, Any]) -> EnvAgentSettings:
-    try:
-        return EnvAgentSettings.model_validate(kwargs)
-    except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r:.80}" for e in error.errors()]
-        raise TaskError(f"agents.loops, env_agent: {'; '.join(lines)}; see agents/env_agent.py") from error

@@ -15,16 +15,14 @@ import asyncio
 import time
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
-from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from agents.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
-from agents.chat_tokens import tail_ids
+from agents.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from agents.tool_parser import FunctionCall, ToolParser
 from agents.tools.episode_tools import EpisodeTools
 from agents.tools.toolbox import Toolbox
-from buffers.errors import AgentError, TaskError
+from agents.trajectory import Trajectory, read_settings
 
 MALFORMED = "error: the tool call could not be read. Write one JSON object with name and arguments for each call, as shown above."
 
@@ -68,7 +66,7 @@ class ToolAgentLoop(AgentLoopBase):
         """Load the tools and the parser, once for all episodes of a worker."""
         if cls._class_initialized:
             return
-        settings = _settings(kwargs)
+        settings = read_settings(ToolAgentSettings, kwargs, name="tool_agent")
         cls.toolbox = Toolbox.load(
             Path(settings.tool_config_path),
             call_deadline_s=settings.tool_deadline_s,
@@ -101,86 +99,44 @@ class ToolAgentLoop(AgentLoopBase):
 
 
 class _Episode:
-    """The state of one trajectory."""
+    """One episode: its trajectory, and how far it is."""
 
     def __init__(self, loop: ToolAgentLoop, sampling_params: dict[str, Any], tools: EpisodeTools) -> None:
         self._loop = loop
         self._settings = loop.settings
-        self._sampling_params = sampling_params
         self._tools = tools
-        self._request_id = uuid4().hex
-        self._ids: list[int] = []
-        self._mask: list[int] = []
-        self._logprobs: list[float] = []
+        self._trajectory = Trajectory(loop, sampling_params, room=loop.settings.response_length, tools=tools.schemas)
         self._user_turns = 0
         self._assistant_turns = 0
         self._turn_scores: list[float] = []
         self._error: str | None = None
-        self._metrics = AgentLoopMetrics()
 
     async def play(self, messages: list[dict[str, Any]]) -> None:
         """From the prompt to the last answer."""
-        schemas = self._tools.schemas or None
-        self._ids = await self._loop.apply_chat_template(messages, tools=schemas)
-        self._room = self._response_room(len(self._ids))
-        answer = await self._generate()
-        while (calls := await self._calls(answer)) is not None:
+        await self._trajectory.begin(messages)
+        while (calls := await self._calls(await self._answer())) is not None:
             results = await self._call_all(calls)
             if self._error is not None and self._settings.on_tool_error == "end":
                 return
-            tail = await asyncio.to_thread(tail_ids, self._loop.tokenizer, results, tools=schemas, after=self._ids[-1])
-            if len(self._mask) + len(tail) >= self._room:
+            if not await self._trajectory.say(results):
                 return
-            self._ids += tail
-            self._mask += [0] * len(tail)
-            self._logprobs += [0.0] * len(tail)
             self._user_turns += 1
-            answer = await self._generate()
 
     def output(self, rewards: dict[str, float]) -> AgentLoopOutput:
         """The trajectory so far."""
-        split = len(self._ids) - len(self._mask)
-        return AgentLoopOutput(
-            prompt_ids=self._ids[:split],
-            response_ids=self._ids[split:],
-            response_mask=self._mask,
-            response_logprobs=self._logprobs,
+        return self._trajectory.output(
             num_turns=1 + self._user_turns + self._assistant_turns,
-            metrics=self._metrics,
             extra_fields={"turn_scores": self._turn_scores, "tool_rewards": rewards, "tool_error": self._error},
         )
 
-    def _response_room(self, prompt_length: int) -> int:
-        place = self._loop.rollout_config
-        room = int(place.max_model_len) - prompt_length
-        if room < 1:
-            raise AgentError(
-                f"the prompt must leave room for an answer within rollout.max_model_len={place.max_model_len}, got "
-                f"{prompt_length} tokens; raise it, or offer fewer tools"
-            )
-        return min(room, self._settings.response_length or room)
-
-    async def _generate(self) -> list[int]:
-        began = time.monotonic()
-        left = self._room - len(self._mask)
-        most = self._sampling_params.get("max_tokens")
-        output = await self._loop.server_manager.generate(
-            self._request_id,
-            prompt_ids=list(self._ids),
-            sampling_params={**self._sampling_params, "max_tokens": left if most is None else min(left, most)},
-        )
-        self._metrics.generate_sequences += time.monotonic() - began
-        self._metrics.num_preempted += output.num_preempted
-        self._ids += output.token_ids
-        self._mask += [1] * len(output)
-        self._logprobs += output.log_probs
+    async def _answer(self) -> list[int]:
         self._assistant_turns += 1
-        return output.token_ids
+        return await self._trajectory.generate()
 
     async def _calls(self, answer: list[int]) -> list[FunctionCall] | None:
         """What the answer asks for; None: the episode is over. An empty list: a call that cannot be read."""
         settings = self._settings
-        if len(self._mask) >= self._room or not answer:
+        if self._trajectory.is_full or not answer:
             return None
         if settings.max_assistant_turns and self._assistant_turns >= settings.max_assistant_turns:
             return None
@@ -198,7 +154,7 @@ class _Episode:
         began = time.monotonic()
         most = self._settings.max_parallel_calls
         results = await asyncio.gather(*(self._call(call) for call in calls[:most]))
-        self._metrics.tool_calls += time.monotonic() - began
+        self._trajectory.metrics.tool_calls += time.monotonic() - began
         left_out = f"error: at most {most} calls are executed in one turn; this one was not, call it again"
         results += [left_out] * (len(calls) - most)
         return [{"role": "tool", "name": call.name, "content": text} for call, text in zip(calls, results, strict=True)]
@@ -209,13 +165,3 @@ class _Episode:
             self._error = f"{call.name}: {outcome.error}"
         self._turn_scores.append(outcome.reward)
         return outcome.text
-
-
-def _settings(kwargs: dict[str, Any]) -> ToolAgentSettings:
-    try:
-        return ToolAgentSettings.model_validate(kwargs)
-    except ValidationError as error:
-        lines = [
-            f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}, got {e['input']!r:.80}" for e in error.errors()
-        ]
-        raise TaskError(f"agents.loops, tool_agent: {'; '.join(lines)}; see agents/tool_agent.py") from error

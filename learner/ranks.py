@@ -8,7 +8,9 @@ training logic here.
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ GRACE_S = 5.0
 """After a first failure, how long others may still tell theirs: a peer's complaint can beat the news of a death."""
 
 
+PORTS = range(20_000, 30_000)
+"""Where ranks meet. Ports for outgoing connections begin at 32768 on Linux."""
 WARM_START_BATCH = 32
 """Traces in one update of the warm start."""
 _READY = "__ray_ready__"
@@ -143,7 +147,10 @@ class LearnerRanks:
 
 
 def _free_address() -> str:
-    """A loopback port that was free a moment ago; rank 0 binds it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    """A loopback port that is free, for rank 0 to bind. Of those that no system gives to connections, or to whoever asks for any
+    port: another process would have it before rank 0 is there."""
+    for port in random.SystemRandom().sample(PORTS, k=len(PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return f"127.0.0.1:{port}"
+    raise RankFailed(f"learner needs a free port in {PORTS.start}..{PORTS.stop - 1}, got none; end other programs")
