@@ -130,7 +130,6 @@ def vllm_arguments(settings: Settings) -> Namespace:
     rollout = RolloutConfig(
         max_tokens=settings.max_tokens,
         max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
         kv_cache_gb=settings.kv_cache_gb,
     )
     args = make_args(_engine_settings(settings, rollout))
@@ -148,6 +147,7 @@ def _engine_settings(settings: Settings, rollout: RolloutConfig) -> EngineSettin
         dtype="float32",
         rollout=rollout,
         server=ServerConfig(port=settings.port),
+        max_num_seqs=settings.max_num_seqs,
     )
 
 
@@ -178,6 +178,7 @@ async def serve_understudy(settings: Settings) -> None:
             vllm_config=vllm_config,
             rollout=rollout,
             server=ServerConfig(port=settings.port),
+        max_num_seqs=settings.max_num_seqs,
             pool=pool,
             notify_score_fn=MultiRoundBufferDataset(ledger).notify_score,
         )
