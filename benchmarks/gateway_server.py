@@ -178,7 +178,6 @@ async def serve_understudy(settings: Settings) -> None:
             vllm_config=vllm_config,
             rollout=rollout,
             server=ServerConfig(port=settings.port),
-        max_num_seqs=settings.max_num_seqs,
             pool=pool,
             notify_score_fn=MultiRoundBufferDataset(ledger).notify_score,
         )
