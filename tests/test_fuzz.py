@@ -9,24 +9,34 @@ import http.client
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from configs.schema import RolloutConfig
 from mocked_server.keys import KeyRing, make_secret
 from tests.fault_server import start
+from tests.fuzz import fuzz
+from tests.server_parts import ServerThread
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 MIB = 1 << 20
 SLOW_SOCKETS = 500
 
 
-def test_no_generated_request_is_a_failure_of_the_server(served) -> None:
-    pytest.importorskip("schemathesis")
-    from tests.fuzz import fuzz
+@pytest.fixture
+def attacked(tiny_model: Path) -> Iterator[ServerThread]:
+    """A server of its own: what is sent leaves tasks and episodes behind."""
+    thread = ServerThread(tiny_model, rollout=RolloutConfig(max_tokens=32, max_model_len=512))
+    thread.start()
+    yield thread
+    thread.stop()
 
-    seen = fuzz(served, cases=300)
+
+def test_no_generated_request_is_a_failure_of_the_server(attacked: ServerThread) -> None:
+    seen = fuzz(attacked, cases=300)
     statuses = {name.split()[-1] for name in seen}
     assert seen.total() >= 200 and {"200", "401", "422"} <= statuses and len(seen) >= 20
 
