@@ -50,7 +50,8 @@ class Conversation:
 
     @classmethod
     def of(cls, messages: Sequence[Message], asked: Asked) -> Conversation:
-        """One pass over the messages."""
+        """One pass over the messages. Some of vLLM's request types hold objects for them (harmony's)."""
+        messages = [each if isinstance(each, dict) else each.model_dump() for each in messages]
         running = hashlib.blake2b(digest_size=DIGEST_BYTES)
         digests = [running.digest()]
         calls: dict[str, int] = {}
