@@ -22,7 +22,7 @@ faults: $(READY)  ## thousands of kills and hostile requests; hours. Fewer: make
 	$(PY) -m tests.faults --ledger $(KILLS) --server $$(($(KILLS) * 9 / 10)) --run $$(($(KILLS) / 10))
 	$(PY) -m tests.fuzz $(CASES)
 
-check: $(READY)  ## format, lint, types, fast tests: under a minute
+check: $(READY)  ## format, lint, types, fast tests: less than two minutes
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy

@@ -115,6 +115,7 @@ async def _ranks(model: Path, *, num: int) -> LearnerRanks:
     return ranks
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_cluster")
 @pytest.mark.parametrize("num", [1, 2])
 async def test_four_steps_are_two_steps_and_two_more_in_new_processes(model: Path, tmp_path: Path, num: int) -> None:
@@ -136,6 +137,7 @@ async def test_four_steps_are_two_steps_and_two_more_in_new_processes(model: Pat
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_cluster")
 async def test_two_ranks_go_on_from_what_one_saved_and_a_damaged_folder_is_refused(model: Path, tmp_path: Path) -> None:
     single = make_trainer(model, **KNOBS)

@@ -46,6 +46,7 @@ def _batches() -> list[TrainBatch]:
     return [walks(), TrainBatch(rows=[*walks(seed=1, version=0).rows, *others])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("knobs", [{}, {"lora": (4, 8.0), "gradient_checkpointing": True}], ids=["all", "lora"])
 async def test_two_ranks_compute_what_one_computes(model: Path, tmp_path: Path, knobs: dict[str, Any]) -> None:
     single = make_trainer(model, **KNOBS, **knobs)

@@ -191,6 +191,7 @@ def test_agents_that_never_succeed_end_the_run_with_the_reason(tmp_path):
     assert_nothing_left(run)
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_named_before_anything_starts(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -203,6 +204,7 @@ def test_a_port_in_use_is_named_before_anything_starts(tmp_path):
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_an_agent_command_that_does_not_exist_is_named(tmp_path):
     run = start(tmp_path, "agents.command=[no-such-agent]")
     code, output = run.wait(60)
@@ -210,6 +212,7 @@ def test_an_agent_command_that_does_not_exist_is_named(tmp_path):
     assert "agents.command" in output and "no-such-agent" in output and "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_a_task_file_without_its_column_is_named(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -312,6 +315,7 @@ def test_plain_prompts_train_without_an_agent_by_a_function_of_the_users_with_da
     assert_nothing_left(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("made", "words"), [(False, "not a folder"), (True, "no config.json there")])
 def test_a_model_folder_that_holds_no_model_is_named(tmp_path, made, words):
     if made:
@@ -321,6 +325,7 @@ def test_a_model_folder_that_holds_no_model_is_named(tmp_path, made, words):
     assert "model.path" in output and words in output and "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_not_there_is_named_and_nothing_is_moved_aside(tmp_path):
     (tmp_path / "run").mkdir()
     code, output = start(tmp_path, resume=str(tmp_path / "run" / "checkpoints" / "step-000005")).wait(60)
