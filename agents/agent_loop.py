@@ -58,6 +58,8 @@ class AgentLoopOutput(BaseModel):
     """[R] as the loop has them. Not needed: they are recorded when the tokens are sampled."""
     multi_modal_data: dict[str, Any] | None = None
     """verl's; must be empty, as only text is served."""
+    routed_experts: None = None
+    """verl's; experts are not replayed here."""
     reward_score: float | None = None
     """None: `data.scorer` judges, or the tools do."""
     num_turns: int = 0

@@ -22,7 +22,7 @@ from agents.agent_loop import AgentLoopOutput
 from agents.loop_config import LoopSpec
 from agents.loop_figures import Figures, LoopFigures
 from agents.loop_worker import AgentLoopWorker, LoopResult, WorkerSettings
-from buffers.errors import AgentError, UnderstudyError
+from buffers.errors import AgentError
 from buffers.records import Task
 from configs.checkout import python_path
 
@@ -44,6 +44,11 @@ class _Worker:
     running: int = 0
     starting: asyncio.Future[Any] | None = None
     """Done once a worker that died is there again."""
+
+
+def loop_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a task file as verl hands it to loops: `raw_prompt`, and what `extra_info` holds beside the columns too."""
+    return {**(row.get("extra_info") or {}), "raw_prompt": row.get("prompt"), **row}
 
 
 class AgentLoopManager:
@@ -109,15 +114,8 @@ class AgentLoopManager:
 
     async def play(self, task: Task, *, api_key: str, seed: int) -> Played:
         """Play and judge one episode under its key. Raises AgentError with the reason when there is nothing to judge."""
-        row = {
-            **task.public(),
-            **task.extra_info,  # verl's datasets spread it, and loops look for `index`, `tools_kwargs`, ... at either place
-            "raw_prompt": task.prompt,
-            "extra_info": task.extra_info,
-            "seed": seed,
-            "ground_truth": task.ground_truth,  # the worker hands it to environments only
-        }
-        result = await self._run(str(task.agent_name), row, api_key=api_key)
+        row = {**task.private(), "seed": seed}  # the worker hands the ground truth to environments only
+        result = await self._run(str(task.agent_name), loop_row(row), api_key=api_key)
         if result.error:
             raise AgentError(result.error)
         began = time.monotonic()
@@ -134,11 +132,11 @@ class AgentLoopManager:
         first = self._workers[0].actor
         await first.wake_up.remote()
         try:
-            share = -(-len(rows) // len(self._workers))
+            share = max(1, -(-len(rows) // len(self._workers)))
             chunks = [rows[start : start + share] for start in range(0, len(rows), share)]
             calls = [
                 worker.actor.generate_sequences.remote(
-                    [{"raw_prompt": row.get("prompt"), **row} for row in chunk], sampling_params=self._sampling_params
+                    [loop_row(row) for row in chunk], sampling_params=self._sampling_params
                 )
                 for worker, chunk in zip(self._workers, chunks, strict=False)
             ]
@@ -189,9 +187,9 @@ class AgentLoopManager:
             outcome = self._score_fn(task, result.answer)
             return await outcome if isinstance(outcome, Awaitable) else outcome
         rewards = last.extra_fields.get("tool_rewards")
-        if isinstance(rewards, Mapping) and rewards:
+        if isinstance(rewards, Mapping) and rewards and all(isinstance(each, int | float) for each in rewards.values()):
             return float(sum(rewards.values()))
-        raise UnderstudyError(
+        raise AgentError(
             f"episode of task {task.task_id} must get a score from its loop (reward_score), its tools, or data.scorer, "
             f"got none; set data.scorer"
         )

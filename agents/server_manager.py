@@ -186,7 +186,8 @@ class AsyncLLMServerManager:
             place.probe = asyncio.create_task(self._recover(place), name="probe a server")
 
     async def _recover(self, place: _Place) -> bool:
-        """Ask for its health until it is well."""
+        """Ask for its health until it is well; not at once: a server whose disk is full is healthy, and refuses all the same."""
+        await asyncio.sleep(PROBE_S)
         while not await self._probe(place):  # noqa: ASYNC110  another program's health: nobody tells us when it changes
             await asyncio.sleep(PROBE_S)
         return True

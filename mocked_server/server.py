@@ -212,10 +212,10 @@ class MockedServer:
 
     def _make_dispatch(self) -> Dispatch:
         players: dict[str, Play] = {}
-        if self._loops is not None:
-            players |= dict.fromkeys(self._loops.names, self._play_loop)
         if self._score_fn is not None:
             players[PLAIN] = self._play_plain
+        if self._loops is not None:  # a loop of that name is what the configuration asks for
+            players |= dict.fromkeys(self._loops.names, self._play_loop)
         return Dispatch(
             self.pool,
             players=players,

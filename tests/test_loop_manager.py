@@ -162,6 +162,7 @@ def test_generate_sequences_plays_a_batch_over_the_workers_and_records_nothing(p
         )
         assert told == f"\nagain {number}\n"
     assert "did you mean 'verl_loop'?" in results[7].error
+    assert wait(served, manager.generate_sequences([])) == []
 
 
 def test_a_loop_that_cannot_be_set_up_is_known_at_the_start(tiny_model, played):

@@ -108,6 +108,7 @@ def test_only_what_the_file_names_is_imported(tmp_path):
         ("tools: [{function: agents.tools.calculator.calculate}]", "is not there; did you mean 'calculator'"),
         ("tools: [{class_name: agents.tools.gsm8k_tool.Gsm8KTol}]", "is not there; did you mean 'Gsm8kTool'"),
         ("tools: [{class_name: agents.tools.calculator.calculator}]", "class_name must name a subclass of"),
+        ("tools: [{class_name: agents.tools.base_tool.BaseTool}]", "must implement execute"),
         ("tools: [{function: agents.tools.gsm8k_tool.Gsm8kTool}]", "a class goes to class_name"),
         ("tools: [{function: '../secret.py:tool'}]", "files must lie in .*, got '../secret.py'; move it there"),
         ("tools: [{function: '/etc/hostname:tool'}]", "files must lie in .*, got '/etc/hostname'"),

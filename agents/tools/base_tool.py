@@ -7,6 +7,7 @@ an episode lies under its instance_id. Deadlines, bad arguments and exceptions a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 from uuid import uuid4
 
@@ -14,7 +15,7 @@ from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from buffers.errors import ToolError
 
 
-class BaseTool:
+class BaseTool(ABC):
     """`config`: the YAML entry's `config`. `tool_schema`: its `tool_schema`; without one `get_openai_tool_schema` must give it."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
@@ -37,11 +38,11 @@ class BaseTool:
         """Open an instance for one episode; `kwargs` are the task's `create_kwargs`. Returns its id."""
         return instance_id or str(uuid4()), ToolResponse()
 
+    @abstractmethod
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         """One call of the model. Returns the answer, a reward for this step, and figures."""
-        raise NotImplementedError(f"tool {self.name} must implement execute")
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         """The instance's reward at the end of its episode."""
@@ -49,3 +50,4 @@ class BaseTool:
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Forget the instance. Called once for each `create`, however the episode ended."""
+        return

@@ -100,6 +100,10 @@ def _class_tool(entry: _Entry, *, folder: Path, place: str) -> BaseTool:
         raise ToolError(
             f"{place}: class_name must name a subclass of agents.tools.base_tool.BaseTool, got {found!r:.100}"
         )
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise ToolError(
+            f"{place}: {entry.class_name} must implement {', '.join(missing)}, got a class without; write it"
+        )
     return found(entry.config, entry.tool_schema)
 
 
