@@ -77,7 +77,7 @@ class TaskDesk(Protocol):
         """The episode ended without a score."""
         ...
 
-    async def notify_score(self, episode_id: str, score: float) -> bool:
+    async def settle(self, episode_id: str, score: float) -> object:
         """Store a score. Raises EpisodeError when the episode takes none any more."""
         ...
 
@@ -237,7 +237,7 @@ class AgentPerEpisode:
         try:
             task = Task(**self._desk.episode_view(leased.api_key)["task"])
             if self._judge is not None and self._judge.judges(task, exit_code=output.exit_code):
-                await self._desk.notify_score(leased.episode_id, await self._judge.score(task, output))
+                await self._desk.settle(leased.episode_id, await self._judge.score(task, output))
                 return
         except EpisodeError:
             return  # it ended meanwhile; or no model call of it was recorded, for which it has failed by now

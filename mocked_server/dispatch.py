@@ -15,7 +15,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 
-from buffers.errors import AgentError, EngineError, EpisodeError, ScoreError, StorageFull
+from buffers.errors import AgentError, EngineError, EpisodeError, ScoreError
 from buffers.records import Episode, Task
 from buffers.task_pool import PoolClosed, TaskPool
 from mocked_server.app import Leased
@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 PLAIN = "single_turn_agent"
 """`agent_name` of a plain prompt (verl's name for it)."""
 LEASE_WAIT_S = 3600.0
-FULL_S = 1.0
-"""Between two tries to store a score while the disk is full: there is no client here that would try again."""
 
 ScoreFn = Callable[[Task, str], float | Awaitable[float]]
 """(task, the model's answer) -> score; one that takes long gives an awaitable."""
@@ -98,18 +96,10 @@ class Dispatch:
 
     async def _report(self, episode_id: str, played: asyncio.Future[float]) -> None:
         try:
-            await self._store(episode_id, played.result())
+            await self._notify_score(episode_id, played.result())
         except ScoreError as error:
             logger.warning("episode=%s was not scored: %s", episode_id, error)
             await self._fail(episode_id, f"scorer: {error}")
         except (AgentError, EngineError, EpisodeError, ValueError) as error:
             logger.warning("episode=%s could not be played: %s", episode_id, error)
             await self._fail(episode_id, str(error))
-
-    async def _store(self, episode_id: str, score: float) -> None:
-        while True:
-            try:
-                await self._notify_score(episode_id, score)
-                return
-            except StorageFull:
-                await asyncio.sleep(FULL_S)  # nobody tells when there is room again

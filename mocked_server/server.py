@@ -44,6 +44,9 @@ from mocked_server.vllm_tokens import Sleeper
 
 logger = logging.getLogger(__name__)
 
+FULL_S = 1.0
+"""Between two tries to store a score while the disk is full."""
+
 NotifyScore = Callable[..., Any]
 """(episode_id, score) and, when a scorer says more than that, `detail=ScoreDetail(...)`."""
 
@@ -65,8 +68,7 @@ class MockedServer:
         sock: socket.socket | None = None,
         keys: KeyRing | None = None,
     ) -> None:
-        """`score_fn`: judges plain prompts; `loops`: plays rows that name an agent loop. `sock`: bound by `bind` before
-        (so that a port in use is known early); None: bound here."""
+        """`score_fn`: judges plain prompts; `loops`: plays rows that name an agent loop. `sock`: None: bound here."""
         self.keys = keys or KeyRing()
         self.episodes = Episodes()
         self.prompt_queue = PromptQueue()
@@ -220,7 +222,7 @@ class MockedServer:
             self.pool,
             players=players,
             open_episode=self.open_episode,
-            notify_score=self.notify_score,
+            notify_score=self.settle,
             fail=self.fail,
             wait_ended=self.wait_ended,
         )
@@ -269,6 +271,14 @@ class MockedServer:
         if stored is not False:
             self.num_scored += 1
         return stored is not False
+
+    async def settle(self, episode_id: str, score: float) -> None:
+        """`notify_score` for those in this process who have nobody to try again: waits while the disk is full."""
+        while True:
+            with suppress(StorageFull):
+                await self.notify_score(episode_id, score)
+                return
+            await asyncio.sleep(FULL_S)  # nobody tells when there is room again
 
     async def fail(self, episode_id: str, reason: str) -> None:
         """End an episode without a score; it is tried again while attempts are left. No effect on an ended one."""

@@ -10,10 +10,9 @@ from agents.agent_loop import AgentLoopOutput
 from agents.loop_config import LoopSpec
 from agents.loop_manager import AgentLoopManager, loop_row
 from agents.loop_worker import LoopResult
-from buffers.errors import AgentError, StorageFull
+from buffers.errors import AgentError
 from buffers.records import Episode, Task
 from buffers.task_pool import PoolClosed
-from mocked_server import dispatch
 from mocked_server.dispatch import Dispatch
 
 
@@ -25,10 +24,9 @@ def episode(number, agent_name):
 class Desk:
     """A pool that gives out these episodes, and a store that remembers what it was told."""
 
-    def __init__(self, *episodes, refusals=0):
+    def __init__(self, *episodes):
         self.episodes = list(episodes)
         self.told = []
-        self.refusals = refusals
         self.ended = {each.episode_id: asyncio.Event() for each in episodes}
 
     async def lease(self, *, wait_s):
@@ -37,9 +35,6 @@ class Desk:
         return self.episodes.pop(0)
 
     async def notify_score(self, episode_id, score):
-        if self.refusals:
-            self.refusals -= 1
-            raise StorageFull("full")
         self.told.append((episode_id, score))
 
     async def fail(self, episode_id, reason):
@@ -75,11 +70,6 @@ async def test_a_player_that_fails_ends_its_own_episode_and_the_others_are_playe
     desk = Desk(episode(1, "bad"), episode(2, "good"))
     told = await run(desk, bad=await plays(AgentError("no score")), good=await plays(0.5))
     assert sorted(told) == [("e1", "no score"), ("e2", 0.5)]
-
-
-async def test_a_score_waits_until_the_disk_has_room(monkeypatch):
-    monkeypatch.setattr(dispatch, "FULL_S", 0.0)
-    assert await run(Desk(episode(1, "good"), refusals=3), good=await plays(1.0)) == [("e1", 1.0)]
 
 
 async def test_an_episode_that_ended_otherwise_is_played_no_further_and_reports_nothing():

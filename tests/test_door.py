@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from buffers.errors import StorageFull
 from mocked_server.app import build_admin_app, build_app
 from mocked_server.door import MAX_BODY_BYTES, MAX_DEPTH, MAX_DESK_BYTES, depth_of
 from mocked_server.keys import KeyRing, SecretError, check_host, is_loopback, make_secret, read_secret
@@ -151,6 +152,23 @@ def test_while_the_disk_is_full_nothing_is_taken_that_could_not_be_stored(served
         served.server.admin_url, key=served.server.keys.admin, path="/tasks", body=b'{"tasks": [{"prompt": "x"}]}'
     )
     assert tasks.status_code == 507
+
+
+def test_a_score_of_a_player_in_this_process_waits_for_room(served, monkeypatch) -> None:
+    episode, client = served.lease()
+    client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x"}])
+    refusals, stores = [StorageFull("full")] * 3, served.server._notify_score
+
+    def while_full(*args, **details):
+        if refusals:
+            raise refusals.pop()
+        return stores(*args, **details)
+
+    monkeypatch.setattr("mocked_server.server.FULL_S", 0.0)
+    monkeypatch.setattr(served.server, "_notify_score", while_full)
+    served.call(served.server.settle(episode, 0.5))
+    (row,) = served.ledger.claim(1, min_version=0).result().rows
+    assert (row.episode_id, row.score, refusals) == (episode, 0.5, [])
 
 
 def test_parts_judges_and_revisions_pass_the_door(served) -> None:

@@ -44,10 +44,10 @@ class Desk:
         task = self._tasks.pop(0)
         self._live[task.task_id], self._ended[task.task_id] = task, asyncio.Event()
         if task.task_id in self.early:
-            await self.notify_score(task.task_id, self.early[task.task_id])
+            await self.settle(task.task_id, self.early[task.task_id])
         return Leased(episode_id=task.task_id, api_key=f"key-{task.task_id}", task=task.public(), seed=99)
 
-    async def notify_score(self, episode_id: str, score: float) -> bool:
+    async def settle(self, episode_id: str, score: float) -> bool:
         self._end(episode_id)
         self.scores[episode_id] = score
         return True
