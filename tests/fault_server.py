@@ -18,8 +18,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,13 @@ from buffers.ledger import Ledger
 from buffers.ledger_schema import read_database
 from buffers.records import Task
 from buffers.task_pool import TaskPool
+from tests.child import child_process
 from tests.faults import Log, check, child_environment
 
 AGENTS = 6
 ROUNDS = 3
 PAUSE_S = 0.2
-PATIENCE_S = 400.0
+PATIENCE_S = 150.0
 BROKEN = (httpx.TransportError, openai.APIConnectionError)
 
 
@@ -145,16 +146,15 @@ class Play:
                 time.sleep(PAUSE_S)
 
 
-def start(folder: Path, *, port: int, model: Path) -> subprocess.Popen[str]:
-    """Returns when it answers requests."""
+@contextmanager
+def start(folder: Path, *, port: int, model: Path) -> Iterator[subprocess.Popen[str]]:
+    """A server that answers requests, until the end of the block."""
     command = [sys.executable, __file__, str(folder), str(port), str(model)]
-    with (folder / "server.log").open("ab") as log:
-        child = subprocess.Popen(command, env=child_environment(), stdout=subprocess.PIPE, stderr=log, text=True)
-    assert child.stdout is not None
-    for line in child.stdout:
-        if line == "ready\n":
-            return child
-    raise AssertionError(f"the server did not start: {(folder / 'server.log').read_text()[-2000:]}")
+    log = folder / "server.log"
+    with log.open("ab") as errors, child_process(command, env=child_environment(), stderr=errors) as child:
+        assert child.stdout is not None
+        assert "ready\n" in child.stdout, f"the server did not start: {log.read_text()[-2000:]}"
+        yield child
 
 
 def server_faults(kills: int, *, seed: int, folder: Path) -> Log:
@@ -170,25 +170,23 @@ def server_faults(kills: int, *, seed: int, folder: Path) -> Log:
     play = Play(place, url=f"http://127.0.0.1:{port}")
     play.start()
     for _ in range(kills):
-        child = start(place, port=port, model=model)
-        before = play.finished
-        deadline = time.monotonic() + PATIENCE_S
-        wanted = before + chance.randint(3, 20)
-        while play.finished < wanted and time.monotonic() < deadline:
-            time.sleep(chance.random() * PAUSE_S)
-        assert child.poll() is None, "it ended by itself"
-        play.log.idle += play.finished == before
-        os.kill(child.pid, signal.SIGKILL)
-        out, _ = child.communicate()
+        with start(place, port=port, model=model) as child:
+            before = play.finished
+            deadline = time.monotonic() + PATIENCE_S
+            wanted = before + chance.randint(3, 20)
+            while play.finished < wanted and time.monotonic() < deadline:
+                time.sleep(chance.random() * PAUSE_S)
+            assert child.poll() is None, "it ended by itself"
+            play.log.idle += play.finished == before
+            os.kill(child.pid, signal.SIGKILL)
+            out, _ = child.communicate()
         for line in out.splitlines(keepends=True):
             play.log.take(line)
         assert child.returncode == -signal.SIGKILL
         play.log.kills += 1
         check(place / "ledger.sqlite", log=play.log)
-    child = start(place, port=port, model=model)
-    play.stop()
-    child.kill()
-    child.communicate()
+    with start(place, port=port, model=model):
+        play.stop()
     check(place / "ledger.sqlite", log=play.log)
     _check_calls(place / "ledger.sqlite", play=play)
     assert play.log.kills == kills and play.log.idle == 0, "a kill that hit nothing"

@@ -9,17 +9,20 @@ checkpoint first. It is killed at any moment; it never ends by itself.
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import threading
 import time
+import traceback
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from buffer_parts import make_round, make_task
 
-from buffers.errors import LeaseError
+from buffers.errors import EpisodeClosed, LeaseError
 from buffers.ledger import Ledger
 from buffers.records import Episode, Position
 
@@ -58,7 +61,8 @@ def produce(ledger: Ledger, *, lane: int, seed: int) -> None:
         min_size = chance.choice((GROUP_SIZE, GROUP_SIZE - 1))
         ledger.open_group(task.task_id, instance=0, group_size=GROUP_SIZE, min_size=min_size).result()
         for episode in ledger.start_pending(limit=GROUP_SIZE, version=0).result():
-            play(ledger, episode, chance=chance)
+            with suppress(EpisodeClosed):  # another lane's failure gave its group up
+                play(ledger, episode, chance=chance)
 
 
 def train(ledger: Ledger, *, seed: int) -> None:
@@ -88,7 +92,14 @@ def train(ledger: Ledger, *, seed: int) -> None:
                 raise SystemExit("a lease could commit after it had expired")
 
 
+def lane_died(failure: threading.ExceptHookArgs) -> None:
+    """A process that says nothing more would be waited for: it ends instead, and the test sees why."""
+    traceback.print_exception(failure.exc_value)
+    os._exit(1)
+
+
 def main() -> None:
+    threading.excepthook = lane_died
     path, seed = Path(sys.argv[1]), int(sys.argv[2])
     ledger = Ledger(path)
     if len(sys.argv) > 3:

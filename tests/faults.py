@@ -14,7 +14,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,10 +24,13 @@ from typing import Any
 
 from buffers.ledger_doctor import findings
 from buffers.ledger_schema import read_database
+from tests.child import child_process
 
 ROOT = Path(__file__).parent.parent
 FILE_KILLS = 50
 """Kills of one ledger file; then a new one, as each check reads all of it."""
+LIFE_S = 5.0
+"""A life on a slow disk ends after this, however little was acknowledged."""
 
 
 @dataclass
@@ -68,17 +70,19 @@ def kill_owner(path: Path, *, log: Log, seed: int, chance: random.Random) -> Non
     if log.positions and chance.random() < 0.25:
         command.append(json.dumps(chance.choice(log.positions)))
         log.restores += 1
-    with subprocess.Popen(
-        command, env=child_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout is not None and child.stderr is not None
+    with (
+        path.with_suffix(".log").open("w+", encoding="utf-8") as errors,
+        child_process(command, env=child_environment(), stderr=errors) as child,
+    ):
+        assert child.stdout is not None
         wanted, seen, opened = chance.randint(1, 60), 0, False
+        until = time.monotonic() + LIFE_S
         for line in child.stdout:
             opened = log.take(line) == "open" or opened
             seen += 1
-            if opened and seen > wanted:
+            if opened and (seen > wanted or time.monotonic() > until):
                 break
-        assert child.poll() is None, f"it ended by itself: {child.stderr.read()}"
+        assert child.poll() is None, f"it ended by itself: {Path(errors.name).read_text()[-2000:]}"
         os.kill(child.pid, signal.SIGKILL)
         for line in child.stdout:  # acknowledged before the kill, read after it
             log.take(line)

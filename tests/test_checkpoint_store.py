@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from child import child_process
 
 from buffers.records import Position
 from learner.checkpoint_store import Checkpoint, CheckpointError, CheckpointStore, read_checkpoint
@@ -128,7 +128,7 @@ def test_whenever_the_process_is_killed_the_newest_checkpoint_is_whole(tmp_path:
     step = 0
     for patience_s in (0.0, 0.001, 0.002, 0.003, 0.005, 0.008):
         command = [sys.executable, "-c", SAVER, str(store.folder), str(step)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": str(ROOT)}) as process:
+        with child_process(command, env={"PYTHONPATH": str(ROOT)}) as process:
             assert process.stdout is not None
             for _ in range(5):
                 step = int(process.stdout.readline())

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from buffer_parts import make_ready, make_round, make_task, open_running, scored_by_group_state
+from child import child_process
 
 from buffers.errors import EpisodeClosed, LeaseError, UnderstudyError
 from buffers.ledger import Ledger
@@ -74,9 +75,7 @@ def test_an_acknowledged_score_survives_kill_9(tmp_path: Path) -> None:
     acknowledged: dict[str, float] = {}
     for wanted in (1, 40, 120):  # acknowledgements to wait for before the kill
         command = [sys.executable, str(ROOT / "tests" / "kill_writer.py"), str(path)]
-        with subprocess.Popen(
-            command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
-        ) as process:
+        with child_process(command, env=os.environ | {"PYTHONPATH": str(ROOT)}) as process:
             assert process.stdout is not None
             for _ in range(wanted):
                 episode_id, score = process.stdout.readline().split()
