@@ -77,6 +77,10 @@ class TaskDesk(Protocol):
         """The episode ended without a score."""
         ...
 
+    async def fail_all(self, reason: str, *, worker: str | None = None) -> None:
+        """The episodes that this worker leased with its key ended without a score."""
+        ...
+
     async def settle(self, episode_id: str, score: float) -> object:
         """Store a score. Raises EpisodeError when the episode takes none any more."""
         ...
@@ -101,7 +105,8 @@ class AgentPlace:
 
     environment: Callable[[str], dict[str, str]]
     """API key -> the variables that its clients read (the server's)."""
-    worker_key: str
+    worker_key: Callable[[str], str]
+    """A long-lived program's name -> its key; what it has leased ends with it."""
     folder: Path
 
 
@@ -135,7 +140,8 @@ class LongLivedAgents:
     async def _keep_running(self, index: int) -> None:
         folder = self._place.folder / f"agent-{index}"
         share = max(1, self._concurrency // self._processes)
-        env = clean_environment({**self._place.environment(self._place.worker_key), "CONCURRENCY": str(share)})
+        name = f"agent-{index}"
+        env = clean_environment({**self._place.environment(self._place.worker_key(name)), "CONCURRENCY": str(share)})
         in_a_row, scored = 0, self._desk.num_scored
         while True:
             child = await Child.start(self._command, env=env, cwd=folder, log=folder / "log.txt")
@@ -146,6 +152,7 @@ class LongLivedAgents:
             if code == 0:
                 return
             self.crashes += 1
+            await self._desk.fail_all(f"agent exited with code {code}", worker=name)
             in_a_row = in_a_row + 1 if self._desk.num_scored == scored else 1
             scored = self._desk.num_scored
             logger.warning("agent %d ended with code %d; its log: %s", index, code, child.log)

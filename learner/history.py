@@ -77,9 +77,11 @@ class History:
         """Mean score of the last steps; None before the first."""
         return float(np.mean(self.rewards[-LAST_STEPS:])) if self.rewards else None
 
-    def finish(self, counts: Mapping[str, int], status: Mapping[str, Any]) -> None:
-        """Final counts of the buffer and the server."""
-        self._final = {"buffer": dict(counts), "server": dict(status)}
+    def finish(
+        self, counts: Mapping[str, int], status: Mapping[str, Any], restarts: Mapping[str, float] | None = None
+    ) -> None:
+        """Final counts of the buffer and the server; what died on the way."""
+        self._final = {"buffer": dict(counts), "server": dict(status), "restarts": dict(restarts or {})}
 
     def summary(self) -> dict[str, Any]:
         """The run in figures. Rewards are mean scores: of the first 3 steps, of the last 5, and of the best step."""

@@ -6,7 +6,7 @@ step number is the policy version. Saving happens while the next batch is awaite
 next update waits for it.
 
 After a crash the batches that were trained beyond the checkpoint are trained again, as they were and in their order, before
-the pool begins to give out episodes.
+the pool begins to give out episodes. When only the learner's processes died, that happens while generation goes on.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from buffers.errors import LeaseError
 from buffers.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
-from buffers.records import TrainBatch
+from buffers.records import Position, TrainBatch
 from buffers.task_pool import TaskPool
 from configs.schema import BufferConfig, RunConfig
-from learner.checkpoint_store import CheckpointError, CheckpointStore
+from learner.checkpoint_store import Checkpoint, CheckpointError, CheckpointStore
 from learner.display import Display
 from learner.history import History
-from learner.ranks import LearnerRanks
+from learner.ranks import LearnerRanks, RankDied
+from learner.setbacks import Setbacks
 from learner.shaping import shaped
 from learner.traces import Traces
 from learner.tracker import Tracker
@@ -42,7 +45,9 @@ class Engine(Protocol):
 class LearnLoop:
     """`start`: the step after which this run goes on; `num_replays`: groups given back by a restore. `generated`: the totals
     of the generate loop. `weights`: a fast folder through which weights reach the engine. `shaping`: the most tokens of a
-    generation, where long ones are penalised; None: they are not. `more_figures`: of others, for each step's line."""
+    generation, where long ones are penalised; None: they are not. `more_figures`: of others, for each step's line.
+    `prepare`: gives learner processes that have just started the weights of a checkpoint, or of the start. `checkpoint`: the
+    one that this run goes on from."""
 
     def __init__(
         self,
@@ -66,6 +71,9 @@ class LearnLoop:
         num_replays: int = 0,
         more_figures: Callable[[], dict[str, float]] = dict,
         traces: Traces | None = None,
+        setbacks: Setbacks | None = None,
+        prepare: Callable[[Checkpoint | None], Awaitable[None]] | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         self._run = run
         self._buffer = buffer
@@ -83,10 +91,17 @@ class LearnLoop:
         self._validation = validation
         self._shaping = shaping
         self._start = self.step = start
-        """Steps trained; the policy version in the engine."""
+        """Steps trained; the policy version in the engine, unless steps are being made again."""
+        self._done = start
+        """Steps that were trained, reported and published at least once."""
         self._num_replays = num_replays
         self._more_figures = more_figures
         self._traces = traces
+        self._setbacks = setbacks or Setbacks()
+        self._prepare = prepare
+        self._checkpoint = checkpoint
+        self._published: Path | None = None
+        self._batch: TrainBatch | None = None
         self._sampling: asyncio.Task[TrainBatch] | None = None
         self._saving: asyncio.Task[None] | None = None
         self._stopped = False
@@ -102,45 +117,82 @@ class LearnLoop:
 
     async def run(self) -> None:
         """Takes a full batch (waits: enough scored, fresh groups), gives new weights; unblocked by scores. Finite."""
-        every, _ = self._run.checkpoints
         self._validate()
         try:
-            for step in range(self.step + 1, self._run.steps + 1):
-                waited = time.monotonic()
-                if (batch := await self._sample()) is None:
-                    break
-                began = time.monotonic()
-                await self._saved()
-                saved = time.monotonic()
-                metrics = await self._train(batch, step=step)
-                ended = time.monotonic()
-                times = {
-                    "time/wait_s": began - waited,
-                    "time/save_s": saved - began,
-                    "time/update_s": ended - saved,
-                    "time/step_s": ended - waited,
-                }
-                self._report(batch, {**metrics, **times})
-                self._validate()
-                if every and step % every == 0 and step < self._run.steps:
-                    self._saving = asyncio.create_task(self._save(), name="save")
-            await self._saved()
-            await self._finish_validation()
-            with self._display.phase("saving the checkpoint"):
-                await self._save()
+            while True:
+                try:
+                    await self._learn()
+                    await self._saved()
+                    await self._finish_validation()
+                    with self._display.phase("saving the checkpoint"):
+                        await self._save()
+                    return
+                except RankDied as death:
+                    if self._prepare is None:
+                        raise
+                    self._setbacks.note("learner", death)
+                    await self._go_back(self._prepare)
         finally:
             if self._saving is not None:
                 self._saving.cancel()
             if self._validation is not None:
                 self._validation.cancel()
 
+    async def _learn(self) -> None:
+        """Steps, until they are made or the run is told to stop."""
+        every, _ = self._run.checkpoints
+        for step in range(self.step + 1, self._run.steps + 1):
+            waited = time.monotonic()
+            if (batch := await self._sample()) is None:
+                return
+            began = time.monotonic()
+            await self._saved()
+            saved = time.monotonic()
+            metrics = await self._train(batch, step=step)
+            ended = time.monotonic()
+            times = {
+                "time/wait_s": began - waited,
+                "time/save_s": saved - began,
+                "time/update_s": ended - saved,
+                "time/step_s": ended - waited,
+            }
+            if step > self._done:
+                self._done = step
+                self._setbacks.progress()
+                self._report(batch, {**metrics, **times})
+                self._validate()
+            if every and step % every == 0 and step < self._run.steps:
+                self._saving = asyncio.create_task(self._save(), name="save")
+
+    async def _go_back(self, prepare: Callable[[Checkpoint | None], Awaitable[None]]) -> None:
+        """The learner's processes died: new ones, with the state of the newest checkpoint. What was trained since is trained
+        again; until then the engine keeps its weights, which are those that this leads to."""
+        if self._saving is not None:
+            self._saving.cancel()
+            await asyncio.gather(self._saving, return_exceptions=True)
+            self._saving = None
+        with suppress(LeaseError):  # its step was committed, or there is none
+            if self._batch is not None:
+                await asyncio.wrap_future(self._ledger.release(self._batch.lease_id))
+        await self._ranks.start()
+        await prepare(self._checkpoint)
+        here = await asyncio.wrap_future(self._ledger.position())
+        start = Position(run_id=here.run_id, lineage=here.lineage, step=0)
+        target = self._checkpoint.position if self._checkpoint else start
+        self._num_replays = await asyncio.wrap_future(self._ledger.restore(target))
+        self.step = target.step
+
     async def publish(self) -> None:
-        """New weights: learner -> file -> engine, which pauses for the copy only."""
+        """New weights: learner -> file -> engine, which pauses for the copy only. The file stays until the next one: an engine
+        that is started again takes it from there."""
         folder = self._weights / f"version-{self.step}"
+        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         await self._ranks.publish(folder / "model.safetensors")
         await self._engine.load_weights(folder, version=self.step)
-        shutil.rmtree(folder)
+        if self._published is not None and self._published != folder:
+            shutil.rmtree(self._published)
+        self._published = folder
 
     async def _sample(self) -> TrainBatch | None:
         """The next full batch; None when the run was told to stop."""
@@ -163,7 +215,8 @@ class LearnLoop:
             return None
 
     async def _train(self, batch: TrainBatch, *, step: int) -> dict[str, float]:
-        """Train, record the step, publish."""
+        """Train, record the step, publish what the engine does not have yet."""
+        self._batch = batch
         penalty = {}
         if self._shaping is not None:
             batch, mean = shaped(batch, max_tokens=self._shaping)
@@ -172,10 +225,11 @@ class LearnLoop:
         await asyncio.wrap_future(self._ledger.commit_step(batch.lease_id, step=step, version=step))
         began = time.monotonic()
         self.step = step
-        if self._traces is not None:
+        if self._traces is not None and step > self._done:
             await asyncio.to_thread(self._traces.add, batch, step=step)
-        await self.publish()
-        await self._pool.set_version(step)
+        if step >= self._done:  # the last one that is made again too: rounding may differ
+            await self.publish()
+            await self._pool.set_version(step)
         return {**metrics, "time/publish_s": time.monotonic() - began}
 
     def _validate(self) -> None:
@@ -211,7 +265,8 @@ class LearnLoop:
             scratch = await asyncio.to_thread(self._store.scratch, position.step)
             await self._ranks.save(scratch / "learner")
             await self._ranks.save_pretrained(scratch / "model")
-            await asyncio.to_thread(self._store.commit, scratch, position=position, score=self._score())
+            score = self._score()
+            self._checkpoint = await asyncio.to_thread(self._store.commit, scratch, position=position, score=score)
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint of step {position.step} could not be written to {self._store.folder}: {error}; free space "
@@ -228,7 +283,7 @@ class LearnLoop:
 
     def _report(self, batch: TrainBatch, metrics: dict[str, float]) -> None:
         figures = self._history.add(batch, metrics, version=self.step - 1, stats=self._generated)
-        figures |= self._pool.metrics() | self._more_figures()
+        figures |= self._pool.metrics() | self._setbacks.figures() | self._more_figures()
         if self._validation is not None:
             figures |= self._validation.take()
             self._show_validation(figures)

@@ -12,7 +12,8 @@
 | `generate` | prompts (waits: one)                        | a reply and a `Round`                     | `serve`              |
 | `learn`    | a full batch of scored, fresh groups (waits: that many) | new weights in the engine, a step in the ledger | scores |
 
-`learn` is the only finite loop; when it ends the others are cancelled. A loop that fails ends the run with its error. Invariant:
+`learn` is the only finite loop; when it ends the others are cancelled. A loop that fails ends the run with its error; of
+processes that die (agents, environment, engine, learner) new ones are started (`learner.keepers`). Invariant:
 every leased episode ends once, with a reason: scored, failed, or stale; a group is trained at most once, and never with a token
 older than `buffer.max_policy_lag` versions.
 """
@@ -24,7 +25,7 @@ import logging
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,11 +38,8 @@ from agents.loop_config import read_loops
 from agents.loop_manager import AgentLoopManager
 from buffers.errors import TaskError
 from buffers.ledger import Ledger
-from buffers.naming import one_of
-from buffers.parquet import agent_names, read_tasks
 from buffers.task_source import endless_tasks, task_list
 from configs.schema import Config
-from configs.tiny_model import make_tiny_model
 from env_adapters.process import Child, last_words, resolve_command, start_environment
 from env_adapters.rewards import Rewards
 from learner.books import Books, open_books
@@ -49,8 +47,11 @@ from learner.checkpoint_store import Checkpoint, CheckpointStore
 from learner.display import Display
 from learner.handover import environment_files
 from learner.history import History
+from learner.keepers import Environment, keep_engine
 from learner.learn_loop import LearnLoop
+from learner.preparation import prepare_files
 from learner.ranks import LearnerRanks
+from learner.setbacks import Setbacks
 from learner.traces import Traces
 from learner.tracker import Tracker
 from learner.validation import Validation
@@ -87,7 +88,7 @@ class Parts:
     generation: Generation
     ranks: LearnerRanks
     learn: LearnLoop
-    env: Child | None = None
+    env: Environment | None = None
     background: list[asyncio.Task[None]] = field(default_factory=list)
 
 
@@ -115,6 +116,7 @@ class Pipeline:
         self._checkpoint = checkpoint
         self._start = checkpoint.position.step if checkpoint else 0
         self._learn: LearnLoop | None = None
+        self._setbacks = Setbacks()
         self.history = History(config, earlier=tracker.earlier)
         self.on_ray_started: Callable[[], None] = lambda: None
 
@@ -131,7 +133,7 @@ class Pipeline:
                 await loops.create_task(parts.learn.run(), name="learn")
                 for task in parts.background:
                     task.cancel()
-            self.history.finish(parts.books.ledger.counts(), parts.server.status())
+            self.history.finish(parts.books.ledger.counts(), parts.server.status(), self._setbacks.figures())
 
     # Building
 
@@ -146,7 +148,7 @@ class Pipeline:
         self._socket = bind(config.server.host, config.server.port)
         stack.callback(self._socket.close)
         with self._display.phase("preparing model and tasks"):
-            model = await self._prepare_files()
+            model = await prepare_files(config, folder=self._folder, make=_make_data, players=self._players())
         cpu_environment()
         with self._display.phase("starting engine, server and learner"):
             ranks, (engine, server, books) = await self._start_heavy(stack, model)
@@ -167,15 +169,19 @@ class Pipeline:
             start=self._start, num_replays=books.num_replays,
             more_figures=self._loops.figures.take if self._loops else dict,
             traces=self._open_traces(stack, server),
+            setbacks=self._setbacks, prepare=partial(self._prepare_learner, ranks), checkpoint=self._checkpoint,
         )  # fmt: skip
         parts = Parts(books=books, engine=engine, server=server, generation=generation, ranks=ranks, learn=self._learn)
         await self._learn.publish()
         if config.env.command:
             env = {"SERVER_URL": server.base_url, "SCORER_KEY": server.keys.scorer}
-            parts.env, server.env_address = await start_environment(
-                config.env.command, env=env, cwd=Path.cwd(), log=self._folder / "env.log", deadline_s=ENV_START_S
-            )
+            start = partial(
+                start_environment,
+                config.env.command, env=env, cwd=Path.cwd(), log=self._folder / "env.log", deadline_s=ENV_START_S,
+            )  # fmt: skip
+            parts.env = Environment(start, lost=partial(environment_lost, server))
             stack.push_async_callback(parts.env.stop)
+            server.env_address = await parts.env.start()
         stack.enter_context(environment_files(self._folder, server))
         return parts
 
@@ -195,43 +201,12 @@ class Pipeline:
             temperature=config.rollout.temperature,
         )
 
-    async def _prepare_files(self) -> Path:
-        """The model's folder; makes the tiny model and the task file where they are missing."""
-        config = self._config
-        files = config.data.task_files
-        if config.data.make and (missing := [path for path in files if not Path(path).is_file()]):
-            child = await Child.start(
-                resolve_command(config.data.make), env=None, cwd=Path.cwd(), log=self._folder / "data.log"
-            )
-            if (code := await child.wait()) != 0:
-                raise TaskError(
-                    f"data.make must write {missing[0]}, but it exited with code {code}: {child.log_tail()}"
-                )
-        validation = config.data.validation[0] if config.data.validation else ""
-        for path in filter(None, (*files, validation)):
-            # a file that cannot be used is known before the engine starts
-            await asyncio.to_thread(next, read_tasks(Path(path)))
-            await asyncio.to_thread(self._check_agent_names, Path(path))
-        if config.model.path == "tiny":
-            return await asyncio.to_thread(make_tiny_model, self._folder / "model", seed=config.run.seed)
-        if not ((folder := Path(config.model.path)) / "config.json").is_file():
-            what = "no config.json there" if folder.is_dir() else "not a folder"
-            raise TaskError(
-                f"model.path must be a Hugging Face folder or `tiny`, got {folder} ({what}); download the model first"
-            )
-        return folder
-
-    def _check_agent_names(self, path: Path) -> None:
-        """Where nobody but our own loops plays, each row must name one of them."""
+    def _players(self) -> Set[str] | None:
+        """Who may play a row, where nobody but our own loops does."""
         config = self._config
         if self._loops is None or config.agents.command or config.env.command:
-            return
-        known = self._loops.names | ({PLAIN} if config.data.scorer else set())
-        for name, row in agent_names(path).items():
-            if name not in known:
-                raise TaskError(
-                    f"{path}, row {row}: agent_name must be {one_of(name, known)}; or name it in agents.loops"
-                )
+            return None
+        return self._loops.names | ({PLAIN} if config.data.scorer else set())
 
     async def _start_heavy(
         self, stack: AsyncExitStack, model: Path
@@ -271,14 +246,20 @@ class Pipeline:
         )
         await ranks.start()
         stack.push_async_callback(ranks.close)
-        warm = config.warm_start
-        if self._checkpoint is not None:
-            await ranks.load(self._checkpoint.learner)
-        elif warm.traces:
-            metrics = await ranks.warm_start(Path(warm.traces), steps=warm.steps, lr=warm.lr, seed=config.run.seed)
-            self.history.warm_start = metrics
-            self._tracker.log(0, {f"warm_start/{name}": value for name, value in metrics.items()})
+        await self._prepare_learner(ranks, self._checkpoint)
         return ranks
+
+    async def _prepare_learner(self, ranks: LearnerRanks, checkpoint: Checkpoint | None) -> None:
+        """The state of a checkpoint; that of the start, without one."""
+        warm = self._config.warm_start
+        if checkpoint is not None:
+            await ranks.load(checkpoint.learner)
+        elif warm.traces:
+            seed = self._config.run.seed
+            metrics = await ranks.warm_start(Path(warm.traces), steps=warm.steps, lr=warm.lr, seed=seed)
+            if not self.history.warm_start:
+                self.history.warm_start = metrics
+                self._tracker.log(0, {f"warm_start/{name}": value for name, value in metrics.items()})
 
     async def _start_engine(self, stack: AsyncExitStack, model: Path) -> tuple[VLLMEngine, MockedServer, Books]:
         config = self._config
@@ -330,7 +311,10 @@ class Pipeline:
             loops.create_task(parts.server.wait(), name="serve"),
             loops.create_task(parts.generation.run(), name="generate"),
             loops.create_task(self.watch(parts), name="watch"),
+            loops.create_task(keep_engine(parts.engine, setbacks=self._setbacks), name="keep the engine"),
         ]
+        if parts.env is not None:
+            started.append(loops.create_task(parts.env.keep(setbacks=self._setbacks), name="keep the environment"))
         if config.data.task_files:
             parts.books.pool.add_source(
                 endless_tasks(
@@ -348,7 +332,7 @@ class Pipeline:
         config = self._config
         place = AgentPlace(
             environment=parts.server.environment,
-            worker_key=parts.server.keys.worker,
+            worker_key=parts.server.keys.worker_key,
             folder=self._folder / "agents",
         )
         many = config.agents.concurrency
@@ -376,13 +360,23 @@ class Pipeline:
             )
 
         await watch(
-            engine=parts.engine,
-            env=parts.env,
             counts=parts.books.ledger.counts,
             groups_per_step=self._config.buffer.groups_per_step,
             show=show,
             last_words=lambda: f"logs: {agents}, {env_log}; the agents' last words:\n{last_words(agents)}",
         )
+
+
+async def _make_data(command: Sequence[str], log: Path) -> None:
+    child = await Child.start(resolve_command(command), env=None, cwd=Path.cwd(), log=log)
+    if (code := await child.wait()) != 0:
+        raise TaskError(f"data.make must write the task files, but it exited with code {code}: {child.log_tail()}")
+
+
+async def environment_lost(server: MockedServer, address: str) -> None:
+    """Another one listens at `address`: what the first one was playing is tried again."""
+    server.env_address = address
+    await server.fail_all("environment died")
 
 
 def start_ray() -> None:

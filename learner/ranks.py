@@ -39,6 +39,10 @@ class RankFailed(UnderstudyError):
     """A learner rank raised or its process died; the learner has ended."""
 
 
+class RankDied(RankFailed):
+    """The process of a learner rank died: nothing says that it would do so again."""
+
+
 class LearnerRanks:
     """Needs `ray.init` before `start`. `gpus_per_rank` 0: on CPU, one thread per rank."""
 
@@ -66,7 +70,7 @@ class LearnerRanks:
         self._actors: list[Any] = []
 
     async def start(self) -> None:
-        """Starts the processes; returns when every rank has its model."""
+        """Starts the processes, again after a failure; returns when every rank has its model."""
         threads = {} if self._gpus_per_rank else {"OMP_NUM_THREADS": "1"}
         environment = {"PYTHONPATH": python_path(), **threads}
         actor = ray.remote(num_cpus=0, num_gpus=self._gpus_per_rank, runtime_env={"env_vars": environment})(Trainer)
@@ -136,7 +140,8 @@ class LearnerRanks:
         for call in calls:
             call.cancel()
         what = f"{'died' if deaths else 'failed'} in {'start' if method == _READY else method}"
-        raise RankFailed(
+        kind = RankDied if deaths and method != _READY else RankFailed
+        raise kind(
             f"learner rank {rank} of {len(calls)} {what}: {cause}; the learner has ended, start it again"
         ) from cause
 

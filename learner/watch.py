@@ -1,4 +1,4 @@
-"""The watch loop: shows the queues once a second, and ends a run that cannot succeed any more, with the reason.
+"""The watch loop: shows the queues once a second, and ends a run whose episodes cannot succeed, with the reason.
 
 Run by `learner.pipeline`, which names the parts. It changes nothing.
 """
@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Protocol
 
-from buffers.errors import AgentError, EngineError, EnvError
+from buffers.errors import AgentError
 
 WATCH_S = 1.0
 FAILING_BATCHES = 2
@@ -19,31 +17,14 @@ EQUAL_BATCHES = 20
 """Batches of groups dropped in a row because their scores are equal, without one to train in between, that end the run."""
 
 
-class Engine(Protocol):
-    @property
-    def dead(self) -> bool: ...
-
-
-class Environment(Protocol):
-    """The environment's process."""
-
-    log: Path
-
-    @property
-    def running(self) -> bool: ...
-    def log_tail(self) -> str: ...
-
-
 async def watch(
     *,
-    engine: Engine,
-    env: Environment | None,
     counts: Callable[[], Mapping[str, int]],
     groups_per_step: int,
     show: Callable[[], None],
     last_words: Callable[[], str],
 ) -> None:
-    """For ever. Raises EngineError or EnvError when one is gone, AgentError when every episode fails or scores the same.
+    """For ever. Raises AgentError when every episode fails or scores the same.
 
     `show` updates the display; `last_words` says where to look after failures.
     """
@@ -53,10 +34,6 @@ async def watch(
     )
     while True:
         await asyncio.sleep(WATCH_S)
-        if engine.dead:
-            raise EngineError("the engine process died; see the run's log. Scored episodes are in the ledger.")
-        if env is not None and not env.running:
-            raise EnvError(f"the environment process ended; its log {env.log} ends:\n{env.log_tail()}")
         now = counts()
         if failures.lasts(now):
             reasons = {name: number for name, number in now.items() if name.startswith("failed/")}

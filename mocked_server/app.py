@@ -15,9 +15,10 @@ its dependencies. While the disk is full, what would have to be stored is answer
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -38,6 +39,7 @@ from buffers.records import ScoreDetail
 from buffers.task_pool import PoolClosed
 from mocked_server.keys import KeyRing
 
+T = TypeVar("T")
 MAX_WAIT_S = 60.0
 MAX_INDEX = 1 << 31
 RETRY_AFTER_S = 5
@@ -49,7 +51,7 @@ class Desk(Protocol):
 
     keys: KeyRing
 
-    async def lease_episode(self, *, wait_s: float) -> Leased | None: ...
+    async def lease_episode(self, *, wait_s: float, worker: str = "") -> Leased | None: ...
     async def add_tasks(self, rows: list[dict[str, Any]]) -> int: ...
     async def notify_score(self, episode_id: str, score: float, *, detail: ScoreDetail | None = None) -> bool: ...
     async def fail(self, episode_id: str, reason: str) -> None: ...
@@ -166,15 +168,25 @@ def _error(status: int, *, kind: str, message: str) -> JSONResponse:
     )
 
 
-def _requires(desk: Desk, expected: Callable[[KeyRing], str], name: str) -> Any:
-    """A dependency that lets one kind of key through."""
+def _requires(desk: Desk, opens: Callable[[KeyRing, str], str | None], name: str) -> Any:
+    """A dependency that lets one kind of key through: what `opens` says of the given one, unless that is None."""
 
-    def check(authorization: Annotated[str, Header()] = "") -> None:
+    def check(authorization: Annotated[str, Header()] = "") -> str:
         given = authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
-        if not desk.keys.same(given, expected(desk.keys)):
+        whose = opens(desk.keys, given)
+        if whose is None:
             raise _Unauthorized(f"this route needs the {name} key as `Authorization: Bearer <key>`")
+        return whose
 
     return Depends(check)
+
+
+def _is_scorer(keys: KeyRing, given: str) -> str | None:
+    return "" if keys.same(given, keys.scorer) else None
+
+
+def _is_admin(keys: KeyRing, given: str) -> str | None:
+    return "" if keys.same(given, keys.admin) else None
 
 
 class _Unauthorized(UnderstudyError):
@@ -182,6 +194,22 @@ class _Unauthorized(UnderstudyError):
 
 
 STATUS_OF[_Unauthorized] = 401
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """Its outcome; None when the client hangs up before: then it is cancelled, as nobody would take what it gives."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        gone.cancel()
+        working.cancel()
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _open_routes() -> APIRouter:
@@ -195,18 +223,23 @@ def _open_routes() -> APIRouter:
 
 
 def _worker_routes(desk: Desk) -> APIRouter:
-    router = APIRouter(dependencies=[_requires(desk, lambda keys: keys.worker, "worker")])
+    its_worker = _requires(desk, KeyRing.worker_of, "worker")
+    router = APIRouter(dependencies=[its_worker])
 
     @router.get("/tasks")
-    async def lease(wait: Annotated[float, Query(ge=0.0, le=MAX_WAIT_S, allow_inf_nan=False)] = 0.0) -> Response:
-        leased = await desk.lease_episode(wait_s=wait)
+    async def lease(
+        request: Request,
+        wait: Annotated[float, Query(ge=0.0, le=MAX_WAIT_S, allow_inf_nan=False)] = 0.0,
+        worker: str = its_worker,
+    ) -> Response:
+        leased = await _unless_gone(request, desk.lease_episode(wait_s=wait, worker=worker))
         return Response(status_code=204) if leased is None else JSONResponse(asdict(leased))
 
     return router
 
 
 def _scorer_routes(desk: Desk) -> APIRouter:
-    router = APIRouter(dependencies=[_requires(desk, lambda keys: keys.scorer, "scorer")])
+    router = APIRouter(dependencies=[_requires(desk, _is_scorer, "scorer")])
 
     @router.post("/scores")
     async def scores(body: ScoreBody) -> dict[str, Any]:
@@ -227,7 +260,7 @@ def _scorer_routes(desk: Desk) -> APIRouter:
 
 
 def _admin_routes(desk: Desk) -> APIRouter:
-    router = APIRouter(dependencies=[_requires(desk, lambda keys: keys.admin, "admin")])
+    router = APIRouter(dependencies=[_requires(desk, _is_admin, "admin")])
 
     @router.post("/tasks")
     async def add_tasks(body: TasksBody) -> dict[str, int]:

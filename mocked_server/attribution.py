@@ -93,11 +93,11 @@ class Attribution:
         episode_id = self._keys.episode_of(key)
         if episode_id is not None and path not in CLOSED_TO_EPISODES:
             return Call(self._episodes.get(episode_id))
-        if path in OPEN_TO_WORKERS and self._keys.same(key, self._keys.worker):
+        is_worker = self._keys.worker_of(key) is not None
+        if path in OPEN_TO_WORKERS and is_worker:
             return None
-        if path in OPEN_TO_ALL_KEYS and any(
-            self._keys.same(key, k) for k in (self._keys.worker, self._keys.scorer, self._keys.admin)
-        ):
+        others = (self._keys.scorer, self._keys.admin)
+        if path in OPEN_TO_ALL_KEYS and (is_worker or any(self._keys.same(key, other) for other in others)):
             return None
         raise UnknownEpisode("the API key opens no episode; use the api_key that came with the task")
 

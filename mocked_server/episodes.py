@@ -69,6 +69,8 @@ class LiveEpisode:
     """A running episode. `by_history` finds the rounds that answered a given history (digest of its messages)."""
 
     episode: Episode
+    worker: str = ""
+    """The name of the worker who leased it; empty: somebody else."""
     rounds: list[LiveRound] = field(default_factory=list)
     roots: list[LiveRound] = field(default_factory=list)
     by_history: dict[bytes, list[LiveRound]] = field(default_factory=dict)
@@ -127,9 +129,9 @@ class Episodes:
     def __len__(self) -> int:
         return len(self._live)
 
-    def open(self, episode: Episode) -> LiveEpisode:
+    def open(self, episode: Episode, *, worker: str = "") -> LiveEpisode:
         """Start to serve an episode."""
-        live = LiveEpisode(episode=episode)
+        live = LiveEpisode(episode=episode, worker=worker)
         self._live[episode.episode_id] = live
         return live
 
@@ -142,6 +144,10 @@ class Episodes:
         if reason is not None:
             raise EpisodeClosed(f"episode {episode_id} has ended ({reason}); lease a new task for more model calls")
         raise UnknownEpisode(f"no episode {episode_id}; use the api_key that came with the task")
+
+    def ids(self, *, worker: str | None = None) -> list[str]:
+        """Of the running ones: all, or those that this worker leased."""
+        return [name for name, live in self._live.items() if worker is None or live.worker == worker]
 
     def close(self, episode_id: str, reason: str) -> None:
         """Stop serving an episode; closing one that is not open only records the reason."""

@@ -39,6 +39,10 @@ class Engine(Protocol):
         """Outputs with `outputs` (token_ids, text, logprobs, finish_reason, weight_versions) and `finished`."""
         ...
 
+    async def is_back(self) -> bool:
+        """Waits until an engine that died runs again; False: it will not."""
+        ...
+
 
 class RoundStore(Protocol):
     """What generation asks of the buffer."""
@@ -144,8 +148,8 @@ class Generation:
         self.stats = GenerationStats()
 
     async def run(self) -> None:
-        """Until the queue is closed. An engine that dies ends the loop with EngineError; the waiting agents get errors
-        first."""
+        """Until the queue is closed. What an engine was doing when it died is generated again once it is back, unless some of it
+        was told already. One that does not come back ends the loop with EngineError; the waiting agents get errors first."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 try:
@@ -164,21 +168,33 @@ class Generation:
         self.stats.started(time.monotonic())
         try:
             ids = prompt.prompt_token_ids.tolist()
-            outputs = self._engine.generate(ids, sampling.params, request_id=prompt.request_id, **sampling.extra)
-            async with aclosing(outputs) as stream:
-                async for output in stream:
-                    recorder.add(output)
-                    if output.finished:
-                        self._count(prompt, output)
-                        output.recorded, stored = self._store(prompt, recorder)
-                        is_stored = True
-                        await _on_disk(stored)
-                    reply.push(output)
-            reply.finish()
+            while True:
+                is_told = False
+                outputs = self._engine.generate(ids, sampling.params, request_id=prompt.request_id, **sampling.extra)
+                try:
+                    async with aclosing(outputs) as stream:
+                        async for output in stream:
+                            recorder.add(output)
+                            if output.finished:
+                                self._count(prompt, output)
+                                output.recorded, stored = self._store(prompt, recorder)
+                                is_stored = True
+                                await _on_disk(stored)
+                            reply.push(output)
+                            is_told = True
+                    reply.finish()
+                    return
+                except EngineError:
+                    if not await self._engine.is_back():
+                        raise
+                    if is_told:
+                        break
+                    recorder = Recorder(prompt.request_id)
+            if not is_stored:
+                self._abort(prompt, recorder)
         except asyncio.CancelledError:
             if not is_stored:
-                self.stats.aborted += 1
-                self._store(prompt, recorder)
+                self._abort(prompt, recorder)
             if not reply.abandoned:
                 raise
         except ValueError as error:  # a request that the engine refuses: the agent's fault, nobody else's
@@ -189,6 +205,11 @@ class Generation:
                 EngineError(f"generation for request {prompt.request_id} ended; the engine or the server is going down")
             )
             self.stats.ended(time.monotonic())
+
+    def _abort(self, prompt: Prompt, recorder: Recorder) -> None:
+        """What was sampled before the end came is a round too."""
+        self.stats.aborted += 1
+        self._store(prompt, recorder)
 
     def _count(self, prompt: Prompt, output: Any) -> None:
         self.stats.prompts += 1

@@ -3,7 +3,7 @@
 Four kinds of key, each derived from the run's secret and useless for any other purpose:
 
 - an *episode* key opens one episode's model calls (it is that agent's OPENAI_API_KEY);
-- the *worker* key leases tasks (`GET /tasks`);
+- the *worker* key leases tasks (`GET /tasks`); each long-lived agent program has its own, so that it is known who leased;
 - the *scorer* key reports scores and reads ground truths; agents never see it;
 - the *admin* key adds tasks and reads the server's state.
 
@@ -41,7 +41,7 @@ class KeyRing:
 
     def __init__(self, secret: bytes | None = None) -> None:
         self._secret = secret or secrets.token_bytes(SECRET_BYTES)
-        self.worker = PREFIX + "worker-" + self._digest("worker")
+        self.worker = self.worker_key("")
         self.scorer = PREFIX + "scorer-" + self._digest("scorer")
         self.admin = PREFIX + "admin-" + self._digest("admin")
 
@@ -51,6 +51,18 @@ class KeyRing:
     def episode_key(self, episode_id: str) -> str:
         """The key that opens this episode's model calls."""
         return f"{PREFIX}{episode_id}-{self._digest('episode:' + episode_id)}"
+
+    def worker_key(self, name: str) -> str:
+        """The key with which the worker of this name leases tasks; `worker` is that of no name."""
+        return f"{PREFIX}worker.{name}-{self._digest('worker:' + name)}"
+
+    def worker_of(self, key: str) -> str | None:
+        """The name of the worker whose key this is, or None when it is not one of ours."""
+        prefix = f"{PREFIX}worker."
+        if not key.startswith(prefix):
+            return None
+        name, _, digest = key[len(prefix) :].rpartition("-")
+        return name if self.same(digest, self._digest("worker:" + name)) else None
 
     def episode_of(self, key: str) -> str | None:
         """The episode that this key opens, or None when it is not one of ours."""

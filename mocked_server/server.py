@@ -86,9 +86,8 @@ class MockedServer:
         self._dispatch = None if score_fn is None and loops is None else self._make_dispatch()
         self._dispatching: asyncio.Task[None] | None = None
         pool.on_closed = self.close_episode
-        self._client = QueueClient(
-            vllm_config, queue=self.prompt_queue, rollout=rollout, strict=server.replay_match == "strict"
-        )
+        strict = server.replay_match == "strict"
+        self._client = QueueClient(vllm_config, queue=self.prompt_queue, rollout=rollout, strict=strict)
         self._socket = sock or bind(server.host, server.port)
         self._admin_socket = bind("127.0.0.1", 0)
         self._host = server.host
@@ -206,11 +205,11 @@ class MockedServer:
 
     # The task desk: what agents and scorers ask for, in Python; `mocked_server.app` has the same over HTTP.
 
-    async def lease_episode(self, *, wait_s: float) -> Leased | None:
+    async def lease_episode(self, *, wait_s: float, worker: str = "") -> Leased | None:
         """Lease the next episode; None when there is none within `wait_s`. Raises PoolClosed when there are no more."""
         lease = self.pool.lease if self._dispatch is None else self._dispatch.lease
         episode = await lease(wait_s=wait_s)
-        return None if episode is None else self.open_episode(episode)
+        return None if episode is None else self.open_episode(episode, worker=worker)
 
     def _make_dispatch(self) -> Dispatch:
         players: dict[str, Play] = {}
@@ -244,17 +243,13 @@ class MockedServer:
             await asyncio.wrap_future(self.pool.leave_out(episode.episode_id, some))
         return played.score
 
-    def open_episode(self, episode: Episode) -> Leased:
+    def open_episode(self, episode: Episode, *, worker: str = "") -> Leased:
         """Let an episode's key open the model API."""
-        self.episodes.open(episode)
-        key = self.keys.episode_key(episode.episode_id)
+        self.episodes.open(episode, worker=worker)
         return Leased(
-            episode_id=episode.episode_id,
-            api_key=key,
-            task=episode.task.public(),
-            env_address=self.env_address,
-            seed=episode.seed,
-        )
+            episode_id=episode.episode_id, api_key=self.keys.episode_key(episode.episode_id),
+            task=episode.task.public(), env_address=self.env_address, seed=episode.seed,
+        )  # fmt: skip
 
     def resume_episode(self, episode: Episode, rounds: Sequence[Round]) -> None:
         """An episode of an earlier process goes on: its key opens the model API again, which continues these rounds."""
@@ -284,6 +279,11 @@ class MockedServer:
         """End an episode without a score; it is tried again while attempts are left. No effect on an ended one."""
         with suppress(EpisodeClosed):
             await self.pool.fail(episode_id, reason)
+
+    async def fail_all(self, reason: str, *, worker: str | None = None) -> None:
+        """`fail` the running episodes: all, or those that this worker leased with its key."""
+        for episode_id in self.episodes.ids(worker=worker):
+            await self.fail(episode_id, reason)
 
     def close_episode(self, episode_id: str, reason: str) -> None:
         """The pool says that an episode ended (scored, failed, stale): its key opens nothing any more."""

@@ -14,7 +14,7 @@ import asyncio
 import os
 import signal
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,8 @@ from configs.schema import RolloutConfig, ServerConfig
 
 NUMBERS_ONLY = "numbers_only"
 """Key in a request's `extra_args`: its log-probabilities need no texts."""
+LOOK_S = 0.1
+"""Between looks at whether the engine lives."""
 CPU_KV_CACHE_GB = 0.25
 GPU_SHARE = 0.4
 """Of a card's memory, which the engine shares with the learner."""
@@ -120,20 +122,67 @@ def interrupts_blocked() -> Iterator[None]:
 
 
 class VLLMEngine:
-    """One engine. Lifecycle: `start` (8 to 15 s) -> generate / load_weights -> `close`."""
+    """One engine. Lifecycle: `start` (8 to 15 s) -> generate / load_weights -> `close`; `revive` after its process died."""
 
     def __init__(self, vllm_config: Any, *, count_preemptions: bool = False) -> None:
         """`count_preemptions`: outputs say how often their request was set aside; costs a few percent of the engine's time."""
         self._vllm_config = vllm_config
         self._count_preemptions = count_preemptions
         self._llm: Any = None
+        self._up = asyncio.Event()
+        self._weights: tuple[Path, int] | None = None
+        """(folder, version) that it has, or is to have once it is back."""
+        self.is_kept = False
+        """Somebody revives it when it dies."""
         self.version = 0
 
     async def start(self) -> None:
         """Boot the engine process; raises EngineError when it does not come up."""
         await asyncio.to_thread(self._boot)
+        if not await self._while_alive(self._prepare()):
+            raise EngineError("the engine process died while it started; see its own log")
+        self._up.set()
+
+    async def _prepare(self) -> None:
         await self._llm.collective_rpc("end_with", args=(os.getpid(),))
+        if self._weights is not None:
+            await self._load(*self._weights)
         await self._llm.update_weight_version(str(self.version))
+
+    async def revive(self) -> None:
+        """Start a new process in place of the dead one, with the weights that were loaded last; their folder must still be
+        there. What waits in `load_weights` and `is_back` goes on. Raises as `start`."""
+        self._up.clear()
+        await self.close()
+        await self.start()
+
+    async def is_back(self) -> bool:
+        """Wait until an engine that died runs again; False when nobody revives it."""
+        if self.is_kept:
+            if self.dead:
+                self._up.clear()
+            await self._up.wait()
+        return self.is_kept
+
+    async def until_dead(self) -> None:
+        """Until the engine's process is gone."""
+        while True:
+            if self.dead:
+                return
+            await asyncio.sleep(LOOK_S)
+
+    async def _while_alive(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Whether it was done before the engine died: vLLM never answers a call whose engine dies meanwhile."""
+        working, death = asyncio.ensure_future(work), asyncio.ensure_future(self.until_dead())
+        try:
+            await asyncio.wait({working, death}, return_when=asyncio.FIRST_COMPLETED)
+            if not self.dead:
+                working.result()
+            return not self.dead
+        finally:
+            for task in (working, death):
+                task.cancel()
+            await asyncio.gather(working, death, return_exceptions=True)
 
     def _boot(self) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -158,6 +207,7 @@ class VLLMEngine:
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        await self._up.wait()
         try:
             async with aclosing(
                 self._llm.generate(tokens_input(prompt_token_ids), params, request_id, **extra)
@@ -170,8 +220,15 @@ class VLLMEngine:
     async def load_weights(self, folder: Path, *, version: int) -> None:
         """Swap in the weights of `folder` as `version`. Running requests freeze and go on; none is dropped.
 
-        The KV cache is cleared: what stays in flight is recomputed under the new weights, as its next tokens are.
+        The KV cache is cleared: what stays in flight is recomputed under the new weights, as its next tokens are. An engine
+        that is down gets them when it is back.
         """
+        self._weights = folder, version
+        is_loaded = self._up.is_set() and await self._while_alive(self._load(folder, version))
+        if not is_loaded and not await self.is_back():
+            raise EngineError(f"the engine died while it loaded the weights of version {version}")
+
+    async def _load(self, folder: Path, version: int) -> None:
         await self._llm.pause_generation(mode="keep", clear_cache=True)
         try:
             await self._llm.collective_rpc("load_published", args=(str(folder),))

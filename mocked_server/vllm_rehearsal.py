@@ -88,6 +88,10 @@ class RehearsedEngine:
             async for output in outputs:
                 yield output
 
+    async def is_back(self) -> bool:
+        """It is not started again."""
+        return False
+
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids

@@ -40,6 +40,7 @@ class ScriptedEngine:
         self.gate = threading.Event()
         self.gate.set()
         self.dies = False
+        self.revives = False
         self.stop = ""
         self.prompts: list[list[int]] = []
         self.params: list[Any] = []
@@ -62,6 +63,12 @@ class ScriptedEngine:
             if i == 1:
                 await self._gate()
             yield self._output(request_id, ids[i : i + 1], i, finished=i == len(ids) - 1, n=params.n)
+
+    async def is_back(self) -> bool:
+        """It may die and come back (`dies` is False again); without `revives`, it does not."""
+        while self.revives and self.dies:
+            await asyncio.sleep(0.01)
+        return self.revives
 
     async def _gate(self) -> None:
         if not self.gate.is_set():

@@ -1,0 +1,87 @@
+"""Loops that start what has died again: the engine and the environment. Run by `learner.pipeline`, each for ever.
+
+The learner's processes are the learn loop's, agents are `agents.external`'s. What keeps dying ends the run (`Setbacks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Protocol
+
+from buffers.errors import EngineError, EnvError
+from learner.setbacks import Setbacks
+
+
+class Revivable(Protocol):
+    """An engine."""
+
+    is_kept: bool
+
+    async def until_dead(self) -> None: ...
+    async def revive(self) -> None:
+        """Raises EngineError when it does not come up."""
+        ...
+
+
+class Program(Protocol):
+    """A running child program."""
+
+    log: Path
+
+    async def wait(self) -> int: ...
+    async def stop(self) -> None: ...
+    def log_tail(self) -> str: ...
+
+
+async def keep_engine(engine: Revivable, *, setbacks: Setbacks) -> None:
+    """What it was generating is generated again, by `mocked_server.generation`. Raises EngineError."""
+    engine.is_kept = True
+    while True:
+        await engine.until_dead()
+        error = EngineError("the engine process died; see the run's log. Scored episodes are in the ledger.")
+        while True:
+            setbacks.note("engine", error)
+            try:
+                await engine.revive()
+                break
+            except EngineError as again:
+                error = again
+
+
+class Environment:
+    """The environment's program. `start`: starts it and gives its address; `lost`: called when it has died and another one
+    listens at that address."""
+
+    def __init__(
+        self, start: Callable[[], Awaitable[tuple[Program, str]]], *, lost: Callable[[str], Awaitable[None]]
+    ) -> None:
+        self._start = start
+        self._lost = lost
+        self._child: Program | None = None
+
+    async def start(self) -> str:
+        """Its address (HOST:PORT). Raises EnvError."""
+        self._child, address = await self._start()
+        return address
+
+    async def keep(self, *, setbacks: Setbacks) -> None:
+        """Start it again when it has ended. Raises EnvError."""
+        while self._child is not None:
+            code = await self._child.wait()
+            await self.stop()  # what it left behind
+            error = EnvError(
+                f"the environment process ended (exit code {code}); its log {self._child.log} ends:\n"
+                f"{self._child.log_tail()}"
+            )
+            while True:
+                setbacks.note("environment", error)
+                try:
+                    await self._lost(await self.start())
+                    break
+                except EnvError as again:
+                    error = again
+
+    async def stop(self) -> None:
+        if self._child is not None:
+            await self._child.stop()

@@ -1,0 +1,45 @@
+"""What a run needs before anything starts: its model and its task files. Called by `learner.pipeline`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence, Set
+from pathlib import Path
+
+from buffers.errors import TaskError
+from buffers.naming import one_of
+from buffers.parquet import agent_names, read_tasks
+from configs.schema import Config
+from configs.tiny_model import make_tiny_model
+
+
+async def prepare_files(
+    config: Config, *, folder: Path, make: Callable[[Sequence[str], Path], Awaitable[None]], players: Set[str] | None
+) -> Path:
+    """The model's folder; makes the tiny model and the task file where they are missing.
+
+    `make` runs `data.make` with a log file. `players`: a row's `agent_name` must be one of them, unless None. Raises TaskError
+    for a file that cannot be used: that is known before the engine starts.
+    """
+    files = config.data.task_files
+    if config.data.make and not all(Path(path).is_file() for path in files):
+        await make(config.data.make, folder / "data.log")
+    validation = config.data.validation[0] if config.data.validation else ""
+    for path in filter(None, (*files, validation)):
+        await asyncio.to_thread(next, read_tasks(Path(path)))
+        if players is not None:
+            await asyncio.to_thread(_check_agent_names, Path(path), players)
+    if config.model.path == "tiny":
+        return await asyncio.to_thread(make_tiny_model, folder / "model", seed=config.run.seed)
+    if not ((model := Path(config.model.path)) / "config.json").is_file():
+        what = "no config.json there" if model.is_dir() else "not a folder"
+        raise TaskError(
+            f"model.path must be a Hugging Face folder or `tiny`, got {model} ({what}); download the model first"
+        )
+    return model
+
+
+def _check_agent_names(path: Path, known: Set[str]) -> None:
+    for name, row in agent_names(path).items():
+        if name not in known:
+            raise TaskError(f"{path}, row {row}: agent_name must be {one_of(name, known)}; or name it in agents.loops")

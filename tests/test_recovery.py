@@ -1,0 +1,56 @@
+"""Whole runs whose processes are killed: new ones are started, and the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.run_parts import Run, assert_nothing_left, start
+
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(300)]
+
+SMALL = ("warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=2", "agents.concurrency=16")
+PARTS = {"engine": "VLLM::", "learner": "ray::Trainer", "environment": "walk_server", "agent": "walk_agent"}
+"""What their command lines hold."""
+
+
+def kill(run: Run, part: str) -> int:
+    """SIGKILL to the part's process, once there is one; its pid."""
+    until = time.monotonic() + 60
+    while not (found := [line for line in run.processes() if PARTS[part] in line]):
+        assert run.process.poll() is None and time.monotonic() < until, f"there is no {part}"
+        time.sleep(0.1)
+    pid = int(found[0].split()[0])
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def test_each_part_may_die_and_the_run_makes_all_its_steps(tmp_path: Path) -> None:
+    run = start(tmp_path, "run.steps=14", "run.checkpoints=[3,2]", *SMALL)
+    for step, part in ((2, "agent"), (4, "environment"), (6, "engine"), (9, "learner")):
+        run.wait_for_step(step)
+        kill(run, part)
+    code, output = run.wait(200)
+    assert code == 0, output
+    summary = run.summary()
+    assert summary["steps"] == 14 and summary["buffer"]["groups/trained"] == 14 * 4
+    assert summary["restarts"] == {"restarts/engine": 1.0, "restarts/environment": 1.0, "restarts/learner": 1.0}
+    assert summary["max_logprob_diff"] < 1e-4, "what the new engine samples is what the learner computes"
+    assert summary["buffer"]["failed/agent exited with code -9"] > 0
+    assert summary["buffer"]["failed/environment died"] > 0
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["step"]] == list(range(1, 15)), "each step is reported once"
+    assert_nothing_left(run)
+
+
+def test_what_dies_again_and_again_ends_the_run_with_its_error(tmp_path: Path) -> None:
+    run = start(tmp_path, "run.steps=40", *SMALL, 'env.command=["{python}",-c,"print(\\"ready 127.0.0.1:9\\",flush=True)"]')
+    code, output = run.wait(120)
+    assert code == 1, output
+    assert "error: the environment process ended (exit code 0)" in output and "Traceback" not in output
+    assert_nothing_left(run)
