@@ -145,6 +145,7 @@ class LearnLoop:
             waited = time.monotonic()
             if (batch := await self._sample()) is None:
                 return
+            self._batch = batch
             began = time.monotonic()
             await self._saved()
             saved = time.monotonic()
@@ -216,7 +217,6 @@ class LearnLoop:
 
     async def _train(self, batch: TrainBatch, *, step: int) -> dict[str, float]:
         """Train, record the step, publish what the engine does not have yet."""
-        self._batch = batch
         penalty = {}
         if self._shaping is not None:
             batch, mean = shaped(batch, max_tokens=self._shaping)
@@ -225,12 +225,13 @@ class LearnLoop:
         await asyncio.wrap_future(self._ledger.commit_step(batch.lease_id, step=step, version=step))
         began = time.monotonic()
         self.step = step
-        if self._traces is not None and step > self._done:
-            await asyncio.to_thread(self._traces.add, batch, step=step)
         if step >= self._done:  # the last one that is made again too: rounding may differ
             await self.publish()
             await self._pool.set_version(step)
-        return {**metrics, "time/publish_s": time.monotonic() - began}
+        metrics["time/publish_s"] = time.monotonic() - began
+        if self._traces is not None and step > self._done:
+            await asyncio.to_thread(self._traces.add, batch, step=step)
+        return metrics
 
     def _validate(self) -> None:
         if self._validation is not None and self.step < self._run.steps:

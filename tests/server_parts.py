@@ -62,6 +62,8 @@ class ScriptedEngine:
         for i in range(len(ids)):
             if i == 1:
                 await self._gate()
+                if self.dies:
+                    raise EngineError("the engine died while it answered")
             yield self._output(request_id, ids[i : i + 1], i, finished=i == len(ids) - 1, n=params.n)
 
     async def is_back(self) -> bool:

@@ -21,10 +21,12 @@ from buffers.records import TrainBatch
 from buffers.task_pool import TaskPool
 from configs.load import load_config
 from configs.schema import BufferConfig, RunConfig
-from learner.checkpoint_store import CheckpointError, CheckpointStore
+from learner.checkpoint_store import Checkpoint, CheckpointError, CheckpointStore
 from learner.display import Display
 from learner.history import History
 from learner.learn_loop import LearnLoop
+from learner.ranks import RankDied
+from learner.setbacks import MAX_IN_A_ROW
 from learner.tracker import Tracker
 from learner.validation import Validation
 from mocked_server.generation import GenerationStats
@@ -39,15 +41,28 @@ class FakeRanks:
     told: list[Any] = field(default_factory=list)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     full: bool = False
+    dies_in: list[str] = field(default_factory=list)
+    """Calls in which the processes die, in this order."""
+
+    async def start(self) -> None:
+        self.told.append("start")
+
+    def _maybe_die(self, call: str) -> None:
+        if self.dies_in[:1] == [call]:
+            self.dies_in.pop(0)
+            raise RankDied(f"learner rank 0 of 1 died in {call}")
 
     async def train_step(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
+        self._maybe_die("train_step")
         self.told.append(("train", version, batch.group_ids))
         return dict(STEP)
 
     async def publish(self, path: Path) -> None:
+        self._maybe_die("publish")
         self.told.append(("publish", path.parent.name))
 
     async def save(self, folder: Path) -> None:
+        self._maybe_die("save")
         self.told.append("save")
         await self.gate.wait()
         if self.full:
@@ -85,6 +100,7 @@ async def learning(
     start: int = 0,
     replays: int = 0,
     validation: Validation | None = None,
+    dies_in: tuple[str, ...] = (),
     **run: Any,
 ) -> AsyncIterator[Setup]:
     pool = TaskPool(
@@ -93,7 +109,11 @@ async def learning(
     )  # fmt: skip
     running = asyncio.create_task(pool.run())
     store = CheckpointStore(tmp_path / "checkpoints", keep=9)
-    ranks: Any = FakeRanks()
+    ranks: Any = FakeRanks(dies_in=list(dies_in))
+
+    async def prepare(checkpoint: Checkpoint | None) -> None:
+        ranks.told.append(("prepare", checkpoint.position.step if checkpoint else 0))
+
     (tmp_path / "weights").mkdir(exist_ok=True)
     with Tracker(tmp_path, start=start) as tracker:
         loop = LearnLoop(
@@ -101,7 +121,7 @@ async def learning(
             ledger=ledger, rounds=MultiRoundBufferDataset(ledger), pool=pool, ranks=ranks, engine=FakeEngine(),
             generated=GenerationStats(), store=store, weights=tmp_path / "weights", history=History(load_config()),
             tracker=tracker, display=Display(9, console=Console(file=io.StringIO())), start=start, num_replays=replays,
-            validation=validation,
+            validation=validation, prepare=prepare,
         )  # fmt: skip
         yield Setup(loop, ranks, ledger, pool, store)
     pool.close()
@@ -157,6 +177,48 @@ async def test_lost_steps_are_made_again_before_anything_new_starts(tmp_path: Pa
         await running
         newest = setup.store.newest()
         assert newest is not None and newest.position == replace(start, lineage=1, step=3)
+    ledger.close()
+
+
+@pytest.mark.parametrize("call", ["train_step", "publish", "save"])
+async def test_a_learner_that_dies_goes_on_from_the_newest_checkpoint_and_loses_no_batch(
+    tmp_path: Path, call: str
+) -> None:
+    ledger = Ledger(None)
+    groups = [make_ready(ledger, task=task) for task in range(5)]
+    async with learning(tmp_path, ledger, steps=5, checkpoints=(2, 9)) as setup:
+        setup.ranks.gate.set()
+        running = asyncio.create_task(setup.loop.run())
+        await until(lambda: setup.loop.step == 3)
+        setup.ranks.dies_in.append(call)
+        await running
+        told = setup.ranks.told
+        again = told[told.index("start") :]
+        checkpoint = 4 if ("train", 4, (groups[4],)) in told[: told.index("start")] and call != "save" else 2
+        assert again[1] == ("prepare", checkpoint)
+        assert [one for one in again if one[0] == "train"] == [
+            ("train", step, (groups[step],)) for step in range(checkpoint, 5)
+        ], "what was trained after the checkpoint is trained again, in the same order"
+        published = [one[1] for one in told if one[0] == "publish"]
+        assert sorted(set(published)) == [f"version-{step}" for step in range(1, 6)]
+        counts = ledger.counts()
+        assert counts["groups/trained"] == 5 and counts["groups/leased"] == counts["groups/ready"] == 0
+        newest = setup.store.newest()
+        assert newest is not None and newest.position.step == 5
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5], "each step is reported once"
+    assert lines[-1]["restarts/learner"] == 1.0
+    ledger.close()
+
+
+async def test_a_learner_that_always_dies_ends_the_run(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    make_ready(ledger, task=0)
+    async with learning(tmp_path, ledger, steps=1, dies_in=("train_step",) * 9) as setup:
+        setup.ranks.gate.set()
+        with pytest.raises(RankDied, match="died in train_step"):
+            await setup.loop.run()
+        assert setup.ranks.told.count("start") == MAX_IN_A_ROW
     ledger.close()
 
 

@@ -49,7 +49,9 @@ def test_each_part_may_die_and_the_run_makes_all_its_steps(tmp_path: Path) -> No
 
 
 def test_what_dies_again_and_again_ends_the_run_with_its_error(tmp_path: Path) -> None:
-    run = start(tmp_path, "run.steps=40", *SMALL, 'env.command=["{python}",-c,"print(\\"ready 127.0.0.1:9\\",flush=True)"]')
+    run = start(
+        tmp_path, "run.steps=40", *SMALL, 'env.command=["{python}",-c,"print(\\"ready 127.0.0.1:9\\",flush=True)"]'
+    )
     code, output = run.wait(120)
     assert code == 1, output
     assert "error: the environment process ended (exit code 0)" in output and "Traceback" not in output
