@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
-import sys
-import tempfile
 from collections.abc import Callable, Sequence, Set
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -49,7 +48,7 @@ from learner.handover import environment_files
 from learner.history import History
 from learner.keepers import Environment, keep_engine
 from learner.learn_loop import LearnLoop
-from learner.preparation import prepare_files
+from learner.preparation import prepare_files, weights_folder
 from learner.ranks import LearnerRanks
 from learner.setbacks import Setbacks
 from learner.traces import Traces
@@ -156,7 +155,7 @@ class Pipeline:
         server.on_ended = generation.forget
         for episode, rounds in books.running:
             generation.resume(episode.episode_id, rounds)
-        weights = Path(tempfile.mkdtemp(prefix="understudy-", dir=_fast_folder(self._folder)))
+        weights = weights_folder(self._folder)
         stack.callback(shutil.rmtree, weights, ignore_errors=True)
         self._learn = LearnLoop(
             run=config.run, buffer=config.buffer,
@@ -380,12 +379,13 @@ async def environment_lost(server: MockedServer, address: str) -> None:
 
 
 def start_ray() -> None:
-    """A local Ray without dashboard."""
+    """A Ray of this run's own, without dashboard; in the cluster that RAY_ADDRESS names, if it does."""
+    address = os.environ.get("RAY_ADDRESS") or "local"  # without one Ray would join whatever runs on this machine
     with interrupts_blocked():
-        ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
-
-
-def _fast_folder(otherwise: Path) -> Path:
-    """Shared memory where the system has it: weights pass through it at every step."""
-    shm = Path("/dev/shm")
-    return shm if sys.platform == "linux" and shm.is_dir() else otherwise
+        ray.init(
+            address,
+            include_dashboard=False if address == "local" else None,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            configure_logging=False,
+        )

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
+import shutil
+import sys
 from collections.abc import Awaitable, Callable, Sequence, Set
 from pathlib import Path
 
@@ -43,3 +47,14 @@ def _check_agent_names(path: Path, known: Set[str]) -> None:
     for name, row in agent_names(path).items():
         if name not in known:
             raise TaskError(f"{path}, row {row}: agent_name must be {one_of(name, known)}; or name it in agents.loops")
+
+
+def weights_folder(run: Path) -> Path:
+    """Weights pass through it at every step: in shared memory where the system has it. Empty; one that a killed process of this
+    run left is removed."""
+    shm = Path("/dev/shm")
+    place = shm if sys.platform == "linux" and shm.is_dir() else run
+    folder = place / f"understudy-{hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    return folder

@@ -34,6 +34,10 @@ def main(argv: list[str] | None = None) -> int:
         "--resume", default="", metavar="auto|FOLDER",
         help="go on with run.name from its newest checkpoint (auto; a new run if there is none) or from that one",
     )  # fmt: skip
+    parser.add_argument(
+        "--keep-running", action="store_true",
+        help="when the run's own process dies (kill -9, out of memory): start it again from its newest checkpoint",
+    )  # fmt: skip
     arguments = parser.parse_args(argv)
 
     from configs.load import DEFAULT, ConfigError, load_config
@@ -46,7 +50,15 @@ def main(argv: list[str] | None = None) -> int:
 
     from learner.session import run_session
 
-    return run_session(config, resume=arguments.resume)
+    if not arguments.keep_running:
+        return run_session(config, resume=arguments.resume)
+
+    from learner.guard import keep_running
+    from mocked_server.vllm_engine import import_engine
+
+    import_engine()
+    lines = Path(config.run.dir) / config.run.name / "metrics.jsonl"
+    return keep_running(lambda resume: run_session(config, resume=resume), resume=arguments.resume, lines=lines)
 
 
 if __name__ == "__main__":

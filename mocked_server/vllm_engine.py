@@ -67,6 +67,14 @@ def cpu_environment() -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
+def import_engine() -> None:
+    """All that an engine and its server import, which takes seconds."""
+    cpu_environment()
+    import vllm.entrypoints.openai.api_server
+    import vllm.v1.engine.async_llm
+    import vllm.v1.engine.core  # noqa: F401
+
+
 def make_args(settings: EngineSettings) -> Namespace:
     """vLLM's own server arguments, parsed by vLLM's own parser."""
     from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args

@@ -32,7 +32,7 @@ def wait(served, work, timeout_s=120.0):
 @pytest.fixture(scope="module")
 def played(tiny_model):
     """A server whose rows are played by two workers; its manager judges by the answer's length."""
-    ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init("local", include_dashboard=False, log_to_driver=False, configure_logging=False)
     served = ServerThread(tiny_model, rollout=RolloutConfig(max_tokens=32, max_model_len=512))
     manager = AgentLoopManager(LOOPS, num_workers=2, score_fn=lambda task, answer: float(len(answer)))
     served.loops = manager

@@ -249,6 +249,9 @@ def test_a_schema_that_is_none_is_refused():
 class FakeSchema(BaseTool):
     """Nothing but a schema."""
 
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any):
+        raise NotImplementedError
+
 
 class SchemaServer(BaseHTTPRequestHandler):
     """Serves a schema that everything fits."""
