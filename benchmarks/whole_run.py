@@ -10,6 +10,7 @@ import os
 import shlex
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from buffers.errors import UnderstudyError
@@ -23,8 +24,9 @@ class RunFailed(UnderstudyError):
     """A run of the benchmark ended with an error; without it there is nothing to compare."""
 
 
-def run_to_end(command: list[str], *, log: Path) -> None:
-    """Runs the program in the checkout; asks it to stop when we are. Raises RunFailed with the end of its output."""
+def run_to_end(command: list[str], *, log: Path, started: Callable[[int], None] = lambda _: None) -> None:
+    """Runs the program in the checkout; asks it to stop when we are. Raises RunFailed with the end of its output. `started` is
+    called with its process id."""
     with log.open("wb") as sink:  # a file: a pipe would stay open as long as any process of a killed run lives
         process = subprocess.Popen(
             command,
@@ -35,6 +37,7 @@ def run_to_end(command: list[str], *, log: Path) -> None:
             start_new_session=True,
         )
     try:
+        started(process.pid)
         process.wait(timeout=RUN_LIMIT_S)
     finally:
         if process.poll() is None:

@@ -10,6 +10,7 @@
     +-- LeaseError           a batch lease expired, was superseded, or is unknown
     +-- StorageFull          the disk takes nothing more for now; the same may be sent again later
     +-- EngineError          the inference engine died or refused
+    |   +-- EngineDied           a signal ended its process while it started
     +-- AgentError           an agent command cannot be started
     +-- EnvError             an environment cannot be started, died, or failed in an episode
     +-- ToolError            a tool cannot be loaded, or fails where its episode cannot go on without it
@@ -57,6 +58,10 @@ class StorageFull(UnderstudyError):
 
 class EngineError(UnderstudyError):
     """The inference engine died or refused."""
+
+
+class EngineDied(EngineError):
+    """A signal ended its process while it started: nothing says that it would be so again."""
 
 
 class AgentError(UnderstudyError):

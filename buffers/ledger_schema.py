@@ -183,8 +183,7 @@ CREATE TRIGGER episode_failed AFTER UPDATE OF state ON episode WHEN NEW.state = 
     {_count(f"'failed/' || {_KIND}")}
 END;
 CREATE TRIGGER round_put AFTER INSERT ON round BEGIN
-    {_count("'rounds'")}
-    {_count("'tokens'", "NEW.num_sampled")}
+    UPDATE tally SET n = n + iif(name = 'rounds', 1, NEW.num_sampled) WHERE name IN ('rounds', 'tokens');
 END;
 """
 

@@ -79,11 +79,19 @@ class AgentsConfig(Section):
     run in as many workers, at least one."""
     concurrency: PositiveInt = 64
     """Episodes that may run at once, over all agents; up to 256 of them generate in one engine step."""
-    episode_deadline_s: Seconds = 120.0
-    """A longer episode counts as failed and is tried again."""
+    episode_deadline_s: Seconds | tuple[Seconds, Seconds] = 120.0
+    """A longer episode counts as failed and is tried again. (whole, silent): so does one whose agent sends no request with its
+    key for `silent` seconds while none is being answered (`GET /v1/models` is enough to show that it lives)."""
     max_attempts: PositiveInt | tuple[PositiveInt, PositiveInt] = 3
     """Tries at one member of a group before the group is given up. (tries, fewest): it is trained with the members that
     have a score, if there are at least `fewest`."""
+
+    @property
+    def deadlines(self) -> tuple[float, float | None]:
+        """(whole, silent) in seconds; None: silence is not limited."""
+        return (
+            self.episode_deadline_s if isinstance(self.episode_deadline_s, tuple) else (self.episode_deadline_s, None)
+        )
 
     @property
     def attempts(self) -> tuple[int, int | None]:

@@ -61,7 +61,7 @@ async def open_books(config: Config, *, folder: Path, resume: bool, checkpoint: 
         max_running=config.agents.concurrency,
         max_attempts=max_attempts,
         min_group_size=min_size,
-        deadline_s=config.agents.episode_deadline_s,
+        deadline_s=config.agents.deadlines[0],
         version=checkpoint.position.step if checkpoint else 0,
         times_opened=opened,
         held=resume,

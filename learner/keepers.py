@@ -1,15 +1,17 @@
-"""Loops that start what has died again: the engine and the environment. Run by `learner.pipeline`, each for ever.
+"""Loops that start what has died again (the engine, the environment), or give up what nobody plays any more.
 
-The learner's processes are the learn loop's, agents are `agents.external`'s. What keeps dying ends the run (`Setbacks`).
+Run by `learner.pipeline`, each for ever. The learner's processes are the learn loop's, agents are `agents.external`'s. What keeps
+dying ends the run (`Setbacks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from buffers.errors import EngineError, EnvError
+from buffers.errors import EngineDied, EngineError, EnvError
 from learner.setbacks import Setbacks
 
 
@@ -24,6 +26,12 @@ class Revivable(Protocol):
         ...
 
 
+class Startable(Protocol):
+    """An engine before it runs."""
+
+    async def start(self) -> None: ...
+
+
 class Program(Protocol):
     """A running child program."""
 
@@ -32,6 +40,16 @@ class Program(Protocol):
     async def wait(self) -> int: ...
     async def stop(self) -> None: ...
     def log_tail(self) -> str: ...
+
+
+async def start_engine(engine: Startable, *, setbacks: Setbacks) -> None:
+    """Start it, again when it was killed meanwhile. Raises EngineError."""
+    while True:
+        try:
+            await engine.start()
+            return
+        except EngineDied as death:
+            setbacks.note("engine", death)
 
 
 async def keep_engine(engine: Revivable, *, setbacks: Setbacks) -> None:
@@ -47,6 +65,16 @@ async def keep_engine(engine: Revivable, *, setbacks: Setbacks) -> None:
                 break
             except EngineError as again:
                 error = again
+
+
+async def end_silent(
+    silent: Callable[[float], Sequence[str]], *, fail: Callable[[str, str], Awaitable[None]], seconds: float
+) -> None:
+    """End the episodes whose agents were not heard for so long: their slots are used again, their tasks tried again."""
+    while True:
+        await asyncio.sleep(min(1.0, seconds / 4))
+        for episode_id in silent(seconds):
+            await fail(episode_id, "silent agent")
 
 
 class Environment:

@@ -118,6 +118,8 @@ class LearnLoop:
     async def run(self) -> None:
         """Takes a full batch (waits: enough scored, fresh groups), gives new weights; unblocked by scores. Finite."""
         self._validate()
+        if self.step == 0 and self._run.checkpoints[0] and self._history.warm_start:  # which takes long to do again
+            self._saving = asyncio.create_task(self._save(), name="save")
         try:
             while True:
                 try:
@@ -128,10 +130,7 @@ class LearnLoop:
                         await self._save()
                     return
                 except RankDied as death:
-                    if self._prepare is None:
-                        raise
-                    self._setbacks.note("learner", death)
-                    await self._go_back(self._prepare)
+                    await self._recover(death)
         finally:
             if self._saving is not None:
                 self._saving.cancel()
@@ -165,9 +164,11 @@ class LearnLoop:
             if every and step % every == 0 and step < self._run.steps:
                 self._saving = asyncio.create_task(self._save(), name="save")
 
-    async def _go_back(self, prepare: Callable[[Checkpoint | None], Awaitable[None]]) -> None:
+    async def _recover(self, death: RankDied) -> None:
         """The learner's processes died: new ones, with the state of the newest checkpoint. What was trained since is trained
         again; until then the engine keeps its weights, which are those that this leads to."""
+        if self._prepare is None:
+            raise death
         if self._saving is not None:
             self._saving.cancel()
             await asyncio.gather(self._saving, return_exceptions=True)
@@ -175,8 +176,14 @@ class LearnLoop:
         with suppress(LeaseError):  # its step was committed, or there is none
             if self._batch is not None:
                 await asyncio.wrap_future(self._ledger.release(self._batch.lease_id))
-        await self._ranks.start()
-        await prepare(self._checkpoint)
+        while True:
+            self._setbacks.note("learner", death)
+            try:
+                await self._ranks.start()
+                await self._prepare(self._checkpoint)
+                break
+            except RankDied as again:
+                death = again
         here = await asyncio.wrap_future(self._ledger.position())
         start = Position(run_id=here.run_id, lineage=here.lineage, step=0)
         target = self._checkpoint.position if self._checkpoint else start

@@ -46,10 +46,10 @@ from learner.checkpoint_store import Checkpoint, CheckpointStore
 from learner.display import Display
 from learner.handover import environment_files
 from learner.history import History
-from learner.keepers import Environment, keep_engine
+from learner.keepers import Environment, end_silent, keep_engine, start_engine
 from learner.learn_loop import LearnLoop
 from learner.preparation import prepare_files, weights_folder
-from learner.ranks import LearnerRanks
+from learner.ranks import LearnerRanks, RankDied
 from learner.setbacks import Setbacks
 from learner.traces import Traces
 from learner.tracker import Tracker
@@ -243,10 +243,14 @@ class Pipeline:
             keep_versions=config.buffer.max_policy_lag + 1,
             gpus_per_rank=1.0 if has_gpu() else 0.0,
         )
-        await ranks.start()
         stack.push_async_callback(ranks.close)
-        await self._prepare_learner(ranks, self._checkpoint)
-        return ranks
+        while True:
+            try:
+                await ranks.start()
+                await self._prepare_learner(ranks, self._checkpoint)
+                return ranks
+            except RankDied as death:
+                self._setbacks.note("learner", death)
 
     async def _prepare_learner(self, ranks: LearnerRanks, checkpoint: Checkpoint | None) -> None:
         """The state of a checkpoint; that of the start, without one."""
@@ -272,8 +276,8 @@ class Pipeline:
         args = await asyncio.to_thread(make_args, settings)
         vllm_config = await asyncio.to_thread(make_vllm_config, args)
         engine = VLLMEngine(vllm_config, count_preemptions=self._loops is not None)
-        await engine.start()
         stack.push_async_callback(engine.close)
+        await start_engine(engine, setbacks=self._setbacks)
         server = MockedServer(
             args=args, vllm_config=vllm_config, rollout=config.rollout, server=config.server,
             pool=books.pool, notify_score_fn=books.rounds.notify_score,
@@ -312,6 +316,9 @@ class Pipeline:
             loops.create_task(self.watch(parts), name="watch"),
             loops.create_task(keep_engine(parts.engine, setbacks=self._setbacks), name="keep the engine"),
         ]
+        if (silent_s := config.agents.deadlines[1]) is not None:
+            silent = end_silent(parts.server.episodes.silent, fail=parts.server.fail, seconds=silent_s)
+            started.append(loops.create_task(silent, name="end the silent"))
         if parts.env is not None:
             started.append(loops.create_task(parts.env.keep(setbacks=self._setbacks), name="keep the environment"))
         if config.data.task_files:

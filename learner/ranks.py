@@ -140,7 +140,7 @@ class LearnerRanks:
         for call in calls:
             call.cancel()
         what = f"{'died' if deaths else 'failed'} in {'start' if method == _READY else method}"
-        kind = RankDied if deaths and method != _READY else RankFailed
+        kind = RankDied if deaths else RankFailed
         raise kind(
             f"learner rank {rank} of {len(calls)} {what}: {cause}; the learner has ended, start it again"
         ) from cause

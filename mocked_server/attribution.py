@@ -8,6 +8,7 @@ answered here, in the dialect's own error form; nothing of them is recorded.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from buffers.errors import EpisodeClosed, EpisodeError, StorageFull, UnknownEpisode
@@ -83,7 +84,8 @@ class Attribution:
             return
         token = current_call.set(call)
         try:
-            await self._models(scope, receive, send)
+            with nullcontext() if call is None else call.live.answering():
+                await self._models(scope, receive, send)
         finally:
             current_call.reset(token)
 

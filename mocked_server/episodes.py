@@ -7,6 +7,9 @@ needs it.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,8 +72,12 @@ class LiveEpisode:
     """A running episode. `by_history` finds the rounds that answered a given history (digest of its messages)."""
 
     episode: Episode
-    worker: str = ""
-    """The name of the worker who leased it; empty: somebody else."""
+    worker: str | None = None
+    """Who leased it: a worker's name, empty for those without one; None: it is played in this project."""
+    requests: int = 0
+    """Being answered now."""
+    heard: float = field(default_factory=time.monotonic)
+    """When its agent was last heard: an answer ended, or it was leased."""
     rounds: list[LiveRound] = field(default_factory=list)
     roots: list[LiveRound] = field(default_factory=list)
     by_history: dict[bytes, list[LiveRound]] = field(default_factory=dict)
@@ -87,6 +94,16 @@ class LiveEpisode:
     @property
     def episode_id(self) -> str:
         return self.episode.episode_id
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """A request with its key is being answered: its agent lives."""
+        self.requests += 1
+        try:
+            yield
+        finally:
+            self.requests -= 1
+            self.heard = time.monotonic()
 
     def share(self, asked: Asked) -> Asked:
         """`asked`, or the equal one that is kept already: tool descriptions are long and seldom change."""
@@ -129,7 +146,7 @@ class Episodes:
     def __len__(self) -> int:
         return len(self._live)
 
-    def open(self, episode: Episode, *, worker: str = "") -> LiveEpisode:
+    def open(self, episode: Episode, *, worker: str | None = None) -> LiveEpisode:
         """Start to serve an episode."""
         live = LiveEpisode(episode=episode, worker=worker)
         self._live[episode.episode_id] = live
@@ -148,6 +165,15 @@ class Episodes:
     def ids(self, *, worker: str | None = None) -> list[str]:
         """Of the running ones: all, or those that this worker leased."""
         return [name for name, live in self._live.items() if worker is None or live.worker == worker]
+
+    def silent(self, seconds: float) -> list[str]:
+        """Those with an agent that was not heard for so long."""
+        since = time.monotonic() - seconds
+        return [
+            name
+            for name, live in self._live.items()
+            if live.worker is not None and live.requests == 0 and live.heard < since
+        ]
 
     def close(self, episode_id: str, reason: str) -> None:
         """Stop serving an episode; closing one that is not open only records the reason."""

@@ -243,7 +243,7 @@ class MockedServer:
             await asyncio.wrap_future(self.pool.leave_out(episode.episode_id, some))
         return played.score
 
-    def open_episode(self, episode: Episode, *, worker: str = "") -> Leased:
+    def open_episode(self, episode: Episode, *, worker: str | None = None) -> Leased:
         """Let an episode's key open the model API."""
         self.episodes.open(episode, worker=worker)
         return Leased(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Coroutine, Iterator
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from buffers.errors import EngineError
+from buffers.errors import EngineDied, EngineError
 from configs.schema import RolloutConfig, ServerConfig
 
 NUMBERS_ONLY = "numbers_only"
@@ -30,6 +31,8 @@ LOOK_S = 0.1
 CPU_KV_CACHE_GB = 0.25
 GPU_SHARE = 0.4
 """Of a card's memory, which the engine shares with the learner."""
+_BY_SIGNAL = re.compile(r"Failed core proc.*: -\d")
+"""vLLM names exit codes: a negative one is the signal that ended the process."""
 WORKER_EXTENSION = "mocked_server.vllm_worker.WorkerExtension"
 
 
@@ -148,7 +151,7 @@ class VLLMEngine:
         """Boot the engine process; raises EngineError when it does not come up."""
         await asyncio.to_thread(self._boot)
         if not await self._while_alive(self._prepare()):
-            raise EngineError("the engine process died while it started; see its own log")
+            raise EngineDied("the engine process died while it started; see its own log")
         self._up.set()
 
     async def _prepare(self) -> None:
@@ -204,7 +207,8 @@ class VLLMEngine:
                     stat_loggers=[_silent_logger()] if self._count_preemptions else None,
                 )
         except (RuntimeError, OSError, ValueError) as error:
-            raise EngineError(
+            kind = EngineDied if _BY_SIGNAL.search(str(error)) else EngineError
+            raise kind(
                 f"the engine did not start: {error}; its own log is above (VLLM_LOGGING_LEVEL=INFO shows more)"
             ) from error
 

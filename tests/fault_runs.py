@@ -1,18 +1,17 @@
-"""Whole runs whose processes are killed at random moments: the run itself, its engine, a learner rank, the environment, an agent.
+"""Whole runs whose processes are killed at random moments: the run itself, its engine, its learner, its environment, its agent.
 
-`run_faults` goes on with `--resume auto` after each kill that ends the run, until the run has made its steps, and begins
-another one while kills are left. Invariant: after each kill the ledger is sound, and the steps that were made are in it.
+`run_faults` plays runs under a guard (`--keep-running`) until so many kills were made; the books are read after each kill, and
+at the end of a run all its steps are in them. A run that says that it was killed too often without a step is gone on with.
 """
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import subprocess
 import time
 from pathlib import Path
 
+from benchmarks.faults import killed, parts
 from tests.faults import Log, check
 from tests.run_parts import Run, start
 
@@ -21,9 +20,7 @@ KNOBS = (
     f"run.steps={STEPS}", "run.checkpoints=[2,2]", "warm_start.steps=5", "buffer.groups_per_step=4",
     "buffer.group_size=2", "agents.concurrency=16",
 )  # fmt: skip
-VICTIMS = {"engine": "VLLM::", "learner": "ray::Trainer", "environment": "walk_server", "agent": "walk_agent"}
-"""What their command lines hold; `run` is the process that was started."""
-MEAN_S = 20.0
+MEAN_S = 6.0
 PATIENCE_S = 600.0
 
 
@@ -39,54 +36,34 @@ def run_faults(kills: int, *, seed: int, folder: Path) -> Log:
 
 
 def _one_run(place: Path, *, kills: int, chance: random.Random, log: Log) -> None:
-    left, lives, ended = kills, 0, False
-    while not ended:
-        run = start(place, *KNOBS, resume="auto")
+    until, lives = log.kills + kills, 0
+    while True:
+        run = start(place, *KNOBS, resume="auto", flags=("--keep-running",))
         lives += 1
-        if left:
-            hit = _kill_in(run, chance=chance)
-            left -= hit
-            log.kills += hit
-        output, _ = run.process.communicate(timeout=PATIENCE_S)
-        _clear(run)
+        try:
+            while log.kills < until and _wait(run, chance.expovariate(1.0 / MEAN_S)) is None:
+                living = parts(run.process.pid)
+                if living and killed(living[chance.choice(sorted(living))]):
+                    log.kills += 1
+                    if (run.folder / "ledger.sqlite").exists():
+                        check(run.folder / "ledger.sqlite", log=log)
+            output, _ = run.process.communicate(timeout=PATIENCE_S)
+        finally:
+            run.kill()
         check(run.folder / "ledger.sqlite", log=log)
-        ended = run.process.returncode == 0
-        assert ended or lives <= kills + 1, f"a run that nobody killed failed: {output[-2000:]}"
-        assert lives == 1 or "going on after step" in output or ended, output[-2000:]
+        if run.process.returncode == 0:
+            break
+        assert " died" in output and lives <= kills, f"a run that nobody killed failed: {output[-2000:]}"
     summary = run.summary()
     assert summary["steps"] == STEPS and summary["buffer"]["groups/trained"] == STEPS * 4
-    log.steps.clear()  # of this run's ledger
 
 
-def _kill_in(run: Run, *, chance: random.Random) -> int:
-    """Kill one process of the run at a random moment; 0 when the run ended before."""
-    kind = chance.choice(("run", *VICTIMS))
-    until = time.monotonic() + min(chance.expovariate(1 / MEAN_S), 3 * MEAN_S)
-    while time.monotonic() < until or not (victims := _processes(run, kind=kind)):
+def _wait(run: Run, seconds: float) -> int | None:
+    """The run's exit code, if it ends within this time."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
         try:
-            run.process.wait(timeout=0.2)
+            return run.process.wait(timeout=0.2)
         except subprocess.TimeoutExpired:
             run.processes()  # sees the children
-            continue
-        return 0
-    os.kill(chance.choice(victims), signal.SIGKILL)
-    if kind == "agent":  # it is started again, and its episodes are tried again: the run goes on
-        return 1
-    code = run.process.wait(timeout=PATIENCE_S)
-    assert code != 0, f"the run did not see that its {kind} was killed"
-    return 1
-
-
-def _processes(run: Run, *, kind: str) -> list[int]:
-    if kind == "run":
-        return [run.process.pid]
-    return [int(line.split()[0]) for line in run.processes() if VICTIMS[kind] in line]
-
-
-def _clear(run: Run) -> None:
-    """What a killed run left behind must not hold the next one's ports and memory."""
-    for line in run.processes():
-        try:
-            os.kill(int(line.split()[0]), signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    return None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,8 +65,25 @@ class Run:
                 continue  # it ended while we looked, or is not ours
         return found
 
+    def kill(self) -> None:
+        """As the kernel does when memory is short, or a person who has had enough: no process of the run gets to say a word."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        for line in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(int(line.split()[0]), signal.SIGKILL)
 
-def start(tmp_path: Path, *overrides: str, config: str = "configs/demo.yaml", resume: str = "") -> Run:
+
+def start(
+    tmp_path: Path,
+    *overrides: str,
+    config: str = "configs/demo.yaml",
+    resume: str = "",
+    flags: tuple[str, ...] = (),
+) -> Run:
     mark = uuid.uuid4().hex
     command = [
         sys.executable,
@@ -75,6 +94,7 @@ def start(tmp_path: Path, *overrides: str, config: str = "configs/demo.yaml", re
         f"run.dir={tmp_path}",
         "run.name=run",
         *overrides,
+        *flags,
         *(["--resume", resume] if resume else []),
     ]
     process = subprocess.Popen(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faults import descendants, parts
 from tests.run_parts import Run, assert_nothing_left, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(300)]
@@ -45,6 +46,22 @@ def test_each_part_may_die_and_the_run_makes_all_its_steps(tmp_path: Path) -> No
     assert summary["buffer"]["failed/environment died"] > 0
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["step"]] == list(range(1, 15)), "each step is reported once"
+    assert_nothing_left(run)
+
+
+def test_a_guarded_run_whose_own_process_is_killed_goes_on_by_itself(tmp_path: Path) -> None:
+    run = start(tmp_path, "run.steps=6", "run.checkpoints=[1,2]", *SMALL, flags=("--keep-running",))
+    run.wait_for_step(3)
+    before = set(descendants(run.process.pid))
+    os.kill(parts(run.process.pid)["run"], signal.SIGKILL)
+    code, output = run.wait(150)
+    assert code == 0, output
+    assert "the run's process died (SIGKILL); starting it again" in output and "going on after step" in output
+    summary = run.summary()
+    assert summary["steps"] == 6 and summary["buffer"]["groups/trained"] == 6 * 4
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["step"]] == [1, 2, 3, 4, 5, 6]
+    assert not [pid for pid in before if Path(f"/proc/{pid}").exists()], "what it left behind was ended"
     assert_nothing_left(run)
 
 

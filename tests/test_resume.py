@@ -20,20 +20,6 @@ SMALL = ("warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=2"
 CLOCKS = ("time/", "throughput/", "pool/", "books/", "generation/", "tracker/")
 
 
-def kill(run: Run) -> None:
-    """As the kernel does when memory is short, or a person who has had enough: no process of the run gets to say a word."""
-    if run.process.poll() is None:
-        os.kill(run.process.pid, signal.SIGKILL)
-        run.process.wait()
-    assert run.process.stdout is not None
-    run.process.stdout.close()
-    for line in run.processes():
-        try:
-            os.kill(int(line.split()[0]), signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-
-
 def lines(run: Run) -> dict[int, dict[str, float]]:
     """The figures of each step that do not depend on the clock."""
     found = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
@@ -67,7 +53,7 @@ def books_balance(run: Run, *, steps: int, groups_per_step: int = 4) -> None:
 def test_steps_made_again_after_kill_9_give_the_same_bits(tmp_path: Path) -> None:
     first = start(tmp_path, "run.steps=40", "run.checkpoints=[2,50]", *SMALL)
     first.wait_for_step(7)
-    kill(first)
+    first.kill()
     before = lines(first)
     folder = first.folder / "checkpoints"
     assert (folder / "step-000006").is_dir()
@@ -93,10 +79,10 @@ def test_a_run_that_is_killed_again_and_again_goes_on_by_itself(tmp_path: Path) 
     knobs = ("run.steps=8", "run.checkpoints=[2,2]", *SMALL)
     first = start(tmp_path, *knobs, resume="auto")  # nothing there yet: a fresh run
     first.wait_for_step(1)  # before any checkpoint
-    kill(first)
+    first.kill()
     second = start(tmp_path, *knobs, resume="auto")
     second.wait_for_step(3)
-    kill(second)
+    second.kill()
     third = start(tmp_path, *knobs, resume="auto")
     code, output = third.wait(200)
     assert code == 0, output
@@ -124,5 +110,5 @@ def test_a_run_that_is_killed_leaves_neither_engine_nor_learner(tmp_path: Path) 
     until = time.monotonic() + 15
     while (left := heavy()) and time.monotonic() < until:
         time.sleep(0.2)
-    kill(run)
+    run.kill()
     assert left == []

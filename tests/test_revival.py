@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import threading
 import time
@@ -11,6 +12,7 @@ import pytest
 
 from buffers.errors import EpisodeClosed
 from buffers.records import Task
+from learner.keepers import end_silent
 from mocked_server.keys import KeyRing
 
 pytestmark = pytest.mark.slow
@@ -73,6 +75,28 @@ def test_a_workers_episodes_end_with_it_and_nobody_elses(served) -> None:
     assert live.get(names["b"]).worker == "b"
     served.call(served.server.fail_all("environment died"))
     assert live.ids() == []
+
+
+def test_an_agent_that_says_nothing_is_given_up_and_one_that_is_answered_is_not(mortal) -> None:
+    silent, busy = mortal.lease(), mortal.lease()
+    mortal.engine.gate.clear()
+    mortal.engine.answer = lambda _: mortal.ids("The exit is north.")
+    thread = threading.Thread(target=busy[1].chat.completions.create, kwargs=BODY)
+    thread.start()
+    server = mortal.server
+    ending = asyncio.run_coroutine_threadsafe(
+        end_silent(server.episodes.silent, fail=server.fail, seconds=0.5), mortal._loop
+    )
+    time.sleep(1.5)
+    with pytest.raises(EpisodeClosed):
+        server.episodes.get(silent[0])
+    assert mortal.ledger.counts()["failed/silent agent"] == 1 and server.episodes.get(busy[0])
+    mortal.engine.gate.set()
+    thread.join(10)
+    silent[1].close()
+    time.sleep(1.5)
+    assert mortal.ledger.counts()["failed/silent agent"] == 2, "it has its answer, and asks for nothing more"
+    ending.cancel()
 
 
 def test_keys_of_workers_are_not_guessed_from_one_another() -> None:

@@ -1,0 +1,182 @@
+"""Whether learning is the same when processes die: the demo with random kills beside the demo without.
+
+`python -m benchmarks.faults [--seeds 0 1 2] [--steps 40] [--mean 20] [--json PATH]`. Whole runs of `python -m learner.run
+--keep-running`, one after the other, with a checkpoint at each step. In one of each pair a process is killed with SIGKILL now
+and then (a Poisson process, from the run's first second to its last): the run's own process, its engine, its learner, its
+environment or its agent, each of those that live equally often. `wall_ratio` is the median over the seeds of the time with
+kills over the time without; `reward` is the mean of the last five steps.
+
+Invariant: both runs of a pair have the same command, seed and settings. The witness: a kill counts only when the process that
+was killed was alive and is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.report import Report, end_on_sigterm, parser_of
+from benchmarks.whole_run import run_to_end
+from buffers.ledger_doctor import findings
+from buffers.ledger_schema import read_database
+
+PARTS = {"engine": "VLLM::EngineCore", "learner": "ray::Trainer", "environment": "walk_server", "agent": "walk_agent"}
+"""What their command lines hold. `run`, the fifth: the guard's child, which is called as the guard is."""
+LOOK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One run."""
+
+    seed: int
+    reward: float
+    wall_s: float
+    kills: dict[str, int]
+    """By part."""
+    restarts: dict[str, float]
+    """As the run's own process counted them since it was last started."""
+    max_logprob_diff: float
+
+
+class Killer(threading.Thread):
+    """Kills a process of the run below `guard` now and then, until `stop`."""
+
+    def __init__(self, guard: int, *, mean_s: float, seed: int) -> None:
+        super().__init__(name="killer", daemon=True)
+        self._guard = guard
+        self._mean_s = mean_s
+        self._chance = random.Random(seed)
+        self._stopped = threading.Event()
+        self.kills: Counter[str] = Counter()
+
+    def run(self) -> None:
+        while not self._stopped.wait(self._chance.expovariate(1.0 / self._mean_s)):
+            if living := parts(self._guard):
+                name = self._chance.choice(sorted(living))
+                if killed(living[name]):
+                    self.kills[name] += 1
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join()
+
+
+def descendants(pid: int) -> dict[int, tuple[int, str]]:
+    """Process id -> (its parent, its command line), of all that lives below this one."""
+    parents, lines = {}, {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                lines[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    below = {pid}
+    while more := {each for each, parent in parents.items() if parent in below} - below:
+        below |= more
+    return {each: (parents[each], lines.get(each, "")) for each in below - {pid}}
+
+
+def parts(guard: int) -> dict[str, int]:
+    """Part -> process id, of those that live."""
+    found = {}
+    for pid, (parent, line) in descendants(guard).items():
+        if parent == guard and " --keep-running " in line:
+            found["run"] = pid
+        found |= {name: pid for name, mark in PARTS.items() if mark in line}
+    return found
+
+
+def killed(pid: int) -> bool:
+    """SIGKILL it; whether it was there to be killed."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    try:
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        return True
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(handle)
+
+
+def play(folder: Path, *, seed: int, mean_s: float | None, knobs: list[str]) -> Outcome:
+    """One run; with kills unless `mean_s` is None. Raises RunFailed when it does not make its steps."""
+    command = [sys.executable, "-m", "learner.run", "--keep-running", *knobs]
+    command += [f"run.dir={folder}", "run.name=run", f"run.seed={seed}", "run.checkpoints=[1,2]"]
+    killer: Killer | None = None
+
+    def started(pid: int) -> None:
+        nonlocal killer
+        if mean_s is not None:
+            killer = Killer(pid, mean_s=mean_s, seed=seed)
+            killer.start()
+
+    began = time.monotonic()
+    try:
+        run_to_end(command, log=folder / "log.txt", started=started)
+    finally:
+        if killer is not None:
+            killer.stop()
+    wall_s = time.monotonic() - began
+    with read_database(folder / "run" / "ledger.sqlite") as db:
+        wrong = findings(db)
+    db.close()
+    if wrong:
+        raise SystemExit(f"the books of seed {seed} are wrong: {wrong}")
+    summary = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
+    return Outcome(
+        seed=seed, reward=summary["reward_last"], wall_s=wall_s, kills=dict(killer.kills) if killer else {},
+        restarts=summary["restarts"], max_logprob_diff=summary["max_logprob_diff"],
+    )  # fmt: skip
+
+
+def line_of(outcome: Outcome) -> str:
+    kills = ", ".join(f"{name} {number}" for name, number in sorted(outcome.kills.items())) or "none"
+    return f"seed {outcome.seed}: reward {outcome.reward:.3f} in {outcome.wall_s:.0f} s; kills: {kills}"
+
+
+def main() -> int:
+    parser = parser_of("faults", doc=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--mean", type=float, default=20.0, metavar="S", help="mean time between kills")
+    parser.add_argument("knobs", nargs="*", metavar="section.key=value", help="overrides of the demo's configuration")
+    options = parser.parse_args()
+    end_on_sigterm()
+    report = Report("faults", about=f"a kill every {options.mean:g} s on average")
+    quiet: list[Outcome] = []
+    faulty: list[Outcome] = []
+    for seed in options.seeds:
+        for outcomes, mean_s in ((quiet, None), (faulty, options.mean)):
+            with tempfile.TemporaryDirectory(prefix="understudy-faults-") as folder:
+                outcomes.append(play(Path(folder), seed=seed, mean_s=mean_s, knobs=options.knobs))
+            print(line_of(outcomes[-1]), flush=True)
+    ratios = [faulty.wall_s / quiet.wall_s for faulty, quiet in zip(faulty, quiet, strict=True)]
+    figures: dict[str, Any] = {
+        "without_kills": [asdict(one) for one in quiet],
+        "with_kills": [asdict(one) for one in faulty],
+        "kills": sum(sum(one.kills.values()) for one in faulty),
+        "reward_without": [one.reward for one in quiet],
+        "reward_with": [one.reward for one in faulty],
+        "wall_ratio": median(ratios),
+    }
+    print(f"{figures['kills']} kills; time with kills over time without: {figures['wall_ratio']:.2f} (median)")
+    report.write(options.json, settings={"seeds": options.seeds, "mean_s": options.mean}, figures=figures)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
