@@ -19,7 +19,7 @@ import pyarrow as pa
 from buffers.codec import encode
 from buffers.endpoint import RowClient
 from buffers.ledger import Ledger
-from buffers.ledger_input import body_of
+from buffers.ledger_input import body_of, stored_round
 from buffers.ledger_schema import open_database
 from buffers.records import Round, Task
 
@@ -76,21 +76,43 @@ def train_batches(ledger: Ledger, *, episodes: list[str], size: int) -> list[flo
     return seconds
 
 
-def sqlite_puts(path: Path, *, times: int, size: int, tokens: int) -> list[float]:
+class PlainSQLite:
     """The limit: the same bytes into one table, one transaction for each put, as durable."""
-    body, seconds = encode(body_of(row("x", tokens=tokens))), []
-    db = sqlite3.connect(path, isolation_level=None)
-    for pragma in ("page_size = 16384", "journal_mode = WAL", "synchronous = FULL"):
-        db.execute(f"PRAGMA {pragma}")
-    db.execute("CREATE TABLE row(id INTEGER PRIMARY KEY, body BLOB NOT NULL)")
-    for _ in range(times):
+
+    def __init__(self, path: Path) -> None:
+        self._db = sqlite3.connect(path, isolation_level=None)
+        for pragma in ("page_size = 16384", "journal_mode = WAL", "synchronous = FULL"):
+            self._db.execute(f"PRAGMA {pragma}")
+        self._db.execute("CREATE TABLE row(id INTEGER PRIMARY KEY, body BLOB NOT NULL)")
+
+    def put(self, rounds: list[Round]) -> float:
         began = time.perf_counter()
-        db.execute("BEGIN IMMEDIATE")
-        db.executemany("INSERT INTO row(body) VALUES (?)", [(body,)] * size)
-        db.execute("COMMIT")
-        seconds.append(time.perf_counter() - began)
-    db.close()
-    return seconds
+        bodies = [(encode(body_of(one)),) for one in rounds]
+        self._db.execute("BEGIN IMMEDIATE")
+        self._db.executemany("INSERT INTO row(body) VALUES (?)", bodies)
+        self._db.execute("COMMIT")
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def paired_puts(folder: Path, *, times: int, size: int, tokens: int) -> tuple[list[float], list[float]]:
+    """The ledger's puts and plain SQLite's, in turns, in this process: the disk and the machine are the same for both."""
+    ours: list[float] = []
+    plain: list[float] = []
+    sqlite = PlainSQLite(folder / f"plain-{size}.sqlite")
+    with Ledger(folder / f"paired-{size}.sqlite") as ledger:
+        episodes = open_episodes(ledger, number=times * size)
+        for start in range(0, len(episodes), size):
+            rounds = [row(name, tokens=tokens) for name in episodes[start : start + size]]
+            began = time.perf_counter()
+            errors = ledger.put_rounds([stored_round(one) for one in rounds]).result()
+            ours.append(time.perf_counter() - began)
+            assert not any(errors), errors
+            plain.append(sqlite.put(rounds))
+    sqlite.close()
+    return ours, plain
 
 
 def memory_copies(*, times: int, tokens: int) -> list[float]:

@@ -139,42 +139,33 @@ def leave_out(db: sqlite3.Connection, *, episode_id: str, trained: Mapping[int, 
             )
 
 
+_INSERT = "INSERT INTO round VALUES (?, ?, ?, ?, ?, ?, ?, NULL)"
+# min(x, NULL) is NULL in SQLite.
+_GROW = (
+    "UPDATE episode SET num_rounds = num_rounds + 1, num_tokens = num_tokens + ?3, "
+    "min_version = min(coalesce(min_version, ?1), ?1) WHERE episode_id = ?2"
+)
+
+
 def put_round(db: sqlite3.Connection, *, stored: StoredRound) -> None:
     row = read_episode(db, episode_id=stored.episode_id)
     if row.state != EpisodeState.RUNNING:
         raise refusal(row, verb="add a round to")
     if stored.parent is not None:
         _check_parent(db, stored=stored)
-    trainable = is_trainable(stored.finish_reason, num_sampled=stored.num_sampled)
     try:
-        db.execute(
-            "INSERT INTO round VALUES (?, ?, ?, ?, ?, ?, ?, NULL)",
-            (
-                stored.episode_id,
-                stored.round_index,
-                stored.parent,
-                stored.num_sampled,
-                stored.finish_reason,
-                stored.body,
-                stored.memo,
-            ),
-        )
+        _insert(db, [stored])
     except sqlite3.IntegrityError as error:
         raise EpisodeError(
             f"round_index of episode {stored.episode_id} must be >= 0, new, and above its parent, got "
             f"{stored.round_index} with parent {stored.parent} ({error}); count rounds as generations end"
         ) from error
-    if trainable:
-        # min(x, NULL) is NULL in SQLite.
-        db.execute(
-            "UPDATE episode SET num_rounds = num_rounds + 1, num_tokens = num_tokens + ?3, "
-            "min_version = min(coalesce(min_version, ?1), ?1) WHERE episode_id = ?2",
-            (stored.min_version, stored.episode_id, stored.num_sampled),
-        )
 
 
 def put_rounds(db: sqlite3.Connection, *, rounds: Sequence[StoredRound]) -> list[EpisodeError | None]:
     """Store each round or say why not; one that is there already, bit for bit, is stored."""
+    if _put_together(db, rounds=rounds):
+        return [None] * len(rounds)
     outcomes: list[EpisodeError | None] = []
     for stored in rounds:
         try:
@@ -185,6 +176,43 @@ def put_rounds(db: sqlite3.Connection, *, rounds: Sequence[StoredRound]) -> list
             there = db.execute(again, (stored.episode_id, stored.round_index, stored.body)).fetchone()
             outcomes.append(None if there else error)
     return outcomes
+
+
+def _put_together(db: sqlite3.Connection, *, rounds: Sequence[StoredRound]) -> bool:
+    """Store first rounds of different running episodes in a third of the time; False, and nothing is stored, when they are
+    others."""
+    names = {stored.episode_id for stored in rounds}
+    if len(names) < len(rounds) or any(stored.parent is not None for stored in rounds):
+        return False
+    running = "SELECT count(*) FROM json_each(?) JOIN episode ON episode_id = value WHERE state = 'running'"
+    if db.execute(running, (json.dumps(list(names)),)).fetchone()[0] < len(rounds):
+        return False
+    db.execute("SAVEPOINT together")
+    try:
+        _insert(db, rounds)
+    except sqlite3.IntegrityError:
+        db.execute("ROLLBACK TO together")
+        return False
+    finally:
+        db.execute("RELEASE together")
+    return True
+
+
+def _insert(db: sqlite3.Connection, rounds: Sequence[StoredRound]) -> None:
+    """With their episodes' figures and the books'."""
+    db.executemany(
+        _INSERT,
+        [
+            (one.episode_id, one.round_index, one.parent, one.num_sampled, one.finish_reason, one.body, one.memo)
+            for one in rounds
+        ],
+    )
+    trainable = [one for one in rounds if is_trainable(one.finish_reason, num_sampled=one.num_sampled)]
+    db.executemany(_GROW, [(one.min_version, one.episode_id, one.num_sampled) for one in trainable])
+    tokens = sum(one.num_sampled for one in rounds)
+    db.execute(
+        "UPDATE tally SET n = n + iif(name = 'rounds', ?, ?) WHERE name IN ('rounds', 'tokens')", (len(rounds), tokens)
+    )
 
 
 def fail_episode(

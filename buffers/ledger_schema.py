@@ -1,8 +1,9 @@
 """The ledger's tables, and opening a ledger file.
 
 Called by `Ledger` only. Invariants: one process at a time has a file open; ids are never reused; `tally` holds the
-number of groups and episodes in each state, kept by triggers in the same transaction as the state itself, so that
-reading the books never scans. A file of the schema before is converted (`ledger_migration`), any other is refused.
+number of groups and episodes in each state, kept by triggers in the same transaction as the state itself (and the number
+of rounds and tokens, kept by what inserts them), so that reading the books never scans. A file of the schema before is
+converted (`ledger_migration`), any other is refused.
 """
 
 from __future__ import annotations
@@ -182,9 +183,6 @@ END;
 CREATE TRIGGER episode_failed AFTER UPDATE OF state ON episode WHEN NEW.state = 'failed' BEGIN
     {_count(f"'failed/' || {_KIND}")}
 END;
-CREATE TRIGGER round_put AFTER INSERT ON round BEGIN
-    UPDATE tally SET n = n + iif(name = 'rounds', 1, NEW.num_sampled) WHERE name IN ('rounds', 'tokens');
-END;
 """
 
 # Of this connection only, in memory: which episodes ended in the transaction at hand. Rolled back with it.
@@ -284,6 +282,7 @@ def _prepare(db: sqlite3.Connection, *, name: str) -> None:
             f"ledger {name} must have schema version {SCHEMA_VERSION} or {ledger_migration.FROM}, got {version}; "
             f"open it with the release that wrote it"
         )
+    db.execute("DROP TRIGGER IF EXISTS main.round_put")  # early files of this version counted rounds by it
     db.executescript(_NEWS)
 
 
