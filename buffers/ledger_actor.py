@@ -186,7 +186,8 @@ class LedgerActor:
     async def forget(self, caller: str) -> None:
         """This caller has all its answers and has left."""
         if self._ledger is not None:
-            self._ledger.submit(partial(forget, caller=caller))
+            with suppress(UnderstudyError):  # closed meanwhile: a few lines are left in its file
+                self._ledger.submit(partial(forget, caller=caller))
 
     async def close(self) -> None:
         """Store what was submitted and close the file."""
@@ -305,11 +306,10 @@ def start_actor(
     `host`: where its endpoint listens. `environment`: of its process. `is_new`: there must be no file yet.
     Raises UnderstudyError when the ledger is in use, or cannot be opened.
     """
-    name = f"ledger {node_id} {path}"
-    _end_earlier(name, path=path)
+    _end_earlier(path, node_id=node_id)
     affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
     actor = ray.remote(LedgerActor).options(
-        name=name, namespace=NAMESPACE, lifetime="detached", num_cpus=0, max_restarts=-1,
+        name=_name(path, node_id=node_id), namespace=NAMESPACE, lifetime="detached", num_cpus=0, max_restarts=-1,
         scheduling_strategy=affinity, runtime_env={"env_vars": dict(environment)},
     ).remote(path, secret=secret, host=host, drop_equal=drop_equal, keep_running=keep_running, is_new=is_new)  # fmt: skip
     handle = ActorHandle(actor)
@@ -321,10 +321,24 @@ def start_actor(
     return handle
 
 
-def _end_earlier(name: str, *, path: Path) -> None:
+def find_actor(path: Path, *, node_id: str) -> ActorHandle:
+    """The actor of the ledger at `path` on this node, for a process elsewhere in the cluster. Raises LedgerGone."""
     try:
-        earlier = ActorHandle(ray.get_actor(name, namespace=NAMESPACE))
-    except ValueError:
+        return ActorHandle(ray.get_actor(_name(path, node_id=node_id), namespace=NAMESPACE))
+    except ValueError as error:
+        raise LedgerGone(
+            f"ledger {path} must have an actor on node {node_id}, got none; start its run first"
+        ) from error
+
+
+def _name(path: Path, *, node_id: str) -> str:
+    return f"ledger {node_id} {path}"
+
+
+def _end_earlier(path: Path, *, node_id: str) -> None:
+    try:
+        earlier = find_actor(path, node_id=node_id)
+    except LedgerGone:
         return
     until = time.monotonic() + 2 * IN_USE_S
     while (idle_s := earlier.idle_s()) < IN_USE_S:

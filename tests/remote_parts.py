@@ -44,7 +44,5 @@ def two_nodes() -> Iterator[Nodes]:
 def open_remote(path: Path, *, node_id: str, **settings: Any) -> RemoteLedger:
     """The ledger at `path`; closing it ends its actor."""
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    actor = start_actor(
-        path, node_id=node_id, host="127.0.0.1", secret=SECRET, environment=environment, **settings
-    )
+    actor = start_actor(path, node_id=node_id, host="127.0.0.1", secret=SECRET, environment=environment, **settings)
     return RemoteLedger(actor, path=path, secret=SECRET, owns=True)
