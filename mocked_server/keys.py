@@ -105,6 +105,11 @@ def secret_of_run(folder: Path, *, host: str) -> bytes:
     return hmac.digest(read_secret(shared), folder.name.encode(), "sha256")
 
 
+def row_secret(folder: Path, *, host: str) -> bytes:
+    """What opens the rows' endpoint of the run in `folder`, and nothing else, where it listens on `host`. Raises SecretError."""
+    return hmac.digest(secret_of_run(folder, host=host), b"rows", "sha256")
+
+
 def make_secret(path: Path) -> bytes:
     """A new secret in a new file (mode 0600); the one that is there, if it is."""
     with suppress(FileExistsError), os.fdopen(os.open(path, _NEW, 0o600), "wb") as sink:
