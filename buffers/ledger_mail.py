@@ -13,8 +13,8 @@ from typing import Any
 
 from buffers.endpoint import MAX_FRAME_BYTES, MAX_HEADER_BYTES
 from buffers.errors import EpisodeError
-from buffers.ledger_actor import Job
 from buffers.ledger_episodes import StoredRound
+from buffers.ledger_host import Job
 
 _MAX_FRAME_ROUNDS = 1024
 _ENTRY_BYTES = 128

@@ -20,13 +20,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from buffers.endpoint import EndpointError, RowClient
 from buffers.errors import EpisodeError, StorageFull, UnderstudyError
 from buffers.ledger import Ledger, News
-from buffers.ledger_actor import ActorHandle, AnswerLost, Job, LedgerGone, NewsPage, Where
 from buffers.ledger_episodes import StoredRound
+from buffers.ledger_host import AnswerLost, Job, LedgerGone, NewsPage, Where
 from buffers.ledger_input import stored_round
 from buffers.ledger_mail import Mail, check_size, frames, parcels
 from buffers.records import Episode, Round
@@ -43,11 +43,23 @@ _UNREACHABLE_S = 60.0
 _AGAIN_S = 0.2
 
 
+class Handle(Protocol):
+    """What reaches the ledger's process: see `ledger_actor.ActorHandle`."""
+
+    def where(self) -> Where: ...
+    def apply(
+        self, jobs: list[Job], *, caller: str, number: int, while_waiting: Callable[[], None]
+    ) -> tuple[list[Any], dict[str, Any]]: ...
+    def news(self, place: tuple[str, int], *, wait_s: float) -> NewsPage: ...
+    def forget(self, caller: str) -> None: ...
+    def end(self) -> None: ...
+
+
 class RemoteLedger(Ledger):
     """See the module. `path`: where the file is, on the disk's node. `owns`: `close` ends the actor too."""
 
     def __init__(
-        self, actor: ActorHandle, *, path: Path, secret: bytes, drop_equal: bool = False, owns: bool = False
+        self, actor: Handle, *, path: Path, secret: bytes, drop_equal: bool = False, owns: bool = False
     ) -> None:
         self._actor = actor
         self._secret = secret
@@ -69,7 +81,7 @@ class RemoteLedger(Ledger):
         self._stopped = threading.Event()
         self._going: set[str] = set()
         """Episodes that somebody here started, and nobody was told that they ended."""
-        self._place = (self._where.life, 0)
+        self._place = self._where.place
         self._sender = threading.Thread(target=self._send_all, name="ledger sender", daemon=True)
         self._listener = threading.Thread(target=self._listen, name="ledger news", daemon=True)
         self._sender.start()
@@ -235,7 +247,7 @@ class RemoteLedger(Ledger):
 
     def _until_answered(self, ask: Callable[[], T]) -> T:
         """Ask until there is an answer. Raises LedgerGone when the actor is gone, or cannot be reached for a minute."""
-        since: float | None = None
+        since, life = time.monotonic(), ""
         while True:
             try:
                 return ask()
@@ -245,10 +257,9 @@ class RemoteLedger(Ledger):
             if self._rows is not None:
                 self._rows.close()
                 self._rows = None
-            now = time.monotonic()
-            where = self._actor.where()
-            if since is None or where.life != self._where.life:
-                since = now
+            where, now = self._actor.where(), time.monotonic()
+            if where.place[0] != life:
+                since, life = now, where.place[0]
             elif now - since > _UNREACHABLE_S:
                 raise LedgerGone(
                     f"the ledger's endpoint at {where.address[0]}:{where.address[1]} must be reachable, but for "

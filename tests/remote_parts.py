@@ -26,6 +26,7 @@ class Nodes:
     address: str
     own: str
     disk: str
+    cluster: Cluster
 
 
 @contextmanager
@@ -35,7 +36,9 @@ def two_nodes() -> Iterator[Nodes]:
     try:
         disk = cluster.add_node(num_cpus=1)
         ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
-        yield Nodes(address=cluster.address, own=ray.get_runtime_context().get_node_id(), disk=disk.node_id)
+        yield Nodes(
+            address=cluster.address, own=ray.get_runtime_context().get_node_id(), disk=disk.node_id, cluster=cluster
+        )
     finally:
         ray.shutdown()
         cluster.shutdown()

@@ -13,14 +13,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import ray
 from buffer_parts import make_ready, make_round, make_task, open_running
 from remote_parts import ROOT, SECRET, Nodes, open_remote, two_nodes
 
 from buffers.conformance.rules import RULES, Rule, Site
 from buffers.errors import EpisodeClosed, EpisodeError, UnderstudyError
 from buffers.ledger import News
-from buffers.ledger_actor import LedgerGone, find_actor
+from buffers.ledger_actor import find_actor
 from buffers.ledger_doctor import findings
+from buffers.ledger_host import LedgerGone
 from buffers.ledger_schema import read_database
 from buffers.records import EpisodeState
 from buffers.remote_ledger import RemoteLedger
@@ -158,14 +160,22 @@ def test_errors_are_of_the_same_kind_and_text_as_those_of_a_ledger_in_the_proces
 
 
 def test_a_ledger_that_is_gone_for_good_says_so_to_all_who_wait(ledger: RemoteLedger) -> None:
-    pid = ledger.where.pid
-    os.kill(pid, signal.SIGSTOP)
+    os.kill(ledger.where.pid, signal.SIGSTOP)
     waiting = ledger.position()
-    ledger._actor.end()
+    ray.kill(ledger._actor._actor)
     with pytest.raises(LedgerGone, match="--resume auto"):
         waiting.result(60)
     with pytest.raises(LedgerGone):
         ledger.position()
+
+
+def test_a_node_that_dies_takes_its_ledger_with_it_and_says_so(nodes: Nodes, tmp_path: Path) -> None:
+    third = nodes.cluster.add_node(num_cpus=1)
+    with open_remote(tmp_path / "ledger.sqlite", node_id=third.node_id) as ledger:
+        assert ledger.where.node_id == third.node_id
+        nodes.cluster.remove_node(third, allow_graceful=False)
+        with pytest.raises(LedgerGone, match="--resume auto"):
+            ledger.position().result(60)
 
 
 def test_a_second_run_does_not_take_a_ledger_that_is_in_use_but_one_that_was_left_behind(
@@ -187,4 +197,4 @@ def kill(ledger: RemoteLedger) -> None:
     """The ledger's process, at once; returns when Ray has started it again."""
     before = ledger._actor.where()
     os.kill(before.pid, signal.SIGKILL)
-    assert ledger._actor.where().life != before.life
+    assert ledger._actor.where().place[0] != before.place[0]

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -36,18 +36,24 @@ def knobs(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tupl
     return (f"buffer.node={nodes.disk}", *SMALL)
 
 
-def left_in_the_cluster() -> list[str]:
+def left_in(nodes: Nodes) -> list[str]:
     """Actors with a name, and workers with the code of a run."""
-    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
-    titles = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    return names + [title.decode() for title in titles if title.startswith((b"ray::Trainer", b"ray::LedgerActor"))]
+    left = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            title = path.read_text()
+            parent = (path.parent / "stat").read_text().rpartition(")")[2].split()[1]
+            ours = nodes.address in Path(f"/proc/{parent}/cmdline").read_text()
+            if ours and title.startswith(("ray::Trainer", "ray::LedgerActor")):
+                left.append(title)
+    return left
 
 
-def assert_cluster_is_empty() -> None:
+def assert_nothing_left_in(nodes: Nodes) -> None:
     until = time.monotonic() + 20
-    while left_in_the_cluster() and time.monotonic() < until:
+    while left_in(nodes) and time.monotonic() < until:
         time.sleep(0.2)
-    assert left_in_the_cluster() == []
+    assert left_in(nodes) == []
 
 
 def test_a_run_goes_on_when_its_ledgers_process_dies_and_ends_it_in_the_end(
@@ -55,6 +61,7 @@ def test_a_run_goes_on_when_its_ledgers_process_dies_and_ends_it_in_the_end(
 ) -> None:
     run = start(tmp_path, "run.steps=8", *knobs)
     run.wait_for_step(1)
+    assert len(left_in(nodes)) == 3  # the ledger's actor, its process, and a learner's
     before = find_actor(run.folder / "ledger.sqlite", node_id=nodes.disk).where()
     assert before.node_id == nodes.disk != nodes.own
     os.kill(before.pid, signal.SIGKILL)
@@ -69,7 +76,7 @@ def test_a_run_goes_on_when_its_ledgers_process_dies_and_ends_it_in_the_end(
         (opened,) = db.execute("SELECT value FROM meta WHERE key = 'epoch'").fetchone()
         assert int(opened) == 2, "the ledger's process died once"
     assert_nothing_left(run)
-    assert_cluster_is_empty()
+    assert_nothing_left_in(nodes)
 
 
 def test_a_run_that_is_killed_leaves_its_ledger_and_the_next_one_takes_it_over(
@@ -85,14 +92,16 @@ def test_a_run_that_is_killed_leaves_its_ledger_and_the_next_one_takes_it_over(
     assert "going on after step" in output and second.summary()["steps"] == 4
     books_balance(second, steps=4)
     assert_nothing_left(second)
-    assert_cluster_is_empty()
+    assert_nothing_left_in(nodes)
 
 
-def test_a_node_that_is_not_there_ends_the_run_with_one_line(knobs: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_node_that_is_not_there_ends_the_run_with_one_line(
+    nodes: Nodes, knobs: tuple[str, ...], tmp_path: Path
+) -> None:
     run = start(tmp_path, "run.steps=1", *knobs, "buffer.node=elsewhere")
     code, output = run.wait(240)
     assert code == 1, output
     assert "error: buffer.node must name one node of the Ray cluster, got 'elsewhere' for 0 of them" in output
     assert "Traceback" not in output
     assert_nothing_left(run)
-    assert_cluster_is_empty()
+    assert_nothing_left_in(nodes)
