@@ -168,9 +168,6 @@ class RemoteLedger(Ledger):
                 raise self._broken
             if self._closing:
                 raise UnderstudyError(f"ledger {self.path} must be open, got an operation after it was closed")
-            if mail.job is not None and mail.job.refusable and self.is_full:
-                mail.future.set_exception(self._full())
-                return mail.future
             self._mail.append(mail)
             self._moved.notify_all()
         return mail.future
@@ -289,12 +286,12 @@ class RemoteLedger(Ledger):
                 self._mail.remove(mail)
         for mail in refused:
             if mail.future.set_running_or_notify_cancel():
-                mail.future.set_exception(self._full())
-
-    def _full(self) -> StorageFull:
-        return StorageFull(
-            f"ledger {self.path} could not store: its disk is full; free space on it, it goes on by itself; send again later"
-        )
+                mail.future.set_exception(
+                    StorageFull(
+                        f"ledger {self.path} could not store: its disk is full; free space on it, it goes on by itself; send "
+                        f"again later"
+                    )
+                )
 
     def _break(self, gone: LedgerGone, mails: Sequence[Mail]) -> None:
         with self._moved:
