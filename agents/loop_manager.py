@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agents.agent_loop import AgentLoopOutput
 from agents.loop_config import LoopSpec
@@ -91,7 +92,9 @@ class AgentLoopManager:
             prompt_length=prompt_length, response_length=response_length,
         )  # fmt: skip
         environment = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        actor = ray.remote(num_cpus=0, runtime_env={"env_vars": environment})(AgentLoopWorker)
+        # They read the model's folder, and ask a server that listens on loopback.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        actor = ray.remote(num_cpus=0, scheduling_strategy=here, runtime_env={"env_vars": environment})(AgentLoopWorker)
         self._make_actor = partial(actor.remote, settings)
         self._workers = [_Worker(self._make_actor()) for _ in range(self._num_workers)]
         try:

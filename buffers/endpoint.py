@@ -1,13 +1,13 @@
 """Rows from other processes and machines: a socket that takes rounds as the bytes in which they are stored.
 
-`RowEndpoint` listens beside a `Ledger`, in threads of its own; `RowClient` is what a server on another node holds. A frame is
-answered once its rounds are on disk. Both sides prove with each frame that they know the secret: HMAC-SHA256 over the
-connection's nonces, the frame's number and its content, so that nothing can be forged, changed, repeated or taken from another
-connection; what is said is not secret. Invariants: nothing is unpickled or evaluated; no frame is larger than
-`MAX_FRAME_BYTES`; a body is decoded and checked before it is stored. It carries rounds only: leases and steps stay with the
-ledger's own process.
+`RowEndpoint` listens beside a `Ledger`, in threads of its own; `RowClient` is what a process on another node holds. A frame is
+answered once its rounds are on disk; until then the client is told every second that they wait. Both sides prove with each
+frame that they know the secret: HMAC-SHA256 over the connection's nonces, the frame's number and its content, so that nothing
+can be forged, changed, repeated or taken from another connection; what is said is not secret. Invariants: nothing is
+unpickled or evaluated; no frame is larger than `MAX_FRAME_BYTES`; a body is decoded and checked before it is stored. It
+carries rounds only.
 
-    frame: u32 header bytes, u32 body bytes, 32 bytes MAC, header (JSON), body (the rounds' stored bodies one after another)
+    frame: u32 header bytes, u32 body bytes, 32 bytes MAC, header (JSON), body (the rounds' stored bodies and memos)
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Self
 
-from buffers.codec import decode, encode
-from buffers.errors import EpisodeError, UnderstudyError
+from buffers.codec import decode
+from buffers.errors import EpisodeClosed, EpisodeError, StorageFull, UnderstudyError, UnknownEpisode
 from buffers.ledger import Ledger
 from buffers.ledger_episodes import StoredRound
-from buffers.ledger_input import body_of, stored_body
+from buffers.ledger_input import stored_body, stored_round
 from buffers.records import Round
 
 logger = logging.getLogger(__name__)
@@ -37,9 +37,15 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 MAX_HEADER_BYTES = 1024 * 1024
 RECEIVE_S = 30.0
 """For the rest of a frame that has begun."""
+STILL_S = 1.0
+"""How often somebody who waits is told that the ledger still waits for its disk."""
 _NONCE = 32
 _SIZES = struct.Struct("<II")
 _FIELDS = ("episode_id", "round_index", "parent", "finish_reason")
+_ERRORS: dict[str, type[UnderstudyError]] = {
+    kind.__name__: kind for kind in (EpisodeClosed, EpisodeError, StorageFull, UnderstudyError, UnknownEpisode)
+}
+"""What a refusal can be; over the wire it is a name and a text."""
 
 
 class EndpointError(UnderstudyError):
@@ -112,11 +118,20 @@ class Channel:
 
 
 class RowEndpoint:
-    """Listens until `close`. `address`: where."""
+    """Listens until `close`. `address`: where. `state`: said with each answer, as JSON."""
 
-    def __init__(self, ledger: Ledger, *, secret: bytes, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        secret: bytes,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        state: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
         self._ledger = ledger
         self._secret = secret
+        self._state = state
         self._socket = socket.create_server((host, port))
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._open: set[Channel] = set()
@@ -150,7 +165,7 @@ class RowEndpoint:
             with self._lock:
                 self._open.add(channel)
             while (frame := channel.receive(wait=True)) is not None:
-                channel.send({"errors": self._store(*frame)})
+                self._store(channel, *frame)
         except (UnderstudyError, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             logger.warning("a row connection ended: %s", error)
         finally:
@@ -158,34 +173,41 @@ class RowEndpoint:
             with self._lock:
                 self._open.discard(channel)  # type: ignore[arg-type]
 
-    def _store(self, header: dict[str, Any], body: memoryview) -> list[str | None]:
-        """Why each round was refused; None: it is on disk."""
+    def _store(self, channel: Channel, header: dict[str, Any], body: memoryview) -> None:
+        """Answers why each round was refused; None: it is on disk."""
         rounds: list[StoredRound] = []
-        refused: dict[int, str] = {}
+        refused: dict[int, EpisodeError] = {}
         start = 0
-        for place, (*names, size, memo) in enumerate(header["rounds"]):
+        for place, (*names, size, memo_size) in enumerate(header["rounds"]):
             stored = bytes(body[start : start + size])
-            start += size
+            memo = bytes(body[start + size : start + size + memo_size])
+            start += size + memo_size
             fields = dict(zip(_FIELDS, names, strict=True))
             try:
-                rounds.append(stored_body(decode(stored), **fields, memo=bytes.fromhex(memo), body=stored))
+                rounds.append(stored_body(decode(stored), **fields, memo=memo, body=stored))
             except EpisodeError as error:
-                refused[place] = str(error)
-        outcomes = iter(self._ledger.put_rounds(rounds).result())
-        answers: list[str | None] = []
-        for place in range(len(rounds) + len(refused)):
-            if place in refused:
-                answers.append(refused[place])
-            else:
-                outcome = next(outcomes)
-                answers.append(None if outcome is None else str(outcome))
-        return answers
+                refused[place] = error
+        future = self._ledger.put_rounds(rounds)
+        while not future.done():
+            try:
+                future.exception(STILL_S)
+            except TimeoutError:
+                channel.send({"waiting": self._state()})
+        if (failure := future.exception()) is not None:
+            channel.send({"refused": _named(failure), "state": self._state()})
+            return
+        outcomes = iter(future.result())
+        errors = [refused[place] if place in refused else next(outcomes) for place in range(len(rounds) + len(refused))]
+        channel.send({"errors": [error and _named(error) for error in errors], "state": self._state()})
 
 
 class RowClient:
-    """Stores rounds in a ledger elsewhere. One thread at a time."""
+    """Stores rounds in a ledger elsewhere. One thread at a time. `on_state` gets what the endpoint says of its ledger."""
 
-    def __init__(self, address: tuple[str, int], *, secret: bytes) -> None:
+    def __init__(
+        self, address: tuple[str, int], *, secret: bytes, on_state: Callable[[dict[str, Any]], None] = lambda _: None
+    ) -> None:
+        self._on_state = on_state
         sock = socket.create_connection(address, timeout=RECEIVE_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
@@ -200,23 +222,48 @@ class RowClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def put_rounds(self, rounds: Sequence[Round]) -> list[str | None]:
+    def put_rounds(self, rounds: Iterable[Round]) -> list[EpisodeError | None]:
+        """As `put_stored`. Raises EpisodeError for numbers that could not be trained."""
+        return self.put_stored([stored_round(round_) for round_ in rounds])
+
+    def put_stored(self, rounds: Sequence[StoredRound]) -> list[EpisodeError | None]:
         """Store rounds: why each was refused, None for those that are on disk. Raises EndpointError or OSError when it is not
-        known whether they are; then the same may be sent again over a new connection."""
-        bodies = [encode(body_of(round_)) for round_ in rounds]
-        entries = [
-            [*(getattr(round_, name) for name in _FIELDS), len(body), round_.memo.hex()]
-            for round_, body in zip(rounds, bodies, strict=True)
-        ]
-        self._channel.send({"rounds": entries}, body=bodies)
-        answer = self._channel.receive()
-        if answer is None:
-            raise EndpointError("the ledger's side must answer, but closed the connection; connect and send again")
-        errors: list[str | None] = answer[0]["errors"]
-        return errors
+        known whether they are; then the same may be sent again over a new connection. Raises what the ledger says when it takes
+        none of them."""
+        body: list[bytes] = []
+        entries = []
+        for stored in rounds:
+            memo = stored.memo or b""
+            entries.append([*(getattr(stored, name) for name in _FIELDS), len(stored.body), len(memo)])
+            body += [stored.body, memo]
+        self._channel.send({"rounds": entries}, body=body)
+        while True:
+            if (answer := self._channel.receive()) is None:
+                raise EndpointError("the ledger's side must answer, but closed the connection; connect and send again")
+            header = answer[0]
+            if "waiting" in header:
+                self._on_state(header["waiting"])
+                continue
+            self._on_state(header["state"])
+            if "refused" in header:
+                raise _error(header["refused"])
+            errors = [named and _error(named) for named in header["errors"]]
+            return [
+                error if error is None or isinstance(error, EpisodeError) else EpisodeError(error) for error in errors
+            ]
 
     def close(self) -> None:
         self._channel.close()
+
+
+def _named(error: BaseException) -> list[str]:
+    kind = type(error).__name__
+    return [kind if kind in _ERRORS else UnderstudyError.__name__, str(error)]
+
+
+def _error(named: list[str]) -> UnderstudyError:
+    kind, text = named
+    return _ERRORS[kind](text)
 
 
 def _mac(key: bytes, number: int, *parts: bytes) -> bytes:

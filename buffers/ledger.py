@@ -23,31 +23,24 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from buffers import ledger_batches, ledger_episodes, ledger_lineage, ledger_scores, ledger_validation
 from buffers.errors import EpisodeError, UnderstudyError
-from buffers.ledger_episodes import StoredRound
+from buffers.ledger_episodes import ClosedEpisode, StoredRound
 from buffers.ledger_input import checked_score, stored_round, task_payload
 from buffers.ledger_schema import open_database
 from buffers.ledger_writer import Writer
 from buffers.records import Episode, EpisodeState, Position, Round, ScoreDetail, Task, TrainBatch, UInt8, Validated
 from buffers.selectors import Selector
 
+T = TypeVar("T")
+
 _MAX_REASON = 500
 _WHOLE = ScoreDetail()
 _PROBE_BYTES = 1 << 18
 _RESERVE_BYTES = 1 << 26
 """Kept free for what runs already: 64 MiB, or a twentieth of a small disk."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClosedEpisode:
-    """An episode that ended in the transaction just stored."""
-
-    episode_id: str
-    state: EpisodeState
-    reason: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,32 +62,36 @@ class Ledger:
         *,
         drop_equal: bool = False,
         keep_running: bool = False,
+        keep_leases: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open or make the file. Leased groups of a dead process are ready again; its running episodes are retried or, with
-        `keep_running`, go on.
+        """Open or make the file. Leased groups of a dead process are ready again or, with `keep_leases`, stay with their learner,
+        which has outlived it; its running episodes are retried or, with `keep_running`, go on.
 
         `drop_equal`: evict a group whose episodes all scored the same, instead of training it (DAPO, arXiv:2503.14476).
         `clock`: for leases; must never go back.
         """
-        self.path = path
-        self._drop_equal = drop_equal
         self._clock = clock
         db, self._owner = open_database(path)
         db.execute("BEGIN IMMEDIATE")
-        ledger_episodes.recover(db, keep_running=keep_running)
+        ledger_episodes.recover(db, keep_running=keep_running, keep_leases=keep_leases)
         news = _read_news(db)
         db.execute("COMMIT")
-        self._counts = news.counts
-        self._next_deadline: float | None = None
-        self._watchers: list[Callable[[News], None]] = []
-        self._watchers_lock = threading.Lock()
-        self._announced = _states(news.counts)
+        self._begin(path, drop_equal=drop_equal, counts=news.counts)
+        self._next_deadline = news.next_deadline
         name = "in memory" if path is None else str(path)
         self._writer = Writer(
             db, name=name, read_news=_read_news, keep_news=self._keep, publish=self._publish,
             idle_s=self._until_next_deadline, when_idle=self._expire_leases, probe=_probe,
         )  # fmt: skip
+
+    def _begin(self, path: Path | None, *, drop_equal: bool, counts: dict[str, int]) -> None:
+        self.path = path
+        self._drop_equal = drop_equal
+        self._counts = counts
+        self._watchers: list[Callable[[News], None]] = []
+        self._watchers_lock = threading.Lock()
+        self._announced = _states(counts)
 
     def __enter__(self) -> Self:
         return self
@@ -164,10 +161,30 @@ class Ledger:
 
         return unwatch
 
+    def submit(
+        self,
+        operation: Callable[..., T | UnderstudyError],
+        *,
+        refusable: bool = False,
+        passing: bool = False,
+        timed: bool = False,
+        repeatable: bool = False,
+    ) -> Future[T]:
+        """Queue a function of `buffers.ledger_*`, with all its arguments but the connection; all methods below do it through this.
+
+        `timed`: it takes `now`, by the ledger's clock. `repeatable`: it may run again where its answer was lost (nothing is lost
+        here, see `remote_ledger`). Others: see `Writer.submit`.
+        """
+        if timed:
+            return self._writer.submit(
+                lambda db: operation(db, now=self._clock()), refusable=refusable, passing=passing
+            )
+        return self._writer.submit(operation, refusable=refusable, passing=passing)
+
     def put_tasks(self, tasks: Iterable[Task]) -> Future[int]:
         """Store tasks; how many were new. Raises TaskError for one that JSON cannot hold."""
         rows = [(task.task_id, task_payload(task)) for task in tasks]
-        return self._writer.submit(partial(ledger_episodes.put_tasks, rows=rows))
+        return self.submit(partial(ledger_episodes.put_tasks, rows=rows))
 
     def open_group(
         self, task_id: str, *, instance: int, group_size: int, min_size: int | None = None, max_uses: int = 1
@@ -181,7 +198,7 @@ class Ledger:
         _require(1 <= min_size <= group_size, f"min_size must be between 1 and group_size={group_size}, got {min_size}")
         _require(max_uses >= 1, f"max_uses must be >= 1, got {max_uses}")
         operation = partial(ledger_episodes.open_group, task_id=task_id, instance=instance)
-        return self._writer.submit(partial(operation, group_size=group_size, min_size=min_size, max_uses=max_uses))
+        return self.submit(partial(operation, group_size=group_size, min_size=min_size, max_uses=max_uses))
 
     def open_validation(self, tasks: Iterable[Task], *, group_size: int, greedy: bool) -> Future[tuple[int, ...]]:
         """Store tasks and open a group of pending episodes for each, which is scored and never trained; the groups' ids.
@@ -192,45 +209,49 @@ class Ledger:
         self.put_tasks(tasks)
         operation = ledger_validation.open_validation
         task_ids = [task.task_id for task in tasks]
-        return self._writer.submit(partial(operation, task_ids=task_ids, group_size=group_size, greedy=greedy))
+        return self.submit(partial(operation, task_ids=task_ids, group_size=group_size, greedy=greedy))
 
     def validated(self, group_ids: Sequence[int]) -> Future[list[Validated]]:
         """What these groups scored; without those that were given up."""
-        return self._writer.submit(partial(ledger_validation.validated, group_ids=group_ids))
+        return self.submit(partial(ledger_validation.validated, group_ids=group_ids), repeatable=True)
 
     def adopt_episode(self, episode_id: str) -> Future[bool]:
         """Open and start an episode of nobody's task, in a group of one; False when the id is known already."""
-        return self._writer.submit(partial(ledger_episodes.adopt_episode, episode_id=episode_id))
+        return self.submit(partial(ledger_episodes.adopt_episode, episode_id=episode_id))
 
     def start_episode(self, episode_id: str, *, version: int) -> Future[None]:
         """PENDING -> RUNNING, under policy `version`."""
-        return self._writer.submit(partial(ledger_episodes.start_episode, episode_id=episode_id, version=version))
+        return self.submit(partial(ledger_episodes.start_episode, episode_id=episode_id, version=version))
 
     def start_pending(self, *, limit: int, version: int) -> Future[list[Episode]]:
         """Start up to `limit` pending episodes, retries first, then the oldest."""
-        return self._writer.submit(partial(ledger_episodes.start_pending, limit=limit, version=version))
+        return self.submit(partial(ledger_episodes.start_pending, limit=limit, version=version))
 
     def running_episodes(self) -> Future[list[Episode]]:
         """The episodes of tasks that are under way; after `keep_running` those of the process before."""
-        return self._writer.submit(ledger_episodes.running_episodes)
+        return self.submit(ledger_episodes.running_episodes, repeatable=True)
+
+    def ended(self, episode_ids: Sequence[str]) -> Future[list[ClosedEpisode]]:
+        """Those of these episodes that have ended."""
+        return self.submit(partial(ledger_episodes.ended, episode_ids=episode_ids), repeatable=True)
 
     def put_round(self, round_: Round, /) -> Future[None]:
         """Store a round of a running episode. Raises EpisodeError for numbers that could not be trained."""
-        return self._writer.submit(partial(ledger_episodes.put_round, stored=stored_round(round_)))
+        return self.submit(partial(ledger_episodes.put_round, stored=stored_round(round_)))
 
     def leave_out(self, episode_id: str, trained: Mapping[int, UInt8]) -> Future[None]:
         """Some tokens that a running episode sampled are not to be trained: round index -> [S] 1 where they are, else 0."""
         flags = {index: each.astype("uint8").tobytes() for index, each in trained.items()}
-        return self._writer.submit(partial(ledger_episodes.leave_out, episode_id=episode_id, trained=flags))
+        return self.submit(partial(ledger_episodes.leave_out, episode_id=episode_id, trained=flags))
 
     def put_rounds(self, rounds: Sequence[StoredRound]) -> Future[list[EpisodeError | None]]:
         """Store rounds of running episodes in one go: why each was refused, None for those that are stored. A round that is
         there already, bit for bit, counts as stored: whoever was not told may send it again."""
-        return self._writer.submit(partial(ledger_episodes.put_rounds, rounds=rounds))
+        return self.submit(partial(ledger_episodes.put_rounds, rounds=rounds))
 
     def rounds(self, episode_id: str) -> Future[list[Round]]:
         """The rounds of an episode, in order."""
-        return self._writer.submit(partial(ledger_batches.read_rounds, episode_id=episode_id))
+        return self.submit(partial(ledger_batches.read_rounds, episode_id=episode_id), repeatable=True)
 
     def notify_score(
         self, episode_id: str, score: float, *, max_attempts: int = 1, detail: ScoreDetail = _WHOLE
@@ -244,13 +265,11 @@ class Ledger:
         """
         value = checked_score(score, episode_id=episode_id)
         operation = partial(ledger_scores.notify_score, max_attempts=max_attempts, drop_equal=self._drop_equal)
-        return self._writer.submit(
-            partial(operation, episode_id=episode_id, score=value, detail=detail), refusable=True
-        )
+        return self.submit(partial(operation, episode_id=episode_id, score=value, detail=detail), refusable=True)
 
     def score_history(self, episode_id: str) -> Future[list[dict[str, Any]]]:
         """Every score that was reported of an episode, with its judge and what became of it."""
-        return self._writer.submit(partial(ledger_scores.score_history, episode_id=episode_id))
+        return self.submit(partial(ledger_scores.score_history, episode_id=episode_id), repeatable=True)
 
     def fail_episode(self, episode_id: str, reason: str, *, max_attempts: int) -> Future[Episode | None]:
         """End an episode as failed: its next attempt, or None when it has none left. Then the group goes on without it if
@@ -258,7 +277,7 @@ class Ledger:
 
         `reason`: a short kind, then optionally a colon and the detail; kinds are counted.
         """
-        return self._writer.submit(
+        return self.submit(
             partial(
                 ledger_episodes.fail_episode,
                 episode_id=episode_id,
@@ -280,16 +299,13 @@ class Ledger:
         _require(ttl_s is None or ttl_s > 0.0, f"ttl_s must be > 0, got {ttl_s}")
         operation = partial(ledger_batches.claim, num_groups=num_groups, min_version=min_version)
         # A lease ends with the process, so that a claim need not outlive it.
-        return self._writer.submit(
-            lambda db: operation(db, now=self._clock(), ttl_s=ttl_s, selector=selector), passing=True
-        )
+        return self.submit(partial(operation, ttl_s=ttl_s, selector=selector), passing=True, timed=True)
 
     def heartbeat(self, lease_id: int, *, ttl_s: float) -> Future[None]:
         """The lease's holder is alive: it expires `ttl_s` from now. Raises LeaseError when it is not active any more."""
         _require(ttl_s > 0.0, f"ttl_s must be > 0, got {ttl_s}")
-        return self._writer.submit(
-            lambda db: ledger_batches.heartbeat(db, lease_id=lease_id, now=self._clock(), ttl_s=ttl_s)
-        )
+        operation = partial(ledger_batches.heartbeat, lease_id=lease_id, ttl_s=ttl_s)
+        return self.submit(operation, timed=True, repeatable=True)
 
     def commit_step(self, lease_id: int, *, step: int, version: int) -> Future[int]:
         """The leased groups are trained by `step`, which made policy `version`; how many. Raises LeaseError.
@@ -297,30 +313,29 @@ class Ledger:
         Also raises UnderstudyError when the books do not balance: nothing may be trained from a broken ledger.
         """
         _require(self.imbalance() == 0, f"scored episodes must all be in a group's books, {self.imbalance()} are not")
-        return self._writer.submit(
-            lambda db: ledger_batches.commit_step(db, lease_id=lease_id, step=step, version=version, now=self._clock())
-        )
+        operation = partial(ledger_batches.commit_step, lease_id=lease_id, step=step, version=version)
+        return self.submit(operation, timed=True, repeatable=True)
 
     def release(self, lease_id: int) -> Future[int]:
         """Give a batch back untrained: its groups are ready again; how many. Raises LeaseError."""
-        return self._writer.submit(partial(ledger_batches.release, lease_id=lease_id))
+        return self.submit(partial(ledger_batches.release, lease_id=lease_id))
 
     def evict_stale(self, min_version: int) -> Future[list[str]]:
         """Evict ready and open groups that hold a token older than `min_version`; the episodes that this ended."""
-        return self._writer.submit(partial(ledger_batches.evict_stale, min_version=min_version))
+        return self.submit(partial(ledger_batches.evict_stale, min_version=min_version))
 
     def position(self) -> Future[Position]:
         """Where the books stand; a checkpoint stores it."""
-        return self._writer.submit(ledger_lineage.position)
+        return self.submit(ledger_lineage.position, repeatable=True)
 
     def restore(self, target: Position) -> Future[int]:
         """Go back to a checkpoint, in a new lineage: groups trained after it are ready again, in the order in which they
         were trained. Returns how many groups that were given back will be claimed first."""
-        return self._writer.submit(partial(ledger_lineage.restore, target=target))
+        return self.submit(partial(ledger_lineage.restore, target=target))
 
     def times_opened(self) -> Future[dict[str, int]]:
         """How many groups of each task were opened so far: the position in the task files."""
-        return self._writer.submit(ledger_lineage.times_opened)
+        return self.submit(ledger_lineage.times_opened, repeatable=True)
 
     def _keep(self, news: News) -> None:
         """Before the futures are done, so that a caller finds its own change in `counts`."""

@@ -53,6 +53,15 @@ class StoredRound:
     memo: bytes | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedEpisode:
+    """An episode that ended."""
+
+    episode_id: str
+    state: EpisodeState
+    reason: str | None
+
+
 def put_tasks(db: sqlite3.Connection, *, rows: Sequence[tuple[str, str]]) -> int:
     """Store (task_id, payload) pairs; returns how many were new. The same id with another payload is refused."""
     num_new = 0
@@ -110,7 +119,7 @@ def start_pending(db: sqlite3.Connection, *, limit: int, version: int) -> list[E
     rows = [EpisodeRow(*values) for values in found]
     for row in rows:
         _start(db, episode_id=row.episode_id, version=version)
-    return [_as_episode(db, row=row) for row in rows]
+    return [as_episode(db, row=row) for row in rows]
 
 
 def running_episodes(db: sqlite3.Connection) -> list[Episode]:
@@ -119,7 +128,17 @@ def running_episodes(db: sqlite3.Connection) -> list[Episode]:
         f"SELECT {_COLUMNS} FROM episode WHERE state = 'running' "
         "AND group_id IN (SELECT group_id FROM grp WHERE state IN ('open', 'validating') AND task_id IS NOT NULL) ORDER BY seq"
     )
-    return [_as_episode(db, row=EpisodeRow(*values)) for values in found.fetchall()]
+    return [as_episode(db, row=EpisodeRow(*values)) for values in found.fetchall()]
+
+
+def ended(db: sqlite3.Connection, *, episode_ids: Sequence[str]) -> list[ClosedEpisode]:
+    """Those of these episodes that have ended."""
+    rows = [read_episode(db, episode_id=episode_id) for episode_id in episode_ids]
+    return [
+        ClosedEpisode(episode_id=row.episode_id, state=EpisodeState(row.state), reason=row.reason)
+        for row in rows
+        if row.state in _ENDED
+    ]
 
 
 def leave_out(db: sqlite3.Connection, *, episode_id: str, trained: Mapping[int, bytes]) -> None:
@@ -287,12 +306,13 @@ def complete_group(db: sqlite3.Connection, *, group_id: int, drop_equal: bool = 
         db.execute("UPDATE grp SET state = 'ready', min_version = ? WHERE group_id = ?", (min_version, group_id))
 
 
-def recover(db: sqlite3.Connection, *, keep_running: bool) -> None:
-    """After a process died: leased groups are ready again. Episodes under way failed and are tried again or, with
-    `keep_running`, go on: those whose agents have outlived that process."""
+def recover(db: sqlite3.Connection, *, keep_running: bool, keep_leases: bool = False) -> None:
+    """After a process died: leased groups are ready again or, with `keep_leases`, stay with their learner, which has outlived it.
+    Episodes under way failed and are tried again or, with `keep_running`, go on: those whose agents have outlived it."""
     db.execute("UPDATE meta SET value = value + 1 WHERE key = 'epoch'")
-    db.execute("UPDATE lease SET state = 'superseded' WHERE state = 'active'")
-    db.execute("UPDATE grp SET state = 'ready', replay = lease_id, lease_id = NULL WHERE state = 'leased'")
+    if not keep_leases:
+        db.execute("UPDATE lease SET state = 'superseded' WHERE state = 'active'")
+        db.execute("UPDATE grp SET state = 'ready', replay = lease_id, lease_id = NULL WHERE state = 'leased'")
     if keep_running:
         return
     interrupted = db.execute(
@@ -332,7 +352,8 @@ def _open_episode(db: sqlite3.Connection, *, task: Task, group_id: int, sample_i
     return Episode(episode_id=episode_id, task=task, group_id=group_id, sample_index=sample_index, attempt=attempt)
 
 
-def _as_episode(db: sqlite3.Connection, *, row: EpisodeRow) -> Episode:
+def as_episode(db: sqlite3.Connection, *, row: EpisodeRow) -> Episode:
+    """The record of an episode."""
     task_id, greedy = db.execute("SELECT task_id, greedy FROM grp WHERE group_id = ?", (row.group_id,)).fetchone()
     return Episode(
         episode_id=row.episode_id,

@@ -137,6 +137,9 @@ class BufferConfig(Section):
     max_policy_lag: Annotated[int, Field(ge=0)] = 1
     """Largest difference between the policy that trains a token and the one that sampled it, in steps.
     0 is the synchronous flow: no task starts before the new weights are in place."""
+    node: Annotated[str, Field(pattern=r"^[\w.:-]*$")] = ""
+    """The address or the id of the Ray node whose disk has the ledger, in the cluster that the run then joins (`ray start`). Empty:
+    the ledger is in the run's own process, which needs no cluster."""
 
 
 class LearnerConfig(Section):
@@ -186,15 +189,19 @@ class LearnerConfig(Section):
     """(low, high): ratios stay within [1 - low, 1 + high]. None: the loss's own, (0.2, 0.28) for ppo."""
     correction: Literal["none", "tis", "seq_tis", "icepop", "mis", "seq_mis", "naive"] = "tis"
     """Importance weight for data of an older policy, see learner/corrections.py. naive: PPO on the old ratio."""
-    kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
-    """Weight of KL(policy || frozen reference); 0: no reference model is kept."""
+    kl_coef: Annotated[float, Field(ge=0.0)] | tuple[Positive, Positive] = 0.0
+    """Weight of KL(policy || frozen reference); 0: no reference model is kept. (weight, target): it begins there and is steered to
+    a KL of so many nats per token."""
     kl_kind: Literal["k1", "abs", "k2", "k3", "reward_k1", "reward_abs", "reward_k2", "reward_k3"] = "k3"
     """The KL estimator, see learner/kl.py; a term of the loss, or taken off the rewards."""
-    kl_target: Annotated[float, Field(ge=0.0)] = 0.0
-    """KL in nats per token that `kl_coef` is steered to; 0: it stays fixed."""
     entropy_coef: Annotated[float, Field(ge=0.0)] = 0.0
     check_logprobs: bool = True
     """Recompute every trained token under the version that sampled it and report the largest difference."""
+
+    @property
+    def kl(self) -> tuple[float, float]:
+        """(first weight, target; 0: the weight stays fixed)."""
+        return self.kl_coef if isinstance(self.kl_coef, tuple) else (self.kl_coef, 0.0)
 
 
 class WarmStartConfig(Section):
@@ -237,11 +244,6 @@ class Config(Section):
             raise ValueError(
                 f"agents.max_attempts=[tries, fewest] must leave 2 to buffer.group_size={self.buffer.group_size} members of a "
                 f"group (1 with learner.advantage=gae), got {fewest}; set agents.max_attempts=3"
-            )
-        if learner.kl_target > 0.0 and learner.kl_coef == 0.0:
-            raise ValueError(
-                f"learner.kl_target={learner.kl_target} steers learner.kl_coef, which must be > 0, got 0; "
-                f"set learner.kl_coef=0.001"
             )
         if self.buffer.groups_per_step * self.buffer.group_size < learner.ranks:
             raise ValueError(

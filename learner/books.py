@@ -7,6 +7,7 @@ opened, which groups wait, and, where agents outlive the run's process, which ep
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from buffers.records import Episode, Position, Round
 from buffers.task_pool import TaskPool
 from configs.schema import Config
 from learner.checkpoint_store import Checkpoint
+from learner.ledger_place import RowSecret, open_ledger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +40,26 @@ def agents_outlive(config: Config) -> bool:
     return not config.agents.command and not config.agents.loops and config.server.port != 0
 
 
-async def open_books(config: Config, *, folder: Path, resume: bool, checkpoint: Checkpoint | None) -> Books:
-    """Open the folder's ledger. `resume`: it is an earlier run's, which goes on from `checkpoint`, or from its start."""
-    keep_running = resume and agents_outlive(config)
-    ledger = Ledger(
-        folder / "ledger.sqlite", drop_equal=config.data.reward_manager == "dapo", keep_running=keep_running
+async def open_books(
+    config: Config,
+    stack: AsyncExitStack,
+    *,
+    folder: Path,
+    secret: RowSecret,
+    resume: bool,
+    checkpoint: Checkpoint | None,
+) -> Books:
+    """Open the folder's ledger, until `stack` ends. `resume`: it is an earlier run's, which goes on from `checkpoint`, or from its
+    start. `secret`: for rows from other machines."""
+    ledger = await open_ledger(
+        folder,
+        node=config.buffer.node,
+        secret=secret,
+        drop_equal=config.data.reward_manager == "dapo",
+        keep_running=resume and agents_outlive(config),
+        is_new=not resume,
     )
+    stack.callback(ledger.close)
     num_replays = 0
     if resume:
         here = await asyncio.wrap_future(ledger.position())

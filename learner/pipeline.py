@@ -22,15 +22,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
 from collections.abc import Callable, Sequence, Set
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-
-import ray
 
 from agents.external import AgentPerEpisode, AgentPlace, LongLivedAgents, check_command
 from agents.loop_config import read_loops
@@ -41,6 +38,7 @@ from buffers.task_source import endless_tasks, task_list
 from configs.schema import Config
 from env_adapters.process import Child, last_words, resolve_command, start_environment
 from env_adapters.rewards import Rewards
+from learner import cluster
 from learner.books import Books, open_books
 from learner.checkpoint_store import Checkpoint, CheckpointStore
 from learner.display import Display
@@ -57,7 +55,7 @@ from learner.validation import Validation
 from learner.watch import watch
 from mocked_server.dispatch import PLAIN
 from mocked_server.generation import Generation
-from mocked_server.keys import KeyRing, secret_of_run
+from mocked_server.keys import KeyRing, row_secret, secret_of_run
 from mocked_server.protocol import bind
 from mocked_server.server import MockedServer
 from mocked_server.vllm_engine import (
@@ -212,10 +210,12 @@ class Pipeline:
     ) -> tuple[LearnerRanks, tuple[VLLMEngine, MockedServer, Books]]:
         """The learner (with its warm start) and the engine start side by side: together they are most of the start-up time."""
         async with asyncio.TaskGroup() as tasks:
-            engine = tasks.create_task(self._start_engine(stack, model), name="start engine")
-            await asyncio.to_thread(start_ray)
+            started = asyncio.Event()
+            engine = tasks.create_task(self._start_engine(stack, model, started), name="start engine")
+            await asyncio.to_thread(interrupts_blocked()(cluster.start), self._config.buffer.node)
             self.on_ray_started()
-            stack.push_async_callback(asyncio.to_thread, ray.shutdown)
+            stack.push_async_callback(asyncio.to_thread, cluster.stop)
+            started.set()
             learner = tasks.create_task(self._start_learner(stack, model), name="start learner")
             if self._loops is not None:
                 await self._start_loop_workers(self._loops, stack, model)
@@ -264,10 +264,16 @@ class Pipeline:
                 self.history.warm_start = metrics
                 self._tracker.log(0, {f"warm_start/{name}": value for name, value in metrics.items()})
 
-    async def _start_engine(self, stack: AsyncExitStack, model: Path) -> tuple[VLLMEngine, MockedServer, Books]:
+    async def _start_engine(
+        self, stack: AsyncExitStack, model: Path, ray_started: asyncio.Event
+    ) -> tuple[VLLMEngine, MockedServer, Books]:
         config = self._config
-        books = await open_books(config, folder=self._folder, resume=self._resume, checkpoint=self._checkpoint)
-        stack.callback(books.ledger.close)
+        if config.buffer.node:
+            await ray_started.wait()
+        books = await open_books(
+            config, stack, folder=self._folder, secret=partial(row_secret, self._folder),
+            resume=self._resume, checkpoint=self._checkpoint,
+        )  # fmt: skip
         settings = EngineSettings(
             model_path=model, served_name="policy", dtype=config.model.dtype,
             rollout=config.rollout, server=config.server, seed=config.run.seed,
@@ -383,16 +389,3 @@ async def environment_lost(server: MockedServer, address: str) -> None:
     """Another one listens at `address`: what the first one was playing is tried again."""
     server.env_address = address
     await server.fail_all("environment died")
-
-
-def start_ray() -> None:
-    """A Ray of this run's own, without dashboard; in the cluster that RAY_ADDRESS names, if it does."""
-    address = os.environ.get("RAY_ADDRESS") or "local"  # without one Ray would join whatever runs on this machine
-    with interrupts_blocked():
-        ray.init(
-            address,
-            include_dashboard=False if address == "local" else None,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-            configure_logging=False,
-        )

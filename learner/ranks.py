@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffers.errors import UnderstudyError
 from buffers.records import TrainBatch
@@ -70,10 +71,14 @@ class LearnerRanks:
         self._actors: list[Any] = []
 
     async def start(self) -> None:
-        """Starts the processes, again after a failure; returns when every rank has its model."""
+        """Starts the processes, again after a failure, on this node: they share files with the run; returns when every rank has its
+        model."""
         threads = {} if self._gpus_per_rank else {"OMP_NUM_THREADS": "1"}
         environment = {"PYTHONPATH": python_path(), **threads}
-        actor = ray.remote(num_cpus=0, num_gpus=self._gpus_per_rank, runtime_env={"env_vars": environment})(Trainer)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        actor = ray.remote(
+            num_cpus=0, num_gpus=self._gpus_per_rank, scheduling_strategy=here, runtime_env={"env_vars": environment}
+        )(Trainer)
         address = _free_address()
         for rank in range(self._config.ranks):
             place = {"address": address, "rank": rank, "world_size": self._config.ranks}

@@ -21,6 +21,7 @@ from buffers.errors import UnderstudyError
 from configs.schema import Config
 from learner.checkpoint_store import Checkpoint, CheckpointError, CheckpointStore, read_checkpoint
 from learner.display import Display
+from learner.ledger_place import FILE
 from learner.pipeline import Pipeline
 from learner.report import reward_curve_png, reward_curve_text, summary_table, write_summary
 from learner.tracker import Tracker, check_trackers
@@ -31,7 +32,7 @@ def run_session(config: Config, *, resume: str = "") -> int:
     folder = Path(config.run.dir) / config.run.name
     try:
         check_trackers(config.run.trackers)
-        again, checkpoint = find_resume(folder, resume=resume)
+        again, checkpoint = find_resume(folder, resume=resume, elsewhere=bool(config.buffer.node))
     except UnderstudyError as refusal:
         print(refusal, file=sys.stderr)
         return 2
@@ -138,13 +139,15 @@ def _messages(group: BaseExceptionGroup[BaseException]) -> list[str]:
     return lines
 
 
-def find_resume(folder: Path, *, resume: str) -> tuple[bool, Checkpoint | None]:
+def find_resume(folder: Path, *, resume: str, elsewhere: bool = False) -> tuple[bool, Checkpoint | None]:
     """Whether `folder` holds a run to go on with, and from which checkpoint (None: from its start). Raises CheckpointError.
 
     `resume`: nothing (a fresh run), `auto` (the newest checkpoint; a fresh run when there is no run yet), or a checkpoint.
+    `elsewhere`: the ledger is on another node's disk.
     """
+    has_books = (folder / ("config.yaml" if elsewhere else FILE)).is_file()
     if resume in ("", "auto"):
-        again = resume == "auto" and (folder / "ledger.sqlite").is_file()
+        again = resume == "auto" and has_books
         return again, CheckpointStore(folder / "checkpoints", keep=1).newest() if again else None
     checkpoint = read_checkpoint(Path(resume))
     if checkpoint.folder.resolve().parent.parent != folder.resolve():
@@ -152,9 +155,9 @@ def find_resume(folder: Path, *, resume: str) -> tuple[bool, Checkpoint | None]:
             f"--resume must name a checkpoint of this run, in {folder / 'checkpoints'}, got {resume}; set run.dir and "
             f"run.name to that run's, or start a new run from its weights with model.path={checkpoint.model}"
         )
-    if not (folder / "ledger.sqlite").is_file():
+    if not has_books:
         raise CheckpointError(
-            f"--resume needs the ledger that belongs to the checkpoint, got no {folder / 'ledger.sqlite'}; put it back, or "
+            f"--resume needs the ledger that belongs to the checkpoint, got no {folder / FILE}; put it back, or "
             f"start a new run from its weights with model.path={checkpoint.model}"
         )
     return True, checkpoint

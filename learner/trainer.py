@@ -75,7 +75,7 @@ class Trainer:
         self._optimizer = self._adamw(self._policy, lr=config.lr)
         self._critic = self._load(model_path, value_head=True) if critic == "separate" else None
         self._critic_optimizer = self._adamw(self._critic, lr=config.critic_lr) if self._critic is not None else None
-        self._kl = KLCoefficient(config.kl_coef, target=config.kl_target)
+        self._kl = KLCoefficient(config.kl[0], target=config.kl[1])
         self._history: dict[int, fsdp.Shards] = {}
         self._reference: fsdp.Shards | None = None
         self._steps = 0
@@ -107,7 +107,7 @@ class Trainer:
         started = time.monotonic()
         table = token_table(batch, min_version=version - self._keep_versions + 1)
         shares = table.weights(range(len(table.hints)), mode="token-mean")
-        if self._config.kl_coef > 0.0 and self._reference is None:
+        if self._config.kl[0] > 0.0 and self._reference is None:
             self._reference = fsdp.clone_shards(self._policy)
         logprobs, entropy, values = self._sweep(table.sequences, critic=True)
         metrics = self._check_logprobs(table, logprobs=logprobs, version=version)
@@ -116,7 +116,7 @@ class Trainer:
         targets, kl_taken = self._targets(table, shares=shares, logprobs=logprobs, values=values)
         prepared = time.monotonic()
         metrics |= self._update(table, targets=targets) | kl_taken
-        if self._config.kl_coef > 0.0:
+        if self._config.kl[0] > 0.0:
             metrics["policy/kl_coef"] = self._kl.value
             self._kl.update(metrics["policy/kl_ref"], num_episodes=len(np.unique(table.episodes)))
         if self._estimator.needs_critic:

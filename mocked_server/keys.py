@@ -86,12 +86,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_host(host: str, *, secret: Path) -> None:
-    """Raises SecretError when others could reach the server and nobody made a secret for it."""
+def check_host(host: str, *, secret: Path, key: str = "server.host", otherwise: str = "127.0.0.1") -> None:
+    """Raises SecretError when others could reach what listens there and nobody made a secret for it. `key`: says where."""
     if not is_loopback(host) and not secret.is_file():
         raise SecretError(
-            f"server.host={host} can be reached by others, it needs a secret of yours in {secret}, got none; make one with "
-            f"`python -m mocked_server.keys {secret}`, or set server.host=127.0.0.1"
+            f"{key}={host} can be reached by others, it needs a secret of yours in {secret}, got none; make one with "
+            f"`python -m mocked_server.keys {secret}`, or set {key}={otherwise}"
         )
 
 
@@ -115,6 +115,12 @@ def secret_of_run(folder: Path, *, host: str) -> bytes:
     shared = folder.parent / SECRET_FILE
     check_host(host, secret=shared)
     return hmac.digest(read_secret(shared), folder.name.encode(), "sha256")
+
+
+def row_secret(folder: Path, *, host: str) -> bytes:
+    """What opens the rows' endpoint of the run in `folder`, and nothing else, where it listens on `host`. Raises SecretError."""
+    check_host(host, secret=folder.parent / SECRET_FILE, key="buffer.node", otherwise="''")
+    return hmac.digest(secret_of_run(folder, host=host), b"rows", "sha256")
 
 
 def make_secret(path: Path) -> bytes:

@@ -44,7 +44,7 @@ OWNERS = {
     "pyarrow": {"buffers/parquet.py", "buffers/ledger_export.py"},
     "sqlite3": {"buffers/ledger*.py"},
     "torch.distributed": {"learner/fsdp.py", "learner/checkpoint.py"},
-    "ray": {"learner/ranks.py", "learner/pipeline.py", "agents/loop_manager.py"},
+    "ray": {"learner/ranks.py", "learner/cluster.py", "agents/loop_manager.py", "buffers/ledger_actor.py"},
     "peft": {"learner/adapter.py"},
     "matplotlib": {"learner/report.py"},
     "tensorboard": {"learner/tracker.py"},

@@ -36,7 +36,9 @@ def test_shipped_configurations_are_what_they_are_named_for() -> None:
         ("data.tasks={a/x.parquet: 0}", ["data.tasks", "greater than 0", "got 0"]),
         ("data.tasks={a/x.parquet: heavy}", ["data.tasks", "valid number", "got 'heavy'"]),
         ("data.tasks=3", ["data.tasks", "valid string", "got 3"]),
-        ("learner.kl_target=0.1", ["learner.kl_target", "learner.kl_coef", "got 0"]),
+        ("learner.kl_coef=[0, 0.1]", ["learner.kl_coef", "greater than 0", "got 0"]),
+        ("buffer.node=disk one", ["buffer.node", "should match pattern", "got 'disk one'"]),
+        ("buffer.node=3", ["buffer.node", "valid string", "got 3"]),
     ],
 )
 def test_an_override_that_cannot_be_used_is_one_line(override: str, words: list[str]) -> None:

@@ -199,7 +199,7 @@ def _bandit(*, tokens: tuple[int, int] = (7, 9)) -> TrainBatch:
         {"advantage": "rloo", "loss": "gspo", "clip": [0.2, 0.2], "loss_agg": "seq-mean-token-mean"},
         {"advantage": "dr_grpo", "loss_agg": "seq-mean-token-sum-norm"},
         {"advantage": "opo", "loss": "cispo", "loss_agg": "seq-mean-token-sum"},
-        {"advantage": "reinforce_plus_plus", "kl_coef": 0.01, "kl_kind": "reward_k1", "kl_target": 0.01},
+        {"advantage": "reinforce_plus_plus", "kl_coef": (0.01, 0.01), "kl_kind": "reward_k1"},
         {"advantage": "reinforce_plus_plus_baseline", "correction": "icepop"},
     ],
 )
@@ -239,7 +239,7 @@ def test_reference_is_the_policy_before_the_first_step(trainer: MakeTrainer) -> 
 
 def test_kl_in_the_reward_is_taken_off_token_by_token(trainer: MakeTrainer, model: Path, tmp_path: Path) -> None:
     learner = trainer(
-        advantage="reinforce_plus_plus", kl_coef=0.5, kl_kind="reward_k1", kl_target=0.01, lr=1e-2, lr_warmup_steps=0
+        advantage="reinforce_plus_plus", kl_coef=(0.5, 0.01), kl_kind="reward_k1", lr=1e-2, lr_warmup_steps=0
     )
     first = learner.train_step(_sampled_by(model, _bandit(), version=0), version=0)
     assert first["policy/kl_ref"] == pytest.approx(0.0, abs=1e-6)

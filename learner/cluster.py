@@ -1,0 +1,49 @@
+"""The run's Ray: one of its own on this machine, or the cluster that has the node of its ledger.
+
+Called by `learner.pipeline` and `learner.ledger_place`. Invariant: whoever starts it here ends its part of it with `stop`: a Ray of
+its own ends with that, a cluster goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import ray
+
+from buffers.errors import UnderstudyError
+
+
+def start(node: str) -> None:
+    """A local Ray without dashboard; where a node is named, the cluster of this machine or of RAY_ADDRESS.
+
+    Raises UnderstudyError when there is none.
+    """
+    # Without an address Ray would join whatever runs on this machine.
+    place: dict[str, Any] = {"address": "auto"} if node else {"address": "local", "include_dashboard": False}
+    try:
+        ray.init(logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, **place)
+    except ConnectionError as error:
+        raise UnderstudyError(
+            f"buffer.node={node} must be a node of a running Ray cluster, got none; start one with `ray start --head`, or "
+            f"leave buffer.node empty"
+        ) from error
+
+
+def stop() -> None:
+    """Ends all that this process started in it, but for actors that are to stay."""
+    ray.shutdown()
+
+
+def find_node(name: str) -> tuple[str, str]:
+    """(id, address) of the living node of this cluster with this id, address or host name. Raises UnderstudyError."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    found = [
+        node for node in alive if name in (node["NodeID"], node["NodeManagerAddress"], node["NodeManagerHostname"])
+    ]
+    if len(found) != 1:
+        known = ", ".join(f"{node['NodeID']} ({node['NodeManagerAddress']})" for node in alive)
+        raise UnderstudyError(
+            f"buffer.node must name one node of the Ray cluster, got {name!r} for {len(found)} of them; set it to one of {known}"
+        )
+    return str(found[0]["NodeID"]), str(found[0]["NodeManagerAddress"])

@@ -1,0 +1,32 @@
+"""As `fault_writer`, on a ledger in a Ray actor: it is the actor that is killed, and this process goes on.
+
+python tests/remote_writer.py CLUSTER NODE LEDGER SEED
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import ray
+from fault_writer import lane_died, produce, tell, train
+from remote_parts import SECRET
+
+from buffers.ledger_actor import find_actor
+from buffers.remote_ledger import RemoteLedger
+
+
+def main() -> None:
+    threading.excepthook = lane_died
+    cluster, node_id, path, seed = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
+    ray.init(address=cluster, log_to_driver=False, configure_logging=False)
+    ledger = RemoteLedger(find_actor(path, node_id=node_id), path=path, secret=SECRET)
+    tell(open=ray.get_runtime_context().get_node_id())
+    for lane in range(3):
+        threading.Thread(target=produce, args=(ledger,), kwargs={"lane": lane, "seed": seed}, daemon=True).start()
+    train(ledger, seed=seed)
+
+
+if __name__ == "__main__":
+    main()
