@@ -3,9 +3,9 @@
     python -m mocked_server.check [--json] [--task FILE] [--timeout SECONDS] -- COMMAND ...
 
 The command is started once, in an empty folder, with the environment that training gives it (OPENAI_BASE_URL, OPENAI_API_KEY,
-ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, MODEL, TASK_JSON). The model calls tools that the agent offers, with made-up
-arguments, then answers; see `rehearsal`. Exit code 0: it can be trained; 1: it cannot; 2: the check itself could not be
-made.
+ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, MODEL, TASK_JSON, SEED) and its task on standard input. The model calls tools that the
+agent offers, with made-up arguments, then answers; see `rehearsal`. Exit code 0: it can be trained; 1: it cannot; 2: the check
+itself could not be made.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Rehearsal:
         leased = await self._server.lease_episode(wait_s=60.0)
         assert leased is not None, "a task that was just put is leased at once"
         env = {**os.environ, **self._server.environment(leased.api_key), "EPISODE_ID": leased.episode_id}
-        env["TASK_JSON"] = json.dumps(leased.task)
+        env |= {"TASK_JSON": json.dumps(leased.task), "SEED": str(leased.seed)}
         for name in ("PYTHONPATH", "PYTHONSTARTUP"):
             env.pop(name, None)
         began = time.monotonic()
@@ -199,14 +199,16 @@ def _server(
 
 
 async def run_agent(command: Sequence[str], *, env: dict[str, str], timeout_s: float, output: int | None = None) -> int:
-    """Run the program in an empty folder; its exit code, 124 when it ran too long."""
+    """Run the program in an empty folder, its task on standard input; its exit code, 124 when it ran too long."""
     sink = sys.stderr.fileno() if output is None else output
-    with tempfile.TemporaryDirectory(prefix="understudy-agent-") as folder:
+    with tempfile.TemporaryDirectory(prefix="understudy-agent-") as folder, tempfile.TemporaryFile() as task:
+        task.write(env["TASK_JSON"].encode())
+        task.seek(0)
         process = await asyncio.create_subprocess_exec(
             *command,
             cwd=folder,
             env=env,
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=task,
             stdout=sink,
             stderr=sink,
             start_new_session=True,

@@ -183,7 +183,11 @@ def test_an_agent_with_a_model_of_its_own_cannot_be_trained(tools_server, tmp_pa
 
 
 def test_an_agent_that_never_asks_is_told_what_to_read(tools_server, tmp_path):
-    report = run(tools_server, "import os\nassert os.environ['TASK_JSON']\n", tmp_path)
+    report = run(
+        tools_server,
+        "import os, sys\nassert os.environ['SEED'] and os.environ['TASK_JSON'] == sys.stdin.read()\n",
+        tmp_path,
+    )
     assert (report.exit_code, report.trainable, report.dialects) == (0, False, {})
     assert any("OPENAI_BASE_URL" in advice for advice in report.advice)
 
