@@ -39,6 +39,10 @@ def main(argv: list[str] | None = None) -> int:
         help="when the run's own process dies (kill -9, out of memory): start it again from its newest checkpoint",
     )  # fmt: skip
     arguments = parser.parse_args(argv)
+    if arguments.keep_running and sys.platform != "linux":
+        parser.error(
+            f"--keep-running needs Linux, got {sys.platform}; leave it out, and use --resume auto after a crash"
+        )
 
     from configs.load import DEFAULT, ConfigError, load_config
 
