@@ -50,8 +50,10 @@ def encode(body: RoundBody) -> bytes:
         np.ascontiguousarray(body.versions, dtype="<i4"),
     )
     header = _HEADER.pack(MAGIC, FORMAT_VERSION, 0, len(body.tail_ids), len(body.sampled_ids))
-    payload = b"".join(array.tobytes() for array in arrays)
-    return header + _CRC.pack(_crc(header, payload=payload)) + payload
+    crc = zlib.crc32(header)
+    for array in arrays:
+        crc = zlib.crc32(array.data, crc)
+    return b"".join((header, _CRC.pack(crc), *(array.data for array in arrays)))
 
 
 def decode(data: bytes) -> RoundBody:
