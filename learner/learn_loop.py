@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -193,12 +194,10 @@ class LearnLoop:
     async def publish(self) -> None:
         """New weights: learner -> file -> engine, which pauses for the copy only. The file stays until the next one: an engine
         that is started again takes it from there."""
-        folder = self._weights / f"version-{self.step}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        folder = Path(tempfile.mkdtemp(prefix=f"version-{self.step}-", dir=self._weights))
         await self._ranks.publish(folder / "model.safetensors")
         await self._engine.load_weights(folder, version=self.step)
-        if self._published is not None and self._published != folder:
+        if self._published is not None:
             shutil.rmtree(self._published)
         self._published = folder
 

@@ -236,9 +236,9 @@ class VLLMEngine:
         that is down gets them when it is back.
         """
         self._weights = folder, version
-        is_loaded = self._up.is_set() and await self._while_alive(self._load(folder, version))
-        if not is_loaded and not await self.is_back():
-            raise EngineError(f"the engine died while it loaded the weights of version {version}")
+        while not (self._up.is_set() and await self._while_alive(self._load(folder, version))):
+            if not await self.is_back():
+                raise EngineError(f"the engine died while it loaded the weights of version {version}")
 
     async def _load(self, folder: Path, version: int) -> None:
         await self._llm.pause_generation(mode="keep", clear_cache=True)
