@@ -52,11 +52,15 @@ def test_a_ledger_on_another_node_keeps_the_rule(rule: Rule, nodes: Nodes, tmp_p
     rule(Site(partial(open_remote, node_id=nodes.disk), path=tmp_path / "ledger.sqlite", durable=True))
 
 
-def test_the_ledger_is_on_the_node_with_the_disk_whoever_asks(nodes: Nodes, ledger: RemoteLedger) -> None:
+def test_the_ledger_is_on_the_node_with_the_disk_before_and_after_its_process_dies(
+    nodes: Nodes, tmp_path: Path
+) -> None:
     assert nodes.own != nodes.disk
-    assert ledger.where.node_id == nodes.disk
-    kill(ledger)
-    assert ledger._actor.where().node_id == nodes.disk
+    for number, node_id in enumerate((nodes.disk, nodes.own)):
+        with open_remote(tmp_path / f"ledger-{number}.sqlite", node_id=node_id) as ledger:
+            assert ledger.where.node_id == node_id
+            kill(ledger)
+            assert ledger._actor.where().node_id == node_id
 
 
 @pytest.mark.timeout(240)
