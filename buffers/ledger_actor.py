@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffers.endpoint import STILL_S
@@ -74,12 +74,20 @@ class ActorHandle:
         self._actor.forget.remote(caller)
 
     def idle_s(self) -> float:
-        idle_s: float = self._get(self._actor.idle_s.options(max_task_retries=-1).remote(), timeout_s=START_S)
+        """How long nobody has used it."""
+        idle_s = START_S  # if it is dead, or stuck
+        with suppress(AnswerLost, GetTimeoutError):
+            idle_s = self._get(self._actor.idle_s.options(max_task_retries=-1).remote(), timeout_s=START_S)
         return idle_s
 
     def open(self) -> None:
-        """Raises what opening the file raises."""
-        self._get(self._actor.open.options(max_task_retries=-1).remote(), timeout_s=START_S)
+        """Raises what opening the file raises; UnderstudyError when its node does not start it."""
+        try:
+            self._get(self._actor.open.options(max_task_retries=-1).remote(), timeout_s=START_S)
+        except GetTimeoutError as error:
+            raise UnderstudyError(
+                f"the ledger's process must start within {START_S:.0f} s, but did not; see the logs of Ray on its node"
+            ) from error
 
     def end(self) -> None:
         """Close the file and end the actor for good. Idempotent."""
@@ -96,7 +104,9 @@ class ActorHandle:
         except RayTaskError as error:
             cause = error.cause
             raise (cause if isinstance(cause, UnderstudyError) else error) from None
-        except RayActorError as error:
+        except GetTimeoutError:
+            raise
+        except RayError as error:  # of the actor, or of its node
             raise AnswerLost(f"the ledger's process died before it answered: {error}; send the same again") from error
 
 

@@ -101,6 +101,7 @@ class RemoteLedger(Ledger):
         return bool(self._state["room"])
 
     def close(self) -> None:
+        """As `Ledger.close`; while the disk is full, what waits is not stored."""
         with self._moved:
             self._closing = True
             self._moved.notify_all()
@@ -280,6 +281,8 @@ class RemoteLedger(Ledger):
         """While the disk is full, what may be refused does not wait behind what may not."""
         if not self.is_full:
             return
+        if self._closing:
+            raise LedgerGone("it was closed while its disk was full, and what waited is not stored")
         with self._moved:
             refused = [mail for mail in self._mail if mail.job is not None and mail.job.refusable]
             for mail in refused:

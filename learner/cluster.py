@@ -23,10 +23,12 @@ def start(node: str) -> None:
     place: dict[str, Any] = {"address": "auto"} if node else {"address": "local", "include_dashboard": False}
     try:
         ray.init(logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, **place)
-    except ConnectionError as error:
+    except (ConnectionError, RuntimeError) as error:
+        if not node:
+            raise
         raise UnderstudyError(
-            f"buffer.node={node} must be a node of a running Ray cluster, got none; start one with `ray start --head`, or "
-            f"leave buffer.node empty"
+            f"buffer.node={node} must be a node of a running Ray cluster, but none can be joined: {error}; start one with "
+            f"`ray start --head`, or leave buffer.node empty"
         ) from error
 
 

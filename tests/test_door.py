@@ -19,7 +19,16 @@ from hypothesis import strategies as st
 from buffers.errors import StorageFull
 from mocked_server.app import build_admin_app, build_app
 from mocked_server.door import MAX_BODY_BYTES, MAX_DEPTH, MAX_DESK_BYTES, depth_of
-from mocked_server.keys import KeyRing, SecretError, check_host, is_loopback, make_secret, read_secret
+from mocked_server.keys import (
+    KeyRing,
+    SecretError,
+    check_host,
+    is_loopback,
+    make_secret,
+    read_secret,
+    row_secret,
+    secret_of_run,
+)
 from mocked_server.protocol import MAX_HEAD_BYTES
 
 ROOT = Path(__file__).parent.parent
@@ -206,6 +215,18 @@ def test_a_host_that_others_can_reach_needs_a_secret_of_the_operator(tmp_path: P
     made = subprocess.run([sys.executable, "-m", "mocked_server.keys", str(secret)], cwd=ROOT, check=False)
     assert made.returncode == 0 and stat.S_IMODE(os.stat(secret).st_mode) == 0o600
     check_host("0.0.0.0", secret=secret)
+
+
+def test_the_rows_endpoint_has_a_secret_of_its_own_and_beyond_loopback_it_needs_the_operators(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with pytest.raises(SecretError, match=r"buffer\.node=10\.0\.0\.1 can be reached by others.*set buffer\.node=''"):
+        row_secret(folder, host="10.0.0.1")
+    local = row_secret(folder, host="127.0.0.1")
+    assert local == row_secret(folder, host="127.0.0.1") != secret_of_run(folder, host="127.0.0.1")
+    make_secret(tmp_path / "server.key")
+    beyond = row_secret(folder, host="10.0.0.1")
+    assert len(beyond) == 32 and beyond not in (local, secret_of_run(folder, host="10.0.0.1"))
 
 
 def test_keys_of_a_kept_secret_outlive_the_process_and_no_one_else_may_read_it(tmp_path: Path) -> None:

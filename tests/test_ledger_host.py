@@ -149,6 +149,14 @@ def test_while_the_disk_is_full_scores_are_refused_and_all_else_waits(
     assert ledger.notify_score(first.episode_id, 1.0).result(30) is True
 
 
+def test_closing_does_not_wait_for_a_full_disk(ledger: RemoteLedger, handle: Nearby) -> None:
+    (episode,) = open_running(ledger, task=0)
+    handle.host._ledger._writer.submit(lambda db: db.execute("PRAGMA max_page_count = 1")).result()
+    waiting = ledger.put_round(make_round(episode.episode_id, sampled=range(200_000)))
+    ledger.close()
+    assert "closed while its disk was full" in str(waiting.exception(0))
+
+
 def _lift(handle: Nearby) -> None:
     """Between two tries of the writer: nothing is stored meanwhile, so that no operation could do it."""
     handle.host._ledger._writer._db.execute("PRAGMA max_page_count = 1000000")

@@ -52,11 +52,15 @@ def test_a_ledger_on_another_node_keeps_the_rule(rule: Rule, nodes: Nodes, tmp_p
     rule(Site(partial(open_remote, node_id=nodes.disk), path=tmp_path / "ledger.sqlite", durable=True))
 
 
-def test_the_ledger_is_on_the_node_with_the_disk_whoever_asks(nodes: Nodes, ledger: RemoteLedger) -> None:
+def test_the_ledger_is_on_the_node_with_the_disk_before_and_after_its_process_dies(
+    nodes: Nodes, tmp_path: Path
+) -> None:
     assert nodes.own != nodes.disk
-    assert ledger.where.node_id == nodes.disk
-    kill(ledger)
-    assert ledger._actor.where().node_id == nodes.disk
+    for number, node_id in enumerate((nodes.disk, nodes.own)):
+        with open_remote(tmp_path / f"ledger-{number}.sqlite", node_id=node_id) as ledger:
+            assert ledger.where.node_id == node_id
+            kill(ledger)
+            assert ledger._actor.where().node_id == node_id
 
 
 @pytest.mark.timeout(240)
@@ -175,10 +179,8 @@ def test_a_node_that_dies_takes_its_ledger_with_it_and_says_so(nodes: Nodes, tmp
     with open_remote(tmp_path / "ledger.sqlite", node_id=third.node_id) as ledger:
         assert ledger.where.node_id == third.node_id
         nodes.cluster.remove_node(third, allow_graceful=False)
-        until = time.monotonic() + 60
         with pytest.raises(LedgerGone, match="--resume auto"):
-            while time.monotonic() < until:  # the process dies a moment after its node
-                ledger.position().result(60)
+            ask_until(time.monotonic() + 60, ledger)  # the process dies a moment after its node
 
 
 def test_a_second_run_does_not_take_a_ledger_that_is_in_use_but_one_that_was_left_behind(
@@ -194,6 +196,11 @@ def test_a_second_run_does_not_take_a_ledger_that_is_in_use_but_one_that_was_lef
         open_remote(path, node_id=nodes.disk, is_new=True)
     with open_remote(path, node_id=nodes.disk, keep_running=True) as second:
         assert [each.episode_id for each in second.running_episodes().result()] == [episode.episode_id]
+
+
+def ask_until(end: float, ledger: RemoteLedger) -> None:
+    while time.monotonic() < end:
+        ledger.position().result(60)
 
 
 def kill(ledger: RemoteLedger) -> None:
