@@ -28,20 +28,22 @@ import openai
 from buffers.ledger import Ledger
 from buffers.records import Task
 from buffers.task_pool import TaskPool
-from configs.schema import RolloutConfig, ServerConfig
+from configs.schema import RolloutConfig
 from mocked_server.keys import KeyRing, make_secret
-from mocked_server.vllm_engine import EngineSettings, cpu_environment, make_args, make_vllm_config
+from mocked_server.vllm_engine import cpu_environment
 from tests.nursery import Channel, raise_children
 from tests.server_parts import ServerThread
 
 GROUP_SIZE = 2
 ROUNDS = 3
-DEADLINE_S = 1.5
+DEADLINE_S = 2.0
 """Of an episode: that of a killed agent ends then."""
 ATTEMPTS = 1000
 """No group is given up."""
 PAUSE_S = 0.05
 PATIENCE_S = 60.0
+ANSWER_S = 30.0
+"""A server that takes longer hangs."""
 ROLLOUT = RolloutConfig(max_tokens=16, max_model_len=512)
 BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError, openai.APIConnectionError)
 
@@ -100,7 +102,9 @@ class Agent:
 
     def __init__(self, channel: Channel, *, folder: str, port: int) -> None:
         keys = KeyRing(make_secret(Path(folder) / "server.key"))
-        self._url = f"http://127.0.0.1:{port}"
+        url = f"http://127.0.0.1:{port}"
+        self._http = httpx.Client(base_url=url, timeout=ANSWER_S)
+        self._model = openai.OpenAI(base_url=f"{url}/v1", api_key=keys.worker, max_retries=0, timeout=ANSWER_S)
         self._tell = channel.tell
         self._worker = {"authorization": f"Bearer {keys.worker}"}
         self._scorer = {"authorization": f"Bearer {keys.scorer}"}
@@ -110,16 +114,15 @@ class Agent:
 
     def run(self) -> None:
         signal.signal(signal.SIGTERM, lambda *_: self._stopped.set())
-        with httpx.Client(base_url=self._url, timeout=PATIENCE_S / 2) as http:
-            while not self._stopped.is_set():
-                leased = self._again(lambda: http.get("/tasks", params={"wait": 0.5}, headers=self._worker))
-                if leased.status_code == 204:
-                    self._tell(waits=True)
-                    continue
-                assert leased.status_code == 200, leased.text
-                self._episode(http, leased.json())
+        while not self._stopped.is_set():
+            leased = self._again(lambda: self._http.get("/tasks", params={"wait": 0.5}, headers=self._worker))
+            if leased.status_code == 204:
+                self._tell(waits=True)
+                continue
+            assert leased.status_code == 200, leased.text
+            self._episode(leased.json())
 
-    def _episode(self, http: httpx.Client, leased: dict[str, Any]) -> None:
+    def _episode(self, leased: dict[str, Any]) -> None:
         name = leased["episode_id"]
         self._tell(leased=name)
         try:
@@ -128,7 +131,7 @@ class Agent:
             self._refused(name, error.status_code, error.response.text)
             return
         body = {"episode_id": name, "score": float(len(name))}
-        told = self._again(lambda: http.post("/scores", json=body, headers=self._scorer))
+        told = self._again(lambda: self._http.post("/scores", json=body, headers=self._scorer))
         if told.status_code == 200:
             self._tell(score=[name, body["score"]], asked=self._asked)
         else:
@@ -136,15 +139,13 @@ class Agent:
 
     def _converse(self, name: str, leased: dict[str, Any]) -> None:
         messages: list[Any] = list(leased["task"]["prompt"])
-        with openai.OpenAI(
-            base_url=f"{self._url}/v1", api_key=leased["api_key"], max_retries=0, timeout=PATIENCE_S / 2
-        ) as client:
-            for _ in range(ROUNDS):
-                answer = self._again(partial(client.chat.completions.create, model="policy", messages=messages))
-                said = answer.choices[0].message.content
-                self._tell(answer=[name, said], asked=self._asked)
-                messages.append({"role": "assistant", "content": said})
-                messages.append({"role": "user", "content": "And then?"})
+        ask = self._model.with_options(api_key=leased["api_key"]).chat.completions.create
+        for _ in range(ROUNDS):
+            answer = self._again(partial(ask, model="policy", messages=messages))
+            said = answer.choices[0].message.content
+            self._tell(answer=[name, said], asked=self._asked)
+            messages.append({"role": "assistant", "content": said})
+            messages.append({"role": "user", "content": "And then?"})
 
     def _refused(self, name: str, status: int, text: str) -> None:
         """Its episode has ended; the ledger has to know why."""
@@ -159,7 +160,7 @@ class Agent:
             try:
                 return act()
             except BROKEN as error:
-                if isinstance(error, openai.APITimeoutError) or self._asked > until:
+                if isinstance(error, openai.APITimeoutError) or self._asked > until:  # openai counts it as a broken one
                     raise
                 time.sleep(PAUSE_S * (0.5 + random.random()))
 
@@ -168,13 +169,20 @@ def play(channel: Channel, *, folder: str, port: int) -> None:
     Agent(channel, folder=folder, port=port).run()
 
 
+def warm_up(model: Path) -> None:
+    """One life in this process, without a ledger file: what it imports and looks up is there for all who follow."""
+    served = ServerThread(model, rollout=ROLLOUT)
+    served.start()
+    _, client = served.lease()
+    with client:
+        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "Where?"}])
+    served.stop()
+
+
 def main() -> None:
     cpu_environment()
     model, channel = sys.argv[1:]
-    settings = EngineSettings(
-        model_path=Path(model), served_name="policy", dtype="float32", rollout=ROLLOUT, server=ServerConfig()
-    )
-    make_vllm_config(make_args(settings))  # what it imports and looks up is there for all who follow
+    warm_up(Path(model))
     raise_children({"serve": partial(serve, model=model), "play": play}, channel=int(channel))
 
 
