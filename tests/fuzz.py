@@ -22,7 +22,10 @@ from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 
 from buffers.records import Task
+from configs.schema import RolloutConfig
+from configs.tiny_model import make_tiny_model
 from mocked_server.app import build_admin_app, build_app
+from mocked_server.vllm_engine import cpu_environment
 from tests.server_parts import ServerThread
 
 TIMEOUT_S = 60.0
@@ -40,7 +43,8 @@ def operations(served: ServerThread) -> list[tuple[str, Any]]:
 
 
 def fuzz(served: ServerThread, *, cases: int, seed: int = 0) -> Counter[str]:
-    """Send so many cases; how often each `METHOD path status` was the answer. Raises AssertionError for one that is at fault."""
+    """Send so many cases; how often each `METHOD path status` was the answer. Raises AssertionError for one that is at fault, and
+    when a route was never reached because no key opened it."""
     _, client = served.lease()
     served.call(add_tasks(served))  # who asks for one need not wait
     keys = served.server.keys
@@ -48,15 +52,22 @@ def fuzz(served: ServerThread, *, cases: int, seed: int = 0) -> Counter[str]:
     own = {"/tasks": keys.worker, "/scores": keys.scorer, "/episode": keys.scorer}
     targets = operations(served)
     seen: Counter[str] = Counter()
-    for number, (url, operation) in enumerate(targets):
+    for number in itertools.count(seed):
+        missing = cases - seen.total()
+        if missing <= 0:
+            break
+        url, operation = targets[number % len(targets)]
         is_admin = url == served.server.admin_url
         right = keys.admin if is_admin else own.get(operation.path, client.api_key)
-        attack = attack_on(operation, url=url, authorizations=st.just(right) | others, seen=seen)
+        attack = attack_on(operation, served, url=url, authorizations=st.just(right) | others, seen=seen)
         attack = settings(
-            max_examples=max(1, cases // len(targets)), database=None, deadline=None, phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
+            max_examples=min(missing, max(1, cases // len(targets))), database=None, deadline=None,
+            phases=[Phase.generate], suppress_health_check=list(HealthCheck),
         )(attack)  # fmt: skip
-        use_seed(seed + number)(attack)()
+        use_seed(number)(attack)()
+    reached = {tuple(name.split()[:2]) for name in seen if name.split()[-1] not in ("401", "403")}
+    missed = {(operation.method.upper(), operation.path) for _, operation in targets} - reached
+    assert cases < 10 * len(targets) or not missed, f"never reached beyond their keys: {missed}"
     return seen
 
 
@@ -65,14 +76,18 @@ async def add_tasks(served: ServerThread) -> None:
     served.pool.add_source(Task(task_id=f"fuzz:{number}", prompt=question) for number in itertools.count())
 
 
-def attack_on(operation: Any, *, url: str, authorizations: Any, seen: Counter[str]) -> Callable[[], None]:
+def attack_on(
+    operation: Any, served: ServerThread, *, url: str, authorizations: Any, seen: Counter[str]
+) -> Callable[[], None]:
     """A property of one route: whatever is sent, the server is not at fault."""
     session = requests.Session()
     either = st.one_of(*(operation.as_strategy(generation_mode=mode) for mode in GenerationMode))
 
-    @given(case=either, key=authorizations)
-    def attack(case: Case, key: str) -> None:
+    @given(case=either, key=authorizations, is_running=st.booleans())
+    def attack(case: Case, key: str, is_running: bool) -> None:
         headers = {"Authorization": f"Bearer {key}".encode()} if key else {}
+        if is_running and isinstance(case.body, dict) and "episode_id" in case.body:
+            case.body["episode_id"] = running_episode(served)
         try:
             status = case.call(base_url=url, session=session, headers=headers, timeout=TIMEOUT_S).status_code
         except (ValueError, requests.exceptions.InvalidHeader, requests.exceptions.InvalidURL):
@@ -83,18 +98,29 @@ def attack_on(operation: Any, *, url: str, authorizations: Any, seen: Counter[st
     return attack
 
 
-def main() -> None:
-    from configs.schema import RolloutConfig
-    from configs.tiny_model import make_tiny_model
+def running_episode(served: ServerThread) -> str:
+    leased = served.call(served.server.lease_episode(wait_s=TIMEOUT_S / 4))
+    assert leased is not None
+    return leased.episode_id
 
-    folder = Path(tempfile.mkdtemp(prefix="understudy-fuzz-"))
-    served = ServerThread(make_tiny_model(folder / "tiny"), rollout=RolloutConfig(max_tokens=8, max_model_len=512))
+
+def serve_for_fuzz(model: Path) -> ServerThread:
+    """A server whose episodes last until it ends: requests with their keys go all the way."""
+    rollout = RolloutConfig(max_tokens=8, max_model_len=512)
+    served = ServerThread(model, rollout=rollout, pool={"deadline_s": 1e6, "max_running": 1_000_000})
     served.start()
-    seen = fuzz(served, cases=int(sys.argv[1]))
+    return served
+
+
+def main() -> None:
+    cpu_environment()
+    with tempfile.TemporaryDirectory(prefix="understudy-fuzz-") as folder:
+        served = serve_for_fuzz(make_tiny_model(Path(folder) / "tiny"))
+        seen = fuzz(served, cases=int(sys.argv[1]))
+        served.stop()
     for name, number in sorted(seen.items()):
         print(f"{number:6} {name}")
     print(f"{seen.total()} cases, none of them a failure of the server")
-    served.stop()
 
 
 if __name__ == "__main__":
