@@ -233,3 +233,12 @@ def test_health_answers_at_once_while_slow_sockets_hang(served) -> None:
     for sock in slow:
         sock.close()
     assert sorted(times)[10] <= 0.25
+
+
+def test_an_answer_does_not_wait_for_the_clients_acknowledgement(served) -> None:
+    """Nagle's algorithm would hold an answer's body back until its head is acknowledged: 40 ms for each request."""
+    with served.http() as http:
+        http.get("/health")
+        connections = served.server._uvicorn.server_state.connections
+        sockets = [connection.transport.get_extra_info("socket") for connection in connections]
+        assert sockets and all(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for sock in sockets)

@@ -64,8 +64,10 @@ def test_attacks_cost_neither_memory_nor_the_others_time(tiny_model: Path, tmp_p
     port = free_port(random.Random())
     with raise_servers(tiny_model, log=tmp_path / "server.log") as raised:
         pid = raised.fork("serve", folder=str(tmp_path), port=port, slots=1)
-        while "ready" not in (raised.told(until=time.monotonic() + WAIT_S) or {}):
-            pass
+        told, until = raised.told(until=time.monotonic() + WAIT_S), time.monotonic() + WAIT_S
+        while told is not None and "ready" not in told:
+            told = raised.told(until=until)
+        assert told is not None, raised.last_words()
         attack_server(pid, port=port, keys=KeyRing(make_secret(tmp_path / "server.key")))
 
 
