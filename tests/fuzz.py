@@ -29,6 +29,8 @@ from mocked_server.vllm_engine import cpu_environment
 from tests.server_parts import ServerThread
 
 TIMEOUT_S = 60.0
+NEEDED = {"model", "messages", "prompt", "input", "max_tokens", "episode_id", "tasks"}
+"""Without these no body is served."""
 
 
 def operations(served: ServerThread) -> list[tuple[str, Any]]:
@@ -81,13 +83,19 @@ def attack_on(
 ) -> Callable[[], None]:
     """A property of one route: whatever is sent, the server is not at fault."""
     session = requests.Session()
+    names: dict[str, Callable[[], str]] = {
+        "episode_id": lambda: running_episode(served),
+        "model": lambda: served.server.model,
+    }
     either = st.one_of(*(operation.as_strategy(generation_mode=mode) for mode in GenerationMode))
 
-    @given(case=either, key=authorizations, is_running=st.booleans())
-    def attack(case: Case, key: str, is_running: bool) -> None:
+    @given(case=either, key=authorizations, kept=st.none() | st.sets(st.integers(0, 80), max_size=3))
+    def attack(case: Case, key: str, kept: set[int] | None) -> None:
         headers = {"Authorization": f"Bearer {key}".encode()} if key else {}
-        if is_running and isinstance(case.body, dict) and "episode_id" in case.body:
-            case.body["episode_id"] = running_episode(served)
+        if kept is not None and isinstance(case.body, dict):  # one wrong field of many would hide all others
+            few = {name for number, name in enumerate(sorted(case.body, key=str)) if number in kept}
+            case.body = {name: value for name, value in case.body.items() if name in few | NEEDED}
+            case.body.update({name: make() for name, make in names.items() if name in case.body})
         try:
             status = case.call(base_url=url, session=session, headers=headers, timeout=TIMEOUT_S).status_code
         except (ValueError, requests.exceptions.InvalidHeader, requests.exceptions.InvalidURL):
