@@ -29,8 +29,17 @@ from mocked_server.vllm_engine import cpu_environment
 from tests.server_parts import ServerThread
 
 TIMEOUT_S = 60.0
-NEEDED = {"model", "messages", "prompt", "input", "max_tokens", "episode_id", "tasks"}
-"""Without these no body is served."""
+QUESTION = [{"role": "user", "content": "Where?"}]
+PLAIN: dict[str, dict[str, Any]] = {
+    "/tasks": {"tasks": [{"task_id": "fuzzed", "prompt": QUESTION}]},
+    "/scores": {"score": 1.0},
+    "/v1/chat/completions": {"messages": QUESTION},
+    "/v1/completions": {"prompt": "Where?"},
+    "/v1/messages": {"messages": QUESTION, "max_tokens": 4},
+    "/v1/messages/count_tokens": {"messages": QUESTION},
+    "/v1/responses": {"input": "Where?"},
+}
+"""Path -> a body that is served, but for names that only the server knows."""
 
 
 def operations(served: ServerThread) -> list[tuple[str, Any]]:
@@ -74,8 +83,7 @@ def fuzz(served: ServerThread, *, cases: int, seed: int = 0) -> Counter[str]:
 
 
 async def add_tasks(served: ServerThread) -> None:
-    question = [{"role": "user", "content": "Where?"}]
-    served.pool.add_source(Task(task_id=f"fuzz:{number}", prompt=question) for number in itertools.count())
+    served.pool.add_source(Task(task_id=f"fuzz:{number}", prompt=QUESTION) for number in itertools.count())
 
 
 def attack_on(
@@ -83,19 +91,14 @@ def attack_on(
 ) -> Callable[[], None]:
     """A property of one route: whatever is sent, the server is not at fault."""
     session = requests.Session()
-    names: dict[str, Callable[[], str]] = {
-        "episode_id": lambda: running_episode(served),
-        "model": lambda: served.server.model,
-    }
     either = st.one_of(*(operation.as_strategy(generation_mode=mode) for mode in GenerationMode))
+    bodies = st.none() | st.tuples(st.sets(st.integers(0, 9), max_size=2), st.booleans())
 
-    @given(case=either, key=authorizations, kept=st.none() | st.sets(st.integers(0, 80), max_size=3))
-    def attack(case: Case, key: str, kept: set[int] | None) -> None:
+    @given(case=either, key=authorizations, smaller=bodies)
+    def attack(case: Case, key: str, smaller: tuple[set[int], bool] | None) -> None:
         headers = {"Authorization": f"Bearer {key}".encode()} if key else {}
-        if kept is not None and isinstance(case.body, dict):  # one wrong field of many would hide all others
-            few = {name for number, name in enumerate(sorted(case.body, key=str)) if number in kept}
-            case.body = {name: value for name, value in case.body.items() if name in few | NEEDED}
-            case.body.update({name: make() for name, make in names.items() if name in case.body})
+        if smaller is not None and isinstance(case.body, dict):
+            case.body = smaller_body(case.body, *smaller, path=operation.path) | known_names(served, operation.path)
         try:
             status = case.call(base_url=url, session=session, headers=headers, timeout=TIMEOUT_S).status_code
         except (ValueError, requests.exceptions.InvalidHeader, requests.exceptions.InvalidURL):
@@ -106,10 +109,20 @@ def attack_on(
     return attack
 
 
-def running_episode(served: ServerThread) -> str:
-    leased = served.call(served.server.lease_episode(wait_s=TIMEOUT_S / 4))
-    assert leased is not None
-    return leased.episode_id
+def smaller_body(body: dict[str, Any], kept: set[int], is_sound: bool, *, path: str) -> dict[str, Any]:
+    """A few of its fields: one that is wrong hides all others. `is_sound`: those that a body needs are right."""
+    plain = PLAIN.get(path, {})
+    few = {name for number, name in enumerate(sorted(body, key=str)) if number in kept} | plain.keys()
+    return {name: value for name, value in body.items() if name in few} | (plain if is_sound else {})
+
+
+def known_names(served: ServerThread, path: str) -> dict[str, str]:
+    """What a body has to name, and nobody guesses."""
+    if path == "/scores":
+        leased = served.call(served.server.lease_episode(wait_s=TIMEOUT_S / 4))
+        assert leased is not None
+        return {"episode_id": leased.episode_id}
+    return {"model": served.server.model} if path.startswith("/v1/") else {}
 
 
 def serve_for_fuzz(model: Path) -> ServerThread:
