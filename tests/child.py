@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import select
 import subprocess
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -45,3 +48,10 @@ class Lines:
             self._rest += chunk
         line, _, self._rest = self._rest.partition(b"\n")
         return line.decode() + "\n"
+
+
+def end_with_thread(failure: threading.ExceptHookArgs) -> None:
+    """A `threading.excepthook`. A process that says nothing more would be waited for: it ends instead, and the test sees why."""
+    traceback.print_exception(failure.exc_value)
+    sys.stderr.flush()
+    os._exit(1)

@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.child import Lines
+from tests.child import Lines, end_with_thread
 
 START_S = 120.0
 """Imports, on a busy machine."""
@@ -168,7 +168,7 @@ def _fork(role: Callable[..., None], told: Channel, arguments: dict[str, Any]) -
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         assert os.getppid() == parent, "the nursery is dead"
-        threading.excepthook = _thread_died
+        threading.excepthook = end_with_thread
         role(told, **arguments)
         status = 0
     except BaseException:
@@ -177,10 +177,3 @@ def _fork(role: Callable[..., None], told: Channel, arguments: dict[str, Any]) -
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-def _thread_died(failure: threading.ExceptHookArgs) -> None:
-    """A process that says nothing more would be waited for: it ends instead, and the test sees why."""
-    traceback.print_exception(failure.exc_value)
-    sys.stderr.flush()
-    os._exit(1)
