@@ -148,11 +148,16 @@ class Play:
             was_amid, episode = victim in self._amid(), self._agents.pop(victim)
             del self._heard[victim]
             self._start_agent()
-            if was_amid and episode is not None:
+            if was_amid and episode is not None and self._state_of(episode) == "running":
                 self._left.add(episode)
                 self.log.agents += 1
                 return
             self.log.idle += 1
+
+    def _state_of(self, episode_id: str) -> str:
+        with closing(read_database(self._path)) as db:
+            (state,) = db.execute("SELECT state FROM episode WHERE episode_id = ?", (episode_id,)).fetchone()
+        return str(state)
 
     def _amid(self) -> Iterator[int]:
         """Agents in an episode in which they got an answer."""
