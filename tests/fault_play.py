@@ -34,6 +34,7 @@ STARTING_S = 0.3
 EARLY = 0.1
 """So many starts are killed before the server is there; these kills count nowhere."""
 LOOK_S = 0.2
+TRIES = 100
 PORTS = range(20_000, 32_000)
 """Below those that the system gives to connections: an agent that asks in vain must not be given its server's own port."""
 
@@ -139,7 +140,7 @@ class Play:
 
     def _kill_agent(self) -> None:
         """Until one is hit in the middle of an episode."""
-        while True:
+        for _ in range(TRIES):
             self._read_until(lambda: any(self._amid()), "an agent must get an answer")
             victim = self._chance.choice(list(self._amid()))
             self._read(until=time.monotonic() + self._chance.uniform(0.0, LOOK_S / 10))
@@ -153,6 +154,7 @@ class Play:
                 self.log.agents += 1
                 return
             self.log.idle += 1
+        raise AssertionError(f"no agent was hit in the middle of an episode in {TRIES} kills")
 
     def _state_of(self, episode_id: str) -> str:
         with closing(read_database(self._path)) as db:

@@ -30,6 +30,7 @@ from mocked_server.vllm_engine import cpu_environment
 from tests.server_parts import ServerThread
 
 TIMEOUT_S = 60.0
+MOST_ROUNDS = 50
 QUESTION = [{"role": "user", "content": "Where?"}]
 PLAIN: dict[str, dict[str, Any]] = {
     "/tasks": {"tasks": [{"task_id": "fuzzed", "prompt": QUESTION}]},
@@ -65,7 +66,7 @@ def fuzz(served: ServerThread, *, cases: int, seed: int = 0) -> Counter[str]:
     targets = operations(served)
     seen: Counter[str] = Counter()
     sent: dict[str, set[str]] = {}
-    for number in itertools.count(seed):
+    for number in range(seed, seed + MOST_ROUNDS * len(targets)):
         missing = cases - seen.total()
         if missing <= 0:
             break
@@ -79,6 +80,7 @@ def fuzz(served: ServerThread, *, cases: int, seed: int = 0) -> Counter[str]:
             phases=[Phase.generate], suppress_health_check=list(HealthCheck),
         )(attack)  # fmt: skip
         use_seed(number)(attack)()
+    assert seen.total() >= cases, f"only {seen.total()} different requests were found"
     reached = {tuple(name.split()[:2]) for name in seen if name.split()[-1] not in ("401", "403")}
     missed = {(operation.method.upper(), operation.path) for _, operation in targets} - reached
     assert cases < 10 * len(targets) or not missed, f"never reached beyond their keys: {missed}"
