@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from mocked_server.vllm_engine import cpu_environment
 from tests.server_parts import ServerThread
 
 TIMEOUT_S = 60.0
-MOST_ROUNDS = 50
 QUESTION = [{"role": "user", "content": "Where?"}]
 PLAIN: dict[str, dict[str, Any]] = {
     "/tasks": {"tasks": [{"task_id": "fuzzed", "prompt": QUESTION}]},
@@ -65,22 +64,24 @@ def fuzz(served: ServerThread, *, cases: int, seed: int = 0) -> Counter[str]:
     own = {"/tasks": keys.worker, "/scores": keys.scorer, "/episode": keys.scorer}
     targets = operations(served)
     seen: Counter[str] = Counter()
-    sent: dict[str, set[str]] = {}
-    for number in range(seed, seed + MOST_ROUNDS * len(targets)):
-        missing = cases - seen.total()
+    waiting = deque((url, operation, set[str]()) for url, operation in targets)
+    for number in itertools.count(seed):
+        missing, already = cases - seen.total(), seen.total()
         if missing <= 0:
             break
-        url, operation = targets[number % len(targets)]
+        assert waiting, f"only {already} different requests were found"
+        url, operation, sent = waiting.popleft()
         is_admin = url == served.server.admin_url
         right = keys.admin if is_admin else own.get(operation.path, client.api_key)
-        before = sent.setdefault(f"{url} {operation.label}", set())
-        attack = attack_on(operation, served, url=url, authorizations=st.just(right) | others, seen=seen, sent=before)
+        attack = attack_on(operation, served, url=url, authorizations=st.just(right) | others, seen=seen, sent=sent)
+        examples = min(missing, max(1, cases // len(targets)))
         attack = settings(
-            max_examples=min(missing, max(1, cases // len(targets))), database=None, deadline=None,
+            max_examples=examples, database=None, deadline=None,
             phases=[Phase.generate], suppress_health_check=list(HealthCheck),
         )(attack)  # fmt: skip
         use_seed(number)(attack)()
-    assert seen.total() >= cases, f"only {seen.total()} different requests were found"
+        if seen.total() - already > examples // 4:  # else little is left that was not sent to this route
+            waiting.append((url, operation, sent))
     reached = {tuple(name.split()[:2]) for name in seen if name.split()[-1] not in ("401", "403")}
     missed = {(operation.method.upper(), operation.path) for _, operation in targets} - reached
     assert cases < 10 * len(targets) or not missed, f"never reached beyond their keys: {missed}"
