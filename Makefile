@@ -17,7 +17,7 @@ agents: $(READY)  ## agents and environments of others, with the real engine; ne
 	$(PY) -m pytest -q tests -m outside
 
 KILLS ?= 1000
-CASES ?= 6500
+CASES ?= 5000
 faults: $(READY)  ## thousands of kills and hostile requests; hours. Fewer: make faults KILLS=10 CASES=500
 	$(PY) -m tests.faults --ledger $(KILLS) --server $$(($(KILLS) * 9 / 10)) --run $$(($(KILLS) / 10))
 	$(PY) -m tests.fuzz $(CASES)

@@ -1,65 +1,77 @@
-"""A server with agents at work, killed again and again: its keys, episodes and tokens outlive it.
+"""The processes that `fault_play` kills: a server (scripted engine, learner, ledger), and agents that play through it.
 
-    python tests/fault_server.py FOLDER PORT MODEL     the process that is killed: server, scripted engine, learner, ledger
+    python tests/fault_server.py MODEL CHANNEL     their nursery
 
-`server_faults` starts it, lets agents with the real `openai` client play through it, scores them over HTTP, and kills it at
-random moments. The agents and the scorer only see refused connections, and try again.
+Both tell what was acknowledged: the server each step, an agent each lease, answer and score. An agent is a program with the
+real `openai` client; that its server is away it sees as a broken connection, and tries again.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 
-from buffers.errors import LeaseError
 from buffers.ledger import Ledger
-from buffers.ledger_schema import read_database
 from buffers.records import Task
 from buffers.task_pool import TaskPool
-from tests.child import child_process
-from tests.faults import Log, check, child_environment
+from configs.schema import RolloutConfig
+from mocked_server.keys import KeyRing, make_secret
+from mocked_server.vllm_engine import cpu_environment
+from tests.nursery import Channel, raise_children
+from tests.server_parts import ServerThread
 
-AGENTS = 6
+GROUP_SIZE = 2
 ROUNDS = 3
-PAUSE_S = 0.2
-PATIENCE_S = 150.0
-BROKEN = (httpx.TransportError, openai.APIConnectionError)
+DEADLINE_S = 2.0
+"""Of an episode: that of a killed agent ends then."""
+ATTEMPTS = 1000
+"""No group is given up."""
+PAUSE_S = 0.05
+PATIENCE_S = 60.0
+ANSWER_S = 30.0
+"""A server that takes longer hangs."""
+ROLLOUT = RolloutConfig(max_tokens=16, max_model_len=512)
+BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError, openai.APIConnectionError)
 
 
-def serve(folder: Path, *, port: int, model: Path) -> None:
-    """Runs until it is killed."""
-    from configs.schema import RolloutConfig
-    from mocked_server.keys import KeyRing, make_secret
-    from tests.server_parts import ServerThread
-
-    ledger = Ledger(folder / "ledger.sqlite", keep_running=True)
-    thread = ServerThread(
-        model,
-        rollout=RolloutConfig(max_tokens=16, max_model_len=512),
+def serve(channel: Channel, *, model: str, folder: str, port: int, slots: int) -> None:
+    """Serves and learns until it is killed."""
+    place = Path(folder)
+    ledger = Ledger(place / "ledger.sqlite", keep_running=True)
+    served = ServerThread(
+        Path(model),
+        rollout=ROLLOUT,
+        group_size=GROUP_SIZE,
         ledger=ledger,
-        keys=KeyRing(make_secret(folder / "server.key")),
+        keys=KeyRing(make_secret(place / "server.key")),
+        pool={"max_running": slots, "deadline_s": DEADLINE_S, "max_attempts": ATTEMPTS},
         port=port,
     )
-    thread.start()
-    thread.call(_add_tasks(thread.pool))
-    print("ready", flush=True)
-    step = ledger.position().result().step
-    woken = threading.Event()
+    served.start()
+    chance = random.Random(os.urandom(8))
+    served.engine.answer = lambda _: served.ids(f"{chance.getrandbits(40):010x}")
+    served.call(_add_tasks(served.pool))
+    served.submit(served.wait()).add_done_callback(_loop_ended)
+    channel.tell(ready=port)
+    _learn(ledger, channel)
+
+
+def _learn(ledger: Ledger, channel: Channel) -> None:
+    woken, step = threading.Event(), ledger.position().result().step
     ledger.watch(lambda _: woken.set())
     while True:
         woken.clear()
@@ -68,11 +80,8 @@ def serve(folder: Path, *, port: int, model: Path) -> None:
             woken.wait()
             continue
         step += 1
-        try:
-            ledger.commit_step(batch.lease_id, step=step, version=step).result()
-        except LeaseError:
-            continue
-        print(json.dumps({"step": step, "lease": batch.lease_id}), flush=True)
+        ledger.commit_step(batch.lease_id, step=step, version=step).result()
+        channel.tell(step=step, lease=batch.lease_id)
 
 
 async def _add_tasks(pool: TaskPool) -> None:
@@ -82,125 +91,100 @@ async def _add_tasks(pool: TaskPool) -> None:
     pool.add_source(Task(task_id=f"{start}:{number}", prompt=question) for number in itertools.count())
 
 
-class Play:
-    """Agents and their scorer, outside of what is killed."""
+def _loop_ended(ended: Future[None]) -> None:
+    """A server whose loop is gone would be waited for."""
+    traceback.print_exception(ended.exception())
+    os._exit(1)
 
-    def __init__(self, folder: Path, *, url: str) -> None:
-        from mocked_server.keys import KeyRing, make_secret
 
-        self._keys = KeyRing(make_secret(folder / "server.key"))
-        self._url = url
-        self.log = Log()
-        self.calls: dict[str, int] = {}
-        """Model calls that were answered, by episode."""
-        self.finished, self.lost = 0, 0
+class Agent:
+    """Plays one episode after the other and reports its score, as its own judge. SIGTERM: after the present one it ends."""
+
+    def __init__(self, channel: Channel, *, folder: str, port: int) -> None:
+        keys = KeyRing(make_secret(Path(folder) / "server.key"))
+        url = f"http://127.0.0.1:{port}"
+        self._http = httpx.Client(base_url=url, timeout=ANSWER_S)
+        self._model = openai.OpenAI(base_url=f"{url}/v1", api_key=keys.worker, max_retries=0, timeout=ANSWER_S)
+        self._tell = channel.tell
+        self._worker = {"authorization": f"Bearer {keys.worker}"}
+        self._scorer = {"authorization": f"Bearer {keys.scorer}"}
+        self._asked = 0.0
+        """When the request was begun that was answered: an earlier server did not answer it."""
         self._stopped = threading.Event()
-        self._threads = [threading.Thread(target=self._agent, daemon=True) for _ in range(AGENTS)]
 
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+    def run(self) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: self._stopped.set())
+        while not self._stopped.is_set():
+            leased = self._again(lambda: self._http.get("/tasks", params={"wait": 0.5}, headers=self._worker))
+            if leased.status_code == 204:
+                self._tell(waits=True)
+                continue
+            assert leased.status_code == 200, leased.text
+            self._episode(leased.json())
 
-    def stop(self) -> None:
-        """Each agent ends its episode first."""
-        self._stopped.set()
-        for thread in self._threads:
-            thread.join(PATIENCE_S)
-            assert not thread.is_alive(), "an agent hangs"
-
-    def _agent(self) -> None:
-        headers = {"authorization": f"Bearer {self._keys.worker}"}
-        with httpx.Client(base_url=self._url, timeout=10) as http:
-            while not self._stopped.is_set():
-                leased = self._again(lambda: http.get("/tasks", params={"wait": 1}, headers=headers))
-                if leased.status_code == 200:
-                    self._episode(http, leased.json())
-
-    def _episode(self, http: httpx.Client, leased: dict[str, Any]) -> None:
+    def _episode(self, leased: dict[str, Any]) -> None:
         name = leased["episode_id"]
-        client = openai.OpenAI(base_url=f"{self._url}/v1", api_key=leased["api_key"], max_retries=0, timeout=10)
-        messages: list[Any] = list(leased["task"]["prompt"])
-        for number in range(ROUNDS):
-            answer = self._again(lambda: client.chat.completions.create(model="policy", messages=messages))
-            self.calls[name] = number + 1
-            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
-            messages.append({"role": "user", "content": "And then?"})
+        self._tell(leased=name)
+        try:
+            self._converse(name, leased)
+        except openai.APIStatusError as error:
+            self._refused(name, error.status_code, error.response.text)
+            return
         body = {"episode_id": name, "score": float(len(name))}
-        headers = {"authorization": f"Bearer {self._keys.scorer}"}
-        told = self._again(lambda: http.post("/scores", json=body, headers=headers))
+        told = self._again(lambda: self._http.post("/scores", json=body, headers=self._scorer))
         if told.status_code == 200:
-            self.log.scores[name] = body["score"]
-            self.finished += 1
+            self._tell(score=[name, body["score"]], asked=self._asked)
         else:
-            self.lost += 1
+            self._refused(name, told.status_code, told.text)
+
+    def _converse(self, name: str, leased: dict[str, Any]) -> None:
+        messages: list[Any] = list(leased["task"]["prompt"])
+        ask = self._model.with_options(api_key=leased["api_key"]).chat.completions.create
+        for _ in range(ROUNDS):
+            answer = self._again(partial(ask, model="policy", messages=messages))
+            said = answer.choices[0].message.content
+            self._tell(answer=[name, said], asked=self._asked)
+            messages.append({"role": "assistant", "content": said})
+            messages.append({"role": "user", "content": "And then?"})
+
+    def _refused(self, name: str, status: int, text: str) -> None:
+        """Its episode has ended; the ledger has to know why."""
+        assert status in (401, 403, 410), f"{status}: {text}"
+        self._tell(refused=name)
 
     def _again(self, act: Callable[[], Any]) -> Any:
-        """The answer, however often the server has to be asked."""
+        """The answer, however often the server has to be asked. A server that is there and does not answer is an error."""
         until = time.monotonic() + PATIENCE_S
         while True:
+            self._asked = time.monotonic()
             try:
                 return act()
-            except BROKEN:
-                if time.monotonic() > until:
+            except BROKEN as error:
+                if isinstance(error, openai.APITimeoutError) or self._asked > until:  # openai counts it as a broken one
                     raise
-                time.sleep(PAUSE_S)
+                time.sleep(PAUSE_S * (0.5 + random.random()))
 
 
-@contextmanager
-def start(folder: Path, *, port: int, model: Path) -> Iterator[subprocess.Popen[str]]:
-    """A server that answers requests, until the end of the block."""
-    command = [sys.executable, __file__, str(folder), str(port), str(model)]
-    log = folder / "server.log"
-    with log.open("ab") as errors, child_process(command, env=child_environment(), stderr=errors) as child:
-        assert child.stdout is not None
-        assert "ready\n" in child.stdout, f"the server did not start: {log.read_text()[-2000:]}"
-        yield child
+def play(channel: Channel, *, folder: str, port: int) -> None:
+    Agent(channel, folder=folder, port=port).run()
 
 
-def server_faults(kills: int, *, seed: int, folder: Path) -> Log:
-    """Kill the server so many times while agents play."""
-    from configs.tiny_model import make_tiny_model
-
-    chance, place = random.Random(seed), folder / "server"
-    place.mkdir()
-    model = make_tiny_model(folder / "tiny", seed=0)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    play = Play(place, url=f"http://127.0.0.1:{port}")
-    play.start()
-    for _ in range(kills):
-        with start(place, port=port, model=model) as child:
-            before = play.finished
-            deadline = time.monotonic() + PATIENCE_S
-            wanted = before + chance.randint(3, 20)
-            while play.finished < wanted and time.monotonic() < deadline:
-                time.sleep(chance.random() * PAUSE_S)
-            assert child.poll() is None, "it ended by itself"
-            play.log.idle += play.finished == before
-            os.kill(child.pid, signal.SIGKILL)
-            out, _ = child.communicate()
-        for line in out.splitlines(keepends=True):
-            play.log.take(line)
-        assert child.returncode == -signal.SIGKILL
-        play.log.kills += 1
-        check(place / "ledger.sqlite", log=play.log)
-    with start(place, port=port, model=model):
-        play.stop()
-    check(place / "ledger.sqlite", log=play.log)
-    _check_calls(place / "ledger.sqlite", play=play)
-    assert play.log.kills == kills and play.log.idle == 0, "a kill that hit nothing"
-    assert play.finished >= 0.99 * (play.finished + play.lost), f"{play.lost} episodes were lost"
-    return play.log
+def warm_up(model: Path) -> None:
+    """One life in this process, without a ledger file: what it imports and looks up is there for all who follow."""
+    served = ServerThread(model, rollout=ROLLOUT)
+    served.start()
+    _, client = served.lease()
+    with client:
+        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "Where?"}])
+    served.stop()
 
 
-def _check_calls(path: Path, *, play: Play) -> None:
-    """Every call that was answered is a round, and the rounds of a conversation are one branch."""
-    with closing(read_database(path)) as db:
-        rounds = dict(db.execute("SELECT episode_id, count(*) FROM round GROUP BY episode_id").fetchall())
-        missing = {name: calls for name, calls in play.calls.items() if rounds.get(name, 0) < calls}
-        assert missing == {}, f"answered and not recorded: {missing}"
+def main() -> None:
+    cpu_environment()
+    model, channel = sys.argv[1:]
+    warm_up(Path(model))
+    raise_children({"serve": partial(serve, model=model), "play": play}, channel=int(channel))
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]), port=int(sys.argv[2]), model=Path(sys.argv[3]))
+    main()

@@ -9,12 +9,10 @@ checkpoint first. It is killed at any moment; it never ends by itself.
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 import threading
 import time
-import traceback
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +23,7 @@ from buffer_parts import make_round, make_task
 from buffers.errors import EpisodeClosed, LeaseError
 from buffers.ledger import Ledger
 from buffers.records import Episode, Position
+from tests.child import end_with_thread
 
 GROUP_SIZE = 3
 TTL_S = 0.05
@@ -92,14 +91,8 @@ def train(ledger: Ledger, *, seed: int) -> None:
                 raise SystemExit("a lease could commit after it had expired")
 
 
-def lane_died(failure: threading.ExceptHookArgs) -> None:
-    """A process that says nothing more would be waited for: it ends instead, and the test sees why."""
-    traceback.print_exception(failure.exc_value)
-    os._exit(1)
-
-
 def main() -> None:
-    threading.excepthook = lane_died
+    threading.excepthook = end_with_thread
     path, seed = Path(sys.argv[1]), int(sys.argv[2])
     ledger = Ledger(path)
     if len(sys.argv) > 3:

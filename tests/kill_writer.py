@@ -12,6 +12,7 @@ from pathlib import Path
 from buffer_parts import make_round, make_task
 
 from buffers.ledger import Ledger
+from tests.child import end_with_thread
 
 
 def play(ledger: Ledger, *, lane: int, output: threading.Lock) -> None:
@@ -39,6 +40,7 @@ def train(ledger: Ledger) -> None:
 
 
 def main() -> None:
+    threading.excepthook = end_with_thread
     ledger = Ledger(Path(sys.argv[1]))
     output = threading.Lock()
     lanes = [

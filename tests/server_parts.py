@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,15 +108,20 @@ class ServerThread:
         group_size: int = 1,
         ledger: Ledger | None = None,
         keys: KeyRing | None = None,
+        pool: Mapping[str, Any] | None = None,
         **server: Any,
     ) -> None:
+        """`pool`: arguments of `TaskPool` that differ from those of most tests."""
         settings = EngineSettings(
             model_path=model, served_name="policy", dtype="float32", rollout=rollout, server=ServerConfig(**server)
         )
         self._args = make_args(settings)
         self._vllm_config = make_vllm_config(self._args)
         self._settings = settings
-        self._group_size = group_size
+        self._pool_settings = {
+            "group_size": group_size, "groups_per_step": 1, "max_policy_lag": None, "max_running": 1024,
+            "deadline_s": 60.0, "max_attempts": 1, **(pool or {}),
+        }  # fmt: skip
         self.ledger = ledger or Ledger(None)
         self._keys = keys
         self.rounds = MultiRoundBufferDataset(self.ledger)
@@ -129,15 +135,7 @@ class ServerThread:
         self.call(self._start(engine))
 
     async def _start(self, engine: Any) -> None:
-        self.pool = TaskPool(
-            self.ledger,
-            group_size=self._group_size,
-            groups_per_step=1,
-            max_policy_lag=None,
-            max_running=1024,
-            deadline_s=60.0,
-            max_attempts=1,
-        )
+        self.pool = TaskPool(self.ledger, **self._pool_settings)
         self.server = MockedServer(
             args=self._args,
             vllm_config=self._vllm_config,
@@ -149,24 +147,30 @@ class ServerThread:
             score_fn=lambda task, text: self.score_fn(task, text) if self.score_fn else 0.0,
             loops=self.loops,
         )
-        await self.server.start()
         tokenizer = self.server._client.renderer.get_tokenizer()
         self.tokenizer = tokenizer
         decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)  # noqa: E731
         self.engine = engine or ScriptedEngine(lambda _: self.ids("ok"), decode=decode)
         self.generation = Generation(self.engine, queue=self.server.prompt_queue, rounds=self.ledger)
         self.server.on_ended = self.generation.forget
-        await self._resume()
+        self._resume()
+        await self.server.start()
         self._generating = asyncio.create_task(self.generation.run())
 
-    async def _resume(self) -> None:
-        """As `learner.pipeline` does it."""
+    def _resume(self) -> None:
+        """As `learner.pipeline` does it: before the first request can come."""
         episodes = self.ledger.running_episodes().result()
         self.pool.take_over(episodes)
         for episode in episodes:
             rounds = self.ledger.rounds(episode.episode_id).result()
             self.server.resume_episode(episode, rounds)
             self.generation.resume(episode.episode_id, rounds)
+
+    async def wait(self) -> None:
+        """Until one of its loops ends; raises when that failed."""
+        loops = {asyncio.ensure_future(self.server.wait()), self._generating}
+        for ended in (await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED))[0]:
+            ended.result()
 
     def serving_app(self) -> Any:
         """vLLM's application."""
@@ -181,9 +185,13 @@ class ServerThread:
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         return [*ids, self.tokenizer.eos_token_id] if end else ids
 
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the server's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the server's loop, and wait for it."""
+        return self.submit(work).result(30)
 
     def stop(self) -> None:
         async def stop() -> None:

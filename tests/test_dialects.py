@@ -202,6 +202,7 @@ def test_counting_tokens_gives_the_length_of_the_exact_prompt_and_records_nothin
     assert len(served.stored(episode)) == 2
 
 
+ANSWER = {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed"}
 REFUSED = [
     ("/v1/chat/completions", "use_beam_search", True),
     ("/v1/chat/completions", "prompt_logprobs", 1),
@@ -218,6 +219,8 @@ REFUSED = [
     ("/v1/responses", "previous_response_id", "resp_1"),
     ("/v1/responses", "conversation", "conv_1"),
     ("/v1/responses", "background", True),
+    ("/v1/responses", "input", [{**ANSWER, "content": [{"type": "refusal", "refusal": "No."}]}]),
+    ("/v1/responses", "input", [{**ANSWER, "content": []}]),
     ("/v1/messages", "mcp_servers", [{"type": "url", "url": "http://x", "name": "x"}]),
     ("/v1/messages", "context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}),
 ]

@@ -260,3 +260,12 @@ def row_of(ledger, episode: str):
     """Of a claim of all that is ready: other tests left groups in the same ledger."""
     batch = ledger.claim(ledger.counts()["groups/ready"], min_version=0).result()
     return next(row for row in batch.rows if row.episode_id == episode)
+
+
+def test_an_answer_does_not_wait_for_the_clients_acknowledgement(served) -> None:
+    """Nagle's algorithm would hold an answer's body back until its head is acknowledged: 40 ms for each request."""
+    with served.http() as http:
+        http.get("/health")
+        connections = served.server._uvicorn.server_state.connections
+        sockets = [connection.transport.get_extra_info("socket") for connection in connections]
+        assert sockets and all(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for sock in sockets)

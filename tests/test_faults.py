@@ -11,7 +11,7 @@ from buffer_parts import make_round, open_running
 from buffers.ledger import Ledger
 from buffers.ledger_doctor import findings
 from buffers.ledger_schema import read_database
-from tests.fault_server import server_faults
+from tests.fault_play import server_faults
 from tests.faults import Log, check, ledger_faults
 
 pytestmark = pytest.mark.slow
@@ -24,9 +24,9 @@ def test_a_ledger_whose_owner_is_killed_again_and_again_loses_nothing(tmp_path: 
 
 
 @pytest.mark.timeout(400)
-def test_agents_play_on_through_kills_of_their_server(tmp_path: Path) -> None:
-    log = server_faults(2, seed=1, folder=tmp_path)
-    assert log.kills == 2 and len(log.scores) >= 6 and log.steps
+def test_agents_play_on_through_kills_of_their_server_and_in_the_place_of_killed_ones(tmp_path: Path) -> None:
+    log = server_faults(12, seed=1, folder=tmp_path)
+    assert log.kills == 12 and log.agents == 4 and log.retried > 0 and len(log.scores) >= 12 and log.steps
 
 
 def test_the_check_itself_finds_a_score_that_was_lost(tmp_path: Path) -> None:

@@ -6,31 +6,31 @@
 from __future__ import annotations
 
 import http.client
+import random
 import socket
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from configs.schema import RolloutConfig
 from mocked_server.keys import KeyRing, make_secret
-from tests.fault_server import start
-from tests.fuzz import fuzz
+from tests.fault_play import free_port, raise_servers
+from tests.fuzz import fuzz, serve_for_fuzz
 from tests.server_parts import ServerThread
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 MIB = 1 << 20
 SLOW_SOCKETS = 500
+WAIT_S = 30.0
 
 
 @pytest.fixture
 def attacked(tiny_model: Path) -> Iterator[ServerThread]:
     """A server of its own: what is sent leaves tasks and episodes behind."""
-    thread = ServerThread(tiny_model, rollout=RolloutConfig(max_tokens=32, max_model_len=512))
-    thread.start()
+    thread = serve_for_fuzz(tiny_model)
     yield thread
     thread.stop()
 
@@ -61,45 +61,47 @@ def keys_that_open_nothing(keys: KeyRing) -> list[str]:
 
 
 def test_attacks_cost_neither_memory_nor_the_others_time(tiny_model: Path, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    child = start(tmp_path, port=port, model=tiny_model)
-    keys, url = KeyRing(make_secret(tmp_path / "server.key")), f"http://127.0.0.1:{port}"
-    try:
-        assert httpx.get(f"{url}/health").status_code == 200
-        before = resident(child.pid)
-        slow = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(SLOW_SOCKETS)]
-        for sock in slow:
-            sock.sendall(b"POST /scores HTTP/1.1\r\nhost: x\r\ncontent-le")
-        attacks = [threading.Thread(target=attack, args=(port, keys)) for attack in (large_bodies, deep_bodies)]
-        for thread in attacks:
-            thread.start()
-        times = []
-        while any(thread.is_alive() for thread in attacks) or len(times) < 50:
+    port = free_port(random.Random())
+    with raise_servers(tiny_model, log=tmp_path / "server.log") as raised:
+        pid = raised.fork("serve", folder=str(tmp_path), port=port, slots=1)
+        told, until = raised.told(until=time.monotonic() + WAIT_S), time.monotonic() + WAIT_S
+        while told is not None and "ready" not in told:
+            told = raised.told(until=until)
+        assert told is not None, raised.last_words()
+        attack_server(pid, port=port, keys=KeyRing(make_secret(tmp_path / "server.key")))
+
+
+def attack_server(pid: int, *, port: int, keys: KeyRing) -> None:
+    url = f"http://127.0.0.1:{port}"
+    assert httpx.get(f"{url}/health").status_code == 200
+    before = resident(pid)
+    slow = [socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) for _ in range(SLOW_SOCKETS)]
+    for sock in slow:
+        sock.sendall(b"POST /scores HTTP/1.1\r\nhost: x\r\ncontent-le")
+    times = []
+    with ThreadPoolExecutor(2) as attackers:
+        attacks = [attackers.submit(attack, port, keys) for attack in (large_bodies, deep_bodies)]
+        while not all(attack.done() for attack in attacks) or len(times) < 50:
             began = time.monotonic()
             assert httpx.get(f"{url}/health", headers={"host": "admin.example:1"}, timeout=10).status_code == 200
             times.append(time.monotonic() - began)
-        for thread in attacks:
-            thread.join()
-        until = time.monotonic() + 15
-        for sock in slow:
-            sock.settimeout(max(0.1, until - time.monotonic()))
-            assert sock.recv(1) == b"", "a slow socket must be closed within 10 s"
-            sock.close()
-        for key in keys_that_open_nothing(keys):
-            for path in (f"/e/{key}/v1/models", f"/e/{key}/v1/chat/completions"):
-                assert raw_status(port, path) in (400, 401, 403, 404, 405, 431), path
-        assert resident(child.pid) - before <= 64 * MIB
-        assert sorted(times)[len(times) // 2] <= 0.25
-    finally:
-        child.kill()
-        child.communicate()
+        for attack in attacks:
+            attack.result()
+    until = time.monotonic() + 15
+    for sock in slow:
+        sock.settimeout(max(0.1, until - time.monotonic()))
+        assert sock.recv(1) == b"", "a slow socket must be closed within 10 s"
+        sock.close()
+    for key in keys_that_open_nothing(keys):
+        for path in (f"/e/{key}/v1/models", f"/e/{key}/v1/chat/completions"):
+            assert raw_status(port, path) in (400, 401, 403, 404, 405, 431), path
+    assert resident(pid) - before <= 64 * MIB
+    assert sorted(times)[len(times) // 2] <= 0.25
 
 
 def raw_status(port: int, path: str) -> int:
     """The path as it is: clients would tidy it up."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
     connection.putrequest("POST", path.replace(" ", "%20"), skip_host=False)
     connection.putheader("content-length", "2")
     connection.endheaders()
