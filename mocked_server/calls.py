@@ -25,6 +25,8 @@ class Call:
 
     live: LiveEpisode
     continuation: Continuation | None = None
+    generates: bool = False
+    """A generation was begun for it."""
 
 
 current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)

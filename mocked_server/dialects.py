@@ -48,10 +48,14 @@ def error_body(path: str, *, status: int, message: str, code: str | None = None,
     return json.dumps(body).encode()
 
 
+def message_of(body: bytes) -> str:
+    """What an error of vLLM's HTTP layer says."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace")
+
+
 def as_anthropic(status: int, body: bytes) -> bytes:
     """An error of vLLM's HTTP layer on an Anthropic route, in Anthropic's form: its own checks answer in OpenAI's."""
-    try:
-        message = json.loads(body)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = body.decode(errors="replace")
-    return error_body(MESSAGES, status=status, message=str(message))
+    return error_body(MESSAGES, status=status, message=message_of(body))

@@ -35,28 +35,11 @@ def _leaves_something_out(management: Any) -> bool:
     return any(not isinstance(edit, dict) or edit.get("keep") != "all" for edit in edits)
 
 
-def _answers_without_text(items: Any) -> bool:
-    """An earlier answer that begins with a refusal, or is empty: vLLM fails on it."""
-    return isinstance(items, list) and any(isinstance(item, dict) and _is_without_text(item) for item in items)
-
-
-def _is_without_text(item: dict[str, Any]) -> bool:
-    content = item.get("content")
-    if item.get("type") != "message" or "id" not in item or not isinstance(content, list):
-        return False
-    return not content or (isinstance(content[0], dict) and content[0].get("type") == "refusal")
-
-
 @dataclass(frozen=True, slots=True)
 class _Rule:
     field: str
     remedy: str
     refuses: Callable[[Any], bool] = _anything
-    words: tuple[bytes, ...] = ()
-    """A body that holds none of them is not looked at; by default the field's name."""
-
-    def may_concern(self, body: bytes) -> bool:
-        return any(word in body for word in self.words or (self.field.encode(),))
 
 
 _EXACT = "the server keeps the exact tokens itself; leave it out"
@@ -92,7 +75,6 @@ RULES: dict[str, tuple[_Rule, ...]] = {
         _Rule("conversation", _STATELESS),
         _Rule("background", "answers are given on the request's own connection; leave it out"),
         _Rule("prompt", "no prompt templates are kept; send instructions and input"),
-        _Rule("input", "an answer in it must begin with a text", _answers_without_text, (b"refusal", b"[]")),
         _Rule("max_tool_calls", "the agent calls its tools itself; leave it out", lambda value: value is not None),
     ),
     MESSAGES: (
@@ -106,7 +88,7 @@ RULES: dict[str, tuple[_Rule, ...]] = {
 
 def refused(path: str, body: bytes) -> Refused | None:
     """The first field of this request that cannot be served; None when all can, or when the body is not a JSON object."""
-    rules = [rule for rule in RULES.get(path, ()) if rule.may_concern(body)]
+    rules = [rule for rule in RULES.get(path, ()) if rule.field.encode() in body]
     if not rules or not isinstance(fields := _parsed(body), dict):
         return None
     for rule in rules:

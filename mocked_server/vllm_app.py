@@ -124,6 +124,7 @@ class QueueClient:
             reply=PendingReply(lambda response: self._output(request_id, response)),
             memo=memo_of(plan.chat),
         )
+        call.generates = True
         return self._answer(item, rendered=rendered, plan=plan, call=call)
 
     async def ask(self, live: LiveEpisode, messages: list[dict[str, Any]], *, request_id: str) -> str:

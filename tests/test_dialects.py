@@ -202,7 +202,6 @@ def test_counting_tokens_gives_the_length_of_the_exact_prompt_and_records_nothin
     assert len(served.stored(episode)) == 2
 
 
-ANSWER = {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed"}
 REFUSED = [
     ("/v1/chat/completions", "use_beam_search", True),
     ("/v1/chat/completions", "prompt_logprobs", 1),
@@ -219,8 +218,6 @@ REFUSED = [
     ("/v1/responses", "previous_response_id", "resp_1"),
     ("/v1/responses", "conversation", "conv_1"),
     ("/v1/responses", "background", True),
-    ("/v1/responses", "input", [{**ANSWER, "content": [{"type": "refusal", "refusal": "No."}]}]),
-    ("/v1/responses", "input", [{**ANSWER, "content": []}]),
     ("/v1/messages", "mcp_servers", [{"type": "url", "url": "http://x", "name": "x"}]),
     ("/v1/messages", "context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}),
 ]
@@ -243,6 +240,24 @@ def test_a_field_that_cannot_be_served_is_refused_by_name(served, path, field, v
         assert (answer.json()["type"], error["type"]) == ("error", "invalid_request_error")
     else:
         assert (error["param"], error["code"]) == (field, "unsupported_field")
+    assert served.engine.prompts == [] and served.stored(episode) == []
+
+
+ANSWER = {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed"}
+FAILS_IN_VLLM = [
+    ("/v1/chat/completions", {"structured_outputs": False}),
+    ("/v1/responses", {"input": [{**ANSWER, "content": [{"type": "refusal", "refusal": "No."}]}]}),
+    ("/v1/responses", {"input": [{**ANSWER, "content": []}]}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), FAILS_IN_VLLM)
+def test_what_vllm_fails_on_before_it_generates_is_the_requests_fault(served, path, fields):
+    episode, client = served.lease()
+    with served.http(client.api_key) as http:
+        answer = http.post(path, json={**smallest(path), **fields})
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (400, "false"), answer.text
+    assert answer.json()["error"]["code"] == "unsupported_request"
     assert served.engine.prompts == [] and served.stored(episode) == []
 
 
