@@ -13,7 +13,7 @@ import pytest
 import ray
 from remote_parts import Nodes, two_nodes
 from run_parts import assert_nothing_left, start
-from test_resume import SMALL, books_balance, kill
+from test_resume import SMALL, books_balance
 
 from buffers.ledger_actor import NAMESPACE, find_actor
 from buffers.ledger_doctor import findings
@@ -84,7 +84,7 @@ def test_a_run_that_is_killed_leaves_its_ledger_and_the_next_one_takes_it_over(
 ) -> None:
     first = start(tmp_path, "run.steps=4", "run.checkpoints=[1,2]", *knobs, resume="auto")
     first.wait_for_step(2)
-    kill(first)
+    first.kill()
     assert [actor["namespace"] for actor in ray.util.list_named_actors(all_namespaces=True)] == [NAMESPACE]
     second = start(tmp_path, "run.steps=4", "run.checkpoints=[1,2]", *knobs, resume="auto")
     code, output = second.wait(240)
