@@ -10,15 +10,16 @@ import threading
 from pathlib import Path
 
 import ray
-from fault_writer import lane_died, produce, tell, train
+from fault_writer import produce, tell, train
 from remote_parts import SECRET
 
 from buffers.ledger_actor import find_actor
 from buffers.remote_ledger import RemoteLedger
+from tests.child import end_with_thread
 
 
 def main() -> None:
-    threading.excepthook = lane_died
+    threading.excepthook = end_with_thread
     cluster, node_id, path, seed = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
     ray.init(address=cluster, log_to_driver=False, configure_logging=False)
     ledger = RemoteLedger(find_actor(path, node_id=node_id), path=path, secret=SECRET)
