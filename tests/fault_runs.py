@@ -20,7 +20,8 @@ KNOBS = (
     f"run.steps={STEPS}", "run.checkpoints=[2,2]", "warm_start.steps=5", "buffer.groups_per_step=4",
     "buffer.group_size=2", "agents.concurrency=16",
 )  # fmt: skip
-MEAN_S = 6.0
+MEAN_S = 12.0
+"""About what a run takes to start: more kills than that, and none would come to its end."""
 PATIENCE_S = 600.0
 
 
