@@ -57,14 +57,19 @@ async def keep_engine(engine: Revivable, *, setbacks: Setbacks) -> None:
     engine.is_kept = True
     while True:
         await engine.until_dead()
-        error = EngineError("the engine process died; see the run's log. Scored episodes are in the ledger.")
-        while True:
-            setbacks.note("engine", error)
-            try:
-                await engine.revive()
-                break
-            except EngineError as again:
-                error = again
+        await revive_engine(engine, setbacks=setbacks)
+
+
+async def revive_engine(engine: Revivable, *, setbacks: Setbacks) -> None:
+    """Start a dead engine again. Raises EngineError when it dies too often."""
+    error = EngineError("the engine process died; see the run's log. Scored episodes are in the ledger.")
+    while True:
+        setbacks.note("engine", error)
+        try:
+            await engine.revive()
+            return
+        except EngineError as again:
+            error = again
 
 
 async def end_silent(

@@ -44,7 +44,7 @@ from learner.checkpoint_store import Checkpoint, CheckpointStore
 from learner.display import Display
 from learner.handover import environment_files
 from learner.history import History
-from learner.keepers import Environment, end_silent, keep_engine, start_engine
+from learner.keepers import Environment, end_silent, keep_engine, revive_engine, start_engine
 from learner.learn_loop import LearnLoop
 from learner.preparation import prepare_files, weights_folder
 from learner.ranks import LearnerRanks, RankDied
@@ -169,6 +169,8 @@ class Pipeline:
             setbacks=self._setbacks, prepare=partial(self._prepare_learner, ranks), checkpoint=self._checkpoint,
         )  # fmt: skip
         parts = Parts(books=books, engine=engine, server=server, generation=generation, ranks=ranks, learn=self._learn)
+        if engine.dead:  # while the learner still started
+            await revive_engine(engine, setbacks=self._setbacks)
         await self._learn.publish()
         if config.env.command:
             env = {"SERVER_URL": server.base_url, "SCORER_KEY": server.keys.scorer}
@@ -379,10 +381,10 @@ class Pipeline:
         )
 
 
-async def _make_data(command: Sequence[str], log: Path) -> None:
+async def _make_data(command: Sequence[str], missing: str, log: Path) -> None:
     child = await Child.start(resolve_command(command), env=None, cwd=Path.cwd(), log=log)
     if (code := await child.wait()) != 0:
-        raise TaskError(f"data.make must write the task files, but it exited with code {code}: {child.log_tail()}")
+        raise TaskError(f"data.make must write {missing}, but it exited with code {code}: {child.log_tail()}")
 
 
 async def environment_lost(server: MockedServer, address: str) -> None:

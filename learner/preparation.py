@@ -18,16 +18,20 @@ from configs.tiny_model import make_tiny_model
 
 
 async def prepare_files(
-    config: Config, *, folder: Path, make: Callable[[Sequence[str], Path], Awaitable[None]], players: Set[str] | None
+    config: Config,
+    *,
+    folder: Path,
+    make: Callable[[Sequence[str], str, Path], Awaitable[None]],
+    players: Set[str] | None,
 ) -> Path:
     """The model's folder; makes the tiny model and the task file where they are missing.
 
-    `make` runs `data.make` with a log file. `players`: a row's `agent_name` must be one of them, unless None. Raises TaskError
-    for a file that cannot be used: that is known before the engine starts.
+    `make` runs `data.make`, as this file is missing, with a log file. `players`: a row's `agent_name` must be one of them, unless
+    None. Raises TaskError for a file that cannot be used: that is known before the engine starts.
     """
     files = config.data.task_files
-    if config.data.make and not all(Path(path).is_file() for path in files):
-        await make(config.data.make, folder / "data.log")
+    if config.data.make and (missing := [path for path in files if not Path(path).is_file()]):
+        await make(config.data.make, missing[0], folder / "data.log")
     validation = config.data.validation[0] if config.data.validation else ""
     for path in filter(None, (*files, validation)):
         await asyncio.to_thread(next, read_tasks(Path(path)))

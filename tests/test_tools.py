@@ -250,7 +250,7 @@ class FakeSchema(BaseTool):
     """Nothing but a schema."""
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any):
-        raise NotImplementedError
+        return ToolResponse()
 
 
 class SchemaServer(BaseHTTPRequestHandler):
