@@ -148,8 +148,8 @@ class Ledger:
     def watch(self, watcher: Callable[[News], None]) -> Callable[[], None]:
         """Call `watcher` after each commit that moved a group or an episode; returns the call that ends this.
 
-        It runs in the writer's thread, after the futures of that commit are done: it must return at once, must not
-        raise and must not wait for the ledger.
+        It runs in whichever thread committed, after the futures of that commit are done: it must return at once, must not
+        raise, and must neither wait for the ledger nor for somebody who does.
         """
         with self._watchers_lock:
             self._watchers.append(watcher)

@@ -1,6 +1,6 @@
 """Operations on batches: claim, commit, release, eviction. Functions over the ledger's connection, in its transaction.
 
-Called by `Ledger` in the writer's thread. Invariants: a batch holds complete groups only, all of them fresh enough; a
+Called by `Ledger`, one at a time. Invariants: a batch holds complete groups only, all of them fresh enough; a
 group is trained at most `max_uses` times in a lineage; a lease that expired, was superseded or released cannot commit.
 Deadlines of leases are times of one monotonic clock: the caller's `now`.
 """

@@ -1,6 +1,6 @@
 """Operations on tasks, groups, episodes and rounds: functions over the ledger's connection, run inside its transaction.
 
-Called by `Ledger` in the writer's thread. Invariants: a group is READY exactly when all its members are scored, or lost
+Called by `Ledger`, one at a time. Invariants: a group is READY exactly when all its members are scored, or lost
 beyond their last attempt and enough are left; an ended episode never runs again; a failed member is replaced by a new
 attempt while it has one.
 """

@@ -215,7 +215,7 @@ class LedgerHost:
             }
 
     def _on_news(self, news: News) -> None:
-        """In the writer's thread."""
+        """In the thread that committed."""
         with self._lock:
             self._news.append(news)
             self._num_news += 1

@@ -1,6 +1,6 @@
 """Operations that tie the books to checkpoints: where a run stands, and going back to a checkpoint.
 
-Called by `Ledger` in the writer's thread. A checkpoint is named by (run id, lineage, step). Going back to it starts a new
+Called by `Ledger`, one at a time. A checkpoint is named by (run id, lineage, step). Going back to it starts a new
 lineage: what its own steps trained stays trained, every other trained group is ready again, in the order in which it was
 last trained; a validation under way is given up. Invariant: within a lineage and those it came from, a group is trained at
 most `max_uses` times. It restores no weights.

@@ -1,7 +1,7 @@
 """Operations on scores: of an episode, of a branch or round of it, by one judge or several. Functions over the ledger's
 connection, run inside its transaction.
 
-Called by `Ledger` in the writer's thread. Invariants: what a judge said of one thing stays, unless that judge revises it
+Called by `Ledger`, one at a time. Invariants: what a judge said of one thing stays, unless that judge revises it
 while the episode's group is in no batch and was in none; every score that was ever reported is a record, with its verdict;
 an episode's score is the mean of its judges'. It decides nothing about batches.
 """

@@ -1,16 +1,19 @@
-"""One thread that owns a SQLite connection and commits whatever has piled up as one transaction (group commit).
+"""Commits whatever has piled up for a SQLite connection as one transaction (group commit).
 
-Called by `Ledger`. Invariants: operations run in the order of `submit`; a future is done only after the transaction
-that holds its operation is on disk; an operation that is refused leaves nothing behind and does not disturb its
+A thread of its own does it; whoever waits for a future while nothing is being committed does it himself (flat combining): handing
+over to another thread and back costs as much as a small transaction. The main thread never does: a signal's handler may
+raise in the midst of it.
+Called by `Ledger`. Invariants: one transaction at a time; operations run in the order of `submit`; a future is done only after
+the transaction that holds its operation is on disk; an operation that is refused leaves nothing behind and does not disturb its
 neighbours. While the disk is full operations wait, in order, and a new try is made every second; those that somebody will
 send again are refused with StorageFull instead. It does not know what the operations mean.
 """
 
 from __future__ import annotations
 
-import queue
 import sqlite3
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -20,7 +23,7 @@ from buffers.errors import StorageFull, UnderstudyError
 
 T = TypeVar("T")
 Operation = Callable[[sqlite3.Connection], T | UnderstudyError]
-"""Runs in the writer's thread. Raising undoes it; *returning* an error keeps what it wrote and raises in the caller."""
+"""Runs in whichever thread commits. Raising undoes it; *returning* an error keeps what it wrote and raises in the caller."""
 
 # What a bad argument can raise; the caller gets it, the neighbours go on. Anything else is a bug and stops the writer.
 _REFUSALS = (
@@ -85,11 +88,18 @@ class Writer:
         self._kept: list[_Job] = []
         self.full = False
         """The last transaction could not be stored."""
-        self._queue: queue.Queue[_Job | None] = queue.Queue(_MAX_WAITING)
         self._current: list[_Job] = []
+        self._turn = threading.Lock()
+        """Held by the thread that commits; the connection is used under it."""
         self._lock = threading.Lock()
+        """For what follows; held for a moment only."""
+        self._stirred = threading.Condition(self._lock)
+        self._room = threading.Condition(self._lock)
+        self._waiting: deque[_Job] = deque()
+        self._is_stirred = False
         self._closed = False
         self._draining = False
+        self._defect: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"ledger-writer:{name}", daemon=True)
         self._thread.start()
 
@@ -97,59 +107,85 @@ class Writer:
         """Queue `operation`; blocks while the queue is full. Raises UnderstudyError after `close`. `refusable`: it fails with
         StorageFull while the disk is full, instead of waiting. `passing`: what it writes means nothing after a crash, so its
         future need not wait for the disk (what is stored later makes it durable, too)."""
-        job = _Job(operation, Future(), refusable, passing)
+        job = _Job(operation, _Promise(self.help), refusable, passing)
         with self._lock:
+            while len(self._waiting) >= _MAX_WAITING and not self._closed:
+                self._room.wait()
             if self._closed:
                 raise UnderstudyError(f"ledger {self._name} must be open, got an operation after it was closed")
-            self._queue.put(job)
+            self._waiting.append(job)
+            self._stir()
         return job.future
+
+    def help(self) -> None:
+        """Commit what waits, here and now, if nobody else does and this thread may."""
+        if self.full or threading.current_thread() is threading.main_thread() or not self._turn.acquire(blocking=False):
+            return
+        try:
+            if jobs := self._collect():
+                self._commit(jobs)
+        except BaseException as defect:  # the writer's thread ends with it
+            with self._lock:
+                self._defect = defect
+                self._stir()
+        finally:
+            self._turn.release()
 
     def close(self) -> None:
         """Commit what was submitted, then end the thread and close the connection. Idempotent."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._queue.put(None)
+            self._closed = True
+            self._stir()
         self._thread.join()
+
+    def _stir(self) -> None:
+        """The thread looks what there is to do, after whoever commits now."""
+        self._is_stirred = True
+        self._stirred.notify()
 
     def _run(self) -> None:
         try:
-            while jobs := self._collect():
-                self._current = jobs
-                self._commit(jobs)
+            while not self._draining:
+                is_idle = self._wait()
+                with self._turn:
+                    if self._defect is not None:
+                        raise self._defect
+                    jobs = self._collect()
+                    if is_idle:
+                        jobs.append(_Job(self._when_idle, Future()))
+                    if jobs:
+                        self._commit(jobs)
         finally:
-            self._closed = True
-            self._refuse_waiting()
-            with self._lock:  # a submitter that was inside has left; the next ones see `_closed`
-                self._refuse_waiting()
-            self._db.close()
+            with self._turn:
+                with self._lock:  # a submitter that was inside has left; the next ones see `_closed`
+                    self._closed = True
+                    self._refuse_waiting()
+                    self._room.notify_all()
+                self._db.close()
+
+    def _wait(self) -> bool:
+        """Until there may be something to do; True when the time for the idle operation has come first."""
+        with self._lock:
+            while not self._is_stirred:
+                idle_s = _RETRY_S if self.full else self._idle_s()
+                if not self._stirred.wait(None if idle_s is None else max(idle_s, 0.0)):
+                    return True
+            self._is_stirred = False
+            return False
 
     def _collect(self) -> list[_Job]:
-        """All that has piled up, at least one; nothing when closed and drained."""
+        """All that has piled up, up to a limit."""
         jobs, self._kept = self._kept, []
-        if self._draining:
-            return jobs
-        job = self._next()
-        while job is not None:
-            jobs.append(job)
-            if len(jobs) >= _MAX_OPERATIONS:
-                return jobs
-            try:
-                job = self._queue.get_nowait()
-            except queue.Empty:
-                return jobs
-        self._draining = True
+        with self._lock:
+            while self._waiting and len(jobs) < _MAX_OPERATIONS:
+                jobs.append(self._waiting.popleft())
+            self._room.notify_all()
+            if self._waiting:
+                self._stir()
+            else:
+                self._draining = self._closed
+        self._current = jobs
         return jobs
-
-    def _next(self) -> _Job | None:
-        """The next job, or the idle one when its time has come first."""
-        idle_s = self._idle_s()
-        if self.full:
-            idle_s = _RETRY_S
-        try:
-            return self._queue.get(timeout=None if idle_s is None else max(idle_s, 0.0))
-        except queue.Empty:
-            return _Job(self._when_idle, Future())
 
     def _commit(self, jobs: list[_Job]) -> None:
         jobs = [job for job in jobs if job.future.running() or job.future.set_running_or_notify_cancel()]
@@ -203,16 +239,28 @@ class Writer:
         return outcome
 
     def _refuse_waiting(self) -> None:
-        waiting = [*self._current, *self._kept]
-        while True:
-            try:
-                job = self._queue.get_nowait()
-            except queue.Empty:
-                break
-            if job is not None:
-                waiting.append(job)
+        waiting = [*self._current, *self._kept, *self._waiting]
+        self._waiting.clear()
         for job in waiting:
             if not job.future.done():
                 job.future.set_exception(
                     UnderstudyError(f"ledger {self._name}: its writer stopped before this was stored")
                 )
+
+
+class _Promise(Future[T]):
+    """A future of the writer: who waits for it helps."""
+
+    def __init__(self, help_: Callable[[], None]) -> None:
+        super().__init__()
+        self._help = help_
+
+    def result(self, timeout: float | None = None) -> T:
+        if not self.done():
+            self._help()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        if not self.done():
+            self._help()
+        return super().exception(timeout)

@@ -238,7 +238,7 @@ class TaskPool:
         """Give episodes to those who wait while there is room: pending ones first, then new groups."""
         while (room := self._room()) > 0:
             started = self._ledger.start_pending(limit=room, version=self._version)
-            # Registered in the writer's thread: the slot exists before any news of the episode's end can arrive.
+            # Registered by whoever commits: the slot exists before any news of the episode's end can arrive.
             started.add_done_callback(partial(self._post, self._on_started))
             if not await asyncio.wrap_future(started) and not await self._open_groups(-(-room // self._group_size)):
                 return

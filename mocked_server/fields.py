@@ -1,5 +1,5 @@
 """What is done to a request's body before vLLM's HTTP layer reads it: fields that cannot be served are refused by name,
-and null fields of messages are dropped.
+null fields of chat messages are dropped, and earlier answers in a Responses input are given a text.
 
 Pure functions over bytes, called by `intake`. A body is parsed here only if it mentions a word of interest;
 what is malformed is left to vLLM, which answers in the dialect's form.
@@ -56,6 +56,7 @@ _COMMON = (
     _Rule("logprob_token_ids", "use top_logprobs"),
     _Rule("thinking_token_budget", "use max_tokens"),
     _Rule("logits_processors", "use logit_bias"),
+    _Rule("structured_outputs", "it must be an object", lambda value: not isinstance(value, dict | None)),
     _Rule("best_of", _ONE_SAMPLE, lambda value: value not in (None, 1)),
 )
 RULES: dict[str, tuple[_Rule, ...]] = {
@@ -97,22 +98,42 @@ def refused(path: str, body: bytes) -> Refused | None:
     return None
 
 
-def without_nulls(path: str, body: bytes) -> bytes:
-    """The body without the null fields of its chat messages: clients dump answers with all fields that they know, and
-    vLLM refuses some of them when they are null."""
-    if path != CHAT or b"null" not in body:
-        return body
+def servable(path: str, body: bytes) -> bytes:
+    """The body without what clients may say and vLLM cannot take. Chat: null fields of messages, since clients dump answers
+    with all fields that they know. Responses: earlier answers that refused something, or said nothing, are text as others."""
+    if path == CHAT and b"null" in body:
+        return _with_each(body, "messages", _set_fields)
+    if path == RESPONSES and b"assistant" in body:
+        return _with_each(body, "input", _text_of_answer)
+    return body
+
+
+def _with_each(body: bytes, name: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> bytes:
+    """The body with each item of this list changed, if all are objects."""
     fields = _parsed(body)
-    messages = fields.get("messages") if isinstance(fields, dict) else None
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+    items = fields.get(name) if isinstance(fields, dict) else None
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         return body
-    fields["messages"] = [_set_fields(message) for message in messages]
-    return json.dumps(fields).encode()
+    changed = [change(item) for item in items]
+    return body if changed == items else json.dumps({**fields, name: changed}).encode()
 
 
 def _set_fields(message: dict[str, Any]) -> dict[str, Any]:
     needed = () if message.get("role") == "assistant" else ("content",)
     return {name: value for name, value in message.items() if value is not None or name in needed}
+
+
+def _text_of_answer(item: dict[str, Any]) -> dict[str, Any]:
+    parts = item.get("content")
+    if item.get("role") != "assistant" or "id" not in item or not isinstance(parts, list):
+        return item
+    texts = [
+        {"type": "output_text", "text": part.get("refusal"), "annotations": []}
+        if isinstance(part, dict) and part.get("type") == "refusal"
+        else part
+        for part in parts
+    ]
+    return {**item, "content": texts or [{"type": "output_text", "text": "", "annotations": []}]}
 
 
 def _parsed(body: bytes) -> Any:

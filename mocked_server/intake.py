@@ -9,9 +9,9 @@ import hashlib
 from typing import Protocol
 
 from mocked_server.calls import Call, current_call
-from mocked_server.dialects import GENERATING, as_anthropic, error_body, is_anthropic, message_of
+from mocked_server.dialects import GENERATING, as_anthropic, error_body, is_anthropic
 from mocked_server.door import MAX_BODY_BYTES, BodyRefused, answer_refused, read_body, replaying
-from mocked_server.fields import refused, without_nulls
+from mocked_server.fields import refused, servable
 from mocked_server.retries import Answer, App, Event, Receive, Send
 
 RETRY_COUNT = b"x-stainless-retry-count"
@@ -57,44 +57,23 @@ class Intake:
         if (field := refused(path, body)) is not None:
             await _refuse(send, path, code="unsupported_field", message=field.message, param=field.field)
             return
-        await self._serve(call, scope, without_nulls(path, body), receive, send)
+        await self._serve(call, scope, servable(path, body), receive, send)
 
     async def _serve(self, call: Call, scope: Event, body: bytes, receive: Receive, send: Send) -> None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         count = next((value for name, value in headers if name == RETRY_COUNT), b"")
         if scope["path"] not in GENERATING or not count.isdigit():
-            await self._ask(scope, replaying(body, receive), send)
+            await self._app(scope, replaying(body, receive), send)
             return
         key = hashlib.blake2b(body, digest_size=16, key=scope["path"].encode()).digest()
         attempt = int(count)
         answer = call.live.answers.find(key, attempt=attempt)
         if answer is None:
             answer = Answer()
-            answer.start(self._ask, {**scope, "headers": _with_length(headers, body)}, body)
+            answer.start(self._app, {**scope, "headers": _with_length(headers, body)}, body)
             call.live.answers.keep(key, answer)
         answer.attempt = attempt
         await answer.deliver(receive, send)
-
-    async def _ask(self, scope: Event, receive: Receive, send: Send) -> None:
-        """vLLM's application. What fails in it before a generation was begun fails because of what was asked (its checks take
-        some fields for what they should be): the agent is told so, and that trying again is no use."""
-        call, path = current_call.get(), scope["path"]
-        failed = False
-        parts: list[bytes] = []
-
-        async def translate(message: Event) -> None:
-            nonlocal failed
-            if message["type"] == "http.response.start":
-                failed = message["status"] == 500 and call is not None and not call.generates
-            if not failed:
-                await send(message)
-                return
-            parts.append(message.get("body", b""))
-            if message["type"] == "http.response.body" and not message.get("more_body", False):
-                reason = message_of(b"".join(parts))
-                await _refuse(send, path, code="unsupported_request", message=f"this cannot be served: {reason}")
-
-        await self._app(scope, receive, translate)
 
     def _with_errors_seen(self, path: str, send: Send) -> Send:
         """Holds back an error until its body is complete, and sends it in the dialect's form."""
