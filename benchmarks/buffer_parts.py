@@ -80,7 +80,7 @@ class PlainSQLite:
     """The limit: the same bytes into one table, one transaction for each put, as durable."""
 
     def __init__(self, path: Path) -> None:
-        self._db = sqlite3.connect(path, isolation_level=None)
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         for pragma in ("page_size = 16384", "journal_mode = WAL", "synchronous = FULL"):
             self._db.execute(f"PRAGMA {pragma}")
         self._db.execute("CREATE TABLE row(id INTEGER PRIMARY KEY, body BLOB NOT NULL)")

@@ -79,5 +79,9 @@ class EnvError(UnderstudyError):
         self.reason = reason
 
 
+class EnvDied(EnvError):
+    """A signal ended its process while it started: nothing says that it would be so again."""
+
+
 class ToolError(UnderstudyError):
     """A tool cannot be loaded, opened for an episode, or asked for its reward."""

@@ -11,7 +11,7 @@ import json
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from buffers.errors import EpisodeClosed, EpisodeError, TaskError, UnknownEpisode
 from buffers.records import Episode, EpisodeState, GroupState, Task
@@ -39,8 +39,7 @@ class EpisodeRow:
     num_rounds: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredRound:
+class StoredRound(NamedTuple):
     """A round on its way into the table."""
 
     episode_id: str

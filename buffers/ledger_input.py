@@ -73,15 +73,17 @@ def stored_body(
     body: bytes | None = None,
 ) -> StoredRound:
     """As `stored_round`, of a round that is there as arrays. `body`: their encoded form, where it is known."""
-    name = f"round {round_index} of episode {episode_id}"
     if not np.isfinite(arrays.logprobs).all():
         raise EpisodeError(
-            f"{name}: logprobs must be finite, got nan or inf; record it with finish_reason abort and none"
+            f"round {round_index} of episode {episode_id}: logprobs must be finite, got nan or inf; record it with "
+            f"finish_reason abort and none"
         )
     num_sampled = len(arrays.sampled_ids)
     min_version = int(arrays.versions.min()) if num_sampled else None
     if min_version is not None and min_version < 0:
-        raise EpisodeError(f"{name}: versions must be >= 0, got {min_version}; stamp every sampled token")
+        raise EpisodeError(
+            f"round {round_index} of episode {episode_id}: versions must be >= 0, got {min_version}; stamp every sampled token"
+        )
     return StoredRound(
         episode_id=episode_id,
         round_index=round_index,

@@ -12,14 +12,16 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from buffers.errors import EnvError
+from buffers.errors import EnvDied, EnvError
 
 STOP_GRACE_S = 5.0
+ENDING_S = 1.0
+"""Between the end of a program's output and its own."""
 LOG_TAIL_CHARS = 2000
 CHUNK_BYTES = 65_536
 LAST_WORDS_CHARS = 600
@@ -36,7 +38,7 @@ def resolve_command(command: Sequence[str]) -> list[str]:
         raise FileNotFoundError(
             f"program {words[0]!r} must be on PATH or a file; check the first word of {list(command)}"
         )
-    return [program, *(str(Path(word).resolve()) if Path(word).is_file() else word for word in words[1:])]
+    return [program, *(os.path.realpath(word) if os.path.isfile(word) else word for word in words[1:])]
 
 
 def clean_environment(extra: Mapping[str, str]) -> dict[str, str]:
@@ -99,6 +101,12 @@ class Child:
     async def wait(self) -> int:
         """The exit code (negative: the signal that ended it)."""
         return await self._process.wait()
+
+    async def killed(self) -> bool:
+        """Whether a signal has ended it, or does so now."""
+        with suppress(TimeoutError):
+            return await asyncio.wait_for(self.wait(), ENDING_S) < 0
+        return False
 
     async def first_line(self) -> str:
         """The first line of standard output; empty when the program ended without one."""
@@ -170,22 +178,27 @@ def last_words(folder: Path) -> str:
 async def start_environment(
     command: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path, deadline_s: float
 ) -> tuple[Child, str]:
-    """Start an environment program and wait for its line `ready HOST:PORT`; returns the child and that address."""
+    """Start an environment program and wait for its line `ready HOST:PORT`; returns the child and that address.
+
+    Raises EnvDied when a signal ended it before, EnvError when it never says that.
+    """
     try:
         child = await Child.start(
             resolve_command(command), env={**os.environ, **env}, cwd=cwd, log=log, pipe_stdout=True
         )
     except FileNotFoundError as error:
         raise EnvError(f"env.command cannot be started: {error}") from None
-    try:
+    line = word = address = ""
+    with suppress(TimeoutError):
         line = await asyncio.wait_for(child.first_line(), deadline_s)
-    except TimeoutError:
-        line = ""
-    word, _, address = line.partition(" ")
-    if word != "ready" or not address:
-        await child.stop()
-        raise EnvError(
-            f"env.command must print `ready HOST:PORT` within {deadline_s:.0f} s, got {line!r}; "
-            f"its log {log} ends: {child.log_tail()}"
-        )
-    return child, address
+        word, _, address = line.partition(" ")
+    if word == "ready" and address:
+        return child, address
+    killed = not line and await child.killed()
+    await child.stop()
+    if killed:
+        raise EnvDied(f"the environment was killed before it was ready; its log {log} ends: {child.log_tail()}")
+    raise EnvError(
+        f"env.command must print `ready HOST:PORT` within {deadline_s:.0f} s, got {line!r}; "
+        f"its log {log} ends: {child.log_tail()}"
+    )

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from buffers.errors import EngineDied, EngineError, EnvError
+from buffers.errors import EngineDied, EngineError, EnvDied, EnvError
 from learner.setbacks import Setbacks
 
 
@@ -93,10 +93,14 @@ class Environment:
         self._lost = lost
         self._child: Program | None = None
 
-    async def start(self) -> str:
-        """Its address (HOST:PORT). Raises EnvError."""
-        self._child, address = await self._start()
-        return address
+    async def start(self, *, setbacks: Setbacks) -> str:
+        """Its address (HOST:PORT). Raises EnvError when it does not come up; one that was killed meanwhile is started again."""
+        while True:
+            try:
+                self._child, address = await self._start()
+                return address
+            except EnvDied as death:
+                setbacks.note("environment", death)
 
     async def keep(self, *, setbacks: Setbacks) -> None:
         """Start it again when it has ended. Raises EnvError."""
@@ -110,7 +114,7 @@ class Environment:
             while True:
                 setbacks.note("environment", error)
                 try:
-                    await self._lost(await self.start())
+                    await self._lost(await self.start(setbacks=setbacks))
                     break
                 except EnvError as again:
                     error = again

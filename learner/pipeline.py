@@ -180,7 +180,7 @@ class Pipeline:
             )  # fmt: skip
             parts.env = Environment(start, lost=partial(environment_lost, server))
             stack.push_async_callback(parts.env.stop)
-            server.env_address = await parts.env.start()
+            server.env_address = await parts.env.start(setbacks=self._setbacks)
         stack.enter_context(environment_files(self._folder, server))
         return parts
 

@@ -25,6 +25,7 @@ from learner.ledger_place import FILE
 from learner.pipeline import Pipeline
 from learner.report import reward_curve_png, reward_curve_text, summary_table, write_summary
 from learner.tracker import Tracker, check_trackers
+from mocked_server.vllm_engine import start_fork_server
 
 
 def run_session(config: Config, *, resume: str = "") -> int:
@@ -48,6 +49,7 @@ def run_session(config: Config, *, resume: str = "") -> int:
         say(f"understudy: run '{config.run.name}', {config.run.steps} steps, results in {folder}, log in {log}")
         if again:
             say(f"going on after step {start}, from {checkpoint.folder if checkpoint else 'the start'}")
+        start_fork_server()
         with (
             Tracker(
                 folder, trackers=config.run.trackers, name=config.run.name, config=config.model_dump(), start=start

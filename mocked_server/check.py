@@ -237,7 +237,7 @@ def _resolved(command: Sequence[str]) -> list[str]:
     program = shutil.which(command[0])
     if program is None:
         raise UnderstudyError(f"the agent's program must be on PATH or a file, got {command[0]!r}; check the command")
-    return [os.path.abspath(program), *(str(Path(w).resolve()) if Path(w).is_file() else w for w in command[1:])]
+    return [os.path.abspath(program), *(os.path.realpath(w) if os.path.isfile(w) else w for w in command[1:])]
 
 
 def _task(path: Path | None) -> Task:

@@ -1,11 +1,16 @@
-"""Rules of learner/keepers.py and learner/setbacks.py, with an engine that only dies."""
+"""Rules of learner/keepers.py and learner/setbacks.py, with an engine that only dies and environments that are killed early."""
 
 from __future__ import annotations
 
+import sys
+from functools import partial
+from pathlib import Path
+
 import pytest
 
-from buffers.errors import EngineDied, EngineError
-from learner.keepers import revive_engine, start_engine
+from buffers.errors import EngineDied, EngineError, EnvError
+from env_adapters.process import start_environment
+from learner.keepers import Environment, revive_engine, start_engine
 from learner.setbacks import MAX_IN_A_ROW, Setbacks
 
 
@@ -50,3 +55,48 @@ async def test_an_engine_that_keeps_dying_ends_it_with_its_error_and_a_step_forg
     setbacks.progress()
     await revive_engine(Mortal(EngineError("again")), setbacks=setbacks)
     assert setbacks.figures() == {"restarts/engine": MAX_IN_A_ROW + 2.0}
+
+
+KILLED_TWICE = """
+import os, signal, sys
+from pathlib import Path
+starts = Path("starts")
+starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
+if starts.read_text() in sys.argv[1].split(","):
+    os.kill(os.getpid(), signal.SIGKILL)
+print("ready 127.0.0.1:1", flush=True)
+sys.stdin.read()
+"""
+
+
+async def never(_: str) -> None:
+    raise AssertionError("it never ran")
+
+
+def environment(folder: Path, *, kills: str) -> Environment:
+    command = [sys.executable, "-c", KILLED_TWICE, kills]
+    return Environment(
+        partial(start_environment, command, env={}, cwd=folder, log=folder / "log", deadline_s=60.0), lost=never
+    )
+
+
+async def test_an_environment_that_is_killed_before_it_is_ready_is_started_again(tmp_path: Path) -> None:
+    started, setbacks = environment(tmp_path, kills="x,xx"), Setbacks()
+    assert await started.start(setbacks=setbacks) == "127.0.0.1:1"
+    await started.stop()
+    assert setbacks.figures() == {"restarts/environment": 2.0}
+
+
+async def test_an_environment_that_ends_by_itself_before_it_is_ready_is_not_tried_again(tmp_path: Path) -> None:
+    start = partial(start_environment, [sys.executable, "-c", "raise SystemExit('no port')"], cwd=tmp_path)
+    started = Environment(partial(start, env={}, log=tmp_path / "log", deadline_s=60.0), lost=never)
+    setbacks = Setbacks()
+    with pytest.raises(EnvError, match="no port"):
+        await started.start(setbacks=setbacks)
+    assert setbacks.figures() == {}
+
+
+async def test_an_environment_that_is_killed_each_time_ends_it(tmp_path: Path) -> None:
+    kills = ",".join("x" * number for number in range(1, MAX_IN_A_ROW + 2))
+    with pytest.raises(EnvError, match="was killed before it was ready"):
+        await environment(tmp_path, kills=kills).start(setbacks=Setbacks())

@@ -1,0 +1,67 @@
+"""Rules of mocked_server/fork_server.py, with children that are no engines; tests/test_revival.py and the whole runs fork engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from child import child_process
+
+from mocked_server.fork_server import forked_engines
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = Path(__file__).with_name("forking.py")
+
+
+@pytest.fixture
+def forking() -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """The process that started the fork server, and what a process that was forked of that said."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with child_process([sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        yield process, json.loads(process.stdout.readline())
+
+
+def gone(pid: int, *, within_s: float = 20.0) -> bool:
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], within_s)[0])
+    finally:
+        os.close(handle)
+
+
+def test_what_is_forked_has_what_was_imported_and_the_environment_of_its_start(forking) -> None:  # type: ignore[no-untyped-def]
+    _, said = forking
+    assert said["same"], "it was imported once more"
+    assert (said["late"], said["early"]) == ("2", False)
+
+
+def test_how_it_ended_is_known(forking) -> None:  # type: ignore[no-untyped-def]
+    assert forking[1]["code"] == -signal.SIGKILL
+
+
+def test_the_server_ends_when_all_that_use_it_have_ended(forking) -> None:  # type: ignore[no-untyped-def]
+    process, said = forking
+    assert not gone(said["server"], within_s=0.0)
+    process.kill()
+    os.kill(said["child"], signal.SIGKILL)  # an engine ends by itself: `WorkerExtension.end_with`
+    assert gone(said["child"]) and gone(said["server"])
+
+
+def test_without_it_nothing_is_changed() -> None:
+    from vllm.v1.engine import utils
+
+    before = utils.get_mp_context
+    with forked_engines():
+        assert utils.get_mp_context is before
