@@ -169,6 +169,7 @@ class Ledger:
         passing: bool = False,
         timed: bool = False,
         repeatable: bool = False,
+        here: bool = False,
     ) -> Future[T]:
         """Queue a function of `buffers.ledger_*`, with all its arguments but the connection; all methods below do it through this.
 
@@ -179,7 +180,7 @@ class Ledger:
             return self._writer.submit(
                 lambda db: operation(db, now=self._clock()), refusable=refusable, passing=passing
             )
-        return self._writer.submit(operation, refusable=refusable, passing=passing)
+        return self._writer.submit(operation, refusable=refusable, passing=passing, here=here)
 
     def put_tasks(self, tasks: Iterable[Task]) -> Future[int]:
         """Store tasks; how many were new. Raises TaskError for one that JSON cannot hold."""
@@ -246,8 +247,9 @@ class Ledger:
 
     def put_rounds(self, rounds: Sequence[StoredRound]) -> Future[list[EpisodeError | None]]:
         """Store rounds of running episodes in one go: why each was refused, None for those that are stored. A round that is
-        there already, bit for bit, counts as stored: whoever was not told may send it again."""
-        return self.submit(partial(ledger_episodes.put_rounds, rounds=rounds))
+        there already, bit for bit, counts as stored: whoever was not told may send it again. For threads that wait: unless this
+        is the main one, they may be stored when it returns."""
+        return self.submit(partial(ledger_episodes.put_rounds, rounds=rounds), here=True)
 
     def rounds(self, episode_id: str) -> Future[list[Round]]:
         """The rounds of an episode, in order."""

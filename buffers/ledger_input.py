@@ -73,7 +73,7 @@ def stored_body(
     body: bytes | None = None,
 ) -> StoredRound:
     """As `stored_round`, of a round that is there as arrays. `body`: their encoded form, where it is known."""
-    if not np.isfinite(arrays.logprobs).all():
+    if np.count_nonzero(np.isfinite(arrays.logprobs)) < arrays.logprobs.size:
         raise EpisodeError(
             f"round {round_index} of episode {episode_id}: logprobs must be finite, got nan or inf; record it with "
             f"finish_reason abort and none"

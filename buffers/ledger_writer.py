@@ -1,7 +1,7 @@
 """Commits whatever has piled up for a SQLite connection as one transaction (group commit).
 
-A thread of its own does it; whoever waits for a future while nothing is being committed does it himself (flat combining): handing
-over to another thread and back costs as much as a small transaction. The main thread never does: a signal's handler may
+A thread of its own does it, or the caller: one that waits anyway may do it `here`, if nothing is being committed just then, since
+handing over to another thread and back takes as long as a small transaction. The main thread never does: a signal's handler may
 raise in the midst of it.
 Called by `Ledger`. Invariants: one transaction at a time; operations run in the order of `submit`; a future is done only after
 the transaction that holds its operation is on disk; an operation that is refused leaves nothing behind and does not disturb its
@@ -103,22 +103,31 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name=f"ledger-writer:{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, operation: Operation[T], *, refusable: bool = False, passing: bool = False) -> Future[T]:
+    def submit(
+        self, operation: Operation[T], *, refusable: bool = False, passing: bool = False, here: bool = False
+    ) -> Future[T]:
         """Queue `operation`; blocks while the queue is full. Raises UnderstudyError after `close`. `refusable`: it fails with
         StorageFull while the disk is full, instead of waiting. `passing`: what it writes means nothing after a crash, so its
-        future need not wait for the disk (what is stored later makes it durable, too)."""
-        job = _Job(operation, _Promise(self.help), refusable, passing)
+        future need not wait for the disk (what is stored later makes it durable, too). `here`: the caller would wait for it, and
+        it does not change what `idle_s` gives: what is queued is committed before this returns, if this thread may."""
+        job = _Job(operation, Future(), refusable, passing)
         with self._lock:
             while len(self._waiting) >= _MAX_WAITING and not self._closed:
                 self._room.wait()
             if self._closed:
                 raise UnderstudyError(f"ledger {self._name} must be open, got an operation after it was closed")
             self._waiting.append(job)
-            self._stir()
+            if not here:
+                self._stir()
+        if here:
+            self._commit_here()
+            if not job.future.done():
+                with self._lock:
+                    self._stir()
         return job.future
 
-    def help(self) -> None:
-        """Commit what waits, here and now, if nobody else does and this thread may."""
+    def _commit_here(self) -> None:
+        """Commit what waits, if nobody else does and this thread may."""
         if self.full or threading.current_thread() is threading.main_thread() or not self._turn.acquire(blocking=False):
             return
         try:
@@ -246,21 +255,3 @@ class Writer:
                 job.future.set_exception(
                     UnderstudyError(f"ledger {self._name}: its writer stopped before this was stored")
                 )
-
-
-class _Promise(Future[T]):
-    """A future of the writer: who waits for it helps."""
-
-    def __init__(self, help_: Callable[[], None]) -> None:
-        super().__init__()
-        self._help = help_
-
-    def result(self, timeout: float | None = None) -> T:
-        if not self.done():
-            self._help()
-        return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        if not self.done():
-            self._help()
-        return super().exception(timeout)

@@ -125,6 +125,7 @@ class RemoteLedger(Ledger):
         passing: bool = False,
         timed: bool = False,
         repeatable: bool = False,
+        here: bool = False,
     ) -> Future[T]:
         job = Job(operation=operation, refusable=refusable, passing=passing, timed=timed, repeatable=repeatable)
         return self._post(Mail(future=Future(), job=job))

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 from mocked_server import fork_server
 
@@ -12,7 +13,11 @@ IMPORTED_AT = time.monotonic()
 
 def say_what_is_there(pipe):
     pipe.send(
-        {"imported_at": sys.modules["__main__"].IMPORTED_AT, "late": os.environ.get("LATE"), "early": "EARLY" in os.environ}
+        {
+            "imported_at": sys.modules["__main__"].IMPORTED_AT,
+            "late": os.environ.get("LATE"),
+            "early": "EARLY" in os.environ,
+        }
     )
     pipe.recv()
 
@@ -31,8 +36,13 @@ def main():
     victim.start()
     victim.kill()
     victim.join()
-    parent = int(open(f"/proc/{child.pid}/stat").read().rpartition(")")[2].split()[1])
-    told |= {"same": told.pop("imported_at") == IMPORTED_AT, "code": victim.exitcode, "server": parent, "child": child.pid}
+    parent = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[1])
+    told |= {
+        "same": told.pop("imported_at") == IMPORTED_AT,
+        "code": victim.exitcode,
+        "server": parent,
+        "child": child.pid,
+    }
     print(json.dumps(told), flush=True)
     sys.stdin.read()
 

@@ -1,4 +1,4 @@
-"""Rules of mocked_server/fork_server.py, with children that are no engines; tests/test_revival.py and the whole runs fork engines."""
+"""Rules of mocked_server/fork_server.py, with children that are no engines; whole runs and tests/test_revival.py fork engines."""
 
 from __future__ import annotations
 

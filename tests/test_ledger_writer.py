@@ -1,4 +1,4 @@
-"""Who commits: the writer's thread, or a caller who waits (flat combining). What is promised holds either way."""
+"""Who commits: the writer's thread, or a caller that waits anyway. What is promised holds either way."""
 
 import sqlite3
 import threading
@@ -7,10 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 import pytest
-from buffer_parts import make_ready
 
 from buffers.errors import UnderstudyError
-from buffers.ledger import Ledger
 from buffers.ledger_writer import Writer
 
 PUTS = 200
@@ -19,23 +17,22 @@ PUTS = 200
 class Books:
     """A writer over one table, and what it told of each commit."""
 
-    def __init__(self, path, *, idle_s=lambda: None):
+    def __init__(self, path):
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         db.execute("CREATE TABLE line(number INTEGER PRIMARY KEY, text TEXT)")
         self.published = []
-        self.idle = threading.Event()
         self.writer = Writer(
             db, name="test", read_news=lambda db: db.execute("SELECT count(*) FROM line").fetchone()[0],
             keep_news=lambda _: None, publish=lambda news, again: self.published.append(news),
-            idle_s=idle_s, when_idle=lambda _: self.idle.set(), probe=lambda _: None,
+            idle_s=lambda: None, when_idle=lambda _: None, probe=lambda _: None,
         )  # fmt: skip
 
-    def put(self, text):
+    def put(self, text, *, here=False):
         def operation(db):
             db.execute("INSERT INTO line(text) VALUES (?)", (text,))
             return threading.current_thread()
 
-        return self.writer.submit(operation)
+        return self.writer.submit(operation, here=here)
 
     def texts(self):
         return self.writer.submit(lambda db: [text for (text,) in db.execute("SELECT text FROM line ORDER BY number")])
@@ -54,17 +51,16 @@ def elsewhere(work):
         return pool.submit(work).result()
 
 
-def test_a_caller_who_waits_commits_itself_when_nobody_else_does(books):
+def test_a_caller_commits_itself_when_nobody_else_does(books):
     def work():
-        return [books.put(str(n)).result() for n in range(PUTS)], threading.current_thread()
+        return [books.put(str(n), here=True).result() for n in range(PUTS)], threading.current_thread()
 
     threads, own = elsewhere(work)
-    assert threads.count(own) > PUTS // 2  # sometimes the writer's thread is faster
-    assert set(threads) <= {own, books.writer._thread}
+    assert set(threads) == {own}
 
 
 def test_the_main_thread_never_commits(books):
-    threads = {books.put(str(n)).result() for n in range(PUTS)}
+    threads = {books.put(str(n), here=True).result() for n in range(PUTS)}
     assert threads == {books.writer._thread}
 
 
@@ -74,11 +70,26 @@ def test_what_nobody_waits_for_is_stored_as_well(books):
     assert done.wait(10)
 
 
+def test_a_caller_that_may_not_commit_leaves_it_to_the_thread(books):
+    held, let_go = threading.Event(), threading.Event()
+
+    def hold(_):
+        held.set()
+        let_go.wait(10)
+
+    books.writer.submit(hold)
+    assert held.wait(10)
+    future = elsewhere(lambda: books.put("later", here=True))
+    assert not future.done()
+    let_go.set()
+    assert future.result(10) is books.writer._thread
+
+
 def test_many_callers_keep_their_order_and_lose_nothing(books):
     def work(name):
         for n in range(0, PUTS, 2):
             books.put(f"{name} {n}")
-            books.put(f"{name} {n + 1}").result()
+            books.put(f"{name} {n + 1}", here=True).result()
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, "abcdefgh"))
@@ -99,7 +110,7 @@ def test_a_defect_in_an_operation_that_a_caller_commits_stops_the_writer(books):
     before, threading.excepthook = threading.excepthook, lambda args: reported.append(args.exc_value)
     try:
         with pytest.raises(UnderstudyError, match="its writer stopped"):
-            elsewhere(lambda: books.writer.submit(broken).result())
+            elsewhere(lambda: books.writer.submit(broken, here=True).result())
         books.writer._thread.join(10)
     finally:
         threading.excepthook = before
@@ -116,7 +127,7 @@ def test_closing_while_callers_commit_stores_all_that_was_taken(tmp_path):
         def work(books=books, taken=taken):
             for n in count():
                 try:
-                    future = books.put(str(n))
+                    future = books.put(str(n), here=True)
                 except UnderstudyError:
                     return
                 future.result()
@@ -132,25 +143,3 @@ def test_closing_while_callers_commit_stores_all_that_was_taken(tmp_path):
         with sqlite3.connect(tmp_path / f"{round_}.sqlite") as db:
             assert db.execute("SELECT count(*) FROM line").fetchone() == (len(taken),)
         db.close()
-
-
-def test_a_lease_that_a_caller_committed_itself_expires(tmp_path):
-    with Ledger(tmp_path / "ledger.sqlite") as ledger:
-        make_ready(ledger, task=0)
-        expired = threading.Event()
-        ledger.watch(lambda news: expired.set() if news.counts["groups/ready"] else None)
-        assert elsewhere(lambda: ledger.claim(1, min_version=0, ttl_s=0.2).result()) is not None
-        assert ledger.counts()["groups/leased"] == 1
-        assert expired.wait(10)
-
-
-def test_the_idle_operation_runs_when_its_time_was_set_by_a_callers_commit(tmp_path):
-    times = [None]
-    books = Books(tmp_path / "lines.sqlite", idle_s=lambda: times[0])
-
-    def set_time(_):
-        times[0] = 0.01
-
-    elsewhere(lambda: books.writer.submit(set_time).result())
-    assert books.idle.wait(10)
-    books.writer.close()
