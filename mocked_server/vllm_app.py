@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from buffers.errors import EngineError
-from buffers.prompt_queue import Prompt, PromptQueue, Response
+from buffers.prompt_queue import Prompt, PromptQueue, QueueClosed, Response
 from configs.schema import RolloutConfig
 from mocked_server.calls import Call, PendingReply, Sampling, current_call
 from mocked_server.continuation import Continuation, continue_tokens
-from mocked_server.dialects import GENERATE, ROUTES, SLEEP, WAKE_UP
+from mocked_server.dialects import GENERATE, ROUTES, SLEEP, WAKE_UP, error_body
 from mocked_server.episodes import LiveEpisode, LiveRound
 from mocked_server.resume import memo_of
 from mocked_server.vllm_engine import NUMBERS_ONLY
@@ -241,4 +241,14 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
     tokens = TokenRoute(client)
     for path, endpoint in ((GENERATE, tokens.answer), (SLEEP, tokens.sleep), (WAKE_UP, tokens.wake_up)):
         app.router.add_route(path, endpoint, methods=["POST"])
+    for kind in (EngineError, QueueClosed):
+        app.add_exception_handler(kind, _unavailable)
     return app
+
+
+async def _unavailable(request: Any, error: Exception) -> Any:
+    """The engine or the server is going down: no defect, and nothing that an agent did."""
+    from starlette.responses import Response
+
+    body = error_body(request.url.path, status=503, message=str(error), code="engine_unavailable")
+    return Response(body, status_code=503, media_type="application/json", headers={"retry-after": "1"})

@@ -15,9 +15,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 from uuid import uuid4
 
-from buffers.errors import EngineError
 from buffers.naming import one_of
-from buffers.prompt_queue import QueueClosed
 from mocked_server.dialects import GENERATE, error_body
 from mocked_server.generation import Recorder
 
@@ -59,13 +57,8 @@ class TokenRoute:
             outputs = self._client.generate_tokens(prompt_ids, params, request_id=f"generate-{uuid4().hex}")
             return JSONResponse(await self._collect(outputs))
         except (ValueError, TypeError) as error:
-            status, code = 400, "invalid_request"
-            message = str(error)
-        except (EngineError, QueueClosed) as error:
-            status, code = 503, "engine_unavailable"
-            message = str(error)
-        body = error_body(GENERATE, status=status, message=message, code=code)
-        return Response(body, status_code=status, media_type="application/json")
+            body = error_body(GENERATE, status=400, message=str(error), code="invalid_request")
+            return Response(body, status_code=400, media_type="application/json")
 
     async def sleep(self, _: Any) -> Any:
         """The route: the engine's cache is given back, and its weights wait in main memory where it can do that."""

@@ -384,8 +384,9 @@ def test_a_dead_engine_answers_with_an_error_and_ends_the_loop(tiny_model):
     thread.start()
     thread.engine.dies = True
     _, client = thread.lease()
-    with pytest.raises(openai.InternalServerError, match="engine or the server is going down"):
+    with pytest.raises(openai.InternalServerError, match="engine or the server is going down") as caught:
         chat(client, HELLO)
+    assert caught.value.status_code == 503
     thread.call(_until(thread._generating.done))
     assert "engine died" in str(thread._generating.exception().exceptions[0])
     thread.stop()
