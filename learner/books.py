@@ -80,7 +80,7 @@ async def open_books(
         deadline_s=config.agents.deadlines[0],
         version=checkpoint.position.step if checkpoint else 0,
         times_opened=opened,
-        held=resume,
+        held=True,
     )
     pool.take_over(episodes)
     return Books(

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from learner import fsdp
 from learner.adapter import Adapter, LoraConfig, merged, peft_names, write_description
 
+WEIGHTS = "model.safetensors"
+
 
 def gather(module: nn.Module, *, dtype: torch.dtype, keep: bool, scaling: float = 1.0) -> dict[str, Tensor]:
     """All ranks enter; those with `keep` false get an empty dict and hold one parameter at a time.
@@ -72,7 +74,7 @@ def write_folder(
     if lm.generation_config is not None:
         lm.generation_config.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    write_weights(partial / "model.safetensors", weights=weights)
+    write_weights(partial / WEIGHTS, weights=weights)
     if value_head:
         write_weights(partial / "value_head.safetensors", weights=value_head)
     if adapter is not None:

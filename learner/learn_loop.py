@@ -28,6 +28,7 @@ from buffers.task_pool import TaskPool
 from configs.schema import BufferConfig, RunConfig
 from learner.checkpoint_store import Checkpoint, CheckpointError, CheckpointStore
 from learner.display import Display
+from learner.export import WEIGHTS
 from learner.history import History
 from learner.ranks import LearnerRanks, RankDied
 from learner.setbacks import Setbacks
@@ -47,8 +48,8 @@ class LearnLoop:
     """`start`: the step after which this run goes on; `num_replays`: groups given back by a restore. `generated`: the totals
     of the generate loop. `weights`: a fast folder through which weights reach the engine. `shaping`: the most tokens of a
     generation, where long ones are penalised; None: they are not. `more_figures`: of others, for each step's line.
-    `prepare`: gives learner processes that have just started the weights of a checkpoint, or of the start. `checkpoint`: the
-    one that this run goes on from."""
+    `started`: the learner's start, which this waits for. `prepare`: gives learner processes that have just started the weights of
+    a checkpoint, or of the start. `checkpoint`: the one that this run goes on from, whose weights the engine has."""
 
     def __init__(
         self,
@@ -73,6 +74,7 @@ class LearnLoop:
         more_figures: Callable[[], dict[str, float]] = dict,
         traces: Traces | None = None,
         setbacks: Setbacks | None = None,
+        started: Awaitable[None] | None = None,
         prepare: Callable[[Checkpoint | None], Awaitable[None]] | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> None:
@@ -99,6 +101,7 @@ class LearnLoop:
         self._more_figures = more_figures
         self._traces = traces
         self._setbacks = setbacks or Setbacks()
+        self._started = started
         self._prepare = prepare
         self._checkpoint = checkpoint
         self._published: Path | None = None
@@ -118,6 +121,7 @@ class LearnLoop:
 
     async def run(self) -> None:
         """Takes a full batch (waits: enough scored, fresh groups), gives new weights; unblocked by scores. Finite."""
+        await self._begin()
         self._validate()
         if self.step == 0 and self._run.checkpoints[0] and self._history.warm_start:  # which takes long to do again
             self._saving = asyncio.create_task(self._save(), name="save")
@@ -137,6 +141,19 @@ class LearnLoop:
                 self._saving.cancel()
             if self._validation is not None:
                 self._validation.cancel()
+
+    async def _begin(self) -> None:
+        """Until the learner has started. Episodes may be played meanwhile, unless steps are to be made again first."""
+        if self._checkpoint is not None and self._num_replays < self._buffer.groups_per_step:
+            self._pool.begin()
+        if self._started is not None:
+            with self._display.phase("starting the learner"):
+                await self._started
+        while self._checkpoint is None:
+            try:
+                return await self.publish()
+            except RankDied as death:
+                await self._recover(death)
 
     async def _learn(self) -> None:
         """Steps, until they are made or the run is told to stop."""
@@ -195,7 +212,7 @@ class LearnLoop:
         """New weights: learner -> file -> engine, which pauses for the copy only. The file stays until the next one: an engine
         that is started again takes it from there."""
         folder = Path(tempfile.mkdtemp(prefix=f"version-{self.step}-", dir=self._weights))
-        await self._ranks.publish(folder / "model.safetensors")
+        await self._ranks.publish(folder / WEIGHTS)
         await self._engine.load_weights(folder, version=self.step)
         if self._published is not None:
             shutil.rmtree(self._published)
@@ -214,12 +231,20 @@ class LearnLoop:
         self._num_replays = 0
         self._pool.begin()
         self._sampling = asyncio.create_task(self._rounds.sample(num_groups, min_version=min_version))
+        dying = asyncio.create_task(self._ranks.until_dead())  # a learner that dies now is started again now
         try:
-            return await self._sampling
+            await asyncio.wait({self._sampling, dying}, return_when=asyncio.FIRST_COMPLETED)
+            if self._sampling.done():
+                return self._sampling.result()
+            dying.result()
         except asyncio.CancelledError:
             if not self._stopped:
                 raise
-            return None
+        finally:
+            for task in (self._sampling, dying):
+                task.cancel()
+            await asyncio.gather(self._sampling, dying, return_exceptions=True)
+        return None
 
     async def _train(self, batch: TrainBatch, *, step: int) -> dict[str, float]:
         """Train, record the step, publish what the engine does not have yet."""

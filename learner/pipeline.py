@@ -44,9 +44,9 @@ from learner.checkpoint_store import Checkpoint, CheckpointStore
 from learner.display import Display
 from learner.handover import environment_files
 from learner.history import History
-from learner.keepers import Environment, end_silent, keep_engine, revive_engine, start_engine
+from learner.keepers import Environment, end_silent, keep_engine, start_engine
 from learner.learn_loop import LearnLoop
-from learner.preparation import prepare_files, weights_folder
+from learner.preparation import prepare_files, saved_weights, weights_folder
 from learner.ranks import LearnerRanks, RankDied
 from learner.setbacks import Setbacks
 from learner.traces import Traces
@@ -83,7 +83,6 @@ class Parts:
     engine: VLLMEngine
     server: MockedServer
     generation: Generation
-    ranks: LearnerRanks
     learn: LearnLoop
     env: Environment | None = None
     background: list[asyncio.Task[None]] = field(default_factory=list)
@@ -112,6 +111,7 @@ class Pipeline:
         self._resume = resume
         self._checkpoint = checkpoint
         self._start = checkpoint.position.step if checkpoint else 0
+        self._ranks: LearnerRanks
         self._learn: LearnLoop | None = None
         self._setbacks = Setbacks()
         self.history = History(config, earlier=tracker.earlier)
@@ -147,18 +147,18 @@ class Pipeline:
         with self._display.phase("preparing model and tasks"):
             model = await prepare_files(config, folder=self._folder, make=_make_data, players=self._players())
         cpu_environment()
-        with self._display.phase("starting engine, server and learner"):
-            ranks, (engine, server, books) = await self._start_heavy(stack, model)
+        weights = weights_folder(self._folder)
+        stack.callback(shutil.rmtree, weights, ignore_errors=True)
+        with self._display.phase("starting engine and server"):
+            learner, (engine, server, books) = await self._start_heavy(stack, model, weights)
         generation = Generation(engine, queue=server.prompt_queue, rounds=books.ledger)
         server.on_ended = generation.forget
         for episode, rounds in books.running:
             generation.resume(episode.episode_id, rounds)
-        weights = weights_folder(self._folder)
-        stack.callback(shutil.rmtree, weights, ignore_errors=True)
         self._learn = LearnLoop(
             run=config.run, buffer=config.buffer,
             ledger=books.ledger, rounds=books.rounds, pool=books.pool,
-            ranks=ranks, engine=engine, generated=generation.stats,
+            ranks=self._ranks, engine=engine, generated=generation.stats,
             store=CheckpointStore(self._folder / "checkpoints", keep=config.run.checkpoints[1]),
             weights=weights, history=self.history, tracker=self._tracker, display=self._display,
             validation=self._validation(books.ledger),
@@ -166,12 +166,9 @@ class Pipeline:
             start=self._start, num_replays=books.num_replays,
             more_figures=self._loops.figures.take if self._loops else dict,
             traces=self._open_traces(stack, server),
-            setbacks=self._setbacks, prepare=partial(self._prepare_learner, ranks), checkpoint=self._checkpoint,
+            setbacks=self._setbacks, started=learner, prepare=self._prepare_learner, checkpoint=self._checkpoint,
         )  # fmt: skip
-        parts = Parts(books=books, engine=engine, server=server, generation=generation, ranks=ranks, learn=self._learn)
-        if engine.dead:  # while the learner still started
-            await revive_engine(engine, setbacks=self._setbacks)
-        await self._learn.publish()
+        parts = Parts(books=books, engine=engine, server=server, generation=generation, learn=self._learn)
         if config.env.command:
             env = {"SERVER_URL": server.base_url, "SCORER_KEY": server.keys.scorer}
             start = partial(
@@ -208,20 +205,23 @@ class Pipeline:
         return self._loops.names | ({PLAIN} if config.data.scorer else set())
 
     async def _start_heavy(
-        self, stack: AsyncExitStack, model: Path
-    ) -> tuple[LearnerRanks, tuple[VLLMEngine, MockedServer, Books]]:
-        """The learner (with its warm start) and the engine start side by side: together they are most of the start-up time."""
+        self, stack: AsyncExitStack, model: Path, weights: Path
+    ) -> tuple[asyncio.Task[None], tuple[VLLMEngine, MockedServer, Books]]:
+        """The engine starts beside the learner, which takes longer (with a warm start, far longer): the learn loop waits for it."""
         async with asyncio.TaskGroup() as tasks:
             started = asyncio.Event()
-            engine = tasks.create_task(self._start_engine(stack, model, started), name="start engine")
+            engine = tasks.create_task(self._start_engine(stack, model, weights, started), name="start engine")
             await asyncio.to_thread(interrupts_blocked()(cluster.start), self._config.buffer.node)
             self.on_ray_started()
             stack.push_async_callback(asyncio.to_thread, cluster.stop)
             started.set()
-            learner = tasks.create_task(self._start_learner(stack, model), name="start learner")
+            self._ranks = self._make_ranks(model)
+            stack.push_async_callback(self._ranks.close)
+            learner = asyncio.create_task(self._start_learner(), name="start learner")
+            stack.push_async_callback(ended, learner)
             if self._loops is not None:
                 await self._start_loop_workers(self._loops, stack, model)
-        return learner.result(), engine.result()
+        return learner, engine.result()
 
     async def _start_loop_workers(self, loops: AgentLoopManager, stack: AsyncExitStack, model: Path) -> None:
         rollout, host = self._config.rollout, self._config.server.host
@@ -234,9 +234,9 @@ class Pipeline:
             response_length=rollout.max_tokens,
         )
 
-    async def _start_learner(self, stack: AsyncExitStack, model: Path) -> LearnerRanks:
+    def _make_ranks(self, model: Path) -> LearnerRanks:
         config = self._config
-        ranks = LearnerRanks(
+        return LearnerRanks(
             config.learner,
             model_path=str(model),
             dtype=config.model.dtype,
@@ -245,29 +245,29 @@ class Pipeline:
             keep_versions=config.buffer.max_policy_lag + 1,
             gpus_per_rank=1.0 if has_gpu() else 0.0,
         )
-        stack.push_async_callback(ranks.close)
+
+    async def _start_learner(self) -> None:
         while True:
             try:
-                await ranks.start()
-                await self._prepare_learner(ranks, self._checkpoint)
-                return ranks
+                await self._ranks.start()
+                return await self._prepare_learner(self._checkpoint)
             except RankDied as death:
                 self._setbacks.note("learner", death)
 
-    async def _prepare_learner(self, ranks: LearnerRanks, checkpoint: Checkpoint | None) -> None:
+    async def _prepare_learner(self, checkpoint: Checkpoint | None) -> None:
         """The state of a checkpoint; that of the start, without one."""
         warm = self._config.warm_start
         if checkpoint is not None:
-            await ranks.load(checkpoint.learner)
+            await self._ranks.load(checkpoint.learner)
         elif warm.traces:
             seed = self._config.run.seed
-            metrics = await ranks.warm_start(Path(warm.traces), steps=warm.steps, lr=warm.lr, seed=seed)
+            metrics = await self._ranks.warm_start(Path(warm.traces), steps=warm.steps, lr=warm.lr, seed=seed)
             if not self.history.warm_start:
                 self.history.warm_start = metrics
                 self._tracker.log(0, {f"warm_start/{name}": value for name, value in metrics.items()})
 
     async def _start_engine(
-        self, stack: AsyncExitStack, model: Path, ray_started: asyncio.Event
+        self, stack: AsyncExitStack, model: Path, weights: Path, ray_started: asyncio.Event
     ) -> tuple[VLLMEngine, MockedServer, Books]:
         config = self._config
         if config.buffer.node:
@@ -283,7 +283,8 @@ class Pipeline:
         )  # fmt: skip
         args = await asyncio.to_thread(make_args, settings)
         vllm_config = await asyncio.to_thread(make_vllm_config, args)
-        engine = VLLMEngine(vllm_config, count_preemptions=self._loops is not None)
+        first = (saved_weights(self._checkpoint, weights), self._start) if self._checkpoint else None
+        engine = VLLMEngine(vllm_config, count_preemptions=self._loops is not None, weights=first)
         stack.push_async_callback(engine.close)
         await start_engine(engine, setbacks=self._setbacks)
         server = MockedServer(
@@ -385,6 +386,12 @@ async def _make_data(command: Sequence[str], missing: str, log: Path) -> None:
     child = await Child.start(resolve_command(command), env=None, cwd=Path.cwd(), log=log)
     if (code := await child.wait()) != 0:
         raise TaskError(f"data.make must write {missing}, but it exited with code {code}: {child.log_tail()}")
+
+
+async def ended(task: asyncio.Task[None]) -> None:
+    """Cancel it, and wait until it has ended."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def environment_lost(server: MockedServer, address: str) -> None:

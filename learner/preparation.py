@@ -15,6 +15,8 @@ from buffers.naming import one_of
 from buffers.parquet import agent_names, read_tasks
 from configs.schema import Config
 from configs.tiny_model import make_tiny_model
+from learner.checkpoint_store import Checkpoint
+from learner.export import WEIGHTS
 
 
 async def prepare_files(
@@ -61,4 +63,12 @@ def weights_folder(run: Path) -> Path:
     folder = place / f"understudy-{hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
+    return folder
+
+
+def saved_weights(checkpoint: Checkpoint, weights: Path) -> Path:
+    """A folder in `weights` with a checkpoint's for the engine, without what lies beside them."""
+    folder = weights / "saved"
+    folder.mkdir()
+    (folder / WEIGHTS).symlink_to((checkpoint.model / WEIGHTS).resolve())
     return folder

@@ -32,6 +32,8 @@ PORTS = range(20_000, 30_000)
 """Where ranks meet. Ports for outgoing connections begin at 32768 on Linux."""
 WARM_START_BATCH = 32
 """Traces in one update of the warm start."""
+LOOK_S = 0.2
+"""Between looks at whether they live."""
 _READY = "__ray_ready__"
 """Ray's own method, which answers once the actor is built."""
 
@@ -84,6 +86,12 @@ class LearnerRanks:
             place = {"address": address, "rank": rank, "world_size": self._config.ranks}
             self._actors.append(actor.remote(self._config, **self._settings, **place))
         await self._all(_READY)
+
+    async def until_dead(self) -> None:
+        """While nothing is asked of them: raises RankDied as soon as a rank has died."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self._all(_READY)
 
     async def warm_start(
         self, traces_path: Path, *, steps: int, lr: float, seed: int, batch_size: int = WARM_START_BATCH

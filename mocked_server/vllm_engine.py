@@ -146,13 +146,16 @@ def interrupts_blocked() -> Iterator[None]:
 class VLLMEngine:
     """One engine. Lifecycle: `start` (8 to 15 s) -> generate / load_weights -> `close`; `revive` after its process died."""
 
-    def __init__(self, vllm_config: Any, *, count_preemptions: bool = False) -> None:
-        """`count_preemptions`: outputs say how often their request was set aside; costs a few percent of the engine's time."""
+    def __init__(
+        self, vllm_config: Any, *, count_preemptions: bool = False, weights: tuple[Path, int] | None = None
+    ) -> None:
+        """`count_preemptions`: outputs say how often their request was set aside; costs a few percent of the engine's time.
+        `weights`: (folder, version) to begin with, instead of the model's own as version 0."""
         self._vllm_config = vllm_config
         self._count_preemptions = count_preemptions
         self._llm: Any = None
         self._up = asyncio.Event()
-        self._weights: tuple[Path, int] | None = None
+        self._weights = weights
         """(folder, version) that it has, or is to have once it is back."""
         self.is_kept = False
         """Somebody revives it when it dies."""

@@ -25,7 +25,7 @@ from learner.checkpoint_store import Checkpoint, CheckpointError, CheckpointStor
 from learner.display import Display
 from learner.history import History
 from learner.learn_loop import LearnLoop
-from learner.ranks import RankDied
+from learner.ranks import RankDied, RankFailed
 from learner.setbacks import MAX_IN_A_ROW
 from learner.tracker import Tracker
 from learner.validation import Validation
@@ -51,6 +51,11 @@ class FakeRanks:
         if self.dies_in[:1] == [call]:
             self.dies_in.pop(0)
             raise RankDied(f"learner rank 0 of 1 died in {call}")
+
+    async def until_dead(self) -> None:
+        while True:
+            await asyncio.sleep(0.01)
+            self._maybe_die("idle")
 
     async def train_step(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
         self._maybe_die("train_step")
@@ -101,11 +106,13 @@ async def learning(
     replays: int = 0,
     validation: Validation | None = None,
     dies_in: tuple[str, ...] = (),
+    started: asyncio.Future[None] | None = None,
+    checkpoint: Checkpoint | None = None,
     **run: Any,
 ) -> AsyncIterator[Setup]:
     pool = TaskPool(
         ledger, group_size=1, groups_per_step=1, max_policy_lag=9, max_running=8, deadline_s=60.0, max_attempts=1,
-        version=start, held=replays > 0,
+        version=start, held=replays > 0 or started is not None,
     )  # fmt: skip
     running = asyncio.create_task(pool.run())
     store = CheckpointStore(tmp_path / "checkpoints", keep=9)
@@ -121,7 +128,7 @@ async def learning(
             ledger=ledger, rounds=MultiRoundBufferDataset(ledger), pool=pool, ranks=ranks, engine=FakeEngine(),
             generated=GenerationStats(), store=store, weights=tmp_path / "weights", history=History(load_config()),
             tracker=tracker, display=Display(9, console=Console(file=io.StringIO())), start=start, num_replays=replays,
-            validation=validation, prepare=prepare,
+            validation=validation, prepare=prepare, started=started, checkpoint=checkpoint,
         )  # fmt: skip
         yield Setup(loop, ranks, ledger, pool, store)
     pool.close()
@@ -180,6 +187,75 @@ async def test_lost_steps_are_made_again_before_anything_new_starts(tmp_path: Pa
     ledger.close()
 
 
+def checkpoint_of(ledger: Ledger, tmp_path: Path, *, step: int) -> Checkpoint:
+    return Checkpoint(folder=tmp_path, position=replace(ledger.position().result(), step=step), score=None)
+
+
+@pytest.mark.parametrize("replays", [0, 1])
+async def test_a_resumed_run_plays_while_its_learner_starts_unless_steps_are_to_be_made_again(
+    tmp_path: Path, replays: int
+) -> None:
+    ledger = Ledger(None)
+    group = make_ready(ledger, task=0)
+    started = asyncio.get_running_loop().create_future()
+    checkpoint = checkpoint_of(ledger, tmp_path, step=1)
+    async with learning(
+        tmp_path, ledger, start=1, replays=replays, started=started, checkpoint=checkpoint, steps=2, checkpoints=(0, 9)
+    ) as setup:
+        setup.ranks.gate.set()
+        await setup.pool.put([make_task(9)])
+        running = asyncio.create_task(setup.loop.run())
+        assert (await setup.pool.lease(wait_s=0.2) is None) == bool(replays)
+        assert setup.ranks.told == []
+        started.set_result(None)
+        await running
+        # The engine has the checkpoint's weights: they are not published once more.
+        assert [one for one in setup.ranks.told if one[0] in ("train", "publish")] == [
+            ("train", 1, (group,)),
+            ("publish", "version-2"),
+        ]
+    ledger.close()
+
+
+async def test_a_new_run_plays_only_after_its_learner_has_started_and_published(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    started = asyncio.get_running_loop().create_future()
+    async with learning(tmp_path, ledger, started=started, steps=1, checkpoints=(0, 9)) as setup:
+        await setup.pool.put([make_task(9)])
+        running = asyncio.create_task(setup.loop.run())
+        assert await setup.pool.lease(wait_s=0.2) is None and setup.ranks.told == []
+        started.set_result(None)
+        assert await setup.pool.lease(wait_s=20.0) is not None
+        assert setup.ranks.told == [("publish", "version-0")]
+        assert setup.loop.stop() is True
+        setup.ranks.gate.set()
+        await running
+    ledger.close()
+
+
+async def test_a_learner_that_cannot_start_ends_the_run(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    started = asyncio.get_running_loop().create_future()
+    started.set_exception(RankFailed("no such model"))
+    async with learning(tmp_path, ledger, started=started, steps=1, checkpoints=(0, 9)) as setup:
+        with pytest.raises(RankFailed, match="no such model"):
+            await setup.loop.run()
+    ledger.close()
+
+
+async def test_a_learner_that_dies_while_it_waits_for_a_batch_is_started_again_at_once(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    async with learning(tmp_path, ledger, dies_in=("idle",), steps=1, checkpoints=(0, 9)) as setup:
+        setup.ranks.gate.set()
+        running = asyncio.create_task(setup.loop.run())
+        await until(lambda: "start" in setup.ranks.told)  # without any batch
+        group = make_ready(ledger, task=0)
+        await running
+        assert setup.ranks.told[:3] == [("publish", "version-0"), "start", ("prepare", 0)]
+        assert setup.ranks.trained == [(group,)]
+    ledger.close()
+
+
 @pytest.mark.parametrize("call", ["train_step", "publish", "save"])
 async def test_a_learner_that_dies_goes_on_from_the_newest_checkpoint_and_loses_no_batch(
     tmp_path: Path, call: str
@@ -200,7 +276,7 @@ async def test_a_learner_that_dies_goes_on_from_the_newest_checkpoint_and_loses_
             ("train", step, (groups[step],)) for step in range(checkpoint, 5)
         ], "what was trained after the checkpoint is trained again, in the same order"
         published = [one[1] for one in told if one[0] == "publish"]
-        assert sorted(set(published)) == [f"version-{step}" for step in range(1, 6)]
+        assert sorted(set(published)) == [f"version-{step}" for step in range(6)]
         counts = ledger.counts()
         assert counts["groups/trained"] == 5 and counts["groups/leased"] == counts["groups/ready"] == 0
         newest = setup.store.newest()
