@@ -99,7 +99,7 @@ class Writer:
         self._is_stirred = False
         self._closed = False
         self._draining = False
-        self._defect: BaseException | None = None
+        self._is_broken = False
         self._thread = threading.Thread(target=self._run, name=f"ledger-writer:{name}", daemon=True)
         self._thread.start()
 
@@ -130,14 +130,15 @@ class Writer:
         """Commit what waits, if nobody else does and this thread may."""
         if self.full or threading.current_thread() is threading.main_thread() or not self._turn.acquire(blocking=False):
             return
+        self._is_broken = True
         try:
             if jobs := self._collect():
                 self._commit(jobs)
-        except BaseException as defect:  # the writer's thread ends with it
+            self._is_broken = False
+        finally:  # a defect is the caller's to tell, and ends the thread
             with self._lock:
-                self._defect = defect
-                self._stir()
-        finally:
+                if self._is_broken:
+                    self._stir()
             self._turn.release()
 
     def close(self) -> None:
@@ -157,8 +158,8 @@ class Writer:
             while not self._draining:
                 is_idle = self._wait()
                 with self._turn:
-                    if self._defect is not None:
-                        raise self._defect
+                    if self._is_broken:
+                        return
                     jobs = self._collect()
                     if is_idle:
                         jobs.append(_Job(self._when_idle, Future()))

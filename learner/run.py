@@ -53,16 +53,20 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
     from learner.session import run_session
+    from mocked_server.vllm_engine import import_engine, start_fork_server
 
     if not arguments.keep_running:
-        return run_session(config, resume=arguments.resume)
+        return run_session(config, resume=arguments.resume, prepare=start_fork_server)
 
     from learner.guard import keep_running
-    from mocked_server.vllm_engine import import_engine
 
     import_engine()
     lines = Path(config.run.dir) / config.run.name / "metrics.jsonl"
-    return keep_running(lambda resume: run_session(config, resume=resume), resume=arguments.resume, lines=lines)
+    return keep_running(
+        lambda resume: run_session(config, resume=resume, prepare=start_fork_server),
+        resume=arguments.resume,
+        lines=lines,
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,11 +25,12 @@ from learner.ledger_place import FILE
 from learner.pipeline import Pipeline
 from learner.report import reward_curve_png, reward_curve_text, summary_table, write_summary
 from learner.tracker import Tracker, check_trackers
-from mocked_server.vllm_engine import start_fork_server
 
 
-def run_session(config: Config, *, resume: str = "") -> int:
-    """Run the pipeline in a fresh folder, or in the folder of the run that is resumed; returns the exit code."""
+def run_session(config: Config, *, resume: str = "", prepare: Callable[[], None] = lambda: None) -> int:
+    """Run the pipeline in a fresh folder, or in the folder of the run that is resumed; returns the exit code.
+
+    `prepare`: called before this process has other threads."""
     folder = Path(config.run.dir) / config.run.name
     try:
         check_trackers(config.run.trackers)
@@ -49,7 +50,7 @@ def run_session(config: Config, *, resume: str = "") -> int:
         say(f"understudy: run '{config.run.name}', {config.run.steps} steps, results in {folder}, log in {log}")
         if again:
             say(f"going on after step {start}, from {checkpoint.folder if checkpoint else 'the start'}")
-        start_fork_server()
+        prepare()
         with (
             Tracker(
                 folder, trackers=config.run.trackers, name=config.run.name, config=config.model_dump(), start=start

@@ -23,8 +23,8 @@ from typing import Any
 
 from buffers.errors import EngineDied, EngineError
 from configs.schema import RolloutConfig, ServerConfig
-from mocked_server import fork_server
-from mocked_server.fork_server import forked_engines
+from mocked_server import vllm_fork_server
+from mocked_server.vllm_fork_server import forked_engines
 
 NUMBERS_ONLY = "numbers_only"
 """Key in a request's `extra_args`: its log-probabilities need no texts."""
@@ -86,7 +86,7 @@ def start_fork_server() -> None:
     import_engine()
     if not has_gpu():  # CUDA may not be forked
         with interrupts_blocked():
-            fork_server.start()
+            vllm_fork_server.start()
 
 
 def make_args(settings: EngineSettings) -> Namespace:

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from mocked_server import fork_server
+from mocked_server import vllm_fork_server
 
 IMPORTED_AT = time.monotonic()
 
@@ -24,10 +24,10 @@ def say_what_is_there(pipe):
 
 def main():
     os.environ["EARLY"] = "1"
-    fork_server.start()
+    vllm_fork_server.start()
     os.environ["LATE"] = "2"
     del os.environ["EARLY"]
-    context = fork_server._context()
+    context = vllm_fork_server._context()
     here, there = context.Pipe()
     child = context.Process(target=say_what_is_there, args=(there,))
     child.start()

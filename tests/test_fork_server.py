@@ -1,4 +1,4 @@
-"""Rules of mocked_server/fork_server.py, with children that are no engines; whole runs and tests/test_revival.py fork engines."""
+"""Rules of mocked_server/vllm_fork_server.py, with children that are no engines; tests/test_revival.py and whole runs fork engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from child import child_process
 
-from mocked_server.fork_server import forked_engines
+from mocked_server.vllm_fork_server import forked_engines
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = Path(__file__).with_name("forking.py")

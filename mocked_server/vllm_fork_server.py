@@ -51,9 +51,9 @@ def _serve(listener: int, alive: int) -> None:
         forkserver.main(listener, alive, [])
     except SystemExit:
         code = 0
-    except BaseException:
-        traceback.print_exc()
     finally:
+        if code != 0:
+            traceback.print_exc()
         os._exit(code)
 
 
