@@ -253,6 +253,9 @@ class Pipeline:
                 return await self._prepare_learner(self._checkpoint)
             except RankDied as death:
                 self._setbacks.note("learner", death)
+            except asyncio.CancelledError:
+                self._ranks.kill()  # `close` would wait for the end of the warm start
+                raise
 
     async def _prepare_learner(self, checkpoint: Checkpoint | None) -> None:
         """The state of a checkpoint; that of the start, without one."""

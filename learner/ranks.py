@@ -124,7 +124,7 @@ class LearnerRanks:
         """Leaves the process group on every rank, then ends the processes. Nothing to do after a failure."""
         if self._actors:
             await self._all("close")
-        self._kill()
+        self.kill()
 
     async def _first(self, method: str, *args: Any, **options: Any) -> dict[str, float]:
         """Rank 0's answer: all ranks reduce their metrics to the same."""
@@ -145,7 +145,7 @@ class LearnerRanks:
     async def _fail(self, method: str, calls: list[asyncio.Future[Any]]) -> None:
         """Names the rank to blame, ends all ranks and raises."""
         await asyncio.wait(calls, timeout=GRACE_S)
-        self._kill()
+        self.kill()
         failures = {rank: call.exception() for rank, call in enumerate(calls) if call.done() and call.exception()}
         deaths = [rank for rank, error in failures.items() if isinstance(error, RayActorError)]
         rank = min(deaths or failures)
@@ -158,7 +158,8 @@ class LearnerRanks:
             f"learner rank {rank} of {len(calls)} {what}: {cause}; the learner has ended, start it again"
         ) from cause
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """Ends the processes, whatever they are busy with."""
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []

@@ -1,4 +1,4 @@
-"""Rules of mocked_server/vllm_fork_server.py, with children that are no engines; tests/test_revival.py and whole runs fork engines."""
+"""Rules of mocked_server/vllm_fork_server.py, with children that are no engines; whole runs fork engines."""
 
 from __future__ import annotations
 
