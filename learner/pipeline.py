@@ -211,9 +211,11 @@ class Pipeline:
         async with asyncio.TaskGroup() as tasks:
             started = asyncio.Event()
             engine = tasks.create_task(self._start_engine(stack, model, weights, started), name="start engine")
-            await asyncio.to_thread(interrupts_blocked()(cluster.start), self._config.buffer.node)
+            start_ray = interrupts_blocked()(cluster.start)
+            ray_started = asyncio.create_task(asyncio.to_thread(start_ray, self._config.buffer.node), name="start ray")
+            stack.push_async_callback(stop_ray, ray_started)
+            await asyncio.shield(ray_started)
             self.on_ray_started()
-            stack.push_async_callback(asyncio.to_thread, cluster.stop)
             started.set()
             self._ranks = self._make_ranks(model)
             stack.push_async_callback(self._ranks.close)
@@ -389,6 +391,12 @@ async def _make_data(command: Sequence[str], missing: str, log: Path) -> None:
     child = await Child.start(resolve_command(command), env=None, cwd=Path.cwd(), log=log)
     if (code := await child.wait()) != 0:
         raise TaskError(f"data.make must write {missing}, but it exited with code {code}: {child.log_tail()}")
+
+
+async def stop_ray(started: asyncio.Task[None]) -> None:
+    """Ray that still starts cannot be stopped, and is not left alone: the run ends once it can be."""
+    await asyncio.gather(started, return_exceptions=True)
+    await asyncio.to_thread(cluster.stop)
 
 
 async def ended(task: asyncio.Task[None]) -> None:
