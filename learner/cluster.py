@@ -6,6 +6,7 @@ its own ends with that, a cluster goes on.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -35,6 +36,12 @@ def start(node: str) -> None:
 def stop() -> None:
     """Ends all that this process started in it, but for actors that are to stay."""
     ray.shutdown()
+
+
+async def stop_after(started: asyncio.Task[None]) -> None:
+    """`stop`, once it has started: Ray that still starts cannot be stopped, and is not left alone."""
+    await asyncio.gather(started, return_exceptions=True)
+    await asyncio.to_thread(stop)
 
 
 def find_node(name: str) -> tuple[str, str]:

@@ -72,6 +72,12 @@ async def revive_engine(engine: Revivable, *, setbacks: Setbacks) -> None:
             error = again
 
 
+async def ended(task: asyncio.Task[None]) -> None:
+    """Cancel it, and wait until it has ended."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 async def end_silent(
     silent: Callable[[float], Sequence[str]], *, fail: Callable[[str, str], Awaitable[None]], seconds: float
 ) -> None:

@@ -44,7 +44,7 @@ from learner.checkpoint_store import Checkpoint, CheckpointStore
 from learner.display import Display
 from learner.handover import environment_files
 from learner.history import History
-from learner.keepers import Environment, end_silent, keep_engine, start_engine
+from learner.keepers import Environment, end_silent, ended, keep_engine, start_engine
 from learner.learn_loop import LearnLoop
 from learner.preparation import prepare_files, saved_weights, weights_folder
 from learner.ranks import LearnerRanks, RankDied
@@ -213,7 +213,7 @@ class Pipeline:
             engine = tasks.create_task(self._start_engine(stack, model, weights, started), name="start engine")
             start_ray = interrupts_blocked()(cluster.start)
             ray_started = asyncio.create_task(asyncio.to_thread(start_ray, self._config.buffer.node), name="start ray")
-            stack.push_async_callback(stop_ray, ray_started)
+            stack.push_async_callback(cluster.stop_after, ray_started)
             await asyncio.shield(ray_started)
             self.on_ray_started()
             started.set()
@@ -391,18 +391,6 @@ async def _make_data(command: Sequence[str], missing: str, log: Path) -> None:
     child = await Child.start(resolve_command(command), env=None, cwd=Path.cwd(), log=log)
     if (code := await child.wait()) != 0:
         raise TaskError(f"data.make must write {missing}, but it exited with code {code}: {child.log_tail()}")
-
-
-async def stop_ray(started: asyncio.Task[None]) -> None:
-    """Ray that still starts cannot be stopped, and is not left alone: the run ends once it can be."""
-    await asyncio.gather(started, return_exceptions=True)
-    await asyncio.to_thread(cluster.stop)
-
-
-async def ended(task: asyncio.Task[None]) -> None:
-    """Cancel it, and wait until it has ended."""
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 async def environment_lost(server: MockedServer, address: str) -> None:
