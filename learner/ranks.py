@@ -71,6 +71,8 @@ class LearnerRanks:
         }
         self._gpus_per_rank = gpus_per_rank
         self._actors: list[Any] = []
+        self._death: RankDied | None = None
+        """Why there are none: whoever asks them next is told as well."""
 
     async def start(self) -> None:
         """Starts the processes, again after a failure, on this node: they share files with the run; returns when every rank has its
@@ -81,6 +83,7 @@ class LearnerRanks:
         actor = ray.remote(
             num_cpus=0, num_gpus=self._gpus_per_rank, scheduling_strategy=here, runtime_env={"env_vars": environment}
         )(Trainer)
+        self._death = None
         address = _free_address()
         for rank in range(self._config.ranks):
             place = {"address": address, "rank": rank, "world_size": self._config.ranks}
@@ -133,7 +136,7 @@ class LearnerRanks:
 
     async def _all(self, method: str, *args: Any, **options: Any) -> list[Any]:
         if not self._actors:
-            raise RankFailed(
+            raise self._death or RankFailed(
                 f"learner.{method} needs running ranks, got none; call start() first, or see the failure before"
             )
         calls = [asyncio.ensure_future(getattr(actor, method).remote(*args, **options)) for actor in self._actors]
@@ -154,9 +157,9 @@ class LearnerRanks:
             call.cancel()
         what = f"{'died' if deaths else 'failed'} in {'start' if method == _READY else method}"
         kind = RankDied if deaths else RankFailed
-        raise kind(
-            f"learner rank {rank} of {len(calls)} {what}: {cause}; the learner has ended, start it again"
-        ) from cause
+        failure = kind(f"learner rank {rank} of {len(calls)} {what}: {cause}; the learner has ended, start it again")
+        self._death = failure if isinstance(failure, RankDied) else None
+        raise failure from cause
 
     def kill(self) -> None:
         """Ends the processes, whatever they are busy with."""
