@@ -1,6 +1,6 @@
 """Whether learning is the same when processes die: the demo with random kills beside the demo without.
 
-`python -m benchmarks.faults [--seeds 0 1 2] [--steps 40] [--mean 20] [--json PATH]`. Whole runs of `python -m learner.run
+`python -m benchmarks.faults [--seeds 0 1 2] [--mean 20] [--folder PATH] [--json PATH]`. Whole runs of `python -m learner.run
 --keep-running`, one after the other, with a checkpoint at each step. In one of each pair a process is killed with SIGKILL now
 and then (a Poisson process, from the run's first second to its last): the run's own process, its engine, its learner, its
 environment or its agent, each of those that live equally often. `wall_ratio` is the median over the seeds of the time with
@@ -20,8 +20,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -44,8 +44,8 @@ class Outcome:
     seed: int
     reward: float
     wall_s: float
-    kills: dict[str, int]
-    """By part."""
+    kills: list[tuple[float, str]]
+    """After so many seconds, which part."""
     restarts: dict[str, float]
     """As the run's own process counted them since it was last started."""
     max_logprob_diff: float
@@ -60,14 +60,15 @@ class Killer(threading.Thread):
         self._mean_s = mean_s
         self._chance = random.Random(seed)
         self._stopped = threading.Event()
-        self.kills: Counter[str] = Counter()
+        self.kills: list[tuple[float, str]] = []
 
     def run(self) -> None:
+        began = time.monotonic()
         while not self._stopped.wait(self._chance.expovariate(1.0 / self._mean_s)):
             if living := parts(self._guard):
                 name = self._chance.choice(sorted(living))
                 if killed(living[name]):
-                    self.kills[name] += 1
+                    self.kills.append((round(time.monotonic() - began, 1), name))
 
     def stop(self) -> None:
         self._stopped.set()
@@ -139,20 +140,32 @@ def play(folder: Path, *, seed: int, mean_s: float | None, knobs: list[str]) -> 
         raise SystemExit(f"the books of seed {seed} are wrong: {wrong}")
     summary = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
     return Outcome(
-        seed=seed, reward=summary["reward_last"], wall_s=wall_s, kills=dict(killer.kills) if killer else {},
+        seed=seed, reward=summary["reward_last"], wall_s=wall_s, kills=killer.kills if killer else [],
         restarts=summary["restarts"], max_logprob_diff=summary["max_logprob_diff"],
     )  # fmt: skip
 
 
 def line_of(outcome: Outcome) -> str:
-    kills = ", ".join(f"{name} {number}" for name, number in sorted(outcome.kills.items())) or "none"
+    kills = ", ".join(f"{name} at {second:.0f} s" for second, name in outcome.kills) or "none"
     return f"seed {outcome.seed}: reward {outcome.reward:.3f} in {outcome.wall_s:.0f} s; kills: {kills}"
+
+
+@contextmanager
+def _folder(kept: Path | None, *, name: str) -> Iterator[Path]:
+    """For one run: a new one that is kept, or one that is removed."""
+    if kept is None:
+        with tempfile.TemporaryDirectory(prefix="understudy-faults-") as folder:
+            yield Path(folder)
+    else:
+        (kept / name).mkdir(parents=True)
+        yield (kept / name).resolve()
 
 
 def main() -> int:
     parser = parser_of("faults", doc=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--mean", type=float, default=20.0, metavar="S", help="mean time between kills")
+    parser.add_argument("--folder", type=Path, help="keep the runs there, in new folders, to look at them")
     parser.add_argument("knobs", nargs="*", metavar="section.key=value", help="overrides of the demo's configuration")
     options = parser.parse_args()
     end_on_sigterm()
@@ -161,14 +174,14 @@ def main() -> int:
     faulty: list[Outcome] = []
     for seed in options.seeds:
         for outcomes, mean_s in ((quiet, None), (faulty, options.mean)):
-            with tempfile.TemporaryDirectory(prefix="understudy-faults-") as folder:
-                outcomes.append(play(Path(folder), seed=seed, mean_s=mean_s, knobs=options.knobs))
+            with _folder(options.folder, name=f"seed-{seed}-{'kills' if mean_s else 'quiet'}") as folder:
+                outcomes.append(play(folder, seed=seed, mean_s=mean_s, knobs=options.knobs))
             print(line_of(outcomes[-1]), flush=True)
     ratios = [faulty.wall_s / quiet.wall_s for faulty, quiet in zip(faulty, quiet, strict=True)]
     figures: dict[str, Any] = {
         "without_kills": [asdict(one) for one in quiet],
         "with_kills": [asdict(one) for one in faulty],
-        "kills": sum(sum(one.kills.values()) for one in faulty),
+        "kills": sum(len(one.kills) for one in faulty),
         "reward_without": [one.reward for one in quiet],
         "reward_with": [one.reward for one in faulty],
         "wall_ratio": median(ratios),

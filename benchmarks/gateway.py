@@ -102,8 +102,7 @@ class Server:
 
     def cpu_s(self) -> float:
         """Processor time of the server's process so far; its engine is another process."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(~self._process.pid << 3 | 2)  # Linux's clock of that process: /proc counts in 10 ms
 
     def memory_kb(self) -> int:
         """Private memory of the server's process, in kB."""

@@ -176,11 +176,8 @@ class Ledger:
         `timed`: it takes `now`, by the ledger's clock. `repeatable`: it may run again where its answer was lost (nothing is lost
         here, see `remote_ledger`). Others: see `Writer.submit`.
         """
-        if timed:
-            return self._writer.submit(
-                lambda db: operation(db, now=self._clock()), refusable=refusable, passing=passing
-            )
-        return self._writer.submit(operation, refusable=refusable, passing=passing, here=here)
+        apply = (lambda db: operation(db, now=self._clock())) if timed else operation
+        return self._writer.submit(apply, refusable=refusable, passing=passing, here=here)
 
     def put_tasks(self, tasks: Iterable[Task]) -> Future[int]:
         """Store tasks; how many were new. Raises TaskError for one that JSON cannot hold."""

@@ -144,7 +144,7 @@ def interrupts_blocked() -> Iterator[None]:
 
 
 class VLLMEngine:
-    """One engine. Lifecycle: `start` (8 to 15 s) -> generate / load_weights -> `close`; `revive` after its process died."""
+    """One engine. Lifecycle: `start` (3 s forked, else 8 to 15) -> generate / load_weights -> `close`; `revive` after it died."""
 
     def __init__(
         self, vllm_config: Any, *, count_preemptions: bool = False, weights: tuple[Path, int] | None = None

@@ -36,15 +36,19 @@ def test_a_small_buffer_benchmark_gives_every_figure(tmp_path: Path) -> None:
 def test_the_faults_benchmark_compares_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def play(folder: Path, *, seed: int, mean_s: float | None, knobs: list[str]) -> faults.Outcome:
         assert knobs == ["run.steps=2"] and folder.is_dir()
-        kills = {} if mean_s is None else {"engine": seed + 1}
+        kills = [] if mean_s is None else [(1.0, "engine")] * (seed + 1)
         wall_s = 100.0 if mean_s is None else 110.0 + 10 * seed
         return faults.Outcome(
             seed=seed, reward=1.0, wall_s=wall_s, kills=kills, restarts={}, max_logprob_diff=0.0
         )  # fmt: skip
 
     monkeypatch.setattr(faults, "play", play)
-    monkeypatch.setattr(sys, "argv", ["faults", "--json", str(tmp_path / "f.json"), "run.steps=2"])
+    kept = tmp_path / "kept"
+    monkeypatch.setattr(
+        sys, "argv", ["faults", "--json", str(tmp_path / "f.json"), "--folder", str(kept), "run.steps=2"]
+    )
     assert faults.main() == 0
     figures = json.loads((tmp_path / "f.json").read_text())
     assert figures["kills"] == 6 and figures["wall_ratio"] == pytest.approx(1.2)
     assert [one["seed"] for one in figures["with_kills"]] == [0, 1, 2] and figures["reward_with"] == [1.0] * 3
+    assert sorted(path.name for path in kept.iterdir())[:2] == ["seed-0-kills", "seed-0-quiet"]
