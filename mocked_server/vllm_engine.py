@@ -173,6 +173,9 @@ class VLLMEngine:
         if self._weights is not None:
             await self._load(*self._weights)
         await self._llm.update_weight_version(str(self.version))
+        await (
+            self._llm.get_supported_tasks()
+        )  # kept by vLLM: else the first request asks, and waits for ever if it dies then
 
     async def revive(self) -> None:
         """Start a new process in place of the dead one, with the weights that were loaded last; their folder must still be
@@ -281,13 +284,16 @@ class VLLMEngine:
         return self._llm is not None and bool(self._llm.errored)
 
     async def close(self) -> None:
-        """Stop the engine process and wait for it."""
+        """Stop the engine process and wait for it; what it was still answering ends with EngineError."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         if self._llm is not None:
             if (
                 listening := self._llm.output_handler
             ) is not None:  # else it reports the end of the process as an error
                 listening.cancel()
                 await asyncio.wait({listening})
+                self._llm.output_processor.propagate_error(EngineDeadError())  # it may not have come to that
             await asyncio.to_thread(self._llm.shutdown)
             self._llm = None
 

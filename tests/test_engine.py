@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from buffers.errors import EngineError
 from configs.tiny_model import make_tiny_model
 from mocked_server.generation import Recorder
 
@@ -121,3 +122,21 @@ def test_closing_the_iterator_aborts_the_request(rollout):
                 await asyncio.sleep(0.01)
 
     rollout.wait(leave_early())
+
+
+def test_what_waits_for_an_engine_that_is_replaced_is_told_and_the_next_one_answers(
+    rollout, tiny_model, original_weights
+):
+    engine = rollout.engine
+
+    async def replace_midway():
+        answering = asyncio.Event()
+        running = asyncio.create_task(generate(engine, 900, seed=1, on_token=answering.set))
+        await answering.wait()
+        await engine.revive()
+        with pytest.raises(EngineError, match="died while it answered"):
+            await asyncio.wait_for(running, 20)
+        return await generate(engine, 8, seed=2)
+
+    response = rollout.wait(replace_midway())
+    assert (recomputed(tiny_model, response) - torch.tensor(response.logprobs)).abs().max() < TOLERANCE
