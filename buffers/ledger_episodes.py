@@ -218,8 +218,8 @@ def _put_together(db: sqlite3.Connection, *, rounds: Sequence[StoredRound]) -> b
 def _insert(db: sqlite3.Connection, rounds: Sequence[StoredRound]) -> int:
     """With their episodes' figures and the books'; how many were of running episodes and can be trained."""
     db.executemany(_INSERT, map(tuple, rounds))  # exact tuples are bound faster
-    trainable = [one for one in rounds if is_trainable(one.finish_reason, num_sampled=one.num_sampled)]
-    grown = db.executemany(_GROW, [(one.min_version, one.episode_id, one.num_sampled) for one in trainable])
+    trainable = (one for one in rounds if is_trainable(one.finish_reason, num_sampled=one.num_sampled))
+    grown = db.executemany(_GROW, ((one.min_version, one.episode_id, one.num_sampled) for one in trainable))
     tokens = sum(one.num_sampled for one in rounds)
     db.execute(
         "UPDATE tally SET n = n + iif(name = 'rounds', ?, ?) WHERE name IN ('rounds', 'tokens')", (len(rounds), tokens)

@@ -24,6 +24,8 @@ from buffers.errors import UnderstudyError
 from buffers.records import Position
 
 RECORD = "run.json"
+WEIGHTS = "model.safetensors"
+"""In a folder that engines load."""
 FORMAT = 1
 _PREFIX = "step-"
 

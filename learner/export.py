@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from learner import fsdp
 from learner.adapter import Adapter, LoraConfig, merged, peft_names, write_description
-
-WEIGHTS = "model.safetensors"
+from learner.checkpoint_store import WEIGHTS
 
 
 def gather(module: nn.Module, *, dtype: torch.dtype, keep: bool, scaling: float = 1.0) -> dict[str, Tensor]:

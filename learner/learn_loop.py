@@ -26,9 +26,8 @@ from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import Position, TrainBatch
 from buffers.task_pool import TaskPool
 from configs.schema import BufferConfig, RunConfig
-from learner.checkpoint_store import Checkpoint, CheckpointError, CheckpointStore
+from learner.checkpoint_store import WEIGHTS, Checkpoint, CheckpointError, CheckpointStore
 from learner.display import Display
-from learner.export import WEIGHTS
 from learner.history import History
 from learner.ranks import LearnerRanks, RankDied
 from learner.setbacks import Setbacks

@@ -15,8 +15,7 @@ from buffers.naming import one_of
 from buffers.parquet import agent_names, read_tasks
 from configs.schema import Config
 from configs.tiny_model import make_tiny_model
-from learner.checkpoint_store import Checkpoint
-from learner.export import WEIGHTS
+from learner.checkpoint_store import WEIGHTS, Checkpoint
 
 
 async def prepare_files(

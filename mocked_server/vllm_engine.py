@@ -199,7 +199,7 @@ class VLLMEngine:
                 return
             await asyncio.sleep(LOOK_S)
 
-    async def _while_alive(self, work: Coroutine[Any, Any, None]) -> bool:
+    async def _while_alive(self, work: Coroutine[Any, Any, object]) -> bool:
         """Whether it was done before the engine died: vLLM never answers a call whose engine dies meanwhile."""
         working, death = asyncio.ensure_future(work), asyncio.ensure_future(self.until_dead())
         try:
@@ -267,16 +267,20 @@ class VLLMEngine:
             await self._llm.resume_generation()
 
     async def sleep(self) -> None:
-        """Give memory back: vLLM's sleep level 1 where the engine was built for it; elsewhere (CPU) the prefix cache."""
-        if self._vllm_config.model_config.enable_sleep_mode:
-            await self._llm.sleep(level=1)
-        else:
-            await self._llm.reset_prefix_cache()
+        """Give memory back: vLLM's sleep level 1 where the engine was built for it; elsewhere (CPU) the prefix cache. An engine
+        that dies meanwhile has none left."""
+        await self._up.wait()
+        await self._while_alive(self._llm.sleep(level=1) if self._may_sleep else self._llm.reset_prefix_cache())
 
     async def wake_up(self) -> None:
         """As before `sleep`. No effect on an engine that is awake."""
-        if self._vllm_config.model_config.enable_sleep_mode:
-            await self._llm.wake_up()
+        await self._up.wait()
+        if self._may_sleep:
+            await self._while_alive(self._llm.wake_up())
+
+    @property
+    def _may_sleep(self) -> bool:
+        return bool(self._vllm_config.model_config.enable_sleep_mode)
 
     @property
     def dead(self) -> bool:
