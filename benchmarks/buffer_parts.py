@@ -10,7 +10,8 @@ import json
 import sqlite3
 import sys
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -76,10 +77,25 @@ def train_batches(ledger: Ledger, *, episodes: list[str], size: int) -> list[flo
     return seconds
 
 
-class PlainSQLite:
-    """The limit: the same bytes into one table, one transaction for each put, as durable."""
+def raw(round_: Round) -> bytes:
+    """A row as a program without a ledger stores it: its arrays as they are, and a checksum."""
+    arrays = (round_.tail_ids.data, round_.sampled_ids.data, round_.logprobs.data, round_.versions.data)
+    crc = 0
+    for array in arrays:
+        crc = zlib.crc32(array, crc)
+    return b"".join((crc.to_bytes(4, "little"), *arrays))
 
-    def __init__(self, path: Path) -> None:
+
+def same_bytes(round_: Round) -> bytes:
+    """A row as the ledger stores it."""
+    return encode(body_of(round_))
+
+
+class PlainSQLite:
+    """The limit: the same rows into one table, one transaction for each put, as durable."""
+
+    def __init__(self, path: Path, *, encoded: Callable[[Round], bytes]) -> None:
+        self._encoded = encoded
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         for pragma in ("page_size = 16384", "journal_mode = WAL", "synchronous = FULL"):
             self._db.execute(f"PRAGMA {pragma}")
@@ -87,7 +103,7 @@ class PlainSQLite:
 
     def put(self, rounds: list[Round]) -> float:
         began = time.perf_counter()
-        bodies = [(encode(body_of(one)),) for one in rounds]
+        bodies = [(self._encoded(one),) for one in rounds]
         self._db.execute("BEGIN IMMEDIATE")
         self._db.executemany("INSERT INTO row(body) VALUES (?)", bodies)
         self._db.execute("COMMIT")
@@ -97,22 +113,26 @@ class PlainSQLite:
         self._db.close()
 
 
-def paired_puts(folder: Path, *, times: int, size: int, tokens: int) -> tuple[list[float], list[float]]:
-    """The ledger's puts and plain SQLite's, in turns, in this process: the disk and the machine are the same for both."""
-    ours: list[float] = []
-    plain: list[float] = []
-    sqlite = PlainSQLite(folder / f"plain-{size}.sqlite")
+def paired_puts(folder: Path, *, times: int, size: int, tokens: int) -> dict[str, list[float]]:
+    """The ledger's puts and those of plain SQLite, in turns, in this process: the disk and the machine are the same for all."""
+    plain = {
+        name: PlainSQLite(folder / f"{name}-{size}.sqlite", encoded=encoded)
+        for name, encoded in (("raw", raw), ("same_bytes", same_bytes))
+    }
+    seconds: dict[str, list[float]] = {"ledger": [], **{name: [] for name in plain}}
     with Ledger(folder / f"paired-{size}.sqlite") as ledger:
         episodes = open_episodes(ledger, number=times * size)
         for start in range(0, len(episodes), size):
             rounds = [row(name, tokens=tokens) for name in episodes[start : start + size]]
             began = time.perf_counter()
             errors = ledger.put_rounds([stored_round(one) for one in rounds]).result()
-            ours.append(time.perf_counter() - began)
+            seconds["ledger"].append(time.perf_counter() - began)
             assert not any(errors), errors
-            plain.append(sqlite.put(rounds))
-    sqlite.close()
-    return ours, plain
+            for name, sqlite in plain.items():
+                seconds[name].append(sqlite.put(rounds))
+    for sqlite in plain.values():
+        sqlite.close()
+    return seconds
 
 
 def memory_copies(*, times: int, tokens: int) -> list[float]:

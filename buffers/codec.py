@@ -1,16 +1,19 @@
 """The stored body of a round: a checked, versioned header and raw little-endian arrays.
 
 The ledger writes and reads it. Invariant: what `decode` returns is bit for bit what `encode` was given; a body that is
-cut, altered or of another format version is refused. It knows nothing of episodes: names are added by the caller.
+cut, altered or of an unknown format version is refused. It knows nothing of episodes: names are added by the caller.
 
     offset  type   field
     0       4s     b"USRB"
-    4       u16    format version (1)
+    4       u16    format version (2)
     6       u16    reserved, 0
     8       u32    P, number of tail ids
     12      u32    S, number of sampled ids
-    16      u32    crc32 of everything but this field
-    20      i32[P] tail ids, i32[S] sampled ids, f32[S] logprobs, i32[S] versions
+    16      u32    R, number of runs of equal versions: one, unless weights changed while it was sampled
+    20      u32    crc32 of everything but this field
+    24      i32[P] tail ids, i32[S] sampled ids, f32[S] logprobs, (u32 tokens, i32 version)[R]
+
+Format 1, which is still read, had no R, and i32[S] versions.
 """
 
 from __future__ import annotations
@@ -25,10 +28,11 @@ from buffers.errors import UnderstudyError
 from buffers.records import Float32, Int32
 
 MAGIC = b"USRB"
-FORMAT_VERSION = 1
-_HEADER = struct.Struct("<4sHHII")
+FORMAT_VERSION = 2
+_FORMAT = struct.Struct("<4sHH")
+_HEADERS = {1: struct.Struct("<4sHHII"), 2: struct.Struct("<4sHHIII")}
 _CRC = struct.Struct("<I")
-_START = _HEADER.size + _CRC.size
+_RUN = struct.Struct("<Ii")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,45 +47,72 @@ class RoundBody:
 
 def encode(body: RoundBody) -> bytes:
     """The stored form of `body`."""
-    arrays = (
-        np.ascontiguousarray(body.tail_ids, dtype="<i4"),
-        np.ascontiguousarray(body.sampled_ids, dtype="<i4"),
-        np.ascontiguousarray(body.logprobs, dtype="<f4"),
-        np.ascontiguousarray(body.versions, dtype="<i4"),
+    runs = _runs(np.ascontiguousarray(body.versions, dtype="<i4"))
+    parts = (
+        np.ascontiguousarray(body.tail_ids, dtype="<i4").data,
+        np.ascontiguousarray(body.sampled_ids, dtype="<i4").data,
+        np.ascontiguousarray(body.logprobs, dtype="<f4").data,
+        runs,
     )
-    header = _HEADER.pack(MAGIC, FORMAT_VERSION, 0, len(body.tail_ids), len(body.sampled_ids))
+    sizes = len(body.tail_ids), len(body.sampled_ids), len(runs) // _RUN.size
+    header = _HEADERS[FORMAT_VERSION].pack(MAGIC, FORMAT_VERSION, 0, *sizes)
     crc = zlib.crc32(header)
-    for array in arrays:
-        crc = zlib.crc32(array.data, crc)
-    return b"".join((header, _CRC.pack(crc), *(array.data for array in arrays)))
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return b"".join((header, _CRC.pack(crc), *parts))
 
 
 def decode(data: bytes) -> RoundBody:
-    """The arrays in `data`, read-only and without a copy; raises UnderstudyError for a damaged or foreign body."""
-    if len(data) < _START:
-        raise UnderstudyError(f"round body must have a header of {_START} bytes, got {len(data)} bytes; it is damaged")
-    magic, version, _, num_tail, num_sampled = _HEADER.unpack_from(data)
-    if magic != MAGIC or version != FORMAT_VERSION:
+    """The arrays in `data`, read-only and, but for the versions, without a copy; raises UnderstudyError for a damaged or foreign
+    body."""
+    magic, version, _ = _FORMAT.unpack_from(data) if len(data) >= _FORMAT.size else (MAGIC, FORMAT_VERSION, 0)
+    if magic != MAGIC or version not in _HEADERS:
         raise UnderstudyError(
-            f"round body must be {MAGIC!r} version {FORMAT_VERSION}, got {magic!r} version {version}; "
+            f"round body must be {MAGIC!r} version {' or '.join(map(str, _HEADERS))}, got {magic!r} version {version}; "
             f"open it with the release that wrote it"
         )
-    expected = _START + 4 * (num_tail + 3 * num_sampled)
+    header = _HEADERS[version]
+    start = header.size + _CRC.size
+    if len(data) < start:
+        raise UnderstudyError(f"round body must have a header of {start} bytes, got {len(data)} bytes; it is damaged")
+    _, _, _, num_tail, num_sampled, *num_runs = header.unpack_from(data)
+    expected = start + 4 * (num_tail + 2 * num_sampled) + (_RUN.size * num_runs[0] if num_runs else 4 * num_sampled)
     if len(data) != expected:
         raise UnderstudyError(f"round body must have {expected} bytes, got {len(data)}; it is damaged")
-    (stored,) = _CRC.unpack_from(data, _HEADER.size)
-    actual = _crc(data[: _HEADER.size], payload=memoryview(data)[_START:])
+    (stored,) = _CRC.unpack_from(data, header.size)
+    actual = zlib.crc32(memoryview(data)[start:], zlib.crc32(data[: header.size]))
     if stored != actual:
         raise UnderstudyError(f"round body must have checksum {stored:#010x}, got {actual:#010x}; it is damaged")
-    tokens = np.frombuffer(data, dtype="<i4", offset=_START)
+    words = np.frombuffer(data, dtype="<i4", offset=start)
     sampled_end = num_tail + num_sampled
+    rest = words[sampled_end + num_sampled :]
     return RoundBody(
-        tail_ids=tokens[:num_tail],
-        sampled_ids=tokens[num_tail:sampled_end],
-        logprobs=tokens[sampled_end : sampled_end + num_sampled].view("<f4"),
-        versions=tokens[sampled_end + num_sampled :],
+        tail_ids=words[:num_tail],
+        sampled_ids=words[num_tail:sampled_end],
+        logprobs=words[sampled_end : sampled_end + num_sampled].view("<f4"),
+        versions=_versions(rest, number=num_sampled) if num_runs else rest,
     )
 
 
-def _crc(header: bytes, *, payload: bytes | memoryview) -> int:
-    return zlib.crc32(payload, zlib.crc32(header))
+def _runs(versions: Int32) -> bytes:
+    """Each run of equal ones: how many, and which."""
+    number = len(versions)
+    if number == 0:
+        return b""
+    if versions.tobytes() == versions[:1].tobytes() * number:
+        return _RUN.pack(number, versions[0])
+    starts = np.flatnonzero(versions[1:] != versions[:-1]) + 1
+    counts = np.diff(starts, prepend=0, append=number)
+    return np.stack((counts.astype("<i4"), versions[np.concatenate(([0], starts))]), axis=1).tobytes()
+
+
+def _versions(runs: Int32, *, number: int) -> Int32:
+    """The opposite; a version for each of so many tokens."""
+    counts, values = runs[0::2], runs[1::2]
+    if np.any(counts <= 0) or counts.sum(dtype=np.int64) != number:
+        raise UnderstudyError(
+            f"round body must have a version for each of {number} sampled tokens, got {counts.tolist()!s:.60}; it is damaged"
+        )
+    versions = np.repeat(values, counts)
+    versions.setflags(write=False)
+    return versions

@@ -26,27 +26,25 @@ def moving_average(values: Sequence[float], *, window: int = WINDOW) -> list[flo
 def reward_curve_png(path: Path, rewards: Sequence[float], *, optimum: float | None, title: str) -> None:
     """Draw mean score over steps (the first step is 1). Raises ValueError without any step."""
     _refuse_empty(rewards)
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure  # not pyplot, which takes half a second more to import
+    from matplotlib.ticker import MaxNLocator
 
     steps = range(1, len(rewards) + 1)
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
     axes.plot(steps, rewards, "o", color="#7aa6d8", markersize=4, alpha=0.7, label="one step")
     axes.plot(steps, moving_average(rewards), color="#1f4e8c", linewidth=2.2, label=f"mean of {WINDOW} steps")
     if optimum is not None:
         axes.axhline(optimum, color="#2e8b57", linestyle="--", linewidth=1.4, label=f"optimum {optimum:g}")
     axes.set(title=title, xlabel="step", ylabel="mean score of the batch")
     axes.set_xlim(0.5, len(rewards) + 0.5)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="best")
     scratch = path.with_name(f".{path.name}.tmp")
     figure.savefig(scratch, dpi=150, format="png")
-    pyplot.close(figure)
     os.replace(scratch, path)
 
 

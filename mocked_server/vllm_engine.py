@@ -193,20 +193,23 @@ class VLLMEngine:
         return self.is_kept
 
     async def until_dead(self) -> None:
-        """Until the engine's process is gone."""
+        """Until the engine's process that there is now is gone, or replaced."""
+        llm = self._llm
         while True:
-            if self.dead:
+            if self._llm is not llm or self.dead:
                 return
             await asyncio.sleep(LOOK_S)
 
     async def _while_alive(self, work: Coroutine[Any, Any, object]) -> bool:
         """Whether it was done before the engine died: vLLM never answers a call whose engine dies meanwhile."""
+        llm = self._llm
         working, death = asyncio.ensure_future(work), asyncio.ensure_future(self.until_dead())
         try:
             await asyncio.wait({working, death}, return_when=asyncio.FIRST_COMPLETED)
-            if not self.dead:
-                working.result()
-            return not self.dead
+            if self._llm is not llm or self.dead:
+                return False
+            working.result()
+            return True
         finally:
             for task in (working, death):
                 task.cancel()
@@ -258,13 +261,14 @@ class VLLMEngine:
                 raise EngineError(f"the engine died while it loaded the weights of version {version}")
 
     async def _load(self, folder: Path, version: int) -> None:
-        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        llm = self._llm
+        await llm.pause_generation(mode="keep", clear_cache=True)
         try:
-            await self._llm.collective_rpc("load_published", args=(str(folder),))
-            await self._llm.update_weight_version(str(version))
+            await llm.collective_rpc("load_published", args=(str(folder),))
+            await llm.update_weight_version(str(version))
             self.version = version
         finally:
-            await self._llm.resume_generation()
+            await llm.resume_generation()
 
     async def sleep(self) -> None:
         """Give memory back: vLLM's sleep level 1 where the engine was built for it; elsewhere (CPU) the prefix cache. An engine
@@ -298,7 +302,8 @@ class VLLMEngine:
                 listening.cancel()
                 await asyncio.wait({listening})
                 self._llm.output_processor.propagate_error(EngineDeadError())  # it may not have come to that
-            await asyncio.to_thread(self._llm.shutdown)
+            # On a CPU it has nothing to give back: no need to wait a second for its own end.
+            await asyncio.to_thread(self._llm.shutdown, None if has_gpu() else 0.0)
             self._llm = None
 
 

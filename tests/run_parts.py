@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,6 +13,11 @@ import uuid
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import pytest
+
+from buffers.errors import UnderstudyError
+from configs.load import load_config
 
 ROOT = Path(__file__).parent.parent
 MARK = "UNDERSTUDY_TEST_RUN"
@@ -107,6 +113,19 @@ def start(
         process_group=0,
     )
     return Run(process, tmp_path / "run", mark)
+
+
+def refusal(folder: Path, *overrides: str, config: str = "configs/demo.yaml") -> str:
+    """Why a run with this configuration ends before anything of it has started; it is built in this process."""
+    from learner.display import Display
+    from learner.pipeline import Pipeline
+    from learner.tracker import Tracker
+
+    loaded = load_config(ROOT / config, [f"run.dir={folder}", "run.name=run", *overrides])
+    (folder / "run").mkdir()
+    with Tracker(folder / "run") as tracker, pytest.raises(UnderstudyError) as refused:
+        asyncio.run(Pipeline(loaded, folder=folder / "run", display=Display(1), tracker=tracker).run())
+    return str(refused.value)
 
 
 def assert_nothing_left(run: Run) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +14,7 @@ from buffers.codec import RoundBody, decode, encode
 from buffers.errors import UnderstudyError
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
-TOKEN = st.tuples(INT32, st.floats(width=32, allow_nan=False), INT32)
+TOKEN = st.tuples(INT32, st.floats(width=32, allow_nan=False), INT32 | st.sampled_from([0, 1]))
 
 
 def make_body(tail: list[int], tokens: list[tuple[int, float, int]]) -> RoundBody:
@@ -33,9 +36,32 @@ def test_decoding_gives_back_every_bit(tail: list[int], tokens: list[tuple[int, 
 
 
 def test_the_layout_is_little_endian_and_as_documented() -> None:
-    data = encode(make_body([258], [(1, 0.5, 3)]))
-    assert data[:16] == b"USRB\x01\x00\x00\x00\x01\x00\x00\x00\x01\x00\x00\x00"
-    assert data[20:] == b"\x02\x01\x00\x00\x01\x00\x00\x00\x00\x00\x00\x3f\x03\x00\x00\x00"
+    data = encode(make_body([258], [(1, 0.5, 3), (2, 0.5, 3)]))
+    assert data[:20] == b"USRB\x02\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00\x01\x00\x00\x00"
+    assert data[24:44] == b"\x02\x01\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00" + b"\x00\x00\x00\x3f" * 2
+    assert data[44:] == b"\x02\x00\x00\x00\x03\x00\x00\x00"
+
+
+def test_versions_take_no_space_to_speak_of() -> None:
+    one = [(5, -0.5, 7)] * 1000
+    assert len(encode(make_body([], one))) == 24 + 8 * 1000 + 8
+    assert len(encode(make_body([], [*one, (5, -0.5, 8), *one]))) == 24 + 8 * 2001 + 3 * 8
+
+
+def test_a_body_of_the_first_format_is_read() -> None:
+    header = struct.pack("<4sHHII", b"USRB", 1, 0, 1, 2)
+    payload = struct.pack("<iiiffii", 9, 1, 2, -0.5, -1.0, 3, 4)
+    body = decode(header + struct.pack("<I", zlib.crc32(payload, zlib.crc32(header))) + payload)
+    assert [body.tail_ids.tolist(), body.sampled_ids.tolist()] == [[9], [1, 2]]
+    assert [body.logprobs.tolist(), body.versions.tolist()] == [[-0.5, -1.0], [3, 4]]
+
+
+@pytest.mark.parametrize("counts", [(0, 2), (3, -1), (1, 2), (2**31 - 1, 2**31 - 1)])
+def test_runs_that_are_not_those_of_the_sampled_tokens_are_refused(counts: tuple[int, int]) -> None:
+    header = struct.pack("<4sHHIII", b"USRB", 2, 0, 0, 2, 2)
+    payload = struct.pack("<iiffiiii", 1, 2, -0.5, -1.0, counts[0], 3, counts[1], 4)
+    with pytest.raises(UnderstudyError, match="a version for each of 2 sampled tokens"):
+        decode(header + struct.pack("<I", zlib.crc32(payload, zlib.crc32(header))) + payload)
 
 
 def test_any_flipped_bit_is_refused() -> None:

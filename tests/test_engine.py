@@ -140,3 +140,27 @@ def test_what_waits_for_an_engine_that_is_replaced_is_told_and_the_next_one_answ
 
     response = rollout.wait(replace_midway())
     assert (recomputed(tiny_model, response) - torch.tensor(response.logprobs)).abs().max() < TOLERANCE
+
+
+def test_weights_that_were_on_their_way_when_the_engine_was_replaced_reach_the_next_one(
+    rollout, other_model, original_weights, monkeypatch
+):
+    engine = rollout.engine
+    monkeypatch.setattr(engine, "is_kept", True)
+
+    async def never_answered(*_):
+        monkeypatch.undo()
+        monkeypatch.setattr(engine, "is_kept", True)
+        await asyncio.Event().wait()
+
+    async def replace_meanwhile():
+        monkeypatch.setattr(engine, "_load", never_answered)
+        loading = asyncio.create_task(engine.load_weights(other_model, version=1))
+        await asyncio.sleep(0.01)  # between two looks whether the engine lives
+        await engine.revive()
+        await asyncio.wait_for(loading, 20)
+        return await generate(engine, 8, seed=3)
+
+    response = rollout.wait(replace_meanwhile())
+    assert set(response.versions.tolist()) == {1}
+    assert (recomputed(other_model, response) - torch.tensor(response.logprobs)).abs().max() < TOLERANCE

@@ -75,11 +75,28 @@ def test_steps_made_again_after_kill_9_give_the_same_bits(tmp_path: Path) -> Non
     assert_nothing_left(again)
 
 
+def heavy(run: Run) -> list[str]:
+    """Its engine and its learner, while they live."""
+    return [line for line in run.processes() if "VLLM::" in line or "ray::Trainer" in line]
+
+
+def kill_run(run: Run) -> None:
+    """SIGKILL to its own process only: that leaves neither engine nor learner. Then to what is left."""
+    assert len(heavy(run)) == 2
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait()
+    until = time.monotonic() + 15
+    while (left := heavy(run)) and time.monotonic() < until:
+        time.sleep(0.2)
+    run.kill()
+    assert left == []
+
+
 def test_a_run_that_is_killed_again_and_again_goes_on_by_itself(tmp_path: Path) -> None:
     knobs = ("run.steps=8", "run.checkpoints=[2,2]", *SMALL)
     first = start(tmp_path, *knobs, resume="auto")  # nothing there yet: a fresh run
     first.wait_for_step(1)  # before any checkpoint
-    first.kill()
+    kill_run(first)
     second = start(tmp_path, *knobs, resume="auto")
     second.wait_for_step(3)
     second.kill()
@@ -93,22 +110,3 @@ def test_a_run_that_is_killed_again_and_again_goes_on_by_itself(tmp_path: Path) 
     assert 2 <= len(kept) <= 3 and not [path for path in kept if path.name.startswith(".")]
     assert (third.folder / "checkpoint" / "config.json").is_file()
     assert_nothing_left(third)
-
-
-def test_a_run_that_is_killed_leaves_neither_engine_nor_learner(tmp_path: Path) -> None:
-    run = start(tmp_path, "run.steps=40", *SMALL)
-    run.wait_for_step(1)
-
-    def heavy() -> list[str]:
-        return [line for line in run.processes() if "VLLM::" in line or "ray::Trainer" in line]
-
-    assert len(heavy()) == 2
-    os.kill(run.process.pid, signal.SIGKILL)
-    run.process.wait()
-    assert run.process.stdout is not None
-    run.process.stdout.close()
-    until = time.monotonic() + 15
-    while (left := heavy()) and time.monotonic() < until:
-        time.sleep(0.2)
-    run.kill()
-    assert left == []
