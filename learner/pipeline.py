@@ -207,7 +207,7 @@ class Pipeline:
     async def _start_heavy(
         self, stack: AsyncExitStack, model: Path, weights: Path
     ) -> tuple[asyncio.Task[None], tuple[VLLMEngine, MockedServer, Books]]:
-        """The engine starts beside the learner, which takes longer (with a warm start, far longer): the learn loop waits for it."""
+        """The engine starts beside the learner, which takes longer on CPU (with a warm start, far longer): the learn loop waits."""
         async with asyncio.TaskGroup() as tasks:
             started = asyncio.Event()
             engine = tasks.create_task(self._start_engine(stack, model, weights, started), name="start engine")
@@ -275,7 +275,7 @@ class Pipeline:
         self, stack: AsyncExitStack, model: Path, weights: Path, ray_started: asyncio.Event
     ) -> tuple[VLLMEngine, MockedServer, Books]:
         config = self._config
-        if config.buffer.node:
+        if config.buffer.node or not has_gpu():  # on CPU the learner takes longest: nothing gets in the way of its Ray
             await ray_started.wait()
         books = await open_books(
             config, stack, folder=self._folder, secret=partial(row_secret, self._folder),

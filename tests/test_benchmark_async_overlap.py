@@ -29,8 +29,6 @@ from buffers.ledger import Ledger
 from env_adapters.walk import MAX_MOVES
 from env_adapters.walk_server import tail_draw
 
-ROOT = Path(__file__).parent.parent
-
 
 def step_line(step: int, *, wait_s: float, update_s: float, engine_idle_s: float, scored: int, lag: float) -> str:
     figures = {
@@ -183,20 +181,28 @@ def test_a_run_is_ended_with_the_benchmark(
     assert [process.returncode for process in started] == [-ended_by]
 
 
-@pytest.mark.slow
-@pytest.mark.engine
-@pytest.mark.timeout(600)
-def test_a_small_benchmark_runs_for_real(tmp_path: Path) -> None:
+def test_the_command_line_writes_what_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ScriptedBench.asked.clear()
+    ScriptedBench.step_times[:] = [2.0, 12.0, 3.0]
+    monkeypatch.setattr(async_overlap, "Bench", ScriptedBench)
     path = tmp_path / "figures.json"
-    small = ["buffer.groups_per_step=2", "buffer.group_size=2", "agents.concurrency=8", "warm_start.steps=2"]
-    command = [sys.executable, "-m", "benchmarks.async_overlap", "--quick", "--steps", "2", "--json", str(path), *small]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert async_overlap.main(["--quick", "--steps", "3", "--json", str(path)]) == 0
+    assert ScriptedBench.asked == [("none", 12, 1), ("long_tail", 0, 1), ("long_tail", 12, 1)]
     report: dict[str, Any] = json.loads(path.read_text())
     part = report["parts"]["long_tail"]
-    assert report["speedup_long_tail"] == part["speedup"] == part["sync"]["step_s"] / part["async"]["step_s"]
-    assert part["sync"]["max_lag"] == 0 and part["async"]["max_lag"] <= async_overlap.ASYNC_LAG
-    for flow in ("sync", "async"):
-        assert part[flow]["trained"] == 8
-        assert 0.0 < part[flow]["learner_idle"] < 1.0 and 0.0 < part[flow]["engine_idle"] < 1.0
-    assert "long_tail" in done.stdout and "speed-up" in done.stdout
+    assert report["speedup_long_tail"] == part["speedup"] == part["sync"]["step_s"] / part["async"]["step_s"] == 4.0
+    assert "long_tail" in (shown := capsys.readouterr().out) and "4.00x" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_a_run_of_the_benchmark_is_a_real_one(tmp_path: Path) -> None:
+    small = ("buffer.groups_per_step=2", "buffer.group_size=2", "agents.concurrency=8", "warm_start.steps=2")
+    bench = Bench(folder=tmp_path, steps=2, overrides=small)
+    figures = bench.run(LONG_TAIL, lag=async_overlap.ASYNC_LAG, move_ms=20.0, seed=1)
+    assert figures.trained == 8 and figures.max_lag <= async_overlap.ASYNC_LAG
+    assert 0.0 < figures.learner_idle < 1.0 and 0.0 < figures.engine_idle < 1.0
+    assert figures.step_s > 0.0 and figures.startup_s > 0.0
