@@ -175,7 +175,7 @@ def test_a_round_overtakes_operations_of_other_episodes_only() -> None:
 
 
 def test_rounds_go_in_frames_that_the_endpoint_takes() -> None:
-    half = stored_round(make_round("a", sampled=range(MAX_FRAME_BYTES // 24)))
+    half = stored_round(make_round("a", sampled=range(MAX_FRAME_BYTES // 16)))
     assert [len(frame) for frame in frames([half, half, half])] == [1, 1, 1]
     small = stored_round(make_round("a" * 1000))
     many = [len(frame) for frame in frames([small] * 1000)]
@@ -185,7 +185,7 @@ def test_rounds_go_in_frames_that_the_endpoint_takes() -> None:
 def test_a_round_that_no_frame_holds_is_refused_at_once(ledger: RemoteLedger) -> None:
     (episode,) = open_running(ledger, task=0)
     with pytest.raises(EpisodeError, match="must have at most"):
-        ledger.put_round(make_round(episode.episode_id, sampled=range(MAX_FRAME_BYTES // 12 + 1)))
+        ledger.put_round(make_round(episode.episode_id, sampled=range(MAX_FRAME_BYTES // 8 + 1)))
     assert ledger.put_rounds([]).result() == []
     stored = [stored_round(make_round(name)) for name in (episode.episode_id, "nobody")]
     ok, refused = ledger.put_rounds(stored).result()
