@@ -168,6 +168,10 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="keep the runs there, in new folders, to look at them")
     parser.add_argument("knobs", nargs="*", metavar="section.key=value", help="overrides of the demo's configuration")
     options = parser.parse_args()
+    if options.folder is not None and options.folder.exists():
+        parser.error(
+            f"--folder must be a new folder, got {options.folder}, which is there; name another one or remove it"
+        )
     end_on_sigterm()
     report = Report("faults", about=f"a kill every {options.mean:g} s on average")
     quiet: list[Outcome] = []

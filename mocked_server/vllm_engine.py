@@ -173,9 +173,8 @@ class VLLMEngine:
         if self._weights is not None:
             await self._load(*self._weights)
         await self._llm.update_weight_version(str(self.version))
-        await (
-            self._llm.get_supported_tasks()
-        )  # kept by vLLM: else the first request asks, and waits for ever if it dies then
+        # vLLM keeps the answer: else the first request would ask, and wait for ever if the engine died then.
+        await self._llm.get_supported_tasks()
 
     async def revive(self) -> None:
         """Start a new process in place of the dead one, with the weights that were loaded last; their folder must still be
@@ -194,19 +193,24 @@ class VLLMEngine:
 
     async def until_dead(self) -> None:
         """Until the engine's process that there is now is gone, or replaced."""
-        llm = self._llm
+        await self._until_gone(self._llm)
+
+    async def _until_gone(self, llm: Any) -> None:
         while True:
-            if self._llm is not llm or self.dead:
+            if self._gone(llm):
                 return
             await asyncio.sleep(LOOK_S)
+
+    def _gone(self, llm: Any) -> bool:
+        return self._llm is not llm or self.dead
 
     async def _while_alive(self, work: Coroutine[Any, Any, object]) -> bool:
         """Whether it was done before the engine died: vLLM never answers a call whose engine dies meanwhile."""
         llm = self._llm
-        working, death = asyncio.ensure_future(work), asyncio.ensure_future(self.until_dead())
+        working, death = asyncio.ensure_future(work), asyncio.ensure_future(self._until_gone(llm))
         try:
             await asyncio.wait({working, death}, return_when=asyncio.FIRST_COMPLETED)
-            if self._llm is not llm or self.dead:
+            if self._gone(llm):
                 return False
             working.result()
             return True

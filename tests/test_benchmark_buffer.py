@@ -33,7 +33,9 @@ def test_a_small_buffer_benchmark_gives_every_figure(tmp_path: Path) -> None:
     assert figures["put64_vs_sqlite"] == pytest.approx(figures["put64_here_rows_s"] / figures["sqlite64_rows_s"])
 
 
-def test_the_faults_benchmark_compares_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_faults_benchmark_compares_pairs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def play(folder: Path, *, seed: int, mean_s: float | None, knobs: list[str]) -> faults.Outcome:
         assert knobs == ["run.steps=2"] and folder.is_dir()
         kills = [] if mean_s is None else [(1.0, "engine")] * (seed + 1)
@@ -51,4 +53,7 @@ def test_the_faults_benchmark_compares_pairs(tmp_path: Path, monkeypatch: pytest
     figures = json.loads((tmp_path / "f.json").read_text())
     assert figures["kills"] == 6 and figures["wall_ratio"] == pytest.approx(1.2)
     assert [one["seed"] for one in figures["with_kills"]] == [0, 1, 2] and figures["reward_with"] == [1.0] * 3
+    with pytest.raises(SystemExit):
+        faults.main()
+    assert "--folder must be a new folder, got " in capsys.readouterr().err
     assert sorted(path.name for path in kept.iterdir())[:2] == ["seed-0-kills", "seed-0-quiet"]

@@ -164,3 +164,21 @@ def test_weights_that_were_on_their_way_when_the_engine_was_replaced_reach_the_n
     response = rollout.wait(replace_meanwhile())
     assert set(response.versions.tolist()) == {1}
     assert (recomputed(other_model, response) - torch.tensor(response.logprobs)).abs().max() < TOLERANCE
+
+
+def test_an_engine_that_slept_has_no_prefix_in_its_cache_and_answers(rollout):
+    engine = rollout.engine
+
+    async def cached(number):
+        prompt = PROMPT * 100
+        outputs = engine.generate(prompt, sampling(2, seed=0), request_id=f"cached-{number}-{time.monotonic_ns()}")
+        return [output.num_cached_tokens async for output in outputs][-1]
+
+    async def sleep_between():
+        before = [await cached(number) for number in range(2)]
+        await engine.sleep()
+        await engine.wake_up()
+        return [*before[1:], await cached(2)]
+
+    kept, after = rollout.wait(sleep_between())
+    assert kept > 0 and after == 0
