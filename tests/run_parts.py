@@ -64,9 +64,7 @@ class Run:
                     self.children.add((entry.name, started))
                 marked = f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes()
                 if state != "Z" and (marked or (entry.name, started) in self.children):
-                    found.append(
-                        f"{entry.name} {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ').decode()[:80]}"
-                    )
+                    found.append(f"{entry.name} {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ').decode()}")
             except OSError:
                 continue  # it ended while we looked, or is not ours
         return found
@@ -81,6 +79,10 @@ class Run:
         for line in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(int(line.split()[0]), signal.SIGKILL)
+
+
+STARTED: list[Run] = []
+"""What a test has started; it is killed at the test's end, should the test have failed before the run ended."""
 
 
 def start(
@@ -112,7 +114,9 @@ def start(
         stderr=subprocess.STDOUT,
         process_group=0,
     )
-    return Run(process, tmp_path / "run", mark)
+    run = Run(process, tmp_path / "run", mark)
+    STARTED.append(run)
+    return run
 
 
 def refusal(folder: Path, *overrides: str, config: str = "configs/demo.yaml") -> str:

@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from run_parts import Run, assert_nothing_left, start
 from safetensors.torch import load_file
 from torch import equal
+
+from tests.run_parts import Run, assert_nothing_left, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -15,12 +15,12 @@ from dataclasses import replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from run_parts import ROOT, assert_nothing_left, refusal, start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffers.parquet import write_tasks
 from buffers.records import Task
 from env_adapters.walk import walk_tasks
+from tests.run_parts import ROOT, assert_nothing_left, refusal, start
 
 
 @pytest.mark.slow

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import ray
 from remote_parts import Nodes, two_nodes
-from run_parts import assert_nothing_left, start
 from test_resume import SMALL, books_balance
 
 from buffers.ledger_actor import NAMESPACE, find_actor
 from buffers.ledger_doctor import findings
 from buffers.ledger_schema import read_database
 from mocked_server.keys import make_secret
+from tests.run_parts import assert_nothing_left, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -7,13 +7,13 @@ import json
 
 import pytest
 from buffer_parts import make_ready, make_round, make_task, scored_by_group_state
-from run_parts import assert_nothing_left, start
 
 from buffers.ledger import Ledger
 from buffers.parquet import write_tasks
 from buffers.records import Episode, Validated
 from env_adapters.walk import walk_tasks
 from learner.validation import Validation, figures_of
+from tests.run_parts import assert_nothing_left, start
 
 
 def play(ledger: Ledger, episode: Episode, *, score: float) -> None:
