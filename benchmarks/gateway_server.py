@@ -119,6 +119,8 @@ class NoEngineClient:
 
     async def check_health(self) -> None: ...
 
+    def shutdown(self, timeout: float | None = None) -> None: ...
+
     async def generate(self, prompt: Any, params: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:
         async for output in self._engine.generate(prompt["prompt_token_ids"], params, request_id=request_id):
             output.prompt_token_ids = prompt["prompt_token_ids"]

@@ -19,8 +19,9 @@ def python_with(name: str, *requirements: str) -> Path:
     done = folder / "installed.txt"
     if not done.is_file() or done.read_text().split() != list(requirements):
         shutil.rmtree(folder, ignore_errors=True)
-        _run([sys.executable, "-m", "venv", str(folder)])
-        _run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements])
+        _run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
+        pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
+        _run([*pip, "install", "--quiet", *requirements])
         done.write_text("\n".join(requirements))
     return python
 

@@ -8,9 +8,9 @@ import threading
 import pytest
 import ray
 
-from agents.loop_config import LoopSpec
+from agents.loop_config import LoopSpec, loop_class
 from agents.loop_manager import AgentLoopManager
-from buffers.errors import AgentError
+from buffers.errors import AgentError, TaskError
 from buffers.records import Task
 from configs.schema import RolloutConfig
 from tests.server_parts import ServerThread
@@ -165,19 +165,28 @@ def test_generate_sequences_plays_a_batch_over_the_workers_and_records_nothing(p
     assert wait(served, manager.generate_sequences([])) == []
 
 
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("tests.verl_loop.NoSuchLoop", "_target_ must be module.Class"),
+        ("buffers.records.Task", "must be an AgentLoopBase"),
+    ],
+)
+def test_what_is_no_loop_is_refused(target, says):
+    with pytest.raises(TaskError, match=says):
+        loop_class(LoopSpec(name="x", target=target))
+
+
 def test_a_loop_that_cannot_be_set_up_is_known_at_the_start(tiny_model, played):
     served, _ = played
-    for spec, says in (
-        (LoopSpec(name="x", target="tests.verl_loop.NoSuchLoop"), "_target_ must be module.Class"),
-        (LoopSpec(name="x", target="buffers.records.Task"), "must be an AgentLoopBase"),
-        (LoopSpec(name="x", target="agents.tool_agent.ToolAgentLoop", arguments={}), "tool_config_path"),
-    ):
-        manager = AgentLoopManager([spec], num_workers=1)
-        with pytest.raises(AgentError, match=says):
-            wait(
-                served,
-                manager.start(
-                    model_path=str(tiny_model), server_urls=["http://127.0.0.1:9"], worker_key="", prompt_length=1,
-                    response_length=1,
-                ),
-            )  # fmt: skip
+    manager = AgentLoopManager(
+        [LoopSpec(name="x", target="agents.tool_agent.ToolAgentLoop", arguments={})], num_workers=1
+    )
+    with pytest.raises(AgentError, match="tool_config_path"):
+        wait(
+            served,
+            manager.start(
+                model_path=str(tiny_model), server_urls=["http://127.0.0.1:9"], worker_key="", prompt_length=1,
+                response_length=1,
+            ),
+        )  # fmt: skip

@@ -184,8 +184,9 @@ def test_a_node_that_dies_takes_its_ledger_with_it_and_says_so(nodes: Nodes, tmp
 
 
 def test_a_second_run_does_not_take_a_ledger_that_is_in_use_but_one_that_was_left_behind(
-    nodes: Nodes, tmp_path: Path
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("buffers.ledger_actor.IN_USE_S", 2.5)
     path = tmp_path / "ledger.sqlite"
     with open_remote(path, node_id=nodes.disk) as first:
         (episode,) = open_running(first, task=0)

@@ -51,31 +51,6 @@ def books_balance(run: Run, *, steps: int, groups_per_step: int = 4) -> None:
     db.close()
 
 
-def test_steps_made_again_after_kill_9_give_the_same_bits(tmp_path: Path) -> None:
-    first = start(tmp_path, "run.steps=40", "run.checkpoints=[2,50]", *SMALL)
-    first.wait_for_step(7)
-    first.kill()
-    before = lines(first)
-    folder = first.folder / "checkpoints"
-    assert (folder / "step-000006").is_dir()
-    last = max(before)
-    again = start(tmp_path, f"run.steps={last}", "run.checkpoints=[2,50]", *SMALL, resume=str(folder / "step-000002"))
-    code, output = again.wait(200)
-    assert code == 0, output
-    assert "going on after step 2" in output
-    after = lines(again)
-    assert sorted(after) == list(range(1, last + 1))
-    for step in range(1, last + 1):
-        assert after[step] == before[step], step
-    for step in (4, 6):
-        one = load_file(folder / f"step-{step:06d}" / "model" / "model.safetensors")
-        two = load_file(folder / f"step-{step:06d}.1" / "model" / "model.safetensors")
-        assert all(equal(one[name], two[name]) for name in one), step
-    books_balance(again, steps=last)
-    assert again.summary()["steps"] == last
-    assert_nothing_left(again)
-
-
 def heavy(run: Run) -> list[str]:
     """Its engine and its learner, while they live."""
     return [line for line in run.processes() if "VLLM::" in line or "ray::Trainer" in line]
@@ -93,21 +68,32 @@ def kill_run(run: Run) -> None:
     assert left == []
 
 
-def test_a_run_that_is_killed_again_and_again_goes_on_by_itself(tmp_path: Path) -> None:
-    knobs = ("run.steps=8", "run.checkpoints=[2,2]", *SMALL)
-    first = start(tmp_path, *knobs, resume="auto")  # nothing there yet: a fresh run
-    first.wait_for_step(1)  # before any checkpoint
+def test_a_run_that_is_killed_again_and_again_makes_its_steps_with_the_same_bits(tmp_path: Path) -> None:
+    knobs = ("run.checkpoints=[2,50]", *SMALL)
+    first = start(tmp_path, "run.steps=40", *knobs, resume="auto")  # nothing there yet: a fresh run
+    first.wait_for_step(1)  # before any checkpoint but that of the start
     kill_run(first)
-    second = start(tmp_path, *knobs, resume="auto")
-    second.wait_for_step(3)
+    second = start(tmp_path, "run.steps=40", *knobs, resume="auto")
+    second.wait_for_step(7)
     second.kill()
-    third = start(tmp_path, *knobs, resume="auto")
+    before = lines(second)
+    folder = second.folder / "checkpoints"
+    assert (folder / "step-000006.1").is_dir()
+    last = max(before)
+    third = start(tmp_path, f"run.steps={last}", *knobs, resume=str(folder / "step-000002.1"))
     code, output = third.wait(200)
     assert code == 0, output
-    assert sorted(lines(third)) == list(range(1, 9))
-    assert third.summary()["steps"] == 8 and third.summary()["max_logprob_diff"] < 1e-4
-    books_balance(third, steps=8)
-    kept = [path for path in (third.folder / "checkpoints").iterdir()]
-    assert 2 <= len(kept) <= 3 and not [path for path in kept if path.name.startswith(".")]
+    assert "going on after step 2" in output
+    after = lines(third)
+    assert sorted(after) == list(range(1, last + 1))
+    for step in range(1, last + 1):
+        assert after[step] == before[step], step
+    for step in (4, 6):
+        one = load_file(folder / f"step-{step:06d}.1" / "model" / "model.safetensors")
+        two = load_file(folder / f"step-{step:06d}.2" / "model" / "model.safetensors")
+        assert all(equal(one[name], two[name]) for name in one), step
+    books_balance(third, steps=last)
+    assert third.summary()["steps"] == last and third.summary()["max_logprob_diff"] < 1e-4
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
     assert (third.folder / "checkpoint" / "config.json").is_file()
     assert_nothing_left(third)

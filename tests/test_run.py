@@ -26,8 +26,10 @@ from tests.run_parts import ROOT, assert_nothing_left, refusal, start
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(300)
-def test_a_run_trains_exactly_and_leaves_its_results(tmp_path):
-    run = start(tmp_path, "run.steps=4", "warm_start.steps=40", "run.seed=1")
+def test_a_run_trains_exactly_validates_and_leaves_its_results(tmp_path):
+    write_tasks(tmp_path / "val.parquet", walk_tasks(6, seed=99))
+    validation = f"data.validation=[{tmp_path / 'val.parquet'},2,1]"
+    run = start(tmp_path, "run.steps=4", "warm_start.steps=40", "run.seed=1", validation)
     code, output = run.wait(240)
     assert code == 0, output
     summary = run.summary()
@@ -37,8 +39,14 @@ def test_a_run_trains_exactly_and_leaves_its_results(tmp_path):
     assert 0.0 < summary["reward_first"] < 0.4 and summary["reward_optimum"] == 1.0
     assert summary["tokens_trained"] > 4 * 64
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if line["step"]] == [1, 2, 3, 4]
-    assert all(line["policy/max_logprob_diff"] < 1e-4 for line in lines if line["step"])
+    trained = [line for line in lines if "reward/mean" in line]
+    assert [line["step"] for line in trained] == [1, 2, 3, 4]
+    assert all(line["policy/max_logprob_diff"] < 1e-4 for line in trained)
+    validated = [line for line in lines if "val/step" in line]
+    assert (validated[0]["val/step"], validated[-1]["val/step"]) == (0, 4)
+    assert all(line["val/tasks"] + line["val/failed"] == 6 for line in validated)
+    assert "validation of step 0  mean " in output and "validation of step 4  mean " in output
+    assert summary["buffer"]["groups/trained"] == 4 * 8 and summary["buffer"]["groups/validated"] >= 12
     assert (run.folder / "reward.png").read_bytes()[:4] == b"\x89PNG"
     assert list((run.folder / "tensorboard").glob("events*"))
     assert "reward_last" in output and str(run.folder / "checkpoint") in output
@@ -138,13 +146,13 @@ def test_agents_that_crash_or_hang_are_counted_and_the_run_goes_on(tmp_path):
     write_tasks(tmp_path / "tasks.parquet", tasks)
     run = start(
         tmp_path,
-        "run.steps=4",
+        "run.steps=3",
         "warm_start.steps=5",
         f"agents.command=['{{python}}', '{tmp_path / 'agent.py'}']",
         "agents.processes=0",
         "agents.concurrency=4",
         "agents.max_attempts=1",
-        "agents.episode_deadline_s=8",
+        "agents.episode_deadline_s=6",
         f"data.tasks={tmp_path / 'tasks.parquet'}",
         "buffer.groups_per_step=2",
         "buffer.group_size=2",
@@ -152,7 +160,7 @@ def test_agents_that_crash_or_hang_are_counted_and_the_run_goes_on(tmp_path):
     code, output = run.wait(240)
     assert code == 0, output
     summary = run.summary()
-    assert summary["steps"] == 4 and summary["episodes"] == 16
+    assert summary["steps"] == 3 and summary["episodes"] == 12
     failed = {name: count for name, count in summary["buffer"].items() if name.startswith("failed/")}
     assert failed.get("failed/deadline", 0) >= 1, failed
     assert failed.get("failed/agent exited with code 7 before a score was reported", 0) >= 1, failed

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
-import pytest
 from buffer_parts import make_ready, make_round, make_task, scored_by_group_state
 
 from buffers.ledger import Ledger
-from buffers.parquet import write_tasks
 from buffers.records import Episode, Validated
-from env_adapters.walk import walk_tasks
 from learner.validation import Validation, figures_of
-from tests.run_parts import assert_nothing_left, start
 
 
 def play(ledger: Ledger, episode: Episode, *, score: float) -> None:
@@ -107,24 +102,3 @@ def test_a_restore_gives_up_a_validation_under_way() -> None:
     assert ledger.counts()["groups/validating"] == 0 and ledger.counts()["evicted/restart"] == 1
     assert ledger.start_pending(limit=9, version=0).result() == []
     ledger.close()
-
-
-@pytest.mark.slow
-@pytest.mark.engine
-@pytest.mark.timeout(300)
-def test_a_run_validates_at_step_0_and_at_the_end_while_it_trains(tmp_path) -> None:
-    write_tasks(tmp_path / "val.parquet", walk_tasks(6, seed=99))
-    run = start(
-        tmp_path, "run.steps=4", "warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=2",
-        f"data.validation=[{tmp_path / 'val.parquet'},2,1]",
-    )  # fmt: skip
-    code, output = run.wait(240)
-    assert code == 0, output
-    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    seen = [line["val/step"] for line in lines if "val/step" in line]
-    assert seen[0] == 0 and seen[-1] == 4
-    assert all(line["val/tasks"] + line["val/failed"] == 6 for line in lines if "val/step" in line)
-    assert "validation of step 0  mean " in output and "validation of step 4  mean " in output
-    buffer = run.summary()["buffer"]
-    assert buffer["groups/trained"] == 16 and buffer["groups/validated"] >= 12
-    assert_nothing_left(run)
