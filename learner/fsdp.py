@@ -8,6 +8,7 @@ any two passes. No losses, no data.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,11 +25,17 @@ Shards = list[Tensor]
 
 
 def join(address: str, *, rank: int, world_size: int, device: torch.device) -> DeviceMesh:
-    """Meets the other ranks at `host:port` (rank 0 listens there). gloo on CPU, NCCL on a GPU."""
+    """Meets the other ranks at `host:port` (rank 0 listens there, and nowhere else). gloo on CPU, NCCL on a GPU.
+
+    Raises OSError when the port is taken."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"tcp://{address}", rank=rank, world_size=world_size)
+    host, _, port = address.rpartition(":")
+    # A store that makes its own socket listens on every interface, and asks nobody who they are.
+    listening = {"master_listen_fd": socket.create_server((host, int(port))).detach()} if rank == 0 else {}
+    store = dist.TCPStore(host, int(port), world_size, is_master=rank == 0, **listening)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     return init_device_mesh(device.type, (world_size,))
 
 

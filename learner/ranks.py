@@ -78,7 +78,8 @@ class LearnerRanks:
         """Starts the processes, again after a failure, on this node: they share files with the run; returns when every rank has its
         model."""
         threads = {} if self._gpus_per_rank else {"OMP_NUM_THREADS": "1"}
-        environment = {"PYTHONPATH": python_path(), **threads}
+        # They meet on loopback: without a name gloo takes the address of the machine's.
+        environment = {"PYTHONPATH": python_path(), "GLOO_SOCKET_IFNAME": "lo", **threads}
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor = ray.remote(
             num_cpus=0, num_gpus=self._gpus_per_rank, scheduling_strategy=here, runtime_env={"env_vars": environment}

@@ -55,6 +55,8 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
 
+    import_ray(local=not config.buffer.node)
+
     from learner.session import run_session
     from mocked_server.vllm_engine import import_engine, start_fork_server
 
@@ -70,6 +72,19 @@ def main(argv: list[str] | None = None) -> int:
         resume=arguments.resume,
         lines=lines,
     )
+
+
+def import_ray(*, local: bool) -> None:
+    """Ray; of a `local` one, all that listens does so on loopback only. Ray decides that by this variable when it is imported, and
+    does it by itself on Windows and macOS."""
+    name = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+    set_here = local and name not in os.environ
+    if set_here:
+        os.environ[name] = "0"
+    import learner.cluster  # noqa: F401
+
+    if set_here:
+        del os.environ[name]  # agents may have a Ray of their own
 
 
 def leave(code: int) -> NoReturn:

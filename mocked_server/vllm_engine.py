@@ -54,16 +54,18 @@ class EngineSettings:
 
 
 def cpu_environment() -> None:
-    """Set the process environment that vLLM's CPU engine needs; called before vllm is imported. No effect on a GPU machine.
+    """Set the process environment that vLLM needs, on CPU above all; called before vllm is imported.
 
-    One OpenMP thread is several times faster than two for small models; compiling the sampler would need a C++ compiler on the
-    user's machine; the in-process executor saves a second spawned worker (7 s of start-up) and half of the per-step cost.
+    Its processes, all on this machine, meet on loopback: without a name gloo takes the address of the machine's. One OpenMP
+    thread is several times faster than two for small models; compiling the sampler would need a C++ compiler on the user's
+    machine; the in-process executor saves a second spawned worker (7 s of start-up) and half of the per-step cost.
     """
     import torch
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to ask for a GPU does not start CUDA: a guard forks
     if torch.cuda.is_available():
         return

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 
 from buffers.errors import UnderstudyError
@@ -21,6 +22,7 @@ from configs.load import load_config
 
 ROOT = Path(__file__).parent.parent
 MARK = "UNDERSTUDY_TEST_RUN"
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
 @dataclass
@@ -67,6 +69,16 @@ class Run:
                     found.append(f"{entry.name} {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ').decode()}")
             except OSError:
                 continue  # it ended while we looked, or is not ours
+        return found
+
+    def open_to_others(self) -> list[str]:
+        """What its processes listen on beyond loopback."""
+        found = []
+        for line in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                for one in psutil.Process(int(line.split()[0])).net_connections(kind="inet"):
+                    if one.status == psutil.CONN_LISTEN and one.laddr.ip not in LOOPBACK:
+                        found.append(f"{one.laddr.ip}:{one.laddr.port} of {line[:100]}")
         return found
 
     def kill(self) -> None:

@@ -58,7 +58,7 @@ def test_a_run_trains_exactly_validates_and_leaves_its_results(tmp_path):
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(300)
-def test_the_synchronous_flow_is_on_policy_on_two_ranks_with_grpo_and_a_reference(tmp_path):
+def test_the_synchronous_flow_is_on_policy_on_two_ranks_with_grpo_and_a_reference_and_listens_on_loopback(tmp_path):
     run = start(
         tmp_path,
         "run.steps=3",
@@ -70,6 +70,8 @@ def test_the_synchronous_flow_is_on_policy_on_two_ranks_with_grpo_and_a_referenc
         "learner.advantage=grpo",
         "learner.kl_coef=0.01",
     )
+    run.wait_for_step(1)
+    assert run.open_to_others() == []
     code, output = run.wait(240)
     assert code == 0, output
     summary = run.summary()
