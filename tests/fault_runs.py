@@ -57,6 +57,7 @@ def _one_run(place: Path, *, kills: int, chance: random.Random, log: Log) -> Non
         assert " died" in output and lives <= kills, f"a run that nobody killed failed: {output[-2000:]}"
     summary = run.summary()
     assert summary["steps"] == STEPS and summary["buffer"]["groups/trained"] == STEPS * 4
+    log.runs += 1
 
 
 def _wait(run: Run, seconds: float) -> int | None:

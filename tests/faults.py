@@ -51,6 +51,8 @@ class Log:
     late: int = 0
     """Episodes that their deadline ended although their agents lived."""
     restores: int = 0
+    runs: int = 0
+    """Whole runs that made all their steps."""
     idle: int = 0
     """Kills before anything was acknowledged: they prove nothing, and are not in `kills`."""
 
@@ -65,7 +67,10 @@ class Log:
             parts.append(f"{self.idle} kills too early to count")
         if self.restores:
             parts.append(f"{self.restores} times back to a checkpoint")
-        parts += [f"{len(self.scores)} acknowledged scores", f"{len(self.steps)} steps"]
+        if self.runs:
+            parts.append(f"{self.runs} whole runs came to their end with all their steps")
+        else:
+            parts += [f"{len(self.scores)} acknowledged scores", f"{len(self.steps)} steps"]
         return ", ".join(parts) + "; nothing lost, nothing trained twice, books balanced after each"
 
     def take(self, line: str) -> str:
