@@ -11,6 +11,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+PATIENCE = timedelta(minutes=30)
+"""How long ranks wait for one another when they meet: a large model is not read equally fast by all."""
 Shards = list[Tensor]
 """This rank's part of each trained parameter, in the order of `module.parameters()`. Frozen ones never differ."""
 
@@ -34,7 +37,7 @@ def join(address: str, *, rank: int, world_size: int, device: torch.device) -> D
     host, _, port = address.rpartition(":")
     # A store that makes its own socket listens on every interface, and asks nobody who they are.
     listening = {"master_listen_fd": socket.create_server((host, int(port))).detach()} if rank == 0 else {}
-    store = dist.TCPStore(host, int(port), world_size, is_master=rank == 0, **listening)
+    store = dist.TCPStore(host, int(port), world_size, is_master=rank == 0, timeout=PATIENCE, **listening)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     return init_device_mesh(device.type, (world_size,))
 

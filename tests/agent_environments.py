@@ -1,4 +1,4 @@
-"""Environments of agents that others wrote, beside ours: each as its users install it, made once and kept in `.venv/agents`."""
+"""Environments of agents that others wrote, beside ours: installed as their users do, once, and kept in `.venv/agents`."""
 
 from __future__ import annotations
 

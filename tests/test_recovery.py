@@ -46,6 +46,8 @@ def test_each_part_may_die_and_the_run_makes_all_its_steps(tmp_path: Path) -> No
     assert summary["buffer"]["failed/environment died"] > 0
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["step"]] == list(range(1, 15)), "each step is reported once"
+    kept = [path.name for path in (run.folder / "checkpoints").iterdir()]
+    assert 2 <= len(kept) <= 3 and not [name for name in kept if name.startswith(".")], kept
     assert_nothing_left(run)
 
 

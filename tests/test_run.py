@@ -58,7 +58,12 @@ def test_a_run_trains_exactly_validates_and_leaves_its_results(tmp_path):
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(300)
-def test_the_synchronous_flow_is_on_policy_on_two_ranks_with_grpo_and_a_reference_and_listens_on_loopback(tmp_path):
+def test_the_synchronous_flow_is_on_policy_on_two_ranks_with_grpo_and_a_reference_and_listens_on_loopback(
+    tmp_path, monkeypatch
+):
+    for _, name in socket.if_nameindex():
+        if name != "lo":
+            monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)  # as the shell of a cluster has it
     run = start(
         tmp_path,
         "run.steps=3",
