@@ -21,7 +21,9 @@ def start(node: str) -> None:
     Raises UnderstudyError when there is none.
     """
     # Without an address Ray would join whatever runs on this machine.
-    place: dict[str, Any] = {"address": "auto"} if node else {"address": "local", "include_dashboard": False}
+    # Nor does it start workers before somebody asks for one: an environment of its own is what each of ours has.
+    own = {"include_dashboard": False, "_system_config": {"prestart_worker_first_driver": False}}
+    place: dict[str, Any] = {"address": "auto"} if node else {"address": "local", **own}
     try:
         ray.init(logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, **place)
     except (ConnectionError, RuntimeError) as error:

@@ -23,7 +23,9 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 def keep_running(run: Callable[[str], int], *, resume: str, lines: Path) -> int:
     """`run(resume)` until it ends by itself or was told to; its exit code. After too many deaths without a new line in `lines` in
-    between: 1. What `run` imports was imported before, without starting threads: a fork would lose them."""
+    between: 1. What `run` imports was imported before, without starting threads: a fork would lose them. Children that there are
+    already are not the run's: they stay."""
+    kept = set(_children())
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become ours
     in_a_row, reached = 0, 0
     while True:
@@ -31,8 +33,8 @@ def keep_running(run: Callable[[str], int], *, resume: str, lines: Path) -> int:
         if (child := _fork()) == 0:
             _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
             return run(resume) if os.getppid() == guard else 1
-        code = _wait(child)
-        _end_orphans()
+        code = _wait(child, kept=kept)
+        _end_orphans(kept)
         if code >= 0:
             return code
         steps = len(lines.read_text(encoding="utf-8").splitlines()) if lines.exists() else 0
@@ -52,7 +54,7 @@ def _fork() -> int:
     return os.fork()
 
 
-def _wait(child: int) -> int:
+def _wait(child: int, *, kept: set[int]) -> int:
     """The child's exit code; negative: the signal that ended it. What tells the guard to stop is told to the child, which saves
     first; Ctrl-C reaches it anyway."""
     asked = False
@@ -68,6 +70,7 @@ def _wait(child: int) -> int:
     try:
         while True:
             pid, status = os.wait()  # others that ended are reaped on the way
+            kept.discard(pid)
             if pid == child:
                 code = os.waitstatus_to_exitcode(status)
                 return 130 if asked and code < 0 else code
@@ -76,16 +79,14 @@ def _wait(child: int) -> int:
             signal.signal(number, handler)
 
 
-def _end_orphans() -> None:
+def _end_orphans(kept: set[int]) -> None:
     """Everything that the child had started, however deep: what loses its parent becomes a child of this process."""
-    while True:
-        for pid in _children():
+    while orphans := set(_children()) - kept:
+        for pid in orphans:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        try:
-            os.wait()
-        except ChildProcessError:
-            return
+        for pid in orphans:
+            os.waitpid(pid, 0)
 
 
 def _children() -> list[int]:

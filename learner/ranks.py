@@ -23,6 +23,7 @@ from buffers.records import TrainBatch
 from configs.checkout import python_path
 from configs.schema import LearnerConfig
 from learner.trainer import Trainer
+from learner.zygote import launcher
 
 GRACE_S = 5.0
 """After a first failure, how long others may still tell theirs: a peer's complaint can beat the news of a death."""
@@ -82,8 +83,9 @@ class LearnerRanks:
         environment = {"PYTHONPATH": python_path(), "GLOO_SOCKET_IFNAME": "lo", **threads}
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor = ray.remote(
-            num_cpus=0, num_gpus=self._gpus_per_rank, scheduling_strategy=here, runtime_env={"env_vars": environment}
-        )(Trainer)
+            num_cpus=0, num_gpus=self._gpus_per_rank, scheduling_strategy=here,
+            runtime_env={"env_vars": environment, **launcher()},
+        )(Trainer)  # fmt: skip
         self._death = None
         address = _free_address()
         for rank in range(self._config.ranks):

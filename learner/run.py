@@ -55,6 +55,11 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
 
+    from learner import zygote
+    from mocked_server.vllm_engine import has_gpu
+
+    if not has_gpu():
+        zygote.start()
     import_ray(local=not config.buffer.node)
 
     from learner.session import run_session

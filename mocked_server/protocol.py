@@ -29,12 +29,14 @@ class ServerError(UnderstudyError):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, or ServerError naming the port in use."""
+    """A listening socket, or ServerError naming the port in use. It listens at once: who connects waits until it is served, and
+    nobody else is given the port (the kernel shares one that is only bound, if both sides said SO_REUSEADDR; gRPC does)."""
     # asyncio switches Nagle's algorithm off only where the protocol is named: each answer would take 40 ms more.
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, proto=socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
+        sock.listen()
     except OSError as error:
         sock.close()
         raise ServerError(

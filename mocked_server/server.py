@@ -156,7 +156,7 @@ class MockedServer:
         await asyncio.wait({waiter, self._serving}, return_when=asyncio.FIRST_COMPLETED)
         if not started.is_set():
             waiter.cancel()
-            raise ServerError("the HTTP server ended while it started; its log is above")
+            raise ServerError(f"the HTTP server ended while it started: {self._serving.exception()!r}")
         self._pooling = asyncio.create_task(self.pool.run(), name="pool")
         if self._dispatch is not None:
             self._dispatching = asyncio.create_task(self._dispatch.run(), name="dispatch")

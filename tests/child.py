@@ -26,6 +26,18 @@ def child_process(command: Sequence[str], **options: Any) -> Iterator[subprocess
             process.kill()
 
 
+def gone(pid: int, *, within_s: float = 20.0) -> bool:
+    """Whether the process has ended, or does so within this time."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], within_s)[0])
+    finally:
+        os.close(handle)
+
+
 class Lines:
     """The lines that come out of a pipe, as they come. Nobody else reads from it."""
 

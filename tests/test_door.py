@@ -29,7 +29,7 @@ from mocked_server.keys import (
     row_secret,
     secret_of_run,
 )
-from mocked_server.protocol import MAX_HEAD_BYTES
+from mocked_server.protocol import MAX_HEAD_BYTES, bind
 
 ROOT = Path(__file__).parent.parent
 
@@ -269,3 +269,17 @@ def test_an_answer_does_not_wait_for_the_clients_acknowledgement(served) -> None
         connections = served.server._uvicorn.server_state.connections
         sockets = [connection.transport.get_extra_info("socket") for connection in connections]
         assert sockets and all(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for sock in sockets)
+
+
+def test_a_port_is_listened_on_as_soon_as_it_is_bound() -> None:
+    """Else the kernel may give it to another who says SO_REUSEADDR, and the server could not start."""
+    ours = bind("127.0.0.1", 0)
+    try:
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with pytest.raises(OSError, match="in use"):
+                other.bind(ours.getsockname())
+        with socket.create_connection(ours.getsockname(), timeout=5):
+            pass
+    finally:
+        ours.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from child import child_process
+from child import child_process, gone
 
 from mocked_server.vllm_fork_server import forked_engines
 
@@ -28,17 +27,6 @@ def forking() -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     with child_process([sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
         yield process, json.loads(process.stdout.readline())
-
-
-def gone(pid: int, *, within_s: float = 20.0) -> bool:
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([handle], [], [], within_s)[0])
-    finally:
-        os.close(handle)
 
 
 def test_what_is_forked_has_what_was_imported_and_the_environment_of_its_start(forking) -> None:  # type: ignore[no-untyped-def]

@@ -51,11 +51,21 @@ def test_each_part_may_die_and_the_run_makes_all_its_steps(tmp_path: Path) -> No
     assert_nothing_left(run)
 
 
+def parent_of_learner(run: Run) -> int:
+    pid = parts(run.process.pid)["learner"]
+    parent, _ = descendants(run.process.pid)[pid]
+    assert " -m learner.run " in descendants(run.process.pid)[parent][1], "the learner was not forked of the run"
+    return parent
+
+
 def test_a_guarded_run_whose_own_process_is_killed_goes_on_by_itself(tmp_path: Path) -> None:
     run = start(tmp_path, "run.steps=6", "run.checkpoints=[1,2]", *SMALL, flags=("--keep-running",))
     run.wait_for_step(3)
     before = set(descendants(run.process.pid))
+    zygote = parent_of_learner(run)
     os.kill(parts(run.process.pid)["run"], signal.SIGKILL)
+    run.wait_for_step(5)
+    assert parent_of_learner(run) == zygote, "it imported everything again"
     code, output = run.wait(150)
     assert code == 0, output
     assert "the run's process died (SIGKILL); starting it again" in output and "going on after step" in output
@@ -63,8 +73,8 @@ def test_a_guarded_run_whose_own_process_is_killed_goes_on_by_itself(tmp_path: P
     assert summary["steps"] == 6 and summary["buffer"]["groups/trained"] == 6 * 4
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["step"]] == [1, 2, 3, 4, 5, 6]
-    assert not [pid for pid in before if Path(f"/proc/{pid}").exists()], "what it left behind was ended"
     assert_nothing_left(run)
+    assert not [pid for pid in before if Path(f"/proc/{pid}").exists()], "what it left behind was ended"
 
 
 def test_what_dies_again_and_again_ends_the_run_with_its_error(tmp_path: Path) -> None:
