@@ -10,12 +10,14 @@ program that asked for it end together. Where no zygote answers, the program bec
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
 import signal
 import socket
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 STREAMS = (0, 1, 2)
@@ -39,10 +41,19 @@ def start() -> None:
         os.chmod(_address, 0o600)
         listener.listen()
         alive_r, alive_w = os.pipe()
-        if os.fork() == 0:
+        if (pid := os.fork()) == 0:
             os.close(alive_w)
             _serve(listener, alive_r)
         os.close(alive_r)
+    atexit.register(_end, pid, starter=os.getpid())
+
+
+def _end(pid: int, *, starter: int) -> None:
+    if os.getpid() == starter:
+        with suppress(ChildProcessError, ProcessLookupError):  # it ended before
+            os.waitpid(pid, os.WNOHANG)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def launcher() -> dict[str, str]:
@@ -71,7 +82,6 @@ def _serve(listener: socket.socket, alive: int) -> NoReturn:
 
 def _become(asking: socket.socket) -> NoReturn:
     """In a process that was forked of it: what `asking` was started as."""
-    import atexit
     import random
     import runpy
     import threading
