@@ -5,8 +5,8 @@ once its update is made, and published before the next is claimed; a checkpoint 
 step number is the policy version. Saving happens while the next batch is awaited and never stops generation: only the
 next update waits for it.
 
-After a crash the batches that were trained beyond the checkpoint are trained again, as they were and in their order, before
-the pool begins to give out episodes. When only the learner's processes died, that happens while generation goes on.
+After a crash the batches that were trained beyond the checkpoint are trained again, as they were and in their order. Episodes are
+played meanwhile only if they will still be fresh enough then. When only the learner's processes died, generation goes on.
 """
 
 from __future__ import annotations
@@ -142,8 +142,10 @@ class LearnLoop:
                 self._validation.cancel()
 
     async def _begin(self) -> None:
-        """Until the learner has started. Episodes may be played meanwhile, unless steps are to be made again first."""
-        if self._checkpoint is not None and self._num_replays < self._buffer.groups_per_step:
+        """Until the learner has started. Episodes may be played meanwhile, unless more steps are to be made again first than
+        those may be old."""
+        again = self._num_replays // self._buffer.groups_per_step
+        if self._checkpoint is not None and again <= self._buffer.max_policy_lag:
             self._pool.begin()
         if self._started is not None:
             with self._display.phase("starting the learner"):

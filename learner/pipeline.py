@@ -207,21 +207,18 @@ class Pipeline:
     async def _start_heavy(
         self, stack: AsyncExitStack, model: Path, weights: Path
     ) -> tuple[asyncio.Task[None], tuple[VLLMEngine, MockedServer, Books]]:
-        """The engine starts beside the learner, which takes longer on CPU (with a warm start, far longer): the learn loop waits."""
+        """Engine and server are started, the learner is still starting: the learn loop waits for it, agents do not."""
+        ray_start = asyncio.to_thread(interrupts_blocked()(cluster.start), self._config.buffer.node)
+        ray_started = asyncio.create_task(ray_start, name="start ray")
+        stack.push_async_callback(cluster.stop_after, ray_started)
+        self._ranks = self._make_ranks(model)
+        stack.push_async_callback(self._ranks.close)
+        learner = asyncio.create_task(self._start_learner(ray_started), name="start learner")
+        stack.push_async_callback(ended, learner)
         async with asyncio.TaskGroup() as tasks:
-            started = asyncio.Event()
-            engine = tasks.create_task(self._start_engine(stack, model, weights, started), name="start engine")
-            start_ray = interrupts_blocked()(cluster.start)
-            ray_started = asyncio.create_task(asyncio.to_thread(start_ray, self._config.buffer.node), name="start ray")
-            stack.push_async_callback(cluster.stop_after, ray_started)
-            await asyncio.shield(ray_started)
-            self.on_ray_started()
-            started.set()
-            self._ranks = self._make_ranks(model)
-            stack.push_async_callback(self._ranks.close)
-            learner = asyncio.create_task(self._start_learner(), name="start learner")
-            stack.push_async_callback(ended, learner)
+            engine = tasks.create_task(self._start_engine(stack, model, weights, ray_started), name="start engine")
             if self._loops is not None:
+                await asyncio.shield(ray_started)
                 await self._start_loop_workers(self._loops, stack, model)
         return learner, engine.result()
 
@@ -248,7 +245,9 @@ class Pipeline:
             gpus_per_rank=1.0 if has_gpu() else 0.0,
         )
 
-    async def _start_learner(self) -> None:
+    async def _start_learner(self, ray_started: asyncio.Task[None]) -> None:
+        await asyncio.shield(ray_started)
+        self.on_ray_started()
         while True:
             try:
                 await self._ranks.start()
@@ -272,11 +271,12 @@ class Pipeline:
                 self._tracker.log(0, {f"warm_start/{name}": value for name, value in metrics.items()})
 
     async def _start_engine(
-        self, stack: AsyncExitStack, model: Path, weights: Path, ray_started: asyncio.Event
+        self, stack: AsyncExitStack, model: Path, weights: Path, ray_started: asyncio.Task[None]
     ) -> tuple[VLLMEngine, MockedServer, Books]:
         config = self._config
-        if config.buffer.node or not has_gpu():  # on CPU the learner takes longest: nothing gets in the way of its Ray
-            await ray_started.wait()
+        warms_up = config.warm_start.traces and self._checkpoint is None and not has_gpu()
+        if config.buffer.node or warms_up:  # which takes longest: nothing gets in the way of its Ray
+            await asyncio.shield(ray_started)
         books = await open_books(
             config, stack, folder=self._folder, secret=partial(row_secret, self._folder),
             resume=self._resume, checkpoint=self._checkpoint,

@@ -97,6 +97,9 @@ class Setup:
     store: CheckpointStore
 
 
+LAG = 9
+
+
 @asynccontextmanager
 async def learning(
     tmp_path: Path,
@@ -111,7 +114,7 @@ async def learning(
     **run: Any,
 ) -> AsyncIterator[Setup]:
     pool = TaskPool(
-        ledger, group_size=1, groups_per_step=1, max_policy_lag=9, max_running=8, deadline_s=60.0, max_attempts=1,
+        ledger, group_size=1, groups_per_step=1, max_policy_lag=LAG, max_running=8, deadline_s=60.0, max_attempts=1,
         version=start, held=replays > 0 or started is not None,
     )  # fmt: skip
     running = asyncio.create_task(pool.run())
@@ -124,7 +127,7 @@ async def learning(
     (tmp_path / "weights").mkdir(exist_ok=True)
     with Tracker(tmp_path, start=start) as tracker:
         loop = LearnLoop(
-            run=RunConfig(**run), buffer=BufferConfig(groups_per_step=1, group_size=1, max_policy_lag=9),
+            run=RunConfig(**run), buffer=BufferConfig(groups_per_step=1, group_size=1, max_policy_lag=LAG),
             ledger=ledger, rounds=MultiRoundBufferDataset(ledger), pool=pool, ranks=ranks, engine=FakeEngine(),
             generated=GenerationStats(), store=store, weights=tmp_path / "weights", history=History(load_config()),
             tracker=tracker, display=Display(9, console=Console(file=io.StringIO())), start=start, num_replays=replays,
@@ -191,8 +194,8 @@ def checkpoint_of(ledger: Ledger, tmp_path: Path, *, step: int) -> Checkpoint:
     return Checkpoint(folder=tmp_path, position=replace(ledger.position().result(), step=step), score=None)
 
 
-@pytest.mark.parametrize("replays", [0, 1])
-async def test_a_resumed_run_plays_while_its_learner_starts_unless_steps_are_to_be_made_again(
+@pytest.mark.parametrize("replays", [0, LAG, LAG + 1])
+async def test_a_resumed_run_plays_while_its_learner_starts_unless_its_episodes_would_be_too_old(
     tmp_path: Path, replays: int
 ) -> None:
     ledger = Ledger(None)
@@ -205,7 +208,7 @@ async def test_a_resumed_run_plays_while_its_learner_starts_unless_steps_are_to_
         setup.ranks.gate.set()
         await setup.pool.put([make_task(9)])
         running = asyncio.create_task(setup.loop.run())
-        assert (await setup.pool.lease(wait_s=0.2) is None) == bool(replays)
+        assert (await setup.pool.lease(wait_s=0.2) is None) == (replays > LAG)
         assert setup.ranks.told == []
         started.set_result(None)
         await running
