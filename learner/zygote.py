@@ -114,7 +114,10 @@ def _receive(asking: socket.socket) -> list[str]:
     """In the fork: take over what `_launch` sent; its arguments."""
     with asking.makefile("rb") as lines:
         _, streams, *_ = socket.recv_fds(asking, 1, len(STREAMS))
-        request = json.loads(lines.readline())
+        line = lines.readline()
+    if not line.endswith(b"\n"):  # who asked has ended
+        os._exit(1)
+    request = json.loads(line)
     for stream, descriptor in zip(STREAMS, streams, strict=True):
         os.dup2(descriptor, stream)
         os.close(descriptor)
