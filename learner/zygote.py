@@ -89,6 +89,7 @@ def _become(asking: socket.socket) -> NoReturn:
 
     import torch
 
+    os.setpgrp()  # Ray ends the group of a worker that has ended, which would be the run's
     code = 1
     try:
         arguments = _receive(asking)

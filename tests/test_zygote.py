@@ -29,7 +29,7 @@ import json, os, sys
 there = [name for name in ("torch", "transformers", "learner.trainer", "ray") if name in sys.modules]
 import torch
 said = {"there": there, "threads": torch.get_num_threads(), "arguments": sys.argv[1:], "pid": os.getpid()}
-said |= {"environment": dict(os.environ), "folder": os.getcwd(), "name": __name__}
+said |= {"environment": dict(os.environ), "folder": os.getcwd(), "name": __name__, "group": os.getpgrp()}
 print(json.dumps(said), flush=True)
 sys.exit(3 if sys.stdin.read() == "end" else 0)
 """
@@ -70,6 +70,7 @@ def test_what_is_forked_has_what_was_imported_and_the_askers_arguments_environme
         assert said["arguments"] == ["one", "two words"] and said["folder"] == str(program.parent)
         assert said["environment"]["LATE"] == "2" and "PYTHONPATH" not in said["environment"]
         assert said["threads"] == 1
+        assert said["group"] == said["pid"], "Ray ends the group of a worker that has ended"
         process.communicate("end", timeout=20)
     assert gone(said["pid"])
 
