@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+import traceback
 from contextlib import suppress
 from typing import NoReturn
 
@@ -67,17 +68,21 @@ def launcher() -> dict[str, str]:
 
 def _serve(listener: socket.socket, alive: int) -> NoReturn:
     """In the zygote: for ever, and until nobody holds the other end of `alive`: `start`'s process, and what it forked."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for the run, which ends the ranks
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what is forked
-    while alive not in select.select([listener.fileno(), alive], [], [])[0]:
-        asking, _ = listener.accept()
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            listener.close()
-            os.close(alive)
-            _become(asking)
-        asking.close()
-    os._exit(0)
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for the run, which ends the ranks
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what is forked
+        while alive not in select.select([listener.fileno(), alive], [], [])[0]:
+            asking, _ = listener.accept()
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                listener.close()
+                os.close(alive)
+                _become(asking)
+            asking.close()
+    finally:  # whatever happens (no memory for a fork), it does not go on as a second run
+        if sys.exc_info()[0] is not None:
+            traceback.print_exc()
+        os._exit(0)
 
 
 def _become(asking: socket.socket) -> NoReturn:
@@ -85,7 +90,6 @@ def _become(asking: socket.socket) -> NoReturn:
     import random
     import runpy
     import threading
-    import traceback
 
     import torch
 

@@ -60,14 +60,11 @@ def cpu_environment() -> None:
     thread is several times faster than two for small models; compiling the sampler would need a C++ compiler on the user's
     machine; the in-process executor saves a second spawned worker (7 s of start-up) and half of the per-step cost.
     """
-    import torch
-
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to ask for a GPU does not start CUDA: a guard forks
-    if torch.cuda.is_available():
+    if has_gpu():
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -342,6 +339,8 @@ def _numbers_only_where_asked() -> None:
 
 
 def has_gpu() -> bool:
+    """To ask does not start CUDA: whoever asks may fork later."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 
     return bool(torch.cuda.is_available())

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from child import child_process, gone
 
+from mocked_server.vllm_engine import has_gpu
 from mocked_server.vllm_fork_server import forked_engines
 
 ROOT = Path(__file__).parents[1]
@@ -53,3 +55,11 @@ def test_without_it_nothing_is_changed() -> None:
     before = utils.get_mp_context
     with forked_engines():
         assert utils.get_mp_context is before
+
+
+def test_to_ask_for_a_gpu_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where CUDA was started nothing may be forked: neither an engine nor a run that is started again."""
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: os.environ.get(name) == "1")
+    assert has_gpu()
