@@ -7,7 +7,7 @@ can be forged, changed, repeated or taken from another connection; what is said 
 unpickled or evaluated; no frame is larger than `MAX_FRAME_BYTES`; a body is decoded and checked before it is stored. It
 carries rounds only.
 
-    frame: u32 header bytes, u32 body bytes, 32 bytes MAC, header (JSON), body (the rounds' stored bodies and memos)
+    frame: u32 header bytes, u32 body bytes, 32 bytes MAC, header (JSON), body (of each round: stored body, memo, flags)
 """
 
 from __future__ import annotations
@@ -178,13 +178,15 @@ class RowEndpoint:
         rounds: list[StoredRound] = []
         refused: dict[int, EpisodeError] = {}
         start = 0
-        for place, (*names, size, memo_size) in enumerate(header["rounds"]):
+        for place, (*names, size, memo_size, num_flags) in enumerate(header["rounds"]):
             stored = bytes(body[start : start + size])
             memo = bytes(body[start + size : start + size + memo_size])
             start += size + memo_size
+            trained = None if num_flags is None else bytes(body[start : start + num_flags])
+            start += num_flags or 0
             fields = dict(zip(_FIELDS, names, strict=True))
             try:
-                rounds.append(stored_body(decode(stored), **fields, memo=memo, body=stored))
+                rounds.append(stored_body(decode(stored), **fields, memo=memo, trained=trained, body=stored))
             except EpisodeError as error:
                 refused[place] = error
         future = self._ledger.put_rounds(rounds)
@@ -234,8 +236,10 @@ class RowClient:
         entries = []
         for stored in rounds:
             memo = stored.memo or b""
-            entries.append([*(getattr(stored, name) for name in _FIELDS), len(stored.body), len(memo)])
-            body += [stored.body, memo]
+            trained = stored.trained
+            sizes = len(stored.body), len(memo), None if trained is None else len(trained)
+            entries.append([*(getattr(stored, name) for name in _FIELDS), *sizes])
+            body += [stored.body, memo, trained or b""]
         self._channel.send({"rounds": entries}, body=body)
         while True:
             if (answer := self._channel.receive()) is None:

@@ -11,6 +11,8 @@
     +-- StorageFull          the disk takes nothing more for now; the same may be sent again later
     +-- EngineError          the inference engine died or refused
     |   +-- EngineDied           a signal ended its process while it started
+    +-- RequestRefused       one model call cannot be served as it is (field, rule and value named)
+    +-- RequestFailed        one model call failed by a defect of ours; nothing else did
     +-- AgentError           an agent command cannot be started
     +-- EnvError             an environment cannot be started, died, or failed in an episode
     +-- ToolError            a tool cannot be loaded, or fails where its episode cannot go on without it
@@ -62,6 +64,20 @@ class EngineError(UnderstudyError):
 
 class EngineDied(EngineError):
     """A signal ended its process while it started: nothing says that it would be so again."""
+
+
+class RequestRefused(UnderstudyError, ValueError):
+    """One model call cannot be served as it is: the client's to mend. `field` names what is wrong, where one field is."""
+
+    def __init__(self, message: str, *, field: str | None = None, status: int = 400) -> None:
+        """`status`: of the HTTP answer."""
+        super().__init__(message)
+        self.field = field
+        self.status = status
+
+
+class RequestFailed(UnderstudyError):
+    """One model call failed, and not by what it asked for (500). Everything else goes on."""
 
 
 class AgentError(UnderstudyError):

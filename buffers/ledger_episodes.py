@@ -50,6 +50,13 @@ class StoredRound(NamedTuple):
     finish_reason: str
     body: bytes
     memo: bytes | None
+    trained: bytes | None = None
+    """A byte for each sampled token, 0: not to be trained. None: all are."""
+
+    @property
+    def num_trained(self) -> int:
+        """Sampled tokens that are to be trained."""
+        return self.num_sampled if self.trained is None else self.num_sampled - self.trained.count(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,19 +153,22 @@ def leave_out(db: sqlite3.Connection, *, episode_id: str, trained: Mapping[int, 
     if row.state != EpisodeState.RUNNING:
         raise refusal(row, verb="change what is trained of")
     for index, flags in trained.items():
-        changed = db.execute(
-            "UPDATE round SET trained = ? WHERE episode_id = ? AND round_index = ? AND num_sampled = ?",
-            (flags, episode_id, index, len(flags)),
-        )
-        if changed.rowcount != 1:
+        found = db.execute(
+            "SELECT trained FROM round WHERE episode_id = ? AND round_index = ? AND num_sampled = ?",
+            (episode_id, index, len(flags)),
+        ).fetchone()
+        if found is None:
             raise EpisodeError(
                 f"trained of episode {episode_id} must have a flag for each sampled token of its rounds, got {len(flags)} for "
                 f"round {index}; count them again"
             )
+        # What was not the policy's own choice when it was sampled stays so.
+        both = flags if found[0] is None else bytes(map(min, flags, found[0]))
+        db.execute("UPDATE round SET trained = ? WHERE episode_id = ? AND round_index = ?", (both, episode_id, index))
 
 
-_INSERT = "INSERT INTO round VALUES (?1, ?2, ?3, ?4, ?6, ?7, ?8, NULL)"
-"""Of a StoredRound."""
+_INSERT = "INSERT INTO round VALUES (?1, ?2, ?3, ?4, ?6, ?7, ?8, ?9)"
+"""Its placeholders are the fields of a StoredRound, in order."""
 # min(x, NULL) is NULL in SQLite.
 _GROW = (
     "UPDATE episode SET num_rounds = num_rounds + 1, num_tokens = num_tokens + ?3, "
@@ -218,8 +228,8 @@ def _put_together(db: sqlite3.Connection, *, rounds: Sequence[StoredRound]) -> b
 def _insert(db: sqlite3.Connection, rounds: Sequence[StoredRound]) -> int:
     """With their episodes' figures and the books'; how many were of running episodes and can be trained."""
     db.executemany(_INSERT, map(tuple, rounds))  # exact tuples are bound faster
-    trainable = (one for one in rounds if is_trainable(one.finish_reason, num_sampled=one.num_sampled))
-    grown = db.executemany(_GROW, ((one.min_version, one.episode_id, one.num_sampled) for one in trainable))
+    trainable = (one for one in rounds if is_trainable(one.finish_reason, num_trained=one.num_trained))
+    grown = db.executemany(_GROW, ((one.min_version, one.episode_id, one.num_trained) for one in trainable))
     tokens = sum(one.num_sampled for one in rounds)
     db.execute(
         "UPDATE tally SET n = n + iif(name = 'rounds', ?, ?) WHERE name IN ('rounds', 'tokens')", (len(rounds), tokens)

@@ -59,6 +59,7 @@ def stored_round(round_: Round) -> StoredRound:
         parent=round_.parent,
         finish_reason=round_.finish_reason,
         memo=round_.memo,
+        trained=None if round_.trained is None else round_.trained.astype("uint8").tobytes(),
     )
 
 
@@ -70,6 +71,7 @@ def stored_body(
     parent: int | None,
     finish_reason: str,
     memo: bytes,
+    trained: bytes | None = None,
     body: bytes | None = None,
 ) -> StoredRound:
     """As `stored_round`, of a round that is there as arrays. `body`: their encoded form, where it is known."""
@@ -84,9 +86,16 @@ def stored_body(
         raise EpisodeError(
             f"round {round_index} of episode {episode_id}: versions must be >= 0, got {min_version}; stamp every sampled token"
         )
+    if trained is not None and len(trained) != num_sampled:
+        raise EpisodeError(
+            f"round {round_index} of episode {episode_id}: trained must have a flag for each of {num_sampled} sampled tokens, "
+            f"got {len(trained)}; leave it out where all are trained"
+        )
     stored = encode(arrays) if body is None else body
     # By place: a put of many rounds spends a fiftieth of its time on names.
-    return StoredRound(episode_id, round_index, parent, num_sampled, min_version, finish_reason, stored, memo or None)
+    return StoredRound(
+        episode_id, round_index, parent, num_sampled, min_version, finish_reason, stored, memo or None, trained
+    )
 
 
 def body_of(round_: Round) -> RoundBody:

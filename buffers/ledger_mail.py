@@ -75,9 +75,8 @@ def frames(rounds: Sequence[StoredRound]) -> Iterator[list[StoredRound]]:
 
 def _sizes(stored: StoredRound) -> tuple[int, int]:
     """(header, body) bytes in a frame, at most."""
-    return _ENTRY_BYTES + 6 * len(stored.episode_id) + 6 * len(stored.finish_reason), len(stored.body) + len(
-        stored.memo or b""
-    )
+    body = len(stored.body) + len(stored.memo or b"") + len(stored.trained or b"")
+    return _ENTRY_BYTES + 6 * len(stored.episode_id) + 6 * len(stored.finish_reason), body
 
 
 def check_size(stored: StoredRound) -> None:

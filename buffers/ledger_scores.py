@@ -16,6 +16,7 @@ from buffers.ledger_episodes import EpisodeRow, complete_group, fail_episode, re
 from buffers.records import EpisodeScores, EpisodeState, ScoreDetail
 
 NO_ROUNDS = "no rounds"
+_CONSTRAINED = "all rounds constrained"
 _COUNTS = "verdict IN ('stored', 'revised')"
 
 
@@ -42,10 +43,18 @@ def notify_score(
         return closed
     if ends and row.num_rounds == 0:
         _record(db, row=row, score=score, detail=detail, verdict=NO_ROUNDS)
-        fail_episode(db, episode_id=episode_id, reason=NO_ROUNDS, max_attempts=max_attempts, drop_equal=drop_equal)
+        sampled = "SELECT 1 FROM round WHERE episode_id = ? AND num_sampled > 0 AND trained IS NOT NULL"
+        is_constrained = db.execute(sampled, (episode_id,)).fetchone() is not None
+        reason = _CONSTRAINED if is_constrained else NO_ROUNDS
+        fail_episode(db, episode_id=episode_id, reason=reason, max_attempts=max_attempts, drop_equal=drop_equal)
         return EpisodeClosed(
-            f"episode {episode_id} must have sampled at least one token to be scored, got none: it failed; "
-            f"check that its agent reached the model"
+            f"episode {episode_id} must have sampled at least one token that can be trained to be scored, got none: it failed; "
+            + (
+                "each of its model calls constrained what was sampled (response_format, logit_bias, ...), which is not the "
+                "policy's own choice: leave that out of some calls"
+                if is_constrained
+                else "check that its agent reached the model"
+            )
         )
     if before not in (None, score) and not detail.revise:
         _record(db, row=row, score=score, detail=detail, verdict="conflict")

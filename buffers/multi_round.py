@@ -160,6 +160,7 @@ class MultiRoundBufferDataset(torch.utils.data.IterableDataset[TrainBatch]):  # 
             versions=response.versions,
             finish_reason=response.finish_reason,
             memo=prompt.memo,
+            trained=prompt.trained(len(response.sampled_ids)),
         )
         try:
             return self.ledger.put_round(round_)

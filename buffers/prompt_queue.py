@@ -15,8 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from buffers.errors import UnderstudyError
-from buffers.records import Float32, Int32
+from buffers.records import Float32, Int32, UInt8
 
 
 class QueueClosed(UnderstudyError):
@@ -59,6 +61,18 @@ class Prompt:
     reply: Reply
     memo: bytes = b""
     """As in `Round`."""
+    first_trained: int | None = 0
+    """Sampled tokens before this one are not trained: the request changed the distribution that they are sampled from. None: no
+    token is."""
+
+    def trained(self, num_sampled: int) -> UInt8 | None:
+        """`Round.trained` of a generation of so many tokens for this prompt."""
+        if self.first_trained == 0:
+            return None
+        flags = np.zeros(num_sampled, np.uint8)
+        if self.first_trained is not None:
+            flags[self.first_trained :] = 1
+        return flags
 
 
 class PromptQueue:

@@ -19,9 +19,9 @@ from buffers.records import EpisodeScores, Round, Row
 ABORTED = "abort"
 
 
-def is_trainable(finish_reason: str, *, num_sampled: int) -> bool:
+def is_trainable(finish_reason: str, *, num_trained: int) -> bool:
     """Whether a round adds something to train: at least one token, and generation was not cut off."""
-    return finish_reason != ABORTED and num_sampled > 0
+    return finish_reason != ABORTED and num_trained > 0
 
 
 def episode_rows(rounds: Sequence[Round], *, group_id: int, scores: EpisodeScores) -> list[Row]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from buffers.records import Float32, Int32, Round
+from buffers.records import Float32, Int32, Round, UInt8
 from buffers.rows import ABORTED
 
 
@@ -47,6 +47,7 @@ class TokenTree:
         versions: Int32,
         finish_reason: str,
         memo: bytes = b"",
+        trained: UInt8 | None = None,
     ) -> Round:
         """The next round. Its parent is the longest earlier round that the prompt starts with, the latest of equals."""
         parent, shared = self._find(prompt_ids)
@@ -60,6 +61,7 @@ class TokenTree:
             versions=np.asarray(versions, dtype=np.int32),
             finish_reason=finish_reason,
             memo=memo,
+            trained=trained,
         )
         self._keep(round_)
         return round_

@@ -125,6 +125,9 @@ class RolloutConfig(Section):
     """Most tokens of one generation; an agent may ask for fewer."""
     max_model_len: PositiveInt = 2048
     """Longest prompt + generation, in tokens."""
+    engine_timeout_s: Seconds = 120.0
+    """An engine that gives no sign of life for so long while requests wait is killed and restarted: its process may live and be
+    deaf. One that is busy with a long step answers between two of them. Loading weights may take ten times as long."""
     kv_cache_gb: Positive | None = None
     """KV-cache memory of the engine, in GiB. None: 0.25 on CPU; on a GPU the engine takes 40 % of the card in all."""
 

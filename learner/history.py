@@ -66,6 +66,7 @@ class History:
             "throughput/tokens_per_s": (stats.tokens - self._last_tokens) / max(now - self._last, 1e-9),
             "throughput/cached_share": stats.cached_tokens / max(stats.prompt_tokens, 1),
             "generation/aborted": float(stats.aborted),
+            "generation/constrained_share": stats.constrained / max(stats.tokens, 1),
             "time/engine_idle_s": (now - self._last) - (busy_s - self._last_busy_s),
         }
         self._last, self._last_tokens, self._last_busy_s = now, stats.tokens, busy_s

@@ -151,7 +151,9 @@ class Pipeline:
         stack.callback(shutil.rmtree, weights, ignore_errors=True)
         with self._display.phase("starting engine and server"):
             learner, (engine, server, books) = await self._start_heavy(stack, model, weights)
-        generation = Generation(engine, queue=server.prompt_queue, rounds=books.ledger)
+        generation = Generation(
+            engine, queue=server.prompt_queue, rounds=books.ledger, blame=partial(self._end_killer, server)
+        )
         server.on_ended = generation.forget
         for episode, rounds in books.running:
             generation.resume(episode.episode_id, rounds)
@@ -180,6 +182,11 @@ class Pipeline:
             server.env_address = await parts.env.start(setbacks=self._setbacks)
         stack.enter_context(environment_files(self._folder, server))
         return parts
+
+    def _end_killer(self, server: MockedServer, episode_id: str) -> None:
+        """The engine died of this episode's requests, again and again: it ends, the engine goes on."""
+        self._setbacks.excuse("engine")
+        server.fail_soon(episode_id, "killed the engine")
 
     def _open_traces(self, stack: AsyncExitStack, server: MockedServer) -> Traces:
         traces = Traces(self._folder, decode=server.decode, start=self._start)
@@ -289,7 +296,12 @@ class Pipeline:
         args = await asyncio.to_thread(make_args, settings)
         vllm_config = await asyncio.to_thread(make_vllm_config, args)
         first = (saved_weights(self._checkpoint, weights), self._start) if self._checkpoint else None
-        engine = VLLMEngine(vllm_config, count_preemptions=self._loops is not None, weights=first)
+        engine = VLLMEngine(
+            vllm_config,
+            count_preemptions=self._loops is not None,
+            weights=first,
+            timeout_s=config.rollout.engine_timeout_s,
+        )
         stack.push_async_callback(engine.close)
         await start_engine(engine, setbacks=self._setbacks)
         server = MockedServer(

@@ -30,6 +30,10 @@ class Setbacks:
         self._total[part] += 1
         logger.warning("the %s died and is started again: %s", part, error)
 
+    def excuse(self, part: str) -> None:
+        """What `part` died of was found and ended: it may be started again as often as before."""
+        self._in_a_row.pop(part, None)
+
     def progress(self) -> None:
         """A step was made."""
         self._in_a_row.clear()

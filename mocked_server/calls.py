@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from buffers.errors import RequestRefused
 from buffers.prompt_queue import Response
 from mocked_server.continuation import Continuation
 from mocked_server.episodes import LiveEpisode
@@ -27,6 +28,18 @@ class Call:
     continuation: Continuation | None = None
     generates: bool = False
     """A generation was begun for it."""
+    extra_args: dict[str, Any] = field(default_factory=dict)
+    """For the engine, in `SamplingParams.extra_args`: what an observer of requests has to tell it."""
+    num_choices: int = 0
+    """Answers asked for, over all its prompts."""
+
+    def count_choices(self, number: int, *, limit: int) -> None:
+        """Raises RequestRefused when the request asks for more than `limit` answers in all."""
+        self.num_choices += number
+        if self.num_choices > limit:
+            raise RequestRefused(
+                f"n x prompts must be at most {limit}, got {self.num_choices} or more; send several requests", field="n"
+            )
 
 
 current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)

@@ -33,9 +33,10 @@ from buffers.records import EpisodeScores, Row, Task
 from buffers.rows import episode_rows
 from buffers.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
+from mocked_server.calls import Call
 from mocked_server.check_report import Report, Seen, features_of, make_report
 from mocked_server.generation import Generation
-from mocked_server.rehearsal import with_line
+from mocked_server.rehearsal import LINE, line_for
 from mocked_server.server import MockedServer
 
 TASK = {"prompt": [{"role": "user", "content": "What is 12 + 30? Use the tools that you have."}]}
@@ -53,17 +54,16 @@ class Notes:
         self.features: Counter[str] = Counter()
         self.errors: list[tuple[str, int, str]] = []
 
-    def request(self, episode_id: str, path: str, body: bytes) -> bytes:
+    def request(self, call: Call, path: str, body: bytes) -> None:
         """Count what the request uses; a malformed one goes on as it is."""
         self.dialects[path] += 1
         try:
             fields = json.loads(body)
-        except ValueError:
-            return body
-        if not isinstance(fields, dict):
-            return body
-        self.features.update(features_of(path, fields))
-        return json.dumps(with_line(path, fields)).encode()
+        except (ValueError, RecursionError):
+            return
+        if isinstance(fields, dict):
+            self.features.update(features_of(path, fields))
+            call.extra_args[LINE] = line_for(path, fields)
 
     def failed(self, path: str, status: int, body: bytes) -> None:
         """Keep the message of an error."""

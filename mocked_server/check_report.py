@@ -23,8 +23,8 @@ NAMES = {
     MESSAGES: "Anthropic messages",
     COUNT_TOKENS: "Anthropic token counts",
 }
-NARROWS = ("response_format", "forced tools", "penalties", "logit_bias", "one call at a time")
-"""Features that narrow what is sampled: the recorded log-probabilities are those of the narrower distribution."""
+NARROWS = ("response_format", "forced tools", "penalties", "logit_bias")
+"""Features that change the distribution that is sampled from: the tokens are recorded, and not trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +156,8 @@ def _advice(seen: Seen, *, kept: int, breaks: Sequence[Break], temperature: floa
     narrowing = [name for name in NARROWS if seen.features[name]]
     if narrowing:
         advice.append(
-            f"{', '.join(narrowing)}: such tokens come from a narrowed distribution; the log-probabilities recorded are its own, "
-            "and importance weights make up for the difference"
+            f"{', '.join(narrowing)}: what such calls sample is not the policy's own choice, so it is recorded and not trained; "
+            "leave it out of the calls that are to be learned from"
         )
     return advice
 

@@ -63,7 +63,7 @@ def find_parent(live: LiveEpisode, chat: Conversation, parse: Parse) -> tuple[Li
             continue
         for candidate in reversed(live.by_history.get(chat.digests[k], ())):
             if candidate.asked is not None:  # of an earlier process it is digests only, until somebody asks alike again
-                candidate.asked = live.share(candidate.asked)
+                candidate.asked = live.known(candidate.asked)
             asked_alike = candidate.asked is not None and candidate.asked.inputs == chat.asked.inputs
             if asked_alike and is_reply(chat.messages[k], candidate, parse):
                 return candidate, k + 1

@@ -29,14 +29,23 @@ class Asked:
     """Digest of the template's inputs."""
     identity: bytes
     """Equal for requests that are rendered and parsed alike."""
+    num_chars: int = 0
+    """Of `template_kwargs` as JSON."""
 
     @classmethod
     def of(cls, template_kwargs: dict[str, Any], tool_choice: Any) -> Asked:
         """`template_kwargs`: what the chat template is given, tools included."""
-        inputs = _digest([template_kwargs.get(name) for name in TEMPLATE_INPUTS])
+        written = _canonical_json([template_kwargs.get(name) for name in TEMPLATE_INPUTS])
         rest = {name: value for name, value in template_kwargs.items() if name not in TEMPLATE_INPUTS}
-        identity = inputs + _digest([rest, str(tool_choice)])
-        return cls(template_kwargs=template_kwargs, tool_choice=tool_choice, inputs=inputs, identity=identity)
+        other = _canonical_json([rest, str(tool_choice)])
+        inputs = _digest(written)
+        return cls(
+            template_kwargs=template_kwargs,
+            tool_choice=tool_choice,
+            inputs=inputs,
+            identity=inputs + _digest(other),
+            num_chars=len(written) + len(other),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,5 +99,9 @@ def _content(content: Any) -> Any:
     return parts[0] if len(parts) == 1 else parts
 
 
-def _digest(value: Any) -> bytes:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=DIGEST_BYTES).digest()
+def _canonical_json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()

@@ -8,6 +8,7 @@ needs it.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,12 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from buffers.errors import EpisodeClosed, UnknownEpisode
+from buffers.errors import EpisodeClosed, RequestRefused, UnknownEpisode
 from buffers.records import Episode, Int32
 from mocked_server.causes import Cause
 from mocked_server.conversation import Asked, Conversation
 from mocked_server.replies import Said
 from mocked_server.retries import Answers
+
+MAX_KEPT_BYTES = 64 * 1024 * 1024
+"""Of one episode, for continuation: about 7,000 rounds of an ordinary agent."""
+ROUND_BYTES = 1024
+"""Of a round besides its ids and texts."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
@@ -87,8 +93,12 @@ class LiveEpisode:
     """Messages in the longest history seen."""
     breaks: dict[Cause, int] = field(default_factory=dict)
     """How often a round could not continue the one before it, by cause."""
+    constrained: Counter[str] = field(default_factory=Counter)
+    """How often a request changed the distribution that it is sampled from, by field."""
     answers: Answers = field(default_factory=Answers)
     """For automatic retries."""
+    kept_bytes: int = 0
+    """About what the rounds below take in memory."""
     _asked: dict[bytes, Asked] = field(default_factory=dict)
 
     @property
@@ -105,15 +115,29 @@ class LiveEpisode:
             self.requests -= 1
             self.heard = time.monotonic()
 
-    def share(self, asked: Asked) -> Asked:
-        """`asked`, or the equal one that is kept already: tool descriptions are long and seldom change."""
-        return self._asked.setdefault(asked.identity, asked)
+    def known(self, asked: Asked) -> Asked:
+        """The equal one that is kept already, else `asked`: tool descriptions are long and seldom change."""
+        return self._asked.get(asked.identity, asked)
+
+    def check_room(self) -> None:
+        """Raises RequestRefused (413) when so much is kept of this episode that no further round of it is served."""
+        if self.kept_bytes > MAX_KEPT_BYTES:
+            raise RequestRefused(
+                f"an episode may leave at most {MAX_KEPT_BYTES:,} bytes of rounds and tool descriptions to remember, got "
+                f"{self.kept_bytes:,}; end it and lease a new task",
+                status=413,
+            )
 
     def add_round(self, live: LiveRound, *, chat: Conversation | None) -> None:
         """Append a round; `chat` is what it answered (None: a plain completion). Aborted rounds are not remembered: nothing
         can continue them."""
         if live.finish_reason == "abort":
             return
+        if live.asked is not None:
+            if live.asked.identity not in self._asked:
+                self.kept_bytes += live.asked.num_chars
+            live.asked = self._asked.setdefault(live.asked.identity, live.asked)
+        self.kept_bytes += live.ids.nbytes + len(live.text) + ROUND_BYTES
         siblings = live.parent.children if live.parent else self.roots
         if live.cause is None and siblings:
             live.cause = self._why_beside(live, siblings, chat)

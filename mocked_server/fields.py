@@ -8,6 +8,7 @@ what is malformed is left to vLLM, which answers in the dialect's form.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,10 @@ class Refused:
     message: str
 
 
+_ESCAPED_ASCII = re.compile(rb"\\u00[2-7]")
+"""`\\u0065` for `e`: such a body may name a field that its bytes do not show."""
+
+
 def _anything(value: Any) -> bool:
     return bool(value)
 
@@ -33,6 +38,11 @@ def _leaves_something_out(management: Any) -> bool:
     if not isinstance(edits, list):
         return bool(edits)
     return any(not isinstance(edit, dict) or edit.get("keep") != "all" for edit in edits)
+
+
+def _is_session(arguments: Any) -> bool:
+    """Nothing, or what names a session only: some clients send it to any vLLM."""
+    return not arguments or (isinstance(arguments, dict) and set(arguments) == {"session_id"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +67,8 @@ _COMMON = (
     _Rule("thinking_token_budget", "use max_tokens"),
     _Rule("logits_processors", "use logit_bias"),
     _Rule("structured_outputs", "it must be an object", lambda value: not isinstance(value, dict | None)),
+    _Rule("vllm_xargs", "no plugin of sampling is loaded; leave it out", lambda value: not _is_session(value)),
+    _Rule("repetition_detection", "use stop or max_tokens"),
     _Rule("best_of", _ONE_SAMPLE, lambda value: value not in (None, 1)),
 )
 RULES: dict[str, tuple[_Rule, ...]] = {
@@ -89,7 +101,8 @@ RULES: dict[str, tuple[_Rule, ...]] = {
 
 def refused(path: str, body: bytes) -> Refused | None:
     """The first field of this request that cannot be served; None when all can, or when the body is not a JSON object."""
-    rules = [rule for rule in RULES.get(path, ()) if rule.field.encode() in body]
+    is_spelled_out = _ESCAPED_ASCII.search(body) is None
+    rules = [rule for rule in RULES.get(path, ()) if not is_spelled_out or rule.field.encode() in body]
     if not rules or not isinstance(fields := _parsed(body), dict):
         return None
     for rule in rules:

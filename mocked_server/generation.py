@@ -3,35 +3,44 @@
 Loop row: takes a prompt from `BufferDataset` (waits: one prompt); gives a reply to its connection and a `Round` to the buffer;
 unblocked by agents' requests. Every generation of every dialect is recorded here, and only here.
 
-Invariant: a round is on disk before its last output leaves for the agent: what an agent was told is known after a crash.
+Invariants: a round is on disk before its last output leaves for the agent: what an agent was told is known after a crash; no
+request ends the loop, or another request, whatever it holds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, suppress
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import numpy as np
 
-from buffers.errors import EngineError, EpisodeError
+from buffers.errors import EngineError, EpisodeError, RequestFailed, RequestRefused, UnderstudyError
 from buffers.prompt_queue import Prompt, PromptQueue, QueueClosed, Response
 from buffers.records import Round
+from buffers.rows import ABORTED
 from buffers.token_tree import TokenTree
 from mocked_server.calls import PendingReply, Sampling
 
 logger = logging.getLogger(__name__)
+
+DEATHS_TOGETHER = 2
+"""After so many deaths of the engine, an episode whose requests were under way at each is generated for apart from other such
+ones: so the one that kills it is found."""
 
 
 class Engine(Protocol):
     """What generation asks of an engine."""
 
     version: int
+    life: int
+    """Another number for each process that the engine had."""
 
     def generate(
         self, prompt_token_ids: list[int], params: Any, *, request_id: str, **extra: Any
@@ -58,12 +67,15 @@ class _Sampled:
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    finish_reason: str = "abort"
+    finish_reason: str = ABORTED
     spans: list[Any] = field(default_factory=list)
 
 
 class Recorder:
-    """Collects one prompt's outputs (deltas, or a single final one) into responses, one per completion."""
+    """Collects one prompt's outputs (deltas, or a single final one) into responses, one per completion.
+
+    Raises RequestRefused for a token without a finite log-probability: the request's constraints left none to sample.
+    """
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
@@ -74,10 +86,16 @@ class Recorder:
         for completion in output.outputs:
             part = self._sampled.setdefault(completion.index, _Sampled())
             ids = list(completion.token_ids)
+            logprobs = _logprobs_of(completion, ids)
+            if not all(map(math.isfinite, logprobs)):
+                raise RequestRefused(
+                    f"the constraints of this request must leave a token to sample at every position, got none after "
+                    f"{len(part.ids)} tokens; loosen structured_outputs, response_format, allowed_token_ids or bad_words"
+                )
             part.ids += ids
-            part.logprobs += _logprobs_of(completion, ids)
+            part.logprobs += logprobs
             if completion.finish_reason is not None:
-                part.finish_reason = completion.finish_reason
+                part.finish_reason = ABORTED if completion.finish_reason == "error" else completion.finish_reason
             part.spans = completion.weight_versions or part.spans
 
     def responses(self, *, version: int) -> list[Response]:
@@ -97,6 +115,24 @@ class Recorder:
         )
 
 
+@dataclass(slots=True, eq=False)
+class _Answer:
+    """One prompt's answer while it is generated."""
+
+    prompt: Prompt
+    recorder: Recorder = field(init=False)
+    is_told: bool = False
+    """Some of it has left for the agent."""
+    is_stored: bool = False
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """It is generated again from its beginning."""
+        self.recorder = Recorder(self.prompt.request_id)
+
+
 def _logprobs_of(completion: Any, ids: list[int]) -> list[float]:
     """Of the sampled tokens: vLLM's flat list where only they were asked for, else one table for each position."""
     flat: list[float] | None = getattr(completion.logprobs, "logprobs", None)
@@ -113,6 +149,8 @@ class GenerationStats:
     tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    constrained: int = 0
+    """Tokens that are not trained, as their request changed the distribution that they are sampled from."""
     aborted: int = 0
     late: int = 0
     running: int = 0
@@ -138,13 +176,28 @@ class GenerationStats:
 
 
 class Generation:
-    """Runs `generate` for one engine. `run()` is the loop; `serve(prompt)` answers one prompt."""
+    """Runs `generate` for one engine. `run()` is the loop; `serve(prompt)` answers one prompt.
 
-    def __init__(self, engine: Engine, *, queue: PromptQueue, rounds: RoundStore) -> None:
+    `blame`: called with the id of an episode one of whose requests killed the engine while no other suspect was under way.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        queue: PromptQueue,
+        rounds: RoundStore,
+        blame: Callable[[str], object] = lambda _: None,
+    ) -> None:
         self._engine = engine
         self._queue = queue
         self._rounds = rounds
+        self._blame = blame
         self._trees: dict[str, TokenTree] = {}
+        self._deaths: dict[str, set[int]] = {}
+        """By episode: the lives of the engine that ended while it had a request under way; until it is served alone."""
+        self._alone = asyncio.Lock()
+        """Held by the one suspect that is generated for."""
         self.stats = GenerationStats()
 
     async def run(self) -> None:
@@ -161,67 +214,107 @@ class Generation:
                     cast(PendingReply, prompt.reply).on_abandon(task.cancel)
 
     async def serve(self, prompt: Prompt) -> None:
-        """Generate for one prompt, stream the outputs to its connection, record its rounds."""
-        reply, sampling = cast(PendingReply, prompt.reply), cast(Sampling, prompt.sampling)
-        recorder = Recorder(prompt.request_id)
-        is_stored = False
+        """Generate for one prompt, stream the outputs to its connection, record its rounds.
+
+        The border around one request: whatever it causes is answered and logged here, its round is recorded as aborted, and nothing
+        leaves this call but the end of the engine itself (EngineError) and its own cancelling.
+        """
+        reply = cast(PendingReply, prompt.reply)
+        answer = _Answer(prompt)
         self.stats.started(time.monotonic())
         try:
-            ids = prompt.prompt_token_ids.tolist()
-            while True:
-                is_told = False
-                outputs = self._engine.generate(ids, sampling.params, request_id=prompt.request_id, **sampling.extra)
-                try:
-                    async with aclosing(outputs) as stream:
-                        async for output in stream:
-                            recorder.add(output)
-                            if output.finished:
-                                self._count(prompt, output)
-                                output.recorded, stored = self._store(prompt, recorder)
-                                is_stored = True
-                                await _on_disk(stored)
-                            reply.push(output)
-                            is_told = True
-                    reply.finish()
-                    return
-                except EngineError:
-                    if not await self._engine.is_back():
-                        raise
-                    if is_told:
-                        break
-                    recorder = Recorder(prompt.request_id)
-            if not is_stored:
-                self._abort(prompt, recorder)
+            await self._answer(answer, reply)
         except asyncio.CancelledError:
-            if not is_stored:
-                self._abort(prompt, recorder)
+            self._abort(answer)
             if not reply.abandoned:
                 raise
-        except ValueError as error:  # a request that the engine refuses: the agent's fault, nobody else's
+        except EngineError:
+            self._abort(answer)
+            raise
+        except (RequestRefused, EpisodeError) as error:
+            logger.info("request %s of episode %s is refused: %s", prompt.request_id, prompt.episode_id, error)
+            self._abort(answer)
             reply.fail(error)
+        except Exception as error:  # a defect, of ours or of vLLM's: this request's end and nobody else's
+            logger.exception("request %s of episode %s failed", prompt.request_id, prompt.episode_id)
+            self._abort(answer)
+            reply.fail(RequestFailed(f"the server failed on this request ({type(error).__name__}); see its log"))
         finally:
             # Whatever went wrong, the connection is answered; an answer that ended before is not changed by this.
             reply.fail(
                 EngineError(f"generation for request {prompt.request_id} ended; the engine or the server is going down")
             )
+            self._deaths.pop(prompt.request_id, None)
             self.stats.ended(time.monotonic())
 
-    def _abort(self, prompt: Prompt, recorder: Recorder) -> None:
+    async def _answer(self, answer: _Answer, reply: PendingReply) -> None:
+        """Generate until the answer is complete, or lost with an engine that had told some of it."""
+        suspect = answer.prompt.episode_id or answer.prompt.request_id
+        while True:
+            is_alone = len(self._deaths.get(suspect, ())) >= DEATHS_TOGETHER
+            try:
+                async with self._alone if is_alone else nullcontext():
+                    life = self._engine.life
+                    await self._generate(answer, reply)
+                if is_alone:
+                    self._deaths.pop(suspect, None)
+                return
+            except EngineError:
+                if not await self._engine.is_back():
+                    raise
+                self._deaths.setdefault(suspect, set()).add(life)
+                if is_alone:
+                    self._convict(answer.prompt)
+                if answer.is_told:
+                    self._abort(answer)
+                    return
+                answer.restart()
+
+    def _convict(self, prompt: Prompt) -> None:
+        logger.error("the engine died of request %s of episode %s", prompt.request_id, prompt.episode_id)
+        if prompt.episode_id is not None:
+            self._blame(prompt.episode_id)
+        raise RequestRefused("the engine died while it answered this request alone; send another one")
+
+    async def _generate(self, answer: _Answer, reply: PendingReply) -> None:
+        prompt, sampling = answer.prompt, cast(Sampling, answer.prompt.sampling)
+        ids = prompt.prompt_token_ids.tolist()
+        outputs = self._engine.generate(ids, sampling.params, request_id=prompt.request_id, **sampling.extra)
+        async with aclosing(outputs) as stream:
+            async for output in stream:
+                answer.recorder.add(output)
+                if output.finished:
+                    self._count(prompt, output)
+                    output.recorded, stored = self._store(answer)
+                    await _on_disk(stored)
+                reply.push(output)
+                answer.is_told = True
+        reply.finish()
+
+    def _abort(self, answer: _Answer) -> None:
         """What was sampled before the end came is a round too."""
+        if answer.is_stored:
+            return
         self.stats.aborted += 1
-        self._store(prompt, recorder)
+        try:
+            self._store(answer)
+        except UnderstudyError as error:  # the request has an answer already, or gets one from whoever called
+            logger.info("request %s leaves no round: %s", answer.prompt.request_id, error)
 
     def _count(self, prompt: Prompt, output: Any) -> None:
         self.stats.prompts += 1
         self.stats.prompt_tokens += len(prompt.prompt_token_ids)
         self.stats.cached_tokens += output.num_cached_tokens or 0
 
-    def _store(self, prompt: Prompt, recorder: Recorder) -> tuple[dict[int, int], Future[None] | None]:
+    def _store(self, answer: _Answer) -> tuple[dict[int, int], Future[None] | None]:
         """Record what was sampled: the round's index for each completion, and the last one's future, which ends after the
         others'."""
+        answer.is_stored = True
+        prompt = answer.prompt
         indices, stored = {}, None
-        for number, response in enumerate(recorder.responses(version=self._engine.version)):
+        for number, response in enumerate(answer.recorder.responses(version=self._engine.version)):
             self.stats.tokens += len(response.sampled_ids)
+            self.stats.constrained += _num_constrained(prompt, response)
             if prompt.episode_id is not None:
                 tree = self._trees.setdefault(prompt.episode_id, TokenTree(prompt.episode_id))
                 grown = _grow(tree, prompt, response)
@@ -237,6 +330,7 @@ class Generation:
     def forget(self, episode_id: str) -> None:
         """The episode ended: its token tree is in the buffer."""
         self._trees.pop(episode_id, None)
+        self._deaths.pop(episode_id, None)
 
     def _stored(self, future: Future[None]) -> None:
         error = future.exception()
@@ -268,4 +362,10 @@ def _grow(tree: TokenTree, prompt: Prompt, response: Response) -> Round:
         versions=response.versions,
         finish_reason=response.finish_reason,
         memo=prompt.memo,
+        trained=prompt.trained(len(response.sampled_ids)),
     )
+
+
+def _num_constrained(prompt: Prompt, response: Response) -> int:
+    trained = prompt.trained(len(response.sampled_ids))
+    return 0 if trained is None else len(trained) - int(trained.sum())

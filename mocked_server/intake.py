@@ -21,8 +21,8 @@ RETRY_COUNT = b"x-stainless-retry-count"
 class Observer(Protocol):
     """Who reports on agents (`mocked_server.check`)."""
 
-    def request(self, episode_id: str, path: str, body: bytes) -> bytes:
-        """Sees each request first; returns the body to serve."""
+    def request(self, call: Call, path: str, body: bytes) -> None:
+        """Sees each request first, and may put something into its `call`."""
         ...
 
     def failed(self, path: str, status: int, body: bytes) -> None:
@@ -53,7 +53,7 @@ class Intake:
         if body is None:
             return
         if self.observer is not None:
-            body = self.observer.request(call.live.episode_id, path, body)
+            self.observer.request(call, path, body)
         if (field := refused(path, body)) is not None:
             await _refuse(send, path, code="unsupported_field", message=field.message, param=field.field)
             return

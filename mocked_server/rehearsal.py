@@ -22,11 +22,6 @@ MAX_DEPTH = 6
 Fields = dict[str, Any]
 
 
-def with_line(path: str, fields: Fields) -> Fields:
-    """The request's fields with what the model shall say."""
-    return {**fields, "vllm_xargs": {**(fields.get("vllm_xargs") or {}), LINE: line_for(path, fields)}}
-
-
 def line_for(path: str, fields: Fields) -> str:
     """A tool call (as hermes writes it), an example of the requested format, or a short answer."""
     tools = _tools(path, fields)

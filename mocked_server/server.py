@@ -79,6 +79,7 @@ class MockedServer:
         self.on_ended: Callable[[str], object] = lambda _: None
         """Called with the id of each episode that ended, however it did."""
         self._endings: dict[str, asyncio.Event] = {}
+        self._failing: set[asyncio.Task[None]] = set()
         self._args = args
         self._notify_score = notify_score_fn
         self._score_fn = score_fn
@@ -279,6 +280,12 @@ class MockedServer:
         """End an episode without a score; it is tried again while attempts are left. No effect on an ended one."""
         with suppress(EpisodeClosed):
             await self.pool.fail(episode_id, reason)
+
+    def fail_soon(self, episode_id: str, reason: str) -> None:
+        """`fail`, without waiting for it. Called on the server's loop."""
+        task = asyncio.create_task(self.fail(episode_id, reason), name=f"fail {episode_id}")
+        self._failing.add(task)
+        task.add_done_callback(self._failing.discard)
 
     async def fail_all(self, reason: str, *, worker: str | None = None) -> None:
         """`fail` the running episodes: all, or those that this worker leased with its key."""

@@ -9,13 +9,14 @@ Seams relied on (checked by tests/test_vllm_seams.py): the serving layer reads `
 
 from __future__ import annotations
 
+import queue as queues
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from buffers.errors import EngineError
+from buffers.errors import EngineError, EpisodeError, RequestFailed, RequestRefused
 from buffers.prompt_queue import Prompt, PromptQueue, QueueClosed, Response
 from configs.schema import RolloutConfig
 from mocked_server.calls import Call, PendingReply, Sampling, current_call
@@ -23,9 +24,10 @@ from mocked_server.continuation import Continuation, continue_tokens
 from mocked_server.dialects import GENERATE, ROUTES, SLEEP, WAKE_UP, error_body
 from mocked_server.episodes import LiveEpisode, LiveRound
 from mocked_server.resume import memo_of
-from mocked_server.vllm_engine import NUMBERS_ONLY
+from mocked_server.sampling_limits import MAX_CHOICES
 from mocked_server.vllm_render import ExactRendering
 from mocked_server.vllm_replies import ReplyParser
+from mocked_server.vllm_sampling import SamplingRules
 from mocked_server.vllm_tokens import Sleeper, TokenRoute
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ class QueueClient:
         self.sleeper: Sleeper | None = None
         self._queue = queue
         self._rollout = rollout
+        self._rules = SamplingRules(self.input_processor, rollout=rollout)
 
     def check_admission(self, *_: Any, **__: Any) -> None:
         """Admission is the task pool's: a request of a running episode is always taken."""
@@ -110,19 +113,24 @@ class QueueClient:
         call = current_call.get()
         if call is None:
             raise ValueError("this request belongs to no episode; use the api_key that came with the task")
+        call.live.check_room()
         rendered = list(prompt["prompt_token_ids"])
         plan = call.continuation or continue_tokens(call.live, rendered)
         call.continuation = None  # a second prompt of the same request (completions with a list) is planned on its own
         extra = {k: kwargs[k] for k in PASSED_ON if kwargs.get(k) is not None}
         exact = plan.prompt_ids()
-        params = self._pin(sampling_params, len(exact), live=call.live)
+        call.count_choices(getattr(sampling_params, "n", 1), limit=MAX_CHOICES)
+        first_trained = self._rules.apply(sampling_params, prompt_len=len(exact), live=call.live)
+        if call.extra_args:
+            sampling_params.extra_args = {**(sampling_params.extra_args or {}), **call.extra_args}
         item = Prompt(
             request_id=request_id,
             episode_id=call.live.episode_id,
             prompt_token_ids=exact,
-            sampling=Sampling(params=params, extra=extra),
+            sampling=Sampling(params=sampling_params, extra=extra),
             reply=PendingReply(lambda response: self._output(request_id, response)),
             memo=memo_of(plan.chat),
+            first_trained=first_trained,
         )
         call.generates = True
         return self._answer(item, rendered=rendered, plan=plan, call=call)
@@ -135,11 +143,12 @@ class QueueClient:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids = tokenizer.encode(text, add_special_tokens=False)
         params = SamplingParams(max_tokens=self._rollout.max_tokens, output_kind=RequestOutputKind.FINAL_ONLY)
+        self._rules.apply(params, prompt_len=len(ids), live=live)
         item = Prompt(
             request_id=request_id,
             episode_id=live.episode_id,
             prompt_token_ids=np.array(ids, np.int32),
-            sampling=Sampling(params=self._pin(params, len(ids), live=live), extra={}),
+            sampling=Sampling(params=params, extra={}),
             reply=PendingReply(lambda response: self._output(request_id, response)),
         )
         answer = self._answer(item, rendered=ids, plan=continue_tokens(live, ids), call=Call(live))
@@ -149,31 +158,18 @@ class QueueClient:
         """Sample after exactly these ids: for the current call's episode, or for nobody's records without one."""
         call = current_call.get()
         plan = continue_tokens(call.live, prompt_ids) if call is not None else None
+        if call is not None:
+            call.live.check_room()
+        first_trained = self._rules.apply(params, prompt_len=len(prompt_ids), live=call.live if call else None)
         item = Prompt(
             request_id=request_id,
             episode_id=call.live.episode_id if call is not None else None,
             prompt_token_ids=np.array(prompt_ids, np.int32),
-            sampling=Sampling(params=self._pin(params, len(prompt_ids), live=call.live if call else None), extra={}),
+            sampling=Sampling(params=params, extra={}),
             reply=PendingReply(lambda response: self._output(request_id, response)),
+            first_trained=first_trained,
         )
         return self._answer(item, rendered=prompt_ids, plan=plan, call=call)
-
-    def _pin(self, params: Any, prompt_len: int, *, live: LiveEpisode | None) -> Any:
-        """Sampling as the run wants it: its temperature, the whole distribution, log-probabilities of what is sampled."""
-        params.temperature = 0.0 if live is not None and live.episode.greedy else self._rollout.temperature
-        params.top_p, params.top_k, params.min_p = 1.0, 0, 0.0
-        room = self._rollout.max_model_len - prompt_len
-        if room < 1:
-            raise ValueError(
-                f"the prompt has {prompt_len} tokens; prompt + completion must be <= {self._rollout.max_model_len}; "
-                "shorten the conversation"
-            )
-        params.max_tokens = min(params.max_tokens or room, self._rollout.max_tokens, room)
-        if params.logprobs is None:
-            params.logprobs = 0  # the sampled token only; the HTTP layer does not show it unless it was asked for
-            params.flat_logprobs = True
-            params.extra_args = {**(params.extra_args or {}), NUMBERS_ONLY: True}
-        return params
 
     async def _answer(
         self, item: Prompt, *, rendered: list[int], plan: Continuation | None, call: Call | None
@@ -227,6 +223,7 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
     from vllm.entrypoints.openai.api_server import build_app, init_app_state
 
     envs.enable_envs_cache()  # vLLM reads its settings from the environment for each part of each message
+    _leave_tool_calls_free()
 
     tasks = ("generate",)
     app: FastAPI = build_app(args, tasks, client.model_config)
@@ -241,14 +238,55 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
     tokens = TokenRoute(client)
     for path, endpoint in ((GENERATE, tokens.answer), (SLEEP, tokens.sleep), (WAKE_UP, tokens.wake_up)):
         app.router.add_route(path, endpoint, methods=["POST"])
-    for kind in (EngineError, QueueClosed):
+    for kind in (EngineError, QueueClosed, queues.Full):
         app.add_exception_handler(kind, _unavailable)
+    app.add_exception_handler(RequestRefused, _refused)
+    app.add_exception_handler(RequestFailed, _failed)
+    app.add_exception_handler(EpisodeError, _closed)
     return app
+
+
+def _leave_tool_calls_free() -> None:
+    """With `tool_choice: auto` vLLM forces calls of tools that say `strict` into their schema, which is not the policy's choice
+    then; OpenAI's SDKs say it of every tool. Here the policy chooses freely, and learns from what comes of it. Forced calls
+    (`required`, or a tool by name) stay forced, and are not trained (`mocked_server.sampling_limits`)."""
+    from vllm.parser import abstract_parser
+
+    original = abstract_parser.resolve_tool_strictness
+    if getattr(original, "__name__", "") == "resolve_unless_auto":
+        return
+
+    def resolve_unless_auto(tools: Any, tool_choice: Any, strict_level: Any) -> Any:
+        return None if tool_choice == "auto" else original(tools, tool_choice, strict_level)
+
+    abstract_parser.resolve_tool_strictness = resolve_unless_auto
+
+
+async def _refused(request: Any, error: Exception) -> Any:
+    """The client's to mend."""
+    assert isinstance(error, RequestRefused)
+    return _response(request, error.status, code="invalid_request", error=error, param=error.field)
+
+
+async def _failed(request: Any, error: Exception) -> Any:
+    """A defect of ours, of this request only."""
+    return _response(request, 500, code="server_error", error=error)
+
+
+async def _closed(request: Any, error: Exception) -> Any:
+    """The episode ended while its request was under way."""
+    return _response(request, 403, code="episode_closed", error=error)
 
 
 async def _unavailable(request: Any, error: Exception) -> Any:
     """The engine or the server is going down: no defect, and nothing that an agent did."""
+    response = _response(request, 503, code="engine_unavailable", error=error)
+    response.headers["retry-after"] = "1"
+    return response
+
+
+def _response(request: Any, status: int, *, code: str, error: Exception, param: str | None = None) -> Any:
     from starlette.responses import Response
 
-    body = error_body(request.url.path, status=503, message=str(error), code="engine_unavailable")
-    return Response(body, status_code=503, media_type="application/json", headers={"retry-after": "1"})
+    body = error_body(request.url.path, status=status, message=str(error), code=code, param=param)
+    return Response(body, status_code=status, media_type="application/json")

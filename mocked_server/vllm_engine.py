@@ -11,6 +11,7 @@ log-probability is reproducible from the one version that it is labelled with.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import signal
@@ -21,13 +22,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from buffers.errors import EngineDied, EngineError
+from buffers.errors import EngineDied, EngineError, RequestRefused
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server import vllm_fork_server
+from mocked_server.engine_silence import EngineSilence
 from mocked_server.vllm_fork_server import forked_engines
+
+logger = logging.getLogger(__name__)
 
 NUMBERS_ONLY = "numbers_only"
 """Key in a request's `extra_args`: its log-probabilities need no texts."""
+MAX_MESSAGE_CHARS = 600
+"""Of vLLM's errors: some repeat the value that they refuse."""
 LOOK_S = 0.1
 """Between looks at whether the engine lives."""
 CPU_KV_CACHE_GB = 0.25
@@ -146,10 +152,16 @@ class VLLMEngine:
     """One engine. Lifecycle: `start` (3 s forked, else 8 to 15) -> generate / load_weights -> `close`; `revive` after it died."""
 
     def __init__(
-        self, vllm_config: Any, *, count_preemptions: bool = False, weights: tuple[Path, int] | None = None
+        self,
+        vllm_config: Any,
+        *,
+        count_preemptions: bool = False,
+        weights: tuple[Path, int] | None = None,
+        timeout_s: float = 120.0,
     ) -> None:
         """`count_preemptions`: outputs say how often their request was set aside; costs a few percent of the engine's time.
-        `weights`: (folder, version) to begin with, instead of the model's own as version 0."""
+        `weights`: (folder, version) to begin with, instead of the model's own as version 0. `timeout_s`: see
+        `configs.schema.RolloutConfig.engine_timeout_s`."""
         self._vllm_config = vllm_config
         self._count_preemptions = count_preemptions
         self._llm: Any = None
@@ -159,13 +171,32 @@ class VLLMEngine:
         self.is_kept = False
         """Somebody revives it when it dies."""
         self.version = 0
+        self.life = 0
+        self._silence = EngineSilence(timeout_s)
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Boot the engine process; raises EngineError when it does not come up."""
+        self.life += 1
         await asyncio.to_thread(self._boot)
         if not await self._while_alive(self._prepare()):
             raise EngineDied("the engine process died while it started; see its own log")
         self._up.set()
+        self._watching = asyncio.create_task(self._kill_when_deaf(self._llm), name="watch the engine's silence")
+
+    async def _kill_when_deaf(self, llm: Any) -> None:
+        """An engine that answers nothing, not even the question whether it sleeps, is killed: then it is a dead one as others."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            await self._silence.lasting(llm.is_sleeping)
+        except EngineDeadError:
+            return  # whoever waits for it was told already
+        logger.error(
+            "the engine gave no sign of life for %.0f s with requests waiting: it is killed", self._silence.timeout_s
+        )
+        for process in llm.engine_core.resources.engine_manager.processes:
+            process.kill()
 
     async def _prepare(self) -> None:
         await self._llm.collective_rpc("end_with", args=(os.getpid(),))
@@ -239,18 +270,26 @@ class VLLMEngine:
         self, prompt_token_ids: list[int], params: Any, *, request_id: str, **extra: Any
     ) -> AsyncGenerator[Any, None]:
         """Yield vLLM's RequestOutputs for exactly these prompt ids; closing the iterator aborts the request."""
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         await self._up.wait()
         try:
-            async with aclosing(
-                self._llm.generate(tokens_input(prompt_token_ids), params, request_id, **extra)
-            ) as outputs:
-                async for output in outputs:
-                    yield output
+            with self._silence.expecting():
+                outputs = self._llm.generate(tokens_input(prompt_token_ids), params, request_id, **extra)
+                async with aclosing(outputs) as outputs:
+                    async for output in outputs:
+                        self._silence.heard()
+                        yield output
         except EngineDeadError as error:
             raise EngineError(f"the engine died while it answered request {request_id}") from error
+        except VLLMClientError as error:
+            raise refusal_of(error) from error
+        except EngineGenerateError as error:
+            if isinstance(error.__cause__, ValueError | TypeError | OverflowError):
+                raise refusal_of(error.__cause__) from error
+            raise
 
     async def load_weights(self, folder: Path, *, version: int) -> None:
         """Swap in the weights of `folder` as `version`. Running requests freeze and go on; none is dropped.
@@ -265,13 +304,15 @@ class VLLMEngine:
 
     async def _load(self, folder: Path, version: int) -> None:
         llm = self._llm
-        await llm.pause_generation(mode="keep", clear_cache=True)
-        try:
-            await llm.collective_rpc("load_published", args=(str(folder),))
-            await llm.update_weight_version(str(version))
-            self.version = version
-        finally:
-            await llm.resume_generation()
+        with self._silence.expecting():
+            await llm.pause_generation(mode="keep", clear_cache=True)
+            try:
+                with self._silence.long_work():
+                    await llm.collective_rpc("load_published", args=(str(folder),))
+                await llm.update_weight_version(str(version))
+                self.version = version
+            finally:
+                await llm.resume_generation()
 
     async def sleep(self) -> None:
         """Give memory back: vLLM's sleep level 1 where the engine was built for it; elsewhere (CPU) the prefix cache. An engine
@@ -298,6 +339,9 @@ class VLLMEngine:
         """Stop the engine process and wait for it; what it was still answering ends with EngineError."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait({self._watching})
         if self._llm is not None:
             if (
                 listening := self._llm.output_handler
@@ -308,6 +352,12 @@ class VLLMEngine:
             # On a CPU it has nothing to give back: no need to wait a second for its own end.
             await asyncio.to_thread(self._llm.shutdown, None if has_gpu() else 0.0)
             self._llm = None
+
+
+def refusal_of(error: Exception) -> RequestRefused:
+    """An error of vLLM's about one request, as ours: at most a few hundred characters of it, and its field."""
+    text = str(error) or type(error).__name__
+    return RequestRefused(text[:MAX_MESSAGE_CHARS], field=getattr(error, "parameter", None))
 
 
 def _silent_logger() -> Any:

@@ -70,7 +70,7 @@ class RehearsedEngine:
         self._engine = engine
         self._tokenizer = tokenizer
         self._num_lines = 0
-        self.version = 0
+        self.version = self.life = 0
 
     async def generate(
         self, prompt_token_ids: list[int], params: Any, *, request_id: str, **extra: Any
@@ -80,7 +80,7 @@ class RehearsedEngine:
         if line is not None:
             self._num_lines += 1
             ids = spelled(line, encode=self._encode, seed=self._num_lines)
-            params.extra_args = {**params.extra_args, FORCED: [*ids, self._tokenizer.eos_token_id]}
+            params.extra_args = {**(params.extra_args or {}), FORCED: [*ids, self._tokenizer.eos_token_id]}
             params.structured_outputs = (
                 None  # the line follows the schema already; a grammar would change log-probabilities
             )

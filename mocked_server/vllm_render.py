@@ -19,6 +19,7 @@ from mocked_server.continuation import Continuation, Parse, continue_tokens, fin
 from mocked_server.conversation import Asked, Conversation
 from mocked_server.episodes import LiveRound
 from mocked_server.replies import Message, Said
+from mocked_server.sampling_limits import check_template_inputs
 
 SENTINEL = "TURN"
 """An answer that no template changes: what the template writes after it ends a turn."""
@@ -49,7 +50,9 @@ class ExactRendering:
         call = current_call.get()
         if call is None or len(conversations) != 1:
             return await self._render(conversations, chat_params, *args, **kwargs)
-        asked = call.live.share(Asked.of(chat_params.chat_template_kwargs, chat_params.tool_choice))
+        asked = Asked.of(chat_params.chat_template_kwargs, chat_params.tool_choice)
+        check_template_inputs(asked.num_chars)
+        asked = call.live.known(asked)
         chat = Conversation.of(conversations[0], asked)
         found = find_parent(call.live, chat, self.parse)
         if found is not None and not self._strict and not asked.template_kwargs.get("continue_final_message"):

@@ -15,11 +15,28 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 from uuid import uuid4
 
+import msgspec
+
+from buffers.errors import RequestRefused
 from buffers.naming import one_of
 from mocked_server.dialects import GENERATE, error_body
 from mocked_server.generation import Recorder
+from mocked_server.vllm_engine import refusal_of
 
-HONOURED = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "seed")
+
+class Honoured(msgspec.Struct):
+    """The sampling parameters that have an effect, with their types; ranges are vLLM's."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+
+
+HONOURED = Honoured.__struct_fields__
 PINNED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs", "n", "detokenize")
 """verl's loops pass these; the run decides."""
 STOP_REASONS = {"stop": "completed", "length": "length", "abort": "aborted"}
@@ -57,8 +74,11 @@ class TokenRoute:
             outputs = self._client.generate_tokens(prompt_ids, params, request_id=f"generate-{uuid4().hex}")
             return JSONResponse(await self._collect(outputs))
         except (ValueError, TypeError) as error:
-            body = error_body(GENERATE, status=400, message=str(error), code="invalid_request")
-            return Response(body, status_code=400, media_type="application/json")
+            refusal = error if isinstance(error, RequestRefused) else RequestRefused(str(error))
+            body = error_body(
+                GENERATE, status=refusal.status, message=str(error), code="invalid_request", param=refusal.field
+            )
+            return Response(body, status_code=refusal.status, media_type="application/json")
 
     async def sleep(self, _: Any) -> Any:
         """The route: the engine's cache is given back, and its weights wait in main memory where it can do that."""
@@ -92,6 +112,7 @@ class TokenRoute:
         }
 
     def _read(self, body: bytes) -> tuple[list[int], Any]:
+        from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         try:
@@ -118,4 +139,8 @@ class TokenRoute:
             if name not in HONOURED and name not in PINNED:
                 raise ValueError(f"sampling_params must hold {one_of(name[:60], HONOURED)}")
         honoured = {name: value for name, value in given.items() if name in HONOURED and value is not None}
-        return ids, SamplingParams(**honoured, output_kind=RequestOutputKind.FINAL_ONLY)
+        try:
+            msgspec.convert(honoured, Honoured)
+            return ids, SamplingParams(**honoured, output_kind=RequestOutputKind.FINAL_ONLY)
+        except (msgspec.ValidationError, VLLMClientError, ValueError, TypeError, OverflowError) as error:
+            raise refusal_of(error) from error

@@ -37,7 +37,7 @@ class ScriptedEngine:
     def __init__(self, answer: Callable[[list[int]], list[int]], *, decode: Callable[[list[int]], str]) -> None:
         self.answer = answer
         self._decode = decode
-        self.version = 0
+        self.version = self.life = 0
         self.gate = threading.Event()
         self.gate.set()
         self.dies = False
@@ -109,9 +109,10 @@ class ServerThread:
         ledger: Ledger | None = None,
         keys: KeyRing | None = None,
         pool: Mapping[str, Any] | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
         **server: Any,
     ) -> None:
-        """`pool`: arguments of `TaskPool` that differ from those of most tests."""
+        """`pool`: arguments of `TaskPool` that differ from those of most tests. `loop`: one that runs already, of a real engine."""
         settings = EngineSettings(
             model_path=model, served_name="policy", dtype="float32", rollout=rollout, server=ServerConfig(**server)
         )
@@ -127,11 +128,13 @@ class ServerThread:
         self.rounds = MultiRoundBufferDataset(self.ledger)
         self.score_fn: Callable[[Task, str], float] | None = None
         self.loops: Any = None
-        self._loop = asyncio.new_event_loop()
+        self._owns_loop = loop is None
+        self._loop = loop or asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="test-server", daemon=True)
 
     def start(self, engine: Any = None) -> None:
-        self._thread.start()
+        if self._owns_loop:
+            self._thread.start()
         self.call(self._start(engine))
 
     async def _start(self, engine: Any) -> None:
@@ -199,9 +202,10 @@ class ServerThread:
             await asyncio.wait({self._generating})
 
         self.call(stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        if self._owns_loop:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
         self.ledger.close()
 
     def lease(self, *, prompt: str = "Hello.", ground_truth: str = "secret") -> tuple[str, OpenAI]:
