@@ -13,7 +13,7 @@ from typing import Any
 from mocked_server.dialects import CHAT, MESSAGES, RESPONSES
 
 LINE = "rehearsal_line"
-"""Key of the line in `vllm_xargs`, which every dialect passes on to the engine."""
+"""Key of the line in `Call.extra_args`, which reaches the engine in every dialect."""
 TOOL_ROUNDS = 3
 """Tool results in a conversation after which the model answers in words. The second of these rounds calls two tools at once."""
 ANSWER = "Done. The answer is 42."

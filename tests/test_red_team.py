@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import textwrap
 import threading
 import weakref
 from collections import Counter
@@ -24,12 +25,15 @@ import torch
 from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
+from buffers.parquet import write_tasks
+from buffers.records import Task
 from configs.schema import RolloutConfig
 from learner.keepers import keep_engine
 from learner.setbacks import Setbacks
 from mocked_server.episodes import MAX_KEPT_BYTES
 from mocked_server.keys import KeyRing
 from mocked_server.sampling_limits import MAX_OPTIONS
+from tests.run_parts import start
 from tests.server_parts import ServerThread, whole_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -322,6 +326,60 @@ def test_a_request_that_deafens_every_engine_is_found_and_its_episode_ended_whil
     assert answer.status_code == 400 and "the engine died while it answered this request alone" in answer.text
     assert blamed == [episode_id]
     assert setbacks.figures() == {"restarts/engine": 3.0}
+
+
+ATTACKER = """
+    import json, os, sys, urllib.error, urllib.request
+
+    base, key = os.environ["OPENAI_BASE_URL"].removesuffix("/v1"), os.environ["OPENAI_API_KEY"]
+
+    def send(path, body):
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        try:
+            with urllib.request.urlopen(urllib.request.Request(base + path, body.encode(), headers), timeout=60) as answer:
+                return answer.status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    episode = int(os.environ["SEED"])
+    attacks = json.load(open(sys.argv[1]))
+    statuses = [send(*attacks[(episode + number) % len(attacks)]) for number in range(5)]
+    assert all(status < 500 for status in statuses), statuses
+    honest = {"model": os.environ["MODEL"], "messages": json.loads(os.environ["TASK_JSON"])["prompt"], "max_tokens": 4}
+    assert send("/v1/chat/completions", json.dumps(honest)) == 200
+    print(json.dumps({"score": hash(key) % 7}))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_agent_attacks_in_every_episode_ends_with_all_its_steps(tmp_path):
+    agent, attacks, tasks = tmp_path / "agent.py", tmp_path / "attacks.json", tmp_path / "tasks.parquet"
+    agent.write_text(textwrap.dedent(ATTACKER))
+    rows = [request for request, _ in REFUSED.values() if len(json.dumps(request)) < 100_000]
+    rows += list(EMPTY.values()) + [request for request, _ in CONSTRAINED.values()]
+    attacks.write_text(json.dumps([(path, json.dumps(body)) for path, body in rows]))
+    write_tasks(tasks, [Task(task_id=f"attacked-{number}", prompt=HI) for number in range(len(rows))])
+    run = start(
+        tmp_path,
+        "run.steps=6",
+        f"agents.command=['{{python}}', '{agent}', '{attacks}']",
+        "agents.processes=0",
+        "agents.concurrency=4",
+        f"data.tasks={tasks}",
+        "data.scorer=json_line",
+        "buffer.groups_per_step=2",
+        "buffer.group_size=2",
+        "learner.advantage=grpo",
+        "warm_start.traces=",
+        "env.command=[]",
+    )
+    code, output = run.wait(280)
+    assert code == 0, output
+    summary = run.summary()
+    assert summary["steps"] == 6 and summary["restarts"] == {}
+    assert summary["max_logprob_diff"] < 1e-4, "no token of a changed distribution is trained"
+    steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert max(step.get("generation/constrained_share", 0.0) for step in steps) > 0.0
 
 
 def test_keys_are_what_the_attacker_has(real):
