@@ -14,6 +14,11 @@ from tests.fuzz_values import Raw
 QUESTION = [{"role": "user", "content": "Where?"}]
 MB = 1_000_000
 PARENTHESES = 60_000
+TIME = b"@TIME@"
+"""Stands in a body for the number of the time that it is sent."""
+THOUGHT = "</think> Where?"
+"""With a reasoning parser the prompt decides whether the form of the output holds from the first token on."""
+THOUGHTFUL = [{"role": "user", "content": THOUGHT}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +66,12 @@ REFUSED_BY_THE_ENGINE = (
 )  # fmt: skip
 NOT_FINITE = (
     chat("json that allows nothing", structured_outputs={"json": NO_TOKEN_LEFT}),
-    chat("json_schema that allows nothing",
+    chat("json that allows nothing, at once", structured_outputs={"json": NO_TOKEN_LEFT}, messages=THOUGHTFUL),
+    chat("json_schema that allows nothing, at once", messages=THOUGHTFUL,
          response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": NO_TOKEN_LEFT}}),
-    chat("a grammar without an end", structured_outputs={"grammar": 'root ::= root "a" | root'}),
+    completions("a grammar without an end", structured_outputs={"grammar": 'root ::= root "a" | root'}, prompt=THOUGHT),
     chat("the only token may not come yet", allowed_token_ids=[2], stop_token_ids=[2], min_tokens=3),
-    chat("the only token is a bad word", allowed_token_ids=[70], bad_words=["a", "b", "c", "i", "t", "e", "y", "z"]),
+    chat("the only token is a bad word", allowed_token_ids=[70], bad_words=["g"]),
 )  # fmt: skip
 DEAF = (
     generate("seed of another type", seed="abc"),
@@ -74,7 +80,7 @@ DEAF = (
 )
 LARGE = (
     Case("template arguments of 15 MB", CHAT, {"model": "policy", "messages": QUESTION, "max_tokens": 1,
-         "chat_template_kwargs": {"x": "x" * 15 * MB}}, times=12),
+         "chat_template_kwargs": {"x": "x" * 15 * MB, "i": Raw(TIME.decode())}}, times=12),
     chat("100,000 choices", structured_outputs={"choice": [f"choice {n}" for n in range(100_000)]}),
     generate("200,000 stop strings", max_tokens=64, stop=[f"stop {n}" for n in range(200_000)]),
     generate("a stop string of 12 MB", stop="s" * 12 * MB),

@@ -24,7 +24,7 @@ EPISODE_REQUESTS = 200
 """Then the attacker has another episode: what was kept for the last one has to go."""
 JUST_NOW_S = 1.5
 """What was answered so shortly before a life ended may have ended it."""
-CAUSE_S = 1.0
+CAUSE_S = 10.0
 """The server says why it ended after its connections are broken."""
 LATER = (503, 507)
 """No failures if they say when to come back."""

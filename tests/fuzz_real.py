@@ -14,17 +14,18 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from configs.tiny_model import make_tiny_model
 from tests.faults import ROOT, child_environment
-from tests.fuzz_cases import CASES
+from tests.fuzz_cases import CASES, TIME
 from tests.fuzz_life import Answer, Life, descendants, resident
 from tests.fuzz_requests import Request, request, shown
 from tests.fuzz_witness import MAX_DIFFERENCE, check
 from tests.nursery import Nursery, nursery
 
+PROGRAM = ROOT / "tests" / "fuzz_server.py"
 CLIENTS = 8
 MAX_FAILURES = 20
 TIMEOUT_S = 60.0
@@ -73,11 +74,11 @@ class Figures:
 
 def attack(
     numbers: Sequence[int], *, seed: int, folder: Path, timeout_s: float = TIMEOUT_S, max_failures: int = MAX_FAILURES,
-    say: Callable[[str], None] = print,
+    program: Path = PROGRAM, say: Callable[[str], None] = print,
 ) -> Figures:  # fmt: skip
     """Send the requests with these numbers; what failed is said at once, and is in the figures."""
     model = make_tiny_model(folder / "tiny")
-    command = [sys.executable, str(ROOT / "tests" / "fuzz_server.py"), str(model)]
+    command = [sys.executable, str(program), str(model)]
     with nursery(command, log=folder / "server.log", env=child_environment()) as raised:
         attacked = Attack(raised, numbers, seed=seed, folder=folder, model=model, timeout_s=timeout_s, say=say)
         while attacked.has_work() and len(attacked.figures.failures) < max_failures:
@@ -167,8 +168,8 @@ class Attack:
             sent = request(self._alone[0], seed=self._seed)
             first = 0
             for time_ in range(sent.times):
-                answer = life.send(sent, settles=True)
-                self._judge(life, sent, answer)
+                this = replace(sent, body=sent.body.replace(TIME, str(time_).encode()))
+                self._judge(life, sent, life.send(this, settles=True))
                 if life.over.is_set():
                     return
                 first = first if time_ else resident(life.pid)
@@ -197,6 +198,7 @@ class Attack:
 
     def _fail(self, why: str, sent: Request | None, *, always: bool = False) -> None:
         """Say it, unless the same was said of another request to this route."""
+        why = why.encode(errors="backslashreplace").decode()  # a message may repeat half a surrogate pair
         route = sent.path if sent else "server"
         sign = f"{route} {VARYING.sub('#', why)[:120]}"
         with self._lock:

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
 from mocked_server.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, GENERATE, MESSAGES, RESPONSES
-from tests.fuzz_cases import CASES, QUESTION
+from tests.fuzz_cases import CASES, QUESTION, THOUGHT, THOUGHTFUL
 from tests.fuzz_values import INTEGERS, NUMBERS, SOUND, STRINGS, Pairs, hostile, spelled, spoilt
 
 PLAIN: dict[str, dict[str, Any]] = {
@@ -29,6 +29,14 @@ PLAIN: dict[str, dict[str, Any]] = {
     GENERATE: {"prompt_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}},
 }
 """Path -> a body that is served."""
+AFTER_REASONING: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": THOUGHTFUL},
+    COMPLETIONS: {"prompt": THOUGHT},
+    RESPONSES: {"input": THOUGHT},
+    MESSAGES: {"messages": THOUGHTFUL},
+    COUNT_TOKENS: {},
+}
+"""The other half of the requests: see `THOUGHT`."""
 SHARES = {CHAT: 34, COMPLETIONS: 20, RESPONSES: 14, MESSAGES: 10, COUNT_TOKENS: 4, GENERATE: 18}
 STREAMING = {CHAT, COMPLETIONS, RESPONSES, MESSAGES}
 REACH_THE_ENGINE = 5
@@ -174,7 +182,8 @@ def _body(path: str, values: dict[str, Any], chance: Random) -> bytes:
         )
         outer = {"prompt_ids": hostile(chance) if chance.random() < 0.03 else ids, "sampling_params": params}
         return _broken(spelled(outer).encode(), chance)
-    return _broken(spelled(_object_of(PLAIN[path], values, chance)).encode(), chance)
+    plain = PLAIN[path] | ({} if chance.random() < 0.5 else AFTER_REASONING[path])
+    return _broken(spelled(_object_of(plain, values, chance)).encode(), chance)
 
 
 def _object_of(plain: dict[str, Any], values: dict[str, Any], chance: Random) -> Pairs:

@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -63,6 +64,7 @@ class ToldSetbacks(Setbacks):
 
 def serve(channel: Channel, *, model: str, folder: str) -> None:
     """Serve until the test ends it."""
+    threading.excepthook = threading.__excepthook__  # a thread of the engine that dies leaves it deaf, as in a run
     start_fork_server()
     asyncio.run(_serve(channel, model=Path(model), folder=Path(folder)))
 
@@ -95,8 +97,8 @@ async def _serve(channel: Channel, *, model: Path, folder: Path) -> None:
 
 def _first_cause(error: BaseException) -> str:
     """The error that ended the first loop, and where it came from."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    while isinstance(error, BaseExceptionGroup) or error.__cause__ is not None:
+        error = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error.__cause__ or error
     frames = traceback.extract_tb(error.__traceback__)[-1:]
     where = "".join(f" at {Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames)
     return f"{type(error).__name__}: {str(error)[:300]}{where}"
