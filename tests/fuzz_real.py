@@ -20,7 +20,7 @@ from pathlib import Path
 from configs.tiny_model import make_tiny_model
 from tests.faults import ROOT, child_environment
 from tests.fuzz_cases import CASES, TIME
-from tests.fuzz_life import Answer, Life, descendants, resident
+from tests.fuzz_life import JUST_NOW_S, Answer, Life, descendants, resident
 from tests.fuzz_requests import Request, request, shown
 from tests.fuzz_witness import MAX_DIFFERENCE, check
 from tests.nursery import Nursery, nursery
@@ -36,7 +36,7 @@ MAX_GROWTH = 256 * MIB
 MAX_REPEATED_GROWTH = 72 * MIB
 """By one large request that is sent again and again, after the first time."""
 LOOK_S = 0.1
-MAX_SUSPECTS = 40
+MAX_SUSPECTS = 100
 VARYING = re.compile(r"[0-9]+|\b(chatcmpl|cmpl|resp|generate)[-_]\S+")
 """Parts of a message that differ between two failures of one kind."""
 
@@ -114,6 +114,8 @@ class Attack:
         self._crowd = deque(number for number in numbers if number >= len(CASES) and not is_few)
         self._groups: list[Group] = []
         self._known: set[str] = set()
+        self._held: deque[tuple[float, str, Request]] = deque()
+        """Failed answers of many clients' requests. What a server says while it ends is not reported: it is asked again, alone."""
         self._lock = threading.Lock()
         self._lives = 0
 
@@ -149,6 +151,7 @@ class Attack:
         start: tuple[int, int] | None = None
         while any(thread.is_alive() for thread in threads) and not life.over.is_set():
             life.look(within_s=LOOK_S)
+            self._report_held(before=time.monotonic() - JUST_NOW_S)
             if life.sent < WARM:
                 continue
             now = resident(life.pid), sum(map(resident, descendants(life.pid)))
@@ -162,6 +165,12 @@ class Attack:
             life.close()
         for thread in threads:
             thread.join()
+        self._report_held(before=time.monotonic())
+
+    def _report_held(self, *, before: float) -> None:
+        while self._held and self._held[0][0] <= before:
+            _, why, sent = self._held.popleft()
+            self._fail(why, sent)
 
     def _send_alone(self, life: Life) -> None:
         while self._alone and not life.over.is_set():
@@ -184,14 +193,16 @@ class Attack:
             except IndexError:
                 return
             sent = request(number, seed=self._seed)
-            self._judge(life, sent, life.send(sent))
+            self._judge(life, sent, life.send(sent), is_alone=False)
 
-    def _judge(self, life: Life, sent: Request, answer: Answer) -> None:
+    def _judge(self, life: Life, sent: Request, answer: Answer, *, is_alone: bool = True) -> None:
         with self._lock:
             self.figures.answers[f"{sent.path} {answer.status or 'none'}"] += 1
         if answer.ends:
             life.end(answer.problem)
-        elif answer.problem:
+        elif answer.problem and not is_alone:
+            self._held.append((time.monotonic(), answer.problem, sent))
+        elif answer.problem and not life.over.is_set():
             self._fail(answer.problem, sent)
 
     # Failures
@@ -217,6 +228,7 @@ class Attack:
     def _remember_suspects(self, life: Life) -> None:
         """Called when a life has ended early, before its connections are broken."""
         self._suspects = life.suspects()[:MAX_SUSPECTS]
+        self._held.clear()
 
     def _died(self, life: Life) -> None:
         """The request that was sent alone did it; of several, each is sent alone to the next life."""
