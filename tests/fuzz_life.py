@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx
+
 from mocked_server.dialects import message_of
 from mocked_server.keys import KeyRing, make_secret
 from tests.fuzz_requests import Request
@@ -164,10 +166,18 @@ def post(url: str, request: Request, *, key: str, timeout_s: float) -> Answer:
     except TimeoutError:
         return Answer(0, f"no answer within {timeout_s:g} s", ends=True)
     except (OSError, http.client.HTTPException) as error:
-        return Answer(0, f"the connection broke: {error!r}", ends=True)
+        return Answer(0, f"the connection broke: {error!r}", ends=not answers(url, timeout_s=timeout_s))
     finally:
         connection.close()
     return judged(response.status, body, can_come_back=response.headers.get("retry-after") is not None)
+
+
+def answers(url: str, *, timeout_s: float) -> bool:
+    """Whether the server is there."""
+    try:
+        return httpx.get(f"{url}/health", timeout=timeout_s).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def judged(status: int, body: bytes, *, can_come_back: bool) -> Answer:
