@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import signal
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -107,8 +110,12 @@ class Life:
         """After `end`: the process is killed, `why` says as much as can be known."""
         if (cause := self._event(within_s=CAUSE_S)) is not None:
             self.why = cause
+        children = descendants(self.pid)
         if not self._is_gone:
             self._raised.kill(self.pid)
+        for child in children:  # an engine that was starting just then would go on by itself
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
         self.witness.join()
 
     def stop(self) -> None:
