@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test agents faults check setup format clean
+.PHONY: demo test test-long agents faults check setup format clean
 
 demo: $(READY)  ## run the main job: the demo model learns, in a few minutes, without a GPU
 	$(PY) -m learner.run
@@ -16,11 +16,15 @@ test: $(READY)  ## all tests, with the real engine
 agents: $(READY)  ## agents and environments of others, with the real engine; needs node and 2 GB
 	$(PY) -m pytest -q tests -m outside
 
+test-long: $(READY)  ## what takes many minutes: thousands of hostile requests to the real engine
+	$(PY) -m pytest -q tests -m long
+
 KILLS ?= 1000
 CASES ?= 5000
 faults: $(READY)  ## thousands of kills and hostile requests; hours. Fewer: make faults KILLS=10 CASES=500
 	$(PY) -m tests.faults --ledger $(KILLS) --server $$(($(KILLS) * 9 / 10)) --run $$(($(KILLS) / 10))
 	$(PY) -m tests.fuzz $(CASES)
+	$(PY) -m tests.fuzz --engine real $(CASES)
 
 check: $(READY)  ## format, lint, types, fast tests: less than two minutes
 	$(PY) -m ruff format --check .

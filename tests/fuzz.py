@@ -2,16 +2,23 @@
 
 `fuzz(served, cases=...)` sends them to a server with a scripted engine and counts the answers; anything from 500 up is a
 failure, but for 503 and 507, which say why and when to come back. Half of the bodies are cut down to a few fields, and half
-of those are sound but for these. `python -m tests.fuzz 5000` is part of `make faults`.
+of those are sound but for these.
+
+    python -m tests.fuzz 5000                           a server with a scripted engine
+    python -m tests.fuzz --engine real 5000 --seed 1    the whole, with the real one (`tests.fuzz_real`)
+
+Both are part of `make faults`.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
 import tempfile
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +34,7 @@ from configs.schema import RolloutConfig
 from configs.tiny_model import make_tiny_model
 from mocked_server.app import build_admin_app, build_app
 from mocked_server.vllm_engine import cpu_environment
+from tests.fuzz_real import MAX_FAILURES, attack
 from tests.server_parts import ServerThread
 
 TIMEOUT_S = 60.0
@@ -144,16 +152,51 @@ def serve_for_fuzz(model: Path) -> ServerThread:
     return served
 
 
-def main() -> None:
+def fuzz_scripted(cases: int, *, seed: int) -> None:
+    """Every route, with every kind of key; the engine is scripted."""
     cpu_environment()
     with tempfile.TemporaryDirectory(prefix="understudy-fuzz-") as folder:
         served = serve_for_fuzz(make_tiny_model(Path(folder) / "tiny"))
-        seen = fuzz(served, cases=int(sys.argv[1]))
+        seen = fuzz(served, cases=cases, seed=seed)
         served.stop()
     for name, number in sorted(seen.items()):
         print(f"{number:6} {name}")
     print(f"{seen.total()} different requests, none of them a failure of the server")
 
 
+def fuzz_real(numbers: Sequence[int], *, seed: int, timeout_s: float, max_failures: int) -> int:
+    """The model's routes, with the real engine; the exit code."""
+    cpu_environment()
+    with tempfile.TemporaryDirectory(prefix="understudy-fuzz-") as folder:
+        say = partial(print, flush=True)
+        figures = attack(
+            numbers, seed=seed, folder=Path(folder), timeout_s=timeout_s, max_failures=max_failures, say=say
+        )
+    print(figures)
+    return 1 if figures.failures else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("cases", type=int, nargs="?", default=1000, help="how many requests")
+    parser.add_argument("--engine", choices=("scripted", "real"), default="scripted")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed sends the same requests")
+    parser.add_argument("--only", default="", help="real: the numbers of the requests to send, as 35,36,200-300")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="real: seconds that an answer may take")
+    parser.add_argument("--failures", type=int, default=MAX_FAILURES, help="real: the attack ends after so many")
+    given = parser.parse_args()
+    if given.engine == "scripted":
+        fuzz_scripted(given.cases, seed=given.seed)
+        return 0
+    numbers = numbers_of(given.only) if given.only else range(given.cases)
+    return fuzz_real(numbers, seed=given.seed, timeout_s=given.timeout, max_failures=given.failures)
+
+
+def numbers_of(text: str) -> list[int]:
+    """`35,200-202` -> 35, 200, 201, 202."""
+    parts = [part.partition("-") for part in text.split(",")]
+    return [number for first, _, last in parts for number in range(int(first), int(last or first) + 1)]
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,28 +1,39 @@
 """The server's door under attack: a few hundred generated requests, large and deep bodies, slow sockets, forged names.
 
-`make faults` sends thousands (`tests.fuzz`). The server is a process of its own where its memory is measured.
+`make faults` sends thousands (`tests.fuzz`), `make test-long` thousands to a whole server with its real engine. The server is a
+process of its own where its memory is measured.
 """
 
 from __future__ import annotations
 
 import http.client
+import itertools
+import json
 import random
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 
 import httpx
 import pytest
 
+from configs.tiny_model import make_tiny_model
+from mocked_server.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, RESPONSES
 from mocked_server.keys import KeyRing, make_secret
 from tests.fault_play import free_port, raise_servers
 from tests.fuzz import fuzz, serve_for_fuzz
+from tests.fuzz_cases import CASES
+from tests.fuzz_life import judged, resident
+from tests.fuzz_real import CLIENTS, MIB, Figures, attack
+from tests.fuzz_requests import PLAIN, Request, fields, request
+from tests.fuzz_values import Pairs, Raw, spelled
+from tests.fuzz_witness import MAX_DIFFERENCE, check
 from tests.server_parts import ServerThread
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-MIB = 1 << 20
 SLOW_SOCKETS = 500
 WAIT_S = 30.0
 
@@ -41,10 +52,134 @@ def test_no_generated_request_is_a_failure_of_the_server(attacked: ServerThread)
     assert seen.total() >= 200 and {"200", "401", "422"} <= statuses and len(seen) >= 20
 
 
-def resident(pid: int) -> int:
-    """Bytes of memory of a process."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+NUM_WITNESSED = 30
+"""Rounds that the witness makes at least, beside 300 requests."""
+
+
+def check_attack(folder: Path, *, num_drawn: int) -> Figures:
+    """All known attacks, then so many drawn requests."""
+    numbers = range(len(CASES) + num_drawn)
+    figures = attack(numbers, seed=0, folder=folder)
+    assert figures.failures == [], str(figures)
+    assert figures.deaths == 0 and figures.drawn == num_drawn
+    paths = {name.split()[0] for name in figures.answers}
+    statuses = {name.split()[1] for name in figures.answers}
+    assert paths == PLAIN.keys() and {"200", "400"} <= statuses
+    assert figures.witness_rounds >= NUM_WITNESSED
+    return figures
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_no_request_harms_the_real_engine_or_who_else_it_answers(tmp_path: Path) -> None:
+    check_attack(tmp_path, num_drawn=300)
+
+
+@pytest.mark.long
+@pytest.mark.engine
+@pytest.mark.timeout(7200)
+def test_no_request_of_thousands_harms_the_real_engine_or_who_else_it_answers(tmp_path: Path) -> None:
+    figures = check_attack(tmp_path, num_drawn=5000)
+    assert len(figures.memory) == 2, "its growth is looked at"
+
+
+SABOTAGE = """
+from mocked_server.generation import Generation
+from tests import fuzz_server
+
+serve = Generation.serve
+
+async def sabotaged(self, prompt):
+    if prompt.sampling.params.seed == 7:
+        raise KeyError("sabotage")
+    await serve(self, prompt)
+
+Generation.serve = sabotaged
+fuzz_server.main()
+"""
+
+
+def drawn(is_it: Callable[[Request], bool]) -> Iterator[int]:
+    """The numbers of the drawn requests that are so."""
+    return (number for number in itertools.count(len(CASES)) if is_it(request(number, seed=0)))
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(400)
+def test_of_many_requests_the_one_that_ends_a_server_is_named(tmp_path: Path) -> None:
+    """A server whose generate loop ends with a request that has seed 7."""
+    (program := tmp_path / "sabotage.py").write_text(SABOTAGE)
+    wicked = next(drawn(lambda one: one.name == "seed" and one.path == COMPLETIONS and b'"seed":7}' in one.body))
+    harmless = islice(drawn(lambda one: one.name == "user" and one.path in (CHAT, COMPLETIONS)), CLIENTS)
+    said: list[str] = []
+    figures = attack([wicked, *harmless], seed=0, folder=tmp_path, program=program, say=said.append)
+    assert figures.failures == [f"{COMPLETIONS}: the loop ended: run: KeyError: 'sabotage' at sabotage.py:9 sabotaged"]
+    assert figures.deaths == 2, "among others, and alone"
+    assert any(f"--seed 0 --only {wicked}" in line for line in said)
+    assert figures.answers.total() >= 2 + CLIENTS, "what was lost with the server is sent to the next one"
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(400)
+def test_the_witness_is_recorded_exactly_and_would_not_be_with_other_weights(tmp_path: Path) -> None:
+    harmless = list(islice(drawn(lambda one: one.path == COUNT_TOKENS), 2))
+    figures = attack(harmless, seed=0, folder=tmp_path)
+    assert figures.failures == [] and figures.witness_rounds >= 2 and 0.0 < figures.witness_difference <= MAX_DIFFERENCE
+    path, episodes = tmp_path / "life-1" / "ledger.sqlite", {"1-0-0": 0, "2-0-0": 0}
+    other = make_tiny_model(tmp_path / "other", seed=1)
+    assert check(path, model=tmp_path / "tiny", rounds=episodes) <= MAX_DIFFERENCE
+    assert check(path, model=other, rounds=episodes) > 1000 * MAX_DIFFERENCE
+    with pytest.raises(AssertionError, match="10000 answers"):
+        check(path, model=other, rounds={"1-0-0": 10_000})
+
+
+def test_the_same_seed_sends_the_same_requests_and_another_one_others() -> None:
+    some = range(len(CASES), len(CASES) + 300)
+    first, again, other = ([request(number, seed=seed) for number in some] for seed in (1, 1, 2))
+    assert first == again
+    assert sum(one.body != another.body for one, another in zip(first, other)) > 290, "a few are the shortest there are"
+
+
+def test_every_field_of_each_dialect_is_drawn() -> None:
+    names: dict[str, set[str]] = {path: set() for path in PLAIN}
+    for number in range(len(CASES), 12_000):
+        one = request(number, seed=0)
+        names[one.path] |= set(one.name.split("+"))
+    for path, found in names.items():
+        known = {field.name for field in fields(path)}
+        assert known >= {"max_tokens"} or path in (RESPONSES, COUNT_TOKENS)
+        assert known <= found, f"{path}: never drawn {known - found}"
+
+
+def test_json_is_spelled_as_no_library_does() -> None:
+    body = Pairs((("n", 2**70), ("n", Raw("1e400")), ("a", {"\ud800": [None, True, "é"]})), frozenset({"n"}))
+    text = spelled(body)
+    assert text == '{"\\u006e":1180591620717411303424,"\\u006e":1e400,"a":{"\\ud800": [null,true,"\\u00e9"]}}'.replace(
+        ": [", ":["
+    )
+    assert json.loads(text) == {"n": float("inf"), "a": {"\ud800": [None, True, "é"]}}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "is_fault"),
+    [
+        (200, b'data: {"choices": []}\n\ndata: [DONE]\n\n', False),
+        (200, b'data: {"error": {"message": "no", "code": 400}}\n\n', False),
+        (200, b'data: {"error": {"message": "no", "code": 500}}\n\n', True),
+        (200, b'event: error\ndata: {"type": "error", "error": {"type": "internal_error", "message": "no"}}\n\n', True),
+        (200, b'data: {"type": "response.failed", "response": {"error": {"code": 500, "message": "no"}}}\n\n', True),
+        (400, b"{}", False),
+        (500, b'{"error": {"message": "no"}}', True),
+        (503, b"", True),
+    ],
+)
+def test_what_is_the_servers_fault_is_a_failure(status: int, body: bytes, is_fault: bool) -> None:
+    assert bool(judged(status, body, can_come_back=False).problem) == is_fault
+
+
+def test_a_server_may_say_when_to_come_back() -> None:
+    assert not judged(503, b"", can_come_back=True).problem and not judged(507, b"", can_come_back=True).problem
+    assert judged(500, b"", can_come_back=True).problem
 
 
 def keys_that_open_nothing(keys: KeyRing) -> list[str]:
