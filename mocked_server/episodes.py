@@ -19,6 +19,7 @@ from buffers.errors import EpisodeClosed, UnknownEpisode
 from buffers.records import Episode, Int32
 from mocked_server.causes import Cause
 from mocked_server.conversation import Asked, Conversation
+from mocked_server.memory import EpisodeMemory
 from mocked_server.replies import Said
 from mocked_server.retries import Answers
 
@@ -89,6 +90,8 @@ class LiveEpisode:
     """How often a round could not continue the one before it, by cause."""
     answers: Answers = field(default_factory=Answers)
     """For automatic retries."""
+    memory: EpisodeMemory = field(default_factory=EpisodeMemory)
+    """What its requests hold."""
     _asked: dict[bytes, Asked] = field(default_factory=dict)
 
     @property
