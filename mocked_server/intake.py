@@ -7,20 +7,26 @@ Pure ASGI, between `Attribution` (which knows the episode) and vLLM's applicatio
 from __future__ import annotations
 
 import hashlib
+import logging
 from contextlib import ExitStack
+from functools import partial
 from typing import Protocol
 
 from mocked_server.calls import Call, current_call
-from mocked_server.dialects import GENERATING, as_anthropic, error_body, is_anthropic
+from mocked_server.dialects import GENERATE, GENERATING, as_anthropic, error_body, is_anthropic
 from mocked_server.door import MAX_BODY_BYTES, BodyRefused, answer_refused, read_body, replaying, told_length
 from mocked_server.fields import refused, servable
 from mocked_server.memory import BodyRoom, RequestMemory
 from mocked_server.retries import Answer, App, Event, Receive, Send, TakenOver
 
+logger = logging.getLogger(__name__)
+
 RETRY_COUNT = b"x-stainless-retry-count"
 """Sent by the OpenAI and Anthropic clients with every request: 0, and 1, 2, ... in automatic retries."""
 MAX_RETRY_DIGITS = 6
 """A count with more is none: no client retries that often."""
+UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What vLLM's HTTP layer raises at a request that is not as it expects."""
 
 
 class Observer(Protocol):
@@ -83,7 +89,7 @@ class Intake:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         attempt = _attempt(headers)
         if scope["path"] not in GENERATING or attempt is None:
-            await self._app(scope, replaying(body, receive), send)
+            await self._ask(call, scope, replaying(body, receive), send)
             return
         key = hashlib.blake2b(body, digest_size=16, key=scope["path"].encode()).digest()
         answer = call.live.answers.find(key, attempt=attempt)
@@ -92,13 +98,39 @@ class Intake:
             # The body is held as long as it is answered, also when nobody waits any more.
             held.callback(call.live.answers.forget)
             ended = held.pop_all().close
-            answer.start(self._app, {**scope, "headers": _with_length(headers, body)}, body, on_ended=ended)
+            scope = {**scope, "headers": _with_length(headers, body)}
+            answer.start(partial(self._ask, call), scope, body, on_ended=ended)
             call.live.answers.keep(key, answer)
         answer.attempt = attempt
         try:
             await answer.deliver(receive, send)
         except TakenOver as error:
             await answer_refused(send, scope["path"], BodyRefused(409, str(error)))
+
+    async def _ask(self, call: Call, scope: Event, receive: Receive, send: Send) -> None:
+        """vLLM's application. What it fails at before it generates anything is the request: deeper than Python recurses, or of
+        another shape than it took for granted. That is refused, and no failure of the server."""
+        failure: list[Event] = []
+
+        async def unless_it_fails(message: Event) -> None:
+            is_failure = message["type"] == "http.response.start" and message["status"] == 500
+            if failure or (is_failure and not call.generates and scope["path"] != GENERATE):
+                failure.append(message)
+            else:
+                await send(message)
+
+        try:
+            await self._app(scope, receive, unless_it_fails)
+        except UNREADABLE as error:
+            if not failure:
+                raise
+            what = f"{type(error).__name__}: {str(error)[:200]}"
+            logger.warning("a request of episode %s to %s was refused (%s)", call.live.episode_id, scope["path"], what)
+            message = f"the request cannot be read ({what}); check its fields"
+            await _refuse(send, scope["path"], code="invalid_request", message=message)
+        else:
+            for each in failure:
+                await send(each)
 
     def _with_errors_seen(self, path: str, send: Send) -> Send:
         """Holds back an error until its body is complete, and sends it in the dialect's form."""
