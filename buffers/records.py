@@ -115,7 +115,8 @@ class Round:
     versions: Int32
     """[S] policy version that sampled each token."""
     finish_reason: str = "stop"
-    """stop | length | tool_calls | abort. An aborted round is recorded and never trained."""
+    """stop | length | tool_calls | abort | abandoned. An aborted round is recorded and never trained; one whose agent hung up after
+    it had read some of it is abandoned, and trained."""
     trained: UInt8 | None = None
     """[S] 1 where the token is to be trained; None: everywhere."""
     memo: bytes = b""

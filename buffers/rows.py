@@ -17,6 +17,8 @@ import numpy as np
 from buffers.records import EpisodeScores, Round, Row
 
 ABORTED = "abort"
+ABANDONED = "abandoned"
+"""The agent hung up after it had read some of the answer: what was sampled is trained, as an answer that ended there."""
 
 
 def is_trainable(finish_reason: str, *, num_trained: int) -> bool:

@@ -84,9 +84,7 @@ async def read_body(
     """The whole body; None when the client went away before it was sent. Raises BodyRefused.
 
     `hold` is told of each part before it is kept."""
-    length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-    if length.isdigit() and int(length[:20]) > max_bytes:
-        raise _too_large(int(length[:20]), max_bytes=max_bytes)
+    told_length(scope, max_bytes=max_bytes)
     parts, size = [], 0
     more = True
     while more:
@@ -105,6 +103,17 @@ async def read_body(
     return body
 
 
+def told_length(scope: Event, *, max_bytes: int) -> int | None:
+    """How long the head says that the body is; None when it comes in chunks. Raises BodyRefused."""
+    told = {name: value for name, value in scope["headers"] if name in (b"content-length", b"transfer-encoding")}
+    if b"transfer-encoding" in told:
+        return None
+    length = int(told.get(b"content-length", b"0")[:20])
+    if length > max_bytes:
+        raise _too_large(length, max_bytes=max_bytes)
+    return length
+
+
 def replaying(body: bytes, receive: Receive) -> Receive:
     """`receive` once more from the beginning."""
     messages: list[Event] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -119,7 +128,7 @@ async def answer_refused(send: Callable[[Event], Awaitable[Any]], path: str, ref
     """The refusal in the form of the path's dialect; the connection ends, as the rest of the body is not read."""
     body = error_body(path, status=refused.status, message=str(refused))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers.append((b"retry-after", b"1") if refused.status == 503 else (b"x-should-retry", b"false"))
+    headers.append((b"retry-after", b"1") if refused.status in (429, 503) else (b"x-should-retry", b"false"))
     headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": refused.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

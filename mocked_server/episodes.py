@@ -20,6 +20,7 @@ from buffers.errors import EpisodeClosed, RequestRefused, UnknownEpisode
 from buffers.records import Episode, Int32
 from mocked_server.causes import Cause
 from mocked_server.conversation import Asked, Conversation
+from mocked_server.memory import EpisodeMemory
 from mocked_server.replies import Said
 from mocked_server.retries import Answers
 
@@ -99,6 +100,8 @@ class LiveEpisode:
     """For automatic retries."""
     kept_bytes: int = 0
     """About what the rounds below take in memory."""
+    memory: EpisodeMemory = field(default_factory=EpisodeMemory)
+    """What its requests hold."""
     _asked: dict[bytes, Asked] = field(default_factory=dict)
 
     @property

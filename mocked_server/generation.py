@@ -24,7 +24,7 @@ import numpy as np
 from buffers.errors import EngineError, EpisodeError, RequestFailed, RequestRefused, UnderstudyError
 from buffers.prompt_queue import Prompt, PromptQueue, QueueClosed, Response
 from buffers.records import Round
-from buffers.rows import ABORTED
+from buffers.rows import ABANDONED, ABORTED
 from buffers.token_tree import TokenTree
 from mocked_server.calls import PendingReply, Sampling
 
@@ -97,6 +97,12 @@ class Recorder:
             if completion.finish_reason is not None:
                 part.finish_reason = ABORTED if completion.finish_reason == "error" else completion.finish_reason
             part.spans = completion.weight_versions or part.spans
+
+    def end(self, finish_reason: str) -> None:
+        """Completions that have not finished end so."""
+        for part in self._sampled.values():
+            if part.finish_reason == ABORTED:
+                part.finish_reason = finish_reason
 
     def responses(self, *, version: int) -> list[Response]:
         """What was sampled. `version` labels tokens without a span of the engine's (those of an aborted generation)."""
@@ -225,7 +231,8 @@ class Generation:
         try:
             await self._answer(answer, reply)
         except asyncio.CancelledError:
-            self._abort(answer)
+            # What an agent has read is not undone by hanging up: else it could choose by that what is trained.
+            self._abort(answer, as_=ABANDONED if reply.abandoned and answer.is_told else ABORTED)
             if not reply.abandoned:
                 raise
         except EngineError:
@@ -291,11 +298,12 @@ class Generation:
                 answer.is_told = True
         reply.finish()
 
-    def _abort(self, answer: _Answer) -> None:
+    def _abort(self, answer: _Answer, *, as_: str = ABORTED) -> None:
         """What was sampled before the end came is a round too."""
         if answer.is_stored:
             return
         self.stats.aborted += 1
+        answer.recorder.end(as_)
         try:
             self._store(answer)
         except UnderstudyError as error:  # the request has an answer already, or gets one from whoever called

@@ -1,4 +1,5 @@
-"""Reads a model request's body before vLLM's HTTP layer does: refuses what cannot be served, joins retries, spells errors.
+"""Reads a model request's body before vLLM's HTTP layer does: bounds what is held, refuses what cannot be served, joins retries,
+spells errors.
 
 Pure ASGI, between `Attribution` (which knows the episode) and vLLM's application. Only requests of running episodes come here.
 """
@@ -6,16 +7,26 @@ Pure ASGI, between `Attribution` (which knows the episode) and vLLM's applicatio
 from __future__ import annotations
 
 import hashlib
+import logging
+from contextlib import ExitStack
+from functools import partial
 from typing import Protocol
 
 from mocked_server.calls import Call, current_call
-from mocked_server.dialects import GENERATING, as_anthropic, error_body, is_anthropic
-from mocked_server.door import MAX_BODY_BYTES, BodyRefused, answer_refused, read_body, replaying
+from mocked_server.dialects import GENERATE, GENERATING, as_anthropic, error_body, is_anthropic
+from mocked_server.door import MAX_BODY_BYTES, BodyRefused, answer_refused, read_body, replaying, told_length
 from mocked_server.fields import refused, servable
-from mocked_server.retries import Answer, App, Event, Receive, Send
+from mocked_server.memory import BodyRoom, RequestMemory
+from mocked_server.retries import Answer, App, Event, Receive, Send, TakenOver
+
+logger = logging.getLogger(__name__)
 
 RETRY_COUNT = b"x-stainless-retry-count"
 """Sent by the OpenAI and Anthropic clients with every request: 0, and 1, 2, ... in automatic retries."""
+MAX_RETRY_DIGITS = 6
+"""A count with more is none: no client retries that often."""
+UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What vLLM's HTTP layer raises at a request that is not as it expects."""
 
 
 class Observer(Protocol):
@@ -36,6 +47,7 @@ class Intake:
     def __init__(self, app: App) -> None:
         self._app = app
         self.observer: Observer | None = None
+        self.room = BodyRoom()
 
     async def __call__(self, scope: Event, receive: Receive, send: Send) -> None:
         call = current_call.get()
@@ -45,35 +57,80 @@ class Intake:
         path: str = scope["path"]
         if is_anthropic(path) or self.observer is not None:
             send = self._with_errors_seen(path, send)
-        try:
-            body = await read_body(scope, receive, max_bytes=MAX_BODY_BYTES)
-        except BodyRefused as error:
-            await answer_refused(send, path, error)
-            return
-        if body is None:
-            return
-        if self.observer is not None:
-            self.observer.request(call, path, body)
-        if (field := refused(path, body)) is not None:
-            await _refuse(send, path, code="unsupported_field", message=field.message, param=field.field)
-            return
-        await self._serve(call, scope, servable(path, body), receive, send)
+        with ExitStack() as held:
+            try:
+                body = await self._read(call, scope, receive, held)
+            except BodyRefused as error:
+                await answer_refused(send, path, error)
+                return
+            if body is None:
+                return
+            if self.observer is not None:
+                self.observer.request(call, path, body)
+            if (field := refused(path, body)) is not None:
+                await _refuse(send, path, code="unsupported_field", message=field.message, param=field.field)
+                return
+            await self._serve(call, scope, servable(path, body), receive, send, held)
 
-    async def _serve(self, call: Call, scope: Event, body: bytes, receive: Receive, send: Send) -> None:
+    async def _read(self, call: Call, scope: Event, receive: Receive, held: ExitStack) -> bytes | None:
+        """The body, once there is room for it; what it takes is given back when `held` ends."""
+        length = told_length(scope, max_bytes=MAX_BODY_BYTES)
+        memory = RequestMemory(call.live.memory, self.room)
+        held.callback(memory.end)
+        await memory.begin(length)
+        hold = memory.hold if length is None else lambda _: None
+        body = await read_body(scope, receive, max_bytes=MAX_BODY_BYTES, hold=hold)
+        memory.is_read()
+        return body
+
+    async def _serve(
+        self, call: Call, scope: Event, body: bytes, receive: Receive, send: Send, held: ExitStack
+    ) -> None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
-        count = next((value for name, value in headers if name == RETRY_COUNT), b"")
-        if scope["path"] not in GENERATING or not count.isdigit():
-            await self._app(scope, replaying(body, receive), send)
+        attempt = _attempt(headers)
+        if scope["path"] not in GENERATING or attempt is None:
+            await self._ask(call, scope, replaying(body, receive), send)
             return
         key = hashlib.blake2b(body, digest_size=16, key=scope["path"].encode()).digest()
-        attempt = int(count)
         answer = call.live.answers.find(key, attempt=attempt)
         if answer is None:
             answer = Answer()
-            answer.start(self._app, {**scope, "headers": _with_length(headers, body)}, body)
+            # The body is held as long as it is answered, also when nobody waits any more.
+            held.callback(call.live.answers.forget)
+            ended = held.pop_all().close
+            scope = {**scope, "headers": _with_length(headers, body)}
+            answer.start(partial(self._ask, call), scope, body, on_ended=ended)
             call.live.answers.keep(key, answer)
         answer.attempt = attempt
-        await answer.deliver(receive, send)
+        try:
+            await answer.deliver(receive, send)
+        except TakenOver as error:
+            await answer_refused(send, scope["path"], BodyRefused(409, str(error)))
+
+    async def _ask(self, call: Call, scope: Event, receive: Receive, send: Send) -> None:
+        """vLLM's application. What it fails at before it generates anything is the request: deeper than Python recurses, or of
+        another shape than it took for granted. That is refused, and no failure of the server."""
+        failure: list[Event] = []
+
+        async def unless_it_fails(message: Event) -> None:
+            is_failure = message["type"] == "http.response.start" and message["status"] == 500
+            if failure or (is_failure and not call.generates and scope["path"] != GENERATE):
+                failure.append(message)
+            else:
+                await send(message)
+
+        try:
+            await self._app(scope, receive, unless_it_fails)
+        except UNREADABLE as error:
+            if not failure:
+                raise
+            what = f"{type(error).__name__}: {str(error)[:200]}"
+            logger.warning("a request of episode %s to %s was refused (%s)", call.live.episode_id, scope["path"], what)
+            message = f"the request cannot be read ({what}); check its fields"
+            await _refuse(send, scope["path"], code="invalid_request", message=message)
+        else:
+            for each in failure:
+                await send(each)
 
     def _with_errors_seen(self, path: str, send: Send) -> Send:
         """Holds back an error until its body is complete, and sends it in the dialect's form."""
@@ -99,6 +156,12 @@ class Intake:
             await send({"type": "http.response.body", "body": body})
 
         return translate
+
+
+def _attempt(headers: list[tuple[bytes, bytes]]) -> int | None:
+    """How often the client sent this request before; None when it does not say so."""
+    count = next((value for name, value in headers if name == RETRY_COUNT), b"")
+    return int(count) if count.isdigit() and len(count) <= MAX_RETRY_DIGITS else None
 
 
 async def _refuse(send: Send, path: str, *, code: str, message: str, param: str | None = None) -> None:

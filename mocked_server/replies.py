@@ -8,7 +8,6 @@ words, other calls or other argument values are not.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +15,7 @@ from mocked_server.causes import Cause
 
 Message = dict[str, Any]
 
-_THOUGHT = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
-"""Reasoning that was not split off, because no reasoning parser is set: many clients cut it out by themselves."""
+THOUGHT_BEGINS, THOUGHT_ENDS = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,15 @@ def same_text(message: Message, text: str) -> bool:
     content = joined_text(message.get("content")).strip()
     if content == text.strip():
         return True
-    return "<think>" in text and content == _THOUGHT.sub("", text, count=1).strip()
+    return content == _without_thought(text)
+
+
+def _without_thought(text: str) -> str | None:
+    """The text without its first reasoning, which many clients cut out where no reasoning parser is set; None: it has none.
+    In one pass: an expression that also takes the spaces before it needs a time that grows with their square."""
+    before, begins, rest = text.partition(THOUGHT_BEGINS)
+    _, ends, after = rest.partition(THOUGHT_ENDS)
+    return (before.rstrip() + after).strip() if begins and ends else None
 
 
 def difference(message: Message, told: Said) -> Cause | None:
@@ -79,10 +85,9 @@ def canonical_arguments(arguments: Any) -> str:
     if text.strip() in ("", "null"):
         return "{}"
     try:
-        value = json.loads(text, parse_float=_number)
-    except json.JSONDecodeError:
-        return text  # not JSON: compared as the text that it is
-    return json.dumps(value, sort_keys=True, ensure_ascii=False)
+        return json.dumps(json.loads(text, parse_float=_number), sort_keys=True, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return text  # no JSON, or deeper and with longer numbers than Python reads: compared as the text that it is
 
 
 def _number(text: str) -> float:

@@ -5,7 +5,7 @@ application once, in a task of its own; connections attach to it. A retry attach
 it: while that runs, or after it ended. An answer that nobody waits for is given up after a moment (`GRACE_S`), which
 aborts its generation.
 
-What is kept is small: the last few complete answers of a running episode, as bytes.
+What is kept is small: the last few complete answers of a running episode, as bytes, and few bytes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+
+from buffers.errors import UnderstudyError
 
 Event = MutableMapping[str, Any]
 """A scope or a message of ASGI."""
@@ -32,6 +34,12 @@ KEPT_ANSWERS = 16
 """Complete answers kept for one episode, the latest."""
 KEPT_DELIVERED = 1
 """Of those, how many that reached their client: it asks again only if it gave up in that very moment."""
+KEPT_BYTES = 4 * 1024 * 1024
+"""Of an episode's complete answers together, the latest. A larger one is not kept."""
+
+
+class TakenOver(UnderstudyError):
+    """Another connection asked for the same answer later, and gets it."""
 
 
 class Answer:
@@ -44,28 +52,33 @@ class Answer:
         self.delivered = False
         self.replayable = True
         """False once it cannot be given to another connection: an error, a stream that has begun, or given up."""
+        self.num_bytes = 0
+        """Of what is kept of it."""
         self._messages: list[Event] = []
         self._streams = False
         self._body: bytes | None = None
         self._send: Send | None = None
         self._hung_up: asyncio.Future[Any] | None = None
+        self._taken_over: asyncio.Future[None] | None = None
         self._given_up = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, app: App, scope: Event, body: bytes) -> None:
-        """Run the application for this request."""
+    def start(self, app: App, scope: Event, body: bytes, *, on_ended: Callable[[], object] = lambda: None) -> None:
+        """Run the application for this request; `on_ended` is called when it has ended, however it did."""
         self._body = body
         self._task = asyncio.create_task(_run(app, scope, self._receive, self._take), name="answer")
         self._task.add_done_callback(self._ended)
+        self._task.add_done_callback(lambda _: on_ended())
 
     async def deliver(self, receive: Receive, send: Send) -> None:
         """Send the answer on this connection, from its beginning; returns when all is sent or the client went away.
 
-        A later connection takes over from an earlier one, whose client has given up.
+        A later connection takes over from an earlier one, whose client has given up. Raises TakenOver on the earlier one,
+        unless something was sent on it.
         """
-        num_sent = 0
-        while num_sent < len(self._messages):  # more may come while these are sent
-            await send(self._messages[num_sent])
+        num_sent, messages = 0, self._messages
+        while num_sent < len(messages):  # more may come while these are sent
+            await send(messages[num_sent])
             num_sent += 1
         if self._task is None:
             self.delivered = True
@@ -73,15 +86,20 @@ class Answer:
         if num_sent and self._streams:
             self._pass_on_only()
         task = self._task
+        if self._taken_over is not None and not self._taken_over.done():
+            self._taken_over.set_result(None)
+        self._taken_over = taken_over = asyncio.get_running_loop().create_future()
         self._send = send
         self._hung_up = hung_up = asyncio.ensure_future(receive())
         try:
-            await asyncio.wait({task, hung_up}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, hung_up, taken_over}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             hung_up.cancel()
             if self._send is send:
                 self._send = None
                 self._lost()
+        if taken_over.done() and not task.done() and not self._messages:
+            raise TakenOver("a later attempt of this request gets the answer; wait for that one")
         if task.done():
             task.result()  # an application that failed fails this connection too
 
@@ -103,6 +121,9 @@ class Answer:
                 self._pass_on_only()
         if self.replayable:
             self._messages.append(message)
+            self.num_bytes += len(message.get("body", b""))
+            if self.num_bytes > KEPT_BYTES:
+                self._pass_on_only()
         if self._send is not None:
             await self._send(message)
             if message["type"] == "http.response.body" and not message.get("more_body", False):
@@ -110,7 +131,8 @@ class Answer:
 
     def _pass_on_only(self) -> None:
         self.replayable = False
-        self._messages.clear()
+        self._messages = []  # who is being sent what was there has a hold on it
+        self.num_bytes = 0
 
     def _lost(self) -> None:
         """The connection ended. Nobody else can continue a stream that has begun; for all else a retry may come."""
@@ -150,14 +172,27 @@ class Answers:
 
     def keep(self, key: bytes, answer: Answer) -> None:
         """Remember an answer that was started; forget those that nobody will ask for any more."""
+        self._answers.append((key, answer))
+        self.forget()
+
+    def forget(self) -> None:
+        """Those that are too old, too many or too large; called whenever one was started or has ended."""
         now = time.monotonic()
-        useful = [
-            (k, a) for k, a in self._answers if a.replayable and (a.ended_at is None or now - a.ended_at < KEPT_S)
-        ]
-        complete = [a for _, a in useful if a.ended_at is not None]
-        delivered = [a for a in complete if a.delivered]
-        old = {id(a) for a in [*complete[:-KEPT_ANSWERS], *delivered[:-KEPT_DELIVERED]]}
-        self._answers = [*((k, a) for k, a in useful if id(a) not in old), (key, answer)]
+        kept, num_complete, num_delivered, num_bytes = [], 0, 0, 0
+        for key, answer in reversed(self._answers):
+            if not answer.replayable:
+                continue
+            if answer.ended_at is not None:
+                num_complete += 1
+                num_delivered += answer.delivered
+                num_bytes += answer.num_bytes
+                is_old = now - answer.ended_at >= KEPT_S
+                if is_old or num_complete > KEPT_ANSWERS or num_bytes > KEPT_BYTES:
+                    continue
+                if answer.delivered and num_delivered > KEPT_DELIVERED:
+                    continue
+            kept.append((key, answer))
+        self._answers = kept[::-1]
 
 
 async def _run(app: App, scope: Event, receive: Receive, send: Send) -> None:

@@ -6,10 +6,13 @@ the one that the HTTP layer uses (`build_serving_app` hands it over), so both al
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from mocked_server.conversation import Asked
 from mocked_server.replies import Said, canonical_arguments
+
+logger = logging.getLogger(__name__)
 
 
 class ReplyParser:
@@ -24,6 +27,15 @@ class ReplyParser:
         """`text` as content, reasoning and calls. A text that the parser cannot take is content."""
         if self._parser_cls is None:
             return Said(text.strip())
+        try:
+            return self._parsed(text, asked)
+        except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RuntimeError, OSError) as error:
+            # The agent got no better answer either. What the model says is its own: nested deeper than Python recurses, or
+            # such that a pattern's time is up, and the parsers' own faults.
+            logger.info("vLLM's parser could not take a sampled text of %d characters: %r", len(text), error)
+            return Said(text.strip())
+
+    def _parsed(self, text: str, asked: Asked) -> Said:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
 
         tools = [
@@ -35,9 +47,6 @@ class ReplyParser:
         parser = self._parser_cls(
             self._tokenizer, tools, chat_template_kwargs=asked.template_kwargs, model_config=self._model_config
         )
-        try:
-            reasoning, content, calls = parser.parse(text, request, enable_auto_tools=True)
-        except (ValueError, TypeError, KeyError, IndexError):
-            return Said(text.strip())  # the agent got no better answer either
+        reasoning, content, calls = parser.parse(text, request, enable_auto_tools=True)
         spoken = tuple((call.name, canonical_arguments(call.arguments)) for call in calls or ())
         return Said((content or "").strip(), spoken, (reasoning or "").strip())

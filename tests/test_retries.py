@@ -100,7 +100,6 @@ def test_an_error_is_not_replayed(served):
     episode, client = served.lease()
     body = {**BODY, "max_tokens": -1}
     assert send(served, client, 0, body=body).status_code == 400
-    assert attempts(served, episode) == [0]
     assert send(served, client, 1, body=body).status_code == 400
     assert served.server.episodes.get(episode).answers.find(b"", attempt=1) is None
 
@@ -109,7 +108,7 @@ def test_only_the_latest_answers_are_kept(served):
     episode, client = served.lease()
     for turn in range(KEPT_DELIVERED + 4):
         send(served, client, 0, body={**BODY, "max_tokens": 5 + turn})
-    assert len(attempts(served, episode)) == KEPT_DELIVERED + 1
+    served.call(until(lambda: len(attempts(served, episode)) == KEPT_DELIVERED))
 
 
 @pytest.mark.parametrize(("delivered", "kept"), [(False, KEPT_ANSWERS), (True, KEPT_DELIVERED)])
