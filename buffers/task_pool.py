@@ -187,6 +187,15 @@ class TaskPool:
             self._num_started += 1
             self._slots[episode.episode_id] = self._start_timer(episode.episode_id)
 
+    def renew(self, episode_id: str) -> bool:
+        """The deadline of an episode begins anew; False when it has ended."""
+        timer = self._slots.get(episode_id)
+        if timer is None:
+            return False
+        timer.cancel()
+        self._slots[episode_id] = self._start_timer(episode_id)
+        return True
+
     async def finish(self, episode_id: str, score: float) -> bool:
         """Store an episode's score and release its slot. Returns and raises as `Ledger.notify_score`."""
         stored = await asyncio.wrap_future(
