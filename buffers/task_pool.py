@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 from buffers.errors import EpisodeClosed, UnderstudyError
 from buffers.ledger import Ledger, News
-from buffers.parquet import read_tasks
+from buffers.parquet import agent_names, read_tasks
 from buffers.records import Episode, EpisodeState, GroupState, Task, UInt8
 
 logger = logging.getLogger(__name__)
@@ -137,8 +137,9 @@ class TaskPool:
     def enqueue_task(self, path: Path | str) -> int:
         """RFC: `threading.Thread(target=enqueue_task, args=("xxx.parquet",))`. From any thread; blocks until stored.
 
-        Returns the number of tasks. Raises TaskError.
+        Returns the number of tasks. Raises TaskError, and then none of them is queued.
         """
+        agent_names(Path(path))  # reads every row
         number = 0
         tasks = read_tasks(Path(path))
         while some := list(islice(tasks, _SLICE)):
