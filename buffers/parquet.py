@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -224,7 +225,7 @@ class _BadCell(Exception):
 
     def __init__(self, column: str, rule: str, value: object, remedy: str, *, row: int = 0) -> None:
         """`row`: among those that are parsed together."""
-        super().__init__(f"column {column!r} must be {rule}, got {value!r:.120}; {remedy}")
+        super().__init__(f"column {column!r} must be {rule}, got {reprlib.repr(value):.120}; {remedy}")
         self.row = row
 
 
@@ -353,7 +354,7 @@ def _json_cell(value: object, *, column: str) -> None:
         text = _as_json(value).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise _BadCell(
-            column, f"JSON: finite numbers, text, lists, objects ({error})", _start(value), "write it as text"
+            column, f"JSON: finite numbers, text, lists, objects ({error})", value, "write it as text"
         ) from error
     if len(text) > MAX_CELL_BYTES:
         raise _BadCell(column, f"at most {MAX_CELL_BYTES} bytes", f"{len(text)} bytes", "write less")
@@ -367,14 +368,6 @@ _as_json = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 def _is_deep(value: object, most: int) -> bool:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     return inner is not None and (most == 0 or any(_is_deep(each, most - 1) for each in inner))
-
-
-def _start(value: object) -> str:
-    """Of a value for a message, which may be nested too deeply to be shown."""
-    try:
-        return f"{value!r:.120}"
-    except RecursionError:
-        return f"a deep {type(value).__name__}"
 
 
 def _plain(messages: list[Message], *, name: str) -> list[dict[str, str]]:

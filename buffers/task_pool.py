@@ -32,6 +32,8 @@ from buffers.records import Episode, EpisodeState, GroupState, Task, UInt8
 
 logger = logging.getLogger(__name__)
 
+MAX_REASON_CHARS = 500
+MAX_KINDS = 64
 _SLICE = 1024
 _LOOK_S = 1.0
 
@@ -210,7 +212,9 @@ class TaskPool:
         return self._ledger.leave_out(episode_id, trained)
 
     async def fail(self, episode_id: str, reason: str) -> None:
-        """End an episode without a score and release its slot; it is tried again, or its group is given up."""
+        """End an episode without a score and release its slot; it is tried again, or its group is given up. `reason` may be
+        anything that a program said: it becomes one line, and its kind one of `MAX_KINDS`."""
+        reason = self._countable("".join(each if each.isprintable() else " " for each in reason[:MAX_REASON_CHARS]))
         await asyncio.wrap_future(self._ledger.fail_episode(episode_id, reason, max_attempts=self._max_attempts))
         self._release(episode_id, reason=EpisodeState.FAILED)
 
@@ -310,6 +314,12 @@ class TaskPool:
         while self._overdue:
             with suppress(EpisodeClosed):  # it ended in the same moment; the news of that releases the slot
                 await self.fail(self._overdue.pop(), "deadline")
+
+    def _countable(self, reason: str) -> str:
+        """Failures are counted by kind, and all counts are read at each commit."""
+        kinds = [name for name in self._ledger.counts() if name.startswith("failed/")]
+        is_known = f"failed/{reason.partition(':')[0]}" in kinds
+        return reason if is_known or len(kinds) < MAX_KINDS else f"other: {reason}"
 
     def _is_exhausted(self) -> bool:
         if not self._sealed or self._task_ids or self._sources:

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from buffers.errors import ScoreError, TaskError, UnderstudyError
+from buffers.errors import EpisodeError, ScoreError, TaskError, UnderstudyError
 from buffers.naming import one_of
 from buffers.records import Episode, Task
 from buffers.task_pool import PoolClosed, TaskPool
@@ -72,6 +72,7 @@ class Dispatch:
         self._wait_ended = wait_ended
         self._for_agents: asyncio.Queue[Episode | None] = asyncio.Queue()  # the pool's slots bound it
         self._held: set[str] = set()
+        self._watching: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Until the pool is closed: takes each episode; has it played, or gives it to `lease`."""
@@ -106,17 +107,28 @@ class Dispatch:
 
     async def lease(self, *, wait_s: float) -> Episode | None:
         """The next episode for an agent, None when there is none within `wait_s`. Raises PoolClosed."""
-        self._held = {held for held in self._held if self._pool.renew(held)}
+        self._renew_held()
         try:
             async with asyncio.timeout(wait_s):
                 while (episode := await self._for_agents.get()) is not None:
                     self._held.discard(episode.episode_id)
                     if self._pool.renew(episode.episode_id):
+                        watching = asyncio.create_task(self._renew_after(episode.episode_id))
+                        self._watching.add(watching)
+                        watching.add_done_callback(self._watching.discard)
                         return episode
         except TimeoutError:
             return None
         self._for_agents.put_nowait(None)  # for the next one who asks
         raise PoolClosed("task pool was closed: no more tasks")
+
+    async def _renew_after(self, episode_id: str) -> None:
+        """An agent that has ended an episode has as long again to ask for the next one."""
+        await self._wait_ended(episode_id)
+        self._renew_held()
+
+    def _renew_held(self) -> None:
+        self._held = {held for held in self._held if self._pool.renew(held)}
 
     async def _run(self, play: Play, episode: Episode) -> None:
         """Play, but no longer than the episode lives; then report how it went."""
@@ -133,14 +145,18 @@ class Dispatch:
             await self._report(episode.episode_id, playing)
 
     async def _report(self, episode_id: str, played: asyncio.Future[float]) -> None:
-        try:
-            await self._notify_score(episode_id, played.result())
-        except ScoreError as error:
-            logger.warning("episode=%s was not scored: %s", episode_id, error)
+        error = (
+            played.exception()
+        )  # of an agent loop or a scorer, which are other people's programs: it may be anything
+        if error is None:
+            try:
+                await self._notify_score(episode_id, played.result())
+                return
+            except (ScoreError, EpisodeError, ValueError) as refused:
+                error = refused
+        logger.warning("episode=%s was not scored: %r", episode_id, error)
+        if isinstance(error, ScoreError):
             await self._fail(episode_id, f"scorer: {error}")
-        except Exception as error:  # of an agent loop or a scorer, which are other people's programs
-            logger.warning("episode=%s could not be played: %r", episode_id, error)
-            words = (
-                str(error) if isinstance(error, UnderstudyError | ValueError) else f"{type(error).__name__}: {error}"
-            )
-            await self._fail(episode_id, words)
+        else:
+            is_plain = isinstance(error, UnderstudyError | ValueError)
+            await self._fail(episode_id, str(error) if is_plain else f"{type(error).__name__}: {error}")

@@ -289,6 +289,16 @@ async def test_a_file_with_a_bad_row_is_queued_by_no_row(tmp_path: Path) -> None
         assert await setup.pool.lease(wait_s=SHORT_S) is None
 
 
+async def test_reasons_are_one_line_and_of_few_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("buffers.task_pool.MAX_KINDS", 2)
+    async with running_pool(max_attempts=10) as setup:
+        await setup.pool.put([make_task(0)])
+        for reason in ("a\ud800\x1b[2J\n: b", "second: 1", "third: 1", "fourth: 1", "second: 2", "x" * 9999):
+            await setup.pool.fail((await setup.lease()).episode_id, reason)
+        kinds = {name: number for name, number in setup.ledger.counts().items() if name.startswith("failed/")}
+        assert kinds == {"failed/a  [2J ": 1, "failed/second": 2, "failed/other": 3}
+
+
 async def test_a_renewed_deadline_begins_anew_and_an_ended_episode_has_none() -> None:
     async with running_pool(deadline_s=10.0, max_attempts=1) as setup:
         await setup.pool.put([make_task(0)])
