@@ -3,7 +3,8 @@ connection, run inside its transaction.
 
 Called by `Ledger`, one at a time. Invariants: what a judge said of one thing stays, unless that judge revises it
 while the episode's group is in no batch and was in none; every score that was ever reported is a record, with its verdict;
-an episode's score is the mean of its judges'. It decides nothing about batches.
+an episode's score is the mean of its judges'; an episode has at most `MAX_REPORTS` records, and one more that ends it. It
+decides nothing about batches.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 import sqlite3
 from typing import Any
 
-from buffers.errors import EpisodeClosed, EpisodeError, ScoreConflict, UnderstudyError
+from buffers.errors import EpisodeClosed, EpisodeError, ScoreConflict, ScoreError, UnderstudyError
 from buffers.ledger_episodes import EpisodeRow, complete_group, fail_episode, read_episode, refusal
 from buffers.records import EpisodeScores, EpisodeState, ScoreDetail
 
 NO_ROUNDS = "no rounds"
-_CONSTRAINED = "all rounds constrained"
+CONSTRAINED = "all rounds constrained"
+MAX_REPORTS = 4096
 _COUNTS = "verdict IN ('stored', 'revised')"
 
 
@@ -38,6 +40,9 @@ def notify_score(
     ends = _part(detail)[0] == "whole" and detail.final and row.state == EpisodeState.RUNNING
     if before == score and not ends:
         return False
+    conflicts = before not in (None, score) and not detail.revise
+    if conflicts or not ends:
+        _check_room(db, episode_id=episode_id)
     if row.state != EpisodeState.RUNNING and (closed := _closed(db, row=row, before=before, score=score)) is not None:
         _record(db, row=row, score=score, detail=detail, verdict="conflict" if before is not None else "closed")
         return closed
@@ -45,7 +50,7 @@ def notify_score(
         _record(db, row=row, score=score, detail=detail, verdict=NO_ROUNDS)
         sampled = "SELECT 1 FROM round WHERE episode_id = ? AND num_sampled > 0 AND trained IS NOT NULL"
         is_constrained = db.execute(sampled, (episode_id,)).fetchone() is not None
-        reason = _CONSTRAINED if is_constrained else NO_ROUNDS
+        reason = CONSTRAINED if is_constrained else NO_ROUNDS
         fail_episode(db, episode_id=episode_id, reason=reason, max_attempts=max_attempts, drop_equal=drop_equal)
         return EpisodeClosed(
             f"episode {episode_id} must have sampled at least one token that can be trained to be scored, got none: it failed; "
@@ -56,7 +61,8 @@ def notify_score(
                 else "check that its agent reached the model"
             )
         )
-    if before not in (None, score) and not detail.revise:
+    if conflicts:
+        assert before is not None
         _record(db, row=row, score=score, detail=detail, verdict="conflict")
         return _conflict(row, before=before, score=score)
     if before != score:
@@ -143,6 +149,15 @@ def _check_part(db: sqlite3.Connection, *, row: EpisodeRow, detail: ScoreDetail)
         raise EpisodeError(
             f"score of a {part} of episode {row.episode_id} must name a round that it sampled, got round {round_index}; "
             f"rounds are counted from 0 as they end"
+        )
+
+
+def _check_room(db: sqlite3.Connection, *, episode_id: str) -> None:
+    (number,) = db.execute("SELECT count(*) FROM score WHERE episode_id = ?", (episode_id,)).fetchone()
+    if number >= MAX_REPORTS:
+        raise ScoreError(
+            f"scores of episode {episode_id} must be at most {MAX_REPORTS} reports, got one more; report its final score, "
+            f"or that it failed"
         )
 
 

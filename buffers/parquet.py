@@ -7,12 +7,14 @@ says.
 
 Columns of a task file: `prompt` (list of {role, content}, or text: one user message) and, optionally, `task_id`,
 `data_source`, `agent_name`, `reward_model` (struct with `ground_truth`) and `extra_info` (struct); both may be JSON text.
+A cell may have `MAX_CELL_BYTES`, be nested `MAX_DEPTH` deep, and hold no half of a surrogate pair; ids and names are printable.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from buffers.errors import TaskError
@@ -28,6 +31,10 @@ from buffers.records import Task
 
 Message = dict[str, Any]
 T = TypeVar("T")
+MAX_CELL_BYTES = 1 << 24
+"""As JSON, as of a model call: no prompt that is longer could be asked."""
+MAX_DEPTH = 100
+MAX_NAME_CHARS = 500
 _SLICE = 1024
 _TASK_COLUMNS = ("task_id", "data_source", "prompt", "reward_model", "extra_info", "agent_name")
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -52,18 +59,33 @@ def read_tasks(path: Path) -> Iterator[Task]:
 
 
 def agent_names(path: Path) -> dict[str, int]:
-    """Each `agent_name` of a task file, with the first row that gives it; no other column is read."""
+    """Each `agent_name` of a task file, with the first row that gives it. Every row is read and checked on the way, so that none
+    of them stops a run later. Raises TaskError; also for a task id that names two different tasks."""
+    twice = _ids_given_twice(path)
+    first: dict[str, tuple[int, Task]] = {}
     found: dict[str, int] = {}
-    with _open(path, required="prompt") as file:
-        if "agent_name" not in file.schema_arrow.names:
-            return found
-        row = 0
-        for batch in file.iter_batches(batch_size=_SLICE, columns=["agent_name"]):
-            for name in batch.column(0).to_pylist():
-                if isinstance(name, str):
-                    found.setdefault(name, row)
-                row += 1
+    for row, task in enumerate(read_tasks(path)):
+        if task.agent_name is not None:
+            found.setdefault(task.agent_name, row)
+        if task.task_id in twice:
+            other, same = first.setdefault(task.task_id, (row, task))
+            if same != task:
+                raise TaskError(
+                    f"{path}, row {row}: column 'task_id' must name one task, got {task.task_id!r:.120} as in row {other} with "
+                    f"other columns; rename one of them"
+                )
     return found
+
+
+def _ids_given_twice(path: Path) -> set[str]:
+    with _open(path, required="prompt") as file:
+        if "task_id" not in file.schema_arrow.names:
+            return set()
+        try:
+            counts = pc.value_counts(file.read(columns=["task_id"]).column(0))
+            return set(counts.filter(pc.greater(counts.field("counts"), 1)).field("values").to_pylist())
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise TaskError(f"{path}: column 'task_id' must be readable text: {error}; write it again") from error
 
 
 class TaskFile:
@@ -83,10 +105,8 @@ class TaskFile:
         rows = [row for group in groups for row in range(self._starts[group], self._starts[group + 1])]
         if "task_id" not in self._columns:
             return [self._default_id(row) for row in rows]
-        column = self._read(groups, columns=["task_id"]).column("task_id").to_pylist()
-        given = [
-            self._parsed(row, partial(_text, {"task_id": cell}, column="task_id")) for row, cell in zip(rows, column)
-        ]
+        cells = self._pylist(self._read(groups, columns=["task_id"]), rows)
+        given = [self._parsed(row, partial(_text, cell, column="task_id")) for row, cell in zip(rows, cells)]
         return [task_id or self._default_id(row) for row, task_id in zip(rows, given, strict=True)]
 
     def tasks(self, groups: Sequence[int], *, places: Sequence[int]) -> Iterator[Task]:
@@ -95,12 +115,18 @@ class TaskFile:
         table = self._read(groups, columns=self._columns)
         for start in range(0, len(places), _SLICE // 8):
             some = places[start : start + _SLICE // 8]
-            for place, cells in zip(some, table.take(pa.array(some)).to_pylist(), strict=True):
-                row = rows[place]
+            taken = [rows[place] for place in some]
+            for row, cells in zip(taken, self._pylist(table.take(pa.array(some)), taken), strict=True):
                 yield self._parsed(row, partial(_task, cells, default_id=self._default_id(row)))
 
     def _default_id(self, row: int) -> str:
         return f"{self.path.stem}:{row}"
+
+    def _pylist(self, table: Any, rows: Sequence[int]) -> list[dict[str, Any]]:
+        try:
+            return _pylist(table)
+        except _BadCell as error:
+            raise TaskError(f"{self.path}, row {rows[error.row]}: {error}") from error
 
     def _parsed(self, row: int, parse: Callable[[], T]) -> T:
         try:
@@ -197,8 +223,10 @@ def write_traces(
 class _BadCell(Exception):
     """Raised while a row is parsed; becomes a TaskError that names file and row."""
 
-    def __init__(self, column: str, rule: str, value: object, remedy: str) -> None:
-        super().__init__(f"column {column!r} must be {rule}, got {value!r:.120}; {remedy}")
+    def __init__(self, column: str, rule: str, value: object, remedy: str, *, row: int = 0) -> None:
+        """`row`: among those that are parsed together."""
+        super().__init__(f"column {column!r} must be {rule}, got {reprlib.repr(value):.120}; {remedy}")
+        self.row = row
 
 
 def _open(path: Path, *, required: str) -> Any:
@@ -211,6 +239,8 @@ def _open(path: Path, *, required: str) -> Any:
     except (pa.ArrowInvalid, OSError) as error:
         raise TaskError(f"{path} must be a parquet file, got something else ({error}); write it again") from error
     names = file.schema_arrow.names
+    if twice := sorted(name for name in set(names) if names.count(name) > 1):
+        raise TaskError(f"{path} must have columns of different names, got {twice} more than once; rename one of them")
     if required not in names:
         raise TaskError(f"{path} must have a column {required!r}, got {sorted(names)}; rename or add it")
     if file.metadata.num_rows == 0:
@@ -223,13 +253,29 @@ def _read(file: Any, *, columns: list[str], parse: Callable[[int, dict[str, Any]
     with file:
         try:
             for batch in file.iter_batches(batch_size=_SLICE, columns=columns):
-                for row in batch.to_pylist():
+                for row in _pylist(batch):
                     yield parse(number, row)
                     number += 1
         except _BadCell as error:
-            raise TaskError(f"{path}, row {number}: {error}") from error
+            raise TaskError(f"{path}, row {number + error.row}: {error}") from error
         except (pa.ArrowException, OSError) as error:
             raise TaskError(f"{path} must be readable after row {number}: {error}; write it again") from error
+
+
+def _pylist(table: Any) -> list[dict[str, Any]]:
+    """The rows of a table or batch. Raises _BadCell for the first cell that is no Python value: text that is no UTF-8, a time that
+    no calendar has."""
+    try:
+        rows: list[dict[str, Any]] = table.to_pylist()
+        return rows
+    except (ValueError, OverflowError):
+        for row in range(table.num_rows):
+            for name in table.schema.names:
+                try:
+                    table.column(name)[row].as_py()
+                except (ValueError, OverflowError) as error:
+                    raise _BadCell(name, "UTF-8 text, or numbers", str(error), "write it as text", row=row) from error
+        raise
 
 
 def _task(row: dict[str, Any], *, default_id: str) -> Task:
@@ -259,7 +305,7 @@ def _trace(row: dict[str, Any]) -> Trace:
 def _messages(row: dict[str, Any], *, column: str) -> list[Message]:
     cell = row[column]
     if isinstance(cell, str) and cell:
-        return [{"role": "user", "content": cell}]
+        cell = [{"role": "user", "content": cell}]
     if not isinstance(cell, list) or not cell:
         raise _BadCell(
             column, "text or a list of messages, not empty", cell, "write [{'role': 'user', 'content': '...'}]"
@@ -278,7 +324,7 @@ def _messages(row: dict[str, Any], *, column: str) -> list[Message]:
 def _object(row: dict[str, Any], *, column: str) -> dict[str, Any]:
     """A struct cell, or the JSON text of an object; absent and null are empty."""
     cell = row.get(column)
-    if cell is None:
+    if cell is None or cell == {}:
         return {}
     remedy = "use a struct column, or the JSON text of an object"
     value = cell
@@ -286,7 +332,7 @@ def _object(row: dict[str, Any], *, column: str) -> dict[str, Any]:
         try:
             value = json.loads(cell)
         except (ValueError, RecursionError) as error:
-            raise _BadCell(column, f"JSON ({error})", cell, remedy) from error
+            raise _BadCell(column, f"JSON ({error})", cell[:200], remedy) from error
     if not isinstance(value, dict):
         raise _BadCell(column, "an object", cell, remedy)
     _json_cell(value, column=column)
@@ -297,16 +343,31 @@ def _text(row: dict[str, Any], *, column: str) -> str | None:
     cell = row.get(column)
     if cell is not None and not isinstance(cell, str):
         raise _BadCell(column, "text", cell, "write the column as strings")
+    if cell and not (len(cell) <= MAX_NAME_CHARS and cell.isprintable()):
+        rule = f"at most {MAX_NAME_CHARS} printable characters"
+        raise _BadCell(column, rule, cell[:200], "write a short name in one line")
     return cell
 
 
 def _json_cell(value: object, *, column: str) -> None:
     try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError) as error:
+        text = _as_json(value).encode()
+    except (TypeError, ValueError, RecursionError) as error:
         raise _BadCell(
             column, f"JSON: finite numbers, text, lists, objects ({error})", value, "write it as text"
         ) from error
+    if len(text) > MAX_CELL_BYTES:
+        raise _BadCell(column, f"at most {MAX_CELL_BYTES} bytes", f"{len(text)} bytes", "write less")
+    if text.count(b"{") + text.count(b"[") > MAX_DEPTH and _is_deep(value, MAX_DEPTH):
+        raise _BadCell(column, f"nested at most {MAX_DEPTH} deep", text[:200], "write it flatter, or as text")
+
+
+_as_json = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
+
+
+def _is_deep(value: object, most: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return inner is not None and (most == 0 or any(_is_deep(each, most - 1) for each in inner))
 
 
 def _plain(messages: list[Message], *, name: str) -> list[dict[str, str]]:

@@ -27,11 +27,13 @@ from typing import Any, Protocol
 
 from buffers.errors import EpisodeClosed, UnderstudyError
 from buffers.ledger import Ledger, News
-from buffers.parquet import read_tasks
+from buffers.parquet import agent_names, read_tasks
 from buffers.records import Episode, EpisodeState, GroupState, Task, UInt8
 
 logger = logging.getLogger(__name__)
 
+MAX_REASON_CHARS = 500
+MAX_KINDS = 64
 _SLICE = 1024
 _LOOK_S = 1.0
 
@@ -137,8 +139,9 @@ class TaskPool:
     def enqueue_task(self, path: Path | str) -> int:
         """RFC: `threading.Thread(target=enqueue_task, args=("xxx.parquet",))`. From any thread; blocks until stored.
 
-        Returns the number of tasks. Raises TaskError.
+        Returns the number of tasks. Raises TaskError, and then none of them is queued.
         """
+        agent_names(Path(path))  # reads every row
         number = 0
         tasks = read_tasks(Path(path))
         while some := list(islice(tasks, _SLICE)):
@@ -187,6 +190,15 @@ class TaskPool:
             self._num_started += 1
             self._slots[episode.episode_id] = self._start_timer(episode.episode_id)
 
+    def renew(self, episode_id: str) -> bool:
+        """The deadline of an episode begins anew; False when it has ended."""
+        timer = self._slots.get(episode_id)
+        if timer is None:
+            return False
+        timer.cancel()
+        self._slots[episode_id] = self._start_timer(episode_id)
+        return True
+
     async def finish(self, episode_id: str, score: float) -> bool:
         """Store an episode's score and release its slot. Returns and raises as `Ledger.notify_score`."""
         stored = await asyncio.wrap_future(
@@ -200,7 +212,9 @@ class TaskPool:
         return self._ledger.leave_out(episode_id, trained)
 
     async def fail(self, episode_id: str, reason: str) -> None:
-        """End an episode without a score and release its slot; it is tried again, or its group is given up."""
+        """End an episode without a score and release its slot; it is tried again, or its group is given up. `reason` may be
+        anything that a program said: it becomes one line, and its kind one of `MAX_KINDS`."""
+        reason = self._countable("".join(each if each.isprintable() else " " for each in reason[:MAX_REASON_CHARS]))
         await asyncio.wrap_future(self._ledger.fail_episode(episode_id, reason, max_attempts=self._max_attempts))
         self._release(episode_id, reason=EpisodeState.FAILED)
 
@@ -300,6 +314,12 @@ class TaskPool:
         while self._overdue:
             with suppress(EpisodeClosed):  # it ended in the same moment; the news of that releases the slot
                 await self.fail(self._overdue.pop(), "deadline")
+
+    def _countable(self, reason: str) -> str:
+        """Failures are counted by kind, and all counts are read at each commit."""
+        kinds = [name for name in self._ledger.counts() if name.startswith("failed/")]
+        is_known = f"failed/{reason.partition(':')[0]}" in kinds
+        return reason if is_known or len(kinds) < MAX_KINDS else f"other: {reason}"
 
     def _is_exhausted(self) -> bool:
         if not self._sealed or self._task_ids or self._sources:

@@ -2,7 +2,8 @@
 time or many.
 
 Built by `learner.pipeline` from `data.scorer` and `data.reward_manager`; whoever has an answer awaits `score`.
-Invariants: only scorers that the configuration names are called; the event loop never waits for one; a scorer that fails
+Invariants: only scorers that the configuration names are called; the event loop never waits for one, nor does other work when
+one hangs: they have `THREADS` threads of their own, and a hanging one keeps its thread; a scorer that fails, whatever it raises,
 fails its own episodes (ScoreError), and a number that is none is refused by the ledger. It does not look at lengths or
 groups: that is done where batches are made.
 
@@ -16,6 +17,7 @@ import asyncio
 import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -25,11 +27,14 @@ from buffers.errors import ScoreError, TaskError
 from buffers.naming import one_of
 from buffers.records import Task
 from env_adapters import reward_model
+from env_adapters.adapter import OwnThread
 from env_adapters.scorers import SCORERS, SEE_EXIT_CODE, ProgramOutput
 
 DEFAULT = "default"
 """The key of `data.scorer` for all other data sources."""
 MAX_BATCH = 256
+THREADS = 32
+"""Calls of one scorer at once."""
 TRIES = 3
 TIMEOUT_S = 30.0
 PAUSE_S = 0.5
@@ -37,17 +42,6 @@ PAUSE_S = 0.5
 
 Batch = Callable[[Sequence[Task], Sequence[str]], list[float]]
 """Scores of some tasks' answers; blocks."""
-# What a scorer may raise for a bad answer. Anything else is a bug that ends the run.
-_FAILURES = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    httpx.HTTPError,
-)
 
 
 class Rewards:
@@ -87,6 +81,7 @@ class _Collector:
         self._call = resolve(name, batch=batch)
         self._most = MAX_BATCH if batch else 1
         self._batch = batch
+        self._slots = asyncio.Semaphore(THREADS)
         self._waiting: list[tuple[Task, str, asyncio.Future[float]]] = []
         self._working: asyncio.Task[None] | None = None
 
@@ -120,17 +115,41 @@ class _Collector:
         self._working = None
 
     async def _judge(self, tasks: Sequence[Task], answers: Sequence[str]) -> list[float]:
+        await self._slots.acquire()
+        loop = asyncio.get_running_loop()
+
+        def call() -> list[float]:
+            try:
+                return self._call(tasks, answers)
+            finally:
+                with suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(self._slots.release)
+
+        thread = OwnThread(f"scorer {self._name}")
+        judging = asyncio.create_task(thread.call(call), name=f"judge with {self._name}")
         try:
-            scores = await asyncio.to_thread(self._call, tasks, answers)
-        except _FAILURES as error:
+            await asyncio.wait({judging})
+        finally:
+            judging.add_done_callback(_seen)  # of one that was given up nobody asks
+            await thread.end(_nothing)
+        if (error := judging.exception()) is not None:  # somebody's program, and an answer that a model wrote
             raise ScoreError(
                 f"data.scorer {self._name} failed on task {tasks[0].task_id}: {type(error).__name__}: {error}"
             ) from error
+        scores = judging.result()
         if not isinstance(scores, list) or len(scores) != len(tasks):
             raise ScoreError(
                 f"data.scorer {self._name} must give one score for each of {len(tasks)}, got {scores!r:.100}"
             )
         return scores
+
+
+def _nothing() -> None: ...
+
+
+def _seen(judged: asyncio.Task[list[float]]) -> None:
+    if not judged.cancelled():
+        judged.exception()
 
 
 def _settle(

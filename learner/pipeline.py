@@ -53,7 +53,7 @@ from learner.traces import Traces
 from learner.tracker import Tracker
 from learner.validation import Validation
 from learner.watch import watch
-from mocked_server.dispatch import PLAIN
+from mocked_server.dispatch import PLAIN, Others
 from mocked_server.generation import Generation
 from mocked_server.keys import KeyRing, row_secret, secret_of_run
 from mocked_server.protocol import bind
@@ -309,6 +309,7 @@ class Pipeline:
             pool=books.pool, notify_score_fn=books.rounds.notify_score,
             score_fn=self._rewards.score if self._rewards else None,
             loops=self._loops, sock=self._socket, keys=self._keys,
+            others=Others(agents=self._players() is None, default=self._default_agent()),
         )  # fmt: skip
         server.put_to_sleep_with(engine)
         for episode, rounds in books.running:

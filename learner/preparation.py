@@ -7,12 +7,12 @@ import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from pathlib import Path
 
 from buffers.errors import TaskError
 from buffers.naming import one_of
-from buffers.parquet import agent_names, read_tasks
+from buffers.parquet import agent_names
 from configs.schema import Config
 from configs.tiny_model import make_tiny_model
 from learner.checkpoint_store import WEIGHTS, Checkpoint
@@ -35,9 +35,9 @@ async def prepare_files(
         await make(config.data.make, missing[0], folder / "data.log")
     validation = config.data.validation[0] if config.data.validation else ""
     for path in filter(None, (*files, validation)):
-        await asyncio.to_thread(next, read_tasks(Path(path)))
+        names = await asyncio.to_thread(agent_names, Path(path))
         if players is not None:
-            await asyncio.to_thread(_check_agent_names, Path(path), players)
+            _check_agent_names(Path(path), names, players)
     if config.model.path == "tiny":
         return await asyncio.to_thread(make_tiny_model, folder / "model", seed=config.run.seed)
     if not ((model := Path(config.model.path)) / "config.json").is_file():
@@ -48,8 +48,8 @@ async def prepare_files(
     return model
 
 
-def _check_agent_names(path: Path, known: Set[str]) -> None:
-    for name, row in agent_names(path).items():
+def _check_agent_names(path: Path, names: Mapping[str, int], known: Set[str]) -> None:
+    for name, row in names.items():
         if name not in known:
             raise TaskError(f"{path}, row {row}: agent_name must be {one_of(name, known)}; or name it in agents.loops")
 

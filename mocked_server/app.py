@@ -42,6 +42,8 @@ from mocked_server.keys import KeyRing
 T = TypeVar("T")
 MAX_WAIT_S = 60.0
 MAX_INDEX = 1 << 31
+MAX_TASKS = 10_000
+"""Added at once; more of them go into a task file."""
 RETRY_AFTER_S = 5
 """Told to clients while the disk is full."""
 
@@ -100,6 +102,8 @@ class ScoreBody(BaseModel):
             raise ValueError("exactly one of score and failed must be given")
         if self.round_index is not None and self.branch is not None:
             raise ValueError("a score is of a round or of a branch, not both")
+        if not self.judge.isprintable():
+            raise ValueError("judge must be printable")
         return self
 
     def detail(self) -> ScoreDetail | None:
@@ -114,7 +118,7 @@ class TasksBody(BaseModel):
     """Rows as in a task file."""
 
     model_config = ConfigDict(extra="forbid")
-    tasks: list[dict[str, Any]] = Field(min_length=1)
+    tasks: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_TASKS)
 
 
 STATUS_OF: dict[type[UnderstudyError], int] = {

@@ -4,18 +4,21 @@ Where there is such a player, the server puts this between the task pool and the
 those that a player names played, and hands the others on. So one task file, one batch and one capacity rule hold all of
 them. Two kinds of players exist: plain prompts (`single_turn_agent`: one generation in this process, scored by a
 function), and agent loops, which the pipeline hands in. Invariant: an episode is either played here or given to exactly
-one agent; one that ends otherwise (deadline, stale) is played no further. At most two episodes wait here for an agent
-to ask.
+one agent; one that ends otherwise (deadline, stale) is played no further; whatever a player raises ends its own episode.
+No kind of player waits for another: an episode for an agent is held, in its slot, until one asks. It fails when none asks for
+as long as an episode may take, or at once where no agent ever asks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 
-from buffers.errors import AgentError, EngineError, EpisodeError, ScoreError
+from buffers.errors import EpisodeError, ScoreError, TaskError, UnderstudyError
+from buffers.naming import one_of
 from buffers.records import Episode, Task
 from buffers.task_pool import PoolClosed, TaskPool
 from mocked_server.app import Leased
@@ -32,15 +35,29 @@ Play = Callable[[Episode, Leased], Awaitable[float]]
 """Plays an opened episode and returns its score. What it raises is the reason why there is none."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Others:
+    """Who plays rows that name none of the players."""
+
+    agents: bool = True
+    """Programs may ask for them. False: nobody will, and such a row is refused."""
+    default: str | None = None
+    """The player of added rows that name nobody; None: agents."""
+
+
+AGENTS = Others()
+
+
 class Dispatch:
-    """`players`: by `agent_name`. `open_episode` lets its key open the model API; `notify_score` and `fail` end it;
-    `wait_ended` returns when it ended, whoever did it."""
+    """`players`: by `agent_name`; `others`: who plays what names none of them. `open_episode` lets an episode's key open the
+    model API; `notify_score` and `fail` end it; `wait_ended` returns when it ended, whoever did it."""
 
     def __init__(
         self,
         pool: TaskPool,
         *,
         players: Mapping[str, Play],
+        others: Others = AGENTS,
         open_episode: Callable[[Episode], Leased],
         notify_score: Callable[[str, float], Awaitable[object]],
         fail: Callable[[str, str], Awaitable[None]],
@@ -48,11 +65,14 @@ class Dispatch:
     ) -> None:
         self._pool = pool
         self._players = players
+        self._others = others
         self._open = open_episode
         self._notify_score = notify_score
         self._fail = fail
         self._wait_ended = wait_ended
-        self._for_agents: asyncio.Queue[Episode | None] = asyncio.Queue(maxsize=1)
+        self._for_agents: asyncio.Queue[Episode | None] = asyncio.Queue()  # the pool's slots bound it
+        self._held: set[str] = set()
+        self._watching: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Until the pool is closed: takes each episode; has it played, or gives it to `lease`."""
@@ -65,20 +85,50 @@ class Dispatch:
                     play = self._players.get(episode.task.agent_name or "")
                     if play is not None:
                         playing.create_task(self._run(play, episode), name=f"play {episode.episode_id}")
+                    elif self._others.agents:
+                        self._held.add(episode.episode_id)
+                        self._for_agents.put_nowait(episode)
                     else:
-                        await self._for_agents.put(episode)
-            await self._for_agents.put(None)
+                        await self._fail(
+                            episode.episode_id, f"nobody plays it: agent_name {episode.task.agent_name!r:.60}"
+                        )
+            self._for_agents.put_nowait(None)
+
+    def checked(self, tasks: Sequence[Task]) -> list[Task]:
+        """Tasks that are added, each with somebody who may play it. Raises TaskError for the first without."""
+        named = [task if task.agent_name else replace(task, agent_name=self._others.default) for task in tasks]
+        for task in named if not self._others.agents else ():
+            if task.agent_name not in self._players:
+                rule = one_of(task.agent_name or "", self._players)
+                raise TaskError(
+                    f"agent_name of task {task.task_id!r:.100} must be {rule}; nobody else plays in this run"
+                )
+        return named
 
     async def lease(self, *, wait_s: float) -> Episode | None:
         """The next episode for an agent, None when there is none within `wait_s`. Raises PoolClosed."""
+        self._renew_held()
         try:
-            episode = await asyncio.wait_for(self._for_agents.get(), wait_s)
+            async with asyncio.timeout(wait_s):
+                while (episode := await self._for_agents.get()) is not None:
+                    self._held.discard(episode.episode_id)
+                    if self._pool.renew(episode.episode_id):
+                        watching = asyncio.create_task(self._renew_after(episode.episode_id))
+                        self._watching.add(watching)
+                        watching.add_done_callback(self._watching.discard)
+                        return episode
         except TimeoutError:
             return None
-        if episode is None:
-            self._for_agents.put_nowait(None)  # for the next one who asks
-            raise PoolClosed("task pool was closed: no more tasks")
-        return episode
+        self._for_agents.put_nowait(None)  # for the next one who asks
+        raise PoolClosed("task pool was closed: no more tasks")
+
+    async def _renew_after(self, episode_id: str) -> None:
+        """An agent that has ended an episode has as long again to ask for the next one."""
+        await self._wait_ended(episode_id)
+        self._renew_held()
+
+    def _renew_held(self) -> None:
+        self._held = {held for held in self._held if self._pool.renew(held)}
 
     async def _run(self, play: Play, episode: Episode) -> None:
         """Play, but no longer than the episode lives; then report how it went."""
@@ -95,11 +145,18 @@ class Dispatch:
             await self._report(episode.episode_id, playing)
 
     async def _report(self, episode_id: str, played: asyncio.Future[float]) -> None:
-        try:
-            await self._notify_score(episode_id, played.result())
-        except ScoreError as error:
-            logger.warning("episode=%s was not scored: %s", episode_id, error)
+        error = (
+            played.exception()
+        )  # of an agent loop or a scorer, which are other people's programs: it may be anything
+        if error is None:
+            try:
+                await self._notify_score(episode_id, played.result())
+                return
+            except (ScoreError, EpisodeError, ValueError) as refused:
+                error = refused
+        logger.warning("episode=%s was not scored: %r", episode_id, error)
+        if isinstance(error, ScoreError):
             await self._fail(episode_id, f"scorer: {error}")
-        except (AgentError, EngineError, EpisodeError, ValueError) as error:
-            logger.warning("episode=%s could not be played: %s", episode_id, error)
-            await self._fail(episode_id, str(error))
+        else:
+            is_plain = isinstance(error, UnderstudyError | ValueError)
+            await self._fail(episode_id, str(error) if is_plain else f"{type(error).__name__}: {error}")

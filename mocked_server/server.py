@@ -30,7 +30,7 @@ from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
 from mocked_server.app import Leased, build_admin_app, build_app
 from mocked_server.attribution import Attribution
-from mocked_server.dispatch import PLAIN, Dispatch, Play, ScoreFn
+from mocked_server.dispatch import AGENTS, PLAIN, Dispatch, Others, Play, ScoreFn
 from mocked_server.door import MAX_BODY_BYTES, MAX_DESK_BYTES, BodyLimit, Door
 from mocked_server.episodes import Episodes
 from mocked_server.intake import Intake
@@ -65,10 +65,12 @@ class MockedServer:
         notify_score_fn: NotifyScore,
         score_fn: ScoreFn | None = None,
         loops: LoopPlayer | None = None,
+        others: Others = AGENTS,
         sock: socket.socket | None = None,
         keys: KeyRing | None = None,
     ) -> None:
-        """`score_fn`: judges plain prompts; `loops`: plays rows that name an agent loop. `sock`: None: bound here."""
+        """`score_fn`: judges plain prompts; `loops`: plays rows that name an agent loop; `others`: who plays the others.
+        `sock`: None: bound here."""
         self.keys = keys or KeyRing()
         self.episodes = Episodes()
         self.prompt_queue = PromptQueue()
@@ -84,6 +86,7 @@ class MockedServer:
         self._notify_score = notify_score_fn
         self._score_fn = score_fn
         self._loops = loops
+        self._others = others
         self._dispatch = None if score_fn is None and loops is None else self._make_dispatch()
         self._dispatching: asyncio.Task[None] | None = None
         pool.on_closed = self.close_episode
@@ -221,6 +224,7 @@ class MockedServer:
         return Dispatch(
             self.pool,
             players=players,
+            others=self._others,
             open_episode=self.open_episode,
             notify_score=self.settle,
             fail=self.fail,
@@ -306,8 +310,9 @@ class MockedServer:
             await self._endings.setdefault(episode_id, asyncio.Event()).wait()
 
     async def add_tasks(self, rows: list[dict[str, Any]]) -> int:
-        """Add tasks given as parquet rows; raises TaskError naming the row."""
-        tasks = tasks_of_rows(rows, source="POST /tasks")
+        """Add tasks given as parquet rows, all or none; raises TaskError naming the row."""
+        tasks = await asyncio.to_thread(tasks_of_rows, rows, source="POST /tasks")
+        tasks = tasks if self._dispatch is None else self._dispatch.checked(tasks)
         await self.pool.put(tasks)
         return len(tasks)
 
@@ -369,14 +374,9 @@ def create_and_launch_task_pool(
             max_attempts=1,
         )
         box["server"] = mocked = MockedServer(
-            args=args,
-            vllm_config=config,
-            rollout=rollout,
-            server=server,
-            pool=pool,
-            notify_score_fn=notify_score_fn,
-            score_fn=score_fn,
-        )
+            args=args, vllm_config=config, rollout=rollout, server=server, pool=pool,
+            notify_score_fn=notify_score_fn, score_fn=score_fn,
+        )  # fmt: skip
         await mocked.start()
         ready.set()
         await mocked.wait()

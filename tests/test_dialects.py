@@ -8,6 +8,7 @@ import anthropic
 import openai
 import pytest
 
+from mocked_server.vllm_sampling import seed_of
 from tests.server_parts import LOGPROB, whole_prompt
 
 FUNCTION = {
@@ -127,14 +128,14 @@ def test_completions_are_recorded(served, stream):
 
 
 def test_sampling_fields_reach_the_engine(served):
-    _, client = served.lease()
+    episode, client = served.lease()
     client.chat.completions.create(
         model="policy", messages=[{"role": "user", "content": ASK}], stop=["END", "STOP"], seed=7, max_completion_tokens=9,
         presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={"5": 1.5}, n=3, logprobs=True, top_logprobs=2,
         extra_body={"repetition_penalty": 1.1, "min_tokens": 2, "stop_token_ids": [3]},
     )  # fmt: skip
     (params,) = served.engine.params
-    assert (params.stop, params.seed, params.max_tokens, params.n) == (["END", "STOP"], 7, 9, 3)
+    assert (params.stop, params.seed, params.max_tokens, params.n) == (["END", "STOP"], seed_of(episode, 7), 9, 3)
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -0.5, 1.1)
     assert (params.logit_bias, params.logprobs, params.min_tokens) == ({5: 1.5}, 2, 2)
     assert 3 in params.stop_token_ids

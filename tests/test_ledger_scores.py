@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from buffer_parts import make_round, open_running
 
-from buffers.errors import EpisodeClosed, EpisodeError, ScoreConflict
+from buffers.errors import EpisodeClosed, EpisodeError, ScoreConflict, ScoreError
 from buffers.ledger import Ledger
 from buffers.records import Episode, Row, ScoreDetail
 
@@ -98,6 +99,29 @@ def test_another_value_is_a_conflict_unless_it_is_a_revision_before_training(led
     assert ledger.notify_score(episode, 0.5).result() is False
     told = [(entry["value"], entry["verdict"]) for entry in ledger.score_history(episode).result()]
     assert told == [(1.0, "stored"), (0.5, "conflict"), (0.5, "revised"), (2.0, "conflict")]
+
+
+@pytest.mark.parametrize(
+    "detail",
+    [ScoreDetail(revise=True, final=False), ScoreDetail(final=False), ScoreDetail(), ScoreDetail(judge="other")],
+)
+def test_judges_that_never_end_do_not_fill_the_ledger(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, detail: ScoreDetail
+) -> None:
+    monkeypatch.setattr("buffers.ledger_scores.MAX_REPORTS", 5)
+    episode = running(ledger).episode_id
+    ledger.notify_score(episode, 0.0, detail=ScoreDetail(final=False)).result()
+    if detail.judge:
+        ledger.notify_score(episode, 0.0).result()
+    for number in range(1, 6):
+        with suppress(ScoreConflict, ScoreError):
+            ledger.notify_score(episode, float(number), detail=detail).result()
+    with pytest.raises(ScoreError, match="must be at most 5 reports, got one more; report its final score"):
+        ledger.notify_score(episode, 6.0, detail=detail).result()
+    assert len(ledger.score_history(episode).result()) == 5
+    last = [entry["value"] for entry in ledger.score_history(episode).result() if entry["verdict"] != "conflict"][-1]
+    ledger.notify_score(episode, last, detail=ScoreDetail(judge=detail.judge)).result()  # what it said before ends it
+    assert ledger.counts()["episodes/scored"] == 1
 
 
 def test_a_score_after_the_group_is_in_a_batch_is_recorded_and_refused(ledger: Ledger) -> None:

@@ -163,6 +163,46 @@ async def test_a_server_that_does_not_start_is_named_with_its_last_words(tmp_pat
                 pass
 
 
+HOSTILE = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked["method"] == "initialize":
+        result = {"protocolVersion": asked["params"]["protocolVersion"], "capabilities": {"tools": {}},
+                  "serverInfo": {"name": "hostile", "version": "1"}}
+    elif asked["method"] == "tools/list":
+        result = json.loads(sys.argv[1])
+    else:
+        continue
+    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
+"""
+OBJECT = {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("listed", "reason"),
+    [
+        ({"tools": [], "nextCursor": "on and on"}, "must list at most 1000 tools"),
+        ({"tools": [{"name": "a\x1b[2J", "inputSchema": OBJECT}]}, "must be at most 128 printable characters"),
+        (
+            {"tools": [{"name": "a", "description": "x" * 70_000, "inputSchema": OBJECT}]},
+            "in at most 65536 bytes, got 70",
+        ),
+        (
+            {"tools": [{"name": "a", "inputSchema": {**OBJECT, "properties": {"b": True}}}]},
+            "that can be used: 1 validation error",
+        ),
+    ],
+)
+async def test_a_server_that_lists_too_much_or_what_cannot_be_used_is_refused_and_ended(tmp_path, listed, reason):
+    server = {"command": "{python}", "args": ["-c", HOSTILE, json.dumps(listed)]}
+    toolbox = Toolbox.load(tools_of(tmp_path, {"one": server}))
+    with pytest.raises(ToolError, match=reason):
+        async with toolbox:
+            pass
+    assert toolbox._sources[0]._session is None
+
+
 async def test_a_server_over_http_does_as_well(tmp_path):
     tools_of(tmp_path, {})
     process = await asyncio.create_subprocess_exec(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffers.errors import TaskError
-from buffers.parquet import agent_names, read_tasks, read_traces, tasks_of_rows, write_tasks, write_traces
+from buffers.parquet import (
+    MAX_CELL_BYTES,
+    TaskFile,
+    agent_names,
+    read_tasks,
+    read_traces,
+    tasks_of_rows,
+    write_tasks,
+    write_traces,
+)
 from buffers.records import Task
 
 MESSAGE = {"role": "user", "content": "2 + 2?"}
@@ -137,6 +147,15 @@ def test_rows_are_read_only_as_they_are_asked_for(tmp_path: Path) -> None:
         ({"prompt": "x", "reward_model": '{"ground_truth": NaN}'}, "column 'reward_model' must be JSON: finite"),
         ({"prompt": "x", "reward_model": 1.0}, "column 'reward_model' must be an object"),
         ({"prompt": "x", "task_id": 5}, "column 'task_id' must be text"),
+        ({"prompt": "x", "task_id": "a\x1b[2J"}, "column 'task_id' must be at most 500 printable characters"),
+        ({"prompt": "x", "agent_name": "a" * 501}, "column 'agent_name' must be at most 500 printable characters"),
+        ({"prompt": "x" * (MAX_CELL_BYTES + 1)}, f"column 'prompt' must be at most {MAX_CELL_BYTES} bytes"),
+        ({"prompt": "x", "extra_info": '{"a": "\\ud800"}'}, "surrogates not allowed"),
+        (
+            {"prompt": "x", "extra_info": '{"a":' * 101 + "1" + "}" * 101},
+            "column 'extra_info' must be nested at most 100",
+        ),
+        ({"prompt": "x", "extra_info": '{"a":' + "9" * 5000 + "}"}, "column 'extra_info' must be JSON"),
     ],
 )
 def test_a_cell_that_cannot_be_used_is_named(tmp_path: Path, row: dict[str, Any], complaint: str) -> None:
@@ -145,6 +164,61 @@ def test_a_cell_that_cannot_be_used_is_named(tmp_path: Path, row: dict[str, Any]
         list(read_tasks(path))
     assert complaint in str(refusal.value)
     assert len(str(refusal.value)) < 600
+
+
+BYTES = pa.Array.from_buffers(  # "fine", and what is no UTF-8
+    pa.string(), 2, [None, pa.py_buffer(struct.pack("<3i", 0, 4, 6)), pa.py_buffer(b"fine\xff\xfe")]
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [
+        ("prompt", BYTES),
+        ("task_id", BYTES),
+        ("agent_name", BYTES),
+        ("reward_model", pa.StructArray.from_arrays([BYTES], ["ground_truth"])),
+        ("extra_info", pa.array([{"t": None}, {"t": 2**60}], pa.struct([("t", pa.timestamp("us"))]))),
+        ("extra_info", pa.array([{"t": None}, {"t": 1}], pa.struct([("t", pa.timestamp("ns"))]))),
+    ],
+)
+def test_a_cell_that_python_cannot_hold_is_named_however_it_is_read(tmp_path: Path, name: str, column: Any) -> None:
+    path = tmp_path / "bad.parquet"
+    pq.write_table(pa.table({"prompt": ["x", "y"], name: column}), path)
+    rule = rf"bad\.parquet, row 1: column '{name}' must be UTF-8 text, or numbers"
+    for read in (lambda: list(read_tasks(path)), lambda: list(TaskFile(path).tasks([0], places=[0, 1]))):
+        with pytest.raises(TaskError, match=rule):
+            read()
+    with pytest.raises(TaskError, match=f"column '{name}' must be"):
+        agent_names(path)
+
+
+def test_every_row_is_checked_before_the_first_is_used(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number}" * 50, "task_id": f"{number}"} for number in range(3000)]
+    good = pa.Table.from_pylist(rows)
+    path = tmp_path / "tasks.parquet"
+    pq.write_table(good, path, row_group_size=1000, compression="none", use_dictionary=False)
+    assert agent_names(path) == {}
+    data = bytearray(path.read_bytes())
+    at = data.rindex(b"2500")
+    data[at - 400 : at] = b"\xff" * 400  # lengths and texts of a page; the footer is fine
+    path.write_bytes(data)
+    with pytest.raises(TaskError, match=r"tasks\.parquet"):
+        agent_names(path)
+    write_rows(path, [*rows, {"prompt": "", "task_id": "late"}])
+    with pytest.raises(TaskError, match=r"row 3000: column 'prompt' must be text or a list"):
+        agent_names(path)
+
+
+def test_an_id_names_one_task_and_a_column_stands_once(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "tasks.parquet", [{"prompt": text, "task_id": "a"} for text in ("x", "x")])
+    assert agent_names(path) == {}
+    write_rows(path, [{"prompt": text, "task_id": name} for text, name in (("x", "a"), ("z", "b"), ("y", "a"))])
+    with pytest.raises(TaskError, match=r"row 2: column 'task_id' must name one task, got 'a' as in row 0 with other"):
+        agent_names(path)
+    pq.write_table(pa.Table.from_arrays([pa.array(["x"])] * 2, names=["prompt", "prompt"]), path)
+    with pytest.raises(TaskError, match=r"must have columns of different names, got \['prompt'\] more than once"):
+        read_tasks(path)
 
 
 def test_files_that_cannot_be_used_are_refused_at_once(tmp_path: Path) -> None:

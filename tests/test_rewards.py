@@ -99,6 +99,27 @@ def crashing(tasks: list[Task], answers: list[str]) -> list[float]:
     raise AssertionError("a bug")
 
 
+class Own(Exception):
+    """Of a scorer's own library."""
+
+
+def own(task: Task, answer: str) -> float:
+    raise Own("mine")
+
+
+def exits(task: Task, answer: str) -> float:
+    raise SystemExit("mine")
+
+
+def hangs(task: Task, answer: str) -> float:
+    seen.append(1)
+    if len(seen) == 2:
+        hangs_twice.set()
+    never.wait()
+    return 0.0
+
+
+hangs_twice, never = threading.Event(), threading.Event()
 seen: list[int] = []
 started, gate = threading.Event(), threading.Event()
 
@@ -121,12 +142,36 @@ async def test_a_batch_function_gets_all_answers_that_piled_up() -> None:
     assert seen == [1, 3]
 
 
-async def test_a_bug_in_a_batch_function_reaches_all_who_wait() -> None:
+async def test_what_a_batch_function_raises_reaches_all_who_wait() -> None:
     batch = Rewards("test_rewards.crashing", batch=True)
     outcomes = await asyncio.wait_for(
         asyncio.gather(*[batch.score(task(), "x") for _ in range(3)], return_exceptions=True), 5
     )
-    assert [str(outcome) for outcome in outcomes] == ["a bug"] * 3
+    assert [type(outcome) for outcome in outcomes] == [ScoreError] * 3
+    assert all("AssertionError: a bug" in str(outcome) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("name", ["own", "exits"])
+async def test_whatever_a_scorer_raises_over_an_answer_is_that_episodes(name: str) -> None:
+    rewards = Rewards(f"test_rewards.{name}")
+    with pytest.raises(ScoreError, match=r"failed on task .*mine"):
+        await rewards.score(task(), "x")
+
+
+async def test_scorers_that_hang_stop_nothing_else_and_no_more_than_so_many_start(monkeypatch) -> None:
+    monkeypatch.setattr("env_adapters.rewards.THREADS", 2)
+    hung, going_on = Rewards("test_rewards.hangs"), Rewards("test_rewards.length")
+    seen.clear()
+    hanging = [asyncio.create_task(hung.score(task(), "x")) for _ in range(40)]  # more than asyncio has threads
+    await asyncio.to_thread(hangs_twice.wait, 30)
+    assert await asyncio.wait_for(going_on.score(task(), "four"), 30) == 4.0
+    assert seen == [1, 1]
+    for each in hanging:
+        each.cancel()
+    assert all(
+        isinstance(each, asyncio.CancelledError) for each in await asyncio.gather(*hanging, return_exceptions=True)
+    )
+    never.set()
 
 
 async def test_a_scorer_that_fails_names_the_task_and_the_error() -> None:

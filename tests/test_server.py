@@ -132,7 +132,7 @@ def test_models_lists_the_policy(served):
     assert [m.id for m in client.models.list()] == ["policy"]
 
 
-def test_a_client_that_hangs_up_leaves_an_aborted_round(served):
+def test_a_client_that_hangs_up_leaves_a_round_of_what_it_may_have_read(served):
     served.engine.gate.clear()
     served.engine.answer = lambda _: served.ids("The exit is north.")
     episode, client = served.lease()
@@ -143,7 +143,8 @@ def test_a_client_that_hangs_up_leaves_an_aborted_round(served):
     served.call(_until(lambda: served.generation.stats.aborted == before + 1))
     served.engine.gate.set()
     (stored,) = served.stored(episode)
-    assert stored.finish_reason == "abort"
+    assert stored.finish_reason == "abandoned" and len(stored.sampled_ids) == 1
+    assert served.ledger.counts()["rounds"] >= 1
 
 
 async def _until(condition):

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from buffer_parts import make_round, make_task
 from pool_parts import LONG_S, running_pool
@@ -275,6 +277,39 @@ async def test_tasks_may_be_queued_from_another_thread(tmp_path: Path) -> None:
         thread.start()
         assert [(await task).task.ground_truth for task in waiting] == [0, 1, 2]
         thread.join()
+
+
+async def test_a_file_with_a_bad_row_is_queued_by_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.parquet"
+    rows = [{"prompt": "x", "task_id": str(number)} for number in range(2000)]
+    pq.write_table(pa.Table.from_pylist([*rows, {"prompt": "", "task_id": "bad"}]), path)
+    async with running_pool() as setup:
+        with pytest.raises(TaskError, match="row 2000: column 'prompt'"):
+            await asyncio.to_thread(setup.pool.enqueue_task, path)
+        assert await setup.pool.lease(wait_s=SHORT_S) is None
+
+
+async def test_reasons_are_one_line_and_of_few_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("buffers.task_pool.MAX_KINDS", 2)
+    async with running_pool(max_attempts=10) as setup:
+        await setup.pool.put([make_task(0)])
+        for reason in ("a\ud800\x1b[2J\n: b", "second: 1", "third: 1", "fourth: 1", "second: 2", "x" * 9999):
+            await setup.pool.fail((await setup.lease()).episode_id, reason)
+        kinds = {name: number for name, number in setup.ledger.counts().items() if name.startswith("failed/")}
+        assert kinds == {"failed/a  [2J ": 1, "failed/second": 2, "failed/other": 3}
+
+
+async def test_a_renewed_deadline_begins_anew_and_an_ended_episode_has_none() -> None:
+    async with running_pool(deadline_s=10.0, max_attempts=1) as setup:
+        await setup.pool.put([make_task(0)])
+        episode = await setup.lease()
+        setup.clock.advance(9.0)
+        assert setup.pool.renew(episode.episode_id)
+        setup.clock.advance(9.0)
+        assert setup.closed == []
+        setup.clock.advance(2.0)
+        assert await setup.closings.get() == (episode.episode_id, "failed")
+        assert not setup.pool.renew(episode.episode_id)
 
 
 async def test_a_restarted_pool_serves_interrupted_episodes_and_skips_finished_tasks(tmp_path: Path) -> None:

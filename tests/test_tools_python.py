@@ -27,6 +27,9 @@ attempts = dict(
     remove=lambda: os.unlink(outside),
     through_a_link=lambda: (os.symlink(outside, "link"), open("link").read()),
     create=lambda: open(outside + ".new", "w"),
+    rights=lambda: os.chmod(outside, 0o777),
+    times=lambda: os.utime(outside, (0, 0)),
+    attributes=lambda: os.setxattr(outside, "user.understudy", b"1"),
     shared_memory=lambda: open("/dev/shm/understudy-test", "w"),
     own_program=lambda: open("../program.py", "a"),
     environment_of_the_run=lambda: open(f"/proc/{{parent}}/environ").read(),
@@ -64,6 +67,15 @@ thread.start(); thread.join()
 asyncio.run(asyncio.sleep(0, print("loop")))
 print(numpy.eye(2).trace(), "é")
 print("to stderr", file=sys.stderr)
+"""
+
+INNER = """
+import os
+try:
+    os.chmod(".", 0o777)
+except PermissionError:
+    print("refused")
+open("large", "wb").write(b"x" * (3 << 20))
 """
 
 
@@ -217,7 +229,7 @@ async def test_without_user_namespaces_the_fence_still_holds():
     code = f"""
 import json, os, sys
 os.mkdir("work")
-open("program.py", "w").write("open('large', 'wb').write(b'x' * (3 << 20))")
+open("program.py", "w").write({INNER!r})
 spec = {spec!r} | dict(folder=os.getcwd(), python=sys.executable, probe=PROBE)
 os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", {CHILD.read_text()!r}, json.dumps(spec)])
 """
@@ -226,4 +238,5 @@ os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", {CHILD.read_text()!r
     probe, run = [outer.run(code.replace("PROBE", word), deadline_s=30) for word in ("True", "False")]
     inner, written = await asyncio.gather(probe, run)
     assert json.loads(inner.output) == {**granted, "disk": False}
+    assert written.output.startswith("refused\n")  # no disk of theirs is read-only, so that seccomp has to
     assert written.output.endswith("OSError: [Errno 27] File too large\n")

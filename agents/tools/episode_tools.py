@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,8 +20,8 @@ from uuid import uuid4
 
 from agents.tools.arguments import BadArguments, check_arguments, read_arguments
 from agents.tools.base_tool import BaseTool
-from agents.tools.guarded import Ended, guarded
-from agents.tools.schemas import ToolResponse
+from agents.tools.guarded import Caught, Ended, guarded
+from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from agents.tools.truncate import Side, truncate
 from buffers.errors import ToolError
 from buffers.naming import nearest
@@ -32,6 +32,8 @@ ToolKwargs = Mapping[str, Mapping[str, Any] | None]
 """What a task gives one tool: its kinds of kwargs, each with names and values. A parquet file gives None for what is not there."""
 KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 MAX_REASON_CHARS = 300
+LARGEST = sys.float_info.max
+"""A reward is smaller in size."""
 DEADLINE = "deadline_s"
 """The key of a tool's `config` that overrides the toolbox's deadline."""
 
@@ -110,9 +112,9 @@ class EpisodeTools:
             response, reward, metrics = await self._call(name, arguments)
         except _Fault as fault:
             text = truncate(f"Error: {fault.text}", limit=self._limits.max_response_chars, side="left")
-            return ToolOutcome(text=text, ok=False, error=fault.fault, seconds=time.perf_counter() - started)
+            return ToolOutcome(text=_clean(text), ok=False, error=fault.fault, seconds=time.perf_counter() - started)
         text = truncate(response.text or "", limit=self._limits.max_response_chars, side=self._limits.truncate_side)
-        return ToolOutcome(text=text, reward=reward, metrics=metrics, seconds=time.perf_counter() - started)
+        return ToolOutcome(text=_clean(text), reward=reward, metrics=metrics, seconds=time.perf_counter() - started)
 
     async def rewards(self) -> dict[str, float]:
         """`calc_reward` of each tool that was created, by name. Raises ToolError when one gives no finite number."""
@@ -146,12 +148,12 @@ class EpisodeTools:
                 logger.warning("release of %s", self._fault(self._tools[name], ended).text)
 
     async def _call(self, name: str, given: str | Mapping[str, Any]) -> tuple[ToolResponse, float, Mapping[str, Any]]:
-        tool = self._tools.get(name)
+        tool = self._tools.get(name) if isinstance(name, str) else None  # a parser hands on what the model wrote
         if tool is None or tool.tool_schema is None:
-            raise _Fault(ToolFault.UNKNOWN_TOOL, f"there is no tool {name!r:.100}; {nearest(name, self._tools)}")
+            raise _Fault(ToolFault.UNKNOWN_TOOL, f"there is no tool {name!r:.100}; {nearest(str(name), self._tools)}")
         try:
-            arguments = read_arguments(given)
-            check_arguments(arguments, schema=tool.tool_schema)
+            # In a thread: what a model writes may take seconds to check, and other episodes go on.
+            arguments = await asyncio.to_thread(_checked_arguments, given, tool.tool_schema)
         except BadArguments as error:
             raise _Fault(ToolFault.BAD_ARGUMENTS if error.is_json else ToolFault.BAD_JSON, f"{name}: {error}") from None
         instance = await self._instance(tool)
@@ -160,7 +162,7 @@ class EpisodeTools:
             extra["agent_data"] = self._agent_data
         ended = await self._guarded(tool, partial(tool.execute, instance, arguments, **extra))
         match ended.value:
-            case (ToolResponse() as response, reward, dict() | None as metrics) if _is_number(reward):
+            case (ToolResponse(text=str() | None) as response, reward, dict() | None as metrics) if _is_number(reward):
                 return response, float(reward), metrics or {}
         raise self._fault(tool, ended)
 
@@ -203,10 +205,10 @@ class EpisodeTools:
             return _Fault(ToolFault.DEADLINE, f"{tool.name} did not answer within {self._deadline_s(tool):g} s")
         if ended.error is not None:
             return _Fault(
-                ToolFault.RAISED, f"{tool.name} failed: {type(ended.error).__name__}: {_short(str(ended.error))}"
+                ToolFault.RAISED, f"{tool.name} failed: {type(ended.error).__name__}: {_short(ended.error, str)}"
             )
         return _Fault(
-            ToolFault.BAD_RESULT, f"{tool.name} returned {_short(repr(ended.value))}, which its interface forbids"
+            ToolFault.BAD_RESULT, f"{tool.name} returned {_short(ended.value, repr)}, which its interface forbids"
         )
 
 
@@ -223,8 +225,24 @@ def _takes(method: Callable[..., Any], name: str) -> bool:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) < LARGEST  # also of whole numbers that no float holds
 
 
-def _short(text: str) -> str:
+def _checked_arguments(given: str | Mapping[str, Any], schema: OpenAIFunctionToolSchema) -> dict[str, Any]:
+    arguments = read_arguments(given)
+    check_arguments(arguments, schema=schema)
+    return arguments
+
+
+def _clean(text: str) -> str:
+    """Without halves of surrogate pairs, which no tokenizer takes."""
+    return text.encode(errors="replace").decode()
+
+
+def _short(value: object, show: Callable[[object], str]) -> str:
+    """In words, which a tool's own class may refuse to give."""
+    with Caught() as caught:
+        text = show(value)
+    if caught.error is not None:
+        return f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]}..."

@@ -1,8 +1,9 @@
 """The border to code that nobody here wrote: whatever a tool raises becomes data, and no tool is waited for beyond its deadline.
 
 Used by `agents.tools.toolbox` around every call of a tool, and by `agents.tools.function_tool` for plain functions. Invariant:
-nothing but a cancellation of the caller leaves `guarded`. A coroutine is cancelled at its deadline; a thread cannot be, so one
-that hangs is left behind, as a daemon, with its slot. A coroutine that blocks the event loop cannot be helped.
+nothing but a cancellation of the caller leaves `guarded`, and Ctrl-C, which only the main thread is sent. A coroutine is cancelled
+at its deadline; a thread cannot be, so one that hangs is left behind, as a daemon, with its slot. A coroutine that blocks the
+event loop cannot be helped.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ THREADS = 64
 
 
 class Caught:
-    """`with Caught() as caught:` keeps an exception of the block in `caught.error`; cancellation and Ctrl-C pass."""
+    """`with Caught() as caught:` keeps what the block raises in `caught.error`, whatever its class. Ctrl-C passes, and so does
+    cancellation, unless `in_thread`: nobody cancels a thread, so there it is the function's own."""
 
-    error: Exception | SystemExit | None = None
+    def __init__(self, *, in_thread: bool = False) -> None:
+        self.error: BaseException | None = None
+        self._in_thread = in_thread
 
     def __enter__(self) -> Caught:
         return self
@@ -35,9 +39,14 @@ class Caught:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if isinstance(error, Exception | SystemExit):
+        if not self._passes(error):
             self.error = error
         return self.error is not None
+
+    def _passes(self, error: BaseException | None) -> bool:
+        if isinstance(error, asyncio.CancelledError):
+            return not self._in_thread
+        return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +54,7 @@ class Ended(Generic[T]):
     """How a guarded call ended: `value`, or `error`, or neither when its deadline passed."""
 
     value: T | None = None
-    error: Exception | SystemExit | None = None
+    error: BaseException | None = None
     late: bool = False
 
 
@@ -117,7 +126,7 @@ class Threads:
 
 def _work(function: Callable[[], T], loop: asyncio.AbstractEventLoop, settle: Callable[[Ended[T]], None]) -> None:
     """The thread: runs the function, and tells the loop, if that is still there."""
-    with Caught() as caught:
+    with Caught(in_thread=True) as caught:
         value = function()
     ended: Ended[T] = Ended(error=caught.error) if caught.error is not None else Ended(value=value)
     try:

@@ -23,6 +23,8 @@ from buffers.errors import ToolError
 
 CLOSE_DEADLINE_S = 10.0
 LOG_TAIL_BYTES = 2000
+MAX_TOOLS = 1000
+"""Of one server; also pages of its list, which may be empty."""
 HTTP_S = 30.0
 """To connect and to send; an answer has the call's own deadline."""
 
@@ -85,9 +87,13 @@ class McpSession:
         async with AsyncExitStack() as stack:
             self.client = await stack.enter_async_context(await self._connect(stack))
             cursor: str | None = None
+            num_pages = 0
             while True:
                 page = await self.client.list_tools(cursor=cursor)
                 self.tools += page.tools
+                num_pages += 1
+                if len(self.tools) > MAX_TOOLS or num_pages > MAX_TOOLS:
+                    raise ToolError(f"it must list at most {MAX_TOOLS} tools, got more")
                 cursor = page.next_cursor
                 if cursor is None:
                     break

@@ -23,6 +23,8 @@ from typing import Any, NoReturn
 import anyio
 from mcp import MCPError
 from mcp import types as mcp_types
+from pydantic import ValidationError
+from pydantic_core import to_json
 
 from agents.tools.base_tool import BaseTool
 from agents.tools.mcp_entry import McpServerSpec
@@ -34,6 +36,8 @@ from buffers.naming import nearest
 logger = logging.getLogger(__name__)
 
 START_DEADLINE_S = 60.0
+MAX_NAME_CHARS = 128
+MAX_TOOL_BYTES = 1 << 16
 _DEAD = (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError)
 """What a call may raise when the server is not there, beside MCPError with this code (also over HTTP):"""
 CONNECTION_CLOSED = -32000
@@ -74,7 +78,14 @@ class McpServer:
                     f"tool_selected_list must name tools of MCP server {self.name}, got {name!r}; {nearest(name, found)}"
                 )
         chosen = found if self._selected is None else {name: found[name] for name in self._selected}
-        return [McpTool(tool, server=self, config=self._config) for tool in chosen.values()]
+        try:
+            return [McpTool(tool, server=self, config=self._config) for tool in chosen.values()]
+        except (ToolError, ValidationError) as error:
+            await self._close()
+            rules = str(error).replace("\n", " ")
+            raise ToolError(
+                f"tools of MCP server {self.name} must have names and schemas that can be used: {rules:.500}"
+            ) from error
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -153,6 +164,7 @@ class McpTool(BaseTool):
     """One tool of a server, under its own name."""
 
     def __init__(self, tool: mcp_types.Tool, *, server: McpServer, config: dict[str, Any]) -> None:
+        _check(tool, server=server.name)
         self._tool = tool
         self._server = server
         hints = tool.annotations
@@ -169,6 +181,21 @@ class McpTool(BaseTool):
         if result.is_error:
             raise ToolError(text or "the server gave no reason")
         return ToolResponse(text=text), 0.0, {}
+
+
+def _check(tool: mcp_types.Tool, *, server: str) -> None:
+    """What a server says about a tool stands in every prompt, and its patterns are compiled. Raises ToolError."""
+    if not (tool.name.isprintable() and len(tool.name) <= MAX_NAME_CHARS):
+        raise ToolError(
+            f"names of MCP server {server}'s tools must be at most {MAX_NAME_CHARS} printable characters, got "
+            f"{tool.name[:MAX_NAME_CHARS]!r}; correct the server"
+        )
+    size = len(tool.description or "") + len(to_json(tool.input_schema))
+    if size > MAX_TOOL_BYTES:
+        raise ToolError(
+            f"tool {tool.name} of MCP server {server} must be described in at most {MAX_TOOL_BYTES} bytes, got {size}; leave it "
+            f"out of tool_selected_list"
+        )
 
 
 def _text(content: mcp_types.ContentBlock) -> str:

@@ -4,9 +4,10 @@ Started by `agents.tools.sandbox` only, in a session of its own; imports nothing
 the limits below is in force before the first line of the code runs, and nothing of it can be taken back. Without privileges:
 
     setrlimit        processor time, memory, file size, open files, no core files
-    user namespace   no network but an empty one, no shared memory of others, a scratch disk of limited size
+    user namespace   no network but an empty one, no shared memory of others, a scratch disk of limited size, all others read-only
     Landlock         files: reads Python and system libraries, writes its own folder; no signals to others
-    seccomp          no sockets at all, no second process, no signals to others, no way around (io_uring, ptrace)
+    seccomp          no sockets at all, no second process, no signals to others, no way around (io_uring, ptrace); and no rights,
+                     owners, times and attributes of files where other disks could not be made read-only: Landlock leaves them
 
 `"probe": true` in SPEC prints what was granted, as JSON, and ends. What is not granted is left out silently here: the caller knows
 from its probe, and decides. It is a fence against programs that go wrong, not a proof against the kernel's own faults.
@@ -59,6 +60,22 @@ CALLS: dict[str, tuple[int, dict[str, int]]] = {
         | {"setpriority": 140, "ioprio_set": 30},
     ),
 }
+ATTRIBUTES: dict[str, dict[str, int]] = {
+    "x86_64": {"chmod": 90, "fchmod": 91, "chown": 92, "fchown": 93, "lchown": 94, "utime": 132, "utimes": 235}
+    | {"futimesat": 261, "fchownat": 260, "fchmodat": 268, "utimensat": 280}
+    | {
+        "setxattr": 188,
+        "lsetxattr": 189,
+        "fsetxattr": 190,
+        "removexattr": 197,
+        "lremovexattr": 198,
+        "fremovexattr": 199,
+    },
+    "aarch64": {"fchmod": 52, "fchmodat": 53, "fchownat": 54, "fchown": 55, "utimensat": 88}
+    | {"setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16},
+}
+NEW_ATTRIBUTES = {"fchmodat2": 452, "setxattrat": 463, "removexattrat": 466, "file_setattr": 469}
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
 EVERYWHERE = {"pidfd_send_signal": 424, "io_uring_setup": 425, "clone3": 435}
 CLONE_THREAD = 0x10000
 LOAD, EQUAL, ANY_BIT, RETURN, AT_LEAST = 0x20, 0x15, 0x45, 0x06, 0x35
@@ -73,6 +90,7 @@ def main(spec: dict[str, Any]) -> None:
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     work = os.path.join(spec["folder"], "work")
     namespaces = enter_namespaces()
+    read_only = namespaces and lock_disks()
     disk = namespaces and own_disk(work, spec["disk_mb"])
     os.chdir(work)
     limit_resources(spec, counts_own_processes=namespaces)
@@ -80,7 +98,7 @@ def main(spec: dict[str, Any]) -> None:
         LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     version = shut_files(work, [*spec["readable"], os.path.join(spec["folder"], "program.py")])
-    calls = refuse_calls()
+    calls = refuse_calls(attributes=not (read_only and disk))
     if spec["probe"]:
         granted = {
             "network": namespaces or calls,
@@ -106,10 +124,16 @@ def enter_namespaces() -> bool:
     return True
 
 
-def own_disk(work: str, megabytes: int) -> bool:
-    """The working folder becomes a disk in memory, of limited size, that is gone with this process."""
+def lock_disks() -> bool:
+    """All that is mounted is read-only for this process, also for `chmod` and its like."""
     if LIBC.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) != 0:
         return False
+    wanted = struct.pack("QQQQ", MOUNT_ATTR_RDONLY, 0, 0, 0)
+    return bool(LIBC.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, wanted, len(wanted)) == 0)
+
+
+def own_disk(work: str, megabytes: int) -> bool:
+    """The working folder becomes a disk in memory, of limited size, that is gone with this process. After `lock_disks`."""
     options = f"size={megabytes}m,nr_inodes=1024,mode=700".encode()
     return bool(LIBC.mount(b"tmpfs", os.fsencode(work), b"tmpfs", MS_NOSUID | MS_NODEV, options) == 0)
 
@@ -155,8 +179,9 @@ def shut_files(work: str, readable: list[str]) -> int:
     return version if done else 0
 
 
-def refuse_calls() -> bool:
-    """seccomp: a filter that the kernel runs at each system call. Threads stay allowed, and signals to itself."""
+def refuse_calls(*, attributes: bool) -> bool:
+    """seccomp: a filter that the kernel runs at each system call. Threads stay allowed, and signals to itself. `attributes`:
+    changes of files' rights, owners, times and attributes are refused, too."""
     if platform.machine() not in CALLS or sys.byteorder != "little":
         return False
     architecture, numbers = CALLS[platform.machine()]
@@ -167,6 +192,8 @@ def refuse_calls() -> bool:
         "tgkill": (EQUAL, os.getpid()),
         "prlimit64": (EQUAL, 0),
     }
+    if attributes:
+        numbers = {**numbers, **ATTRIBUTES[platform.machine()], **NEW_ATTRIBUTES}
     for name, number in {**numbers, **EVERYWHERE}.items():
         # clone3 hides its flags: told that there is none, libc takes clone.
         refusal = (RETURN, 0, 0, REFUSE | (ENOSYS if name == "clone3" else EPERM))
