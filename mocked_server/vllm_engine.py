@@ -24,7 +24,7 @@ from typing import Any
 from buffers.errors import EngineDied, EngineError
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server import vllm_fork_server
-from mocked_server.vllm_fork_server import forked_engines
+from mocked_server.vllm_fork_server import engines_of_ours
 
 NUMBERS_ONLY = "numbers_only"
 """Key in a request's `extra_args`: its log-probabilities need no texts."""
@@ -168,7 +168,6 @@ class VLLMEngine:
         self._up.set()
 
     async def _prepare(self) -> None:
-        await self._llm.collective_rpc("end_with", args=(os.getpid(),))
         if self._weights is not None:
             await self._load(*self._weights)
         await self._llm.update_weight_version(str(self.version))
@@ -223,7 +222,7 @@ class VLLMEngine:
 
         _numbers_only_where_asked()
         try:
-            with interrupts_blocked(), forked_engines():
+            with interrupts_blocked(), engines_of_ours():
                 self._llm = AsyncLLM.from_vllm_config(
                     self._vllm_config,
                     disable_log_stats=True,
