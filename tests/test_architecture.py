@@ -63,7 +63,7 @@ TYPES_ONLY = {("mocked_server/vllm_app.py", "fastapi")}
 
 MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 400
-MAX_KNOBS = 59
+MAX_KNOBS = 60
 HELP_CPU_S = 0.5
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 CATCH_ALL = {"Exception", "BaseException"}
