@@ -108,6 +108,20 @@ class AgentPlace:
     worker_key: Callable[[str], str]
     """A long-lived program's name -> its key; what it has leased ends with it."""
     folder: Path
+    named: tuple[str, ...] = ()
+    """Variables of this process's environment that agents get beside those that all programs need. Raises AgentError when one is
+    not set."""
+
+    def __post_init__(self) -> None:
+        if missing := [name for name in self.named if name not in os.environ]:
+            raise AgentError(
+                f"agents.environment must name variables that are set, got {missing[0]}; set it where you start the run, or "
+                f"leave it out"
+            )
+
+    def program_environment(self, api_key: str) -> dict[str, str]:
+        """All variables of a program with this key."""
+        return clean_environment(self.environment(api_key), named=self.named)
 
 
 def check_command(command: Sequence[str]) -> list[str]:
@@ -141,7 +155,7 @@ class LongLivedAgents:
         folder = self._place.folder / f"agent-{index}"
         share = max(1, self._concurrency // self._processes)
         name = f"agent-{index}"
-        env = clean_environment({**self._place.environment(self._place.worker_key(name)), "CONCURRENCY": str(share)})
+        env = self._place.program_environment(self._place.worker_key(name)) | {"CONCURRENCY": str(share)}
         in_a_row, scored = 0, self._desk.num_scored
         while True:
             child = await Child.start(self._command, env=env, cwd=folder, log=folder / "log.txt")
@@ -227,7 +241,7 @@ class AgentPerEpisode:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "task.json"
         path.write_text(task)
-        env = clean_environment(self._place.environment(leased.api_key))
+        env = self._place.program_environment(leased.api_key)
         env |= {"EPISODE_ID": leased.episode_id, "SEED": str(leased.seed)}
         if len(task.encode()) < LARGE_TASK_BYTES:
             env["TASK_JSON"] = task

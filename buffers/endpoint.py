@@ -20,6 +20,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Self
@@ -37,6 +38,10 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 MAX_HEADER_BYTES = 1024 * 1024
 RECEIVE_S = 30.0
 """For the rest of a frame that has begun."""
+HELLO_S = 10.0
+"""For the whole of a proof, by whoever connects."""
+MAX_UNPROVEN = 64
+"""Connections that have proven nothing yet. A further one takes the place of the oldest: a proof takes milliseconds."""
 STILL_S = 1.0
 """How often somebody who waits is told that the ledger still waits for its disk."""
 _NONCE = 32
@@ -57,10 +62,11 @@ class Channel:
 
     def __init__(self, sock: socket.socket, *, secret: bytes, listens: bool) -> None:
         self._sock = sock
-        sock.settimeout(RECEIVE_S)
+        sock.settimeout(HELLO_S)
+        until = time.monotonic() + HELLO_S
         own = secrets.token_bytes(_NONCE)
         sock.sendall(own)
-        other = self._exactly(_NONCE)
+        other = self._exactly(_NONCE, until=until)
         # Which side speaks is part of the key: a frame cannot be sent back to where it came from.
         nonces = other + own if listens else own + other
         self._out = hmac.digest(secret, nonces + (b"answer" if listens else b"ask"), "sha256")
@@ -68,8 +74,9 @@ class Channel:
         self._sent, self._taken = 0, 0
         # Before anything that takes memory: who cannot prove this is sent away.
         sock.sendall(_mac(self._out, -1, b"hello"))
-        if not hmac.compare_digest(self._exactly(32), _mac(self._in, -1, b"hello")):
+        if not hmac.compare_digest(self._exactly(32, until=until), _mac(self._in, -1, b"hello")):
             raise EndpointError("both sides must know the run's secret, the other one does not; give it the same file")
+        sock.settimeout(RECEIVE_S)
 
     def send(self, header: dict[str, Any], *, body: Sequence[bytes] = ()) -> None:
         head = json.dumps(header).encode()
@@ -107,10 +114,13 @@ class Channel:
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
-    def _exactly(self, number: int) -> bytes:
+    def _exactly(self, number: int, *, until: float | None = None) -> bytes:
+        """`until`, of `time.monotonic`: it must be there then, however many pieces it comes in."""
         data = bytearray(number)
         view, got = memoryview(data), 0
         while got < number:
+            if until is not None:
+                self._sock.settimeout(max(0.001, until - time.monotonic()))
             if (more := self._sock.recv_into(view[got:])) == 0:
                 raise EndpointError(f"a frame must be whole, got {got} of {number} bytes before the connection ended")
             got += more
@@ -135,12 +145,16 @@ class RowEndpoint:
         self._socket = socket.create_server((host, port))
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._open: set[Channel] = set()
+        self._unproven: dict[socket.socket, None] = {}
+        """The oldest first."""
         self._lock = threading.Lock()
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="row endpoint", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Ends all connections."""
+        self._ended.set()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -148,30 +162,49 @@ class RowEndpoint:
         with self._lock:
             for channel in self._open:
                 channel.close()
+            for sock in self._unproven:
+                _shut(sock)
 
     def _accept(self) -> None:
         while True:
             try:
                 sock, _ = self._socket.accept()
-            except OSError:
-                return  # closed
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            threading.Thread(target=self._serve, args=(sock,), name="row connection", daemon=True).start()
+            except OSError as error:
+                if self._ended.is_set():
+                    return
+                logger.warning("the row endpoint cannot take a connection: %s", error)  # no descriptor is free
+                self._ended.wait(STILL_S)
+                continue
+            with self._lock:
+                if len(self._unproven) >= MAX_UNPROVEN:
+                    _shut(oldest := next(iter(self._unproven)))
+                    del self._unproven[oldest]
+                self._unproven[sock] = None
+            try:
+                threading.Thread(target=self._serve, args=(sock,), name="row connection", daemon=True).start()
+            except RuntimeError as error:  # the system gives no more threads
+                logger.warning("the row endpoint cannot serve a connection: %s", error)
+                with self._lock:
+                    self._unproven.pop(sock, None)
+                sock.close()
 
     def _serve(self, sock: socket.socket) -> None:
         channel = None
         try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             channel = Channel(sock, secret=self._secret, listens=True)
             with self._lock:
+                self._unproven.pop(sock, None)
                 self._open.add(channel)
             while (frame := channel.receive(wait=True)) is not None:
                 self._store(channel, *frame)
         except (UnderstudyError, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             logger.warning("a row connection ended: %s", error)
         finally:
-            sock.close()
             with self._lock:
+                self._unproven.pop(sock, None)
                 self._open.discard(channel)  # type: ignore[arg-type]
+            sock.close()
 
     def _store(self, channel: Channel, header: dict[str, Any], body: memoryview) -> None:
         """Answers why each round was refused; None: it is on disk."""
@@ -258,6 +291,12 @@ class RowClient:
 
     def close(self) -> None:
         self._channel.close()
+
+
+def _shut(sock: socket.socket) -> None:
+    """Whoever waits for it is told; it closes it."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _named(error: BaseException) -> list[str]:

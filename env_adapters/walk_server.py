@@ -7,8 +7,8 @@ connection is one episode, one JSON object per line:
     agent -> {"move": "w"}                 server -> {"observation": "...", "done": false}
 
 The invariants: the agent never sees the ground truth and never reports its own score; `"done": true` is sent only
-after the score was acknowledged; an episode whose agent leaves early is reported as failed. It does not retry episodes
-and keeps nothing on disk.
+after the score was acknowledged; an episode is played once, on one connection; one whose agent leaves early is reported
+as failed. It does not retry episodes and keeps nothing on disk.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from buffers.records import Task
 from env_adapters.walk import WalkGame
 
 HTTP_ATTEMPTS = 4
+HELLO_S = 10.0
+"""Who connects names an episode within this time, or is sent away: anybody on this machine may connect."""
 
 
 class ScoreClient:
@@ -74,15 +76,24 @@ class WalkServer:
     """Plays one episode per connection."""
 
     def __init__(
-        self, scores: ScoreClient, *, latency_s: float = 0.0, tail: tuple[float, float] = (0.0, 1.0), seed: int = 0
+        self,
+        scores: ScoreClient,
+        *,
+        latency_s: float = 0.0,
+        tail: tuple[float, float] = (0.0, 1.0),
+        seed: int = 0,
+        hello_s: float = HELLO_S,
     ) -> None:
         """`latency_s`: time that a move takes. `tail`: (share of episodes, factor) that take `factor` times as long;
-        `seed` decides which."""
+        `seed` decides which. `hello_s`: as HELLO_S."""
         self._scores = scores
         self._latency_s = latency_s
         self._tail_share, self._tail_factor = tail
         self._seed = seed
+        self._hello_s = hello_s
         self._playing: set[asyncio.Task[Any]] = set()
+        self._episodes: set[str] = set()
+        """Those that are being played."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, from its key to its last line. A bad one is logged and closed; the others go on."""
@@ -91,7 +102,7 @@ class WalkServer:
         self._playing.add(task)
         try:
             await self._play(reader, writer)
-        except (ConnectionError, httpx.HTTPError, KeyError, ValueError, TypeError) as error:
+        except (ConnectionError, TimeoutError, httpx.HTTPError, KeyError, ValueError, TypeError) as error:
             print(f"walk episode ended: {type(error).__name__}: {error}", file=sys.stderr)
         except asyncio.CancelledError:
             pass  # the process is ending: `close` cancelled this connection
@@ -107,10 +118,21 @@ class WalkServer:
         await self._scores.close()
 
     async def _play(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        hello = await _read(reader)
+        hello = await asyncio.wait_for(_read(reader), self._hello_s)
         if hello is None:
             return
         episode_id, task = await self._scores.task_of(str(hello["episode_key"]))
+        if episode_id in self._episodes:  # else an agent would find the exit on one connection, and win on another
+            raise ValueError(f"episode {episode_id} must be played on one connection, got another one")
+        self._episodes.add(episode_id)
+        try:
+            await self._play_episode(episode_id, task, reader, writer)
+        finally:
+            self._episodes.discard(episode_id)
+
+    async def _play_episode(
+        self, episode_id: str, task: Task, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         game = WalkGame(task)
         pause_s = self.latency_of(episode_id)
         try:
@@ -148,7 +170,10 @@ async def _read(reader: asyncio.StreamReader) -> dict[str, Any] | None:
     line = await reader.readline()
     if not line.endswith(b"\n"):
         return None
-    record = json.loads(line)
+    try:
+        record = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("a line must be one JSON object, got one that is nested too deep") from error
     if not isinstance(record, dict):
         raise ValueError(f"a line must be one JSON object, got {record!r}")
     return record

@@ -367,6 +367,7 @@ class Pipeline:
             environment=parts.server.environment,
             worker_key=parts.server.keys.worker_key,
             folder=self._folder / "agents",
+            named=tuple(config.agents.environment),
         )
         many = config.agents.concurrency
         if config.agents.processes == 0:

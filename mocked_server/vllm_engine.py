@@ -26,7 +26,7 @@ from buffers.errors import EngineDied, EngineError, RequestRefused
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server import vllm_fork_server
 from mocked_server.engine_silence import EngineSilence
-from mocked_server.vllm_fork_server import forked_engines
+from mocked_server.vllm_fork_server import engines_of_ours
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +199,6 @@ class VLLMEngine:
             process.kill()
 
     async def _prepare(self) -> None:
-        await self._llm.collective_rpc("end_with", args=(os.getpid(),))
         if self._weights is not None:
             await self._load(*self._weights)
         await self._llm.update_weight_version(str(self.version))
@@ -254,7 +253,7 @@ class VLLMEngine:
 
         _numbers_only_where_asked()
         try:
-            with interrupts_blocked(), forked_engines():
+            with interrupts_blocked(), engines_of_ours():
                 self._llm = AsyncLLM.from_vllm_config(
                     self._vllm_config,
                     disable_log_stats=True,

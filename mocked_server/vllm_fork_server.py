@@ -1,21 +1,31 @@
-"""A process of which engines are forked: what an engine imports, which takes seconds, is there already.
+"""How engines' processes are started: they end with their server, and are forked of a process that has imported what takes seconds.
 
-Python's own fork server (`multiprocessing.forkserver`), but forked of this process, which has imported the engine, instead of
-started anew to import it once more. Called by `mocked_server.vllm_engine`.
-Invariant: an engine that is forked has the environment that this process has when it starts the engine, as a new process would.
-Without `start`, and where there is a GPU (CUDA may not be forked), vLLM starts engines as it does by itself.
+The latter is Python's own fork server (`multiprocessing.forkserver`), but forked of this process, which has imported the engine,
+instead of started anew to import it once more. Called by `mocked_server.vllm_engine`.
+Invariants: an engine ends as soon as the process that started it has ended, however it did, also while it still starts. One that is
+forked has the environment that this process has when it starts the engine, as a new process would. Without `start`, and where there
+is a GPU (CUDA may not be forked), engines are started as vLLM does it by itself.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import socket
 import sys
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import connection, forkserver
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing import connection, forkserver, process
+from multiprocessing.context import (
+    ForkContext,
+    ForkProcess,
+    ForkServerContext,
+    ForkServerProcess,
+    SpawnContext,
+    SpawnProcess,
+)
 from typing import Any
 
 _owner: int | None = None
@@ -58,22 +68,69 @@ def _serve(listener: int, alive: int) -> None:
 
 
 @contextmanager
-def forked_engines() -> Iterator[None]:
-    """vLLM's engines that are started inside are forked, if `start` was called."""
-    if _owner != os.getpid():
-        yield
-        return
+def engines_of_ours() -> Iterator[None]:
+    """vLLM's engines that are started inside end with this process. They are forked, if `start` was called."""
     from vllm.v1.engine import utils
 
     before = utils.get_mp_context
-    utils.get_mp_context = _context
+    get = ForkServerContext if _owner == os.getpid() else before
+    utils.get_mp_context = lambda: ending_with_us(get())
     try:
         yield
     finally:
         utils.get_mp_context = before
 
 
-class _Process(ForkServerProcess):
+def end_with(pid: int) -> None:
+    """End this process as soon as the process `pid` has ended, however it did."""
+    try:
+        watched = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os._exit(1)
+
+    def wait() -> None:
+        select.select([watched], [], [])
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end with the server", daemon=True).start()
+
+
+def _begin(kind: type[_Engine], server: int) -> _Engine:
+    """In a new interpreter: the first thing that it reads of an engine. What it reads next imports vLLM, for seconds."""
+    end_with(server)
+    engine = kind.__new__(kind)
+    engine._watches = True
+    return engine
+
+
+class _Engine(process.BaseProcess):
+    """A process that ends with the one that started it. It asks the kernel for that itself: what is set before would be tied to a
+    thread of the server's (PR_SET_PDEATHSIG), and to the parent, which of a forked engine is the fork server."""
+
+    _watches = False
+
+    def start(self) -> None:
+        self._server = os.getpid()
+        super().start()
+
+    def run(self) -> None:
+        if not self._watches:
+            end_with(self._server)
+        super().run()
+
+    def __reduce__(self) -> tuple[Callable[..., _Engine], tuple[type[_Engine], int], dict[str, Any]]:
+        return _begin, (type(self), self._server), self.__dict__
+
+
+class _CopiedEngine(_Engine, ForkProcess):
+    """A fork of this process, which is what vLLM does by itself without CUDA."""
+
+
+class _SpawnedEngine(_Engine, SpawnProcess):
+    """A new interpreter, which is what vLLM does by itself once CUDA is there."""
+
+
+class _ForkedEngine(_Engine, ForkServerProcess):
     """It has this process's environment, not that of the fork server."""
 
     def start(self) -> None:
@@ -90,7 +147,16 @@ class _Process(ForkServerProcess):
         super().run()
 
 
-def _context() -> Any:
-    context: Any = ForkServerContext()
-    context.Process = _Process
-    return context
+_KINDS: dict[str, tuple[type[Any], type[_Engine]]] = {
+    "fork": (ForkContext, _CopiedEngine),
+    "spawn": (SpawnContext, _SpawnedEngine),
+    "forkserver": (ForkServerContext, _ForkedEngine),
+}
+
+
+def ending_with_us(context: Any) -> Any:
+    """A context of multiprocessing as this one, whose processes end with this process."""
+    kind, engine = _KINDS[context.get_start_method()]
+    ours = kind()
+    ours.Process = engine
+    return ours

@@ -1,4 +1,4 @@
-"""Runs inside the engine's worker process: loads published weights in place, and ends with the server.
+"""Runs inside the engine's worker process: loads published weights in place.
 
 Named to vLLM as `--worker-extension-cls`; `VLLMEngine.load_weights` calls it by `collective_rpc` while generation is
 paused, so no token is ever sampled from half-loaded weights. Imports of vLLM stay inside: the server process only needs
@@ -7,9 +7,6 @@ this module's name.
 
 from __future__ import annotations
 
-import os
-import select
-import threading
 from typing import Any
 
 
@@ -21,16 +18,6 @@ class WorkerExtension:
         worker: Any = self
         worker.reload_weights(weights_path=folder)
         repack_tied_head(worker.model_runner.get_model())
-
-    def end_with(self, pid: int) -> None:
-        """End this process as soon as the process `pid` has ended, however it did: a server that is killed leaves no engine."""
-        watched = os.pidfd_open(pid)
-
-        def wait() -> None:
-            select.select([watched], [], [])
-            os._exit(1)
-
-        threading.Thread(target=wait, name="end with the server", daemon=True).start()
 
 
 def repack_tied_head(model: Any) -> None:

@@ -1,6 +1,7 @@
 """A process that starts a fork server and forks from it, for tests/test_fork_server.py: one line of JSON, then it waits."""
 
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -27,7 +28,7 @@ def main():
     vllm_fork_server.start()
     os.environ["LATE"] = "2"
     del os.environ["EARLY"]
-    context = vllm_fork_server._context()
+    context = vllm_fork_server.ending_with_us(multiprocessing.get_context("forkserver"))
     here, there = context.Pipe()
     child = context.Process(target=say_what_is_there, args=(there,))
     child.start()

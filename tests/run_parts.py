@@ -113,6 +113,7 @@ def start(
         config,
         f"run.dir={tmp_path}",
         "run.name=run",
+        f"agents.environment=[{MARK}]",
         *overrides,
         *flags,
         *(["--resume", resume] if resume else []),

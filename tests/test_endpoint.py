@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from buffer_parts import make_round, open_running
 
+import buffers.endpoint
 from buffers.endpoint import _SIZES, EndpointError, RowClient, RowEndpoint
 from buffers.ledger import Ledger
 
@@ -111,3 +113,65 @@ def test_another_process_stores_rounds(ledger: Ledger, endpoint: RowEndpoint) ->
     done = subprocess.run([sys.executable, "-c", code], env=path, capture_output=True, text=True, check=False)
     assert done.stdout == "[None, None, None]\n", done.stderr
     assert len(ledger.rounds(episode.episode_id).result()) == 3
+
+
+def test_strangers_who_say_nothing_keep_nobody_away(ledger: Ledger, endpoint: RowEndpoint) -> None:
+    with ExitStack() as held:
+        silent = [held.enter_context(socket.create_connection(endpoint.address, timeout=20)) for _ in range(300)]
+        for sock in silent:
+            assert len(sock.recv(32, socket.MSG_WAITALL)) == 32  # it was taken
+        with RowClient(endpoint.address, secret=SECRET) as good:
+            assert good.put_rounds([]) == []
+        assert silent[0].recv(1) == b"", "the oldest gives way"
+
+
+def test_a_proof_that_comes_byte_by_byte_is_not_waited_for(
+    ledger: Ledger, endpoint: RowEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffers.endpoint, "HELLO_S", 0.1)
+    with socket.create_connection(endpoint.address, timeout=20) as sock:
+        received = drip(sock)
+    assert len(received) == 32, "it proved something to a stranger"
+
+
+def drip(sock: socket.socket) -> bytes:
+    """What comes while one byte after another is sent, until the other side has enough."""
+    received = b""
+    sock.settimeout(0.02)
+    for _ in range(1000):
+        try:
+            sock.sendall(b"x")
+            if not (more := sock.recv(4096)):
+                return received
+            received += more
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            return received
+    raise AssertionError("it waits for ever")
+
+
+def test_the_endpoint_goes_on_when_a_connection_could_not_be_taken(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(socket.socket):
+        failures = 2
+
+        def accept(self):
+            if self.failures:
+                self.failures -= 1
+                raise OSError(errno.EMFILE, "too many open files")
+            return super().accept()
+
+    def full_server(address):
+        sock = Full()
+        sock.bind(address)
+        sock.listen()
+        return sock
+
+    monkeypatch.setattr(socket, "create_server", full_server)
+    monkeypatch.setattr(buffers.endpoint, "STILL_S", 0.01)
+    endpoint = RowEndpoint(ledger, secret=SECRET)
+    with RowClient(endpoint.address, secret=SECRET) as good:
+        assert good.put_rounds([]) == []
+    endpoint.close()

@@ -13,7 +13,7 @@ import pytest
 
 from agents import external
 from agents.external import AgentPerEpisode, AgentPlace
-from buffers.errors import EpisodeClosed, ScoreError
+from buffers.errors import AgentError, EpisodeClosed, ScoreError
 from buffers.parquet import write_tasks
 from buffers.records import Task
 from buffers.task_pool import PoolClosed
@@ -86,6 +86,40 @@ async def play(
     judge = Rewards(scorer) if scorer else None
     await AgentPerEpisode(["sh", "-c", script], place=place, desk=desk, concurrency=1, judge=judge).run()
     return desk
+
+
+async def test_an_agent_gets_what_programs_need_and_what_is_named_and_no_key_of_the_operators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = {"LC_TIME": "C", "TZ": "UTC", "SSL_CERT_FILE": "/certificates", "no_proxy": "127.0.0.1", "JUDGE_URL": "x"}
+    secret = {
+        "HF_TOKEN": "1",
+        "WANDB_API_KEY": "2",
+        "AWS_SECRET_ACCESS_KEY": "3",
+        "RAY_AUTH_TOKEN": "4",
+        "PYTHONPATH": "5",
+    }
+    ours = {
+        "OPENAI_API_KEY": "the operator's",
+        "HTTPS_PROXY": "http://me:secret@proxy:1",
+        "HTTP_PROXY": "http://proxy:1",
+    }
+    for name, value in (kept | secret | ours).items():
+        monkeypatch.setenv(name, value)
+    place = AgentPlace(
+        environment=lambda key: {"OPENAI_API_KEY": key}, worker_key=lambda _: "w", folder=tmp_path, named=("JUDGE_URL",)
+    )
+    await AgentPerEpisode(["sh", "-c", "env -0 > seen"], place=place, desk=Desk(TASK), concurrency=1).run()
+    seen = dict(entry.split("=", 1) for entry in (tmp_path / "lane-0" / "seen").read_text().rstrip("\0").split("\0"))
+    assert {name: seen.get(name) for name in kept} == kept
+    assert set(secret) & set(seen) == set() and "HTTPS_PROXY" not in seen
+    assert (seen["OPENAI_API_KEY"], seen["HTTP_PROXY"]) == ("key-t", "http://proxy:1")
+    assert seen["PATH"] == os.environ["PATH"] and seen["HOME"] == os.environ["HOME"]
+
+
+def test_a_variable_that_is_named_and_not_set_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(AgentError, match=r"agents\.environment must name variables that are set, got NO_SUCH_VARIABLE"):
+        AgentPlace(environment=lambda _: {}, worker_key=str, folder=tmp_path, named=("PATH", "NO_SUCH_VARIABLE"))
 
 
 def log_of(folder: Path) -> str:

@@ -7,19 +7,23 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from child import child_process, gone
 
 from mocked_server.vllm_engine import has_gpu
-from mocked_server.vllm_fork_server import forked_engines
+from mocked_server.vllm_fork_server import engines_of_ours
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = Path(__file__).with_name("forking.py")
+STARTING = Path(__file__).with_name("starting_engine.py")
 
 
 @pytest.fixture
@@ -45,16 +49,49 @@ def test_the_server_ends_when_all_that_use_it_have_ended(forking) -> None:  # ty
     process, said = forking
     assert not gone(said["server"], within_s=0.0)
     process.kill()
-    os.kill(said["child"], signal.SIGKILL)  # an engine ends by itself: `WorkerExtension.end_with`
     assert gone(said["child"]) and gone(said["server"])
 
 
-def test_without_it_nothing_is_changed() -> None:
+def test_without_it_processes_are_started_as_vllm_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine import utils
 
     before = utils.get_mp_context
-    with forked_engines():
-        assert utils.get_mp_context is before
+    for method in ("fork", "spawn"):
+        monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", method)
+        with engines_of_ours():
+            assert utils.get_mp_context().get_start_method() == method
+            assert issubclass(utils.get_mp_context().Process, before().Process)
+    assert utils.get_mp_context is before
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("method", ["fork server", "fork", "spawn"])
+def test_an_engine_that_still_starts_ends_with_its_server_that_is_killed(tiny_model: Path, method: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(STARTING), str(tiny_model), method]
+    with child_process(command, stdin=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None and process.stdin is not None
+        server = psutil.Process(process.pid)
+        assert process.stdout.readline() == "ready\n"
+        there = set(server.children(recursive=True))
+        process.stdin.write("go on\n")
+        process.stdin.flush()
+        engine = booting(server, there)
+        process.kill()
+        process.wait()
+        assert gone(engine, within_s=60), "the engine outlived its server"
+        assert "up\n" not in process.stdout.readlines(), "it had started already"
+
+
+def booting(server: psutil.Process, there: set[psutil.Process]) -> int:
+    """The engine, as soon as it is there and has read, or reads, what it needs."""
+    until = time.monotonic() + 100
+    while time.monotonic() < until:
+        for child in set(server.children(recursive=True)) - there:
+            with suppress(psutil.NoSuchProcess, FileNotFoundError):
+                if "libtorch" in Path(f"/proc/{child.pid}/maps").read_text():
+                    return int(child.pid)
+    raise AssertionError("no engine was started")
 
 
 def test_to_ask_for_a_gpu_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

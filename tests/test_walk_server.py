@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
@@ -134,6 +135,38 @@ def test_an_unknown_key_is_turned_away_and_reports_nothing(fake: FakeModelServer
     player.send({"episode_key": "stranger"})
     assert player.lines.readline() == ""
     assert fake.outcomes == before
+
+
+def test_an_episode_is_played_on_one_connection_and_another_one_with_its_key_is_turned_away(
+    fake: FakeModelServer, player: Player
+) -> None:
+    player.ask({"episode_key": "key-19"})
+    scout = Player(fake.env_address)
+    scout.send({"episode_key": "key-19"})
+    assert scout.lines.readline() == ""
+    scout.close()
+    *moves, last = winning_moves(fake, 19)
+    for move in moves:
+        assert player.ask({"move": move})["done"] is False
+    assert player.ask({"move": last})["done"] is True
+    assert fake.outcomes.pop("e19") == {"score": 1.0}
+
+
+def test_a_line_that_is_nested_too_deep_is_a_bad_line_like_others(fake: FakeModelServer, player: Player) -> None:
+    player.ask({"episode_key": "key-18"})
+    player.socket.sendall(b"[" * 60_000 + b"\n")
+    assert player.lines.readline() == ""
+    assert "nested too deep" in str(fake.outcomes.pop("e18")["failed"])
+
+
+async def test_who_names_no_episode_is_sent_away() -> None:
+    scores = ScoreClient("http://127.0.0.1:1", scorer_key="k")
+    walk = WalkServer(scores, hello_s=0.01)
+    async with await asyncio.start_server(walk.serve, "127.0.0.1", 0) as server:
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        assert await reader.read() == b""
+        writer.close()
+    await walk.close()
 
 
 def test_a_score_is_sent_again_when_the_connection_dies(fake: FakeModelServer, player: Player) -> None:
