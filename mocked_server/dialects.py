@@ -48,6 +48,15 @@ def error_body(path: str, *, status: int, message: str, code: str | None = None,
     return json.dumps(body).encode()
 
 
+def error_event(path: str, *, status: int, message: str, code: str, param: str | None = None) -> bytes:
+    """An error at the end of a stream that has begun, as the dialect of `path` spells it."""
+    if path == RESPONSES:
+        event = {"type": "error", "code": code, "message": message, "param": param, "sequence_number": 0}
+        return f"event: error\ndata: {json.dumps(event)}\n\n".encode()
+    body = error_body(path, status=status, message=message, code=code, param=param).decode()
+    return (f"event: error\ndata: {body}\n\n" if is_anthropic(path) else f"data: {body}\n\ndata: [DONE]\n\n").encode()
+
+
 def message_of(body: bytes) -> str:
     """What an error of vLLM's HTTP layer says."""
     try:

@@ -24,6 +24,8 @@ class Refused:
     message: str
 
 
+MAX_MESSAGES = 20_000
+"""Of a conversation: reading them takes the event loop's time, and no model reads so many."""
 _ESCAPED_ASCII = re.compile(rb"\\u00[2-7]")
 """`\\u0065` for `e`: such a body may name a field that its bytes do not show."""
 
@@ -101,6 +103,10 @@ RULES: dict[str, tuple[_Rule, ...]] = {
 
 def refused(path: str, body: bytes) -> Refused | None:
     """The first field of this request that cannot be served; None when all can, or when the body is not a JSON object."""
+    if (number := body.count(b'"role"')) > MAX_MESSAGES:
+        return Refused(
+            field="messages", message=f"messages must be at most {MAX_MESSAGES:,}, got about {number:,}; send fewer"
+        )
     is_spelled_out = _ESCAPED_ASCII.search(body) is None
     rules = [rule for rule in RULES.get(path, ()) if not is_spelled_out or rule.field.encode() in body]
     if not rules or not isinstance(fields := _parsed(body), dict):

@@ -95,7 +95,7 @@ class Recorder:
             part.ids += ids
             part.logprobs += logprobs
             if completion.finish_reason is not None:
-                part.finish_reason = ABORTED if completion.finish_reason == "error" else completion.finish_reason
+                part.finish_reason = completion.finish_reason
             part.spans = completion.weight_versions or part.spans
 
     def end(self, finish_reason: str) -> None:
@@ -289,6 +289,8 @@ class Generation:
         outputs = self._engine.generate(ids, sampling.params, request_id=prompt.request_id, **sampling.extra)
         async with aclosing(outputs) as stream:
             async for output in stream:
+                if any(completion.finish_reason == "error" for completion in output.outputs):
+                    raise _engine_refusal(prompt)
                 answer.recorder.add(output)
                 if output.finished:
                     self._count(prompt, output)
@@ -346,6 +348,17 @@ class Generation:
             self.stats.late += 1  # the episode ended (deadline, stale) while its last generation ran
         elif error is not None:
             logger.error("a round could not be stored: %s", error)
+
+
+def _engine_refusal(prompt: Prompt) -> RequestRefused | RequestFailed:
+    """The engine gave this one request up: it does so when it cannot compile what its tokens are constrained to."""
+    if prompt.first_trained == 0:
+        return RequestFailed("the engine failed on this request; see its log")
+    return RequestRefused(
+        "structured_outputs or response_format must be a constraint that the engine can compile and follow, but it gave up; "
+        "send a simpler one",
+        field="structured_outputs",
+    )
 
 
 async def _on_disk(stored: Future[None] | None) -> None:

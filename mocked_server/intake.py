@@ -15,6 +15,7 @@ from typing import Protocol
 from mocked_server.calls import Call, current_call
 from mocked_server.dialects import GENERATE, GENERATING, as_anthropic, error_body, is_anthropic
 from mocked_server.door import MAX_BODY_BYTES, BodyRefused, answer_refused, read_body, replaying, told_length
+from mocked_server.failures import StreamStart, failure_of
 from mocked_server.fields import refused, servable
 from mocked_server.memory import BodyRoom, RequestMemory
 from mocked_server.retries import Answer, App, Event, Receive, Send, TakenOver
@@ -111,13 +112,14 @@ class Intake:
         """vLLM's application. What it fails at before it generates anything is the request: deeper than Python recurses, or of
         another shape than it took for granted. That is refused, and no failure of the server."""
         failure: list[Event] = []
+        answer = StreamStart(call, path=scope["path"], send=send)
 
         async def unless_it_fails(message: Event) -> None:
             is_failure = message["type"] == "http.response.start" and message["status"] == 500
             if failure or (is_failure and not call.generates and scope["path"] != GENERATE):
                 failure.append(message)
             else:
-                await send(message)
+                await answer.send(message)
 
         try:
             await self._app(scope, receive, unless_it_fails)
@@ -128,6 +130,10 @@ class Intake:
             logger.warning("a request of episode %s to %s was refused (%s)", call.live.episode_id, scope["path"], what)
             message = f"the request cannot be read ({what}); check its fields"
             await _refuse(send, scope["path"], code="invalid_request", message=message)
+        except RuntimeError as error:  # of starlette, when the application fails after it has begun an answer
+            if (known := failure_of(error.__cause__)) is None:
+                raise
+            await answer.fail(known)
         else:
             for each in failure:
                 await send(each)

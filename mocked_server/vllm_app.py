@@ -9,20 +9,20 @@ Seams relied on (checked by tests/test_vllm_seams.py): the serving layer reads `
 
 from __future__ import annotations
 
-import queue as queues
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from buffers.errors import EngineError, EpisodeError, RequestFailed, RequestRefused
-from buffers.prompt_queue import Prompt, PromptQueue, QueueClosed, Response
+from buffers.errors import EngineError
+from buffers.prompt_queue import Prompt, PromptQueue, Response
 from configs.schema import RolloutConfig
 from mocked_server.calls import Call, PendingReply, Sampling, current_call
 from mocked_server.continuation import Continuation, continue_tokens
-from mocked_server.dialects import GENERATE, ROUTES, SLEEP, WAKE_UP, error_body
+from mocked_server.dialects import GENERATE, ROUTES, SLEEP, WAKE_UP
 from mocked_server.episodes import LiveEpisode, LiveRound
+from mocked_server.failures import FAILURES, failure_of
 from mocked_server.resume import memo_of
 from mocked_server.sampling_limits import MAX_CHOICES
 from mocked_server.vllm_render import ExactRendering
@@ -238,11 +238,8 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
     tokens = TokenRoute(client)
     for path, endpoint in ((GENERATE, tokens.answer), (SLEEP, tokens.sleep), (WAKE_UP, tokens.wake_up)):
         app.router.add_route(path, endpoint, methods=["POST"])
-    for kind in (EngineError, QueueClosed, queues.Full):
-        app.add_exception_handler(kind, _unavailable)
-    app.add_exception_handler(RequestRefused, _refused)
-    app.add_exception_handler(RequestFailed, _failed)
-    app.add_exception_handler(EpisodeError, _closed)
+    for kind in FAILURES:
+        app.add_exception_handler(kind, _fail)
     return app
 
 
@@ -262,31 +259,12 @@ def _leave_tool_calls_free() -> None:
     abstract_parser.resolve_tool_strictness = resolve_unless_auto
 
 
-async def _refused(request: Any, error: Exception) -> Any:
-    """The client's to mend."""
-    assert isinstance(error, RequestRefused)
-    return _response(request, error.status, code="invalid_request", error=error, param=error.field)
-
-
-async def _failed(request: Any, error: Exception) -> Any:
-    """A defect of ours, of this request only."""
-    return _response(request, 500, code="server_error", error=error)
-
-
-async def _closed(request: Any, error: Exception) -> Any:
-    """The episode ended while its request was under way."""
-    return _response(request, 403, code="episode_closed", error=error)
-
-
-async def _unavailable(request: Any, error: Exception) -> Any:
-    """The engine or the server is going down: no defect, and nothing that an agent did."""
-    response = _response(request, 503, code="engine_unavailable", error=error)
-    response.headers["retry-after"] = "1"
-    return response
-
-
-def _response(request: Any, status: int, *, code: str, error: Exception, param: str | None = None) -> Any:
+async def _fail(request: Any, error: Exception) -> Any:
+    """One of `FAILURES`, before its answer has begun."""
     from starlette.responses import Response
 
-    body = error_body(request.url.path, status=status, message=str(error), code=code, param=param)
-    return Response(body, status_code=status, media_type="application/json")
+    failure = failure_of(error)
+    assert failure is not None
+    body = failure.body(request.url.path)
+    headers = {name.decode(): value.decode() for name, value in failure.headers(body)}
+    return Response(body, status_code=failure.status, headers=headers)
