@@ -68,7 +68,8 @@ class StreamStart:
         self._send = send
         self._held: list[Event] = []
         self._is_stream = False
-        self._has_begun = False
+        self.has_begun = False
+        """Some of it has left."""
 
     async def send(self, message: Event) -> None:
         """What the application says next."""
@@ -80,13 +81,13 @@ class StreamStart:
         if self._is_stream and not self._call.generates and message.get("more_body", True):
             return
         held, self._held = self._held, []
-        self._has_begun = True
+        self.has_begun = True
         for each in held:
             await self._send(each)
 
     async def fail(self, failure: Failure) -> None:
         """There will be no more of it."""
-        if not self._has_begun:
+        if not self.has_begun:
             body = failure.body(self._path)
             start = {"type": "http.response.start", "status": failure.status, "headers": failure.headers(body)}
             await self._send(start)

@@ -119,12 +119,23 @@ def refused(path: str, body: bytes) -> Refused | None:
 
 def servable(path: str, body: bytes) -> bytes:
     """The body without what clients may say and vLLM cannot take. Chat: null fields of messages, since clients dump answers
-    with all fields that they know. Responses: earlier answers that refused something, or said nothing, are text as others."""
+    with all fields that they know. Responses: null fields, and earlier answers that refused something, or said nothing, which are
+    text as others."""
     if path == CHAT and b"null" in body:
         return _with_each(body, "messages", _set_fields)
+    if path == RESPONSES and b"null" in body:
+        body = _without_nulls(body)
     if path == RESPONSES and b"assistant" in body:
         return _with_each(body, "input", _text_of_answer)
     return body
+
+
+def _without_nulls(body: bytes) -> bytes:
+    """Without the fields that say null: they are as if they were not there."""
+    fields = _parsed(body)
+    if not isinstance(fields, dict) or None not in fields.values():
+        return body
+    return json.dumps({name: value for name, value in fields.items() if value is not None}).encode()
 
 
 def _with_each(body: bytes, name: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> bytes:

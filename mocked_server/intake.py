@@ -15,7 +15,7 @@ from typing import Protocol
 from mocked_server.calls import Call, current_call
 from mocked_server.dialects import GENERATE, GENERATING, as_anthropic, error_body, is_anthropic
 from mocked_server.door import MAX_BODY_BYTES, BodyRefused, answer_refused, read_body, replaying, told_length
-from mocked_server.failures import StreamStart, failure_of
+from mocked_server.failures import Failure, StreamStart, failure_of
 from mocked_server.fields import refused, servable
 from mocked_server.memory import BodyRoom, RequestMemory
 from mocked_server.retries import Answer, App, Event, Receive, Send, TakenOver
@@ -124,7 +124,11 @@ class Intake:
         try:
             await self._app(scope, receive, unless_it_fails)
         except UNREADABLE as error:
-            if not failure:
+            if answer.has_begun:
+                logger.exception("an answer of episode %s to %s failed", call.live.episode_id, scope["path"])
+                await answer.fail(Failure(status=500, code="server_error", message="the server failed on this request"))
+                return
+            if not failure and (call.generates or scope["path"] == GENERATE):
                 raise
             what = f"{type(error).__name__}: {str(error)[:200]}"
             logger.warning("a request of episode %s to %s was refused (%s)", call.live.episode_id, scope["path"], what)

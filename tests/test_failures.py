@@ -59,3 +59,12 @@ def test_the_error_event_of_the_responses_api_is_what_its_client_reads():
     ]
     event = openai.types.responses.ResponseErrorEvent.model_validate(json.loads(line.removeprefix("data: ")))
     assert (event.type, event.code, event.message) == ("error", "gone", "lost")
+
+
+@pytest.mark.parametrize("field", ["background", "truncation", "temperature", "tools", "tool_choice", "metadata"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_null_field_of_the_responses_api_is_as_if_it_were_not_there(served, field, stream):
+    _, client = served.lease()
+    with served.http(client.api_key) as http:
+        answer = http.post(RESPONSES, json={"model": "policy", "input": "hi", "stream": stream, field: None})
+    assert answer.status_code == 200 and "error" not in answer.text.replace('"error":null', "")
