@@ -25,7 +25,8 @@ from typing import Any, Protocol
 from buffers.errors import AgentError, EpisodeError, ScoreError
 from buffers.records import Task
 from buffers.task_pool import PoolClosed
-from env_adapters.process import STOP_GRACE_S, Child, clean_environment, resolve_command
+from configs.child_environment import clean_environment
+from env_adapters.process import STOP_GRACE_S, Child, resolve_command
 from env_adapters.scorers import ProgramOutput
 
 logger = logging.getLogger(__name__)

@@ -76,7 +76,7 @@ class AgentsConfig(Section):
     without a name by the first one, if there is no `command`. See agents/loop_config.py."""
     environment: list[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]] = Field(default_factory=list)
     """Variables of your environment, by name, that the command gets. Without being named it gets only those that programs need to
-    run (`PASSED_ON` in env_adapters/process.py): no keys or tokens."""
+    run (`PASSED_ON` in configs/child_environment.py): no keys or tokens."""
     processes: Annotated[int, Field(ge=0)] = 1
     """Long-lived programs to run, which ask `TASKS_URL` for their next tasks; 0: a fresh process for every episode. Agent loops
     run in as many workers, at least one."""

@@ -32,6 +32,7 @@ from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import EpisodeScores, Row, Task
 from buffers.rows import episode_rows
 from buffers.task_pool import TaskPool
+from configs.child_environment import clean_environment
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.calls import Call
 from mocked_server.check_report import Report, Seen, features_of, make_report
@@ -87,21 +88,27 @@ class Rehearsal:
         self._diff_of = diff_of
 
     async def try_out(
-        self, command: Sequence[str], *, task: Task, timeout_s: float, output: int | None = None
+        self,
+        command: Sequence[str],
+        *,
+        task: Task,
+        timeout_s: float,
+        output: int | None = None,
+        named: Sequence[str] = (),
     ) -> Report:
         """Run the agent once; its episode is ended afterwards. `task.task_id` is one that was not used before.
 
-        `output`: file descriptor for what the agent prints; None: our standard error.
+        `output`: file descriptor for what the agent prints; None: our standard error. `named`: variables of this process's
+        environment that it gets besides the usual ones, as by `agents.environment`.
         """
         notes = Notes()
         self._server.intake.observer = notes
         await self._server.pool.put([task])
         leased = await self._server.lease_episode(wait_s=60.0)
         assert leased is not None, "a task that was just put is leased at once"
-        env = {**os.environ, **self._server.environment(leased.api_key), "EPISODE_ID": leased.episode_id}
-        env |= {"TASK_JSON": json.dumps(leased.task), "SEED": str(leased.seed)}
-        for name in ("PYTHONPATH", "PYTHONSTARTUP"):
-            env.pop(name, None)
+        ours = {**self._server.environment(leased.api_key), "EPISODE_ID": leased.episode_id}
+        ours |= {"TASK_JSON": json.dumps(leased.task), "SEED": str(leased.seed)}
+        env = clean_environment(ours, named=named)
         began = time.monotonic()
         exit_code = await run_agent(command, env=env, timeout_s=timeout_s, output=output)
         seconds = time.monotonic() - began
@@ -129,10 +136,12 @@ class Rehearsal:
         )
 
 
-async def check(command: Sequence[str], *, task: Task, timeout_s: float, output: int | None = None) -> Report:
+async def check(
+    command: Sequence[str], *, task: Task, timeout_s: float, output: int | None = None, named: Sequence[str] = ()
+) -> Report:
     """Run the agent once, see `Rehearsal.try_out`. Raises UnderstudyError when the server or the engine does not start."""
     async with rehearsal_server() as rehearsal:
-        return await rehearsal.try_out(command, task=task, timeout_s=timeout_s, output=output)
+        return await rehearsal.try_out(command, task=task, timeout_s=timeout_s, output=output, named=named)
 
 
 @asynccontextmanager
@@ -228,6 +237,10 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--task", type=Path, help="a JSON file with the task (prompt, extra_info, ...); default: a sum")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that the agent may run (default: 300)")
+    parser.add_argument(
+        "--environment", action="append", default=[], metavar="NAME",
+        help="a variable of this shell that the agent gets besides the usual ones (as agents.environment; repeatable)",
+    )  # fmt: skip
     parser.add_argument("command", nargs="+", help="the agent's command, after --")
     return parser.parse_args(words)
 
@@ -281,7 +294,9 @@ def main(words: Sequence[str]) -> int:
         print("starting a tiny model, about 15 s ...", file=sys.stderr)
         with _quiet() as terminal:
             cpu_environment()
-            report = asyncio.run(check(command, task=task, timeout_s=arguments.timeout, output=terminal))
+            named = tuple(arguments.environment)
+            work = check(command, task=task, timeout_s=arguments.timeout, output=terminal, named=named)
+            report = asyncio.run(work)
     except UnderstudyError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -123,24 +123,27 @@ class Intake:
 
         try:
             await self._app(scope, receive, unless_it_fails)
-        except UNREADABLE as error:
-            if answer.has_begun:
-                logger.exception("an answer of episode %s to %s failed", call.live.episode_id, scope["path"])
-                await answer.fail(Failure(status=500, code="server_error", message="the server failed on this request"))
-                return
-            if not failure and (call.generates or scope["path"] == GENERATE):
+        except (RuntimeError, *UNREADABLE) as error:
+            # Starlette's own, when an application fails that has begun an answer: the reason is its cause.
+            cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ is not None else error
+            known = failure_of(cause)
+            if known is None and not isinstance(cause, UNREADABLE):
                 raise
-            what = f"{type(error).__name__}: {str(error)[:200]}"
-            logger.warning("a request of episode %s to %s was refused (%s)", call.live.episode_id, scope["path"], what)
-            message = f"the request cannot be read ({what}); check its fields"
-            await _refuse(send, scope["path"], code="invalid_request", message=message)
-        except RuntimeError as error:  # of starlette, when the application fails after it has begun an answer
-            if (known := failure_of(error.__cause__)) is None:
-                raise
-            await answer.fail(known)
+            await answer.fail(known or self._unreadable(call, scope["path"], cause, was_served=answer.has_begun))
         else:
             for each in failure:
                 await send(each)
+
+    def _unreadable(self, call: Call, path: str, error: BaseException, *, was_served: bool) -> Failure:
+        """The application failed: at the request, if it had not begun to generate; else by itself."""
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        if was_served or call.generates or path == GENERATE:
+            logger.error("an answer of episode %s to %s failed", call.live.episode_id, path, exc_info=error)
+            return Failure(status=500, code="server_error", message=f"the server failed on this request ({what})")
+        logger.warning("a request of episode %s to %s was refused (%s)", call.live.episode_id, path, what)
+        return Failure(
+            status=400, code="invalid_request", message=f"the request cannot be read ({what}); check its fields"
+        )
 
     def _with_errors_seen(self, path: str, send: Send) -> Send:
         """Holds back an error until its body is complete, and sends it in the dialect's form."""

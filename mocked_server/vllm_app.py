@@ -118,6 +118,8 @@ class QueueClient:
         plan = call.continuation or continue_tokens(call.live, rendered)
         call.continuation = None  # a second prompt of the same request (completions with a list) is planned on its own
         extra = {k: kwargs[k] for k in PASSED_ON if kwargs.get(k) is not None}
+        if (parser_kwargs := extra.get("reasoning_parser_kwargs")) is not None:
+            self._rules.check_sendable(parser_kwargs)
         exact = plan.prompt_ids()
         call.count_choices(getattr(sampling_params, "n", 1), limit=MAX_CHOICES)
         first_trained = self._rules.apply(sampling_params, prompt_len=len(exact), live=call.live)

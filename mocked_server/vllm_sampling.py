@@ -8,6 +8,7 @@ agent chooses never changes the policy's distribution without a mark (`Prompt.fi
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -79,6 +80,17 @@ class SamplingRules:
             raise RequestRefused(
                 f"{field} must have the type and size that vLLM documents: {str(error)[:MAX_MESSAGE_CHARS]}",
                 field=field,
+            ) from error
+
+    def check_sendable(self, values: Mapping[str, Any]) -> None:
+        """Raises RequestRefused for what cannot be sent to the engine's process beside the sampling parameters: what the chat
+        template was given, which the reasoning parser reads there."""
+        try:
+            self._encoder.encode(values)
+        except NOT_SENT as error:
+            raise RequestRefused(
+                f"chat_template_kwargs must hold JSON with numbers of 64 bits, got {str(error)[:MAX_MESSAGE_CHARS]}",
+                field="chat_template_kwargs",
             ) from error
 
     def _unsendable(self, params: Any) -> str | None:

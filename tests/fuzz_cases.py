@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mocked_server.dialects import CHAT, COMPLETIONS, GENERATE
+from mocked_server.dialects import CHAT, COMPLETIONS, GENERATE, RESPONSES
 from tests.fuzz_values import Raw
 
 QUESTION = [{"role": "user", "content": "Where?"}]
@@ -92,6 +92,16 @@ OTHERS = (
     completions("a token chosen by its bias", logit_bias={"70": 100}),
     completions("a token chosen as the only one", allowed_token_ids=[71]),
     generate("stop as an object", stop={"a": 1}),
-)
+    completions("one of several prompts is empty", prompt=["a", ""]),
+    chat("no token allowed", allowed_token_ids=[]),
+    chat("a grammar without rules", structured_outputs={"grammar": "root ::="}),
+    chat("a schema of 2^31 letters", response_format={
+        "type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "string", "minLength": 2**31}}}),
+    Case("null where a stream is asked for", RESPONSES,
+         {"model": "policy", "input": "Where?", "max_output_tokens": 4, "background": None, "stream": True}),
+    Case("a constraint that is refused on a stream", RESPONSES,
+         {"model": "policy", "input": "Where?", "max_output_tokens": 4, "stream": True,
+          "structured_outputs": {"grammar": "%ignore x"}}),
+)  # fmt: skip
 CASES: tuple[Case, ...] = (*OTHERS, *REFUSED_BY_THE_ENGINE, *NOT_FINITE, *DEAF, *LARGE)
 """In the order in which they are sent."""

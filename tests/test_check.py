@@ -137,6 +137,20 @@ def test_an_agent_with_tools_gives_one_row(tools_server, tmp_path, program, path
     assert "can be trained" in report.as_text() and json.loads(report.as_json())["rows"] == 1
 
 
+def test_an_agent_gets_the_environment_that_it_gets_in_a_run(tools_server, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "the operator's")
+    monkeypatch.setenv("MY_TOOL_URL", "http://127.0.0.1:1")
+    program = tmp_path / "agent.py"
+    program.write_text("import os, sys; sys.exit(3 * ('HF_TOKEN' in os.environ) + 5 * ('MY_TOOL_URL' in os.environ))")
+    task = Task(task_id=f"environment-{tmp_path.name}", prompt=[{"role": "user", "content": "hi"}])
+    rehearsal = Rehearsal(tools_server.server, tools_server.ledger)
+    work = rehearsal.try_out([sys.executable, str(program)], task=task, timeout_s=60, named=["MY_TOOL_URL"])
+    try:
+        assert tools_server.submit(work).result(90).exit_code == 5
+    finally:
+        tools_server.server.intake.observer = None
+
+
 def test_sub_agents_are_branches_and_no_faults(tools_server, tmp_path):
     report = run(tools_server, "chat_async_stream.py", tmp_path)
     assert (report.rounds, report.branches, report.rows) == (6, 3, 3)
