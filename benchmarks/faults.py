@@ -117,7 +117,7 @@ def killed(pid: int) -> bool:
 def play(folder: Path, *, seed: int, mean_s: float | None, knobs: list[str]) -> Outcome:
     """One run; with kills unless `mean_s` is None. Raises RunFailed when it does not make its steps."""
     command = [sys.executable, "-m", "learner.run", "--keep-running", *knobs]
-    command += [f"run.dir={folder}", "run.name=run", f"run.seed={seed}", "run.checkpoints=[1,2]"]
+    command += [f"run.dir={folder}", "run.name=run", f"run.seed={seed}", "run.checkpoints.every=1"]
     killer: Killer | None = None
 
     def started(pid: int) -> None:

@@ -5,18 +5,27 @@
 
 from __future__ import annotations
 
-import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from configs.keys import all_keys, all_sections, keys_below, nearest_key
 from configs.schema import Config
 
 FOLDER = Path(__file__).parent
 DEFAULT = FOLDER / "demo.yaml"
+MOVED = {
+    "agents.episode_deadline_s": "agents.deadline_s (of a whole episode) and agents.silence_s (without a request)",
+    "learner.kl_coef": "learner.kl.coef, and learner.kl.target for an adaptive KL",
+    "learner.kl_kind": "learner.kl.kind, and learner.kl.in_reward=true for a KL that is taken off the rewards",
+}
+"""Keys that were there once -> where their values are set now."""
+MOVED_PARTS = {"agents.max_attempts": "agents.max_attempts and agents.fewest_members"}
+"""Keys that were lists once -> where the parts of these are set now."""
 
 
 class ConfigError(ValueError):
@@ -24,13 +33,13 @@ class ConfigError(ValueError):
 
 
 def load_config(path: Path = DEFAULT, overrides: Sequence[str] = ()) -> Config:
-    """Read `path`, apply `section.key=value` overrides (values in YAML), validate. Raises ConfigError."""
+    """Read `path`, apply overrides such as `learner.kl.coef=0.1` (values in YAML), validate. Raises ConfigError."""
     tree = _read(path)
     for text in overrides:
         _override(tree, text)
-    _check_keys(tree, Config, prefix="", source=path)
+    checked = _check_keys(tree, prefix="", source=path)
     try:
-        return Config.model_validate(tree)
+        return Config.model_validate(checked)
     except ValidationError as error:
         raise ConfigError("\n".join(_lines(error.errors()))) from None
 
@@ -58,31 +67,70 @@ def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
 
 
 def _override(tree: dict[str, Any], text: str) -> None:
-    key, equals, value = text.partition("=")
-    parts = key.strip().split(".")
-    if not equals or len(parts) != 2 or not all(parts):
+    key, equals, value = (part.strip() for part in text.partition("="))
+    parts = key.split(".")
+    if not equals or len(parts) < 2 or not all(parts):
         raise ConfigError(f"an override must look like section.key=value, got {text!r}; for example learner.lr=1e-4")
-    section = tree.setdefault(parts[0], {})
-    if not isinstance(section, dict):
-        raise ConfigError(f"{parts[0]} must be a section, got {section!r}")
+    _check_name(key, source="an override")
+    section = tree
+    for depth, part in enumerate(parts[:-1], 1):
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            raise _not_a_section(".".join(parts[:depth]), section)
     try:
-        section[parts[1]] = yaml.safe_load(value)
+        new = yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise ConfigError(f"{key} must have a YAML value, got {value!r}: {str(error).splitlines()[0]}") from None
+    old = section.get(parts[-1])
+    if key in all_sections() and isinstance(old, dict) and isinstance(new, dict):
+        new = _merge(old, new)
+    section[parts[-1]] = new
 
 
-def _check_keys(tree: dict[str, Any], model: type[BaseModel], *, prefix: str, source: Path) -> None:
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if key not in model.model_fields:
-            near = difflib.get_close_matches(str(key), list(model.model_fields), n=1, cutoff=0.5)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(model.model_fields)}"
-            raise ConfigError(f"{name} is not a configuration key ({source.name} or an override); {hint}")
-        inner = model.model_fields[key].annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
+def _check_keys(tree: dict[str, Any], *, prefix: str, source: Path) -> dict[str, Any]:
+    """The same tree with nothing in place of a value (`key:`, `key=`) read as the key's empty value. Raises ConfigError."""
+    checked: dict[str, Any] = {}
+    for part, value in tree.items():
+        name = f"{prefix}{part}"
+        if "." in str(part):
+            raise ConfigError(f"{name} must be written in sections in a file, got one key with dots in {source.name}")
+        _check_name(name, source=f"{source.name} or an override")
+        if name in all_sections():
             if not isinstance(value, dict):
-                raise ConfigError(f"{name} must be a section with keys {', '.join(inner.model_fields)}, got {value!r}")
-            _check_keys(value, inner, prefix=f"{name}.", source=source)
+                raise _not_a_section(name, value)
+            checked[part] = _check_keys(value, prefix=f"{name}.", source=source)
+            continue
+        key = all_keys()[name]
+        if isinstance(value, list) and name in MOVED_PARTS:
+            raise ConfigError(f"{name} must be one {key.kind}, got {value!r}; its parts are {MOVED_PARTS[name]} now")
+        if value is None and key.empty is ...:
+            raise ConfigError(
+                f"{name} must have a value ({key.kind}), got nothing; set {name}={key.default_text} or another one"
+            )
+        checked[part] = key.empty if value is None else value
+    return checked
+
+
+def _check_name(name: str, *, source: str) -> None:
+    if name in all_keys() or name in all_sections():
+        return
+    if name in MOVED:
+        raise ConfigError(f"{name} is not a configuration key ({source}) any more; set {MOVED[name]}")
+    parts = name.split(".")
+    outer = [".".join(parts[:depth]) for depth in range(1, len(parts))]
+    if whole := next((each for each in outer if each in all_keys()), None):
+        hint = f"{whole} is one value, {all_keys()[whole].kind}: set {whole}=<value>"
+    else:
+        hint = nearest_key(name)
+    raise ConfigError(f"{name} is not a configuration key ({source}); {hint}")
+
+
+def _not_a_section(name: str, value: object) -> ConfigError:
+    inside = [key.name for key in keys_below(name)]
+    return ConfigError(
+        f"{name} must be a section with the keys {', '.join(inside)}, got {'nothing' if value is None else repr(value)}; "
+        f"set {inside[0]}=<value>, for example"
+    )
 
 
 def _lines(errors: Sequence[Any]) -> list[str]:
@@ -90,9 +138,11 @@ def _lines(errors: Sequence[Any]) -> list[str]:
     rules: dict[str, list[str]] = {}
     values: dict[str, str] = {}
     for error in errors:
-        key = ".".join(str(part) for part in error["loc"][:2])
-        rule = str(error["msg"]).replace("Input should be", "must be").replace("Value error, ", "")
-        place = f" (entry {error['loc'][2] + 1})" if len(error["loc"]) > 2 and type(error["loc"][2]) is int else ""
+        parts = [str(part) for part in error["loc"]]
+        key = next((name for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in all_keys()), "")
+        rule = re.sub("(Input|String) should", "must", str(error["msg"])).replace("Value error, ", "")
+        rest = error["loc"][key.count(".") + 1 :] if key else ()
+        place = f" (entry {rest[0] + 1})" if rest and type(rest[0]) is int else ""
         rules.setdefault(key, []).append(rule + place)
         values[key] = repr(error["input"])
     return [

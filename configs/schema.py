@@ -1,6 +1,7 @@
 """Every knob of a run, with its default, unit and rule. Nothing else in the project holds a default.
 
 `configs.load.load_config` reads a YAML file and dotted overrides into `Config`; parts receive their section, never the whole.
+`configs.keys` prints the keys for people: the docstring of each is its meaning. A key holds one thing; related ones form a section.
 """
 
 from __future__ import annotations
@@ -11,26 +12,37 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 PositiveInt = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
+NotNegative = Annotated[float, Field(ge=0.0)]
 Seconds = Positive
+Text = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
     """Base of all sections: unknown keys are errors, numbers are finite, values do not change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class CheckpointsConfig(Section):
+    every: Count = 20
+    """Steps between two checkpoints. 0: one at the end of the run only."""
+    keep: PositiveInt = 2
+    """How many of the newest checkpoints stay on disk. The best one stays too."""
 
 
 class RunConfig(Section):
-    name: str = "demo"
+    name: Text = "demo"
     """Results go to `<dir>/<name>`; an earlier run of that name is moved aside, never overwritten."""
-    dir: str = "runs"
+    dir: Text = "runs"
+    """Folder of all runs."""
     steps: PositiveInt = 60
     """Optimizer steps, one full batch each."""
     seed: int = 0
-    checkpoints: tuple[Annotated[int, Field(ge=0)], PositiveInt] = (20, 2)
-    """(every, keep): a checkpoint each so many steps (0: only at the end); the newest `keep` and the best one stay."""
+    """Seed of everything that draws: the order of tasks, sampling, weights that are made here."""
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "swanlab"]] = ["tensorboard"]
     """Where figures go, beside metrics.jsonl. All but tensorboard must be installed first."""
     reward_optimum: float | None = None
@@ -38,18 +50,28 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    path: str = "tiny"
+    path: Text = "tiny"
     """A Hugging Face folder, or `tiny`: a small Qwen3 made on this machine, with random weights."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the engine's weights and of the learner's forward and backward passes."""
+
+
+class ValidationConfig(Section):
+    tasks: str = ""
+    """Parquet file of validation tasks, which are never trained on. They are played at step 0, every `every` steps and at the end.
+    Empty: no validation."""
+    every: PositiveInt = 20
+    """Steps between two validations."""
+    samples: PositiveInt = 1
+    """Episodes of each validation task. 1: greedy. More: at the rollout's temperature, and the best of them is reported too
+    (pass@k)."""
 
 
 class DataConfig(Section):
     tasks: str | dict[str, Positive] = ""
     """Parquet file of tasks (columns as in verl: prompt, data_source, reward_model, extra_info, agent_name); or several, as
     {file: weight}: each is shuffled and repeated on its own, and gives its share of the tasks."""
-    validation: tuple[str, PositiveInt, PositiveInt] | None = None
-    """(file, every, samples): its tasks are played at step 0, each so many steps and at the end, and never trained on. One
-    sample of a task is greedy; with more, at the rollout's temperature, the best of them is reported too (pass@k)."""
+    validation: ValidationConfig = ValidationConfig()
     make: list[str] = Field(default_factory=list)
     """Command that writes `tasks` (and `warm_start.traces`) when the file is missing. `{python}` is this interpreter."""
     scorer: str | dict[str, str] = ""
@@ -77,29 +99,20 @@ class AgentsConfig(Section):
     environment: list[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]] = Field(default_factory=list)
     """Variables of your environment, by name, that the command gets. Without being named it gets only those that programs need to
     run (`PASSED_ON` in configs/child_environment.py): no keys or tokens."""
-    processes: Annotated[int, Field(ge=0)] = 1
+    processes: Count = 1
     """Long-lived programs to run, which ask `TASKS_URL` for their next tasks; 0: a fresh process for every episode. Agent loops
     run in as many workers, at least one."""
     concurrency: PositiveInt = 64
     """Episodes that may run at once, over all agents; up to 256 of them generate in one engine step."""
-    episode_deadline_s: Seconds | tuple[Seconds, Seconds] = 120.0
-    """A longer episode counts as failed and is tried again. (whole, silent): so does one whose agent sends no request with its
-    key for `silent` seconds while none is being answered (`GET /v1/models` is enough to show that it lives)."""
-    max_attempts: PositiveInt | tuple[PositiveInt, PositiveInt] = 3
-    """Tries at one member of a group before the group is given up. (tries, fewest): it is trained with the members that
-    have a score, if there are at least `fewest`."""
-
-    @property
-    def deadlines(self) -> tuple[float, float | None]:
-        """(whole, silent) in seconds; None: silence is not limited."""
-        return (
-            self.episode_deadline_s if isinstance(self.episode_deadline_s, tuple) else (self.episode_deadline_s, None)
-        )
-
-    @property
-    def attempts(self) -> tuple[int, int | None]:
-        """(tries, fewest members of a group; None: all)."""
-        return self.max_attempts if isinstance(self.max_attempts, tuple) else (self.max_attempts, None)
+    deadline_s: Seconds = 120.0
+    """Longest time of an episode. A longer one counts as failed and is retried."""
+    silence_s: Seconds | None = None
+    """An episode whose agent sends no request with its key for so long, while none is being answered, counts as failed and is
+    retried (`GET /v1/models` is enough to show that the agent lives). None: silence is not limited."""
+    max_attempts: PositiveInt = 3
+    """Attempts at one member of a group before the member is given up, and the group with it (see `fewest_members`)."""
+    fewest_members: PositiveInt | None = None
+    """A group is trained without the members that were given up, if at least so many have a score. None: it needs all."""
 
 
 class EnvConfig(Section):
@@ -109,7 +122,8 @@ class EnvConfig(Section):
 
 
 class ServerConfig(Section):
-    host: str = "127.0.0.1"
+    host: Text = "127.0.0.1"
+    """Address on which agents reach the server."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """0: any free port."""
     tool_parser: str | None = None
@@ -122,7 +136,7 @@ class ServerConfig(Section):
 
 
 class RolloutConfig(Section):
-    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    temperature: Positive = 1.0
     """Sampling temperature of every training episode, whatever the agent asks for."""
     max_tokens: PositiveInt = 512
     """Most tokens of one generation; an agent may ask for fewer."""
@@ -140,12 +154,40 @@ class BufferConfig(Section):
     """Groups (tasks) in one batch."""
     group_size: PositiveInt = 8
     """Episodes of one task."""
-    max_policy_lag: Annotated[int, Field(ge=0)] = 1
+    max_policy_lag: Count = 1
     """Largest difference between the policy that trains a token and the one that sampled it, in steps.
     0 is the synchronous flow: no task starts before the new weights are in place."""
     node: Annotated[str, Field(pattern=r"^[\w.:-]*$")] = ""
     """The address or the id of the Ray node whose disk has the ledger, in the cluster that the run then joins (`ray start`). Empty:
     the ledger is in the run's own process, which needs no cluster."""
+
+
+class LoraConfig(Section):
+    rank: Count = 0
+    """Rank of the low-rank matrices that are trained beside the frozen weights, a separate critic's too. 0: no LoRA, all weights
+    are trained."""
+    alpha: Positive = 16.0
+    """Their product is scaled by alpha / rank."""
+
+
+class ClipConfig(Section):
+    low: Positive | None = None
+    """Ratios stay above 1 - low. None: the loss's own: 0.2 for ppo, 3e-4 for gspo, 1.0 for cispo."""
+    high: Positive | None = None
+    """Ratios stay below 1 + high. None: the loss's own: 0.28 for ppo, 4e-4 for gspo, 4.0 for cispo."""
+
+
+class KLConfig(Section):
+    coef: NotNegative = 0.0
+    """Weight of KL(policy || frozen reference). 0: there is no KL term, and no reference model is kept."""
+    target: Positive | None = None
+    """Adaptive KL: the weight begins at `coef` and is steered to a KL of so many nats per token. None: the weight is fixed."""
+    horizon: Positive = 10_000.0
+    """Episodes in which the adaptive weight changes by at most a fifth of itself."""
+    kind: Literal["k1", "abs", "k2", "k3"] = "k3"
+    """Estimator of the KL, see learner/kl.py."""
+    in_reward: bool = False
+    """False: the KL is a term of the loss. True: it is taken off the rewards, token by token."""
 
 
 class LearnerConfig(Section):
@@ -166,15 +208,17 @@ class LearnerConfig(Section):
     critic: Literal["shared", "separate", "none"] = "shared"
     """shared: a value head on the policy's last hidden state, which it does not train; separate: a second model with its own
     optimizer."""
-    lora: tuple[PositiveInt, Positive] | None = None
-    """(rank, alpha): train low-rank matrices beside the frozen weights, a separate critic's too. None: train all weights."""
+    lora: LoraConfig = LoraConfig()
     gradient_checkpointing: bool = False
     """Compute each layer again in the backward pass: memory for one layer's activations, about a third more time."""
-    lr: Annotated[float, Field(ge=0.0)] = 5e-4
-    critic_lr: Annotated[float, Field(ge=0.0)] = 5e-4
+    lr: NotNegative = 5e-4
+    """Learning rate of the policy (AdamW)."""
+    critic_lr: NotNegative = 5e-4
     """Learning rate of a separate critic. Value heads learn at ten times the rate of what they sit on."""
-    lr_warmup_steps: Annotated[int, Field(ge=0)] = 3
-    grad_clip: Annotated[float, Field(gt=0.0)] = 1.0
+    lr_warmup_steps: Count = 3
+    """Steps in which learning rates rise to their values, linearly."""
+    grad_clip: Positive = 1.0
+    """Largest norm of an update's gradient; a larger gradient is scaled down to it."""
     minibatches: PositiveInt = 2
     """Optimizer updates per pass over a batch."""
     epochs: PositiveInt = 1
@@ -191,23 +235,14 @@ class LearnerConfig(Section):
         "token-mean"
     )
     """How the losses of tokens become one number. A sequence is one row: one branch of an episode."""
-    clip: tuple[Positive, Positive] | None = None
-    """(low, high): ratios stay within [1 - low, 1 + high]. None: the loss's own, (0.2, 0.28) for ppo."""
+    clip: ClipConfig = ClipConfig()
     correction: Literal["none", "tis", "seq_tis", "icepop", "mis", "seq_mis", "naive"] = "tis"
     """Importance weight for data of an older policy, see learner/corrections.py. naive: PPO on the old ratio."""
-    kl_coef: Annotated[float, Field(ge=0.0)] | tuple[Positive, Positive] = 0.0
-    """Weight of KL(policy || frozen reference); 0: no reference model is kept. (weight, target): it begins there and is steered to
-    a KL of so many nats per token."""
-    kl_kind: Literal["k1", "abs", "k2", "k3", "reward_k1", "reward_abs", "reward_k2", "reward_k3"] = "k3"
-    """The KL estimator, see learner/kl.py; a term of the loss, or taken off the rewards."""
-    entropy_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    kl: KLConfig = KLConfig()
+    entropy_coef: NotNegative = 0.0
+    """Weight of the entropy bonus in the loss."""
     check_logprobs: bool = True
     """Recompute every trained token under the version that sampled it and report the largest difference."""
-
-    @property
-    def kl(self) -> tuple[float, float]:
-        """(first weight, target; 0: the weight stays fixed)."""
-        return self.kl_coef if isinstance(self.kl_coef, tuple) else (self.kl_coef, 0.0)
 
 
 class WarmStartConfig(Section):
@@ -215,7 +250,8 @@ class WarmStartConfig(Section):
     """Parquet file with a column `messages`; empty: no warm start."""
     steps: PositiveInt = 120
     """Updates on 32 traces each."""
-    lr: Annotated[float, Field(gt=0.0)] = 2e-3
+    lr: Positive = 2e-3
+    """Learning rate of the warm start."""
 
 
 class Config(Section):
@@ -245,11 +281,16 @@ class Config(Section):
                 f"got {self.buffer.group_size}; set buffer.group_size=8"
             )
         self._check_data()
-        _, fewest = self.agents.attempts
-        if fewest is not None and not (1 if learner.advantage == "gae" else 2) <= fewest <= self.buffer.group_size:
+        fewest, least = self.agents.fewest_members, 1 if learner.advantage == "gae" else 2
+        if fewest is not None and not least <= fewest <= self.buffer.group_size:
             raise ValueError(
-                f"agents.max_attempts=[tries, fewest] must leave 2 to buffer.group_size={self.buffer.group_size} members of a "
-                f"group (1 with learner.advantage=gae), got {fewest}; set agents.max_attempts=3"
+                f"agents.fewest_members must be {least} to buffer.group_size={self.buffer.group_size} with "
+                f"learner.advantage={learner.advantage}, got {fewest}; set agents.fewest_members={self.buffer.group_size}"
+            )
+        if learner.kl.target is not None and learner.kl.coef == 0.0:
+            raise ValueError(
+                f"learner.kl.target steers learner.kl.coef, which must be > 0 to begin with, got 0 with "
+                f"learner.kl.target={learner.kl.target:g}; set learner.kl.coef=0.001"
             )
         if self.buffer.groups_per_step * self.buffer.group_size < learner.ranks:
             raise ValueError(
@@ -279,8 +320,9 @@ class Config(Section):
             raise ValueError(
                 f"data.tasks must name files with different names, got {twice[0]!r} twice; tasks are known by them: rename one"
             )
-        if data.validation is not None and PurePath(data.validation[0]) in map(PurePath, data.task_files):
+        validation = data.validation.tasks
+        if validation and PurePath(validation) in map(PurePath, data.task_files):
             raise ValueError(
-                f"data.validation must name another file than data.tasks, got {data.validation[0]} for both; validation tasks "
+                f"data.validation.tasks must name another file than data.tasks, got {validation} for both; validation tasks "
                 f"are never trained on: split the file"
             )

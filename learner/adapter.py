@@ -30,12 +30,11 @@ class Adapter:
     weights: dict[str, Tensor]
 
 
-def add_adapter(lm: Any, *, lora: tuple[int, float], seed: int) -> LoraConfig:
-    """Puts an adapter of (rank, alpha) on every linear layer but the output matrix, and freezes everything else.
+def add_adapter(lm: Any, *, rank: int, alpha: float, seed: int) -> LoraConfig:
+    """Puts an adapter on every linear layer but the output matrix, and freezes everything else.
 
     scaling = alpha / rank. Raises ValueError when a layer is not a plain linear one.
     """
-    rank, alpha = lora
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
     with torch.random.fork_rng(devices=[]):  # A is random: the same on every rank
         torch.manual_seed(seed)
@@ -43,8 +42,8 @@ def add_adapter(lm: Any, *, lora: tuple[int, float], seed: int) -> LoraConfig:
     for name, module in lm.named_modules():
         if isinstance(module, LoraLayer) and not isinstance(module.get_base_layer(), nn.Linear):
             raise ValueError(
-                f"learner.lora needs linear layers, got {type(module.get_base_layer()).__name__} for {name}; "
-                f"leave learner.lora out for this model"
+                f"learner.lora.rank > 0 needs linear layers, got {type(module.get_base_layer()).__name__} for {name}; "
+                f"set learner.lora.rank=0 for this model"
             )
     config.base_model_name_or_path = lm.name_or_path
     config.target_modules = set(config.target_modules or ())

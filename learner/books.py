@@ -68,16 +68,15 @@ async def open_books(
     opened = await asyncio.wrap_future(ledger.times_opened())
     episodes = await asyncio.wrap_future(ledger.running_episodes())
     rounds = [await asyncio.wrap_future(ledger.rounds(episode.episode_id)) for episode in episodes]
-    max_attempts, min_size = config.agents.attempts
     pool = TaskPool(
         ledger,
         group_size=config.buffer.group_size,
         groups_per_step=config.buffer.groups_per_step,
         max_policy_lag=config.buffer.max_policy_lag,
         max_running=config.agents.concurrency,
-        max_attempts=max_attempts,
-        min_group_size=min_size,
-        deadline_s=config.agents.deadlines[0],
+        max_attempts=config.agents.max_attempts,
+        min_group_size=config.agents.fewest_members,
+        deadline_s=config.agents.deadline_s,
         version=checkpoint.position.step if checkpoint else 0,
         times_opened=opened,
         held=True,

@@ -22,9 +22,8 @@ from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
 """exp() of anything beyond is treated as this: float32 stays finite."""
-HORIZON = 10_000.0
-"""Episodes in which the adaptive coefficient may change by about a fifth of itself for each target missed by a fifth."""
 LARGEST_ERROR = 0.2
+"""By how much of itself the adaptive coefficient changes in one horizon at most."""
 
 
 def _k3(difference: Tensor) -> Tensor:
@@ -45,18 +44,19 @@ def kl_estimate(logprobs: Tensor, *, reference: Tensor, kind: str) -> Tensor:
 
 
 class KLCoefficient:
-    """Fixed at `start` when `target` is 0; else steered towards a mean KL of `target` nats per token.
+    """Fixed at `start` when `target` is None; else steered towards a mean KL of `target` nats per token.
 
-    arXiv:1909.08593 section 2.2: times 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon. `value` is its whole
-    state.
+    arXiv:1909.08593 section 2.2: times 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / `horizon`. `value` is its
+    whole state.
     """
 
-    def __init__(self, start: float, *, target: float) -> None:
+    def __init__(self, start: float, *, target: float | None, horizon: float) -> None:
         self.value = start
         self._target = target
+        self._horizon = horizon
 
     def update(self, mean_kl: float, *, num_episodes: int) -> None:
         """After a step with this mean KL over its tokens."""
-        if self._target > 0.0:
+        if self._target is not None:
             error = min(max(mean_kl / self._target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)
-            self.value *= 1.0 + error * num_episodes / HORIZON
+            self.value *= 1.0 + error * num_episodes / self._horizon

@@ -122,7 +122,7 @@ class LearnLoop:
         """Takes a full batch (waits: enough scored, fresh groups), gives new weights; unblocked by scores. Finite."""
         await self._begin()
         self._validate()
-        if self.step == 0 and self._run.checkpoints[0] and self._history.warm_start:  # which takes long to do again
+        if self.step == 0 and self._run.checkpoints.every and self._history.warm_start:  # which takes long to do again
             self._saving = asyncio.create_task(self._save(), name="save")
         try:
             while True:
@@ -158,7 +158,7 @@ class LearnLoop:
 
     async def _learn(self) -> None:
         """Steps, until they are made or the run is told to stop."""
-        every, _ = self._run.checkpoints
+        every = self._run.checkpoints.every
         for step in range(self.step + 1, self._run.steps + 1):
             waited = time.monotonic()
             if (batch := await self._sample()) is None:

@@ -194,11 +194,13 @@ def actor_loss(
 
     `kl_coef` is the present coefficient of a KL term in the loss; 0 when there is none.
     """
+    low, high = LOSSES[config.loss].clip
+    clip = (config.clip.low or low, config.clip.high or high)
     total, means, maxima = policy_loss(
-        logprobs, targets=targets, loss=config.loss, clip=config.clip, correction=config.correction
+        logprobs, targets=targets, loss=config.loss, clip=clip, correction=config.correction
     )
     if kl_coef > 0.0:
-        kl = kl_estimate(logprobs, reference=targets.reference, kind=config.kl_kind)
+        kl = kl_estimate(logprobs, reference=targets.reference, kind=config.kl.kind)
         total = total + kl_coef * (targets.weights * kl).sum()
         means["policy/kl_ref"] = (targets.shares * kl).sum()
     if entropy is not None:

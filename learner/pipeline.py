@@ -161,7 +161,7 @@ class Pipeline:
             run=config.run, buffer=config.buffer,
             ledger=books.ledger, rounds=books.rounds, pool=books.pool,
             ranks=self._ranks, engine=engine, generated=generation.stats,
-            store=CheckpointStore(self._folder / "checkpoints", keep=config.run.checkpoints[1]),
+            store=CheckpointStore(self._folder / "checkpoints", keep=config.run.checkpoints.keep),
             weights=weights, history=self.history, tracker=self._tracker, display=self._display,
             validation=self._validation(books.ledger),
             shaping=config.rollout.max_tokens if config.data.reward_manager == "dapo" else None,
@@ -319,11 +319,11 @@ class Pipeline:
         return engine, server, books
 
     def _validation(self, ledger: Ledger) -> Validation | None:
-        if self._config.data.validation is None:
+        validation = self._config.data.validation
+        if not validation.tasks:
             return None
-        path, every, samples = self._config.data.validation
-        read = partial(task_list, Path(path), agent_name=self._default_agent())
-        return Validation(ledger, tasks=read, every=every, samples=samples)
+        read = partial(task_list, Path(validation.tasks), agent_name=self._default_agent())
+        return Validation(ledger, tasks=read, every=validation.every, samples=validation.samples)
 
     def _default_agent(self) -> str | None:
         """Who plays rows that name no agent: the agent; without one the first loop; as in verl, nobody has to when there is a
@@ -343,8 +343,8 @@ class Pipeline:
             loops.create_task(self.watch(parts), name="watch"),
             loops.create_task(keep_engine(parts.engine, setbacks=self._setbacks), name="keep the engine"),
         ]
-        if (silent_s := config.agents.deadlines[1]) is not None:
-            silent = end_silent(parts.server.episodes.silent, fail=parts.server.fail, seconds=silent_s)
+        if (silence_s := config.agents.silence_s) is not None:
+            silent = end_silent(parts.server.episodes.silent, fail=parts.server.fail, seconds=silence_s)
             started.append(loops.create_task(silent, name="end the silent"))
         if parts.env is not None:
             started.append(loops.create_task(parts.env.keep(setbacks=self._setbacks), name="keep the environment"))

@@ -33,8 +33,7 @@ async def prepare_files(
     files = config.data.task_files
     if config.data.make and (missing := [path for path in files if not Path(path).is_file()]):
         await make(config.data.make, missing[0], folder / "data.log")
-    validation = config.data.validation[0] if config.data.validation else ""
-    for path in filter(None, (*files, validation)):
+    for path in filter(None, (*files, config.data.validation.tasks)):
         names = await asyncio.to_thread(agent_names, Path(path))
         if players is not None:
             _check_agent_names(Path(path), names, players)

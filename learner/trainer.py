@@ -34,8 +34,6 @@ from learner.token_table import TokenTable, token_table
 from learner.warm_start import load_traces, train_on_traces
 
 VALUE_HEAD_LR_RATIO = 10.0
-IN_REWARD = "reward_"
-"""Prefix of the values of `kl_kind` that take the KL off the rewards."""
 REFERENCE = "reference"
 """Name of the reference weights in a checkpoint; older versions are named by their number."""
 
@@ -75,7 +73,7 @@ class Trainer:
         self._optimizer = self._adamw(self._policy, lr=config.lr)
         self._critic = self._load(model_path, value_head=True) if critic == "separate" else None
         self._critic_optimizer = self._adamw(self._critic, lr=config.critic_lr) if self._critic is not None else None
-        self._kl = KLCoefficient(config.kl[0], target=config.kl[1])
+        self._kl = KLCoefficient(config.kl.coef, target=config.kl.target, horizon=config.kl.horizon)
         self._history: dict[int, fsdp.Shards] = {}
         self._reference: fsdp.Shards | None = None
         self._steps = 0
@@ -107,7 +105,7 @@ class Trainer:
         started = time.monotonic()
         table = token_table(batch, min_version=version - self._keep_versions + 1)
         shares = table.weights(range(len(table.hints)), mode="token-mean")
-        if self._config.kl[0] > 0.0 and self._reference is None:
+        if self._config.kl.coef > 0.0 and self._reference is None:
             self._reference = fsdp.clone_shards(self._policy)
         logprobs, entropy, values = self._sweep(table.sequences, critic=True)
         metrics = self._check_logprobs(table, logprobs=logprobs, version=version)
@@ -116,7 +114,7 @@ class Trainer:
         targets, kl_taken = self._targets(table, shares=shares, logprobs=logprobs, values=values)
         prepared = time.monotonic()
         metrics |= self._update(table, targets=targets) | kl_taken
-        if self._config.kl[0] > 0.0:
+        if self._config.kl.coef > 0.0:
             metrics["policy/kl_coef"] = self._kl.value
             self._kl.update(metrics["policy/kl_ref"], num_episodes=len(np.unique(table.episodes)))
         if self._estimator.needs_critic:
@@ -194,8 +192,9 @@ class Trainer:
 
     def _weights(self) -> dict[str, Tensor]:
         """The policy's whole weights on rank 0, an adapter merged into them."""
-        rank, alpha = self._config.lora or (1, 1.0)
-        return export.gather(self._policy.lm, dtype=self._dtype, keep=self._rank == 0, scaling=alpha / rank)
+        lora = self._config.lora
+        scaling = lora.alpha / lora.rank if lora.rank else 1.0
+        return export.gather(self._policy.lm, dtype=self._dtype, keep=self._rank == 0, scaling=scaling)
 
     def close(self) -> None:
         """Leaves the process group."""
@@ -203,8 +202,8 @@ class Trainer:
 
     def _load(self, folder: str, *, value_head: bool) -> Policy:
         policy = load_policy(folder, value_head=value_head, device=self._device)
-        if self._config.lora is not None:
-            self._adapter = add_adapter(policy.lm, lora=self._config.lora, seed=self._seed)
+        if (lora := self._config.lora).rank:
+            self._adapter = add_adapter(policy.lm, rank=lora.rank, alpha=lora.alpha, seed=self._seed)
         if self._config.gradient_checkpointing:
             policy.checkpoint_layers()
         fsdp.shard(policy, layers=policy.layers, mesh=self._mesh, dtype=self._dtype)
@@ -286,8 +285,8 @@ class Trainer:
         if self._reference is not None:
             with fsdp.swapped(self._policy, shards=self._reference):
                 reference = self._sweep(table.sequences, critic=False)[0]
-            if self._config.kl_kind.startswith(IN_REWARD):
-                kl = kl_estimate(logprobs, reference=reference, kind=self._config.kl_kind.removeprefix(IN_REWARD))
+            if self._config.kl.in_reward:
+                kl = kl_estimate(logprobs, reference=reference, kind=self._config.kl.kind)
                 rewards = rewards - self._kl.value * kl
                 metrics["policy/kl_ref"] = float((shares * kl).sum())
         hinted = None
@@ -366,7 +365,7 @@ class Trainer:
             values=outputs.values,
             targets=goals,
             config=config,
-            kl_coef=0.0 if config.kl_kind.startswith(IN_REWARD) else self._kl.value,
+            kl_coef=0.0 if config.kl.in_reward else self._kl.value,
         )
         if self._critic is None:
             return loss

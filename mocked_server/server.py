@@ -345,7 +345,7 @@ def create_and_launch_task_pool(
     model: str | Path | None = None,
     group_size: int = 1,
     max_running: int = 256,
-    episode_deadline_s: float = 600.0,
+    deadline_s: float = 600.0,
     rollout: RolloutConfig | None = None,
     server: ServerConfig | None = None,
 ) -> tuple[MockedServer, threading.Thread]:
@@ -370,7 +370,7 @@ def create_and_launch_task_pool(
             groups_per_step=1,
             max_policy_lag=None,
             max_running=max_running,
-            deadline_s=episode_deadline_s,
+            deadline_s=deadline_s,
             max_attempts=1,
         )
         box["server"] = mocked = MockedServer(

@@ -17,7 +17,7 @@ from tests.run_parts import Run, start
 
 STEPS = 12
 KNOBS = (
-    f"run.steps={STEPS}", "run.checkpoints=[2,2]", "warm_start.steps=5", "buffer.groups_per_step=4",
+    f"run.steps={STEPS}", "run.checkpoints.every=2", "warm_start.steps=5", "buffer.groups_per_step=4",
     "buffer.group_size=2", "agents.concurrency=16",
 )  # fmt: skip
 MEAN_S = 12.0

@@ -16,7 +16,9 @@ from learner import fsdp
 from learner.adapter import add_adapter
 from learner.trainer import Trainer
 
-KNOBS: dict[str, Any] = {"lora": (4, 8.0), "lr": 1e-2, "lr_warmup_steps": 0, "kl_coef": 0.01, "critic": "shared"}
+KNOBS: dict[str, Any] = {
+    "lora": {"rank": 4, "alpha": 8.0}, "lr": 1e-2, "lr_warmup_steps": 0, "kl": {"coef": 0.01}, "critic": "shared",
+}  # fmt: skip
 PROMPT = torch.arange(1, 30)[None]
 
 
@@ -120,7 +122,7 @@ def test_adapter_depends_on_the_seed_only(model: Path) -> None:
     for noise in (1, 2):
         torch.manual_seed(noise)
         lm = AutoModelForCausalLM.from_pretrained(model)
-        add_adapter(lm, lora=(4, 8.0), seed=7)
+        add_adapter(lm, rank=4, alpha=8.0, seed=7)
         states.append(lm.state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
@@ -129,6 +131,8 @@ def test_model_without_plain_linear_layers_is_refused() -> None:
     lm = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=32, n_embd=16, n_layer=1, n_head=2))
     with (
         pytest.warns(UserWarning, match="fan_in_fan_out"),
-        pytest.raises(ValueError, match=r"learner\.lora needs linear layers, got Conv1D for transformer\.h\.0"),
+        pytest.raises(
+            ValueError, match=r"learner\.lora\.rank > 0 needs linear layers, got Conv1D for transformer\.h\.0"
+        ),
     ):
-        add_adapter(lm, lora=(4, 8.0), seed=0)
+        add_adapter(lm, rank=4, alpha=8.0, seed=0)

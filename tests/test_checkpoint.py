@@ -19,7 +19,7 @@ from learner.trainer import Trainer
 
 KNOBS: dict[str, Any] = {
     "lr": 1e-3, "critic": "separate", "critic_lr": 2e-3, "lr_warmup_steps": 3, "token_budget": 100,
-    "kl_coef": (0.01, 0.001), "epochs": 2,
+    "kl": {"coef": 0.01, "target": 0.001}, "epochs": 2,
 }  # fmt: skip
 CLOCKS = {"time/prepare_s", "time/train_s"}
 

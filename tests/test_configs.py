@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
-from configs.load import FOLDER, ConfigError, load_config
+from configs.keys import all_keys
+from configs.load import FOLDER, MOVED, MOVED_PARTS, ConfigError, load_config
+from configs.schema import KLConfig
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
@@ -26,18 +30,26 @@ def test_shipped_configurations_are_what_they_are_named_for() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("run.checkpoints=[5,0]", ["run.checkpoints", "greater than or equal to 1 (entry 2)", "got 0"]),
-        ("run.trackers=[wanb]", ["run.trackers", "'wandb'", "got 'wanb'", "set run.trackers="]),
+        ("run.checkpoints.keep=0", ["run.checkpoints.keep must be greater than or equal to 1, got 0", "set run.chec"]),
+        ("run.trackers=[wanb]", ["run.trackers", "'wandb'", "(entry 1)", "got 'wanb'", "set run.trackers="]),
+        ("run.name=", ["run.name must have at least 1 character, got ''"]),
         ("data.scorer=3", ["data.scorer", "string or ", "dictionary", "got 3"]),
         ("data.reward_manager=batch", ["data.reward_manager=batch", "data.scorer", "set data.scorer=module.function"]),
-        ("data.validation=[data/walk/tasks.parquet,1,1]", ["data.validation", "another file than data.tasks"]),
-        ("data.validation=[./data/walk/tasks.parquet,1,1]", ["data.validation", "another file than data.tasks"]),
+        ("data.validation.tasks=data/walk/tasks.parquet", ["data.validation.tasks", "another file than data.tasks"]),
+        ("data.validation.tasks=./data/walk/tasks.parquet", ["data.validation.tasks", "another file than data.tasks"]),
         ("data.tasks={a/x.parquet: 1, b/x.parquet: 2}", ["data.tasks", "different names", "got 'x' twice", "rename"]),
         ("data.tasks={a/x.parquet: 0}", ["data.tasks", "greater than 0", "got 0"]),
         ("data.tasks={a/x.parquet: heavy}", ["data.tasks", "valid number", "got 'heavy'"]),
         ("data.tasks=3", ["data.tasks", "valid string", "got 3"]),
-        ("learner.kl_coef=[0, 0.1]", ["learner.kl_coef", "greater than 0", "got 0"]),
-        ("buffer.node=disk one", ["buffer.node", "should match pattern", "got 'disk one'"]),
+        ("learner.kl.target=0.1", ["learner.kl.target steers learner.kl.coef", "> 0", "got 0", "set learner.kl.coef="]),
+        ("learner.kl.target=0", ["learner.kl.target must be greater than 0, got 0"]),
+        ("learner.kl.coef=-1", ["learner.kl.coef must be greater than or equal to 0, got -1"]),
+        ("learner.kl.kind=k9", ["learner.kl.kind must be 'k1', 'abs', 'k2' or 'k3', got 'k9'"]),
+        ("learner.kl.horizon=0", ["learner.kl.horizon must be greater than 0, got 0"]),
+        ("learner.lora.rank=-1", ["learner.lora.rank must be greater than or equal to 0, got -1"]),
+        ("learner.clip.low=0", ["learner.clip.low must be greater than 0, got 0"]),
+        ("agents.silence_s=0", ["agents.silence_s must be greater than 0, got 0"]),
+        ("buffer.node=disk one", ["buffer.node", "must match pattern", "got 'disk one'"]),
         ("buffer.node=3", ["buffer.node", "valid string", "got 3"]),
     ],
 )
@@ -58,7 +70,7 @@ def test_tasks_are_one_file_several_or_none() -> None:
     assert files("{x.parquet: 3, y.parquet: 0.5}") == {"x.parquet": 3.0, "y.parquet": 0.5}
     assert files("''") == files("{}") == {}
     with pytest.raises(ConfigError, match=r"another file than data\.tasks, got y\.parquet for both"):
-        load_config(overrides=["data.tasks={x.parquet: 3, y.parquet: 1}", "data.validation=[y.parquet, 1, 1]"])
+        load_config(overrides=["data.tasks={x.parquet: 3, y.parquet: 1}", "data.validation.tasks=y.parquet"])
 
 
 def test_dapo_needs_groups_to_compare() -> None:
@@ -72,14 +84,119 @@ def test_two_wrong_keys_are_two_lines() -> None:
     assert [line.split()[0] for line in str(refusal.value).splitlines()] == ["run.steps", "learner.lr"]
 
 
-@pytest.mark.parametrize(("given", "attempts"), [("3", (3, None)), ("[2, 6]", (2, 6)), ("[1, 8]", (1, 8))])
-def test_attempts_may_say_how_few_members_a_group_goes_on_with(given: str, attempts: tuple[int, int | None]) -> None:
-    config = load_config(overrides=[f"agents.max_attempts={given}"])
-    assert config.agents.attempts == attempts
+@pytest.mark.parametrize("fewest", [2, 8])
+def test_a_group_may_go_on_with_fewer_members(fewest: int) -> None:
+    agents = load_config(overrides=[f"agents.fewest_members={fewest}"]).agents
+    assert (agents.max_attempts, agents.fewest_members) == (3, fewest)
+    assert load_config().agents.fewest_members is None
 
 
-@pytest.mark.parametrize("given", ["[3, 9]", "[3, 0]", "[0, 2]", "[3, 1]"])
-def test_a_group_cannot_go_on_with_more_members_than_it_has_or_with_none_to_compare(given: str) -> None:
-    grpo = ["learner.advantage=grpo", "learner.critic=none", f"agents.max_attempts={given}"]
-    with pytest.raises(ConfigError, match="max_attempts"):
+@pytest.mark.parametrize("fewest", [9, 0, 1])
+def test_a_group_cannot_go_on_with_more_members_than_it_has_or_with_none_to_compare(fewest: int) -> None:
+    grpo = ["learner.advantage=grpo", "learner.critic=none", f"agents.fewest_members={fewest}"]
+    with pytest.raises(ConfigError, match=rf"agents\.fewest_members must .* got {fewest}; set agents\.fewest_members="):
         load_config(overrides=grpo)
+
+
+def test_one_key_of_a_section_leaves_the_others_as_they_are() -> None:
+    kl = load_config(overrides=["learner.kl.coef=0.1"]).learner.kl
+    assert kl == KLConfig(coef=0.1)
+    steered = load_config(FOLDER / "ppo_critic.yaml", ["learner.kl.coef=0.1"]).learner.kl
+    assert (steered.coef, steered.target) == (0.1, 0.05), "the target is the file's"
+    whole = load_config(FOLDER / "ppo_critic.yaml", ["learner.kl={coef: 0.2, horizon: 500}"]).learner.kl
+    assert (whole.coef, whole.target, whole.horizon) == (0.2, 0.05, 500.0), "a section is merged with the file's"
+
+
+def test_a_file_may_set_a_part_of_a_section(tmp_path: Path) -> None:
+    base, top = tmp_path / "base.yaml", tmp_path / "top.yaml"
+    base.write_text("learner: {lora: {rank: 8}, clip: {high: 0.3}}\n")
+    top.write_text("extends: base.yaml\nlearner: {lora: {alpha: 4}}\n")
+    learner = load_config(top).learner
+    assert (learner.lora.rank, learner.lora.alpha) == (8, 4.0)
+    assert (learner.clip.low, learner.clip.high) == (None, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"agents": {"episode_deadline_s": 6}}, ["agents.episode_deadline_s", "agents.deadline_s", "agents.silence_s"]),
+        ({"learner": {"kl_coef": 0.1}}, ["learner.kl_coef", "set learner.kl.coef", "learner.kl.target"]),
+        ({"learner": {"kl_kind": "reward_k1"}}, ["learner.kl_kind", "set learner.kl.kind", "learner.kl.in_reward"]),
+        ({"learner": {"lora": [32, 64]}}, ["learner.lora.rank, learner.lora.alpha", "got [32, 64]"]),
+        ({"learner": {"clip": [0.2, 0.3]}}, ["learner.clip.low, learner.clip.high", "got [0.2, 0.3]"]),
+        ({"run": {"checkpoints": [5, 2]}}, ["run.checkpoints.every, run.checkpoints.keep", "got [5, 2]"]),
+        ({"data": {"validation": ["x", 1, 1]}}, ["data.validation.tasks, data.validation.every", "got ['x', 1, 1]"]),
+        ({"data": {"validation": None}}, ["data.validation.tasks", "got nothing"]),
+        ({"agents": {"max_attempts": [2, 6]}}, ["agents.max_attempts", "got [2, 6]", "agents.fewest_members"]),
+    ],
+)
+def test_what_was_set_elsewhere_before_is_refused_with_its_place(
+    tmp_path: Path, given: dict[str, dict[str, object]], words: list[str]
+) -> None:
+    path = tmp_path / "old.yaml"
+    path.write_text(yaml.safe_dump(given))
+    ((section, keys),) = given.items()
+    ((key, value),) = keys.items()
+    override = f"{section}.{key}={yaml.safe_dump(value, default_flow_style=True).partition(chr(10))[0]}"
+    for source, overrides in ((path, []), (FOLDER / "demo.yaml", [override])):
+        with pytest.raises(ConfigError) as refusal:
+            load_config(source, overrides)
+        assert "\n" not in str(refusal.value)
+        for word in words:
+            assert word in str(refusal.value)
+
+
+def test_the_places_of_old_keys_exist() -> None:
+    named = re.findall(r"[a-z_]+(?:\.[a-z_]+)+", " ".join([*MOVED.values(), *MOVED_PARTS, *MOVED_PARTS.values()]))
+    assert set(named) <= set(all_keys())
+    assert not set(MOVED) & set(all_keys())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("learner.kl.coeff", "did you mean learner.kl.coef?"),
+        ("learner.lrs", "did you mean learner.lr?"),
+        ("lerner.lr", "did you mean learner.lr?"),
+        ("learner.group_size", "did you mean buffer.group_size?"),
+        ("run.kl.coef", "did you mean learner.kl.coef?"),
+        ("learner.validation", "did you mean data.validation?"),
+        ("learner.lora.zzzz", "there are: learner.lora.rank, learner.lora.alpha"),
+        ("data.scorer.default", "data.scorer is one value, text or mapping of text to text: set data.scorer="),
+    ],
+)
+def test_a_wrong_key_is_answered_with_the_nearest(tmp_path: Path, wrong: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_config(overrides=[f"{wrong}=1"])
+    assert str(refusal.value) == f"{wrong} is not a configuration key (an override); {meant}" + (
+        "<value>" if meant.endswith("=") else ""
+    )
+
+
+def test_a_wrong_key_in_a_file_is_refused_with_the_files_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("learner: {kl: {coeff: 1}}\n")
+    with pytest.raises(
+        ConfigError, match=r"learner\.kl\.coeff is not .*\(mine\.yaml.*; did you mean learner\.kl\.coef\?"
+    ):
+        load_config(path)
+    path.write_text("learner.lr: 1\n")
+    with pytest.raises(ConfigError, match=r"learner\.lr must be written in sections in a file, .* mine\.yaml"):
+        load_config(path)
+
+
+def test_nothing_after_the_equals_sign_empties_a_value(tmp_path: Path) -> None:
+    given = ["warm_start.traces=", "agents.loops=", "agents.command= ", "run.reward_optimum=", "agents.silence_s="]
+    config = load_config(overrides=[*given, "data.tasks="])
+    assert (config.warm_start.traces, config.agents.loops, config.agents.command) == ("", "", [])
+    assert (config.run.reward_optimum, config.agents.silence_s, config.data.task_files) == (None, None, {})
+    path = tmp_path / "mine.yaml"
+    path.write_text("warm_start:\n  traces:\n")
+    assert load_config(path).warm_start.traces == ""
+
+
+def test_a_value_that_cannot_be_empty_is_asked_for() -> None:
+    with pytest.raises(
+        ConfigError, match=r"run\.steps must have a value \(integer >= 1\), got nothing; set run\.steps=60"
+    ):
+        load_config(overrides=["run.steps="])

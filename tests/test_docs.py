@@ -10,19 +10,27 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from agents.loop_figures import Figures
 from buffers.parquet import read_tasks
+from configs.keys import all_keys, all_sections, markdown, nearest_key
 from configs.load import load_config
 from configs.schema import Config
 from learner.history import History
 
 ROOT = Path(__file__).parent.parent
-DOCS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/architecture.md", "docs/metrics.md"]
+DOCS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "docs/architecture.md",
+    "docs/metrics.md",
+    "docs/configuration.md",
+]
 FOLDERS = ["agents", "benchmarks", "buffers", "configs", "env_adapters", "learner", "mocked_server", "scripts"]
 LISTED = (".py", ".yaml", ".sh")
 """Endings of the files in those folders that the README's tree lists."""
@@ -121,14 +129,25 @@ def test_modules_that_a_document_runs_exist(name):
     assert [module for module in modules if not (ROOT / f"{module.replace('.', '/')}.py").is_file()] == []
 
 
+def is_of_a_module(name: str) -> bool:
+    """A dotted name of our code: a module, a folder, or something in one."""
+    parts = name.split(".")
+    paths = [ROOT.joinpath(*parts[:depth]) for depth in range(2, len(parts) + 1)]
+    return any(path.is_dir() or path.with_suffix(".py").is_file() for path in paths)
+
+
 @pytest.mark.parametrize("name", DOCS)
 def test_configuration_keys_that_a_document_names_exist(name):
+    known = {*all_keys(), *all_sections()}
     for word in words(name):
-        found = re.fullmatch(rf"({'|'.join(Config.model_fields)})\.(\w+)(=\S+|: \S+| > \d+)?", word)
-        if found is None or word in OTHER_DOTTED or (ROOT / found[1] / f"{found[2]}.py").is_file():
+        found = re.fullmatch(rf"((?:{'|'.join(Config.model_fields)})(?:\.\w+)+)(=\S*|: \S+| > \d+)?", word)
+        if found is None or word in OTHER_DOTTED or is_of_a_module(found[1]):
             continue
-        section: Any = Config.model_fields[found[1]].annotation
-        assert found[2] in section.model_fields, f"{name} names `{word}`; {found[1]} has {sorted(section.model_fields)}"
+        assert found[1] in known, f"{name} names `{word}`, which is no key; {nearest_key(found[1])}"
+
+
+def test_the_page_of_keys_is_what_the_schema_says():
+    assert text("docs/configuration.md") == markdown(), "write it: python -m configs.keys --markdown"
 
 
 def test_the_readmes_configuration_loads(tmp_path):

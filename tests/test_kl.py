@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from configs.schema import LearnerConfig
+from configs.schema import KLConfig
 from learner.kl import KINDS, KLCoefficient, kl_estimate
 
 POLICY = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
@@ -56,20 +56,26 @@ def test_absurd_differences_stay_finite() -> None:
 
 
 def test_fixed_coefficient_stays() -> None:
-    coefficient = KLCoefficient(0.1, target=0.0)
+    coefficient = KLCoefficient(0.1, target=None, horizon=10_000.0)
     coefficient.update(9.0, num_episodes=64)
     assert coefficient.value == 0.1
 
 
 @pytest.mark.parametrize(("mean_kl", "factor"), [(0.055, 1.1), (9.0, 1.2), (0.05, 1.0), (0.0, 0.8)])
 def test_adaptive_coefficient_follows_its_target_by_at_most_a_fifth_per_horizon(mean_kl: float, factor: float) -> None:
-    coefficient = KLCoefficient(0.1, target=0.05)
+    coefficient = KLCoefficient(0.1, target=0.05, horizon=10_000.0)
     coefficient.update(mean_kl, num_episodes=10_000)
     assert coefficient.value == pytest.approx(0.1 * factor)
     coefficient.update(mean_kl, num_episodes=100)
     assert coefficient.value == pytest.approx(0.1 * factor * (1 + (factor - 1) / 100))
 
 
-def test_config_offers_every_kind_in_the_loss_and_in_the_reward() -> None:
-    offered = LearnerConfig.model_fields["kl_kind"].annotation.__args__  # type: ignore[union-attr]
-    assert set(offered) == {*KINDS, *(f"reward_{kind}" for kind in KINDS)}
+def test_a_shorter_horizon_steers_faster() -> None:
+    coefficient = KLCoefficient(0.1, target=0.05, horizon=500.0)
+    coefficient.update(9.0, num_episodes=100)
+    assert coefficient.value == pytest.approx(0.1 * (1 + 0.2 * 100 / 500))
+
+
+def test_config_offers_every_kind() -> None:
+    offered = KLConfig.model_fields["kind"].annotation.__args__  # type: ignore[union-attr]
+    assert set(offered) == set(KINDS)

@@ -149,7 +149,7 @@ async def test_a_checkpoint_is_written_while_the_next_batch_is_awaited_and_the_n
 ) -> None:
     ledger = Ledger(None)
     first = make_ready(ledger, task=0)
-    async with learning(tmp_path, ledger, steps=2, checkpoints=(1, 9)) as setup:
+    async with learning(tmp_path, ledger, steps=2, checkpoints={"every": 1}) as setup:
         running = asyncio.create_task(setup.loop.run())
         await until(lambda: "save" in setup.ranks.told)
         second = make_ready(ledger, task=1)
@@ -173,7 +173,7 @@ async def test_lost_steps_are_made_again_before_anything_new_starts(tmp_path: Pa
         assert batch is not None
         ledger.commit_step(batch.lease_id, step=step, version=step).result()
     replays = ledger.restore(start).result()
-    async with learning(tmp_path, ledger, replays=replays, steps=4, checkpoints=(0, 9)) as setup:
+    async with learning(tmp_path, ledger, replays=replays, steps=4, checkpoints={"every": 0}) as setup:
         setup.ranks.gate.set()
         await setup.pool.put([make_task(9)])
         asked = asyncio.create_task(setup.pool.lease(wait_s=20.0))
@@ -203,7 +203,14 @@ async def test_a_resumed_run_plays_while_its_learner_starts_unless_its_episodes_
     started = asyncio.get_running_loop().create_future()
     checkpoint = checkpoint_of(ledger, tmp_path, step=1)
     async with learning(
-        tmp_path, ledger, start=1, replays=replays, started=started, checkpoint=checkpoint, steps=2, checkpoints=(0, 9)
+        tmp_path,
+        ledger,
+        start=1,
+        replays=replays,
+        started=started,
+        checkpoint=checkpoint,
+        steps=2,
+        checkpoints={"every": 0},
     ) as setup:
         setup.ranks.gate.set()
         await setup.pool.put([make_task(9)])
@@ -223,7 +230,7 @@ async def test_a_resumed_run_plays_while_its_learner_starts_unless_its_episodes_
 async def test_a_new_run_plays_only_after_its_learner_has_started_and_published(tmp_path: Path) -> None:
     ledger = Ledger(None)
     started = asyncio.get_running_loop().create_future()
-    async with learning(tmp_path, ledger, started=started, steps=1, checkpoints=(0, 9)) as setup:
+    async with learning(tmp_path, ledger, started=started, steps=1, checkpoints={"every": 0}) as setup:
         await setup.pool.put([make_task(9)])
         running = asyncio.create_task(setup.loop.run())
         assert await setup.pool.lease(wait_s=0.2) is None and setup.ranks.told == []
@@ -240,7 +247,7 @@ async def test_a_learner_that_cannot_start_ends_the_run(tmp_path: Path) -> None:
     ledger = Ledger(None)
     started = asyncio.get_running_loop().create_future()
     started.set_exception(RankFailed("no such model"))
-    async with learning(tmp_path, ledger, started=started, steps=1, checkpoints=(0, 9)) as setup:
+    async with learning(tmp_path, ledger, started=started, steps=1, checkpoints={"every": 0}) as setup:
         with pytest.raises(RankFailed, match="no such model"):
             await setup.loop.run()
     ledger.close()
@@ -248,7 +255,7 @@ async def test_a_learner_that_cannot_start_ends_the_run(tmp_path: Path) -> None:
 
 async def test_a_learner_that_dies_while_it_waits_for_a_batch_is_started_again_at_once(tmp_path: Path) -> None:
     ledger = Ledger(None)
-    async with learning(tmp_path, ledger, dies_in=("idle",), steps=1, checkpoints=(0, 9)) as setup:
+    async with learning(tmp_path, ledger, dies_in=("idle",), steps=1, checkpoints={"every": 0}) as setup:
         setup.ranks.gate.set()
         running = asyncio.create_task(setup.loop.run())
         await until(lambda: "start" in setup.ranks.told)  # without any batch
@@ -265,7 +272,7 @@ async def test_a_learner_that_dies_goes_on_from_the_newest_checkpoint_and_loses_
 ) -> None:
     ledger = Ledger(None)
     groups = [make_ready(ledger, task=task) for task in range(5)]
-    async with learning(tmp_path, ledger, steps=5, checkpoints=(2, 9)) as setup:
+    async with learning(tmp_path, ledger, steps=5, checkpoints={"every": 2}) as setup:
         setup.ranks.gate.set()
         running = asyncio.create_task(setup.loop.run())
         await until(lambda: setup.loop.step == 3)

@@ -154,7 +154,11 @@ def test_value_loss_by_hand() -> None:
 @pytest.mark.parametrize("correction", ["tis", "seq_tis", "naive"])
 def test_gradients_agree_with_finite_differences(loss: str, correction: str) -> None:
     config = LearnerConfig(
-        kl_coef=0.1, entropy_coef=0.01, loss=loss, clip=(0.3, 0.3), correction=correction, kl_kind="k2"
+        kl={"coef": 0.1, "kind": "k2"},
+        entropy_coef=0.01,
+        loss=loss,
+        clip={"low": 0.3, "high": 0.3},
+        correction=correction,
     )
     proximal = _targets().proximal
     targets = _targets(behaviour=proximal - _double(1.1, 0.9, 1.2).log())
@@ -165,7 +169,7 @@ def test_gradients_agree_with_finite_differences(loss: str, correction: str) -> 
         near = replace(targets, proximal=logprobs.detach() - moved) if constant else targets
         near = replace(near, behaviour=logprobs.detach() - moved) if constant else near
         return actor_loss(
-            logprobs, entropy=entropy, values=values, targets=near, config=config, kl_coef=config.kl_coef
+            logprobs, entropy=entropy, values=values, targets=near, config=config, kl_coef=config.kl.coef
         ).total
 
     points = (proximal + moved, _double(1.0, 2.0, 3.0), _double(0.55, 0.9, 0.1))
@@ -185,7 +189,7 @@ def test_gradients_agree_with_finite_differences(loss: str, correction: str) -> 
 def test_whole_loss_is_the_weighted_sum_of_its_parts() -> None:
     targets = _targets(shares=_double(0.2, 0.2, 0.6))
     logprobs, values = _logprobs(targets), _double(0.6, 0.9, 1.0)
-    config = LearnerConfig(kl_coef=0.1, entropy_coef=0.01)
+    config = LearnerConfig(kl={"coef": 0.1}, entropy_coef=0.01)
     loss = actor_loss(
         logprobs, entropy=_double(1.0, 2.0, 4.0), values=values, targets=targets, config=config, kl_coef=0.3
     )

@@ -18,7 +18,7 @@ from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
 from learner.ranks import LearnerRanks, RankFailed
 
-KNOBS: dict[str, Any] = {"lr": 1e-3, "lr_warmup_steps": 0, "token_budget": 100, "kl_coef": 0.01, "epochs": 2}
+KNOBS: dict[str, Any] = {"lr": 1e-3, "lr_warmup_steps": 0, "token_budget": 100, "kl": {"coef": 0.01}, "epochs": 2}
 CLOCKS = {"time/prepare_s", "time/train_s"}
 
 
@@ -47,7 +47,9 @@ def _batches() -> list[TrainBatch]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("knobs", [{}, {"lora": (4, 8.0), "gradient_checkpointing": True}], ids=["all", "lora"])
+@pytest.mark.parametrize(
+    "knobs", [{}, {"lora": {"rank": 4, "alpha": 8.0}, "gradient_checkpointing": True}], ids=["all", "lora"]
+)
 async def test_two_ranks_compute_what_one_computes(model: Path, tmp_path: Path, knobs: dict[str, Any]) -> None:
     single = make_trainer(model, **KNOBS, **knobs)
     alone = [single.train_step(batch, version=version) for version, batch in enumerate(_batches())]

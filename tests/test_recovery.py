@@ -32,7 +32,7 @@ def kill(run: Run, part: str) -> int:
 
 
 def test_each_part_may_die_and_the_run_makes_all_its_steps(tmp_path: Path) -> None:
-    run = start(tmp_path, "run.steps=14", "run.checkpoints=[3,2]", *SMALL)
+    run = start(tmp_path, "run.steps=14", "run.checkpoints.every=3", *SMALL)
     for step, part in ((2, "agent"), (4, "environment"), (6, "engine"), (9, "learner")):
         run.wait_for_step(step)
         kill(run, part)
@@ -59,7 +59,7 @@ def parent_of_learner(run: Run) -> int:
 
 
 def test_a_guarded_run_whose_own_process_is_killed_goes_on_by_itself(tmp_path: Path) -> None:
-    run = start(tmp_path, "run.steps=8", "run.checkpoints=[1,2]", *SMALL, flags=("--keep-running",))
+    run = start(tmp_path, "run.steps=8", "run.checkpoints.every=1", *SMALL, flags=("--keep-running",))
     run.wait_for_step(3)
     before = set(descendants(run.process.pid))
     zygote = parent_of_learner(run)

@@ -69,7 +69,7 @@ def kill_run(run: Run) -> None:
 
 
 def test_a_run_that_is_killed_again_and_again_makes_its_steps_with_the_same_bits(tmp_path: Path) -> None:
-    knobs = ("run.checkpoints=[2,50]", *SMALL)
+    knobs = ("run.checkpoints.every=2", "run.checkpoints.keep=50", *SMALL)
     first = start(tmp_path, "run.steps=40", *knobs, resume="auto")  # nothing there yet: a fresh run
     first.wait_for_step(1)  # before any checkpoint but that of the start
     kill_run(first)

@@ -28,8 +28,8 @@ from tests.run_parts import ROOT, assert_nothing_left, refusal, start
 @pytest.mark.timeout(300)
 def test_a_run_trains_exactly_validates_and_leaves_its_results(tmp_path):
     write_tasks(tmp_path / "val.parquet", walk_tasks(6, seed=99))
-    validation = f"data.validation=[{tmp_path / 'val.parquet'},2,1]"
-    run = start(tmp_path, "run.steps=4", "warm_start.steps=40", "run.seed=1", validation)
+    validation = (f"data.validation.tasks={tmp_path / 'val.parquet'}", "data.validation.every=2")
+    run = start(tmp_path, "run.steps=4", "warm_start.steps=40", "run.seed=1", *validation)
     code, output = run.wait(240)
     assert code == 0, output
     summary = run.summary()
@@ -73,7 +73,7 @@ def test_the_synchronous_flow_is_on_policy_on_two_ranks_with_grpo_and_a_referenc
         "buffer.group_size=4",
         "learner.ranks=2",
         "learner.advantage=grpo",
-        "learner.kl_coef=0.01",
+        "learner.kl.coef=0.01",
     )
     run.wait_for_step(1)
     assert run.open_to_others() == []
@@ -159,7 +159,7 @@ def test_agents_that_crash_or_hang_are_counted_and_the_run_goes_on(tmp_path):
         "agents.processes=0",
         "agents.concurrency=4",
         "agents.max_attempts=1",
-        "agents.episode_deadline_s=6",
+        "agents.deadline_s=6",
         f"data.tasks={tmp_path / 'tasks.parquet'}",
         "buffer.groups_per_step=2",
         "buffer.group_size=2",
@@ -292,7 +292,9 @@ def test_plain_prompts_train_without_an_agent_by_a_function_of_the_users_with_da
         "model.dtype=float32",
         "run.steps=3",
         f"data.tasks={tmp_path / 'train.parquet'}",
-        f"data.validation=[{tmp_path / 'test.parquet'},2,3]",
+        f"data.validation.tasks={tmp_path / 'test.parquet'}",
+        "data.validation.every=2",
+        "data.validation.samples=3",
         "data.scorer={openai/gsm8k: tests.scoring.early_letters}",
         "data.reward_manager=dapo",
         "agents.concurrency=32",

@@ -82,11 +82,11 @@ def test_a_run_goes_on_when_its_ledgers_process_dies_and_ends_it_in_the_end(
 def test_a_run_that_is_killed_leaves_its_ledger_and_the_next_one_takes_it_over(
     nodes: Nodes, knobs: tuple[str, ...], tmp_path: Path
 ) -> None:
-    first = start(tmp_path, "run.steps=4", "run.checkpoints=[1,2]", *knobs, resume="auto")
+    first = start(tmp_path, "run.steps=4", "run.checkpoints.every=1", *knobs, resume="auto")
     first.wait_for_step(2)
     first.kill()
     assert [actor["namespace"] for actor in ray.util.list_named_actors(all_namespaces=True)] == [NAMESPACE]
-    second = start(tmp_path, "run.steps=4", "run.checkpoints=[1,2]", *knobs, resume="auto")
+    second = start(tmp_path, "run.steps=4", "run.checkpoints.every=1", *knobs, resume="auto")
     code, output = second.wait(240)
     assert code == 0, output
     assert "going on after step" in output and second.summary()["steps"] == 4

@@ -103,12 +103,12 @@ def test_a_run_goes_on_among_neighbours_and_its_agents_are_given_no_keys_of_the_
 
 
 def test_a_run_that_was_killed_leaves_nothing_of_ray_behind_once_it_has_gone_on(tmp_path: Path) -> None:
-    first = start(tmp_path, "run.steps=3", "run.checkpoints=[1,2]", *SMALL, resume="auto")
+    first = start(tmp_path, "run.steps=3", "run.checkpoints.every=1", *SMALL, resume="auto")
     first.wait_for_step(1, timeout_s=250)
     left = ray_folder(first)
     first.kill()
     assert left.is_dir() and os.stat(left).st_mode & 0o777 == 0o700
-    second = start(tmp_path, "run.steps=3", "run.checkpoints=[1,2]", *SMALL, resume="auto")
+    second = start(tmp_path, "run.steps=3", "run.checkpoints.every=1", *SMALL, resume="auto")
     code, output = second.wait(250)
     assert code == 0, output
     assert not left.exists()

@@ -195,11 +195,11 @@ def _bandit(*, tokens: tuple[int, int] = (7, 9)) -> TrainBatch:
         {"advantage": "grpo"},
         {"advantage": "gae", "critic": "shared"},
         {"advantage": "gae", "critic": "separate"},
-        {"advantage": "grpo", "kl_coef": 0.01, "entropy_coef": 0.001},
-        {"advantage": "rloo", "loss": "gspo", "clip": [0.2, 0.2], "loss_agg": "seq-mean-token-mean"},
+        {"advantage": "grpo", "kl": {"coef": 0.01}, "entropy_coef": 0.001},
+        {"advantage": "rloo", "loss": "gspo", "clip": {"low": 0.2, "high": 0.2}, "loss_agg": "seq-mean-token-mean"},
         {"advantage": "dr_grpo", "loss_agg": "seq-mean-token-sum-norm"},
         {"advantage": "opo", "loss": "cispo", "loss_agg": "seq-mean-token-sum"},
-        {"advantage": "reinforce_plus_plus", "kl_coef": (0.01, 0.01), "kl_kind": "reward_k1"},
+        {"advantage": "reinforce_plus_plus", "kl": {"coef": 0.01, "target": 0.01, "kind": "k1", "in_reward": True}},
         {"advantage": "reinforce_plus_plus_baseline", "correction": "icepop"},
     ],
 )
@@ -230,7 +230,7 @@ def test_critic_learns_the_score(trainer: MakeTrainer, model: Path, critic: str)
 
 
 def test_reference_is_the_policy_before_the_first_step(trainer: MakeTrainer) -> None:
-    learner = trainer(advantage="grpo", kl_coef=0.1, lr=1e-2, lr_warmup_steps=0, minibatches=1)
+    learner = trainer(advantage="grpo", kl={"coef": 0.1}, lr=1e-2, lr_warmup_steps=0, minibatches=1)
     first = learner.train_step(_bandit(), version=0)
     second = learner.train_step(_bandit(), version=1)
     assert first["policy/kl_ref"] == pytest.approx(0.0, abs=1e-9)
@@ -238,15 +238,14 @@ def test_reference_is_the_policy_before_the_first_step(trainer: MakeTrainer) -> 
 
 
 def test_kl_in_the_reward_is_taken_off_token_by_token(trainer: MakeTrainer, model: Path, tmp_path: Path) -> None:
-    learner = trainer(
-        advantage="reinforce_plus_plus", kl_coef=(0.5, 0.01), kl_kind="reward_k1", lr=1e-2, lr_warmup_steps=0
-    )
+    kl = {"coef": 0.5, "target": 0.01, "horizon": 5_000, "kind": "k1", "in_reward": True}
+    learner = trainer(advantage="reinforce_plus_plus", kl=kl, lr=1e-2, lr_warmup_steps=0)
     first = learner.train_step(_sampled_by(model, _bandit(), version=0), version=0)
     assert first["policy/kl_ref"] == pytest.approx(0.0, abs=1e-6)
     assert first["policy/kl_coef"] == 0.5
     second = learner.train_step(_bandit(), version=1)
-    # the KL was below its target: eight episodes of a horizon of 10,000 at the largest error
-    assert second["policy/kl_coef"] == pytest.approx(0.5 * (1 - 0.2 * 8 / 10_000))
+    # the KL was below its target: eight episodes of a horizon of 5,000 at the largest error
+    assert second["policy/kl_coef"] == pytest.approx(0.5 * (1 - 0.2 * 8 / 5_000))
     assert abs(second["policy/kl_ref"]) > 1e-4
 
 
