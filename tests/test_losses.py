@@ -186,6 +186,19 @@ def test_gradients_agree_with_finite_differences(loss: str, correction: str) -> 
         torch.testing.assert_close(own, torch.autograd.grad(whole, point)[0])
 
 
+@pytest.mark.parametrize(
+    ("given", "clip"), [({}, (0.2, 0.28)), ({"high": 0.4}, (0.2, 0.4)), ({"low": 0.7}, (0.7, 0.28))]
+)
+def test_a_bound_of_the_clip_that_is_not_set_is_the_losss_own(
+    given: dict[str, float], clip: tuple[float, float]
+) -> None:
+    targets = _targets(advantages=_double(2.0, -2.0, 1.0))  # both bounds hold a token
+    config = LearnerConfig(clip=given)
+    found = actor_loss(_logprobs(targets), entropy=None, values=None, targets=targets, config=config, kl_coef=0.0)
+    expected, _, _ = _loss(_logprobs(targets), targets, clip=clip)
+    assert float(found.total) == pytest.approx(float(expected))
+
+
 def test_whole_loss_is_the_weighted_sum_of_its_parts() -> None:
     targets = _targets(shares=_double(0.2, 0.2, 0.6))
     logprobs, values = _logprobs(targets), _double(0.6, 0.9, 1.0)
