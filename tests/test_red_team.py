@@ -204,6 +204,36 @@ def test_what_cannot_be_served_is_refused_by_name_and_nobody_else_notices(real, 
             assert streamed.status_code == 400, (name, streamed.status_code, streamed.text[:300])
 
 
+UNCHECKED = (
+    "top_logprobs -1",
+    "top_logprobs 100000",
+    "logit_bias beyond the vocabulary",
+    "logit_bias negative",
+    "allowed_token_ids beyond the vocabulary",
+    "allowed_token_ids negative",
+    "stop_token_ids beyond the vocabulary",
+    "stop_token_ids negative",
+    "stop_token_ids beyond 64 bits",
+    "stop with a lone surrogate",
+    "grammar of nested parentheses",
+)
+"""What reaches vLLM's engine client, and not its process, when nothing is checked before."""
+
+
+def test_what_no_check_found_ends_its_own_request_only(real, tiny_model, monkeypatch):
+    """The border around each generation, without the checks in front of it."""
+    rules = real.server._client._rules
+    for check in ("_check_types", "_check_values"):
+        monkeypatch.setattr(rules, check, lambda _: None)
+    monkeypatch.setattr("mocked_server.vllm_sampling.check_sampling", lambda _: None)
+    _, client = real.lease()
+    with witness(real, tiny_model):
+        for name in UNCHECKED:
+            (path, body), _ = REFUSED[name]
+            answer = post(real, client, path, body)
+            assert answer.status_code == 400, (name, answer.status_code, answer.text[:300])
+
+
 def test_constraints_that_leave_no_token_end_their_request_only(real, tiny_model):
     episode_id, client = real.lease()
     with witness(real, tiny_model):
