@@ -32,7 +32,9 @@ TIMEOUT_S = 60.0
 MIB = 1 << 20
 WARM = 200
 """Requests of a life after which its memory counts."""
-MAX_GROWTH = 256 * MIB
+MAX_GROWTH = (256 * MIB, 512 * MIB)
+"""Of the server, and of the engine's processes: compiled grammars are cached there, and what compiles them keeps memory. Over 50,000
+requests it grew by 57 and 311 MiB, ever more slowly."""
 MAX_REPEATED_GROWTH = 72 * MIB
 """By one large request that is sent again and again, after the first time."""
 LOOK_S = 0.1
@@ -157,7 +159,8 @@ class Attack:
             now = resident(life.pid), sum(map(resident, descendants(life.pid)))
             start = start or now
             self.figures.memory = [(before // MIB, engine // MIB) for before, engine in (start, now)]
-            if max(after - before for before, after in zip(start, now)) > MAX_GROWTH and not life.over.is_set():
+            grown = [after - before > most for before, after, most in zip(start, now, MAX_GROWTH, strict=True)]
+            if any(grown) and not life.over.is_set():
                 self._fail(f"memory grew: server, engine {self.figures.memory} MiB", None)
                 life.end("memory grew")
         if life.over.is_set() and not life.why.startswith("memory"):

@@ -58,7 +58,9 @@ def test_without_it_processes_are_started_as_vllm_does_it(monkeypatch: pytest.Mo
 
     before = utils.get_mp_context
     for method in ("fork", "spawn"):
-        monkeypatch.setitem(vars(envs), "VLLM_WORKER_MULTIPROC_METHOD", method)  # a server in this process had it cached
+        monkeypatch.setitem(
+            vars(envs), "VLLM_WORKER_MULTIPROC_METHOD", method
+        )  # a server in this process had it cached
         with engines_of_ours():
             assert utils.get_mp_context().get_start_method() == method
             assert issubclass(utils.get_mp_context().Process, before().Process)
