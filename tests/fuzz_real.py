@@ -33,8 +33,8 @@ MIB = 1 << 20
 WARM = 200
 """Requests of a life after which its memory counts."""
 MAX_GROWTH = (256 * MIB, 512 * MIB)
-"""Of the server, and of the engine's processes: compiled grammars are cached there, and what compiles them keeps memory. Over 50,000
-requests it grew by 57 and 311 MiB, ever more slowly."""
+"""Of the server, and of the engine's processes: compiled grammars are cached there, and what compiles them keeps memory. In
+50,000 requests they grew by 57 and 311 MiB, ever more slowly."""
 MAX_REPEATED_GROWTH = 72 * MIB
 """By one large request that is sent again and again, after the first time."""
 LOOK_S = 0.1
