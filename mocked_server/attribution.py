@@ -11,13 +11,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+from starlette.types import Receive, Scope, Send
+
 from buffers.errors import EpisodeClosed, EpisodeError, StorageFull, UnknownEpisode
 from mocked_server.app import RETRY_AFTER_S
 from mocked_server.calls import Call, current_call
 from mocked_server.dialects import GENERATE, GENERATING, MODELS, ROUTES, SLEEP, WAKE_UP, error_body
 from mocked_server.episodes import Episodes
 from mocked_server.keys import PREFIX, KeyRing
-from mocked_server.retries import Event, Receive, Send
 
 PATH_PREFIX = "/e/"
 OPEN_TO_ALL_KEYS = frozenset({MODELS})
@@ -27,7 +28,7 @@ _FULL = StorageFull("nothing more can be recorded for now, the server's disk is 
 CLOSED_TO_EPISODES = frozenset({SLEEP, WAKE_UP})
 
 
-def key_of(scope: Event) -> tuple[str | None, str]:
+def key_of(scope: Scope) -> tuple[str | None, str]:
     """(key, path without the key's prefix) of a request."""
     path: str = scope["path"]
     if path.startswith(PATH_PREFIX):
@@ -57,7 +58,7 @@ class Attribution:
         self._episodes = episodes
         self._is_full = is_full
 
-    async def __call__(self, scope: Event, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._others(scope, receive, send)
             return

@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from buffers.errors import UnderstudyError
 from mocked_server.dialects import error_body
-from mocked_server.retries import App, Event, Receive, Send
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 """Of a model call, or of tasks that are added."""
@@ -36,12 +36,12 @@ class BodyRefused(UnderstudyError):
 class Door:
     """`admin_port`: of the listening socket on which `admin` is served; all others serve `public`."""
 
-    def __init__(self, public: App, *, admin: App, admin_port: int) -> None:
+    def __init__(self, public: ASGIApp, *, admin: ASGIApp, admin_port: int) -> None:
         self._public = public
         self._admin = admin
         self._admin_port = admin_port
 
-    async def __call__(self, scope: Event, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Of the socket that took the connection, not of a header: nobody can forge it.
         app = self._admin if scope["server"][1] == self._admin_port else self._public
         await app(scope, receive, send)
@@ -50,12 +50,12 @@ class Door:
 class BodyLimit:
     """Reads bodies for `app`, which is not called with one that is refused."""
 
-    def __init__(self, app: App, *, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._held = 0
 
-    async def __call__(self, scope: Event, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -79,7 +79,7 @@ class BodyLimit:
 
 
 async def read_body(
-    scope: Event, receive: Receive, *, max_bytes: int, hold: Callable[[int], None] = lambda _: None
+    scope: Scope, receive: Receive, *, max_bytes: int, hold: Callable[[int], None] = lambda _: None
 ) -> bytes | None:
     """The whole body; None when the client went away before it was sent. Raises BodyRefused.
 
@@ -103,7 +103,7 @@ async def read_body(
     return body
 
 
-def told_length(scope: Event, *, max_bytes: int) -> int | None:
+def told_length(scope: Scope, *, max_bytes: int) -> int | None:
     """How long the head says that the body is; None when it comes in chunks. Raises BodyRefused."""
     told = {name: value for name, value in scope["headers"] if name in (b"content-length", b"transfer-encoding")}
     if b"transfer-encoding" in told:
@@ -116,15 +116,15 @@ def told_length(scope: Event, *, max_bytes: int) -> int | None:
 
 def replaying(body: bytes, receive: Receive) -> Receive:
     """`receive` once more from the beginning."""
-    messages: list[Event] = [{"type": "http.request", "body": body, "more_body": False}]
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def replay() -> Event:
+    async def replay() -> Message:
         return messages.pop() if messages else await receive()
 
     return replay
 
 
-async def answer_refused(send: Callable[[Event], Awaitable[Any]], path: str, refused: BodyRefused) -> None:
+async def answer_refused(send: Callable[[Message], Awaitable[Any]], path: str, refused: BodyRefused) -> None:
     """The refusal in the form of the path's dialect; the connection ends, as the rest of the body is not read."""
     body = error_body(path, status=refused.status, message=str(refused))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]

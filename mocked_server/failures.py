@@ -10,11 +10,12 @@ from __future__ import annotations
 import queue
 from dataclasses import dataclass
 
+from starlette.types import Message, Send
+
 from buffers.errors import EngineError, EpisodeError, RequestFailed, RequestRefused
 from buffers.prompt_queue import QueueClosed
 from mocked_server.calls import Call
 from mocked_server.dialects import error_body, error_event
-from mocked_server.retries import Event, Send
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +67,12 @@ class StreamStart:
         self._call = call
         self._path = path
         self._send = send
-        self._held: list[Event] = []
+        self._held: list[Message] = []
         self._is_stream = False
         self.has_begun = False
         """Some of it has left."""
 
-    async def send(self, message: Event) -> None:
+    async def send(self, message: Message) -> None:
         """What the application says next."""
         if message["type"] == "http.response.start":
             self._is_stream = any(

@@ -12,13 +12,15 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from mocked_server.calls import Call, current_call
 from mocked_server.dialects import GENERATE, GENERATING, as_anthropic, error_body, is_anthropic
 from mocked_server.door import MAX_BODY_BYTES, BodyRefused, answer_refused, read_body, replaying, told_length
 from mocked_server.failures import Failure, StreamStart, failure_of
 from mocked_server.fields import refused, servable
 from mocked_server.memory import BodyRoom, RequestMemory
-from mocked_server.retries import Answer, App, Event, Receive, Send, TakenOver
+from mocked_server.retries import Answer, TakenOver
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +47,12 @@ class Observer(Protocol):
 class Intake:
     """See the module."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self.observer: Observer | None = None
         self.room = BodyRoom()
 
-    async def __call__(self, scope: Event, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = current_call.get()
         if call is None or scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
@@ -73,7 +75,7 @@ class Intake:
                 return
             await self._serve(call, scope, servable(path, body), receive, send, held)
 
-    async def _read(self, call: Call, scope: Event, receive: Receive, held: ExitStack) -> bytes | None:
+    async def _read(self, call: Call, scope: Scope, receive: Receive, held: ExitStack) -> bytes | None:
         """The body, once there is room for it; what it takes is given back when `held` ends."""
         length = told_length(scope, max_bytes=MAX_BODY_BYTES)
         memory = RequestMemory(call.live.memory, self.room)
@@ -85,7 +87,7 @@ class Intake:
         return body
 
     async def _serve(
-        self, call: Call, scope: Event, body: bytes, receive: Receive, send: Send, held: ExitStack
+        self, call: Call, scope: Scope, body: bytes, receive: Receive, send: Send, held: ExitStack
     ) -> None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         attempt = _attempt(headers)
@@ -108,13 +110,13 @@ class Intake:
         except TakenOver as error:
             await answer_refused(send, scope["path"], BodyRefused(409, str(error)))
 
-    async def _ask(self, call: Call, scope: Event, receive: Receive, send: Send) -> None:
+    async def _ask(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         """vLLM's application. What it fails at before it generates anything is the request: deeper than Python recurses, or of
         another shape than it took for granted. That is refused, and no failure of the server."""
-        failure: list[Event] = []
+        failure: list[Message] = []
         answer = StreamStart(call, path=scope["path"], send=send)
 
-        async def unless_it_fails(message: Event) -> None:
+        async def unless_it_fails(message: Message) -> None:
             is_failure = message["type"] == "http.response.start" and message["status"] == 500
             if failure or (is_failure and not call.generates and scope["path"] != GENERATE):
                 failure.append(message)
@@ -147,10 +149,10 @@ class Intake:
 
     def _with_errors_seen(self, path: str, send: Send) -> Send:
         """Holds back an error until its body is complete, and sends it in the dialect's form."""
-        held: list[Event] = []
+        held: list[Message] = []
         parts: list[bytes] = []
 
-        async def translate(message: Event) -> None:
+        async def translate(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
                 held.append(message)
             elif not held:
@@ -160,7 +162,7 @@ class Intake:
                 if not message.get("more_body", False):
                     await finish(held[0], b"".join(parts))
 
-        async def finish(start: Event, body: bytes) -> None:
+        async def finish(start: Message, body: bytes) -> None:
             if self.observer is not None:
                 self.observer.failed(path, start["status"], body)
             if is_anthropic(path):

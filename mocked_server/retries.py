@@ -13,16 +13,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any
 
-from buffers.errors import UnderstudyError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-Event = MutableMapping[str, Any]
-"""A scope or a message of ASGI."""
-Receive = Callable[[], Awaitable[Event]]
-Send = Callable[[Event], Awaitable[None]]
-App = Callable[[Event, Receive, Send], Awaitable[None]]
+from buffers.errors import UnderstudyError
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +50,7 @@ class Answer:
         """False once it cannot be given to another connection: an error, a stream that has begun, or given up."""
         self.num_bytes = 0
         """Of what is kept of it."""
-        self._messages: list[Event] = []
+        self._messages: list[Message] = []
         self._streams = False
         self._body: bytes | None = None
         self._send: Send | None = None
@@ -63,7 +59,7 @@ class Answer:
         self._given_up = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, app: App, scope: Event, body: bytes, *, on_ended: Callable[[], object] = lambda: None) -> None:
+    def start(self, app: ASGIApp, scope: Scope, body: bytes, *, on_ended: Callable[[], object] = lambda: None) -> None:
         """Run the application for this request; `on_ended` is called when it has ended, however it did."""
         self._body = body
         self._task = asyncio.create_task(_run(app, scope, self._receive, self._take), name="answer")
@@ -103,7 +99,7 @@ class Answer:
         if task.done():
             task.result()  # an application that failed fails this connection too
 
-    async def _receive(self) -> Event:
+    async def _receive(self) -> Message:
         """What the application reads: the request, then nothing until the answer is given up."""
         if self._body is not None:
             body, self._body = self._body, None
@@ -111,7 +107,7 @@ class Answer:
         await self._given_up.wait()
         return {"type": "http.disconnect"}
 
-    async def _take(self, message: Event) -> None:
+    async def _take(self, message: Message) -> None:
         """What the application sends."""
         if message["type"] == "http.response.start":
             self._streams = any(
@@ -195,5 +191,5 @@ class Answers:
         self._answers = kept[::-1]
 
 
-async def _run(app: App, scope: Event, receive: Receive, send: Send) -> None:
+async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     await app(scope, receive, send)
