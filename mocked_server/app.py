@@ -37,6 +37,7 @@ from buffers.errors import (
 )
 from buffers.records import ScoreDetail
 from buffers.task_pool import PoolClosed
+from mocked_server.dialects import RETRY_AFTER_S
 from mocked_server.keys import KeyRing
 
 T = TypeVar("T")
@@ -44,8 +45,6 @@ MAX_WAIT_S = 60.0
 MAX_INDEX = 1 << 31
 MAX_TASKS = 10_000
 """Added at once; more of them go into a task file."""
-RETRY_AFTER_S = 5
-"""Told to clients while the disk is full."""
 
 
 class Desk(Protocol):

@@ -14,9 +14,8 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from buffers.errors import EpisodeClosed, EpisodeError, StorageFull, UnknownEpisode
-from mocked_server.app import RETRY_AFTER_S
 from mocked_server.calls import Call, current_call
-from mocked_server.dialects import GENERATE, GENERATING, MODELS, ROUTES, SLEEP, WAKE_UP, error_body
+from mocked_server.dialects import GENERATE, GENERATING, MODELS, RETRY_AFTER_S, ROUTES, SLEEP, WAKE_UP, error_body
 from mocked_server.episodes import Episodes
 from mocked_server.keys import PREFIX, KeyRing
 

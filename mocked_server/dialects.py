@@ -19,6 +19,9 @@ WAKE_UP = "/wake_up"
 GENERATING = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE})
 ROUTES = GENERATING | {COUNT_TOKENS, MODELS, SLEEP, WAKE_UP}
 
+RETRY_AFTER_S = 5
+"""Told to clients while the disk is full."""
+
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
