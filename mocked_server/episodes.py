@@ -20,7 +20,7 @@ from buffers.errors import EpisodeClosed, RequestRefused, UnknownEpisode
 from buffers.records import Episode, Int32
 from mocked_server.causes import Cause
 from mocked_server.conversation import Asked, Conversation
-from mocked_server.memory import EpisodeMemory
+from mocked_server.episode_memory import EpisodeMemory
 from mocked_server.replies import Said
 from mocked_server.retries import Answers
 

@@ -8,9 +8,9 @@ Answers that are kept for retries bound themselves (`retries`). Who may call is 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 from mocked_server.door import MAX_BODY_BYTES, BodyRefused
+from mocked_server.episode_memory import EpisodeMemory
 
 MAX_EPISODE_BYTES = 32 * 1024 * 1024
 """Of bodies of one episode that are being read or answered."""
@@ -20,15 +20,6 @@ MAX_BODIES_BYTES = 512 * 1024 * 1024
 """Of bodies of all episodes. What would go beyond waits, unread."""
 SMALL_BYTES = 64 * 1024
 """A body that is no larger does not wait: its connection may have it in its buffer already."""
-
-
-@dataclass(slots=True, eq=False)
-class EpisodeMemory:
-    """What the requests of one episode hold now."""
-
-    in_flight_bytes: int = 0
-    """Of bodies that are being read or answered."""
-    in_flight_requests: int = 0
 
 
 class BodyRoom:

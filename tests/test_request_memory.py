@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from mocked_server.memory import BodyRoom, EpisodeMemory, RequestMemory
+from mocked_server.episode_memory import EpisodeMemory
+from mocked_server.memory import BodyRoom, RequestMemory
 from mocked_server.protocol import PatientProtocol
 from mocked_server.retries import Answer, Answers
 
