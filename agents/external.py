@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from buffers.errors import AgentError, EpisodeError, ScoreError
 from buffers.records import Task
-from buffers.task_pool import PoolClosed
+from buffers.tasks.task_pool import PoolClosed
 from configs.child_environment import clean_environment
 from env_adapters.process import STOP_GRACE_S, Child, resolve_command
 from env_adapters.scorers import ProgramOutput

@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
+from buffers.did_you_mean import one_of
 from buffers.errors import TaskError
-from buffers.naming import one_of
 
 SHIPPED = {
     "single_turn_agent": "agents.single_turn_agent.SingleTurnAgentLoop",

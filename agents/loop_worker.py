@@ -21,8 +21,8 @@ from agents.http_server import HTTPServer
 from agents.loop_config import LoopSpec, loop_class
 from agents.server_manager import AsyncLLMServerManager
 from agents.tools.guarded import Caught
+from buffers.did_you_mean import one_of
 from buffers.errors import UnderstudyError
-from buffers.naming import one_of
 
 logger = logging.getLogger(__name__)
 DEFAULT_AGENT = "single_turn_agent"

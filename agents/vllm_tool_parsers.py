@@ -11,8 +11,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from buffers.did_you_mean import one_of
 from buffers.errors import TaskError
-from buffers.naming import one_of
 
 MARKS = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "bot_string", "tool_call_start")
 """Attributes of vLLM's parsers that hold the text with which a call begins."""

@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from buffers.codec import encode
-from buffers.endpoint import RowClient
-from buffers.ledger import Ledger
-from buffers.ledger_input import body_of, stored_round
-from buffers.ledger_schema import open_database
+from buffers.ledger.encode import body_of, stored_round
+from buffers.ledger.ledger import Ledger
+from buffers.ledger.round_codec import encode
+from buffers.ledger.schema import open_database
 from buffers.records import Round, Task
+from buffers.remote.round_socket import RowClient
 
 SECRET = b"benchmark" * 4
 BATCH = 64

@@ -155,10 +155,10 @@ def _engine_settings(settings: Settings, rollout: RolloutConfig) -> EngineSettin
 
 async def serve_understudy(settings: Settings) -> None:
     """As the pipeline has it: the ledger on disk, one episode open for each key."""
-    from buffers.ledger import Ledger
+    from buffers.ledger.ledger import Ledger
     from buffers.multi_round import MultiRoundBufferDataset
     from buffers.records import Task
-    from buffers.task_pool import TaskPool
+    from buffers.tasks.task_pool import TaskPool
     from mocked_server.generation import Generation
     from mocked_server.server import MockedServer
 

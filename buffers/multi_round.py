@@ -20,7 +20,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from buffers.buffer_dataset import PromptBatch, require_main_process
 from buffers.errors import EpisodeError, UnderstudyError
-from buffers.ledger import Ledger, News
+from buffers.ledger.ledger import Ledger, News
 from buffers.prompt_queue import Prompt, Response
 from buffers.records import ScoreDetail, TrainBatch
 from buffers.token_tree import TokenTree

@@ -11,8 +11,8 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from buffers.did_you_mean import one_of
 from buffers.errors import EnvError
-from buffers.naming import one_of
 from env_adapters.adapter import EnvAdapter
 
 ADAPTERS = {

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from buffers.errors import TaskError
-from buffers.parquet import read_rows, write_tasks
 from buffers.records import Task
+from buffers.tasks.parquet import read_rows, write_tasks
 from env_adapters.adapter import EnvAdapter, Message, Step, task_of, user
 from env_adapters.scorers import SCORERS
 

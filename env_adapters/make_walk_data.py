@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from buffers.parquet import write_tasks, write_traces
+from buffers.tasks.parquet import write_tasks, write_traces
 from env_adapters.walk import walk_tasks, walk_traces
 
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import httpx
 
+from buffers.did_you_mean import one_of
 from buffers.errors import ScoreError, TaskError
-from buffers.naming import one_of
 from buffers.records import Task
 from env_adapters import reward_model
 from env_adapters.adapter import OwnThread

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from buffers.errors import EnvError
-from buffers.parquet import write_tasks
 from buffers.records import Task
+from buffers.tasks.parquet import write_tasks
 from env_adapters.adapter import EnvAdapter, Message, OwnThread, Step
 from env_adapters.verifiers_seat import Channel, Seat, opening, plain
 

@@ -11,10 +11,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import Episode, Position, Round
-from buffers.task_pool import TaskPool
+from buffers.tasks.task_pool import TaskPool
 from configs.schema import Config
 from learner.checkpoint_store import Checkpoint
 from learner.ledger_place import RowSecret, open_ledger

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from buffers.errors import LeaseError
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import Position, TrainBatch
-from buffers.task_pool import TaskPool
+from buffers.tasks.task_pool import TaskPool
 from configs.schema import BufferConfig, RunConfig
 from learner.checkpoint_store import WEIGHTS, Checkpoint, CheckpointError, CheckpointStore
 from learner.display import Display

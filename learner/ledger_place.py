@@ -10,9 +10,9 @@ import asyncio
 from pathlib import Path
 from typing import Protocol
 
-from buffers.ledger import Ledger
-from buffers.ledger_actor import start_actor
-from buffers.remote_ledger import RemoteLedger
+from buffers.ledger.ledger import Ledger
+from buffers.remote.ray_actor import start_actor
+from buffers.remote.remote_ledger import RemoteLedger
 from configs.checkout import python_path
 from learner.cluster import find_node
 

@@ -33,8 +33,8 @@ from agents.external import AgentPerEpisode, AgentPlace, LongLivedAgents, check_
 from agents.loop_config import read_loops
 from agents.loop_manager import AgentLoopManager
 from buffers.errors import TaskError
-from buffers.ledger import Ledger
-from buffers.task_source import endless_tasks, task_list
+from buffers.ledger.ledger import Ledger
+from buffers.tasks.task_order import endless_tasks, task_list
 from configs.schema import Config
 from env_adapters.process import Child, last_words, resolve_command, start_environment
 from env_adapters.rewards import Rewards

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from pathlib import Path
 
+from buffers.did_you_mean import one_of
 from buffers.errors import TaskError
-from buffers.naming import one_of
-from buffers.parquet import agent_names
+from buffers.tasks.parquet import agent_names
 from configs.schema import Config
 from configs.tiny_model import make_tiny_model
 from learner.checkpoint_store import WEIGHTS, Checkpoint

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from buffers.parquet import Trace, read_traces
+from buffers.tasks.parquet import Trace, read_traces
 from learner import fsdp
 from learner.collate import Sequences, plan
 from learner.policy import Policy

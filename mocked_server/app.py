@@ -36,7 +36,7 @@ from buffers.errors import (
     UnknownEpisode,
 )
 from buffers.records import ScoreDetail
-from buffers.task_pool import PoolClosed
+from buffers.tasks.task_pool import PoolClosed
 from mocked_server.dialects import RETRY_AFTER_S
 from mocked_server.keys import KeyRing
 

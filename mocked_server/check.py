@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from buffers.errors import UnderstudyError
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import EpisodeScores, Row, Task
-from buffers.rows import episode_rows
-from buffers.task_pool import TaskPool
+from buffers.tasks.task_pool import TaskPool
+from buffers.training_rows import episode_rows
 from configs.child_environment import clean_environment
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.calls import Call

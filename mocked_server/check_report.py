@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from buffers.records import Round, Row
-from buffers.rows import ABORTED
+from buffers.training_rows import ABORTED
 from mocked_server.causes import EXPECTED, REMEDY, Cause
 from mocked_server.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES
 

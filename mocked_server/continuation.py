@@ -4,7 +4,7 @@ Called for each chat request by the renderer hook. Two proofs are tried: the req
 messages and its reply (then only the tail is rendered and tokenised, never the history), or the rendered ids themselves
 start with an earlier round's ids. Without a proof the round starts a new branch; `breaks` says why.
 
-It does not decide what is trained: that follows from the tree of rounds (`buffers.rows`).
+It does not decide what is trained: that follows from the tree of rounds (`buffers.training_rows`).
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ import numpy as np
 from buffers.errors import EngineError, EpisodeError, RequestFailed, RequestRefused, UnderstudyError
 from buffers.prompt_queue import Prompt, PromptQueue, QueueClosed, Response
 from buffers.records import Round
-from buffers.rows import ABANDONED, ABORTED
 from buffers.token_tree import TokenTree
+from buffers.training_rows import ABANDONED, ABORTED
 from mocked_server.calls import PendingReply, Sampling
 
 logger = logging.getLogger(__name__)

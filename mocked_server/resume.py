@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from buffers.records import Round
-from buffers.rows import ABORTED
+from buffers.training_rows import ABORTED
 from mocked_server.conversation import DIGEST_BYTES, Asked, Conversation
 from mocked_server.episodes import LiveEpisode, LiveRound
 

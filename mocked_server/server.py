@@ -20,12 +20,12 @@ from typing import Any
 import uvicorn
 
 from buffers.errors import EngineError, EpisodeClosed, EpisodeError, StorageFull, UnderstudyError, UnknownEpisode
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
-from buffers.parquet import tasks_of_rows
 from buffers.prompt_queue import PromptQueue
 from buffers.records import Episode, Round, ScoreDetail
-from buffers.task_pool import TaskPool
+from buffers.tasks.parquet import tasks_of_rows
+from buffers.tasks.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
 from mocked_server.app import Leased, build_admin_app, build_app

@@ -17,8 +17,8 @@ from uuid import uuid4
 
 import msgspec
 
+from buffers.did_you_mean import one_of
 from buffers.errors import RequestRefused
-from buffers.naming import one_of
 from mocked_server.dialects import GENERATE, error_body
 from mocked_server.generation import Recorder
 from mocked_server.vllm_engine import refusal_of

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from buffers.records import Episode, Round, Task
 
 

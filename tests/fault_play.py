@@ -20,8 +20,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from buffers.codec import decode
-from buffers.ledger_schema import read_database
+from buffers.ledger.round_codec import decode
+from buffers.ledger.schema import read_database
 from tests.faults import FILE_KILLS, ROOT, Log, check, child_environment, sum_of
 from tests.nursery import Event, Nursery, nursery
 

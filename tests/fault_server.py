@@ -25,9 +25,9 @@ from typing import Any
 import httpx
 import openai
 
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from buffers.records import Task
-from buffers.task_pool import TaskPool
+from buffers.tasks.task_pool import TaskPool
 from configs.schema import RolloutConfig
 from mocked_server.keys import KeyRing, make_secret
 from mocked_server.vllm_engine import cpu_environment

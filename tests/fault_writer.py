@@ -21,7 +21,7 @@ from typing import Any
 from buffer_parts import make_round, make_task
 
 from buffers.errors import EpisodeClosed, LeaseError
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from buffers.records import Episode, Position
 from tests.child import end_with_thread
 

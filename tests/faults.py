@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from buffers.ledger_doctor import findings
-from buffers.ledger_schema import read_database
+from buffers.ledger.schema import read_database
+from buffers.ledger.tools.doctor import findings
 from tests.child import Lines, child_process
 
 ROOT = Path(__file__).parent.parent

@@ -20,10 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import Task
-from buffers.task_pool import TaskPool
+from buffers.tasks.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
 from learner.keepers import keep_engine, start_engine
 from learner.setbacks import Setbacks

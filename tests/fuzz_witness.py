@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import openai
 
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from buffers.records import EpisodeScores, Row
-from buffers.rows import ABORTED, episode_rows
+from buffers.training_rows import ABORTED, episode_rows
 from mocked_server.keys import KeyRing
 from mocked_server.recompute import max_logprob_diff
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from buffer_parts import make_round, make_task
 
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from tests.child import end_with_thread
 
 

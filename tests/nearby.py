@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from buffers.ledger_host import AnswerLost, Job, LedgerHost, NewsPage, Where
-from buffers.remote_ledger import RemoteLedger
+from buffers.remote.host import AnswerLost, Job, LedgerHost, NewsPage, Where
+from buffers.remote.remote_ledger import RemoteLedger
 
 SECRET = b"s" * 32
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from buffer_parts import make_round
 
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from buffers.records import Episode
-from buffers.task_pool import TaskPool
+from buffers.tasks.task_pool import TaskPool
 
 LONG_S = 20.0
 """Longer than any wait of a test that passes."""

@@ -12,8 +12,8 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from buffers.ledger_actor import start_actor
-from buffers.remote_ledger import RemoteLedger
+from buffers.remote.ray_actor import start_actor
+from buffers.remote.remote_ledger import RemoteLedger
 
 ROOT = Path(__file__).parent.parent
 SECRET = b"s" * 32

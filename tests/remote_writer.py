@@ -13,8 +13,8 @@ import ray
 from fault_writer import produce, tell, train
 from remote_parts import SECRET
 
-from buffers.ledger_actor import find_actor
-from buffers.remote_ledger import RemoteLedger
+from buffers.remote.ray_actor import find_actor
+from buffers.remote.remote_ledger import RemoteLedger
 from tests.child import end_with_thread
 
 

@@ -14,10 +14,10 @@ import numpy as np
 from openai import OpenAI
 
 from buffers.errors import EngineError
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import Round, Task
-from buffers.task_pool import TaskPool
+from buffers.tasks.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.generation import Generation
 from mocked_server.keys import KeyRing

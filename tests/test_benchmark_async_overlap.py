@@ -25,7 +25,7 @@ from benchmarks.async_overlap import (
 )
 from benchmarks.run_figures import RunFigures, read_figures
 from benchmarks.whole_run import RunFailed, run_to_end
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from env_adapters.walk import MAX_MOVES
 from env_adapters.walk_server import tail_draw
 

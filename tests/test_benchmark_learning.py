@@ -18,8 +18,8 @@ from benchmarks.learning import Learned, read_run, solved_at
 from benchmarks.report import Report, parser_of
 from benchmarks.staleness import Bench, Run, summarise, table, within_noise
 from benchmarks.walk_player import Player
-from buffers.parquet import write_traces
 from buffers.records import Row, TrainBatch
+from buffers.tasks.parquet import write_traces
 from configs.load import FOLDER, load_config
 from env_adapters.walk import walk_tasks
 from learner.warm_start import load_traces

@@ -10,9 +10,9 @@ import pytest
 from buffer_parts import make_round, make_task, scored_by_group_state
 
 from buffers.errors import EpisodeClosed
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
-from buffers.task_pool import PoolClosed, TaskPool
+from buffers.tasks.task_pool import PoolClosed, TaskPool
 
 GROUPS_PER_STEP, GROUP_SIZE, STEPS = 4, 4, 15
 

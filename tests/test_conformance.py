@@ -9,7 +9,7 @@ import pytest
 
 from buffers.conformance import rules
 from buffers.conformance.rules import RULES, Rule, Site
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from buffers.memory_buffer import MemoryBuffer
 
 NAMES = [rule.__name__ for rule in RULES]

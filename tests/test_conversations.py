@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from buffers.records import EpisodeScores
-from buffers.rows import episode_rows
+from buffers.training_rows import episode_rows
 from tests.server_parts import whole_prompt
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]

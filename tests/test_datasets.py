@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from buffers.buffer_dataset import BufferDataset, PromptBatch
 from buffers.errors import EpisodeClosed, EpisodeError, UnderstudyError
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.prompt_queue import Prompt, PromptQueue, QueueClosed, Response
 

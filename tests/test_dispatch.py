@@ -12,7 +12,7 @@ from agents.loop_manager import AgentLoopManager, loop_row
 from agents.loop_worker import LoopResult
 from buffers.errors import AgentError, TaskError
 from buffers.records import Episode, Task
-from buffers.task_pool import PoolClosed
+from buffers.tasks.task_pool import PoolClosed
 from mocked_server.dispatch import Dispatch, Others
 
 

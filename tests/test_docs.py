@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from agents.loop_figures import Figures
-from buffers.parquet import read_tasks
+from buffers.tasks.parquet import read_tasks
 from configs.load import load_config
 from configs.schema import Config
 from learner.history import History
@@ -32,7 +32,7 @@ METRIC_GROUPS = (
     "agent_loop|batch|books|critic|generation|learner|policy|pool|reward|staleness|throughput|time|tracker|val|"
     "warm_start"
 )
-METRIC_SOURCES = ["learner/*.py", "buffers/task_pool.py", "agents/loop_figures.py"]
+METRIC_SOURCES = ["learner/*.py", "buffers/tasks/task_pool.py", "agents/loop_figures.py"]
 COMPOSED = {"warm_start/first_loss", "warm_start/last_loss", "warm_start/seconds"} | {
     f"pool/{reason}" for reason in ("scored", "failed", "stale", "closed")
 }
@@ -118,7 +118,13 @@ def test_modules_that_a_document_runs_exist(name):
     modules = {
         module for module in re.findall(r"python -m ([a-z_][\w.]*\w)", text(name)) if module.split(".")[0] in FOLDERS
     }
-    assert [module for module in modules if not (ROOT / f"{module.replace('.', '/')}.py").is_file()] == []
+    files = {module: ROOT / module.replace(".", "/") for module in modules}
+    runs = {
+        module
+        for module, file in files.items()
+        if file.with_suffix(".py").is_file() or (file / "__main__.py").is_file()
+    }
+    assert sorted(modules - runs) == []
 
 
 @pytest.mark.parametrize("name", DOCS)

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from buffer_parts import make_round, open_running
 
-import buffers.endpoint
-from buffers.endpoint import _SIZES, EndpointError, RowClient, RowEndpoint
-from buffers.ledger import Ledger
+import buffers.remote.round_socket
+from buffers.ledger.ledger import Ledger
+from buffers.remote.round_socket import _SIZES, EndpointError, RowClient, RowEndpoint
 
 ROOT = Path(__file__).parent.parent
 SECRET = b"s" * 32
@@ -105,7 +105,7 @@ def test_a_frame_that_was_changed_repeated_or_is_too_large_ends_the_connection(
 def test_another_process_stores_rounds(ledger: Ledger, endpoint: RowEndpoint) -> None:
     (episode,) = open_running(ledger, task=0)
     code = (
-        "import sys; from buffer_parts import make_round; from buffers.endpoint import RowClient;"
+        "import sys; from buffer_parts import make_round; from buffers.remote.round_socket import RowClient;"
         f"client = RowClient({endpoint.address!r}, secret={SECRET!r});"
         f"print(client.put_rounds([make_round({episode.episode_id!r}, index=i) for i in range(3)]))"
     )
@@ -128,7 +128,7 @@ def test_strangers_who_say_nothing_keep_nobody_away(ledger: Ledger, endpoint: Ro
 def test_a_proof_that_comes_byte_by_byte_is_not_waited_for(
     ledger: Ledger, endpoint: RowEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffers.endpoint, "HELLO_S", 0.1)
+    monkeypatch.setattr(buffers.remote.round_socket, "HELLO_S", 0.1)
     with socket.create_connection(endpoint.address, timeout=20) as sock:
         received = drip(sock)
     assert len(received) == 32, "it proved something to a stranger"
@@ -170,7 +170,7 @@ def test_the_endpoint_goes_on_when_a_connection_could_not_be_taken(
         return sock
 
     monkeypatch.setattr(socket, "create_server", full_server)
-    monkeypatch.setattr(buffers.endpoint, "STILL_S", 0.01)
+    monkeypatch.setattr(buffers.remote.round_socket, "STILL_S", 0.01)
     endpoint = RowEndpoint(ledger, secret=SECRET)
     with RowClient(endpoint.address, secret=SECRET) as good:
         assert good.put_rounds([]) == []

@@ -14,9 +14,9 @@ import pytest
 from agents import external
 from agents.external import AgentPerEpisode, AgentPlace
 from buffers.errors import AgentError, EpisodeClosed, ScoreError
-from buffers.parquet import write_tasks
 from buffers.records import Task
-from buffers.task_pool import PoolClosed
+from buffers.tasks.parquet import write_tasks
+from buffers.tasks.task_pool import PoolClosed
 from env_adapters.rewards import Rewards
 from env_adapters.scorers import SCORERS, ProgramOutput
 from mocked_server.app import Leased

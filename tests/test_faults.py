@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from buffer_parts import make_round, open_running
 
-from buffers.ledger import Ledger
-from buffers.ledger_doctor import findings
-from buffers.ledger_schema import read_database
+from buffers.ledger.ledger import Ledger
+from buffers.ledger.schema import read_database
+from buffers.ledger.tools.doctor import findings
 from tests.fault_play import server_faults
 from tests.faults import Log, check, ledger_faults
 

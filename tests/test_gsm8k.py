@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from buffers.errors import TaskError
-from buffers.parquet import read_tasks
+from buffers.tasks.parquet import read_tasks
 from env_adapters.adapter import Step, played
 from env_adapters.catalog import make_adapter
 from env_adapters.gsm8k import SAMPLE, WRONG, problems, tasks_of_problems

@@ -15,10 +15,10 @@ import pytest
 from buffer_parts import make_ready, make_round, make_task
 from rich.console import Console
 
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import TrainBatch
-from buffers.task_pool import TaskPool
+from buffers.tasks.task_pool import TaskPool
 from configs.load import load_config
 from configs.schema import BufferConfig, RunConfig
 from learner.checkpoint_store import Checkpoint, CheckpointError, CheckpointStore

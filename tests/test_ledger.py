@@ -22,7 +22,7 @@ from buffers.errors import (
     UnderstudyError,
     UnknownEpisode,
 )
-from buffers.ledger import Ledger, News
+from buffers.ledger.ledger import Ledger, News
 from buffers.records import Task
 
 

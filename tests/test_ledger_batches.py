@@ -9,7 +9,7 @@ import pytest
 from buffer_parts import make_ready, make_round, open_running
 
 from buffers.errors import EpisodeClosed, LeaseError
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 
 
 @pytest.fixture(params=["memory", "file"])

@@ -15,7 +15,7 @@ from buffer_parts import make_ready, make_round, make_task, open_running, scored
 from child import child_process
 
 from buffers.errors import EpisodeClosed, LeaseError, UnderstudyError
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 
 ROOT = Path(__file__).parent.parent
 
@@ -104,7 +104,9 @@ def test_an_acknowledged_score_survives_kill_9(tmp_path: Path) -> None:
 
 def test_a_second_owner_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger.db"
-    code = f"import sys; from pathlib import Path; from buffers.ledger import Ledger; Ledger(Path({str(path)!r}))"
+    code = (
+        f"import sys; from pathlib import Path; from buffers.ledger.ledger import Ledger; Ledger(Path({str(path)!r}))"
+    )
     with Ledger(path):
         second = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert second.returncode == 1
@@ -204,7 +206,7 @@ import resource, sys, time
 from pathlib import Path
 from buffer_parts import make_round, open_running
 from buffers.errors import StorageFull
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 
 ledger = Ledger(Path(sys.argv[1]))
 first, second = open_running(ledger, task=0, group_size=2)

@@ -15,15 +15,15 @@ from buffer_parts import make_ready, make_round, make_task, open_running
 from nearby import SECRET, Nearby, open_nearby
 
 from buffers.conformance.rules import RULES, Rule, Site
-from buffers.endpoint import MAX_FRAME_BYTES
 from buffers.errors import EpisodeClosed, EpisodeError, StorageFull
-from buffers.ledger import News
-from buffers.ledger_doctor import findings
-from buffers.ledger_host import Job, LedgerGone
-from buffers.ledger_input import stored_round
-from buffers.ledger_mail import Mail, frames, parcels
-from buffers.ledger_schema import read_database
-from buffers.remote_ledger import RemoteLedger
+from buffers.ledger.encode import stored_round
+from buffers.ledger.ledger import News
+from buffers.ledger.schema import read_database
+from buffers.ledger.tools.doctor import findings
+from buffers.remote.host import Job, LedgerGone
+from buffers.remote.outbox import Mail, frames, parcels
+from buffers.remote.remote_ledger import RemoteLedger
+from buffers.remote.round_socket import MAX_FRAME_BYTES
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_an_endpoint_that_cannot_be_reached_is_named(
     ledger: RemoteLedger, handle: Nearby, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (episode,) = open_running(ledger, task=0)
-    monkeypatch.setattr("buffers.remote_ledger._UNREACHABLE_S", 0.5)
+    monkeypatch.setattr("buffers.remote.remote_ledger._UNREACHABLE_S", 0.5)
     handle.host._endpoint.close()
     with pytest.raises(LedgerGone, match=r"endpoint at 127\.0\.0\.1:\d+ must be reachable"):
         ledger.put_round(make_round(episode.episode_id)).result(60)

@@ -9,9 +9,9 @@ import pytest
 from buffer_parts import make_ready, make_round, make_task, open_running, scored_by_group_state
 
 from buffers.errors import LeaseError, UnderstudyError
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
+from buffers.ledger.selectors import freshest_first, oldest_first, shortest_first, shuffled
 from buffers.records import ReadyGroup
-from buffers.selectors import freshest_first, oldest_first, shortest_first, shuffled
 
 
 class Clock:

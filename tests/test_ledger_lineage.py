@@ -1,4 +1,5 @@
-"""Rules of buffers/ledger_lineage.py: going back to a checkpoint gives back what was trained after it, once and in order."""
+"""Rules of buffers/ledger/checkpoints.py: going back to a checkpoint gives back what was trained after it, once and in
+order."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffers.errors import UnderstudyError
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from buffers.records import Position
 
 

@@ -9,7 +9,7 @@ import pytest
 from buffer_parts import make_round, open_running
 
 from buffers.errors import EpisodeClosed, EpisodeError, ScoreConflict, ScoreError
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from buffers.records import Episode, Row, ScoreDetail
 
 
@@ -108,7 +108,7 @@ def test_another_value_is_a_conflict_unless_it_is_a_revision_before_training(led
 def test_judges_that_never_end_do_not_fill_the_ledger(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch, detail: ScoreDetail
 ) -> None:
-    monkeypatch.setattr("buffers.ledger_scores.MAX_REPORTS", 5)
+    monkeypatch.setattr("buffers.ledger.scores.MAX_REPORTS", 5)
     episode = running(ledger).episode_id
     ledger.notify_score(episode, 0.0, detail=ScoreDetail(final=False)).result()
     if detail.judge:

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from buffer_parts import make_ready, make_round, open_running
 
-from buffers.ledger import Ledger
-from buffers.ledger_tool import main
+from buffers.ledger.ledger import Ledger
+from buffers.ledger.tools.cli import main
 from buffers.records import ScoreDetail
 
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 
 from buffers.errors import UnderstudyError
-from buffers.ledger_writer import Writer
+from buffers.ledger.group_commit import Writer
 
 PUTS = 200
 

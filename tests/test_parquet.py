@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffers.errors import TaskError
-from buffers.parquet import (
+from buffers.records import Task
+from buffers.tasks.parquet import (
     MAX_CELL_BYTES,
     TaskFile,
     agent_names,
@@ -23,7 +24,6 @@ from buffers.parquet import (
     write_tasks,
     write_traces,
 )
-from buffers.records import Task
 
 MESSAGE = {"role": "user", "content": "2 + 2?"}
 JSON = st.recursive(

@@ -25,8 +25,8 @@ import torch
 from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
-from buffers.parquet import write_tasks
 from buffers.records import Task
+from buffers.tasks.parquet import write_tasks
 from configs.schema import RolloutConfig
 from learner.keepers import keep_engine
 from learner.setbacks import Setbacks

@@ -8,7 +8,7 @@ import numpy as np
 import openai
 import pytest
 
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from configs.schema import RolloutConfig
 from mocked_server.keys import KeyRing, make_secret
 from tests.server_parts import ServerThread, whole_prompt

@@ -14,7 +14,7 @@ from buffer_parts import make_ready, make_round, open_running, scored_by_group_s
 from learner_parts import make_row
 
 from buffers.errors import ScoreError, TaskError
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from buffers.records import Task, TrainBatch
 from env_adapters import rewards
 from env_adapters.rewards import Rewards

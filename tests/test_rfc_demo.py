@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from buffers.buffer_dataset import BufferDataset
 from buffers.multi_round import MultiRoundBufferDataset
-from buffers.parquet import write_tasks
 from buffers.records import Task
+from buffers.tasks.parquet import write_tasks
 from mocked_server.server import create_and_launch_task_pool
 
 pytestmark = pytest.mark.engine

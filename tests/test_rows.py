@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffers.records import EpisodeScores, Round, Row
-from buffers.rows import episode_rows
 from buffers.token_tree import TokenTree
+from buffers.training_rows import episode_rows
 
 
 def rows_of(rounds: list[Round]) -> list[Row]:

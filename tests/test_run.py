@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from buffers.parquet import write_tasks
 from buffers.records import Task
+from buffers.tasks.parquet import write_tasks
 from env_adapters.walk import walk_tasks
 from tests.run_parts import ROOT, assert_nothing_left, refusal, start
 

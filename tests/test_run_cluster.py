@@ -14,9 +14,9 @@ import ray
 from remote_parts import Nodes, two_nodes
 from test_resume import SMALL, books_balance
 
-from buffers.ledger_actor import NAMESPACE, find_actor
-from buffers.ledger_doctor import findings
-from buffers.ledger_schema import read_database
+from buffers.ledger.schema import read_database
+from buffers.ledger.tools.doctor import findings
+from buffers.remote.ray_actor import NAMESPACE, find_actor
 from mocked_server.keys import make_secret
 from tests.run_parts import assert_nothing_left, start
 

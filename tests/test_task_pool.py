@@ -15,10 +15,10 @@ from buffer_parts import make_round, make_task
 from pool_parts import LONG_S, running_pool
 
 from buffers.errors import EpisodeClosed, TaskError
-from buffers.ledger import Ledger
-from buffers.parquet import write_tasks
+from buffers.ledger.ledger import Ledger
 from buffers.records import Task
-from buffers.task_pool import PoolClosed
+from buffers.tasks.parquet import write_tasks
+from buffers.tasks.task_pool import PoolClosed
 
 SHORT_S = 0.05
 """For waits that must end with nothing."""
@@ -290,7 +290,7 @@ async def test_a_file_with_a_bad_row_is_queued_by_no_row(tmp_path: Path) -> None
 
 
 async def test_reasons_are_one_line_and_of_few_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("buffers.task_pool.MAX_KINDS", 2)
+    monkeypatch.setattr("buffers.tasks.task_pool.MAX_KINDS", 2)
     async with running_pool(max_attempts=10) as setup:
         await setup.pool.put([make_task(0)])
         for reason in ("a\ud800\x1b[2J\n: b", "second: 1", "third: 1", "fourth: 1", "second: 2", "x" * 9999):

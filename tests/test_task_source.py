@@ -1,4 +1,5 @@
-"""Rules of buffers/task_source.py: every row once an epoch, in an order of its own, and exactly on after an interruption."""
+"""Rules of buffers/tasks/task_order.py: every row once an epoch, in an order of its own, and exactly on after an
+interruption."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 from buffer_parts import make_task
 
-from buffers import parquet, task_source
 from buffers.errors import TaskError
-from buffers.parquet import TaskFile, write_tasks
 from buffers.records import Task
-from buffers.task_source import endless_tasks, task_list
+from buffers.tasks import parquet, task_order
+from buffers.tasks.parquet import TaskFile, write_tasks
+from buffers.tasks.task_order import endless_tasks, task_list
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_an_interrupted_run_goes_on_where_it_was(path: Path, taken: int) -> None
 def test_it_goes_on_at_the_row_in_a_file_of_many_windows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int, ids: bool
 ) -> None:
-    monkeypatch.setattr(task_source, "WINDOW_ROWS", 16)
+    monkeypatch.setattr(task_order, "WINDOW_ROWS", 16)
     path = large(tmp_path / "many.parquet", rows=100, group=7, ids=ids)
     whole = list(islice(endless_tasks({path: 1.0}, seed=3, opened={}), 300))
     assert sorted(Counter(task.task_id for task in whole).values()) == [3] * 100
@@ -78,7 +79,7 @@ def test_rows_keep_their_ids_and_texts_whatever_the_order(tmp_path: Path) -> Non
 def test_a_window_is_all_that_is_read_ahead_and_taken_windows_are_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task_source, "WINDOW_ROWS", 20)
+    monkeypatch.setattr(task_order, "WINDOW_ROWS", 20)
     path = large(tmp_path / "many.parquet", rows=100, group=10)
     read: list[tuple[str, int]] = []
     plain = TaskFile._read
@@ -113,7 +114,7 @@ def test_whole_files_are_shuffled_not_only_their_row_groups(tmp_path: Path) -> N
 def test_the_row_groups_of_a_window_are_drawn_from_the_whole_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task_source, "WINDOW_ROWS", 20)
+    monkeypatch.setattr(task_order, "WINDOW_ROWS", 20)
     path = large(tmp_path / "many.parquet", rows=100, group=10)
     ids = ids_of(endless_tasks({path: 1.0}, seed=0, opened={}), 200)
     windows = [{int(name[1:]) // 10 for name in ids[start : start + 20]} for start in range(0, 200, 20)]
@@ -171,7 +172,7 @@ def test_a_bad_row_is_named_by_its_place_in_the_file(tmp_path: Path) -> None:
 
 
 def test_a_file_that_changes_under_the_run_is_not_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_source, "WINDOW_ROWS", 4)
+    monkeypatch.setattr(task_order, "WINDOW_ROWS", 4)
     path = large(tmp_path / "many.parquet", rows=12, group=4)
     tasks = endless_tasks({path: 1.0}, seed=0, opened={})
     ids_of(tasks, 4)

@@ -1,4 +1,4 @@
-"""Rules of learner/validation.py and buffers/ledger_validation.py: validation tasks are scored, and never trained."""
+"""Rules of learner/validation.py and buffers/ledger/validation.py: validation tasks are scored, and never trained."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 from buffer_parts import make_ready, make_round, make_task, scored_by_group_state
 
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from buffers.records import Episode, Validated
 from learner.validation import Validation, figures_of
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from buffers.parquet import read_tasks, read_traces
 from buffers.records import Task
+from buffers.tasks.parquet import read_tasks, read_traces
 from env_adapters.walk import INVALID, KEYS, MAX_MOVES, RULES, WalkGame, walk_tasks, walk_traces
 
 

@@ -8,7 +8,7 @@ import pytest
 from learner_parts import make_model, make_trainer
 from transformers import AutoTokenizer
 
-from buffers.parquet import write_traces
+from buffers.tasks.parquet import write_traces
 from learner.trainer import Trainer
 from learner.warm_start import load_traces
 

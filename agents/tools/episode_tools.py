@@ -23,8 +23,8 @@ from agents.tools.base_tool import BaseTool
 from agents.tools.guarded import Caught, Ended, guarded
 from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from agents.tools.truncate import Side, truncate
+from buffers.did_you_mean import nearest
 from buffers.errors import ToolError
-from buffers.naming import nearest
 
 logger = logging.getLogger(__name__)
 

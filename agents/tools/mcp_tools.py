@@ -30,8 +30,8 @@ from agents.tools.base_tool import BaseTool
 from agents.tools.mcp_entry import McpServerSpec
 from agents.tools.mcp_session import McpSession
 from agents.tools.schemas import OpenAIFunctionSchema, OpenAIFunctionToolSchema, ToolResponse
+from buffers.did_you_mean import nearest
 from buffers.errors import ToolError
-from buffers.naming import nearest
 
 logger = logging.getLogger(__name__)
 

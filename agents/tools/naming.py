@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from buffers.did_you_mean import nearest
 from buffers.errors import ToolError
-from buffers.naming import nearest
 
 
 def find(name: str, *, folder: Path, place: str) -> Any:

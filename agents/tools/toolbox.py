@@ -29,8 +29,8 @@ from agents.tools.base_tool import BaseTool
 from agents.tools.episode_tools import DEADLINE, KWARGS, EpisodeTools, Limits, ToolKwargs
 from agents.tools.tool_file import ToolSource, load_tools
 from agents.tools.truncate import Side
+from buffers.did_you_mean import nearest
 from buffers.errors import ToolError
-from buffers.naming import nearest
 
 CALL_DEADLINE_S = 60.0
 MAX_RESPONSE_CHARS = 4096

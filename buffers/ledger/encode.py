@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from buffers.codec import RoundBody, encode
 from buffers.errors import EpisodeError, ScoreError, TaskError
-from buffers.ledger_episodes import StoredRound
-from buffers.ledger_schema import MAX_SCORE
+from buffers.ledger.episodes import StoredRound
+from buffers.ledger.round_codec import RoundBody, encode
+from buffers.ledger.schema import MAX_SCORE
 from buffers.records import Round, Task
 
 

@@ -13,7 +13,7 @@ import sqlite3
 from typing import Any
 
 from buffers.errors import EpisodeClosed, EpisodeError, ScoreConflict, ScoreError, UnderstudyError
-from buffers.ledger_episodes import EpisodeRow, complete_group, fail_episode, read_episode, refusal
+from buffers.ledger.episodes import EpisodeRow, complete_group, fail_episode, read_episode, refusal
 from buffers.records import EpisodeScores, EpisodeState, ScoreDetail
 
 NO_ROUNDS = "no rounds"

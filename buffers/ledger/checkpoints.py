@@ -11,8 +11,8 @@ from __future__ import annotations
 import sqlite3
 
 from buffers.errors import UnderstudyError
-from buffers.ledger_batches import current_lineage
-from buffers.ledger_episodes import RESTART, evict_group
+from buffers.ledger.batches import current_lineage
+from buffers.ledger.episodes import RESTART, evict_group
 from buffers.records import EpisodeState, Position
 
 

@@ -1,13 +1,14 @@
 """`RemoteLedger`: a ledger that is in another process, on this machine or another, used like `Ledger`.
 
 Made by `learner.ledger_place`. It sends what is submitted in its order, from one thread: rounds over the authenticated endpoint,
-all else through the ledger's Ray actor (`ledger_actor`). Invariants: a future is done once its operation is on disk; a round may
-overtake operations of other episodes, and nothing overtakes a round of its own: an acknowledged score implies that the
-episode's earlier rounds are stored. Watchers hear of a commit after its futures are done.
+all else through the ledger's Ray actor (`ray_actor`). Invariants: a future is done once its operation is on disk; a
+round may overtake operations of other episodes, and nothing overtakes a round of its own: an acknowledged score implies
+that the episode's earlier rounds are stored. Watchers hear of a commit after its futures are done.
 
 When the actor's process dies, callers see a delay: all that was not answered is sent again, and what was done already is
-answered again as it was (`ledger_once`; a round that is there counts as stored). No operation ends with an unknown outcome,
-unless the actor is gone for good: then all that waits fails with LedgerGone, and so does what is submitted later.
+answered again as it was (`idempotency`; a round that is there counts as stored). No operation ends with an unknown
+outcome, unless the actor is gone for good: then all that waits fails with LedgerGone, and so does what is submitted
+later.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from buffers.endpoint import EndpointError, RowClient
 from buffers.errors import EpisodeError, StorageFull, UnderstudyError
-from buffers.ledger import Ledger, News
-from buffers.ledger_episodes import StoredRound
-from buffers.ledger_host import AnswerLost, Job, LedgerGone, NewsPage, Where
-from buffers.ledger_input import stored_round
-from buffers.ledger_mail import Mail, check_size, frames, parcels
+from buffers.ledger.encode import stored_round
+from buffers.ledger.episodes import StoredRound
+from buffers.ledger.ledger import Ledger, News
 from buffers.records import Episode, Round
+from buffers.remote.host import AnswerLost, Job, LedgerGone, NewsPage, Where
+from buffers.remote.outbox import Mail, check_size, frames, parcels
+from buffers.remote.round_socket import EndpointError, RowClient
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ _AGAIN_S = 0.2
 
 
 class Handle(Protocol):
-    """What reaches the ledger's process: see `ledger_actor.ActorHandle`."""
+    """What reaches the ledger's process: see `ray_actor.ActorHandle`."""
 
     def where(self) -> Where: ...
     def apply(

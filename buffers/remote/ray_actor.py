@@ -18,9 +18,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from buffers.endpoint import STILL_S
 from buffers.errors import UnderstudyError
-from buffers.ledger_host import OPEN_S, AnswerLost, Job, LedgerGone, LedgerHost, NewsPage, Where
+from buffers.remote.host import OPEN_S, AnswerLost, Job, LedgerGone, LedgerHost, NewsPage, Where
+from buffers.remote.round_socket import STILL_S
 
 NAMESPACE = "understudy"
 START_S = 120.0

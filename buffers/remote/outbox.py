@@ -11,10 +11,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from buffers.endpoint import MAX_FRAME_BYTES, MAX_HEADER_BYTES
 from buffers.errors import EpisodeError
-from buffers.ledger_episodes import StoredRound
-from buffers.ledger_host import Job
+from buffers.ledger.episodes import StoredRound
+from buffers.remote.host import Job
+from buffers.remote.round_socket import MAX_FRAME_BYTES, MAX_HEADER_BYTES
 
 _MAX_FRAME_ROUNDS = 1024
 _ENTRY_BYTES = 128

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Sequence
 
-from buffers.ledger_episodes import open_group
+from buffers.ledger.episodes import open_group
 from buffers.records import GroupState, Validated
 
 

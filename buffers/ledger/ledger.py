@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,14 +24,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from buffers import ledger_batches, ledger_episodes, ledger_lineage, ledger_scores, ledger_validation
 from buffers.errors import EpisodeError, UnderstudyError
-from buffers.ledger_episodes import ClosedEpisode, StoredRound
-from buffers.ledger_input import checked_score, stored_round, task_payload
-from buffers.ledger_schema import open_database
-from buffers.ledger_writer import Writer
+from buffers.ledger import batches, checkpoints, episodes, scores, validation
+from buffers.ledger.encode import checked_score, stored_round, task_payload
+from buffers.ledger.episodes import ClosedEpisode, StoredRound
+from buffers.ledger.group_commit import Writer
+from buffers.ledger.schema import open_database
+from buffers.ledger.selectors import Selector
 from buffers.records import Episode, EpisodeState, Position, Round, ScoreDetail, Task, TrainBatch, UInt8, Validated
-from buffers.selectors import Selector
 
 T = TypeVar("T")
 
@@ -74,7 +73,7 @@ class Ledger:
         self._clock = clock
         db, self._owner = open_database(path)
         db.execute("BEGIN IMMEDIATE")
-        ledger_episodes.recover(db, keep_running=keep_running, keep_leases=keep_leases)
+        episodes.recover(db, keep_running=keep_running, keep_leases=keep_leases)
         news = _read_news(db)
         db.execute("COMMIT")
         self._begin(path, drop_equal=drop_equal, counts=news.counts)
@@ -182,7 +181,7 @@ class Ledger:
     def put_tasks(self, tasks: Iterable[Task]) -> Future[int]:
         """Store tasks; how many were new. Raises TaskError for one that JSON cannot hold."""
         rows = [(task.task_id, task_payload(task)) for task in tasks]
-        return self.submit(partial(ledger_episodes.put_tasks, rows=rows))
+        return self.submit(partial(episodes.put_tasks, rows=rows))
 
     def open_group(
         self, task_id: str, *, instance: int, group_size: int, min_size: int | None = None, max_uses: int = 1
@@ -195,7 +194,7 @@ class Ledger:
         min_size = group_size if min_size is None else min_size
         _require(1 <= min_size <= group_size, f"min_size must be between 1 and group_size={group_size}, got {min_size}")
         _require(max_uses >= 1, f"max_uses must be >= 1, got {max_uses}")
-        operation = partial(ledger_episodes.open_group, task_id=task_id, instance=instance)
+        operation = partial(episodes.open_group, task_id=task_id, instance=instance)
         return self.submit(partial(operation, group_size=group_size, min_size=min_size, max_uses=max_uses))
 
     def open_validation(self, tasks: Iterable[Task], *, group_size: int, greedy: bool) -> Future[tuple[int, ...]]:
@@ -205,52 +204,52 @@ class Ledger:
         """
         tasks = list(tasks)
         self.put_tasks(tasks)
-        operation = ledger_validation.open_validation
+        operation = validation.open_validation
         task_ids = [task.task_id for task in tasks]
         return self.submit(partial(operation, task_ids=task_ids, group_size=group_size, greedy=greedy))
 
     def validated(self, group_ids: Sequence[int]) -> Future[list[Validated]]:
         """What these groups scored; without those that were given up."""
-        return self.submit(partial(ledger_validation.validated, group_ids=group_ids), repeatable=True)
+        return self.submit(partial(validation.validated, group_ids=group_ids), repeatable=True)
 
     def adopt_episode(self, episode_id: str) -> Future[bool]:
         """Open and start an episode of nobody's task, in a group of one; False when the id is known already."""
-        return self.submit(partial(ledger_episodes.adopt_episode, episode_id=episode_id))
+        return self.submit(partial(episodes.adopt_episode, episode_id=episode_id))
 
     def start_episode(self, episode_id: str, *, version: int) -> Future[None]:
         """PENDING -> RUNNING, under policy `version`."""
-        return self.submit(partial(ledger_episodes.start_episode, episode_id=episode_id, version=version))
+        return self.submit(partial(episodes.start_episode, episode_id=episode_id, version=version))
 
     def start_pending(self, *, limit: int, version: int) -> Future[list[Episode]]:
         """Start up to `limit` pending episodes, retries first, then the oldest."""
-        return self.submit(partial(ledger_episodes.start_pending, limit=limit, version=version))
+        return self.submit(partial(episodes.start_pending, limit=limit, version=version))
 
     def running_episodes(self) -> Future[list[Episode]]:
         """The episodes of tasks that are under way; after `keep_running` those of the process before."""
-        return self.submit(ledger_episodes.running_episodes, repeatable=True)
+        return self.submit(episodes.running_episodes, repeatable=True)
 
     def ended(self, episode_ids: Sequence[str]) -> Future[list[ClosedEpisode]]:
         """Those of these episodes that have ended."""
-        return self.submit(partial(ledger_episodes.ended, episode_ids=episode_ids), repeatable=True)
+        return self.submit(partial(episodes.ended, episode_ids=episode_ids), repeatable=True)
 
     def put_round(self, round_: Round, /) -> Future[None]:
         """Store a round of a running episode. Raises EpisodeError for numbers that could not be trained."""
-        return self.submit(partial(ledger_episodes.put_round, stored=stored_round(round_)))
+        return self.submit(partial(episodes.put_round, stored=stored_round(round_)))
 
     def leave_out(self, episode_id: str, trained: Mapping[int, UInt8]) -> Future[None]:
         """Some tokens that a running episode sampled are not to be trained: round index -> [S] 1 where they are, else 0."""
         flags = {index: each.astype("uint8").tobytes() for index, each in trained.items()}
-        return self.submit(partial(ledger_episodes.leave_out, episode_id=episode_id, trained=flags))
+        return self.submit(partial(episodes.leave_out, episode_id=episode_id, trained=flags))
 
     def put_rounds(self, rounds: Sequence[StoredRound]) -> Future[list[EpisodeError | None]]:
         """Store rounds of running episodes in one go: why each was refused, None for those that are stored. A round that is
         there already, bit for bit, counts as stored: whoever was not told may send it again. For threads that wait: unless this
         is the main one, they may be stored when it returns."""
-        return self.submit(partial(ledger_episodes.put_rounds, rounds=rounds), here=True)
+        return self.submit(partial(episodes.put_rounds, rounds=rounds), here=True)
 
     def rounds(self, episode_id: str) -> Future[list[Round]]:
         """The rounds of an episode, in order."""
-        return self.submit(partial(ledger_batches.read_rounds, episode_id=episode_id), repeatable=True)
+        return self.submit(partial(batches.read_rounds, episode_id=episode_id), repeatable=True)
 
     def notify_score(
         self, episode_id: str, score: float, *, max_attempts: int = 1, detail: ScoreDetail = _WHOLE
@@ -263,12 +262,12 @@ class Ledger:
         has had fewer than `max_attempts`.
         """
         value = checked_score(score, episode_id=episode_id)
-        operation = partial(ledger_scores.notify_score, max_attempts=max_attempts, drop_equal=self._drop_equal)
+        operation = partial(scores.notify_score, max_attempts=max_attempts, drop_equal=self._drop_equal)
         return self.submit(partial(operation, episode_id=episode_id, score=value, detail=detail), refusable=True)
 
     def score_history(self, episode_id: str) -> Future[list[dict[str, Any]]]:
         """Every score that was reported of an episode, with its judge and what became of it."""
-        return self.submit(partial(ledger_scores.score_history, episode_id=episode_id), repeatable=True)
+        return self.submit(partial(scores.score_history, episode_id=episode_id), repeatable=True)
 
     def fail_episode(self, episode_id: str, reason: str, *, max_attempts: int) -> Future[Episode | None]:
         """End an episode as failed: its next attempt, or None when it has none left. Then the group goes on without it if
@@ -278,7 +277,7 @@ class Ledger:
         """
         return self.submit(
             partial(
-                ledger_episodes.fail_episode,
+                episodes.fail_episode,
                 episode_id=episode_id,
                 reason=reason[:_MAX_REASON],
                 max_attempts=max_attempts,
@@ -296,14 +295,14 @@ class Ledger:
         """
         _require(num_groups >= 1, f"num_groups must be >= 1, got {num_groups}")
         _require(ttl_s is None or ttl_s > 0.0, f"ttl_s must be > 0, got {ttl_s}")
-        operation = partial(ledger_batches.claim, num_groups=num_groups, min_version=min_version)
+        operation = partial(batches.claim, num_groups=num_groups, min_version=min_version)
         # A lease ends with the process, so that a claim need not outlive it.
         return self.submit(partial(operation, ttl_s=ttl_s, selector=selector), passing=True, timed=True)
 
     def heartbeat(self, lease_id: int, *, ttl_s: float) -> Future[None]:
         """The lease's holder is alive: it expires `ttl_s` from now. Raises LeaseError when it is not active any more."""
         _require(ttl_s > 0.0, f"ttl_s must be > 0, got {ttl_s}")
-        operation = partial(ledger_batches.heartbeat, lease_id=lease_id, ttl_s=ttl_s)
+        operation = partial(batches.heartbeat, lease_id=lease_id, ttl_s=ttl_s)
         return self.submit(operation, timed=True, repeatable=True)
 
     def commit_step(self, lease_id: int, *, step: int, version: int) -> Future[int]:
@@ -312,29 +311,29 @@ class Ledger:
         Also raises UnderstudyError when the books do not balance: nothing may be trained from a broken ledger.
         """
         _require(self.imbalance() == 0, f"scored episodes must all be in a group's books, {self.imbalance()} are not")
-        operation = partial(ledger_batches.commit_step, lease_id=lease_id, step=step, version=version)
+        operation = partial(batches.commit_step, lease_id=lease_id, step=step, version=version)
         return self.submit(operation, timed=True, repeatable=True)
 
     def release(self, lease_id: int) -> Future[int]:
         """Give a batch back untrained: its groups are ready again; how many. Raises LeaseError."""
-        return self.submit(partial(ledger_batches.release, lease_id=lease_id))
+        return self.submit(partial(batches.release, lease_id=lease_id))
 
     def evict_stale(self, min_version: int) -> Future[list[str]]:
         """Evict ready and open groups that hold a token older than `min_version`; the episodes that this ended."""
-        return self.submit(partial(ledger_batches.evict_stale, min_version=min_version))
+        return self.submit(partial(batches.evict_stale, min_version=min_version))
 
     def position(self) -> Future[Position]:
         """Where the books stand; a checkpoint stores it."""
-        return self.submit(ledger_lineage.position, repeatable=True)
+        return self.submit(checkpoints.position, repeatable=True)
 
     def restore(self, target: Position) -> Future[int]:
         """Go back to a checkpoint, in a new lineage: groups trained after it are ready again, in the order in which they
         were trained. Returns how many groups that were given back will be claimed first."""
-        return self.submit(partial(ledger_lineage.restore, target=target))
+        return self.submit(partial(checkpoints.restore, target=target))
 
     def times_opened(self) -> Future[dict[str, int]]:
         """How many groups of each task were opened so far: the position in the task files."""
-        return self.submit(ledger_lineage.times_opened, repeatable=True)
+        return self.submit(checkpoints.times_opened, repeatable=True)
 
     def _keep(self, news: News) -> None:
         """Before the futures are done, so that a caller finds its own change in `counts`."""
@@ -345,7 +344,7 @@ class Ledger:
         return None if self._next_deadline is None else self._next_deadline - self._clock()
 
     def _expire_leases(self, db: sqlite3.Connection) -> None:
-        ledger_batches.expire_leases(db, now=self._clock())
+        batches.expire_leases(db, now=self._clock())
 
     def _publish(self, news: News, *, again: bool) -> None:
         states = _states(news.counts)
@@ -366,7 +365,7 @@ def _read_news(db: sqlite3.Connection) -> News:
     if closed:
         db.execute("DELETE FROM temp.closed")
     counts = dict(db.execute("SELECT name, n FROM tally").fetchall())
-    return News(closed=closed, counts=counts, next_deadline=ledger_batches.next_deadline(db))
+    return News(closed=closed, counts=counts, next_deadline=batches.next_deadline(db))
 
 
 def _probe(db: sqlite3.Connection) -> None:
@@ -381,9 +380,3 @@ def _states(counts: dict[str, int]) -> dict[str, int]:
 def _require(condition: bool, rule: str) -> None:
     if not condition:
         raise UnderstudyError(f"ledger: {rule}")
-
-
-if __name__ == "__main__":
-    from buffers.ledger_tool import main
-
-    sys.exit(main(sys.argv[1:], open_ledger=Ledger))

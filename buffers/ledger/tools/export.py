@@ -1,6 +1,6 @@
 """A ledger's training rows as a parquet file, for notebooks and other trainers.
 
-Called by `ledger_tool`. Invariant: the file holds what a batch of the same episodes would hold, one line for each branch,
+Called by `tools.cli`. Invariant: the file holds what a batch of the same episodes would hold, one line for each branch,
 and appears whole or not at all.
 """
 
@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from buffers.errors import UnderstudyError
-from buffers.ledger_batches import group_rows
+from buffers.ledger.batches import group_rows
 
 _ROWS_AT_ONCE = 256
 _SCHEMA = pa.schema(

@@ -13,13 +13,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from buffers.codec import decode
 from buffers.errors import LeaseError, UnderstudyError
-from buffers.ledger_episodes import evict_group, read_episode
-from buffers.ledger_scores import scores_of
+from buffers.ledger.episodes import evict_group, read_episode
+from buffers.ledger.round_codec import decode
+from buffers.ledger.scores import scores_of
+from buffers.ledger.selectors import Selector
 from buffers.records import EpisodeState, ReadyGroup, Round, Row, TrainBatch
-from buffers.rows import episode_rows
-from buffers.selectors import Selector
+from buffers.training_rows import episode_rows
 
 STALE = "stale"
 

@@ -1,7 +1,8 @@
 """The process that owns a ledger for others: its file, its endpoint for rows, and what `remote_ledger` asks of it.
 
-Plain, on one event loop; `ledger_actor` makes a Ray actor of it. Invariants: operations are applied in the order in which `apply`
-gets them; a call that comes again is answered again; nobody misses news without being told so. Rounds come by the endpoint.
+Plain, on one event loop; `ray_actor` makes a Ray actor of it. Invariants: operations are applied in the order in which
+`apply` gets them; a call that comes again is answered again; nobody misses news without being told so. Rounds come by
+the endpoint.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from buffers.endpoint import RowEndpoint
 from buffers.errors import UnderstudyError
-from buffers.ledger import Ledger, News
-from buffers.ledger_once import forget, once
+from buffers.ledger.idempotency import forget, once
+from buffers.ledger.ledger import Ledger, News
+from buffers.remote.round_socket import RowEndpoint
 
 OPEN_S = 30.0
 """For a process that has the file open to end."""
@@ -224,7 +225,7 @@ class LedgerHost:
 
 
 class _Once:
-    """See `ledger_once.once`."""
+    """See `idempotency.once`."""
 
     def __init__(self, operation: Callable[..., Any], **call: Any) -> None:
         self._operation = operation

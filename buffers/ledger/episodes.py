@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from buffers.errors import EpisodeClosed, EpisodeError, TaskError, UnknownEpisode
 from buffers.records import Episode, EpisodeState, GroupState, Task
-from buffers.rows import ABORTED, is_trainable
+from buffers.training_rows import ABORTED, is_trainable
 
 RESTART = "restart"
 GIVEN_UP = "group given up"

@@ -1,6 +1,6 @@
 """An operation whose answer may be lost with its process, and that is sent again then: it runs once and answers twice.
 
-Called by `ledger_actor`, one at a time. The answer is stored in the operation's own transaction, as names of what the
+Called by `ray_actor`, one at a time. The answer is stored in the operation's own transaction, as names of what the
 tables hold; a call is known by (caller, number, place). Invariant: a call that was stored never runs again. An operation that
 was refused stored nothing: it is refused again.
 """
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from buffers.errors import UnderstudyError
-from buffers.ledger_batches import group_rows
-from buffers.ledger_episodes import as_episode, read_episode
+from buffers.ledger.batches import group_rows
+from buffers.ledger.episodes import as_episode, read_episode
 from buffers.records import Episode, TrainBatch
 
 _KEY = "call:"

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from buffers.parquet import TaskFile, read_tasks
 from buffers.records import Task
+from buffers.tasks.parquet import TaskFile, read_tasks
 
 WINDOW_ROWS = 16_384
 

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from buffers.errors import EpisodeClosed, UnderstudyError
-from buffers.ledger import Ledger, News
-from buffers.parquet import agent_names, read_tasks
+from buffers.ledger.ledger import Ledger, News
 from buffers.records import Episode, EpisodeState, GroupState, Task, UInt8
+from buffers.tasks.parquet import agent_names, read_tasks
 
 logger = logging.getLogger(__name__)
 

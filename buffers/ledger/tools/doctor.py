@@ -1,15 +1,15 @@
 """Looks for what could be wrong in a ledger: the file, its references, every round's checksum, and the books.
 
-Called by `ledger_tool` and by the fault tests, with a connection that only reads. Invariant: a ledger without findings holds
-what was acknowledged, bit for bit, and its counts are those of its rows. It repairs nothing.
+Called by `tools.cli` and by the fault tests, with a connection that only reads. Invariant: a ledger without findings
+holds what was acknowledged, bit for bit, and its counts are those of its rows. It repairs nothing.
 """
 
 from __future__ import annotations
 
 import sqlite3
 
-from buffers.codec import decode
 from buffers.errors import UnderstudyError
+from buffers.ledger.round_codec import decode
 
 _COUNTED = """
 SELECT 'groups/' || state, count(*) FROM grp GROUP BY state UNION ALL

@@ -1,6 +1,6 @@
 """Converts a ledger file of the schema version before, in one transaction.
 
-Called by `ledger_schema` when it opens one. Invariant: a file is either converted whole, with every task, group, episode,
+Called by `schema` when it opens one. Invariant: a file is either converted whole, with every task, group, episode,
 round and score that it held, or left as it was. It knows that one version only.
 """
 

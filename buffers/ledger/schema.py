@@ -3,7 +3,7 @@
 Called by `Ledger` only. Invariants: one process at a time has a file open; ids are never reused; `tally` holds the
 number of groups and episodes in each state, kept by triggers in the same transaction as the state itself (and the number
 of rounds and tokens, kept by what inserts them), so that reading the books never scans. A file of the schema before is
-converted (`ledger_migration`), any other is refused.
+converted (`migration`), any other is refused.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from buffers import ledger_migration
 from buffers.errors import UnderstudyError
+from buffers.ledger import migration
 from buffers.records import EpisodeState, GroupState
 
 SCHEMA_VERSION = 3
@@ -275,11 +275,11 @@ def _prepare(db: sqlite3.Connection, *, name: str) -> None:
     db.execute("ROLLBACK")
     if num_tables == 0:
         _create(db)
-    elif (version := _read_version(db)) == ledger_migration.FROM:
-        ledger_migration.convert(db, tables=_TABLES, triggers=_TRIGGERS, version=SCHEMA_VERSION)
+    elif (version := _read_version(db)) == migration.FROM:
+        migration.convert(db, tables=_TABLES, triggers=_TRIGGERS, version=SCHEMA_VERSION)
     elif version != str(SCHEMA_VERSION):
         raise UnderstudyError(
-            f"ledger {name} must have schema version {SCHEMA_VERSION} or {ledger_migration.FROM}, got {version}; "
+            f"ledger {name} must have schema version {SCHEMA_VERSION} or {migration.FROM}, got {version}; "
             f"open it with the release that wrote it"
         )
     db.execute("DROP TRIGGER IF EXISTS main.round_put")  # early files of this version counted rounds by it

@@ -25,11 +25,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Self
 
-from buffers.codec import decode
 from buffers.errors import EpisodeClosed, EpisodeError, StorageFull, UnderstudyError, UnknownEpisode
-from buffers.ledger import Ledger
-from buffers.ledger_episodes import StoredRound
-from buffers.ledger_input import stored_body, stored_round
+from buffers.ledger.encode import stored_body, stored_round
+from buffers.ledger.episodes import StoredRound
+from buffers.ledger.ledger import Ledger
+from buffers.ledger.round_codec import decode
 from buffers.records import Round
 
 logger = logging.getLogger(__name__)

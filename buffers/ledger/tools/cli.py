@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from buffers.errors import ScoreError, UnderstudyError
-from buffers.ledger_batches import read_rounds
-from buffers.ledger_doctor import findings
-from buffers.ledger_episodes import read_task
-from buffers.ledger_export import export_parquet
-from buffers.ledger_input import checked_score
-from buffers.ledger_schema import read_database
-from buffers.ledger_scores import score_history
+from buffers.ledger.batches import read_rounds
+from buffers.ledger.encode import checked_score
+from buffers.ledger.episodes import read_task
+from buffers.ledger.schema import read_database
+from buffers.ledger.scores import score_history
+from buffers.ledger.tools.doctor import findings
+from buffers.ledger.tools.export import export_parquet
 from buffers.records import Round, ScoreDetail
-from buffers.rows import ABORTED
+from buffers.training_rows import ABORTED
 
 Decode = Callable[[list[int]], str]
 _BACKUP_PAGES = 256
