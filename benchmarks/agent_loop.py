@@ -36,7 +36,7 @@ from agents.tool_agent import ToolAgentLoop
 from benchmarks.report import Report, end_on_sigterm, parser_of
 from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
-from mocked_server.vllm_engine import EngineSettings, VLLMEngine, cpu_environment, make_args, make_vllm_config
+from mocked_server.vllm.engine import EngineSettings, VLLMEngine, cpu_environment, make_args, make_vllm_config
 
 GENERATE_S, TOOL_S = 0.1, 0.5
 CAPACITY = 4

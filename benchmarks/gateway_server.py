@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import RolloutConfig, ServerConfig
-from mocked_server.vllm_engine import EngineSettings, VLLMEngine, cpu_environment, make_args, make_vllm_config
+from mocked_server.vllm.engine import EngineSettings, VLLMEngine, cpu_environment, make_args, make_vllm_config
 
 WORD_ID = 100
 """What the do-nothing engine says, over and over."""

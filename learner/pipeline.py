@@ -55,10 +55,10 @@ from learner.validation import Validation
 from learner.watch import watch
 from mocked_server.dispatch import PLAIN, Others
 from mocked_server.generation import Generation
+from mocked_server.http.uvicorn_server import bind
 from mocked_server.keys import KeyRing, row_secret, secret_of_run
-from mocked_server.protocol import bind
 from mocked_server.server import MockedServer
-from mocked_server.vllm_engine import (
+from mocked_server.vllm.engine import (
     EngineSettings,
     VLLMEngine,
     cpu_environment,

@@ -56,14 +56,14 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
     from learner import zygote
-    from mocked_server.vllm_engine import has_gpu
+    from mocked_server.vllm.engine import has_gpu
 
     if not has_gpu():
         zygote.start()
     import_ray(local=not config.buffer.node)
 
     from learner.session import run_session
-    from mocked_server.vllm_engine import import_engine, start_fork_server
+    from mocked_server.vllm.engine import import_engine, start_fork_server
 
     if not arguments.keep_running:
         return run_session(config, resume=arguments.resume, prepare=start_fork_server)

@@ -21,7 +21,7 @@ from buffers.did_you_mean import one_of
 from buffers.errors import EpisodeError, ScoreError, TaskError, UnderstudyError
 from buffers.records import Episode, Task
 from buffers.tasks.task_pool import PoolClosed, TaskPool
-from mocked_server.app import Leased
+from mocked_server.http.routes import Leased
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What the requests of one episode hold now; `memory` counts into it, and the running episode keeps it."""
+"""What the requests of one episode hold now; `request_memory` counts into it, and the running episode keeps it."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from buffers.prompt_queue import Prompt, PromptQueue, QueueClosed, Response
 from buffers.records import Round
 from buffers.token_tree import TokenTree
 from buffers.training_rows import ABANDONED, ABORTED
-from mocked_server.calls import PendingReply, Sampling
+from mocked_server.request_context import PendingReply, Sampling
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from typing import Any, TypeVar, cast
 
 from buffers.buffer_dataset import PromptBatch
 from buffers.prompt_queue import Prompt, Response
-from mocked_server.calls import Sampling
 from mocked_server.generation import Recorder
-from mocked_server.vllm_engine import EngineSettings, VLLMEngine, cpu_environment, make_args, make_vllm_config
+from mocked_server.request_context import Sampling
+from mocked_server.vllm.engine import EngineSettings, VLLMEngine, cpu_environment, make_args, make_vllm_config
 
 T = TypeVar("T")
 

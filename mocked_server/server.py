@@ -28,19 +28,19 @@ from buffers.tasks.parquet import tasks_of_rows
 from buffers.tasks.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
-from mocked_server.app import Leased, build_admin_app, build_app
-from mocked_server.attribution import Attribution
+from mocked_server.conversation.live_episodes import Episodes
+from mocked_server.conversation.loop_trajectories import LoopPlayer, left_out
+from mocked_server.conversation.restored_rounds import remember
 from mocked_server.dispatch import AGENTS, PLAIN, Dispatch, Others, Play, ScoreFn
-from mocked_server.door import MAX_BODY_BYTES, MAX_DESK_BYTES, BodyLimit, Door
-from mocked_server.episodes import Episodes
-from mocked_server.intake import Intake
+from mocked_server.http.attribution import Attribution
+from mocked_server.http.model_requests import Intake
+from mocked_server.http.request_limits import MAX_BODY_BYTES, MAX_DESK_BYTES, BodyLimit, Door
+from mocked_server.http.routes import Leased, build_admin_app, build_app
+from mocked_server.http.uvicorn_server import PatientProtocol, QuietServer, ServerError, bind
 from mocked_server.keys import KeyRing
-from mocked_server.protocol import PatientProtocol, QuietServer, ServerError, bind
-from mocked_server.resume import remember
-from mocked_server.trajectories import LoopPlayer, left_out
-from mocked_server.vllm_app import QueueClient, build_serving_app
-from mocked_server.vllm_engine import EngineSettings, cpu_environment, make_args, make_vllm_config
-from mocked_server.vllm_tokens import Sleeper
+from mocked_server.vllm.engine import EngineSettings, cpu_environment, make_args, make_vllm_config
+from mocked_server.vllm.generate_route import Sleeper
+from mocked_server.vllm.serving import QueueClient, build_serving_app
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ class MockedServer:
         assert self._loop is not None, "start() first"
         asyncio.run_coroutine_threadsafe(self.close(), self._loop).result()
 
-    # The task desk: what agents and scorers ask for, in Python; `mocked_server.app` has the same over HTTP.
+    # The task desk: what agents and scorers ask for, in Python; `mocked_server.http.routes` has the same over HTTP.
 
     async def lease_episode(self, *, wait_s: float, worker: str = "") -> Leased | None:
         """Lease the next episode; None when there is none within `wait_s`. Raises PoolClosed when there are no more."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mocked_server.vllm_engine import cpu_environment
+from mocked_server.vllm.engine import cpu_environment
 
 cpu_environment()
 
@@ -41,7 +41,7 @@ def rollout(tiny_model: Path) -> Iterator[object]:
     """The session's one real engine. Tests that change its weights put the tiny model's back as version 0."""
     from configs.schema import RolloutConfig, ServerConfig
     from mocked_server.rollout import VLLMRollout
-    from mocked_server.vllm_engine import EngineSettings
+    from mocked_server.vllm.engine import EngineSettings
 
     settings = EngineSettings(
         model_path=tiny_model,

@@ -30,7 +30,7 @@ from buffers.records import Task
 from buffers.tasks.task_pool import TaskPool
 from configs.schema import RolloutConfig
 from mocked_server.keys import KeyRing, make_secret
-from mocked_server.vllm_engine import cpu_environment
+from mocked_server.vllm.engine import cpu_environment
 from tests.nursery import Channel, raise_children
 from tests.server_parts import ServerThread
 

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from mocked_server import vllm_fork_server
+from mocked_server.vllm import fork_server
 
 IMPORTED_AT = time.monotonic()
 
@@ -25,10 +25,10 @@ def say_what_is_there(pipe):
 
 def main():
     os.environ["EARLY"] = "1"
-    vllm_fork_server.start()
+    fork_server.start()
     os.environ["LATE"] = "2"
     del os.environ["EARLY"]
-    context = vllm_fork_server.ending_with_us(multiprocessing.get_context("forkserver"))
+    context = fork_server.ending_with_us(multiprocessing.get_context("forkserver"))
     here, there = context.Pipe()
     child = context.Process(target=say_what_is_there, args=(there,))
     child.start()

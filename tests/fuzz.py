@@ -32,8 +32,8 @@ from schemathesis import Case, GenerationMode
 from buffers.records import Task
 from configs.schema import RolloutConfig
 from configs.tiny_model import make_tiny_model
-from mocked_server.app import build_admin_app, build_app
-from mocked_server.vllm_engine import cpu_environment
+from mocked_server.http.routes import build_admin_app, build_app
+from mocked_server.vllm.engine import cpu_environment
 from tests.fuzz_real import MAX_FAILURES, attack
 from tests.server_parts import ServerThread
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mocked_server.dialects import CHAT, COMPLETIONS, GENERATE, RESPONSES
+from mocked_server.http.dialects import CHAT, COMPLETIONS, GENERATE, RESPONSES
 from tests.fuzz_values import Raw
 
 QUESTION = [{"role": "user", "content": "Where?"}]

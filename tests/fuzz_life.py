@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from mocked_server.dialects import message_of
+from mocked_server.http.dialects import message_of
 from mocked_server.keys import KeyRing, make_secret
 from tests.fuzz_requests import Request
 from tests.fuzz_witness import Witness, lease, score

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
-from mocked_server.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, GENERATE, MESSAGES, RESPONSES
+from mocked_server.http.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, GENERATE, MESSAGES, RESPONSES
 from tests.fuzz_cases import CASES, QUESTION, THOUGHT, THOUGHTFUL
 from tests.fuzz_values import INTEGERS, NUMBERS, SOUND, STRINGS, Pairs, hostile, spelled, spoilt
 

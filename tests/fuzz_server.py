@@ -30,7 +30,7 @@ from learner.setbacks import Setbacks
 from mocked_server.generation import Generation
 from mocked_server.keys import KeyRing, make_secret
 from mocked_server.server import MockedServer
-from mocked_server.vllm_engine import (
+from mocked_server.vllm.engine import (
     EngineSettings,
     VLLMEngine,
     cpu_environment,

@@ -18,8 +18,8 @@ import openai
 from buffers.ledger.ledger import Ledger
 from buffers.records import EpisodeScores, Row
 from buffers.training_rows import ABORTED, episode_rows
+from mocked_server.check.logprob_proof import max_logprob_diff
 from mocked_server.keys import KeyRing
-from mocked_server.recompute import max_logprob_diff
 
 ROUNDS = 3
 LEASE_S = 30.0

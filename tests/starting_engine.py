@@ -8,7 +8,7 @@ from pathlib import Path
 
 def main(model: str, method: str) -> None:
     from configs.schema import RolloutConfig, ServerConfig
-    from mocked_server.vllm_engine import (
+    from mocked_server.vllm.engine import (
         EngineSettings,
         VLLMEngine,
         import_engine,

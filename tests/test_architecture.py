@@ -34,9 +34,9 @@ STANDS_ALONE = "agents/examples/"
 """Programs as a user writes them: they import nothing of ours."""
 
 OWNERS = {
-    "vllm": {"mocked_server/vllm_*.py", "agents/vllm_*.py"},
-    "fastapi": {"mocked_server/app.py"},
-    "uvicorn": {"mocked_server/server.py", "mocked_server/protocol.py"},
+    "vllm": {"mocked_server/vllm/*.py", "mocked_server/check/vllm_*.py", "agents/vllm_*.py"},
+    "fastapi": {"mocked_server/http/routes.py"},
+    "uvicorn": {"mocked_server/server.py", "mocked_server/http/uvicorn_server.py"},
     "pyarrow": {"buffers/tasks/parquet.py", "buffers/ledger/tools/export.py"},
     "sqlite3": {"buffers/ledger/*.py"},
     "torch.distributed": {"learner/fsdp.py", "learner/checkpoint.py"},
@@ -54,7 +54,7 @@ OWNERS = {
     "websockets": {"env_adapters/openenv.py"},
 }
 """Heavy package -> the files that may import it, as patterns; everything else runs without it."""
-TYPES_ONLY = {("mocked_server/vllm_app.py", "fastapi")}
+TYPES_ONLY = {("mocked_server/vllm/serving.py", "fastapi")}
 """May be imported under TYPE_CHECKING, and only there."""
 
 MAX_FUNCTION_LINES = 60

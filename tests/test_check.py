@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from buffers.records import Task
-from mocked_server.causes import EXPECTED, REMEDY, Cause
-from mocked_server.check import TASK, Rehearsal, main
-from mocked_server.check_report import NARROWS, Seen, features_of, make_report
-from mocked_server.rehearsal import ANSWER, LINE, example, line_for
+from mocked_server.check.report import NARROWS, Seen, features_of, make_report
+from mocked_server.check.scripted_replies import ANSWER, LINE, example, line_for
+from mocked_server.check.trial import TASK, Rehearsal, main
+from mocked_server.conversation.branch_causes import EXPECTED, REMEDY, Cause
 
 CLIENTS = Path(__file__).parent / "clients"
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"

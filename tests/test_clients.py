@@ -1,8 +1,8 @@
 """Real clients, each an ordinary program in its own process, against the real engine: each gives exact training data.
 
 Some are programs with the OpenAI and Anthropic clients, some are agents that others wrote, in environments of their own.
-The model says what `mocked_server.check` makes it say (tool calls, then an answer), so every agent plays several rounds; the
-log-probabilities are the model's own and are computed again for every trained row.
+The model says what `mocked_server.check.trial` makes it say (tool calls, then an answer), so every agent plays several
+rounds; the log-probabilities are the model's own and are computed again for every trained row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from buffers.records import Task
-from mocked_server.check import TASK, rehearsal_server
+from mocked_server.check.trial import TASK, rehearsal_server
 from tests.agent_environments import npm_program, python_with
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(700)]

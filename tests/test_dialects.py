@@ -8,7 +8,7 @@ import anthropic
 import openai
 import pytest
 
-from mocked_server.vllm_sampling import seed_of
+from mocked_server.vllm.sampling_rules import seed_of
 from tests.server_parts import LOGPROB, whole_prompt
 
 FUNCTION = {

@@ -162,7 +162,9 @@ def test_names_that_the_readmes_programs_import_exist():
 
 
 def test_routes_that_the_documents_name_are_served():
-    served = text("mocked_server/app.py") + "".join(path.read_text() for path in (ROOT / "mocked_server").glob("*.py"))
+    served = text("mocked_server/http/routes.py") + "".join(
+        path.read_text() for path in (ROOT / "mocked_server").rglob("*.py")
+    )
     for name in DOCS:
         for method, path in re.findall(r"`(GET|POST) (/[a-z/]+)`", text(name)):
             assert f'router.{method.lower()}("{path}")' in served or f' = "{path}"\n' in served, (

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffers.errors import StorageFull
-from mocked_server.app import build_admin_app, build_app
-from mocked_server.door import MAX_BODY_BYTES, MAX_DEPTH, MAX_DESK_BYTES, depth_of
+from mocked_server.http.request_limits import MAX_BODY_BYTES, MAX_DEPTH, MAX_DESK_BYTES, depth_of
+from mocked_server.http.routes import build_admin_app, build_app
+from mocked_server.http.uvicorn_server import MAX_HEAD_BYTES, bind
 from mocked_server.keys import (
     KeyRing,
     SecretError,
@@ -29,7 +30,6 @@ from mocked_server.keys import (
     row_secret,
     secret_of_run,
 )
-from mocked_server.protocol import MAX_HEAD_BYTES, bind
 
 ROOT = Path(__file__).parent.parent
 
@@ -110,7 +110,7 @@ def hold_open(address: tuple[str, int], data: bytes) -> socket.socket:
 
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mocked_server.protocol.RECEIVE_S", 0.3)
+    monkeypatch.setattr("mocked_server.http.uvicorn_server.RECEIVE_S", 0.3)
 
 
 @pytest.mark.usefixtures("_impatient")

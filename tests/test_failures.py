@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from buffers.errors import EngineError
-from mocked_server.dialects import CHAT, COMPLETIONS, MESSAGES, RESPONSES, error_event
+from mocked_server.http.dialects import CHAT, COMPLETIONS, MESSAGES, RESPONSES, error_event
 
 HI = [{"role": "user", "content": "hi"}]
 BODIES = {

@@ -1,4 +1,4 @@
-"""Rules of mocked_server/vllm_fork_server.py, with children that are no engines; whole runs fork engines."""
+"""Rules of mocked_server/vllm/fork_server.py, with children that are no engines; whole runs fork engines."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import pytest
 import torch
 from child import child_process, gone
 
-from mocked_server.vllm_engine import has_gpu
-from mocked_server.vllm_fork_server import engines_of_ours
+from mocked_server.vllm.engine import has_gpu
+from mocked_server.vllm.fork_server import engines_of_ours
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = Path(__file__).with_name("forking.py")

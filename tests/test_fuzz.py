@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from configs.tiny_model import make_tiny_model
-from mocked_server.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, RESPONSES
+from mocked_server.http.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, RESPONSES
 from mocked_server.keys import KeyRing, make_secret
 from tests.fault_play import free_port, raise_servers
 from tests.fuzz import fuzz, serve_for_fuzz

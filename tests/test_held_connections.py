@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 import uvicorn
 
-from mocked_server.protocol import MAX_HEAD_BYTES, PatientProtocol, QuietServer, bind
+from mocked_server.http.uvicorn_server import MAX_HEAD_BYTES, PatientProtocol, QuietServer, bind
 
 MIB = 1 << 20
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -75,7 +75,7 @@ async def is_ok(connect) -> None:
 
 
 async def test_a_client_that_reads_nothing_of_its_stream_is_cut_off_and_little_is_held(monkeypatch) -> None:
-    monkeypatch.setattr("mocked_server.protocol.SEND_S", SOON_S)
+    monkeypatch.setattr("mocked_server.http.uvicorn_server.SEND_S", SOON_S)
     sent, over = 0, asyncio.Event()
 
     async def endless(scope, receive, send) -> None:
@@ -164,7 +164,7 @@ async def test_a_body_in_chunks_of_a_byte_is_taken() -> None:
     ids=["a line after its answer", "no body", "a body after its answer", "a body that nobody asked for"],
 )
 async def test_a_connection_that_asks_for_nothing_more_is_closed(monkeypatch, request_, rest) -> None:
-    monkeypatch.setattr("mocked_server.protocol.RECEIVE_S", 0.5)
+    monkeypatch.setattr("mocked_server.http.uvicorn_server.RECEIVE_S", 0.5)
     async with serving(answer) as connect:
         reader, writer = await connect(request_)
         await reader.readuntil(b"ok")
@@ -183,7 +183,7 @@ async def test_a_connection_that_asks_for_nothing_more_is_closed(monkeypatch, re
     ids=["a line after it", "half a request after it", "a body that is not read yet", "a body that is read in part"],
 )
 async def test_who_waits_for_its_answer_is_not_cut_off(monkeypatch, request_, rest) -> None:
-    monkeypatch.setattr("mocked_server.protocol.RECEIVE_S", SOON_S)
+    monkeypatch.setattr("mocked_server.http.uvicorn_server.RECEIVE_S", SOON_S)
     started, expired, give_up = asyncio.Event(), asyncio.Semaphore(0), PatientProtocol._give_up
 
     async def slow(scope, receive, send) -> None:
@@ -202,7 +202,7 @@ async def test_who_waits_for_its_answer_is_not_cut_off(monkeypatch, request_, re
 
 
 async def test_a_flood_of_idle_connections_ends_the_idle_and_nobody_who_is_answered(monkeypatch) -> None:
-    monkeypatch.setattr("mocked_server.protocol.max_connections", lambda: 8)
+    monkeypatch.setattr("mocked_server.http.uvicorn_server.max_connections", lambda: 8)
     go = asyncio.Event()
 
     async def on_go(scope, receive, send) -> None:
@@ -226,7 +226,7 @@ async def test_a_flood_of_idle_connections_ends_the_idle_and_nobody_who_is_answe
 
 
 async def test_when_all_are_answered_one_more_is_not_taken(monkeypatch) -> None:
-    monkeypatch.setattr("mocked_server.protocol.max_connections", lambda: 2)
+    monkeypatch.setattr("mocked_server.http.uvicorn_server.max_connections", lambda: 2)
     go = asyncio.Event()
 
     async def on_go(scope, receive, send) -> None:
@@ -247,7 +247,7 @@ async def test_when_all_are_answered_one_more_is_not_taken(monkeypatch) -> None:
 
 async def test_a_closed_connection_whose_client_reads_nothing_ends(monkeypatch, caplog) -> None:
     """Its last bytes never leave, so that closing it alone would never end it."""
-    monkeypatch.setattr("mocked_server.protocol.SEND_S", SOON_S)
+    monkeypatch.setattr("mocked_server.http.uvicorn_server.SEND_S", SOON_S)
     caplog.set_level(logging.ERROR)
     size = 0
 

@@ -30,9 +30,9 @@ from buffers.tasks.parquet import write_tasks
 from configs.schema import RolloutConfig
 from learner.keepers import keep_engine
 from learner.setbacks import Setbacks
-from mocked_server.episodes import MAX_KEPT_BYTES
+from mocked_server.conversation.live_episodes import MAX_KEPT_BYTES
 from mocked_server.keys import KeyRing
-from mocked_server.sampling_limits import MAX_OPTIONS
+from mocked_server.vllm.sampling_limits import MAX_OPTIONS
 from tests.run_parts import start
 from tests.server_parts import ServerThread, whole_prompt
 
@@ -309,7 +309,7 @@ def test_a_request_that_deafens_every_engine_is_found_and_its_episode_ended_whil
     blamed: list[str] = []
     monkeypatch.setattr(rules, "_check_types", lambda _: None)
     monkeypatch.setattr(rules, "_check_values", lambda _: None)
-    monkeypatch.setattr("mocked_server.vllm_sampling.seed_of", lambda _, seed: seed)
+    monkeypatch.setattr("mocked_server.vllm.sampling_rules.seed_of", lambda _, seed: seed)
     monkeypatch.setattr(engine._silence, "timeout_s", 2.0)
     monkeypatch.setattr(real.generation, "_blame", blamed.append)
     setbacks = Setbacks()
@@ -318,7 +318,7 @@ def test_a_request_that_deafens_every_engine_is_found_and_its_episode_ended_whil
     try:
         with witness(real, tiny_model):
             poison = {"prompt_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4, "seed": 1}}
-            monkeypatch.setattr("mocked_server.vllm_sampling.seed_of", lambda *_: "abc")
+            monkeypatch.setattr("mocked_server.vllm.sampling_rules.seed_of", lambda *_: "abc")
             answer = post(real, client, GENERATE, poison, patience_s=200)
     finally:
         keeping.cancel()

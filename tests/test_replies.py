@@ -9,9 +9,9 @@ import re
 
 import pytest
 
-from mocked_server.conversation import Asked
-from mocked_server.replies import Said, canonical_arguments, same_text
-from mocked_server.vllm_replies import ReplyParser
+from mocked_server.conversation.chat_history import Asked
+from mocked_server.conversation.message_match import Said, canonical_arguments, same_text
+from mocked_server.vllm.reply_parser import ReplyParser
 from tests.server_parts import whole_prompt
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -95,7 +95,7 @@ def test_no_arguments_in_a_history_fail_the_server_or_break_a_conversation(tools
 @pytest.mark.parametrize("retry", [{}, {"x-stainless-retry-count": "0"}], ids=["plain", "a client that retries"])
 @pytest.mark.parametrize("choice", ["f", "absent"])
 def test_a_tool_of_another_shape_is_refused_and_its_connection_goes_on(served, caplog, choice, retry) -> None:
-    caplog.set_level(logging.WARNING, logger="mocked_server.intake")
+    caplog.set_level(logging.WARNING, logger="mocked_server.http.model_requests")
     episode, client = served.lease()
     tools, named = [{"type": "function"}], {"type": "function", "function": {"name": choice}}
     body = {"model": "policy", "messages": [USER], "tools": tools, "tool_choice": named}
@@ -111,7 +111,7 @@ def test_a_failure_after_something_was_generated_is_the_servers(served, monkeypa
     def fails(*_: object) -> None:
         raise KeyError("ours")
 
-    monkeypatch.setattr("mocked_server.vllm_app.Heard.remember", fails)
+    monkeypatch.setattr("mocked_server.vllm.serving.Heard.remember", fails)
     _, client = served.lease()
     with served.http(client.api_key) as http:
         assert http.post("/v1/chat/completions", json={"model": "policy", "messages": [USER]}).status_code == 500

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from mocked_server.client_retries import Answer, Answers
 from mocked_server.episode_memory import EpisodeMemory
-from mocked_server.memory import BodyRoom, RequestMemory
-from mocked_server.protocol import PatientProtocol
-from mocked_server.retries import Answer, Answers
+from mocked_server.http.request_memory import BodyRoom, RequestMemory
+from mocked_server.http.uvicorn_server import PatientProtocol
 
 CHAT = "/v1/chat/completions"
 LARGE = 100_000
@@ -65,7 +65,7 @@ def memory_of(served, episode: str) -> EpisodeMemory:
 
 @pytest.mark.parametrize("retry", [None, 0], ids=["plain", "a client that retries"])
 def test_an_episode_that_holds_too_many_bytes_is_refused_more_and_another_is_not(held, monkeypatch, retry) -> None:
-    monkeypatch.setattr("mocked_server.memory.MAX_EPISODE_BYTES", 2 * LARGE)
+    monkeypatch.setattr("mocked_server.http.request_memory.MAX_EPISODE_BYTES", 2 * LARGE)
     (episode, client), (_, other) = held.lease(), held.lease()
     first = held.in_background(client, size=LARGE, retry=retry)
     held.call(until(lambda: memory_of(held, episode).in_flight_bytes == LARGE and len(held.engine.prompts) == 1))
@@ -81,7 +81,7 @@ def test_an_episode_that_holds_too_many_bytes_is_refused_more_and_another_is_not
 
 
 def test_an_episode_with_too_many_requests_is_told_to_come_back_and_another_is_not(held, monkeypatch) -> None:
-    monkeypatch.setattr("mocked_server.memory.MAX_EPISODE_REQUESTS", 2)
+    monkeypatch.setattr("mocked_server.http.request_memory.MAX_EPISODE_REQUESTS", 2)
     (episode, client), (_, other) = held.lease(), held.lease()
     first = [held.in_background(client, retry=retry) for retry in (None, 0)]
     held.call(until(lambda: memory_of(held, episode).in_flight_requests == 2))
@@ -97,8 +97,8 @@ def test_an_episode_with_too_many_requests_is_told_to_come_back_and_another_is_n
 
 def test_a_request_whose_client_has_gone_counts_until_its_generation_ends(held, monkeypatch) -> None:
     """Else who hangs up at once could have as many as it likes for the time that a retry may take to come."""
-    monkeypatch.setattr("mocked_server.memory.MAX_EPISODE_REQUESTS", 1)
-    monkeypatch.setattr("mocked_server.retries.GRACE_S", 60.0)
+    monkeypatch.setattr("mocked_server.http.request_memory.MAX_EPISODE_REQUESTS", 1)
+    monkeypatch.setattr("mocked_server.client_retries.GRACE_S", 60.0)
     episode, client = held.lease()
     with pytest.raises(httpx.ReadTimeout):
         ask(held, client, retry=0, timeout=0.3)
@@ -112,7 +112,7 @@ def test_a_request_whose_client_has_gone_counts_until_its_generation_ends(held, 
 def test_a_body_waits_unread_for_room_and_is_not_cut_off(held, monkeypatch) -> None:
     room = BodyRoom(LARGE * 3 // 2)
     monkeypatch.setattr(held.server.intake, "room", room)
-    monkeypatch.setattr("mocked_server.protocol.RECEIVE_S", 0.05)
+    monkeypatch.setattr("mocked_server.http.uvicorn_server.RECEIVE_S", 0.05)
     expired, give_up = [], PatientProtocol._give_up
     monkeypatch.setattr(PatientProtocol, "_give_up", lambda self: (expired.append(self), give_up(self)))
     (_, client), (_, other) = held.lease(), held.lease()
@@ -171,7 +171,7 @@ async def test_a_body_in_chunks_keeps_what_it_needs_and_no_more() -> None:
 
 
 async def test_answers_kept_for_retries_are_bounded_in_bytes(monkeypatch) -> None:
-    monkeypatch.setattr("mocked_server.retries.KEPT_BYTES", 1000)
+    monkeypatch.setattr("mocked_server.client_retries.KEPT_BYTES", 1000)
     answers, keys = Answers(), [bytes([number]) for number in range(5)]
     sizes = (300, 300, 300, 300, 1001)
     for key, size in zip(keys, sizes, strict=True):
@@ -188,7 +188,7 @@ async def test_answers_are_forgotten_when_they_are_old(monkeypatch) -> None:
     answers, answer = Answers(), Answer()
     answers.keep(b"key", answer)
     answer.ended_at = time.monotonic()
-    monkeypatch.setattr("mocked_server.retries.KEPT_S", 0.0)
+    monkeypatch.setattr("mocked_server.client_retries.KEPT_S", 0.0)
     answers.forget()
     assert answers.find(b"key", attempt=1) is None
 

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from mocked_server.retries import KEPT_ANSWERS, KEPT_DELIVERED, Answer, Answers
+from mocked_server.client_retries import KEPT_ANSWERS, KEPT_DELIVERED, Answer, Answers
 
 pytestmark = pytest.mark.slow  # servers of their own
 

@@ -13,8 +13,8 @@ import pytest
 from agents.http_server import HTTPServer
 from agents.server_manager import ServerUnavailable
 from buffers.errors import AgentError, EpisodeError
-from mocked_server.episodes import LiveEpisode, LiveRound
-from mocked_server.trajectories import left_out
+from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
+from mocked_server.conversation.loop_trajectories import left_out
 from tests.server_parts import LOGPROB
 
 
