@@ -31,8 +31,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from agents.agent_loop import verl_config
+from agents.loops.tool_agent import ToolAgentLoop
 from agents.server_manager import AsyncLLMServerManager, TokenOutput
-from agents.tool_agent import ToolAgentLoop
 from benchmarks.report import Report, end_on_sigterm, parser_of
 from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model

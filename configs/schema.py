@@ -73,7 +73,7 @@ class AgentsConfig(Section):
     """The agent: any program. `{python}` is this interpreter. Empty: agents are started by somebody else."""
     loops: str = ""
     """YAML list of agent loops (verl's `agent_loop_config_path`): rows whose `agent_name` is one of them are played by it, rows
-    without a name by the first one, if there is no `command`. See agents/loop_config.py."""
+    without a name by the first one, if there is no `command`. See agents/workers/config.py."""
     environment: list[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]] = Field(default_factory=list)
     """Variables of your environment, by name, that the command gets. Without being named it gets only those that programs need to
     run (`PASSED_ON` in configs/child_environment.py): no keys or tokens."""

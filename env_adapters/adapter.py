@@ -1,10 +1,10 @@
 """`EnvAdapter`: an environment that is played with messages; and `Played`, which gives each of its calls a deadline.
 
-`agents.env_agent` plays adapters; `env_adapters.catalog` makes them by name. One adapter is one episode's: it is reset once,
-stepped until it says done, asked for its score, and closed. Invariants of `Played`, whatever is inside it: no call takes
-longer than its deadline; every failure is an `EnvError` with a short reason; what comes out is checked (messages with a role
-and a text, a finite score). A library that blocks runs in an `OwnThread`, one for each adapter, so that a call that hangs
-holds up nobody else. It does not generate, and it knows no tokens.
+`agents.loops.env_agent` plays adapters; `env_adapters.catalog` makes them by name. One adapter is one episode's: it is
+reset once, stepped until it says done, asked for its score, and closed. Invariants of `Played`, whatever is inside it:
+no call takes longer than its deadline; every failure is an `EnvError` with a short reason; what comes out is checked
+(messages with a role and a text, a finite score). A library that blocks runs in an `OwnThread`, one for each adapter,
+so that a call that hangs holds up nobody else. It does not generate, and it knows no tokens.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from functools import partial
 from pathlib import Path
 
 from agents.external import AgentPerEpisode, AgentPlace, LongLivedAgents, check_command
-from agents.loop_config import read_loops
-from agents.loop_manager import AgentLoopManager
+from agents.workers.config import read_loops
+from agents.workers.manager import AgentLoopManager
 from buffers.errors import TaskError
 from buffers.ledger.ledger import Ledger
 from buffers.tasks.task_order import endless_tasks, task_list

@@ -34,13 +34,13 @@ STANDS_ALONE = "agents/examples/"
 """Programs as a user writes them: they import nothing of ours."""
 
 OWNERS = {
-    "vllm": {"mocked_server/vllm/*.py", "mocked_server/check/vllm_*.py", "agents/vllm_*.py"},
+    "vllm": {"mocked_server/vllm/*.py", "mocked_server/check/vllm_*.py", "agents/loops/vllm_*.py"},
     "fastapi": {"mocked_server/http/routes.py"},
     "uvicorn": {"mocked_server/server.py", "mocked_server/http/uvicorn_server.py"},
     "pyarrow": {"buffers/tasks/parquet.py", "buffers/ledger/tools/export.py"},
     "sqlite3": {"buffers/ledger/*.py"},
     "torch.distributed": {"learner/fsdp.py", "learner/checkpoint.py"},
-    "ray": {"learner/ranks.py", "learner/cluster.py", "agents/loop_manager.py", "buffers/remote/ray_actor.py"},
+    "ray": {"learner/ranks.py", "learner/cluster.py", "agents/workers/manager.py", "buffers/remote/ray_actor.py"},
     "peft": {"learner/adapter.py"},
     "matplotlib": {"learner/report.py"},
     "tensorboard": {"learner/tracker.py"},

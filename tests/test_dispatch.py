@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from agents.agent_loop import AgentLoopOutput
-from agents.loop_config import LoopSpec
-from agents.loop_manager import AgentLoopManager, loop_row
-from agents.loop_worker import LoopResult
+from agents.workers.config import LoopSpec
+from agents.workers.manager import AgentLoopManager, loop_row
+from agents.workers.worker import LoopResult
 from buffers.errors import AgentError, TaskError
 from buffers.records import Episode, Task
 from buffers.tasks.task_pool import PoolClosed

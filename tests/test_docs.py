@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agents.loop_figures import Figures
+from agents.workers.episode_timing import Figures
 from buffers.tasks.parquet import read_tasks
 from configs.load import load_config
 from configs.schema import Config
@@ -32,7 +32,7 @@ METRIC_GROUPS = (
     "agent_loop|batch|books|critic|generation|learner|policy|pool|reward|staleness|throughput|time|tracker|val|"
     "warm_start"
 )
-METRIC_SOURCES = ["learner/*.py", "buffers/tasks/task_pool.py", "agents/loop_figures.py"]
+METRIC_SOURCES = ["learner/*.py", "buffers/tasks/task_pool.py", "agents/workers/episode_timing.py"]
 COMPOSED = {"warm_start/first_loss", "warm_start/last_loss", "warm_start/seconds"} | {
     f"pool/{reason}" for reason in ("scored", "failed", "stale", "closed")
 }

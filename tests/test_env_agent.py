@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from transformers import AutoTokenizer
 
-from agents.env_agent import EnvAgentLoop
-from agents.loop_config import LoopSpec
-from agents.loop_worker import AgentLoopWorker, WorkerSettings
-from agents.single_turn_agent import SingleTurnAgentLoop
+from agents.loops.env_agent import EnvAgentLoop
+from agents.loops.single_turn_agent import SingleTurnAgentLoop
+from agents.workers.config import LoopSpec
+from agents.workers.worker import AgentLoopWorker, WorkerSettings
 from buffers.errors import AgentError, EnvError, TaskError
 from env_adapters.walk import walk_tasks
 from tests.loop_parts import LOGPROB, ScriptedServer, make_loop
@@ -133,7 +133,7 @@ async def test_only_loops_that_play_environments_see_the_ground_truth(tiny_model
         sees_ground_truth = True
 
     settings = WorkerSettings(
-        loops=(LoopSpec(name="single_turn_agent", target="agents.single_turn_agent.SingleTurnAgentLoop"),),
+        loops=(LoopSpec(name="single_turn_agent", target="agents.loops.single_turn_agent.SingleTurnAgentLoop"),),
         model_path=str(tiny_model), server_urls=("http://127.0.0.1:1",), worker_key="", prompt_length=8, response_length=8,
     )  # fmt: skip
     worker = AgentLoopWorker(settings)

@@ -8,8 +8,8 @@ import threading
 import pytest
 import ray
 
-from agents.loop_config import LoopSpec, loop_class
-from agents.loop_manager import AgentLoopManager
+from agents.workers.config import LoopSpec, loop_class
+from agents.workers.manager import AgentLoopManager
 from buffers.errors import AgentError, TaskError
 from buffers.records import Task
 from configs.schema import RolloutConfig
@@ -180,7 +180,7 @@ def test_what_is_no_loop_is_refused(target, says):
 def test_a_loop_that_cannot_be_set_up_is_known_at_the_start(tiny_model, played):
     served, _ = played
     manager = AgentLoopManager(
-        [LoopSpec(name="x", target="agents.tool_agent.ToolAgentLoop", arguments={})], num_workers=1
+        [LoopSpec(name="x", target="agents.loops.tool_agent.ToolAgentLoop", arguments={})], num_workers=1
     )
     with pytest.raises(AgentError, match="tool_config_path"):
         wait(

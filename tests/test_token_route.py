@@ -10,8 +10,8 @@ import httpx
 import numpy as np
 import pytest
 
-from agents.http_server import HTTPServer
 from agents.server_manager import ServerUnavailable
+from agents.workers.server_client import HTTPServer
 from buffers.errors import AgentError, EpisodeError
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
 from mocked_server.conversation.loop_trajectories import left_out

@@ -8,7 +8,7 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from agents.tool_agent import ToolAgentLoop
+from agents.loops.tool_agent import ToolAgentLoop
 from buffers.errors import AgentError, TaskError
 from tests.loop_parts import LOGPROB, ScriptedServer, make_loop
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from agents.tools.python_tool import PythonTool
-from agents.tools.sandbox import CHILD, SYSTEM, ChildLimits, ChildSandbox, SandboxResult
+from agents.tools.sandbox.sandbox import CHILD, SYSTEM, ChildLimits, ChildSandbox, SandboxResult
+from agents.tools.shipped.python import PythonTool
 from agents.tools.toolbox import Toolbox
 from buffers.errors import ToolError
 

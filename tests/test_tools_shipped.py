@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from agents.tools.calculator import calculator
-from agents.tools.file_search import FileSearchTool
-from agents.tools.gsm8k_tool import Gsm8kTool
+from agents.tools.shipped.calculator import calculator
+from agents.tools.shipped.file_search import FileSearchTool
+from agents.tools.shipped.gsm8k import Gsm8kTool
 from agents.tools.toolbox import Toolbox
 from buffers.errors import ToolError
 

@@ -101,7 +101,7 @@ def test_statistics_of_requests_are_kept_for_any_logger():
 def test_tool_parsers_are_made_by_name_and_say_how_a_call_begins():
     from vllm.tool_parsers import ToolParserManager
 
-    from agents.vllm_tool_parsers import MARKS
+    from agents.loops.vllm_tool_parsers import MARKS
 
     assert {"hermes", "llama3_json", "qwen3_xml", "mistral", "deepseek_v3"} <= set(ToolParserManager.list_registered())
     parser = ToolParserManager.get_tool_parser("hermes")

@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from agents.tools.arguments import BadArguments, check_arguments, read_arguments
 from agents.tools.base_tool import BaseTool
-from agents.tools.guarded import Caught, Ended, guarded
+from agents.tools.guarded_calls import Caught, Ended, guarded
 from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from agents.tools.truncate import Side, truncate
 from buffers.did_you_mean import nearest

@@ -42,7 +42,7 @@ class Played(Protocol):
 
 
 class LoopPlayer(Protocol):
-    """Who plays rows that name an agent loop (the pipeline hands in `agents.loop_manager`)."""
+    """Who plays rows that name an agent loop (the pipeline hands in `agents.workers.manager`)."""
 
     @property
     def names(self) -> frozenset[str]: ...

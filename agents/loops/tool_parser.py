@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from agents.vllm_tool_parsers import VLLMParser, make_parser
+from agents.loops.vllm_tool_parsers import VLLMParser, make_parser
 
 
 class FunctionCall(BaseModel):

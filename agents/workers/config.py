@@ -1,7 +1,7 @@
 """`agents.loops`: the YAML list of agent loops of a run, as verl writes it. Read by the pipeline before anything starts.
 
     - name: tool_agent                       # what rows say in agent_name
-      _target_: agents.tool_agent.ToolAgentLoop   # left out: the loop that is shipped under this name
+      _target_: agents.loops.tool_agent.ToolAgentLoop   # left out: the loop that is shipped under this name
       tool_config_path: tools/gsm8k.yaml     # all other keys: arguments of the class, checked by it
 
 Only classes that such a file names are imported, in the worker processes. Keys that end in `_path` are paths relative
@@ -22,9 +22,9 @@ from buffers.did_you_mean import one_of
 from buffers.errors import TaskError
 
 SHIPPED = {
-    "single_turn_agent": "agents.single_turn_agent.SingleTurnAgentLoop",
-    "tool_agent": "agents.tool_agent.ToolAgentLoop",
-    "env_agent": "agents.env_agent.EnvAgentLoop",
+    "single_turn_agent": "agents.loops.single_turn_agent.SingleTurnAgentLoop",
+    "tool_agent": "agents.loops.tool_agent.ToolAgentLoop",
+    "env_agent": "agents.loops.env_agent.EnvAgentLoop",
 }
 """Agent name -> class, of the loops that come with the project."""
 

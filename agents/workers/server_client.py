@@ -1,7 +1,7 @@
 """A model server over HTTP, for agent loops: `POST /generate` of the MockedServer, token ids in and out.
 
-Used by `agents.loop_worker`. A connection that breaks, and answers 502 to 504, are ServerUnavailable; other refusals are
-AgentError with the server's words. It keeps nothing.
+Used by `agents.workers.worker`. A connection that breaks, and answers 502 to 504, are ServerUnavailable; other refusals
+are AgentError with the server's words. It keeps nothing.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from pydantic_core import to_json
 
 from agents.tools.base_tool import BaseTool
-from agents.tools.mcp_entry import McpServerSpec
+from agents.tools.mcp_config import McpServerSpec
 from agents.tools.mcp_session import McpSession
 from agents.tools.schemas import OpenAIFunctionSchema, OpenAIFunctionToolSchema, ToolResponse
 from buffers.did_you_mean import nearest

@@ -20,9 +20,9 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agents.agent_loop import AgentLoopOutput
-from agents.loop_config import LoopSpec
-from agents.loop_figures import Figures, LoopFigures
-from agents.loop_worker import AgentLoopWorker, LoopResult, WorkerSettings
+from agents.workers.config import LoopSpec
+from agents.workers.episode_timing import Figures, LoopFigures
+from agents.workers.worker import AgentLoopWorker, LoopResult, WorkerSettings
 from buffers.errors import AgentError
 from buffers.records import Task
 from configs.checkout import python_path

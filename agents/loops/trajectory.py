@@ -16,7 +16,7 @@ from uuid import uuid4
 from pydantic import BaseModel, ValidationError
 
 from agents.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
-from agents.chat_tokens import tail_ids
+from agents.chat_template_ids import tail_ids
 from buffers.errors import AgentError, TaskError
 
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -110,4 +110,4 @@ def read_settings(kind: type[Settings], arguments: Mapping[str, Any], *, name: s
         return kind.model_validate(dict(arguments))
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r:.80}" for e in error.errors()]
-        raise TaskError(f"agents.loops, {name}: {'; '.join(lines)}; see agents/{name}.py") from error
+        raise TaskError(f"agents.loops, {name}: {'; '.join(lines)}; see agents/loops/{name}.py") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from agents.loop_worker import LoopResult
+from agents.workers.worker import LoopResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """`calculator`: arithmetic that a model writes, without running anything: the expression's syntax tree is walked.
 
-Named in a tools' YAML as `function: agents.tools.calculator.calculator`. Invariant: only numbers and what is listed here are
-computed, and no result has more than BITS bits, so an expression costs microseconds whatever it is. Raises ValueError,
-ArithmeticError or OverflowError with words for the model.
+Named in a tools' YAML as `function: agents.tools.shipped.calculator.calculator`. Invariant: only numbers and what is
+listed here are computed, and no result has more than BITS bits, so an expression costs microseconds whatever it is.
+Raises ValueError, ArithmeticError or OverflowError with words for the model.
 """
 
 from __future__ import annotations

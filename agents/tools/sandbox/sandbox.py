@@ -1,11 +1,12 @@
 """Runs code that a model wrote: what a sandbox is (`Sandbox`), and the one that is shipped (`ChildSandbox`).
 
-Used by `agents.tools.python_tool`; whoever has a real sandbox (a container, a virtual machine, a service) writes a class with
-`run` and names it in the tool's config. Invariants of ChildSandbox: code never outlives its deadline; its output is kept up to a
-limit, and it ends when it prints more; nothing of it stays on disk; where the kernel cannot keep it from the network, other
-files or other processes, it is not run at all, unless `weak` allows that.
+Used by `agents.tools.shipped.python`; whoever has a real sandbox (a container, a virtual machine, a service) writes a
+class with `run` and names it in the tool's config. Invariants of ChildSandbox: code never outlives its deadline; its
+output is kept up to a limit, and it ends when it prints more; nothing of it stays on disk; where the kernel cannot keep
+it from the network, other files or other processes, it is not run at all, unless `weak` allows that.
 
-It is a child process with `agents.tools.sandbox_child`'s limits: enough for programs that go wrong, not for an attacker.
+It is a child process with `agents.tools.sandbox.child`'s limits: enough for programs that go wrong, not for an
+attacker.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, Protocol
 
 from buffers.errors import ToolError
 
-CHILD = Path(__file__).with_name("sandbox_child.py")
+CHILD = Path(__file__).with_name("child.py")
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
 """What code may read, beside its Python."""
 CHUNK_BYTES = 1 << 16

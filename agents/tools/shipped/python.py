@@ -1,11 +1,13 @@
 """`python`: runs a program that the model wrote, in a sandbox, and answers what it printed.
 
-Named in a tools' YAML as `class_name: agents.tools.python_tool.PythonTool`. Invariant: code is only ever run by a `Sandbox`, each
-call anew in an empty folder: no state goes from call to call or from episode to episode. What the program did wrong (an exception,
-too much time or output) is an answer like any other; only a sandbox that does not work is a failing tool.
+Named in a tools' YAML as `class_name: agents.tools.shipped.python.PythonTool`. Invariant: code is only ever run by a
+`Sandbox`, each call anew in an empty folder: no state goes from call to call or from episode to episode. What the
+program did wrong (an exception, too much time or output) is an answer like any other; only a sandbox that does not work
+is a failing tool.
 
 `config`: `deadline_s` (of the program), `memory_mb`, `disk_mb`, `threads`, `output_bytes`, `code_bytes`, `weak`, `concurrency`
-(see `agents.tools.sandbox`); or `sandbox: module.Class` and `sandbox_config: {...}`, its keyword arguments, for one of your own.
+(see `agents.tools.sandbox.sandbox`); or `sandbox: module.Class` and `sandbox_config: {...}`, its keyword arguments, for
+one of your own.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from agents.tools.base_tool import BaseTool
-from agents.tools.naming import find
-from agents.tools.sandbox import ChildLimits, ChildSandbox, Sandbox, SandboxResult
+from agents.tools.import_by_name import find
+from agents.tools.sandbox.sandbox import ChildLimits, ChildSandbox, Sandbox, SandboxResult
 from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from buffers.errors import ToolError
 

@@ -22,8 +22,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from agents.agent_loop import AgentLoopBase, AgentLoopOutput, register
+from agents.loops.trajectory import Trajectory, read_settings
 from agents.tools.truncate import truncate
-from agents.trajectory import Trajectory, read_settings
 from buffers.errors import AgentError, EnvError
 from env_adapters.adapter import Message, Played, Step, played
 from env_adapters.catalog import adapter_class, make_adapter

@@ -1,7 +1,8 @@
-"""The program that shuts itself in, and then becomes the code: `python -I -S sandbox_child.py SPEC`.
+"""The program that shuts itself in, and then becomes the code: `python -I -S child.py SPEC`.
 
-Started by `agents.tools.sandbox` only, in a session of its own; imports nothing of ours. Invariant: all that the kernel grants of
-the limits below is in force before the first line of the code runs, and nothing of it can be taken back. Without privileges:
+Started by `agents.tools.sandbox.sandbox` only, in a session of its own; imports nothing of ours. Invariant: all that
+the kernel grants of the limits below is in force before the first line of the code runs, and nothing of it can be taken
+back. Without privileges:
 
     setrlimit        processor time, memory, file size, open files, no core files
     user namespace   no network but an empty one, no shared memory of others, a scratch disk of limited size, all others read-only

@@ -1,8 +1,8 @@
 """`AgentLoopWorker`: runs agent loops, many at once, on the event loop of one process.
 
-`agents.loop_manager` starts some of them as Ray actors; the class itself is plain. It has the model's tokenizer and a
-client of the run's server, not the model. Invariant: whatever happens in a loop is an answer of `run_agent_loop`, with
-the trajectories or the reason why there are none; the others go on.
+`agents.workers.manager` starts some of them as Ray actors; the class itself is plain. It has the model's tokenizer and
+a client of the run's server, not the model. Invariant: whatever happens in a loop is an answer of `run_agent_loop`,
+with the trajectories or the reason why there are none; the others go on.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from agents.agent_loop import AgentLoopBase, AgentLoopOutput, verl_config
-from agents.http_server import HTTPServer
-from agents.loop_config import LoopSpec, loop_class
 from agents.server_manager import AsyncLLMServerManager
-from agents.tools.guarded import Caught
+from agents.tools.guarded_calls import Caught
+from agents.workers.config import LoopSpec, loop_class
+from agents.workers.server_client import HTTPServer
 from buffers.did_you_mean import one_of
 from buffers.errors import UnderstudyError
 

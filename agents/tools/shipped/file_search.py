@@ -1,9 +1,9 @@
 """`file_search`: finds lines of text in the files of a local folder.
 
-Named in a tools' YAML as `class_name: agents.tools.file_search.FileSearchTool`, with `config: {root: folder}` (absolute, or below
-the working directory). Invariants: nothing outside the root is opened: folders are walked by their descriptors and no link
-is followed, whoever changes the tree meanwhile; an answer has at most `max_hits` lines, and a search ends at `deadline_s`. It
-reads text files of UTF-8, and searches text, not patterns.
+Named in a tools' YAML as `class_name: agents.tools.shipped.file_search.FileSearchTool`, with `config: {root: folder}`
+(absolute, or below the working directory). Invariants: nothing outside the root is opened: folders are walked by their
+descriptors and no link is followed, whoever changes the tree meanwhile; an answer has at most `max_hits` lines, and a
+search ends at `deadline_s`. It reads text files of UTF-8, and searches text, not patterns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from agents.tools.base_tool import BaseTool
-from agents.tools.guarded import Threads
+from agents.tools.guarded_calls import Threads
 from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from buffers.errors import ToolError
 
