@@ -26,8 +26,8 @@ from buffers.errors import AgentError, EpisodeError, ScoreError
 from buffers.records import Task
 from buffers.tasks.task_pool import PoolClosed
 from configs.child_environment import clean_environment
-from env_adapters.process import STOP_GRACE_S, Child, resolve_command
-from env_adapters.scorers import ProgramOutput
+from env_adapters.child_process import STOP_GRACE_S, Child, resolve_command
+from env_adapters.scoring.scorers import ProgramOutput
 
 logger = logging.getLogger(__name__)
 

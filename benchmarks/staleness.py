@@ -34,7 +34,7 @@ from buffers.tasks.parquet import write_traces
 from configs.load import FOLDER, load_config
 from configs.schema import Config
 from configs.tiny_model import make_tiny_model
-from env_adapters.walk import walk_tasks, walk_traces
+from env_adapters.walk.game import walk_tasks, walk_traces
 from learner.trainer import Trainer
 
 CORRECTIONS = ("tis", "naive")

@@ -54,8 +54,8 @@ class DataConfig(Section):
     """Command that writes `tasks` (and `warm_start.traces`) when the file is missing. `{python}` is this interpreter."""
     scorer: str | dict[str, str] = ""
     """Who scores plain prompts (rows with `agent_name: single_turn_agent`, or with none where no agent is set), and programs
-    (`agents.processes: 0`) that ended without a score: a name in env_adapters/scorers.py, `module.function`, a URL, or
-    `model:FOLDER` (a reward model); or one of these for each data_source, `default` for the others."""
+    (`agents.processes: 0`) that ended without a score: a name in env_adapters/scoring/scorers.py, `module.function`, a
+    URL, or `model:FOLDER` (a reward model); or one of these for each data_source, `default` for the others."""
     reward_manager: Literal["naive", "batch", "dapo"] = "naive"
     """naive: a scorer judges one answer. batch: `module.function` takes lists of tasks and answers. dapo: as naive; groups with
     equal scores are dropped, and generations in the last fifth of `rollout.max_tokens` are penalised."""

@@ -36,8 +36,8 @@ from buffers.errors import TaskError
 from buffers.ledger.ledger import Ledger
 from buffers.tasks.task_order import endless_tasks, task_list
 from configs.schema import Config
-from env_adapters.process import Child, last_words, resolve_command, start_environment
-from env_adapters.rewards import Rewards
+from env_adapters.child_process import Child, last_words, resolve_command, start_environment
+from env_adapters.scoring.rewards import Rewards
 from learner import cluster
 from learner.books import Books, open_books
 from learner.checkpoint_store import Checkpoint, CheckpointStore

@@ -26,8 +26,8 @@ from benchmarks.async_overlap import (
 from benchmarks.run_figures import RunFigures, read_figures
 from benchmarks.whole_run import RunFailed, run_to_end
 from buffers.ledger.ledger import Ledger
-from env_adapters.walk import MAX_MOVES
-from env_adapters.walk_server import tail_draw
+from env_adapters.walk.game import MAX_MOVES
+from env_adapters.walk.server import tail_draw
 
 
 def step_line(step: int, *, wait_s: float, update_s: float, engine_idle_s: float, scored: int, lag: float) -> str:

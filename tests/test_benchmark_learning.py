@@ -21,7 +21,7 @@ from benchmarks.walk_player import Player
 from buffers.records import Row, TrainBatch
 from buffers.tasks.parquet import write_traces
 from configs.load import FOLDER, load_config
-from env_adapters.walk import walk_tasks
+from env_adapters.walk.game import walk_tasks
 from learner.warm_start import load_traces
 
 

@@ -19,7 +19,7 @@ from env_adapters.catalog import make_adapter
 from env_adapters.guessing_game import GuessingGame
 from env_adapters.gymnasium_env import GymnasiumEnv
 from env_adapters.verifiers_env import VerifiersEnv
-from env_adapters.walk import walk_tasks
+from env_adapters.walk.game import walk_tasks
 from tests import env_parts
 from tests.buffer_parts import make_task
 

@@ -12,7 +12,7 @@ from agents.loops.single_turn_agent import SingleTurnAgentLoop
 from agents.workers.config import LoopSpec
 from agents.workers.worker import AgentLoopWorker, WorkerSettings
 from buffers.errors import AgentError, EnvError, TaskError
-from env_adapters.walk import walk_tasks
+from env_adapters.walk.game import walk_tasks
 from tests.loop_parts import LOGPROB, ScriptedServer, make_loop
 from tests.run_parts import assert_nothing_left, start
 

@@ -17,8 +17,8 @@ from buffers.errors import AgentError, EpisodeClosed, ScoreError
 from buffers.records import Task
 from buffers.tasks.parquet import write_tasks
 from buffers.tasks.task_pool import PoolClosed
-from env_adapters.rewards import Rewards
-from env_adapters.scorers import SCORERS, ProgramOutput
+from env_adapters.scoring.rewards import Rewards
+from env_adapters.scoring.scorers import SCORERS, ProgramOutput
 from mocked_server.http.routes import Leased
 from tests.run_parts import assert_nothing_left, start
 from tests.test_rewards import scoring_server

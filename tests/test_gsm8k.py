@@ -20,7 +20,7 @@ from buffers.tasks.parquet import read_tasks
 from env_adapters.adapter import Step, played
 from env_adapters.catalog import make_adapter
 from env_adapters.gsm8k import SAMPLE, WRONG, problems, tasks_of_problems
-from env_adapters.scorers import SCORERS
+from env_adapters.scoring.scorers import SCORERS
 
 ROOT = Path(__file__).resolve().parent.parent
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from buffers.errors import EngineDied, EngineError, EnvError
-from env_adapters.process import start_environment
+from env_adapters.child_process import start_environment
 from learner.keepers import Environment, revive_engine, start_engine
 from learner.setbacks import MAX_IN_A_ROW, Setbacks
 

@@ -16,7 +16,7 @@ from tests.run_parts import Run, assert_nothing_left, start
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(300)]
 
 SMALL = ("warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=2", "agents.concurrency=16")
-PARTS = {"engine": "VLLM::", "learner": "ray::Trainer", "environment": "walk_server", "agent": "walk_agent"}
+PARTS = {"engine": "VLLM::", "learner": "ray::Trainer", "environment": "walk.server", "agent": "walk_agent"}
 """What their command lines hold."""
 
 

@@ -1,4 +1,5 @@
-"""Rules of env_adapters/reward_model.py: a checkpoint with one label scores; anything else is refused when it is loaded."""
+"""Rules of env_adapters/scoring/reward_model.py: a checkpoint with one label scores; anything else is refused when it
+is loaded."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from buffers.errors import ScoreError, TaskError
 from buffers.records import Task
 from configs.load import load_config
 from configs.tiny_model import make_tiny_model
-from env_adapters import reward_model
-from env_adapters.reward_model import RewardModel
-from env_adapters.rewards import Rewards
+from env_adapters.scoring import reward_model
+from env_adapters.scoring.reward_model import RewardModel
+from env_adapters.scoring.rewards import Rewards
 
 ANSWERS = ["the lamp is in the left room", "no", "I do not know, " * 9, "north"]
 

@@ -1,4 +1,5 @@
-"""Rules of env_adapters/rewards.py and scorers.py, learner/shaping.py, and the ledger's filter of equal scores."""
+"""Rules of env_adapters/scoring/rewards.py and scorers.py, learner/shaping.py, and the ledger's filter of equal
+scores."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ from learner_parts import make_row
 from buffers.errors import ScoreError, TaskError
 from buffers.ledger.ledger import Ledger
 from buffers.records import Task, TrainBatch
-from env_adapters import rewards
-from env_adapters.rewards import Rewards
-from env_adapters.scorers import SCORERS
+from env_adapters.scoring import rewards
+from env_adapters.scoring.rewards import Rewards
+from env_adapters.scoring.scorers import SCORERS
 from learner.shaping import overlong_penalty, shaped
 from learner.watch import Streak
 
@@ -159,7 +160,7 @@ async def test_whatever_a_scorer_raises_over_an_answer_is_that_episodes(name: st
 
 
 async def test_scorers_that_hang_stop_nothing_else_and_no_more_than_so_many_start(monkeypatch) -> None:
-    monkeypatch.setattr("env_adapters.rewards.THREADS", 2)
+    monkeypatch.setattr("env_adapters.scoring.rewards.THREADS", 2)
     hung, going_on = Rewards("test_rewards.hangs"), Rewards("test_rewards.length")
     seen.clear()
     hanging = [asyncio.create_task(hung.score(task(), "x")) for _ in range(40)]  # more than asyncio has threads

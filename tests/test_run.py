@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffers.records import Task
 from buffers.tasks.parquet import write_tasks
-from env_adapters.walk import walk_tasks
+from env_adapters.walk.game import walk_tasks
 from tests.run_parts import ROOT, assert_nothing_left, refusal, start
 
 

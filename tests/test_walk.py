@@ -11,7 +11,7 @@ import pytest
 
 from buffers.records import Task
 from buffers.tasks.parquet import read_tasks, read_traces
-from env_adapters.walk import INVALID, KEYS, MAX_MOVES, RULES, WalkGame, walk_tasks, walk_traces
+from env_adapters.walk.game import INVALID, KEYS, MAX_MOVES, RULES, WalkGame, walk_tasks, walk_traces
 
 
 def corner_task(*, hint_seed: int = 3) -> Task:
@@ -119,7 +119,7 @@ def test_helpful_share_of_the_traces() -> None:
 
 def test_data_files_are_the_same_on_every_run(tmp_path: Path) -> None:
     for folder in ("one", "two"):
-        command = [sys.executable, "-m", "env_adapters.make_walk_data", "--num-tasks", "20", "--num-traces", "10"]
+        command = [sys.executable, "-m", "env_adapters.walk.make_data", "--num-tasks", "20", "--num-traces", "10"]
         paths = ["--tasks", str(tmp_path / folder / "t.parquet"), "--traces", str(tmp_path / folder / "traces.parquet")]
         done = subprocess.run([*command, *paths], check=True, capture_output=True, text=True)
         assert done.stdout.startswith("wrote 20 tasks to ")

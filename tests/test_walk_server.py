@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from walk_parts import SCORER_KEY, WORKER_KEY, FakeModelServer
 
-from env_adapters.walk import WalkGame, walk_tasks
-from env_adapters.walk_server import ScoreClient, WalkServer
+from env_adapters.walk.game import WalkGame, walk_tasks
+from env_adapters.walk.server import ScoreClient, WalkServer
 
 ROOT = Path(__file__).resolve().parent.parent
 AGENT = ROOT / "agents/examples/walk_agent.py"
@@ -45,7 +45,7 @@ def environment(fake: FakeModelServer) -> Iterator[subprocess.Popen[str]]:
 
 def start_environment(url: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "env_adapters.walk_server", "--port", "0"],
+        [sys.executable, "-m", "env_adapters.walk.server", "--port", "0"],
         cwd=ROOT,
         env={**os.environ, "SERVER_URL": url, "SCORER_KEY": SCORER_KEY},
         stdout=subprocess.PIPE,

@@ -3,7 +3,7 @@
 Named in configs/tools/gsm8k.yaml. A task gives the truth in `tools_kwargs: {calc_gsm8k_reward: {create_kwargs: {ground_truth}}}`;
 the model never sees it. A step's reward is 0 where the answer is better than the one before, and -0.05 where it is not; the
 episode's is that of the last answer. Invariant: an instance judges by its own truth.
-What counts as right is `env_adapters.scorers`' matter.
+What counts as right is `env_adapters.scoring.scorers`' matter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agents.tools.base_tool import BaseTool
 from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from buffers.errors import ToolError
 from buffers.records import Task
-from env_adapters.scorers import gsm8k_flexible
+from env_adapters.scoring.scorers import gsm8k_flexible
 
 NO_BETTER = -0.05
 """The reward of an answer that is no better than the one before."""

@@ -1,7 +1,7 @@
-"""Writes the demo's task file and its warm-start traces: `python -m env_adapters.make_walk_data --help`.
+"""Writes the demo's task file and its warm-start traces: `python -m env_adapters.walk.make_data --help`.
 
 Called by the run when the demo's task file is missing, or by hand. The invariant: the same arguments write the same
-rows. It holds no rule of the game; those are in `env_adapters.walk`.
+rows. It holds no rule of the game; those are in `env_adapters.walk.game`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from buffers.tasks.parquet import write_tasks, write_traces
-from env_adapters.walk import walk_tasks, walk_traces
+from env_adapters.walk.game import walk_tasks, walk_traces
 
 
 def main() -> None:

@@ -2,7 +2,8 @@
 
 What may be called is what the configuration names, and nothing else: a task's row only picks among those by its
 `data_source`. A scorer is a pure function (task, the model's answer) -> score; it never sees another task. Of a program that
-ended without a score (`agents.processes: 0`) the answer is a `ProgramOutput`. `env_adapters.rewards` calls them.
+ended without a score (`agents.processes: 0`) the answer is a `ProgramOutput`. `env_adapters.scoring.rewards` calls
+them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """A reward model as scorer: a Hugging Face sequence-classification checkpoint with one label, `data.scorer: model:FOLDER`.
 
-Loaded once by `env_adapters.rewards`, which calls it in a thread with all answers that have piled up. What it judges is the
-task's prompt and the answer, written by the checkpoint's own chat template; its score is the label's logit, as it comes.
-Invariants: an answer's score does not depend on what else is in the batch; a checkpoint that cannot score is refused when
-it is loaded, and no weight of it is made up. It is frozen, and knows neither the policy nor its tokens.
+Loaded once by `env_adapters.scoring.rewards`, which calls it in a thread with all answers that have piled up. What it
+judges is the task's prompt and the answer, written by the checkpoint's own chat template; its score is the label's
+logit, as it comes. Invariants: an answer's score does not depend on what else is in the batch; a checkpoint that cannot
+score is refused when it is loaded, and no weight of it is made up. It is frozen, and knows neither the policy nor its
+tokens.
 """
 
 from __future__ import annotations

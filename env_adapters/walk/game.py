@@ -1,6 +1,6 @@
 """The demo game: find the exit of a 5 x 5 room in at most 8 moves, by following one hint per move.
 
-Called by `env_adapters.walk_server` (which plays it with an agent) and `env_adapters.make_walk_data` (which writes its
+Called by `env_adapters.walk.server` (which plays it with an agent) and `env_adapters.walk.make_data` (which writes its
 tasks and its warm-start traces). The invariant: the same task and the same answers give the same transcript, on every
 machine; following each hint always reaches the exit, so the best mean score is 1.0. It talks to nobody and knows no
 model.

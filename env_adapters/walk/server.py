@@ -1,4 +1,4 @@
-"""The demo's environment process: `python -m env_adapters.walk_server` plays the walk game over TCP and reports scores.
+"""The demo's environment process: `python -m env_adapters.walk.server` plays the walk game over TCP and reports scores.
 
 Started by the run (or by hand) beside the model server, which it reaches at `SERVER_URL` with `SCORER_KEY`. One
 connection is one episode, one JSON object per line:
@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 
 from buffers.records import Task
-from env_adapters.walk import WalkGame
+from env_adapters.walk.game import WalkGame
 
 HTTP_ATTEMPTS = 4
 HELLO_S = 10.0

@@ -1,4 +1,4 @@
-"""The demo's walk game as an adapter: the rules of `env_adapters.walk`, played without a process of its own.
+"""The demo's walk game as an adapter: the rules of `env_adapters.walk.game`, played without a process of its own.
 
 Made by `env_adapters.catalog`. The start, the exit and the hints are the task's, so the seed changes nothing: the members of a
 group have them in common.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from env_adapters.adapter import EnvAdapter, Message, Step, task_of, user
-from env_adapters.walk import WalkGame
+from env_adapters.walk.game import WalkGame
 
 
 class WalkEnv(EnvAdapter):

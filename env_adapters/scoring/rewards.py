@@ -26,9 +26,9 @@ import httpx
 from buffers.did_you_mean import one_of
 from buffers.errors import ScoreError, TaskError
 from buffers.records import Task
-from env_adapters import reward_model
 from env_adapters.adapter import OwnThread
-from env_adapters.scorers import SCORERS, SEE_EXIT_CODE, ProgramOutput
+from env_adapters.scoring import reward_model
+from env_adapters.scoring.scorers import SCORERS, SEE_EXIT_CODE, ProgramOutput
 
 DEFAULT = "default"
 """The key of `data.scorer` for all other data sources."""
