@@ -35,7 +35,7 @@ from configs.load import FOLDER, load_config
 from configs.schema import Config
 from configs.tiny_model import make_tiny_model
 from env_adapters.walk.game import walk_tasks, walk_traces
-from learner.trainer import Trainer
+from learner.training.trainer import Trainer
 
 CORRECTIONS = ("tis", "naive")
 EVALUATED = 256

@@ -194,12 +194,13 @@ class LearnerConfig(Section):
     clip: tuple[Positive, Positive] | None = None
     """(low, high): ratios stay within [1 - low, 1 + high]. None: the loss's own, (0.2, 0.28) for ppo."""
     correction: Literal["none", "tis", "seq_tis", "icepop", "mis", "seq_mis", "naive"] = "tis"
-    """Importance weight for data of an older policy, see learner/corrections.py. naive: PPO on the old ratio."""
+    """Importance weight for data of an older policy, see learner/algorithms/importance_weights.py. naive: PPO on the
+    old ratio."""
     kl_coef: Annotated[float, Field(ge=0.0)] | tuple[Positive, Positive] = 0.0
     """Weight of KL(policy || frozen reference); 0: no reference model is kept. (weight, target): it begins there and is steered to
     a KL of so many nats per token."""
     kl_kind: Literal["k1", "abs", "k2", "k3", "reward_k1", "reward_abs", "reward_k2", "reward_k3"] = "k3"
-    """The KL estimator, see learner/kl.py; a term of the loss, or taken off the rewards."""
+    """The KL estimator, see learner/algorithms/kl.py; a term of the loss, or taken off the rewards."""
     entropy_coef: Annotated[float, Field(ge=0.0)] = 0.0
     check_logprobs: bool = True
     """Recompute every trained token under the version that sampled it and report the largest difference."""

@@ -26,14 +26,14 @@ from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import Position, TrainBatch
 from buffers.tasks.task_pool import TaskPool
 from configs.schema import BufferConfig, RunConfig
-from learner.checkpoint_store import WEIGHTS, Checkpoint, CheckpointError, CheckpointStore
-from learner.display import Display
-from learner.history import History
-from learner.ranks import LearnerRanks, RankDied
-from learner.setbacks import Setbacks
-from learner.shaping import shaped
-from learner.traces import Traces
-from learner.tracker import Tracker
+from learner.algorithms.overlong_penalty import shaped
+from learner.checkpoints.store import WEIGHTS, Checkpoint, CheckpointError, CheckpointStore
+from learner.recovery.restart_limit import Setbacks
+from learner.reporting.display import Display
+from learner.reporting.episode_samples import Traces
+from learner.reporting.run_metrics import History
+from learner.reporting.tracker import Tracker
+from learner.training.ranks import LearnerRanks, RankDied
 from learner.validation import Validation
 
 

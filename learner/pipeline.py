@@ -13,7 +13,7 @@
 | `learn`    | a full batch of scored, fresh groups (waits: that many) | new weights in the engine, a step in the ledger | scores |
 
 `learn` is the only finite loop; when it ends the others are cancelled. A loop that fails ends the run with its error; of
-processes that die (agents, environment, engine, learner) new ones are started (`learner.keepers`). Invariant:
+processes that die (agents, environment, engine, learner) new ones are started (`learner.recovery.restarts`). Invariant:
 every leased episode ends once, with a reason: scored, failed, or stale; a group is trained at most once, and never with a token
 older than `buffer.max_policy_lag` versions.
 """
@@ -38,21 +38,21 @@ from buffers.tasks.task_order import endless_tasks, task_list
 from configs.schema import Config
 from env_adapters.child_process import Child, last_words, resolve_command, start_environment
 from env_adapters.scoring.rewards import Rewards
-from learner import cluster
-from learner.books import Books, open_books
-from learner.checkpoint_store import Checkpoint, CheckpointStore
-from learner.display import Display
-from learner.handover import environment_files
-from learner.history import History
-from learner.keepers import Environment, end_silent, ended, keep_engine, start_engine
+from learner.checkpoints.store import Checkpoint, CheckpointStore
 from learner.learn_loop import LearnLoop
-from learner.preparation import prepare_files, saved_weights, weights_folder
-from learner.ranks import LearnerRanks, RankDied
-from learner.setbacks import Setbacks
-from learner.traces import Traces
-from learner.tracker import Tracker
+from learner.recovery.failure_watch import watch
+from learner.recovery.restart_limit import Setbacks
+from learner.recovery.restarts import Environment, end_silent, ended, keep_engine, start_engine
+from learner.reporting.display import Display
+from learner.reporting.episode_samples import Traces
+from learner.reporting.run_metrics import History
+from learner.reporting.tracker import Tracker
+from learner.startup import ray_cluster
+from learner.startup.key_files import environment_files
+from learner.startup.model_and_tasks import prepare_files, saved_weights, weights_folder
+from learner.startup.run_buffers import Books, open_books
+from learner.training.ranks import LearnerRanks, RankDied
 from learner.validation import Validation
-from learner.watch import watch
 from mocked_server.dispatch import PLAIN, Others
 from mocked_server.generation import Generation
 from mocked_server.http.uvicorn_server import bind
@@ -215,9 +215,9 @@ class Pipeline:
         self, stack: AsyncExitStack, model: Path, weights: Path
     ) -> tuple[asyncio.Task[None], tuple[VLLMEngine, MockedServer, Books]]:
         """Engine and server are started, the learner is still starting: the learn loop waits for it, agents do not."""
-        ray_start = asyncio.to_thread(interrupts_blocked()(cluster.start), self._config.buffer.node)
+        ray_start = asyncio.to_thread(interrupts_blocked()(ray_cluster.start), self._config.buffer.node)
         ray_started = asyncio.create_task(ray_start, name="start ray")
-        stack.push_async_callback(cluster.stop_after, ray_started)
+        stack.push_async_callback(ray_cluster.stop_after, ray_started)
         self._ranks = self._make_ranks(model)
         stack.push_async_callback(self._ranks.close)
         learner = asyncio.create_task(self._start_learner(ray_started), name="start learner")
@@ -383,7 +383,8 @@ class Pipeline:
         )
 
     async def watch(self, parts: Parts) -> None:
-        """Shows the queues once a second; ends the run when it cannot succeed any more (`learner.watch`)."""
+        """Shows the queues once a second; ends the run when it cannot succeed any more
+        (`learner.recovery.failure_watch`)."""
         agents, env_log = self._folder / "agents", self._folder / "env.log"
 
         def show() -> None:

@@ -25,8 +25,8 @@ from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import Task
 from buffers.tasks.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
-from learner.keepers import keep_engine, start_engine
-from learner.setbacks import Setbacks
+from learner.recovery.restart_limit import Setbacks
+from learner.recovery.restarts import keep_engine, start_engine
 from mocked_server.generation import Generation
 from mocked_server.keys import KeyRing, make_secret
 from mocked_server.server import MockedServer

@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from buffers.records import Row, TrainBatch
 from configs.schema import LearnerConfig
 from configs.tiny_model import make_tiny_model
-from learner.trainer import Trainer
+from learner.training.trainer import Trainer
 
 VOCABULARY = 300
 

@@ -134,9 +134,9 @@ def start(
 
 def refusal(folder: Path, *overrides: str, config: str = "configs/demo.yaml") -> str:
     """Why a run with this configuration ends before anything of it has started; it is built in this process."""
-    from learner.display import Display
     from learner.pipeline import Pipeline
-    from learner.tracker import Tracker
+    from learner.reporting.display import Display
+    from learner.reporting.tracker import Tracker
 
     loaded = load_config(ROOT / config, [f"run.dir={folder}", "run.name=run", *overrides])
     (folder / "run").mkdir()

@@ -1,4 +1,5 @@
-"""Rules of learner/adapter.py, and of a trainer with an adapter: the frozen weights never change, the engine gets merged ones."""
+"""Rules of learner/model/lora.py, and of a trainer with an adapter: the frozen weights never change, the engine gets
+merged ones."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from learner import fsdp
-from learner.adapter import add_adapter
-from learner.trainer import Trainer
+from learner.model import fsdp
+from learner.model.lora import add_adapter
+from learner.training.trainer import Trainer
 
 KNOBS: dict[str, Any] = {"lora": (4, 8.0), "lr": 1e-2, "lr_warmup_steps": 0, "kl_coef": 0.01, "critic": "shared"}
 PROMPT = torch.arange(1, 30)[None]

@@ -1,4 +1,4 @@
-"""Rules of learner/advantages.py, against numbers computed by hand."""
+"""Rules of learner/algorithms/advantages.py, against numbers computed by hand."""
 
 import math
 import subprocess
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import LearnerConfig
-from learner.advantages import (
+from learner.algorithms.advantages import (
     ESTIMATORS,
     Evidence,
     calibrated,
@@ -313,7 +313,7 @@ def test_explained_variance_of_perfect_blind_and_constant() -> None:
 
 
 def test_mathematics_needs_no_engine_no_cluster_and_no_model_library() -> None:
-    modules = "learner.advantages, learner.losses, learner.corrections, learner.kl"
+    modules = ", ".join(f"learner.algorithms.{name}" for name in ("advantages", "losses", "importance_weights", "kl"))
     code = f"import sys, {modules}; print(sorted({{'ray', 'transformers', 'vllm', 'tensordict'}} & set(sys.modules)))"
     root = Path(__file__).parent.parent
     answer = subprocess.run(

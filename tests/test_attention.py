@@ -1,4 +1,4 @@
-"""Rules of learner/attention.py: packed rows give what padded rows give, and what each row gives alone."""
+"""Rules of learner/model/packed_attention.py: packed rows give what padded rows give, and what each row gives alone."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +21,10 @@ from transformers import (
 )
 
 from benchmarks.padded import PaddedPolicy
-from learner import attention
-from learner.attention import PACKED, packed_attention
-from learner.collate import Sequences
-from learner.policy import Policy, check_rows_apart, load_policy
+from learner.model import packed_attention as attention
+from learner.model.packed_attention import PACKED, packed_attention
+from learner.model.policy import Policy, check_rows_apart, load_policy
+from learner.training.packing import Sequences
 
 SMALL = {
     "vocab_size": VOCABULARY,

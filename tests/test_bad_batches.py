@@ -14,7 +14,7 @@ import torch
 from learner_parts import make_model, make_trainer, walks
 
 from buffers.records import Row, TrainBatch
-from learner.trainer import Trainer
+from learner.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")

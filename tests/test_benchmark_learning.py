@@ -22,7 +22,7 @@ from buffers.records import Row, TrainBatch
 from buffers.tasks.parquet import write_traces
 from configs.load import FOLDER, load_config
 from env_adapters.walk.game import walk_tasks
-from learner.warm_start import load_traces
+from learner.training.warm_start import load_traces
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""Rules of learner/checkpoint.py: what was saved is loaded to the bit, in new processes, or refused as a whole."""
+"""Rules of learner/checkpoints/training_state.py: what was saved is loaded to the bit, in new processes, or refused as
+a whole."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from safetensors.torch import load_file
 
 from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
-from learner.ranks import LearnerRanks, RankFailed
-from learner.trainer import Trainer
+from learner.training.ranks import LearnerRanks, RankFailed
+from learner.training.trainer import Trainer
 
 KNOBS: dict[str, Any] = {
     "lr": 1e-3, "critic": "separate", "critic_lr": 2e-3, "lr_warmup_steps": 3, "token_budget": 100,

@@ -1,4 +1,5 @@
-"""Rules of learner/checkpoint_store.py, and of finding what to resume: complete or not there, the newest and the best kept."""
+"""Rules of learner/checkpoints/store.py, and of finding what to resume: complete or not there, the newest and the best
+kept."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 from child import child_process
 
 from buffers.records import Position
-from learner.checkpoint_store import Checkpoint, CheckpointError, CheckpointStore, read_checkpoint
+from learner.checkpoints.store import Checkpoint, CheckpointError, CheckpointStore, read_checkpoint
 from learner.session import find_resume
 
 ROOT = Path(__file__).parent.parent
@@ -106,7 +107,7 @@ SAVER = """
 import sys
 from pathlib import Path
 from buffers.records import Position
-from learner.checkpoint_store import CheckpointStore
+from learner.checkpoints.store import CheckpointStore
 
 store = CheckpointStore(Path(sys.argv[1]), keep=2)
 step = int(sys.argv[2])

@@ -1,4 +1,5 @@
-"""Rules of learner/cluster.py, with a real Ray: it answers only who has its token, and its files are its user's alone."""
+"""Rules of learner/startup/ray_cluster.py, with a real Ray: it answers only who has its token, and its files are its
+user's alone."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import pytest
 import ray
 from child import child_process, gone
 
-from learner import cluster
+from learner.startup import ray_cluster
 
 ROOT = Path(__file__).parents[1]
 ASKING = """
@@ -30,14 +31,14 @@ else:
 """
 KILLED = """
 import sys
-from learner import cluster
+from learner.startup import ray_cluster as cluster
 cluster.start("")
 print(cluster._folder, flush=True)
 sys.stdin.read()
 """
 TWICE = """
 import json
-from learner import cluster
+from learner.startup import ray_cluster as cluster
 seen = []
 for _ in range(2):
     cluster.start("")
@@ -51,16 +52,16 @@ print(json.dumps(seen))
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Its folder. The user has a token of another Ray, and has turned tokens off."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(cluster.TOKEN, "another")
-        patch.setenv(cluster.MODE, "disabled")
-        cluster.start("")
+        patch.setenv(ray_cluster.TOKEN, "another")
+        patch.setenv(ray_cluster.MODE, "disabled")
+        ray_cluster.start("")
         try:
-            assert (os.environ[cluster.TOKEN], os.environ[cluster.MODE]) == ("another", "disabled")
-            assert cluster.TOKEN_PATH not in os.environ
-            assert cluster._folder is not None
-            yield cluster._folder
+            assert (os.environ[ray_cluster.TOKEN], os.environ[ray_cluster.MODE]) == ("another", "disabled")
+            assert ray_cluster.TOKEN_PATH not in os.environ
+            assert ray_cluster._folder is not None
+            yield ray_cluster._folder
         finally:
-            cluster.stop()
+            ray_cluster.stop()
 
 
 def ask(environment: dict[str, str], *, home: Path) -> str:
@@ -77,9 +78,9 @@ def test_who_has_no_token_is_refused(started: Path, tmp_path: Path) -> None:
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("of all runs of this user")
     assert ask({}, home=tmp_path) == "refused"
-    assert ask({cluster.MODE: "token"}, home=tmp_path) == "refused"
-    assert ask({cluster.MODE: "token", cluster.TOKEN: "another"}, home=tmp_path) == "refused"
-    assert ask({cluster.MODE: "token", cluster.TOKEN_PATH: str(started / "token")}, home=tmp_path) == "answered"
+    assert ask({ray_cluster.MODE: "token"}, home=tmp_path) == "refused"
+    assert ask({ray_cluster.MODE: "token", ray_cluster.TOKEN: "another"}, home=tmp_path) == "refused"
+    assert ask({ray_cluster.MODE: "token", ray_cluster.TOKEN_PATH: str(started / "token")}, home=tmp_path) == "answered"
 
 
 def test_its_folder_and_its_token_are_its_users_alone(started: Path) -> None:
@@ -101,7 +102,7 @@ def test_its_workers_have_the_token_and_no_copy_of_it_is_in_their_environment(st
 
     seen = ray.get(environment.remote(), timeout=60)
     token = (started / "token").read_text()
-    assert seen[cluster.TOKEN_PATH] == str(started / "token") and cluster.TOKEN not in seen
+    assert seen[ray_cluster.TOKEN_PATH] == str(started / "token") and ray_cluster.TOKEN not in seen
     assert len(token) == 64 and token not in json.dumps(seen)
 
 
@@ -120,11 +121,11 @@ def test_what_a_killed_run_left_is_removed_by_the_next_one_and_what_is_in_use_is
     with child_process([sys.executable, "-c", KILLED], stdin=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
         left = Path(process.stdout.readline().strip())
-        cluster.remove_left_behind(left.parent)
+        ray_cluster.remove_left_behind(left.parent)
         assert left.is_dir() and started.is_dir()
         process.kill()
         assert gone(process.pid)
-        cluster.remove_left_behind(left.parent)
+        ray_cluster.remove_left_behind(left.parent)
         assert not left.exists() and started.is_dir()
 
 
@@ -132,6 +133,6 @@ def test_a_folder_that_is_too_deep_for_sockets_is_not_taken(tmp_path: Path, monk
     deep = tmp_path / ("d" * 60)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
-    assert cluster.temp_folder() == Path("/tmp")
+    assert ray_cluster.temp_folder() == Path("/tmp")
     monkeypatch.setattr("tempfile.tempdir", "/dev/shm")
-    assert cluster.temp_folder() == Path("/dev/shm")
+    assert ray_cluster.temp_folder() == Path("/dev/shm")

@@ -1,4 +1,4 @@
-"""Rules of learner/collate.py."""
+"""Rules of learner/training/packing.py."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.collate import Sequences, plan, split_minibatches
+from learner.training.packing import Sequences, plan, split_minibatches
 
 CPU = torch.device("cpu")
 

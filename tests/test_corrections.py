@@ -1,10 +1,10 @@
-"""Rules of learner/corrections.py, against numbers computed by hand."""
+"""Rules of learner/algorithms/importance_weights.py, against numbers computed by hand."""
 
 import pytest
 import torch
 
 from configs.schema import LearnerConfig
-from learner.corrections import CORRECTIONS, per_sequence
+from learner.algorithms.importance_weights import CORRECTIONS, per_sequence
 
 RHO = torch.tensor([3.0, 0.4, 1.5, 6.0, 0.5])
 ROWS = torch.tensor([2, 2, 9, 0, 0])

@@ -19,7 +19,7 @@ from agents.workers.episode_timing import Figures
 from buffers.tasks.parquet import read_tasks
 from configs.load import load_config
 from configs.schema import Config
-from learner.history import History
+from learner.reporting.run_metrics import History
 
 ROOT = Path(__file__).parent.parent
 DOCS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/architecture.md", "docs/metrics.md"]
@@ -32,7 +32,7 @@ METRIC_GROUPS = (
     "agent_loop|batch|books|critic|generation|learner|policy|pool|reward|staleness|throughput|time|tracker|val|"
     "warm_start"
 )
-METRIC_SOURCES = ["learner/*.py", "buffers/tasks/task_pool.py", "agents/workers/episode_timing.py"]
+METRIC_SOURCES = ["learner/**/*.py", "buffers/tasks/task_pool.py", "agents/workers/episode_timing.py"]
 COMPOSED = {"warm_start/first_loss", "warm_start/last_loss", "warm_start/seconds"} | {
     f"pool/{reason}" for reason in ("scored", "failed", "stale", "closed")
 }

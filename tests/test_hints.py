@@ -1,4 +1,4 @@
-"""Rules of learner/hints.py, with the tiny model's own tokenizer."""
+"""Rules of learner/training/hinted_rows.py, with the tiny model's own tokenizer."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ import pytest
 from learner_parts import make_model
 from transformers import AutoTokenizer
 
-from learner.collate import Sequences
-from learner.hints import hinted_sequences
+from learner.training.hinted_rows import hinted_sequences
+from learner.training.packing import Sequences
 
 
 def test_hint_is_a_user_message_before_the_first_trained_answer(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rules of learner/history.py: figures of a step, and of a run that was interrupted."""
+"""Rules of learner/reporting/run_metrics.py: figures of a step, and of a run that was interrupted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from learner_parts import walks
 
 from buffers.records import TrainBatch
 from configs.load import load_config
-from learner.history import History
+from learner.reporting.run_metrics import History
 from mocked_server.generation import GenerationStats
 
 

@@ -1,4 +1,5 @@
-"""Rules of learner/keepers.py and learner/setbacks.py, with an engine that only dies and environments that are killed early."""
+"""Rules of learner/recovery/restarts.py and learner/recovery/restart_limit.py, with an engine that only dies and
+environments that are killed early."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import pytest
 
 from buffers.errors import EngineDied, EngineError, EnvError
 from env_adapters.child_process import start_environment
-from learner.keepers import Environment, revive_engine, start_engine
-from learner.setbacks import MAX_IN_A_ROW, Setbacks
+from learner.recovery.restart_limit import MAX_IN_A_ROW, Setbacks
+from learner.recovery.restarts import Environment, revive_engine, start_engine
 
 
 class Mortal:

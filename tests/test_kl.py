@@ -1,4 +1,4 @@
-"""Rules of learner/kl.py, against numbers computed by hand and exact sums over a small vocabulary."""
+"""Rules of learner/algorithms/kl.py, against numbers computed by hand and exact sums over a small vocabulary."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from configs.schema import LearnerConfig
-from learner.kl import KINDS, KLCoefficient, kl_estimate
+from learner.algorithms.kl import KINDS, KLCoefficient, kl_estimate
 
 POLICY = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 REFERENCE = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)

@@ -21,13 +21,13 @@ from buffers.records import TrainBatch
 from buffers.tasks.task_pool import TaskPool
 from configs.load import load_config
 from configs.schema import BufferConfig, RunConfig
-from learner.checkpoint_store import Checkpoint, CheckpointError, CheckpointStore
-from learner.display import Display
-from learner.history import History
+from learner.checkpoints.store import Checkpoint, CheckpointError, CheckpointStore
 from learner.learn_loop import LearnLoop
-from learner.ranks import RankDied, RankFailed
-from learner.setbacks import MAX_IN_A_ROW
-from learner.tracker import Tracker
+from learner.recovery.restart_limit import MAX_IN_A_ROW
+from learner.reporting.display import Display
+from learner.reporting.run_metrics import History
+from learner.reporting.tracker import Tracker
+from learner.training.ranks import RankDied, RankFailed
 from learner.validation import Validation
 from mocked_server.generation import GenerationStats
 

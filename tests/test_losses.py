@@ -1,4 +1,4 @@
-"""Rules of learner/losses.py, against numbers computed by hand and finite differences in float64."""
+"""Rules of learner/algorithms/losses.py, against numbers computed by hand and finite differences in float64."""
 
 import math
 from dataclasses import replace
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from configs.schema import LearnerConfig
-from learner.kl import kl_estimate
-from learner.losses import AGGREGATIONS, LOSSES, Targets, actor_loss, policy_loss, token_weights, value_loss
+from learner.algorithms.kl import kl_estimate
+from learner.algorithms.losses import AGGREGATIONS, LOSSES, Targets, actor_loss, policy_loss, token_weights, value_loss
 
 
 def _double(*numbers: float) -> Tensor:

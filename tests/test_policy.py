@@ -1,11 +1,11 @@
-"""Rules of learner/policy.py: the log-probabilities are the model's own."""
+"""Rules of learner/model/policy.py: the log-probabilities are the model's own."""
 
 import pytest
 import torch
 from learner_parts import VOCABULARY, random_lm
 
-from learner import policy as policy_module
-from learner.policy import Policy
+from learner.model import policy as policy_module
+from learner.model.policy import Policy
 
 ROWS = torch.randint(0, VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(1))
 MASK = torch.rand(3, 12, generator=torch.Generator().manual_seed(2)) < 0.4

@@ -1,4 +1,5 @@
-"""Rules of learner/ranks.py, with real Ray processes: any number of ranks computes the same, and a death is loud."""
+"""Rules of learner/training/ranks.py, with real Ray processes: any number of ranks computes the same, and a death is
+loud."""
 
 import asyncio
 import os
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
-from learner.ranks import LearnerRanks, RankFailed
+from learner.training.ranks import LearnerRanks, RankFailed
 
 KNOBS: dict[str, Any] = {"lr": 1e-3, "lr_warmup_steps": 0, "token_budget": 100, "kl_coef": 0.01, "epochs": 2}
 CLOCKS = {"time/prepare_s", "time/train_s"}

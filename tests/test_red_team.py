@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM
 from buffers.records import Task
 from buffers.tasks.parquet import write_tasks
 from configs.schema import RolloutConfig
-from learner.keepers import keep_engine
-from learner.setbacks import Setbacks
+from learner.recovery.restart_limit import Setbacks
+from learner.recovery.restarts import keep_engine
 from mocked_server.conversation.live_episodes import MAX_KEPT_BYTES
 from mocked_server.keys import KeyRing
 from mocked_server.vllm.sampling_limits import MAX_OPTIONS

@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from learner.display import Display
-from learner.report import moving_average, reward_curve_png, reward_curve_text, summary_table, write_summary
-from learner.tracker import Tracker, TrackerError, check_trackers
+from learner.reporting.display import Display
+from learner.reporting.summary import moving_average, reward_curve_png, reward_curve_text, summary_table, write_summary
+from learner.reporting.tracker import Tracker, TrackerError, check_trackers
 
 
 def test_a_step_is_one_line_on_disk_before_log_returns(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from buffers.errors import EpisodeClosed
 from buffers.records import Task
-from learner.keepers import end_silent
+from learner.recovery.restarts import end_silent
 from mocked_server.keys import KeyRing
 
 pytestmark = pytest.mark.slow

@@ -1,5 +1,5 @@
-"""Rules of env_adapters/scoring/rewards.py and scorers.py, learner/shaping.py, and the ledger's filter of equal
-scores."""
+"""Rules of env_adapters/scoring/rewards.py and scorers.py, learner/algorithms/overlong_penalty.py, and the ledger's
+filter of equal scores."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from buffers.records import Task, TrainBatch
 from env_adapters.scoring import rewards
 from env_adapters.scoring.rewards import Rewards
 from env_adapters.scoring.scorers import SCORERS
-from learner.shaping import overlong_penalty, shaped
-from learner.watch import Streak
+from learner.algorithms.overlong_penalty import overlong_penalty, shaped
+from learner.recovery.failure_watch import Streak
 
 
 def task(truth: object = "18", *, source: str = "unknown") -> Task:

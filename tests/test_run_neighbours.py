@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from learner import cluster
+from learner.startup import ray_cluster
 from tests.run_parts import LOOPBACK, MARK, Run, assert_nothing_left, start
 from tests.test_resume import SMALL
 
@@ -56,7 +56,7 @@ def ray_folder(run: Run) -> Path:
     for line in run.processes():
         with suppress(OSError):
             for entry in Path(f"/proc/{line.split()[0]}/environ").read_text().split("\0"):
-                if entry.startswith(f"{cluster.TOKEN_PATH}="):
+                if entry.startswith(f"{ray_cluster.TOKEN_PATH}="):
                     return Path(entry.partition("=")[2]).parent
     raise AssertionError("no process of the run has Ray's token")
 

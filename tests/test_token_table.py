@@ -1,4 +1,4 @@
-"""Rules of learner/token_table.py."""
+"""Rules of learner/training/batch_tensors.py."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from learner_parts import make_row
 
 from buffers.records import Row, TrainBatch
-from learner.token_table import TokenTable, token_table
+from learner.training.batch_tensors import TokenTable, token_table
 
 
 def _table(*rows: Row, min_version: int = 0) -> TokenTable:

@@ -1,4 +1,4 @@
-"""Rules of learner/trainer.py, on one rank in this process with a small random model."""
+"""Rules of learner/training/trainer.py, on one rank in this process with a small random model."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffers.records import Row, TrainBatch
-from learner import policy
-from learner.trainer import Trainer
+from learner.model import policy
+from learner.training.trainer import Trainer
 
 MakeTrainer = Callable[..., Trainer]
 

@@ -1,4 +1,5 @@
-"""Rules of learner/warm_start.py: the ids are those of real play, and only the policy's own tokens are trained."""
+"""Rules of learner/training/warm_start.py: the ids are those of real play, and only the policy's own tokens are
+trained."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,8 @@ from learner_parts import make_model, make_trainer
 from transformers import AutoTokenizer
 
 from buffers.tasks.parquet import write_traces
-from learner.trainer import Trainer
-from learner.warm_start import load_traces
+from learner.training.trainer import Trainer
+from learner.training.warm_start import load_traces
 
 CHAT = [
     {"role": "system", "content": "Answer with one letter."},

@@ -1,4 +1,4 @@
-"""Rules of learner/zygote.py, with a program in place of Ray's worker; whole runs fork their ranks."""
+"""Rules of learner/training/forked_ranks.py, with a program in place of Ray's worker; whole runs fork their ranks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from child import child_process, gone
 ROOT = Path(__file__).parents[1]
 STARTING = """
 import json, os, sys
-from learner import zygote
+from learner.training import forked_ranks as zygote
 zygote.start()
 print(json.dumps({"pid": os.getpid(), "launcher": zygote.launcher()}), flush=True)
 sys.stdin.read()
 """
 ASKED_FOR = """
 import json, os, sys
-there = [name for name in ("torch", "transformers", "learner.trainer", "ray") if name in sys.modules]
+there = [name for name in ("torch", "transformers", "learner.training.trainer", "ray") if name in sys.modules]
 import torch
 said = {"there": there, "threads": torch.get_num_threads(), "arguments": sys.argv[1:], "pid": os.getpid()}
 said |= {"environment": dict(os.environ), "folder": os.getcwd(), "name": __name__, "group": os.getpgrp()}
@@ -65,7 +65,7 @@ def test_what_is_forked_has_what_was_imported_and_the_askers_arguments_environme
     zygote, program: Path
 ) -> None:
     with asked(zygote[1], program, OMP_NUM_THREADS="1", LATE="2") as (process, said):
-        assert said["there"] == ["torch", "transformers", "learner.trainer"]
+        assert said["there"] == ["torch", "transformers", "learner.training.trainer"]
         assert said["pid"] != process.pid and said["name"] == "__main__"
         assert said["arguments"] == ["one", "two words"] and said["folder"] == str(program.parent)
         assert said["environment"]["LATE"] == "2" and "PYTHONPATH" not in said["environment"]
@@ -94,7 +94,7 @@ def test_without_a_zygote_the_program_runs_all_the_same(zygote, program: Path, t
 def test_it_is_not_started_where_ray_was_imported() -> None:
     import ray  # noqa: F401
 
-    from learner import zygote
+    from learner.training import forked_ranks as zygote
 
     zygote.start()
     assert zygote.launcher() == {}

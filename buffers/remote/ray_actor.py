@@ -1,9 +1,10 @@
 """The ledger in a process of its own: a detached Ray actor on the node that has the disk, and the handle to it.
 
-Started by `learner.ledger_place`, used through `remote_ledger`. The actor owns the file and a `RowEndpoint`. Invariants: it never
-leaves its node; when its process dies Ray starts it again there, and what was acknowledged is in the file: running episodes and
-leases go on. Rounds come by the endpoint; what Ray carries (operations and their answers, between the cluster's own processes)
-is in the file too, or its caller sends it again: Ray's object store is never the only place where something is.
+Started by `learner.startup.ledger_location`, used through `remote_ledger`. The actor owns the file and a `RowEndpoint`.
+Invariants: it never leaves its node; when its process dies Ray starts it again there, and what was acknowledged is in
+the file: running episodes and leases go on. Rounds come by the endpoint; what Ray carries (operations and their
+answers, between the cluster's own processes) is in the file too, or its caller sends it again: Ray's object store is
+never the only place where something is.
 """
 
 from __future__ import annotations

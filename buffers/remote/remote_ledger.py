@@ -1,9 +1,10 @@
 """`RemoteLedger`: a ledger that is in another process, on this machine or another, used like `Ledger`.
 
-Made by `learner.ledger_place`. It sends what is submitted in its order, from one thread: rounds over the authenticated endpoint,
-all else through the ledger's Ray actor (`ray_actor`). Invariants: a future is done once its operation is on disk; a
-round may overtake operations of other episodes, and nothing overtakes a round of its own: an acknowledged score implies
-that the episode's earlier rounds are stored. Watchers hear of a commit after its futures are done.
+Made by `learner.startup.ledger_location`. It sends what is submitted in its order, from one thread: rounds over the
+authenticated endpoint, all else through the ledger's Ray actor (`ray_actor`). Invariants: a future is done once its
+operation is on disk; a round may overtake operations of other episodes, and nothing overtakes a round of its own: an
+acknowledged score implies that the episode's earlier rounds are stored. Watchers hear of a commit after its futures are
+done.
 
 When the actor's process dies, callers see a delay: all that was not answered is sent again, and what was done already is
 answered again as it was (`idempotency`; a round that is there counts as stored). No operation ends with an unknown
