@@ -1,7 +1,7 @@
 """vLLM's tool parsers, by name: the one place in `agents/` that imports vllm, when a parser is first made.
 
-Seams relied on (checked by tests/test_vllm_seams.py): `ToolParserManager.get_tool_parser`, a parser's `extract_tool_calls(text,
-request)`, and the attributes that hold the mark of a call.
+Seams relied on (checked by tests/mocked_server/vllm/test_vllm_seams.py): `ToolParserManager.get_tool_parser`, a
+parser's `extract_tool_calls(text, request)`, and the attributes that hold the mark of a call.
 """
 
 from __future__ import annotations

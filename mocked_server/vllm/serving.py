@@ -3,8 +3,8 @@
 vLLM's serving code is used as it is; it is given `QueueClient` in place of an engine. Rendering a chat passes `ExactRendering`,
 every generation of every dialect passes `QueueClient.generate`. The engine itself may be anywhere: this module never boots one.
 
-Seams relied on (checked by tests/test_vllm_seams.py): the serving layer reads `engine_client.renderer`; chats are rendered by
-`render_chat_async`; generations go through `engine_client.generate`.
+Seams relied on (checked by tests/mocked_server/vllm/test_vllm_seams.py): the serving layer reads
+`engine_client.renderer`; chats are rendered by `render_chat_async`; generations go through `engine_client.generate`.
 """
 
 from __future__ import annotations
