@@ -10,7 +10,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
@@ -62,6 +62,10 @@ OWNERS = {
 TYPES_ONLY = {("mocked_server/vllm/serving.py", "fastapi")}
 """May be imported under TYPE_CHECKING, and only there."""
 
+MAX_MODULES = 13
+"""In a folder, beside `__init__.py` and `__main__.py`."""
+NO_PACKAGES = (STANDS_ALONE, "tests/outside/clients/", "tests/outside/environments/")
+"""Programs that are started by their path, with the interpreters of others."""
 MAX_FUNCTION_LINES = 60
 HELP_CPU_S = 0.5
 BORDERS = {("mocked_server/generation.py", "serve")}
@@ -183,6 +187,70 @@ def test_modules_do_not_import_each_other_in_a_circle():
         free = {name for name in edges.keys() - done if edges[name] <= done}
         assert free, f"a circle, or above one: {sorted(edges.keys() - done)}"
         done |= free
+
+
+def circles(edges: Iterable[tuple[str, str]]) -> list[str]:
+    """Of (importing module, imported module): the folders in which modules and subfolders, each taken as one, import each other
+    in a circle, and which these are."""
+    inside: dict[str, dict[str, set[str]]] = {}
+    for importer, imported in edges:
+        one, other = importer.split("."), imported.split(".")
+        depth = next(number for number, names in enumerate(zip(one, other)) if names[0] != names[1])
+        neighbours = inside.setdefault("/".join(one[:depth]), {})
+        neighbours.setdefault(one[depth], set()).add(other[depth])
+        neighbours.setdefault(other[depth], set())
+    found = []
+    for folder, neighbours in sorted(inside.items()):
+        done: set[str] = set()
+        while free := {name for name in neighbours.keys() - done if neighbours[name] <= done}:
+            done |= free
+        if left := sorted(neighbours.keys() - done):
+            found.append(f"{folder or 'the root'}: a circle, or above one: {', '.join(left)}")
+    return found
+
+
+def test_a_circle_of_folders_is_found():
+    there = [("a.x.one", "a.y.two"), ("a.y.three", "a.top"), ("a.x.one", "b.z")]
+    assert circles(there) == []
+    assert circles([*there, ("a.y.two", "a.x.four")]) == ["a: a circle, or above one: x, y"]
+    assert circles([("a.x.one", "a.x.two"), ("a.x.two", "a.x.one")]) == ["a/x: a circle, or above one: one, two"]
+
+
+def test_folders_do_not_import_each_other_in_a_circle():
+    """A `__main__.py` is how its folder is started, not a part of it."""
+    names = {name.removesuffix(".py").replace("/", ".") for name in PRODUCT}
+    edges = {
+        (importer, found.module)
+        for name, path in PRODUCT.items()
+        if (importer := name.removesuffix(".py").replace("/", ".")) and path.name != "__main__.py"
+        for found in imports(path)
+        if found.module in names and found.module != importer
+    }
+    assert len(edges) > 100
+    assert circles(edges) == []
+
+
+def test_a_folder_holds_a_dozen_modules_at_most():
+    rooms: dict[str, list[str]] = {}
+    for name, path in (PRODUCT | modules("tests")).items():
+        if path.name not in ("__init__.py", "__main__.py"):
+            rooms.setdefault(name.rpartition("/")[0], []).append(path.stem)
+    crowded = {room: len(names) for room, names in rooms.items() if len(names) > MAX_MODULES}
+    assert not crowded, (
+        f"at most {MAX_MODULES} modules in a folder, got {crowded}; what belongs together is a folder of its own"
+    )
+
+
+def test_every_folder_of_modules_is_a_package_that_says_what_it_holds():
+    """That it is a docstring and nothing else: `test_a_module_opens_with_what_it_is`."""
+    missing = sorted(
+        {
+            path.parent.relative_to(ROOT).as_posix()
+            for name, path in (PRODUCT | modules("tests")).items()
+            if not name.startswith(NO_PACKAGES) and not (path.parent / "__init__.py").is_file()
+        }
+    )
+    assert not missing, f"no __init__.py with a docstring in {missing}"
 
 
 def test_no_import_is_relative():
