@@ -50,7 +50,7 @@ from learner.reporting.tracker import Tracker
 from learner.startup import ray_cluster
 from learner.startup.key_files import environment_files
 from learner.startup.model_and_tasks import prepare_files, saved_weights, weights_folder
-from learner.startup.run_buffers import Books, open_books
+from learner.startup.run_buffers import RunBuffers, open_run_buffers
 from learner.training.ranks import LearnerRanks, RankDied
 from learner.validation import Validation
 from mocked_server.dispatch import PLAIN, Others
@@ -79,7 +79,7 @@ MAX_NUM_SEQS = 256
 class Parts:
     """What a run is made of, once built."""
 
-    books: Books
+    books: RunBuffers
     engine: VLLMEngine
     server: MockedServer
     generation: Generation
@@ -213,7 +213,7 @@ class Pipeline:
 
     async def _start_heavy(
         self, stack: AsyncExitStack, model: Path, weights: Path
-    ) -> tuple[asyncio.Task[None], tuple[VLLMEngine, MockedServer, Books]]:
+    ) -> tuple[asyncio.Task[None], tuple[VLLMEngine, MockedServer, RunBuffers]]:
         """Engine and server are started, the learner is still starting: the learn loop waits for it, agents do not."""
         ray_start = asyncio.to_thread(interrupts_blocked()(ray_cluster.start), self._config.buffer.node)
         ray_started = asyncio.create_task(ray_start, name="start ray")
@@ -279,12 +279,12 @@ class Pipeline:
 
     async def _start_engine(
         self, stack: AsyncExitStack, model: Path, weights: Path, ray_started: asyncio.Task[None]
-    ) -> tuple[VLLMEngine, MockedServer, Books]:
+    ) -> tuple[VLLMEngine, MockedServer, RunBuffers]:
         config = self._config
         warms_up = config.warm_start.traces and self._checkpoint is None and not has_gpu()
         if config.buffer.node or warms_up:  # which takes longest: nothing gets in the way of its Ray
             await asyncio.shield(ray_started)
-        books = await open_books(
+        books = await open_run_buffers(
             config, stack, folder=self._folder, secret=partial(row_secret, self._folder),
             resume=self._resume, checkpoint=self._checkpoint,
         )  # fmt: skip

@@ -125,7 +125,7 @@ class Ledger:
         """
         return dict(self._counts)
 
-    def books(self) -> dict[str, int]:
+    def balance(self) -> dict[str, int]:
         """Where the scored episodes are, by what became of their group; `difference` is 0 unless the ledger is broken."""
         counts = self._counts
         dead = counts.get("lost/failed", 0)

@@ -245,7 +245,7 @@ class TaskPool:
             "pool/agents_waiting": sum(not waiter.done() for waiter in self._waiting),
             **{f"pool/{reason}": self._released[reason] for reason in ("scored", "failed", "stale", "closed")},
             **({} if admissible is None else {"pool/admissible_groups": admissible}),
-            **{f"books/{name}": number for name, number in self._ledger.books().items()},
+            **{f"ledger/{name}": number for name, number in self._ledger.balance().items()},
         }
 
     async def _serve(self) -> None:

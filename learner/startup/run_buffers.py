@@ -21,7 +21,7 @@ from learner.startup.ledger_location import RowSecret, open_ledger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Books:
+class RunBuffers:
     """The ledger and its views."""
 
     ledger: Ledger
@@ -40,7 +40,7 @@ def agents_outlive(config: Config) -> bool:
     return not config.agents.command and not config.agents.loops and config.server.port != 0
 
 
-async def open_books(
+async def open_run_buffers(
     config: Config,
     stack: AsyncExitStack,
     *,
@@ -48,7 +48,7 @@ async def open_books(
     secret: RowSecret,
     resume: bool,
     checkpoint: Checkpoint | None,
-) -> Books:
+) -> RunBuffers:
     """Open the folder's ledger, until `stack` ends. `resume`: it is an earlier run's, which goes on from `checkpoint`, or from its
     start. `secret`: for rows from other machines."""
     ledger = await open_ledger(
@@ -83,7 +83,7 @@ async def open_books(
         held=True,
     )
     pool.take_over(episodes)
-    return Books(
+    return RunBuffers(
         ledger=ledger,
         pool=pool,
         rounds=MultiRoundBufferDataset(ledger, group_size=config.buffer.group_size),

@@ -29,7 +29,7 @@ LISTED = (".py", ".yaml", ".sh")
 OTHER_DOTTED = {"env.log", "server.key"}
 """Not configuration keys, whatever they look like; nor are our modules, such as `learner.run`."""
 METRIC_GROUPS = (
-    "agent_loop|batch|books|critic|generation|learner|policy|pool|reward|staleness|throughput|time|tracker|val|"
+    "agent_loop|batch|critic|generation|learner|ledger|policy|pool|reward|staleness|throughput|time|tracker|val|"
     "warm_start"
 )
 METRIC_SOURCES = ["learner/**/*.py", "buffers/tasks/task_pool.py", "agents/workers/episode_timing.py"]
@@ -38,7 +38,7 @@ COMPOSED = {"warm_start/first_loss", "warm_start/last_loss", "warm_start/seconds
 }
 """Metrics whose names the code puts together from parts."""
 BOOKS = ("scored", "open", "ready", "leased", "trained", "evicted", "dead", "validation", "difference")
-COMPOSED |= {f"books/{name}" for name in BOOKS}
+COMPOSED |= {f"ledger/{name}" for name in BOOKS}
 
 
 @cache

@@ -65,7 +65,7 @@ def test_a_change_that_was_made_before_the_process_died_is_made_once_and_answere
     assert answered(lambda: ledger.fail_episode(retry.episode_id, "lost", max_attempts=2)) is None
     batch = answered(lambda: ledger.claim(1, min_version=0))
     assert batch.group_ids == (first.group_id,) and [row.score for row in batch.rows] == [1.0]
-    assert ledger.books()["leased"] == 1 and ledger.claim(1, min_version=0).result() is None
+    assert ledger.balance()["leased"] == 1 and ledger.claim(1, min_version=0).result() is None
     assert answered(lambda: ledger.commit_step(batch.lease_id, step=1, version=1)) == 1
     group_ids = answered(lambda: ledger.open_validation([make_task(1)], group_size=1, greedy=True))
     assert len(group_ids) == 1 and ledger.counts()["groups/validating"] == 1
