@@ -28,7 +28,7 @@ from buffers.tasks.task_pool import TaskPool
 from configs.schema import BufferConfig, RunConfig
 from learner.algorithms.overlong_penalty import shaped
 from learner.checkpoints.store import WEIGHTS, Checkpoint, CheckpointError, CheckpointStore
-from learner.recovery.restart_limit import Setbacks
+from learner.recovery.restart_limit import RestartLimit
 from learner.reporting.display import Display
 from learner.reporting.episode_samples import Traces
 from learner.reporting.run_metrics import History
@@ -72,7 +72,7 @@ class LearnLoop:
         num_replays: int = 0,
         more_figures: Callable[[], dict[str, float]] = dict,
         traces: Traces | None = None,
-        setbacks: Setbacks | None = None,
+        restart_limit: RestartLimit | None = None,
         started: Awaitable[None] | None = None,
         prepare: Callable[[Checkpoint | None], Awaitable[None]] | None = None,
         checkpoint: Checkpoint | None = None,
@@ -99,7 +99,7 @@ class LearnLoop:
         self._num_replays = num_replays
         self._more_figures = more_figures
         self._traces = traces
-        self._setbacks = setbacks or Setbacks()
+        self._setbacks = restart_limit or RestartLimit()
         self._started = started
         self._prepare = prepare
         self._checkpoint = checkpoint

@@ -41,8 +41,8 @@ from env_adapters.scoring.rewards import Rewards
 from learner.checkpoints.store import Checkpoint, CheckpointStore
 from learner.learn_loop import LearnLoop
 from learner.recovery.failure_watch import watch
-from learner.recovery.restart_limit import Setbacks
-from learner.recovery.restarts import Environment, end_silent, ended, keep_engine, start_engine
+from learner.recovery.restart_limit import RestartLimit
+from learner.recovery.restarts import Environment, end_silent, ended, restart_engine_when_dead, start_engine
 from learner.reporting.display import Display
 from learner.reporting.episode_samples import Traces
 from learner.reporting.run_metrics import History
@@ -113,7 +113,7 @@ class Pipeline:
         self._start = checkpoint.position.step if checkpoint else 0
         self._ranks: LearnerRanks
         self._learn: LearnLoop | None = None
-        self._setbacks = Setbacks()
+        self._setbacks = RestartLimit()
         self.history = History(config, earlier=tracker.earlier)
         self.on_ray_started: Callable[[], None] = lambda: None
 
@@ -168,7 +168,7 @@ class Pipeline:
             start=self._start, num_replays=books.num_replays,
             more_figures=self._loops.figures.take if self._loops else dict,
             traces=self._open_traces(stack, server),
-            setbacks=self._setbacks, started=learner, prepare=self._prepare_learner, checkpoint=self._checkpoint,
+            restart_limit=self._setbacks, started=learner, prepare=self._prepare_learner, checkpoint=self._checkpoint,
         )  # fmt: skip
         parts = Parts(books=books, engine=engine, server=server, generation=generation, learn=self._learn)
         if config.env.command:
@@ -179,7 +179,7 @@ class Pipeline:
             )  # fmt: skip
             parts.env = Environment(start, lost=partial(environment_lost, server))
             stack.push_async_callback(parts.env.stop)
-            server.env_address = await parts.env.start(setbacks=self._setbacks)
+            server.env_address = await parts.env.start(restart_limit=self._setbacks)
         stack.enter_context(environment_files(self._folder, server))
         return parts
 
@@ -303,7 +303,7 @@ class Pipeline:
             timeout_s=config.rollout.engine_timeout_s,
         )
         stack.push_async_callback(engine.close)
-        await start_engine(engine, setbacks=self._setbacks)
+        await start_engine(engine, restart_limit=self._setbacks)
         server = MockedServer(
             args=args, vllm_config=vllm_config, rollout=config.rollout, server=config.server,
             pool=books.pool, notify_score_fn=books.rounds.notify_score,
@@ -341,13 +341,15 @@ class Pipeline:
             loops.create_task(parts.server.wait(), name="serve"),
             loops.create_task(parts.generation.run(), name="generate"),
             loops.create_task(self.watch(parts), name="watch"),
-            loops.create_task(keep_engine(parts.engine, setbacks=self._setbacks), name="keep the engine"),
+            loops.create_task(
+                restart_engine_when_dead(parts.engine, restart_limit=self._setbacks), name="keep the engine"
+            ),
         ]
         if (silent_s := config.agents.deadlines[1]) is not None:
             silent = end_silent(parts.server.episodes.silent, fail=parts.server.fail, seconds=silent_s)
             started.append(loops.create_task(silent, name="end the silent"))
         if parts.env is not None:
-            started.append(loops.create_task(parts.env.keep(setbacks=self._setbacks), name="keep the environment"))
+            started.append(loops.create_task(parts.env.keep(restart_limit=self._setbacks), name="keep the environment"))
         if config.data.task_files:
             parts.books.pool.add_source(
                 endless_tasks(

@@ -48,7 +48,7 @@ class Engine(Protocol):
         """Outputs with `outputs` (token_ids, text, logprobs, finish_reason, weight_versions) and `finished`."""
         ...
 
-    async def is_back(self) -> bool:
+    async def wait_restarted(self) -> bool:
         """Waits until an engine that died runs again; False: it will not."""
         ...
 
@@ -267,7 +267,7 @@ class Generation:
                     self._deaths.pop(suspect, None)
                 return
             except EngineError:
-                if not await self._engine.is_back():
+                if not await self._engine.wait_restarted():
                     raise
                 self._deaths.setdefault(suspect, set()).add(life)
                 if is_alone:

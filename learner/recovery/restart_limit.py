@@ -15,7 +15,7 @@ MAX_IN_A_ROW = 3
 """Restarts of one part without a step in between; the next death ends the run."""
 
 
-class Setbacks:
+class RestartLimit:
     """Counts restarts by part: `engine`, `learner`, `environment`."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Loops that start what has died again (the engine, the environment), or give up what nobody plays any more.
 
 Run by `learner.pipeline`, each for ever. The learner's processes are the learn loop's, agents are `agents.external`'s. What keeps
-dying ends the run (`Setbacks`).
+dying ends the run (`RestartLimit`).
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Protocol
 
 from buffers.errors import EngineDied, EngineError, EnvDied, EnvError
-from learner.recovery.restart_limit import Setbacks
+from learner.recovery.restart_limit import RestartLimit
 
 
 class Revivable(Protocol):
     """An engine."""
 
-    is_kept: bool
+    is_supervised: bool
 
     async def until_dead(self) -> None: ...
-    async def revive(self) -> None:
+    async def restart(self) -> None:
         """Raises EngineError when it does not come up."""
         ...
 
@@ -42,31 +42,31 @@ class Program(Protocol):
     def log_tail(self) -> str: ...
 
 
-async def start_engine(engine: Startable, *, setbacks: Setbacks) -> None:
+async def start_engine(engine: Startable, *, restart_limit: RestartLimit) -> None:
     """Start it, again when it was killed meanwhile. Raises EngineError."""
     while True:
         try:
             await engine.start()
             return
         except EngineDied as death:
-            setbacks.note("engine", death)
+            restart_limit.note("engine", death)
 
 
-async def keep_engine(engine: Revivable, *, setbacks: Setbacks) -> None:
+async def restart_engine_when_dead(engine: Revivable, *, restart_limit: RestartLimit) -> None:
     """What it was generating is generated again, by `mocked_server.generation`. Raises EngineError."""
-    engine.is_kept = True
+    engine.is_supervised = True
     while True:
         await engine.until_dead()
-        await revive_engine(engine, setbacks=setbacks)
+        await revive_engine(engine, restart_limit=restart_limit)
 
 
-async def revive_engine(engine: Revivable, *, setbacks: Setbacks) -> None:
+async def revive_engine(engine: Revivable, *, restart_limit: RestartLimit) -> None:
     """Start a dead engine again. Raises EngineError when it dies too often."""
     error = EngineError("the engine process died; see the run's log. Scored episodes are in the ledger.")
     while True:
-        setbacks.note("engine", error)
+        restart_limit.note("engine", error)
         try:
-            await engine.revive()
+            await engine.restart()
             return
         except EngineError as again:
             error = again
@@ -99,16 +99,16 @@ class Environment:
         self._lost = lost
         self._child: Program | None = None
 
-    async def start(self, *, setbacks: Setbacks) -> str:
+    async def start(self, *, restart_limit: RestartLimit) -> str:
         """Its address (HOST:PORT). Raises EnvError when it does not come up; one that was killed meanwhile is started again."""
         while True:
             try:
                 self._child, address = await self._start()
                 return address
             except EnvDied as death:
-                setbacks.note("environment", death)
+                restart_limit.note("environment", death)
 
-    async def keep(self, *, setbacks: Setbacks) -> None:
+    async def keep(self, *, restart_limit: RestartLimit) -> None:
         """Start it again when it has ended. Raises EnvError."""
         while self._child is not None:
             code = await self._child.wait()
@@ -118,9 +118,9 @@ class Environment:
                 f"{self._child.log_tail()}"
             )
             while True:
-                setbacks.note("environment", error)
+                restart_limit.note("environment", error)
                 try:
-                    await self._lost(await self.start(setbacks=setbacks))
+                    await self._lost(await self.start(restart_limit=restart_limit))
                     break
                 except EnvError as again:
                     error = again

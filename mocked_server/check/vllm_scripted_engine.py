@@ -88,7 +88,7 @@ class RehearsedEngine:
             async for output in outputs:
                 yield output
 
-    async def is_back(self) -> bool:
+    async def wait_restarted(self) -> bool:
         """It is not started again."""
         return False
 

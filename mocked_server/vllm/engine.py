@@ -150,7 +150,8 @@ def interrupts_blocked() -> Iterator[None]:
 
 
 class VLLMEngine:
-    """One engine. Lifecycle: `start` (3 s forked, else 8 to 15) -> generate / load_weights -> `close`; `revive` after it died."""
+    """One engine. Lifecycle: `start` (3 s forked, else 8 to 15) -> generate / load_weights -> `close`; `restart` after
+    it died."""
 
     def __init__(
         self,
@@ -169,7 +170,7 @@ class VLLMEngine:
         self._up = asyncio.Event()
         self._weights = weights
         """(folder, version) that it has, or is to have once it is back."""
-        self.is_kept = False
+        self.is_supervised = False
         """Somebody revives it when it dies."""
         self.version = 0
         self.life = 0
@@ -206,20 +207,20 @@ class VLLMEngine:
         # vLLM keeps the answer: else the first request would ask, and wait for ever if the engine died then.
         await self._llm.get_supported_tasks()
 
-    async def revive(self) -> None:
+    async def restart(self) -> None:
         """Start a new process in place of the dead one, with the weights that were loaded last; their folder must still be
-        there. What waits in `load_weights` and `is_back` goes on. Raises as `start`."""
+        there. What waits in `load_weights` and `wait_restarted` goes on. Raises as `start`."""
         self._up.clear()
         await self.close()
         await self.start()
 
-    async def is_back(self) -> bool:
+    async def wait_restarted(self) -> bool:
         """Wait until an engine that died runs again; False when nobody revives it."""
-        if self.is_kept:
+        if self.is_supervised:
             if self.dead:
                 self._up.clear()
             await self._up.wait()
-        return self.is_kept
+        return self.is_supervised
 
     async def until_dead(self) -> None:
         """Until the engine's process that there is now is gone, or replaced."""
@@ -299,7 +300,7 @@ class VLLMEngine:
         """
         self._weights = folder, version
         while not (self._up.is_set() and await self._while_alive(self._load(folder, version))):
-            if not await self.is_back():
+            if not await self.wait_restarted():
                 raise EngineError(f"the engine died while it loaded the weights of version {version}")
 
     async def _load(self, folder: Path, version: int) -> None:

@@ -26,8 +26,8 @@ from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import Task
 from buffers.tasks.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
-from learner.recovery.restart_limit import Setbacks
-from learner.recovery.restarts import keep_engine, start_engine
+from learner.recovery.restart_limit import RestartLimit
+from learner.recovery.restarts import restart_engine_when_dead, start_engine
 from mocked_server.generation import Generation
 from mocked_server.keys import KeyRing, make_secret
 from mocked_server.server import MockedServer
@@ -50,7 +50,7 @@ MAX_TOLD = 1500
 """Characters of an error: a line to the test has a limit."""
 
 
-class ToldSetbacks(Setbacks):
+class ToldSetbacks(RestartLimit):
     """Those of a run, each of which the test is told."""
 
     def __init__(self, channel: Channel) -> None:
@@ -73,15 +73,17 @@ def serve(channel: Channel, *, model: str, folder: str) -> None:
 async def _serve(channel: Channel, *, model: Path, folder: Path) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    setbacks = ToldSetbacks(channel)
-    async with _parts(model, folder=folder, setbacks=setbacks) as (engine, server, generation):
+    restart_limit = ToldSetbacks(channel)
+    async with _parts(model, folder=folder, restart_limit=restart_limit) as (engine, server, generation):
         channel.tell(ready=server.base_url)
         try:
             async with asyncio.TaskGroup() as loops:
                 started = [
                     loops.create_task(server.wait(), name="serve"),
                     loops.create_task(generation.run(), name="generate"),
-                    loops.create_task(keep_engine(engine, setbacks=setbacks), name="keep the engine"),
+                    loops.create_task(
+                        restart_engine_when_dead(engine, restart_limit=restart_limit), name="keep the engine"
+                    ),
                 ]
                 asked = asyncio.create_task(stop.wait())
                 await asyncio.wait({asked, *started}, return_when=asyncio.FIRST_COMPLETED)
@@ -107,14 +109,14 @@ def _first_cause(error: BaseException) -> str:
 
 @asynccontextmanager
 async def _parts(
-    model: Path, *, folder: Path, setbacks: Setbacks
+    model: Path, *, folder: Path, restart_limit: RestartLimit
 ) -> AsyncIterator[tuple[VLLMEngine, MockedServer, Generation]]:
     """As `learner.pipeline` puts them together."""
     settings = EngineSettings(model_path=model, served_name="policy", dtype="float32", rollout=ROLLOUT, server=SERVER)
     args = make_args(settings)
     vllm_config = make_vllm_config(args)
     engine = VLLMEngine(vllm_config)
-    await start_engine(engine, setbacks=setbacks)
+    await start_engine(engine, restart_limit=restart_limit)
     ledger = Ledger(folder / "ledger.sqlite", keep_running=True)
     pool = TaskPool(
         ledger, group_size=1, groups_per_step=1, max_policy_lag=None, max_running=1024, deadline_s=DEADLINE_S,

@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM
 from buffers.records import Task
 from buffers.tasks.parquet import write_tasks
 from configs.schema import RolloutConfig
-from learner.recovery.restart_limit import Setbacks
-from learner.recovery.restarts import keep_engine
+from learner.recovery.restart_limit import RestartLimit
+from learner.recovery.restarts import restart_engine_when_dead
 from mocked_server.conversation.live_episodes import MAX_KEPT_BYTES
 from mocked_server.keys import KeyRing
 from mocked_server.vllm.sampling_limits import MAX_OPTIONS
@@ -312,8 +312,8 @@ def test_a_request_that_deafens_every_engine_is_found_and_its_episode_ended_whil
     monkeypatch.setattr("mocked_server.vllm.sampling_rules.seed_of", lambda _, seed: seed)
     monkeypatch.setattr(engine._silence, "timeout_s", 2.0)
     monkeypatch.setattr(real.generation, "_blame", blamed.append)
-    setbacks = Setbacks()
-    keeping = real.submit(keep_engine(engine, setbacks=setbacks))
+    restart_limit = RestartLimit()
+    keeping = real.submit(restart_engine_when_dead(engine, restart_limit=restart_limit))
     episode_id, client = real.lease()
     try:
         with witness(real, tiny_model):
@@ -322,10 +322,10 @@ def test_a_request_that_deafens_every_engine_is_found_and_its_episode_ended_whil
             answer = post(real, client, GENERATE, poison, patience_s=200)
     finally:
         keeping.cancel()
-        engine.is_kept = False
+        engine.is_supervised = False
     assert answer.status_code == 400 and "the engine died while it answered this request alone" in answer.text
     assert blamed == [episode_id]
-    assert setbacks.figures() == {"restarts/engine": 3.0}
+    assert restart_limit.figures() == {"restarts/engine": 3.0}
 
 
 ATTACKER = """

@@ -67,7 +67,7 @@ class ScriptedEngine:
                     raise EngineError("the engine died while it answered")
             yield self._output(request_id, ids[i : i + 1], i, finished=i == len(ids) - 1, n=params.n)
 
-    async def is_back(self) -> bool:
+    async def wait_restarted(self) -> bool:
         """It may die and come back (`dies` is False again); without `revives`, it does not."""
         while self.revives and self.dies:
             await asyncio.sleep(0.01)

@@ -11,7 +11,7 @@ import pytest
 
 from buffers.errors import EngineDied, EngineError, EnvError
 from env_adapters.child_process import start_environment
-from learner.recovery.restart_limit import MAX_IN_A_ROW, Setbacks
+from learner.recovery.restart_limit import MAX_IN_A_ROW, RestartLimit
 from learner.recovery.restarts import Environment, revive_engine, start_engine
 
 
@@ -21,41 +21,41 @@ class Mortal:
     def __init__(self, *errors: EngineError) -> None:
         self.errors = list(errors)
         self.starts = 0
-        self.is_kept = False
+        self.is_supervised = False
 
     async def start(self) -> None:
         self.starts += 1
         if self.errors:
             raise self.errors.pop(0)
 
-    revive = start
+    restart = start
 
     async def until_dead(self) -> None:
         """It is dead."""
 
 
 async def test_an_engine_that_dies_while_it_starts_is_started_again() -> None:
-    engine, setbacks = Mortal(EngineDied("killed"), EngineDied("killed")), Setbacks()
-    await start_engine(engine, setbacks=setbacks)
-    assert engine.starts == 3 and setbacks.figures() == {"restarts/engine": 2.0}
+    engine, restart_limit = Mortal(EngineDied("killed"), EngineDied("killed")), RestartLimit()
+    await start_engine(engine, restart_limit=restart_limit)
+    assert engine.starts == 3 and restart_limit.figures() == {"restarts/engine": 2.0}
 
 
 async def test_an_engine_that_cannot_start_is_not_tried_again() -> None:
     engine = Mortal(EngineError("no such model"))
     with pytest.raises(EngineError, match="no such model"):
-        await start_engine(engine, setbacks=Setbacks())
+        await start_engine(engine, restart_limit=RestartLimit())
     assert engine.starts == 1
 
 
 async def test_an_engine_that_keeps_dying_ends_it_with_its_error_and_a_step_forgives() -> None:
-    setbacks = Setbacks()
+    restart_limit = RestartLimit()
     for _ in range(MAX_IN_A_ROW):
-        await revive_engine(Mortal(), setbacks=setbacks)
+        await revive_engine(Mortal(), restart_limit=restart_limit)
     with pytest.raises(EngineError, match="the engine process died"):
-        await revive_engine(Mortal(), setbacks=setbacks)
-    setbacks.progress()
-    await revive_engine(Mortal(EngineError("again")), setbacks=setbacks)
-    assert setbacks.figures() == {"restarts/engine": MAX_IN_A_ROW + 2.0}
+        await revive_engine(Mortal(), restart_limit=restart_limit)
+    restart_limit.progress()
+    await revive_engine(Mortal(EngineError("again")), restart_limit=restart_limit)
+    assert restart_limit.figures() == {"restarts/engine": MAX_IN_A_ROW + 2.0}
 
 
 KILLED_TWICE = """
@@ -82,22 +82,22 @@ def environment(folder: Path, *, kills: str) -> Environment:
 
 
 async def test_an_environment_that_is_killed_before_it_is_ready_is_started_again(tmp_path: Path) -> None:
-    started, setbacks = environment(tmp_path, kills="x,xx"), Setbacks()
-    assert await started.start(setbacks=setbacks) == "127.0.0.1:1"
+    started, restart_limit = environment(tmp_path, kills="x,xx"), RestartLimit()
+    assert await started.start(restart_limit=restart_limit) == "127.0.0.1:1"
     await started.stop()
-    assert setbacks.figures() == {"restarts/environment": 2.0}
+    assert restart_limit.figures() == {"restarts/environment": 2.0}
 
 
 async def test_an_environment_that_ends_by_itself_before_it_is_ready_is_not_tried_again(tmp_path: Path) -> None:
     start = partial(start_environment, [sys.executable, "-c", "raise SystemExit('no port')"], cwd=tmp_path)
     started = Environment(partial(start, env={}, log=tmp_path / "log", deadline_s=60.0), lost=never)
-    setbacks = Setbacks()
+    restart_limit = RestartLimit()
     with pytest.raises(EnvError, match="no port"):
-        await started.start(setbacks=setbacks)
-    assert setbacks.figures() == {}
+        await started.start(restart_limit=restart_limit)
+    assert restart_limit.figures() == {}
 
 
 async def test_an_environment_that_is_killed_each_time_ends_it(tmp_path: Path) -> None:
     kills = ",".join("x" * number for number in range(1, MAX_IN_A_ROW + 2))
     with pytest.raises(EnvError, match="was killed before it was ready"):
-        await environment(tmp_path, kills=kills).start(setbacks=Setbacks())
+        await environment(tmp_path, kills=kills).start(restart_limit=RestartLimit())

@@ -133,7 +133,7 @@ def test_what_waits_for_an_engine_that_is_replaced_is_told_and_the_next_one_answ
         answering = asyncio.Event()
         running = asyncio.create_task(generate(engine, 900, seed=1, on_token=answering.set))
         await answering.wait()
-        await engine.revive()
+        await engine.restart()
         with pytest.raises(EngineError, match="died while it answered"):
             await asyncio.wait_for(running, 20)
         return await generate(engine, 8, seed=2)
@@ -146,18 +146,18 @@ def test_weights_that_were_on_their_way_when_the_engine_was_replaced_reach_the_n
     rollout, other_model, original_weights, monkeypatch
 ):
     engine = rollout.engine
-    monkeypatch.setattr(engine, "is_kept", True)
+    monkeypatch.setattr(engine, "is_supervised", True)
 
     async def never_answered(*_):
         monkeypatch.undo()
-        monkeypatch.setattr(engine, "is_kept", True)
+        monkeypatch.setattr(engine, "is_supervised", True)
         await asyncio.Event().wait()
 
     async def replace_meanwhile():
         monkeypatch.setattr(engine, "_load", never_answered)
         loading = asyncio.create_task(engine.load_weights(other_model, version=1))
         await asyncio.sleep(0.01)  # between two looks whether the engine lives
-        await engine.revive()
+        await engine.restart()
         await asyncio.wait_for(loading, 20)
         return await generate(engine, 8, seed=3)
 
