@@ -26,7 +26,7 @@ from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import Position, TrainBatch
 from buffers.tasks.task_pool import TaskPool
 from configs.schema import BufferConfig, RunConfig
-from learner.algorithms.overlong_penalty import shaped
+from learner.algorithms.overlong_penalty import with_overlong_penalty
 from learner.checkpoints.store import WEIGHTS, Checkpoint, CheckpointError, CheckpointStore
 from learner.recovery.restart_limit import RestartLimit
 from learner.reporting.display import Display
@@ -251,7 +251,7 @@ class LearnLoop:
         """Train, record the step, publish what the engine does not have yet."""
         penalty = {}
         if self._shaping is not None:
-            batch, mean = shaped(batch, max_tokens=self._shaping)
+            batch, mean = with_overlong_penalty(batch, max_tokens=self._shaping)
             penalty = {"reward/overlong": mean}
         metrics = penalty | await self._ranks.train_step(batch, version=self.step)
         await asyncio.wrap_future(self._ledger.commit_step(batch.lease_id, step=step, version=step))

@@ -25,7 +25,7 @@ HINT_LIMIT = math.log(2.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class AdvantageInputs:
     """All that an estimator may look at."""
 
     scores: Tensor
@@ -63,7 +63,7 @@ class Estimate:
 class Estimator:
     """A way to turn evidence into advantages, and what it needs besides scores."""
 
-    compute: Callable[[Evidence], Estimate]
+    compute: Callable[[AdvantageInputs], Estimate]
     needs_critic: bool = False
     needs_hints: bool = False
 
@@ -199,7 +199,7 @@ def _members(groups: Tensor) -> list[Tensor]:
 # On evidence
 
 
-def unit_returns(evidence: Evidence) -> Tensor:
+def unit_returns(evidence: AdvantageInputs) -> Tensor:
     """[U] discounted sum of a unit's rewards from its first token on; its score without rewards and discounts.
 
     The score is earned at the end of every row of the unit and counts once: rows of different length discount it by the
@@ -216,24 +216,24 @@ def unit_returns(evidence: Evidence) -> Tensor:
     )
 
 
-def _shared(evidence: Evidence, *, advantages: Tensor) -> Estimate:
+def _shared(evidence: AdvantageInputs, *, advantages: Tensor) -> Estimate:
     """Each unit's advantage on all its tokens."""
     nothing = torch.zeros_like(evidence.weights)
     per_row = advantages[evidence.units][:, None]
     return Estimate(advantages=torch.where(evidence.mask, per_row, nothing), returns=nothing)
 
 
-def _token_rewards(evidence: Evidence) -> Tensor:
+def _token_rewards(evidence: AdvantageInputs) -> Tensor:
     return final_rewards(evidence.scores[evidence.units], mask=evidence.mask) + evidence.rewards
 
 
-def calibrated_evidence(evidence: Evidence) -> Evidence:
+def calibrated_evidence(evidence: AdvantageInputs) -> AdvantageInputs:
     """The same evidence with calibrated values; the critic itself is not changed."""
     to_go = rewards_to_go(_token_rewards(evidence), mask=evidence.mask, discounts=evidence.discounts)
     return replace(evidence, values=calibrated(evidence.values, returns=to_go, weights=evidence.weights))
 
 
-def _gae(evidence: Evidence) -> Estimate:
+def _gae(evidence: AdvantageInputs) -> Estimate:
     """GAE, whitened over the batch; the critic's targets are not."""
     advantages, returns = gae(
         _token_rewards(evidence),
@@ -245,43 +245,43 @@ def _gae(evidence: Evidence) -> Estimate:
     return Estimate(advantages=whiten(advantages, weights=evidence.weights), returns=returns)
 
 
-def _grpo(evidence: Evidence) -> Estimate:
+def _grpo(evidence: AdvantageInputs) -> Estimate:
     return _shared(evidence, advantages=grpo(unit_returns(evidence), groups=evidence.groups))
 
 
-def _dr_grpo(evidence: Evidence) -> Estimate:
+def _dr_grpo(evidence: AdvantageInputs) -> Estimate:
     return _shared(evidence, advantages=dr_grpo(unit_returns(evidence), groups=evidence.groups))
 
 
-def _rloo(evidence: Evidence) -> Estimate:
+def _rloo(evidence: AdvantageInputs) -> Estimate:
     return _shared(evidence, advantages=rloo(unit_returns(evidence), groups=evidence.groups))
 
 
-def _opo(evidence: Evidence) -> Estimate:
+def _opo(evidence: AdvantageInputs) -> Estimate:
     scores = unit_returns(evidence)
     lengths = torch.zeros_like(scores).index_add(0, evidence.units, evidence.mask.sum(1).to(scores.dtype))
     return _shared(evidence, advantages=opo(scores, groups=evidence.groups, lengths=lengths))
 
 
-def _remax(evidence: Evidence) -> Estimate:
+def _remax(evidence: AdvantageInputs) -> Estimate:
     if evidence.baselines is None:
         raise ValueError("learner.advantage=remax needs a greedy episode in each group, got none; use rloo without one")
     return _shared(evidence, advantages=remax(unit_returns(evidence), baselines=evidence.baselines))
 
 
-def _reinforce_plus_plus(evidence: Evidence) -> Estimate:
+def _reinforce_plus_plus(evidence: AdvantageInputs) -> Estimate:
     """arXiv:2501.03262 eq. 5-6: discounted rewards to go of each token (KL penalty in them), whitened over the batch."""
     to_go = rewards_to_go(_token_rewards(evidence), mask=evidence.mask, discounts=evidence.discounts)
     return Estimate(advantages=whiten(to_go, weights=evidence.weights), returns=torch.zeros_like(to_go))
 
 
-def _reinforce_plus_plus_baseline(evidence: Evidence) -> Estimate:
+def _reinforce_plus_plus_baseline(evidence: AdvantageInputs) -> Estimate:
     """arXiv:2501.03262 section 3.2: score - mean of the group, then whitened over the batch."""
     centred = _shared(evidence, advantages=dr_grpo(unit_returns(evidence), groups=evidence.groups))
     return Estimate(advantages=whiten(centred.advantages, weights=evidence.weights), returns=centred.returns)
 
 
-def _cpo(evidence: Evidence) -> Estimate:
+def _cpo(evidence: AdvantageInputs) -> Estimate:
     """Curriculum policy optimization: GRPO where a group differs; where all failed, and GRPO is silent, each token's
     advantage is how much likelier a hint makes it: log pi(token | hint) - log pi(token), within `HINT_LIMIT`."""
     if evidence.hinted is None:

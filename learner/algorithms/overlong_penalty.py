@@ -23,7 +23,7 @@ def overlong_penalty(length: int, *, max_tokens: int) -> float:
     return -min(max((length - (max_tokens - soft)) / soft, 0.0), 1.0)
 
 
-def shaped(batch: TrainBatch, *, max_tokens: int) -> tuple[TrainBatch, float]:
+def with_overlong_penalty(batch: TrainBatch, *, max_tokens: int) -> tuple[TrainBatch, float]:
     """The batch with each episode's score lowered for its longest generation, and the mean penalty over episodes."""
     longest: dict[str, int] = defaultdict(int)
     for row in batch.rows:

@@ -25,7 +25,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenTable:
+class BatchTensors:
     """N rows, M trained tokens, K most trained tokens of a row, U scored units (see
     `learner.algorithms.advantages`)."""
 
@@ -74,7 +74,7 @@ class TokenTable:
         return torch.where(self.fresh, per_row[self.rows], 0.0)
 
 
-def token_table(batch: TrainBatch, *, min_version: int) -> TokenTable:
+def token_table(batch: TrainBatch, *, min_version: int) -> BatchTensors:
     """Checks a batch and lays it out by trained token. Raises ValueError naming the episode and the rule.
 
     Tokens that a version before `min_version` sampled are not fresh.
@@ -94,7 +94,7 @@ def token_table(batch: TrainBatch, *, min_version: int) -> TokenTable:
     owners = np.repeat(np.arange(len(rows)), sequences.counts)
     rounds = _flat([row.rounds[own] for row, own in zip(rows, picked)], dtype=np.int32)
     ends = (owners[:-1] == owners[1:]) & (rounds[:-1] != rounds[1:])
-    return TokenTable(
+    return BatchTensors(
         sequences=sequences,
         hints=[row.hint for row in rows],
         episodes=_numbered([row.episode_id for row in rows]),

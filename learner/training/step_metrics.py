@@ -14,7 +14,7 @@ from torch import Tensor
 from learner.model import fsdp
 
 
-class Tally:
+class StepMetrics:
     """One per step."""
 
     def __init__(self) -> None:

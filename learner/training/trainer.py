@@ -21,17 +21,17 @@ from transformers import AutoTokenizer
 
 from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
-from learner.algorithms.advantages import ESTIMATORS, Evidence, calibrated_evidence, explained_variance
+from learner.algorithms.advantages import ESTIMATORS, AdvantageInputs, calibrated_evidence, explained_variance
 from learner.algorithms.kl import KLCoefficient, kl_estimate
 from learner.algorithms.losses import VALUE_CLIP, Loss, Targets, actor_loss, value_loss
 from learner.checkpoints import hf_export, training_state
 from learner.model import fsdp
 from learner.model.lora import LoraConfig, add_adapter
 from learner.model.policy import Policy, TokenOutputs, load_policy
-from learner.training.batch_tensors import TokenTable, token_table
+from learner.training.batch_tensors import BatchTensors, token_table
 from learner.training.hinted_rows import hinted_sequences
 from learner.training.packing import MicroBatch, Sequences, plan, split_minibatches
-from learner.training.step_metrics import Tally
+from learner.training.step_metrics import StepMetrics
 from learner.training.warm_start import load_traces, train_on_traces
 
 VALUE_HEAD_LR_RATIO = 10.0
@@ -261,7 +261,7 @@ class Trainer:
         for old in [old for old in self._history if old <= version - self._keep_versions + 1]:
             del self._history[old]
 
-    def _check_logprobs(self, table: TokenTable, *, logprobs: Tensor, version: int) -> dict[str, float]:
+    def _check_logprobs(self, table: BatchTensors, *, logprobs: Tensor, version: int) -> dict[str, float]:
         """Compares recorded log-probabilities with those of the version that sampled each token, where still kept."""
         if not self._config.check_logprobs:
             return {}
@@ -284,7 +284,7 @@ class Trainer:
         }
 
     def _targets(
-        self, table: TokenTable, *, shares: Tensor, logprobs: Tensor, values: Tensor
+        self, table: BatchTensors, *, shares: Tensor, logprobs: Tensor, values: Tensor
     ) -> tuple[Targets, dict[str, float]]:
         """What the updates aim at, and the mean KL if it was taken off the rewards."""
         reference, rewards, metrics = torch.zeros_like(logprobs), table.rewards, {}
@@ -300,7 +300,7 @@ class Trainer:
             sequences = hinted_sequences(table.sequences, hints=table.hints, tokenizer=self._tokenizer)
             hinted = table.padded(self._sweep(sequences, critic=False)[0] - logprobs)
         discounts = torch.where(table.ends, self._config.gamma, 1.0)
-        evidence = Evidence(
+        evidence = AdvantageInputs(
             scores=table.scores,
             groups=table.groups,
             units=table.units,
@@ -329,13 +329,13 @@ class Trainer:
         )
         return targets.to(self._device), metrics
 
-    def _update(self, table: TokenTable, *, targets: Targets) -> dict[str, float]:
+    def _update(self, table: BatchTensors, *, targets: Targets) -> dict[str, float]:
         """Epochs times mini-batches optimizer updates."""
         warmth = min(1.0, (self._steps + 1) / (self._config.lr_warmup_steps + 1))
         for optimizer in filter(None, (self._optimizer, self._critic_optimizer)):
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * warmth
-        tally = Tally()
+        tally = StepMetrics()
         rng = np.random.default_rng((self._seed, self._steps))
         for _ in range(self._config.epochs):
             for rows in split_minibatches(table.episodes, num=self._config.minibatches, rng=rng):
@@ -347,7 +347,7 @@ class Trainer:
                 self._update_once(table.sequences, targets=goals, rows=rows, tally=tally)
         return tally.metrics() | {"learner/lr": self._config.lr * warmth}
 
-    def _update_once(self, sequences: Sequences, *, targets: Targets, rows: Sequence[int], tally: Tally) -> None:
+    def _update_once(self, sequences: Sequences, *, targets: Targets, rows: Sequence[int], tally: StepMetrics) -> None:
         steps = self._plan(sequences, rows=rows)
         for number, piles in enumerate(steps):
             micro = sequences.micro_batch(piles[self._rank], device=self._device)

@@ -18,7 +18,7 @@ from buffers.records import Task, TrainBatch
 from env_adapters.scoring import rewards
 from env_adapters.scoring.rewards import Rewards
 from env_adapters.scoring.scorers import SCORERS
-from learner.algorithms.overlong_penalty import overlong_penalty, shaped
+from learner.algorithms.overlong_penalty import overlong_penalty, with_overlong_penalty
 from learner.recovery.failure_watch import Streak
 from tests.support.buffer_parts import make_ready, make_round, open_running, scored_by_group_state
 from tests.support.learner_parts import make_row
@@ -238,7 +238,7 @@ def test_shaping_lowers_the_score_by_the_episodes_longest_generation() -> None:
     long = make_row(ids, mask=[0] + [1] * 9 + [0, 1], rounds=[0] * 10 + [0, 1], episode="a", score=1.0)
     other = make_row(ids, mask=[0] * 11 + [1], rounds=2, episode="a", score=1.0)  # the same episode's other branch
     short = make_row(ids, mask=[0] * 8 + [1] * 4, episode="b", score=1.0)
-    batch, mean = shaped(TrainBatch(rows=[long, other, short]), max_tokens=10)
+    batch, mean = with_overlong_penalty(TrainBatch(rows=[long, other, short]), max_tokens=10)
     assert [row.score for row in batch.rows] == pytest.approx([0.5, 0.5, 1.0])
     assert mean == pytest.approx(-0.25)
     assert long.score == 1.0

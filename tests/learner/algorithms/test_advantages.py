@@ -13,7 +13,7 @@ from torch import Tensor
 from configs.schema import LearnerConfig
 from learner.algorithms.advantages import (
     ESTIMATORS,
-    Evidence,
+    AdvantageInputs,
     calibrated,
     calibrated_evidence,
     difficulty,
@@ -139,7 +139,7 @@ def test_whitening_does_not_scale_small_errors_up_to_evidence() -> None:
     torch.testing.assert_close(whitened, torch.tensor([0.1, -0.1]))
 
 
-def _evidence(**changes: Any) -> Evidence:
+def _evidence(**changes: Any) -> AdvantageInputs:
     """Group 4: a unit of two rows (2 tokens, 1 token) with score 1, a unit of one row with score 0."""
     base: dict[str, Any] = {
         "scores": torch.tensor([1.0, 0.0]),
@@ -152,7 +152,7 @@ def _evidence(**changes: Any) -> Evidence:
         "values": torch.zeros(3, 2),
         "lam": 1.0,
     }
-    return Evidence(**(base | changes))
+    return AdvantageInputs(**(base | changes))
 
 
 def test_unit_of_two_rows_counts_once_in_its_group() -> None:

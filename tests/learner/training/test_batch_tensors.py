@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from buffers.records import Row, TrainBatch
-from learner.training.batch_tensors import TokenTable, token_table
+from learner.training.batch_tensors import BatchTensors, token_table
 from tests.support.learner_parts import make_row
 
 
-def _table(*rows: Row, min_version: int = 0) -> TokenTable:
+def _table(*rows: Row, min_version: int = 0) -> BatchTensors:
     return token_table(TrainBatch(rows=list(rows)), min_version=min_version)
 
 
