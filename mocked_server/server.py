@@ -33,8 +33,8 @@ from mocked_server.conversation.loop_trajectories import LoopPlayer, left_out
 from mocked_server.conversation.restored_rounds import remember
 from mocked_server.dispatch import AGENTS, PLAIN, Dispatch, Others, Play, ScoreFn
 from mocked_server.http.attribution import Attribution
-from mocked_server.http.model_requests import Intake
-from mocked_server.http.request_limits import MAX_BODY_BYTES, MAX_DESK_BYTES, BodyLimit, Door
+from mocked_server.http.model_requests import ModelRequests
+from mocked_server.http.request_limits import MAX_BODY_BYTES, MAX_DESK_BYTES, BodyLimit, PortRouter
 from mocked_server.http.routes import Leased, build_admin_app, build_app
 from mocked_server.http.uvicorn_server import PatientProtocol, QuietServer, ServerError, bind
 from mocked_server.keys import KeyRing
@@ -139,7 +139,7 @@ class MockedServer:
     async def start(self) -> None:
         """Serve on the running event loop; returns when requests are answered."""
         self._loop = asyncio.get_running_loop()
-        self.intake = Intake(await build_serving_app(self._args, self._client))
+        self.model_requests = ModelRequests(await build_serving_app(self._args, self._client))
         config = uvicorn.Config(
             self._front(),
             http=PatientProtocol,
@@ -165,12 +165,16 @@ class MockedServer:
         if self._dispatch is not None:
             self._dispatching = asyncio.create_task(self._dispatch.run(), name="dispatch")
 
-    def _front(self) -> Door:
+    def _front(self) -> PortRouter:
         """What listens: the model API, the desks and, on its own port, the administrator's."""
         desks = BodyLimit(build_app(self), max_bytes=MAX_DESK_BYTES)
-        return Door(
+        return PortRouter(
             Attribution(
-                self.intake, others=desks, keys=self.keys, episodes=self.episodes, is_full=lambda: self.pool.is_full
+                self.model_requests,
+                others=desks,
+                keys=self.keys,
+                episodes=self.episodes,
+                is_full=lambda: self.pool.is_full,
             ),
             admin=BodyLimit(build_admin_app(self), max_bytes=MAX_BODY_BYTES),
             admin_port=self._admin_socket.getsockname()[1],

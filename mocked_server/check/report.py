@@ -13,7 +13,7 @@ from typing import Any
 
 from buffers.records import Round, Row
 from buffers.training_rows import ABORTED
-from mocked_server.conversation.branch_causes import EXPECTED, REMEDY, Cause
+from mocked_server.conversation.branch_causes import EXPECTED, REMEDY, BranchCause
 from mocked_server.http.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES
 
 NAMES = {
@@ -103,7 +103,7 @@ def make_report(
     *,
     stored: Sequence[Round],
     rows: Sequence[Row],
-    causes: Sequence[Cause | None],
+    causes: Sequence[BranchCause | None],
     temperature: float,
     max_logprob_diff: float | None = None,
 ) -> Report:

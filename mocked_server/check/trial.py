@@ -102,7 +102,7 @@ class Rehearsal:
         environment that it gets besides the usual ones, as by `agents.environment`.
         """
         notes = Notes()
-        self._server.intake.observer = notes
+        self._server.model_requests.observer = notes
         await self._server.pool.put([task])
         leased = await self._server.lease_episode(wait_s=60.0)
         assert leased is not None, "a task that was just put is leased at once"

@@ -1,6 +1,7 @@
 """Finds out why a round could not continue the answer before it. Called only when that happens; changes nothing.
 
-`why` compares messages (the agent sent something else), `why_rendered` compares tokens (the template wrote something else).
+`diagnose_messages` compares messages (the agent sent something else), `diagnose_tokens` compares tokens (the template
+wrote something else).
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from buffers.records import Int32
-from mocked_server.conversation.branch_causes import Cause
+from mocked_server.conversation.branch_causes import BranchCause
 from mocked_server.conversation.chat_history import Conversation
-from mocked_server.conversation.continuation import Parse, is_reply, told
+from mocked_server.conversation.continuation import Parse, is_reply, parsed_reply
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
-from mocked_server.conversation.message_match import difference, said_by
+from mocked_server.conversation.message_match import difference, reply_of
 
 SHORTEST_COMPACTED = 4
 """A history of fewer messages than this is a beginning, not something that was shortened."""
 
 
-def why(live: LiveEpisode, chat: Conversation, parse: Parse) -> Cause | None:
+def diagnose_messages(live: LiveEpisode, chat: Conversation, parse: Parse) -> BranchCause | None:
     """The first thing in `chat` that the episode's earlier rounds do not know; None in the first round."""
     if not live.rounds or not len(chat):
         return None
@@ -29,34 +30,34 @@ def why(live: LiveEpisode, chat: Conversation, parse: Parse) -> Cause | None:
         return _unknown_history(live, chat, parse)
     shared = known[0]
     if shared == len(chat):
-        return Cause.RESAMPLED
+        return BranchCause.RESAMPLED
     answers = live.by_history[chat.digests[shared]]
     message = chat.messages[shared]
     if message.get("role") != "assistant":
-        return Cause.HISTORY_COMPACTED if len(chat) < live.longest else Cause.REPLY_DROPPED
+        return BranchCause.HISTORY_COMPACTED if len(chat) < live.longest else BranchCause.REPLY_DROPPED
     if any(is_reply(message, answer, parse) for answer in answers):
         alike = any(answer.asked is not None and answer.asked.inputs == chat.asked.inputs for answer in answers)
-        return Cause.HISTORY_EDITED if alike else Cause.TOOLS_CHANGED
-    return difference(message, told(answers[-1], parse))
+        return BranchCause.HISTORY_EDITED if alike else BranchCause.TOOLS_CHANGED
+    return difference(message, parsed_reply(answers[-1], parse))
 
 
-def _unknown_history(live: LiveEpisode, chat: Conversation, parse: Parse) -> Cause:
+def _unknown_history(live: LiveEpisode, chat: Conversation, parse: Parse) -> BranchCause:
     """No earlier request's messages begin this one: is it another conversation, or the same one changed?"""
     first_known = chat.digests[1] in live.openings
     shorter = len(chat) < live.longest and live.longest >= SHORTEST_COMPACTED
-    told_before = {(said.content, said.calls) for said in (told(earlier, parse) for earlier in live.rounds)}
+    told_before = {(said.content, said.calls) for said in (parsed_reply(earlier, parse) for earlier in live.rounds)}
     told_before |= {(earlier.text.strip(), ()) for earlier in live.rounds}
-    answers = [said_by(message) for message in chat.messages if message.get("role") == "assistant"]
+    answers = [reply_of(message) for message in chat.messages if message.get("role") == "assistant"]
     if any((said.content, said.calls) in told_before for said in answers):
         if not first_known and chat.messages[0].get("role") in ("system", "developer"):
-            return Cause.SYSTEM_CHANGED
-        return Cause.HISTORY_COMPACTED if shorter else Cause.HISTORY_EDITED
-    return Cause.HISTORY_COMPACTED if first_known and shorter else Cause.NEW_CONVERSATION
+            return BranchCause.SYSTEM_CHANGED
+        return BranchCause.HISTORY_COMPACTED if shorter else BranchCause.HISTORY_EDITED
+    return BranchCause.HISTORY_COMPACTED if first_known and shorter else BranchCause.NEW_CONVERSATION
 
 
-def why_rendered(
+def diagnose_tokens(
     parent: LiveRound, rendered_ids: Sequence[int], *, parse: Parse, decode: Callable[[list[int]], str]
-) -> Cause:
+) -> BranchCause:
     """The messages continue `parent`, but the rendered prompt does not begin with its exact ids."""
     ids = np.array(rendered_ids, np.int32)
     exact = parent.chain_ids()
@@ -64,14 +65,14 @@ def why_rendered(
     broken = next(live for live in parent.chain() if live.total > at)
     sampled_from = broken.total - broken.num_sampled
     sampled = exact[sampled_from : broken.total]
-    said = told(broken, parse)
+    said = parsed_reply(broken, parse)
     shown = decode(ids[sampled_from : sampled_from + 2 * len(sampled) + 64].tolist())
     thought = said.reasoning or broken.text.partition("<think>")[2].partition("</think>")[0].strip()
     if thought and thought not in shown:
-        return Cause.TEMPLATE_STRIPS_THINKING
+        return BranchCause.TEMPLATE_STRIPS_THINKING
     if at >= sampled_from and shown.startswith(decode(sampled.tolist())):
-        return Cause.RETOKENIZED
-    return Cause.TOOL_ARGS_REWRITTEN if said.calls else Cause.TEMPLATE_REWRITES_HISTORY
+        return BranchCause.RETOKENIZED
+    return BranchCause.TOOL_ARGS_REWRITTEN if said.calls else BranchCause.TEMPLATE_REWRITES_HISTORY
 
 
 def _first_difference(one: Int32, other: Int32) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mocked_server.conversation.message_match import Message, joined_text, said_by
+from mocked_server.conversation.message_match import Message, joined_text, reply_of
 
 DIGEST_BYTES = 16
 TEMPLATE_INPUTS = ("tools", "documents", "reasoning_effort")
@@ -20,7 +20,7 @@ TEMPLATE_INPUTS = ("tools", "documents", "reasoning_effort")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ChatOptions:
     """What a chat was asked with besides its messages. Equal ones are shared by the rounds of an episode."""
 
     template_kwargs: dict[str, Any]
@@ -33,7 +33,7 @@ class Asked:
     """Of `template_kwargs` as JSON."""
 
     @classmethod
-    def of(cls, template_kwargs: dict[str, Any], tool_choice: Any) -> Asked:
+    def of(cls, template_kwargs: dict[str, Any], tool_choice: Any) -> ChatOptions:
         """`template_kwargs`: what the chat template is given, tools included."""
         written = _canonical_json([template_kwargs.get(name) for name in TEMPLATE_INPUTS])
         rest = {name: value for name, value in template_kwargs.items() if name not in TEMPLATE_INPUTS}
@@ -55,10 +55,10 @@ class Conversation:
     messages: Sequence[Message]
     digests: Sequence[bytes]
     """digests[k] identifies messages[:k]."""
-    asked: Asked
+    asked: ChatOptions
 
     @classmethod
-    def of(cls, messages: Sequence[Message], asked: Asked) -> Conversation:
+    def of(cls, messages: Sequence[Message], asked: ChatOptions) -> Conversation:
         """One pass over the messages. Some of vLLM's request types hold objects for them (harmony's)."""
         messages = [each if isinstance(each, dict) else each.model_dump() for each in messages]
         running = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -84,7 +84,7 @@ def _canonical(message: Message, calls: dict[str, int]) -> str:
     if role == "assistant":
         for call in message.get("tool_calls") or ():
             calls.setdefault(str(call.get("id")), len(calls))
-        said = said_by(message)
+        said = reply_of(message)
         return json.dumps([role, said.content, said.calls])
     answers = message.get("tool_call_id")
     name = message.get("name")

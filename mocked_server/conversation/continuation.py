@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from buffers.records import Int32
-from mocked_server.conversation.branch_causes import Cause
-from mocked_server.conversation.chat_history import Asked, Conversation
+from mocked_server.conversation.branch_causes import BranchCause
+from mocked_server.conversation.chat_history import ChatOptions, Conversation
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
-from mocked_server.conversation.message_match import Message, Said, difference, same_text
+from mocked_server.conversation.message_match import Message, ParsedReply, difference, same_text
 
-Parse = Callable[[str, Asked], Said]
+Parse = Callable[[str, ChatOptions], ParsedReply]
 """A sampled text and what it was asked with -> how the API showed it."""
 
 
@@ -33,7 +33,7 @@ class Continuation:
     """Prompt ids after the parent's (all of them without a parent)."""
     chat: Conversation | None = None
     """The request's messages; None for a plain completion."""
-    cause: Cause | None = None
+    cause: BranchCause | None = None
     """Why the latest answer in the history could not be continued; None when it was, or when this is the first round."""
 
     def prompt_ids(self) -> Int32:
@@ -41,16 +41,16 @@ class Continuation:
         return self.tail_ids if self.parent is None else np.concatenate([self.parent.chain_ids(), self.tail_ids])
 
 
-def told(live: LiveRound, parse: Parse) -> Said:
+def parsed_reply(live: LiveRound, parse: Parse) -> ParsedReply:
     """A round's text as the API showed it. Parsed when it is first asked for, then kept."""
     if live.said is None:
-        live.said = parse(live.text, live.asked) if live.asked is not None else Said(live.text.strip())
+        live.said = parse(live.text, live.asked) if live.asked is not None else ParsedReply(live.text.strip())
     return live.said
 
 
 def is_reply(message: Message, live: LiveRound, parse: Parse) -> bool:
     """Is this assistant message the answer that the round gave?"""
-    if same_text(message, live.text) or difference(message, told(live, parse)) is None:
+    if same_text(message, live.text) or difference(message, parsed_reply(live, parse)) is None:
         return True
     # Agents that stop at a mark of their own (`</code>`) often put it back: it is what the model said.
     return bool(live.stop) and same_text(message, live.text + live.stop)

@@ -19,9 +19,9 @@ import numpy as np
 from buffers.errors import EpisodeClosed, RequestRefused, UnknownEpisode
 from buffers.records import Episode, Int32
 from mocked_server.client_retries import Answers
-from mocked_server.conversation.branch_causes import Cause
-from mocked_server.conversation.chat_history import Asked, Conversation
-from mocked_server.conversation.message_match import Said
+from mocked_server.conversation.branch_causes import BranchCause
+from mocked_server.conversation.chat_history import ChatOptions, Conversation
+from mocked_server.conversation.message_match import ParsedReply
 from mocked_server.episode_memory import EpisodeMemory
 
 MAX_KEPT_BYTES = 64 * 1024 * 1024
@@ -42,11 +42,11 @@ class LiveRound:
     """The sampled text, as it was detokenised (without a stop string)."""
     stop: str = ""
     """The stop string that ended it: sampled, and not told."""
-    asked: Asked | None = None
+    asked: ChatOptions | None = None
     """None: not a chat."""
-    cause: Cause | None = None
+    cause: BranchCause | None = None
     """Why it is a branch of its own; None: it is the first, or the only one that goes on from its parent."""
-    said: Said | None = None
+    said: ParsedReply | None = None
     """The text as the API showed it, once somebody needed to know."""
     round_index: int | None = None
     """In the buffer; None: somebody else generates and records."""
@@ -92,7 +92,7 @@ class LiveEpisode:
     """Digests of the first messages seen."""
     longest: int = 0
     """Messages in the longest history seen."""
-    breaks: dict[Cause, int] = field(default_factory=dict)
+    breaks: dict[BranchCause, int] = field(default_factory=dict)
     """How often a round could not continue the one before it, by cause."""
     constrained: Counter[str] = field(default_factory=Counter)
     """How often a request changed the distribution that it is sampled from, by field."""
@@ -102,7 +102,7 @@ class LiveEpisode:
     """About what the rounds below take in memory."""
     memory: EpisodeMemory = field(default_factory=EpisodeMemory)
     """What its requests hold."""
-    _asked: dict[bytes, Asked] = field(default_factory=dict)
+    _asked: dict[bytes, ChatOptions] = field(default_factory=dict)
 
     @property
     def episode_id(self) -> str:
@@ -118,7 +118,7 @@ class LiveEpisode:
             self.requests -= 1
             self.heard = time.monotonic()
 
-    def known(self, asked: Asked) -> Asked:
+    def known(self, asked: ChatOptions) -> ChatOptions:
         """The equal one that is kept already, else `asked`: tool descriptions are long and seldom change."""
         return self._asked.get(asked.identity, asked)
 
@@ -153,14 +153,14 @@ class LiveEpisode:
             self.openings.add(chat.digests[1])
             self.longest = max(self.longest, len(chat))
 
-    def _why_beside(self, live: LiveRound, siblings: list[LiveRound], chat: Conversation | None) -> Cause:
+    def _why_beside(self, live: LiveRound, siblings: list[LiveRound], chat: Conversation | None) -> BranchCause:
         """Why there is a second round after the same one (or a second root) although no answer was left out."""
         again = any(np.array_equal(live.tail_ids, other.tail_ids) for other in siblings)
         if again or (chat is not None and chat.digests[-1] in self.by_history):
-            return Cause.RESAMPLED
+            return BranchCause.RESAMPLED
         if live.parent is not None:
-            return Cause.FORKED
-        return Cause.PROMPT_DIFFERS if chat is None else Cause.NEW_CONVERSATION
+            return BranchCause.FORKED
+        return BranchCause.PROMPT_DIFFERS if chat is None else BranchCause.NEW_CONVERSATION
 
 
 class Episodes:

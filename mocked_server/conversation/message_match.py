@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from mocked_server.conversation.branch_causes import Cause
+from mocked_server.conversation.branch_causes import BranchCause
 
 Message = dict[str, Any]
 
@@ -19,7 +19,7 @@ THOUGHT_BEGINS, THOUGHT_ENDS = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ParsedReply:
     """An answer as the API shows it. Arguments are canonical JSON; texts are trimmed at both ends."""
 
     content: str
@@ -28,14 +28,14 @@ class Said:
     reasoning: str = ""
 
 
-def said_by(message: Message) -> Said:
+def reply_of(message: Message) -> ParsedReply:
     """The assistant message of a request, as an answer."""
     calls = []
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
         calls.append((str(function.get("name")), canonical_arguments(function.get("arguments"))))
     reasoning = message.get("reasoning") or message.get("reasoning_content")
-    return Said(joined_text(message.get("content")).strip(), tuple(calls), str(reasoning or "").strip())
+    return ParsedReply(joined_text(message.get("content")).strip(), tuple(calls), str(reasoning or "").strip())
 
 
 def same_text(message: Message, text: str) -> bool:
@@ -56,18 +56,18 @@ def _without_thought(text: str) -> str | None:
     return (before.rstrip() + after).strip() if begins and ends else None
 
 
-def difference(message: Message, told: Said) -> Cause | None:
+def difference(message: Message, told: ParsedReply) -> BranchCause | None:
     """Why this message is not the answer `told`; None when it is."""
-    said = said_by(message)
+    said = reply_of(message)
     if said.content != told.content:
-        return Cause.CONTENT_EDITED
+        return BranchCause.CONTENT_EDITED
     if said.reasoning and said.reasoning != told.reasoning:
-        return Cause.REASONING_EDITED
+        return BranchCause.REASONING_EDITED
     if said.calls == told.calls:
         return None
     if [name for name, _ in said.calls] == [name for name, _ in told.calls]:
-        return Cause.TOOL_ARGS_REWRITTEN
-    return Cause.TOOL_CALLS_CHANGED
+        return BranchCause.TOOL_ARGS_REWRITTEN
+    return BranchCause.TOOL_CALLS_CHANGED
 
 
 def joined_text(content: Any) -> str:

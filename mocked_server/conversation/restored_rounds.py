@@ -13,7 +13,7 @@ import numpy as np
 
 from buffers.records import Round
 from buffers.training_rows import ABORTED
-from mocked_server.conversation.chat_history import DIGEST_BYTES, Asked, Conversation
+from mocked_server.conversation.chat_history import DIGEST_BYTES, ChatOptions, Conversation
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
 
 _INPUTS_END, _IDENTITY_END = 2 * DIGEST_BYTES, 4 * DIGEST_BYTES
@@ -38,7 +38,7 @@ def remember(live: LiveEpisode, rounds: Sequence[Round], *, decode: Callable[[li
             num_sampled=len(round_.sampled_ids),
             finish_reason=round_.finish_reason,
             text=decode(round_.sampled_ids.tolist()),
-            asked=Asked(template_kwargs={}, tool_choice=None, inputs=inputs, identity=identity) if memo else None,
+            asked=ChatOptions(template_kwargs={}, tool_choice=None, inputs=inputs, identity=identity) if memo else None,
         )
         (again.parent.children if again.parent else live.roots).append(again)
         live.rounds.append(again)

@@ -51,7 +51,7 @@ class Observer(Protocol):
         ...
 
 
-class Intake:
+class ModelRequests:
     """See the module."""
 
     def __init__(self, app: ASGIApp) -> None:

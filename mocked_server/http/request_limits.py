@@ -33,7 +33,7 @@ class BodyRefused(UnderstudyError):
         self.status = status
 
 
-class Door:
+class PortRouter:
     """`admin_port`: of the listening socket on which `admin` is served; all others serve `public`."""
 
     def __init__(self, public: ASGIApp, *, admin: ASGIApp, admin_port: int) -> None:

@@ -47,7 +47,7 @@ MAX_TASKS = 10_000
 """Added at once; more of them go into a task file."""
 
 
-class Desk(Protocol):
+class EpisodeService(Protocol):
     """What the routes ask of the server."""
 
     keys: KeyRing
@@ -132,12 +132,12 @@ STATUS_OF: dict[type[UnderstudyError], int] = {
 }
 
 
-def build_app(desk: Desk) -> FastAPI:
+def build_app(desk: EpisodeService) -> FastAPI:
     """The routes of agents and scorers."""
     return _app_of(_open_routes(), _worker_routes(desk), _scorer_routes(desk))
 
 
-def build_admin_app(desk: Desk) -> FastAPI:
+def build_admin_app(desk: EpisodeService) -> FastAPI:
     """The administrator's routes."""
     return _app_of(_open_routes(), _admin_routes(desk))
 
@@ -171,7 +171,7 @@ def _error(status: int, *, kind: str, message: str) -> JSONResponse:
     )
 
 
-def _requires(desk: Desk, opens: Callable[[KeyRing, str], str | None], name: str) -> Any:
+def _requires(desk: EpisodeService, opens: Callable[[KeyRing, str], str | None], name: str) -> Any:
     """A dependency that lets one kind of key through: what `opens` says of the given one, unless that is None."""
 
     def check(authorization: Annotated[str, Header()] = "") -> str:
@@ -225,7 +225,7 @@ def _open_routes() -> APIRouter:
     return router
 
 
-def _worker_routes(desk: Desk) -> APIRouter:
+def _worker_routes(desk: EpisodeService) -> APIRouter:
     its_worker = _requires(desk, KeyRing.worker_of, "worker")
     router = APIRouter(dependencies=[its_worker])
 
@@ -241,7 +241,7 @@ def _worker_routes(desk: Desk) -> APIRouter:
     return router
 
 
-def _scorer_routes(desk: Desk) -> APIRouter:
+def _scorer_routes(desk: EpisodeService) -> APIRouter:
     router = APIRouter(dependencies=[_requires(desk, _is_scorer, "scorer")])
 
     @router.post("/scores")
@@ -262,7 +262,7 @@ def _scorer_routes(desk: Desk) -> APIRouter:
     return router
 
 
-def _admin_routes(desk: Desk) -> APIRouter:
+def _admin_routes(desk: EpisodeService) -> APIRouter:
     router = APIRouter(dependencies=[_requires(desk, _is_admin, "admin")])
 
     @router.post("/tasks")

@@ -12,12 +12,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from mocked_server.conversation.branch_causes import Cause
-from mocked_server.conversation.branch_diagnosis import why, why_rendered
-from mocked_server.conversation.chat_history import Asked, Conversation
+from mocked_server.conversation.branch_causes import BranchCause
+from mocked_server.conversation.branch_diagnosis import diagnose_messages, diagnose_tokens
+from mocked_server.conversation.chat_history import ChatOptions, Conversation
 from mocked_server.conversation.continuation import Continuation, Parse, continue_tokens, find_parent, stand_in, tail_of
 from mocked_server.conversation.live_episodes import LiveRound
-from mocked_server.conversation.message_match import Message, Said
+from mocked_server.conversation.message_match import Message, ParsedReply
 from mocked_server.request_context import Call, current_call
 from mocked_server.vllm.sampling_limits import check_template_inputs
 
@@ -42,7 +42,7 @@ class ExactRendering:
         self._end: int | None = None
         self._end_text = ""
         self._turns_closed: dict[tuple[bytes, bool], int] = {}
-        self.parse: Parse = lambda text, _: Said(text.strip())
+        self.parse: Parse = lambda text, _: ParsedReply(text.strip())
         renderer.render_chat_async = self.render_chat_async
 
     async def render_chat_async(self, conversations: Any, chat_params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ class ExactRendering:
         call = current_call.get()
         if call is None or len(conversations) != 1:
             return await self._render(conversations, chat_params, *args, **kwargs)
-        asked = Asked.of(chat_params.chat_template_kwargs, chat_params.tool_choice)
+        asked = ChatOptions.of(chat_params.chat_template_kwargs, chat_params.tool_choice)
         check_template_inputs(asked.num_chars)
         asked = call.live.known(asked)
         chat = Conversation.of(conversations[0], asked)
@@ -87,7 +87,7 @@ class ExactRendering:
         tail = tail_of(ids, end=end, num_turns_closed=closed, parent=parent)
         if tail is None:
             return None
-        cause = None if chat.last_answer == covered - 1 else why(call.live, chat, self.parse)
+        cause = None if chat.last_answer == covered - 1 else diagnose_messages(call.live, chat, self.parse)
         call.continuation = Continuation(parent=parent, tail_ids=tail, chat=chat, cause=cause)
         engine_input["prompt_token_ids"] = [end] * (parent.total + len(tail) - len(ids)) + ids
         return result
@@ -99,14 +99,14 @@ class ExactRendering:
         found: tuple[LiveRound, int] | None,
         plan: Continuation,
         rendered_ids: Sequence[int],
-    ) -> Cause | None:
+    ) -> BranchCause | None:
         """Why the answer before this request was not continued; None when it was."""
         if found is None:
-            return None if plan.parent is not None else why(call.live, chat, self.parse)
+            return None if plan.parent is not None else diagnose_messages(call.live, chat, self.parse)
         parent, covered = found
         if plan.parent is not None and plan.parent.total >= parent.total:
-            return None if chat.last_answer == covered - 1 else why(call.live, chat, self.parse)
-        return why_rendered(parent, rendered_ids, parse=self.parse, decode=self._inner.get_tokenizer().decode)
+            return None if chat.last_answer == covered - 1 else diagnose_messages(call.live, chat, self.parse)
+        return diagnose_tokens(parent, rendered_ids, parse=self.parse, decode=self._inner.get_tokenizer().decode)
 
     async def _end_of_turn(self, chat_params: Any) -> int | None:
         """The token that the template writes after an answer: often, but not always, the tokenizer's end of sequence."""
@@ -119,7 +119,7 @@ class ExactRendering:
             self._end_text = tokenizer.decode(ids[:1])
         return None if self._end < 0 else self._end
 
-    async def _num_turns_closed(self, opening: list[Message], asked: Asked, chat_params: Any) -> int:
+    async def _num_turns_closed(self, opening: list[Message], asked: ChatOptions, chat_params: Any) -> int:
         """End-of-turn tokens in a user turn and this assistant turn, with what the template puts before them.
 
         It depends on the template's inputs and not on the words, so it is computed once for each kind of message.

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from mocked_server.conversation.chat_history import Asked
-from mocked_server.conversation.message_match import Said, canonical_arguments
+from mocked_server.conversation.chat_history import ChatOptions
+from mocked_server.conversation.message_match import ParsedReply, canonical_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -23,19 +23,19 @@ class ReplyParser:
         self._tokenizer = tokenizer
         self._model_config = model_config
 
-    def __call__(self, text: str, asked: Asked) -> Said:
+    def __call__(self, text: str, asked: ChatOptions) -> ParsedReply:
         """`text` as content, reasoning and calls. A text that the parser cannot take is content."""
         if self._parser_cls is None:
-            return Said(text.strip())
+            return ParsedReply(text.strip())
         try:
             return self._parsed(text, asked)
         except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RuntimeError, OSError) as error:
             # The agent got no better answer either. What the model says is its own: nested deeper than Python recurses, or
             # such that a pattern's time is up, and the parsers' own faults.
             logger.info("vLLM's parser could not take a sampled text of %d characters: %r", len(text), error)
-            return Said(text.strip())
+            return ParsedReply(text.strip())
 
-    def _parsed(self, text: str, asked: Asked) -> Said:
+    def _parsed(self, text: str, asked: ChatOptions) -> ParsedReply:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
 
         tools = [
@@ -49,4 +49,4 @@ class ReplyParser:
         )
         reasoning, content, calls = parser.parse(text, request, enable_auto_tools=True)
         spoken = tuple((call.name, canonical_arguments(call.arguments)) for call in calls or ())
-        return Said((content or "").strip(), spoken, (reasoning or "").strip())
+        return ParsedReply((content or "").strip(), spoken, (reasoning or "").strip())

@@ -14,7 +14,7 @@ from buffers.records import Task
 from mocked_server.check.report import NARROWS, Seen, features_of, make_report
 from mocked_server.check.scripted_replies import ANSWER, LINE, example, line_for
 from mocked_server.check.trial import TASK, Rehearsal, main
-from mocked_server.conversation.branch_causes import EXPECTED, REMEDY, Cause
+from mocked_server.conversation.branch_causes import EXPECTED, REMEDY, BranchCause
 
 CLIENTS = Path(__file__).parents[1] / "outside" / "clients"
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -97,8 +97,8 @@ def test_features_are_named():
 
 
 def test_every_cause_has_advice():
-    assert set(REMEDY) == set(Cause)
-    assert set(Cause) > EXPECTED
+    assert set(REMEDY) == set(BranchCause)
+    assert set(BranchCause) > EXPECTED
 
 
 def run(served, program, tmp_path, timeout_s=60.0, number=[0]):  # noqa: B006
@@ -117,7 +117,7 @@ def run(served, program, tmp_path, timeout_s=60.0, number=[0]):  # noqa: B006
     try:
         return served.call(work)
     finally:
-        served.server.intake.observer = None
+        served.server.model_requests.observer = None
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_an_agent_gets_the_environment_that_it_gets_in_a_run(tools_server, tmp_p
     try:
         assert tools_server.submit(work).result(90).exit_code == 5
     finally:
-        tools_server.server.intake.observer = None
+        tools_server.server.model_requests.observer = None
 
 
 def test_sub_agents_are_branches_and_no_faults(tools_server, tmp_path):
@@ -174,7 +174,7 @@ def test_an_agent_that_edits_its_history_is_told_so(tools_server, tmp_path):
     report = run(tools_server, EDITS, tmp_path)
     assert (report.rounds, report.rows) == (3, 3)
     assert [(b.round, b.cause) for b in report.breaks] == [(2, "content_edited"), (3, "content_edited")]
-    assert any(REMEDY[Cause.CONTENT_EDITED] in advice for advice in report.advice)
+    assert any(REMEDY[BranchCause.CONTENT_EDITED] in advice for advice in report.advice)
     assert any("temperature 1" in advice for advice in report.advice)
 
 

@@ -9,8 +9,8 @@ import re
 
 import pytest
 
-from mocked_server.conversation.chat_history import Asked
-from mocked_server.conversation.message_match import Said, canonical_arguments, same_text
+from mocked_server.conversation.chat_history import ChatOptions
+from mocked_server.conversation.message_match import ParsedReply, canonical_arguments, same_text
 from mocked_server.vllm.reply_parser import ReplyParser
 from tests.support.server_parts import whole_prompt
 
@@ -61,7 +61,7 @@ def test_a_text_that_the_parser_fails_at_is_content(error: type[Exception]) -> N
             raise error("no")
 
     parser = ReplyParser(Fails, tokenizer=None, model_config=None)
-    assert parser(" text ", Asked.of({}, None)) == Said("text")
+    assert parser(" text ", ChatOptions.of({}, None)) == ParsedReply("text")
 
 
 def history(path: str, arguments: str) -> dict:

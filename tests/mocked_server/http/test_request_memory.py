@@ -56,7 +56,7 @@ def held(served):
             )
         )
     )
-    assert served.server.intake.room.num_bytes == 0
+    assert served.server.model_requests.room.num_bytes == 0
 
 
 def memory_of(served, episode: str) -> EpisodeMemory:
@@ -111,7 +111,7 @@ def test_a_request_whose_client_has_gone_counts_until_its_generation_ends(held, 
 
 def test_a_body_waits_unread_for_room_and_is_not_cut_off(held, monkeypatch) -> None:
     room = BodyRoom(LARGE * 3 // 2)
-    monkeypatch.setattr(held.server.intake, "room", room)
+    monkeypatch.setattr(held.server.model_requests, "room", room)
     monkeypatch.setattr("mocked_server.http.uvicorn_server.RECEIVE_S", 0.05)
     expired, give_up = [], PatientProtocol._give_up
     monkeypatch.setattr(PatientProtocol, "_give_up", lambda self: (expired.append(self), give_up(self)))
