@@ -28,7 +28,7 @@ NARROWS = ("response_format", "forced tools", "penalties", "logit_bias")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class TrialObservations:
     """What the agent sent and was answered, as `mocked_server.check.trial` saw it."""
 
     command: Sequence[str]
@@ -99,7 +99,7 @@ class Report:
 
 
 def make_report(
-    seen: Seen,
+    seen: TrialObservations,
     *,
     stored: Sequence[Round],
     rows: Sequence[Row],
@@ -138,7 +138,7 @@ def make_report(
     )
 
 
-def _advice(seen: Seen, *, kept: int, breaks: Sequence[Break], temperature: float) -> list[str]:
+def _advice(seen: TrialObservations, *, kept: int, breaks: Sequence[Break], temperature: float) -> list[str]:
     advice = list(dict.fromkeys(f"{b.cause}: {b.remedy}" for b in breaks if not b.expected))
     if not seen.dialects:
         advice.append(

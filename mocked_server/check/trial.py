@@ -34,7 +34,7 @@ from buffers.tasks.task_pool import TaskPool
 from buffers.training_rows import episode_rows
 from configs.child_environment import clean_environment
 from configs.schema import RolloutConfig, ServerConfig
-from mocked_server.check.report import Report, Seen, features_of, make_report
+from mocked_server.check.report import Report, TrialObservations, features_of, make_report
 from mocked_server.check.scripted_replies import LINE, line_for
 from mocked_server.generation import Generation
 from mocked_server.request_context import Call
@@ -47,7 +47,7 @@ LOG_SHOWN = 8000
 """Bytes of the engine's output that are shown when the check could not be made."""
 
 
-class Notes:
+class RequestLog:
     """Watches the agent's requests (`model_requests.Observer`) and gives each its line."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Notes:
             self.errors.append((path, status, message[:500]))
 
 
-class Rehearsal:
+class AgentTrial:
     """A server that is ready to try agents out, one after the other. `diff_of(rows)`: the proof of exactness; None:
     left out."""
 
@@ -101,7 +101,7 @@ class Rehearsal:
         `output`: file descriptor for what the agent prints; None: our standard error. `named`: variables of this process's
         environment that it gets besides the usual ones, as by `agents.environment`.
         """
-        notes = Notes()
+        notes = RequestLog()
         self._server.model_requests.observer = notes
         await self._server.pool.put([task])
         leased = await self._server.lease_episode(wait_s=60.0)
@@ -117,7 +117,7 @@ class Rehearsal:
         stored = await asyncio.wrap_future(self._ledger.rounds(leased.episode_id))
         rows = episode_rows(stored, group_id=live.episode.group_id, scores=EpisodeScores(whole=0.0))
         await self._server.fail(leased.episode_id, "checked")
-        seen = Seen(
+        seen = TrialObservations(
             command=command,
             exit_code=exit_code,
             seconds=seconds,
@@ -139,19 +139,20 @@ class Rehearsal:
 async def check(
     command: Sequence[str], *, task: Task, timeout_s: float, output: int | None = None, named: Sequence[str] = ()
 ) -> Report:
-    """Run the agent once, see `Rehearsal.try_out`. Raises UnderstudyError when the server or the engine does not start."""
+    """Run the agent once, see `AgentTrial.try_out`. Raises UnderstudyError when the server or the engine does not
+    start."""
     async with rehearsal_server() as rehearsal:
         return await rehearsal.try_out(command, task=task, timeout_s=timeout_s, output=output, named=named)
 
 
 @asynccontextmanager
-async def rehearsal_server() -> AsyncIterator[Rehearsal]:
+async def rehearsal_server() -> AsyncIterator[AgentTrial]:
     """A server with a tiny model that says what `rehearsal` chose. Raises UnderstudyError when it does not start."""
     from transformers import AutoTokenizer
 
     from configs.tiny_model import make_tiny_model
     from mocked_server.check.logprob_proof import max_logprob_diff
-    from mocked_server.check.vllm_scripted_engine import REHEARSAL_ARGUMENTS, RehearsedEngine
+    from mocked_server.check.vllm_scripted_engine import REHEARSAL_ARGUMENTS, TrialEngine
     from mocked_server.vllm.engine import EngineSettings, VLLMEngine, make_args, make_vllm_config
 
     rollout, server_config = (
@@ -171,12 +172,12 @@ async def rehearsal_server() -> AsyncIterator[Rehearsal]:
         try:
             with Ledger(None) as ledger:
                 server = _server(ledger, args=args, vllm_config=vllm_config, rollout=rollout, config=server_config)
-                rehearsed = RehearsedEngine(engine, tokenizer=AutoTokenizer.from_pretrained(model))
+                rehearsed = TrialEngine(engine, tokenizer=AutoTokenizer.from_pretrained(model))
                 generation = Generation(rehearsed, queue=server.prompt_queue, rounds=ledger)
                 generating = asyncio.create_task(generation.run(), name="generate")
                 try:
                     await server.start()
-                    yield Rehearsal(server, ledger, diff_of=partial(max_logprob_diff, model))
+                    yield AgentTrial(server, ledger, diff_of=partial(max_logprob_diff, model))
                 finally:
                     await server.close()
                     await asyncio.wait({generating})

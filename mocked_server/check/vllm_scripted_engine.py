@@ -44,7 +44,7 @@ REHEARSAL_ARGUMENTS = {
     "logits_processors": [f"{ForcedTokens.__module__}:{ForcedTokens.__name__}"],
     "logprobs_mode": "raw_logprobs",
 }
-"""What vLLM's arguments must say for `RehearsedEngine`."""
+"""What vLLM's arguments must say for `TrialEngine`."""
 
 
 def _only(logits: torch.Tensor, token: int) -> torch.Tensor:
@@ -63,7 +63,7 @@ def spelled(line: str, *, encode: Callable[[str], list[int]], seed: int) -> list
     return ids
 
 
-class RehearsedEngine:
+class TrialEngine:
     """Wraps a started `VLLMEngine` whose arguments hold REHEARSAL_ARGUMENTS."""
 
     def __init__(self, engine: VLLMEngine, *, tokenizer: Any) -> None:

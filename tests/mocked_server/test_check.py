@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from buffers.records import Task
-from mocked_server.check.report import NARROWS, Seen, features_of, make_report
+from mocked_server.check.report import NARROWS, TrialObservations, features_of, make_report
 from mocked_server.check.scripted_replies import ANSWER, LINE, example, line_for
-from mocked_server.check.trial import TASK, Rehearsal, main
+from mocked_server.check.trial import TASK, AgentTrial, main
 from mocked_server.conversation.branch_causes import EXPECTED, REMEDY, BranchCause
 
 CLIENTS = Path(__file__).parents[1] / "outside" / "clients"
@@ -112,7 +112,7 @@ def run(served, program, tmp_path, timeout_s=60.0, number=[0]):  # noqa: B006
     engine.answer = lambda _: served.ids("<think>\n</think>\n\n" + engine.params[-1].extra_args[LINE])
     number[0] += 1
     task = Task(**{"task_id": f"check-{number[0]}", **TASK})
-    rehearsal = Rehearsal(served.server, served.ledger)
+    rehearsal = AgentTrial(served.server, served.ledger)
     work = rehearsal.try_out([sys.executable, str(path)], task=task, timeout_s=timeout_s)
     try:
         return served.call(work)
@@ -143,7 +143,7 @@ def test_an_agent_gets_the_environment_that_it_gets_in_a_run(tools_server, tmp_p
     program = tmp_path / "agent.py"
     program.write_text("import os, sys; sys.exit(3 * ('HF_TOKEN' in os.environ) + 5 * ('MY_TOOL_URL' in os.environ))")
     task = Task(task_id=f"environment-{tmp_path.name}", prompt=[{"role": "user", "content": "hi"}])
-    rehearsal = Rehearsal(tools_server.server, tools_server.ledger)
+    rehearsal = AgentTrial(tools_server.server, tools_server.ledger)
     work = rehearsal.try_out([sys.executable, str(program)], task=task, timeout_s=60, named=["MY_TOOL_URL"])
     try:
         assert tools_server.submit(work).result(90).exit_code == 5
@@ -217,7 +217,7 @@ def test_a_command_that_is_not_there_is_an_error(capsys):
 
 
 def test_narrowed_sampling_is_said():
-    seen = Seen(
+    seen = TrialObservations(
         command=["x"],
         exit_code=0,
         seconds=1.0,
