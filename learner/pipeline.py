@@ -311,7 +311,7 @@ class Pipeline:
             loops=self._loops, sock=self._socket, keys=self._keys,
             others=Others(agents=self._players() is None, default=self._default_agent()),
         )  # fmt: skip
-        server.put_to_sleep_with(engine)
+        server.attach_engine(engine)
         for episode, rounds in books.running:
             server.resume_episode(episode, rounds)
         await server.start()

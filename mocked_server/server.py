@@ -132,7 +132,7 @@ class MockedServer:
         """Token ids as text, control tokens included."""
         return str(self._client.renderer.get_tokenizer().decode(list(ids)))
 
-    def put_to_sleep_with(self, engine: Sleeper) -> None:
+    def attach_engine(self, engine: Sleeper) -> None:
         """`POST /sleep` and `POST /wake_up` reach this engine."""
         self._client.sleeper = engine
 
@@ -249,7 +249,7 @@ class MockedServer:
         live = self.episodes.get(episode.episode_id)
         played = await self._loops.play(episode.task, api_key=leased.api_key, seed=episode.seed)
         if some := left_out(live, played.outputs):
-            await asyncio.wrap_future(self.pool.leave_out(episode.episode_id, some))
+            await asyncio.wrap_future(self.pool.mask_tokens(episode.episode_id, some))
         return played.score
 
     def open_episode(self, episode: Episode, *, worker: str | None = None) -> Leased:

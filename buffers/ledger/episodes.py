@@ -147,7 +147,7 @@ def ended(db: sqlite3.Connection, *, episode_ids: Sequence[str]) -> list[ClosedE
     ]
 
 
-def leave_out(db: sqlite3.Connection, *, episode_id: str, trained: Mapping[int, bytes]) -> None:
+def mask_tokens(db: sqlite3.Connection, *, episode_id: str, trained: Mapping[int, bytes]) -> None:
     """Of these rounds of a running episode only some tokens are to be trained: a byte for each sampled one, 0 or 1."""
     row = read_episode(db, episode_id=episode_id)
     if row.state != EpisodeState.RUNNING:

@@ -236,10 +236,10 @@ class Ledger:
         """Store a round of a running episode. Raises EpisodeError for numbers that could not be trained."""
         return self.submit(partial(episodes.put_round, stored=stored_round(round_)))
 
-    def leave_out(self, episode_id: str, trained: Mapping[int, UInt8]) -> Future[None]:
+    def mask_tokens(self, episode_id: str, trained: Mapping[int, UInt8]) -> Future[None]:
         """Some tokens that a running episode sampled are not to be trained: round index -> [S] 1 where they are, else 0."""
         flags = {index: each.astype("uint8").tobytes() for index, each in trained.items()}
-        return self.submit(partial(episodes.leave_out, episode_id=episode_id, trained=flags))
+        return self.submit(partial(episodes.mask_tokens, episode_id=episode_id, trained=flags))
 
     def put_rounds(self, rounds: Sequence[StoredRound]) -> Future[list[EpisodeError | None]]:
         """Store rounds of running episodes in one go: why each was refused, None for those that are stored. A round that is

@@ -184,7 +184,7 @@ class TaskPool:
         waiter.cancel()
         return None
 
-    def take_over(self, episodes: Iterable[Episode]) -> None:
+    def adopt_running(self, episodes: Iterable[Episode]) -> None:
         """Episodes that an earlier process started, whose agents go on: each takes a slot, and its deadline begins anew."""
         for episode in episodes:
             self._num_started += 1
@@ -207,9 +207,9 @@ class TaskPool:
         self._release(episode_id, reason=EpisodeState.SCORED)
         return stored
 
-    def leave_out(self, episode_id: str, trained: Mapping[int, UInt8]) -> Future[None]:
-        """See `Ledger.leave_out`."""
-        return self._ledger.leave_out(episode_id, trained)
+    def mask_tokens(self, episode_id: str, trained: Mapping[int, UInt8]) -> Future[None]:
+        """See `Ledger.mask_tokens`."""
+        return self._ledger.mask_tokens(episode_id, trained)
 
     async def fail(self, episode_id: str, reason: str) -> None:
         """End an episode without a score and release its slot; it is tried again, or its group is given up. `reason` may be

@@ -82,7 +82,7 @@ async def open_run_buffers(
         times_opened=opened,
         held=True,
     )
-    pool.take_over(episodes)
+    pool.adopt_running(episodes)
     return RunBuffers(
         ledger=ledger,
         pool=pool,

@@ -128,7 +128,7 @@ async def _parts(
         args=args, vllm_config=vllm_config, rollout=ROLLOUT, server=SERVER, pool=pool,
         notify_score_fn=MultiRoundBufferDataset(ledger).notify_score, keys=KeyRing(make_secret(folder / "server.key")),
     )  # fmt: skip
-    server.put_to_sleep_with(engine)
+    server.attach_engine(engine)
     generation = Generation(engine, queue=server.prompt_queue, rounds=ledger)
     server.on_ended = generation.forget
     await server.start()

@@ -163,7 +163,7 @@ class ServerThread:
     def _resume(self) -> None:
         """As `learner.pipeline` does it: before the first request can come."""
         episodes = self.ledger.running_episodes().result()
-        self.pool.take_over(episodes)
+        self.pool.adopt_running(episodes)
         for episode in episodes:
             rounds = self.ledger.rounds(episode.episode_id).result()
             self.server.resume_episode(episode, rounds)

@@ -389,7 +389,7 @@ async def test_a_pool_takes_over_what_an_earlier_process_started(tmp_path: Path)
             episode = await setup.lease()
     with Ledger(path, keep_running=True) as ledger:
         async with running_pool(ledger=ledger, max_running=1) as setup:
-            setup.pool.take_over(ledger.running_episodes().result())
+            setup.pool.adopt_running(ledger.running_episodes().result())
             assert setup.pool.metrics()["pool/running"] == 1
             await setup.play(episode)
             assert setup.pool.metrics()["pool/running"] == 0

@@ -94,7 +94,7 @@ def test_a_token_that_is_left_out_stays_in_the_row_and_is_not_trained(served):
     output = generate(served, client.api_key, prompt)
     (live,) = served.server.episodes.get(episode).rounds
     assert live.round_index == 0
-    served.ledger.leave_out(episode, {0: np.array([1] + [0] * (len(output) - 1))}).result(10)
+    served.ledger.mask_tokens(episode, {0: np.array([1] + [0] * (len(output) - 1))}).result(10)
     served.call(served.server.notify_score(episode, 1.0))
     batch = served.ledger.claim(served.ledger.counts()["groups/ready"], min_version=0).result(10)
     served.ledger.release(batch.lease_id).result(10)
@@ -103,7 +103,7 @@ def test_a_token_that_is_left_out_stays_in_the_row_and_is_not_trained(served):
     assert [row.mask.tolist() for row in rows] == [[0] * len(prompt) + [1] + [0] * (len(output) - 1)]
     assert rows[0].logprobs[rows[0].mask == 0].tolist() == [0.0] * (len(rows[0].ids) - 1)
     with pytest.raises(EpisodeError, match="ended"):
-        served.ledger.leave_out(episode, {0: np.array([1])}).result(10)
+        served.ledger.mask_tokens(episode, {0: np.array([1])}).result(10)
 
 
 def test_a_server_that_is_gone_is_told_apart_from_a_refusal(served):
