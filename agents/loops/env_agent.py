@@ -25,7 +25,7 @@ from agents.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from agents.loops.trajectory import Trajectory, read_settings
 from agents.tools.truncate import truncate
 from buffers.errors import AgentError, EnvError
-from env_adapters.adapter import Message, Played, Step, played
+from env_adapters.adapter import Message, Step, WithDeadlines, with_deadlines
 from env_adapters.catalog import adapter_class, make_adapter
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class EnvAgentLoop(AgentLoopBase):
         """See `AgentLoopBase.run`. `kwargs` must hold the task's columns, `ground_truth` and `seed`."""
         settings = self.settings
         try:
-            adapter = played(make_adapter(settings.env, settings.options), deadline_s=settings.deadline_s)
+            adapter = with_deadlines(make_adapter(settings.env, settings.options), deadline_s=settings.deadline_s)
             try:
                 return await _Episode(self, sampling_params, adapter).play(kwargs)
             finally:
@@ -83,7 +83,7 @@ class EnvAgentLoop(AgentLoopBase):
 class _Episode:
     """One episode: its trajectory, and how far it is."""
 
-    def __init__(self, loop: EnvAgentLoop, sampling_params: dict[str, Any], adapter: Played) -> None:
+    def __init__(self, loop: EnvAgentLoop, sampling_params: dict[str, Any], adapter: WithDeadlines) -> None:
         self._loop = loop
         self._settings = loop.settings
         self._adapter = adapter

@@ -32,7 +32,7 @@ ScoreFn = Callable[[Task, str], float | Awaitable[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class LoopOutcome:
     """An episode that a loop has played."""
 
     score: float
@@ -115,7 +115,7 @@ class AgentLoopManager:
         for worker in workers:
             ray.kill(worker.actor)
 
-    async def play(self, task: Task, *, api_key: str, seed: int) -> Played:
+    async def play(self, task: Task, *, api_key: str, seed: int) -> LoopOutcome:
         """Play and judge one episode under its key. Raises AgentError with the reason when there is nothing to judge."""
         row = {**task.private(), "seed": seed}  # the worker hands the ground truth to environments only
         result = await self._run(str(task.agent_name), loop_row(row), api_key=api_key)
@@ -124,7 +124,7 @@ class AgentLoopManager:
         began = time.monotonic()
         score = await self._judge(task, result)
         self.figures.add(Figures.of(result, score_s=time.monotonic() - began))
-        return Played(score=score, outputs=result.outputs)
+        return LoopOutcome(score=score, outputs=result.outputs)
 
     async def generate_sequences(self, rows: Sequence[Mapping[str, Any]]) -> list[LoopResult]:
         """verl's batch interface: wake the engines up, play all rows over the workers, put the engines to sleep.

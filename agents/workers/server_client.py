@@ -16,7 +16,7 @@ from buffers.errors import AgentError
 CONNECT_S = 5.0
 
 
-class HTTPServer:
+class ModelServerClient:
     """`base_url`: root of the server, without /v1. `worker_key`: for requests that belong to no episode, and for sleep."""
 
     def __init__(self, base_url: str, *, worker_key: str = "", max_connections: int = 1024) -> None:

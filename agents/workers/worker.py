@@ -20,7 +20,7 @@ from agents.agent_loop import AgentLoopBase, AgentLoopOutput, verl_config
 from agents.server_manager import AsyncLLMServerManager
 from agents.tools.guarded_calls import Caught
 from agents.workers.config import LoopSpec, loop_class
-from agents.workers.server_client import HTTPServer
+from agents.workers.server_client import ModelServerClient
 from buffers.did_you_mean import one_of
 from buffers.errors import UnderstudyError
 
@@ -70,7 +70,7 @@ class AgentLoopWorker:
         }
         self._arguments = {spec.name: dict(spec.arguments) for spec in settings.loops}
         self._manager: AsyncLLMServerManager | None = None
-        self._servers: list[HTTPServer] = []
+        self._servers: list[ModelServerClient] = []
 
     async def ready(self) -> list[str]:
         """Set every loop's class up (tools, parsers); the names. Raises what they raise, so that a bad entry is known
@@ -147,7 +147,7 @@ class AgentLoopWorker:
         """Made at first use: its clients belong to the event loop."""
         if self._manager is None:
             key = self._settings.worker_key
-            self._servers = [HTTPServer(url, worker_key=key) for url in self._settings.server_urls]
+            self._servers = [ModelServerClient(url, worker_key=key) for url in self._settings.server_urls]
             self._manager = AsyncLLMServerManager(self._servers)
         return self._manager
 

@@ -32,7 +32,7 @@ class Trajectory(Protocol):
     def response_mask(self) -> list[int]: ...
 
 
-class Played(Protocol):
+class LoopOutcome(Protocol):
     """An episode that a loop has played."""
 
     @property
@@ -46,7 +46,7 @@ class LoopPlayer(Protocol):
 
     @property
     def names(self) -> frozenset[str]: ...
-    async def play(self, task: Task, *, api_key: str, seed: int) -> Played: ...
+    async def play(self, task: Task, *, api_key: str, seed: int) -> LoopOutcome: ...
 
 
 def left_out(live: LiveEpisode, outputs: Sequence[Trajectory]) -> dict[int, UInt8]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from buffers.errors import EnvError
-from env_adapters.adapter import Played, played
+from env_adapters.adapter import WithDeadlines, with_deadlines
 from env_adapters.openenv import OpenEnv
 from tests.outside.agent_environments import python_with
 
@@ -62,7 +62,7 @@ def openenv_url() -> Iterator[str]:
     process.stdout.close()
 
 
-async def search(adapter: Played, *, seed: int) -> float:
+async def search(adapter: WithDeadlines, *, seed: int) -> float:
     """Find the number by halving."""
     (first,) = await adapter.reset({"task_id": "t", "extra_info": {"reset": {"high": 64}}}, seed=seed)
     assert "Action: the number (integer)." in first["content"] and first["content"].endswith("Guess, below 64.")
@@ -77,7 +77,7 @@ async def search(adapter: Played, *, seed: int) -> float:
 
 
 async def test_an_openenv_server_is_played_in_sessions_of_its_own(openenv_url: str) -> None:
-    adapters = [played(OpenEnv(url=openenv_url), deadline_s=20.0) for _ in range(4)]
+    adapters = [with_deadlines(OpenEnv(url=openenv_url), deadline_s=20.0) for _ in range(4)]
     scores = await asyncio.gather(*(search(adapter, seed=seed) for seed, adapter in enumerate(adapters)))
     assert all(0.0 < score <= 1.0 for score in scores)
     for adapter in adapters:
@@ -86,7 +86,7 @@ async def test_an_openenv_server_is_played_in_sessions_of_its_own(openenv_url: s
 
 async def test_what_an_openenv_server_refuses_is_told_and_what_breaks_it_ends_the_episode(openenv_url: str) -> None:
     server = OpenEnv(url=openenv_url)
-    adapter = played(server, deadline_s=20.0)
+    adapter = with_deadlines(server, deadline_s=20.0)
     await adapter.reset({"task_id": "t", "extra_info": {}}, seed=3)
     refused = await adapter.step("-1")
     assert refused.messages[0]["content"].startswith("Not an action: Input should be greater than or equal to 0")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from agents.server_manager import ServerUnavailable
-from agents.workers.server_client import HTTPServer
+from agents.workers.server_client import ModelServerClient
 from buffers.errors import AgentError, EpisodeError
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
 from mocked_server.conversation.loop_trajectories import left_out
@@ -25,7 +25,7 @@ def post(served, key, body, path="/generate"):
 
 def generate(served, key, prompt_ids, **sampling_params):
     async def run():
-        async with HTTPServer(served.server.base_url, worker_key=served.server.keys.worker) as server:
+        async with ModelServerClient(served.server.base_url, worker_key=served.server.keys.worker) as server:
             return await server.generate("episode", prompt_ids=prompt_ids, sampling_params=sampling_params, api_key=key)
 
     return asyncio.run(run())
@@ -121,7 +121,7 @@ def test_a_server_that_is_gone_is_told_apart_from_a_refusal(served):
         with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as listener:
             threading.Thread(target=listener.serve_forever).start()
             try:
-                async with HTTPServer(f"http://127.0.0.1:{listener.server_port}") as server:
+                async with ModelServerClient(f"http://127.0.0.1:{listener.server_port}") as server:
                     await server.generate("a", prompt_ids=[1], sampling_params={}, api_key="k")
             finally:
                 listener.shutdown()
@@ -132,7 +132,7 @@ def test_a_server_that_is_gone_is_told_apart_from_a_refusal(served):
         asyncio.run(overloaded(500))
 
     async def nowhere():
-        async with HTTPServer("http://127.0.0.1:9") as server:
+        async with ModelServerClient("http://127.0.0.1:9") as server:
             assert not await server.healthy()
             await server.generate("a", prompt_ids=[1], sampling_params={}, api_key="")
 
