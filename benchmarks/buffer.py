@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks import buffer_parts as parts
 from buffers.ledger.ledger import Ledger
-from buffers.remote.round_socket import RowEndpoint
+from buffers.remote.round_socket import RoundServer
 
 ROOT = Path(__file__).resolve().parent.parent
 RIVAL = "TransferQueue==0.1.11"
@@ -42,7 +42,7 @@ KILL_BYTES = 1 << 30
 def durable_figures(folder: Path, *, rows: int, tokens: int) -> dict[str, float]:
     """The ledger: put 64 and put 1 from another process, then claim, read and commit batches of 64."""
     with Ledger(folder / "put.sqlite") as ledger:
-        endpoint = RowEndpoint(ledger, secret=parts.SECRET)
+        endpoint = RoundServer(ledger, secret=parts.SECRET)
         episodes = parts.open_episodes(ledger, number=rows + parts.BATCH)
         single = parts.open_episodes(ledger, number=201, first=rows + parts.BATCH)
         put64 = _other_process(endpoint.address, size=parts.BATCH, tokens=tokens, episodes=episodes)

@@ -56,7 +56,7 @@ from learner.validation import Validation
 from mocked_server.dispatch import PLAIN, Others
 from mocked_server.generation import Generation
 from mocked_server.http.uvicorn_server import bind
-from mocked_server.keys import KeyRing, row_secret, secret_of_run
+from mocked_server.keys import KeyRing, round_secret, secret_of_run
 from mocked_server.server import MockedServer
 from mocked_server.vllm.engine import (
     EngineSettings,
@@ -285,7 +285,7 @@ class Pipeline:
         if config.buffer.node or warms_up:  # which takes longest: nothing gets in the way of its Ray
             await asyncio.shield(ray_started)
         books = await open_run_buffers(
-            config, stack, folder=self._folder, secret=partial(row_secret, self._folder),
+            config, stack, folder=self._folder, secret=partial(round_secret, self._folder),
             resume=self._resume, checkpoint=self._checkpoint,
         )  # fmt: skip
         settings = EngineSettings(

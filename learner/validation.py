@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from buffers.ledger.ledger import Ledger, News
+from buffers.ledger.ledger import Ledger, LedgerEvent
 from buffers.records import Task, Validated
 
 PREFIX = "val/"
@@ -69,7 +69,7 @@ class Validation:
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
 
-        def wake(_: News) -> None:
+        def wake(_: LedgerEvent) -> None:
             with suppress(RuntimeError):  # the loop has ended, and this wait with it
                 loop.call_soon_threadsafe(woken.set)
 

@@ -59,7 +59,7 @@ class _Job:
     passing: bool = False
 
 
-class Writer:
+class GroupCommit:
     """`read_news` runs at the end of each transaction and `publish` gets its answer once the transaction is on disk.
     `when_idle` runs by itself once the time that `idle_s` gives is over (None: never), if nothing else came. `probe` opens
     each transaction while the disk is full: it stores enough to show that there is room again."""

@@ -20,7 +20,7 @@ from buffers.records import Episode, TrainBatch
 _KEY = "call:"
 
 
-def once(
+def idempotent(
     db: sqlite3.Connection, *, caller: str, number: int, place: int, operation: Callable[[sqlite3.Connection], Any]
 ) -> Any:
     """What `operation` answers, now or when this call came first. Of a caller and a place the newest number is kept."""

@@ -28,7 +28,7 @@ from buffers.errors import EpisodeError, UnderstudyError
 from buffers.ledger import batches, checkpoints, episodes, scores, validation
 from buffers.ledger.encode import checked_score, stored_round, task_payload
 from buffers.ledger.episodes import ClosedEpisode, StoredRound
-from buffers.ledger.group_commit import Writer
+from buffers.ledger.group_commit import GroupCommit
 from buffers.ledger.schema import open_database
 from buffers.ledger.selectors import Selector
 from buffers.records import Episode, EpisodeState, Position, Round, ScoreDetail, Task, TrainBatch, UInt8, Validated
@@ -43,7 +43,7 @@ _RESERVE_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class News:
+class LedgerEvent:
     """What a transaction changed, for those who wait."""
 
     closed: tuple[ClosedEpisode, ...]
@@ -79,7 +79,7 @@ class Ledger:
         self._begin(path, drop_equal=drop_equal, counts=news.counts)
         self._next_deadline = news.next_deadline
         name = "in memory" if path is None else str(path)
-        self._writer = Writer(
+        self._writer = GroupCommit(
             db, name=name, read_news=_read_news, keep_news=self._keep, publish=self._publish,
             idle_s=self._until_next_deadline, when_idle=self._expire_leases, probe=_probe,
         )  # fmt: skip
@@ -88,7 +88,7 @@ class Ledger:
         self.path = path
         self._drop_equal = drop_equal
         self._counts = counts
-        self._watchers: list[Callable[[News], None]] = []
+        self._watchers: list[Callable[[LedgerEvent], None]] = []
         self._watchers_lock = threading.Lock()
         self._announced = _states(counts)
 
@@ -144,7 +144,7 @@ class Ledger:
         counts = self._counts
         return counts["episodes/scored"] - sum(n for name, n in counts.items() if name.startswith("scored/"))
 
-    def watch(self, watcher: Callable[[News], None]) -> Callable[[], None]:
+    def watch(self, watcher: Callable[[LedgerEvent], None]) -> Callable[[], None]:
         """Call `watcher` after each commit that moved a group or an episode; returns the call that ends this.
 
         It runs in whichever thread committed, after the futures of that commit are done: it must return at once, must not
@@ -173,7 +173,7 @@ class Ledger:
         """Queue a function of `buffers.ledger_*`, with all its arguments but the connection; all methods below do it through this.
 
         `timed`: it takes `now`, by the ledger's clock. `repeatable`: it may run again where its answer was lost (nothing is lost
-        here, see `remote_ledger`). Others: see `Writer.submit`.
+        here, see `remote_ledger`). Others: see `GroupCommit.submit`.
         """
         apply = (lambda db: operation(db, now=self._clock())) if timed else operation
         return self._writer.submit(apply, refusable=refusable, passing=passing, here=here)
@@ -335,7 +335,7 @@ class Ledger:
         """How many groups of each task were opened so far: the position in the task files."""
         return self.submit(checkpoints.times_opened, repeatable=True)
 
-    def _keep(self, news: News) -> None:
+    def _keep(self, news: LedgerEvent) -> None:
         """Before the futures are done, so that a caller finds its own change in `counts`."""
         self._counts = news.counts
         self._next_deadline = news.next_deadline
@@ -346,7 +346,7 @@ class Ledger:
     def _expire_leases(self, db: sqlite3.Connection) -> None:
         batches.expire_leases(db, now=self._clock())
 
-    def _publish(self, news: News, *, again: bool) -> None:
+    def _publish(self, news: LedgerEvent, *, again: bool) -> None:
         states = _states(news.counts)
         if not again and not news.closed and states == self._announced:
             return
@@ -357,7 +357,7 @@ class Ledger:
             watcher(news)
 
 
-def _read_news(db: sqlite3.Connection) -> News:
+def _read_news(db: sqlite3.Connection) -> LedgerEvent:
     closed = tuple(
         ClosedEpisode(episode_id=episode_id, state=EpisodeState(state), reason=reason)
         for episode_id, state, reason in db.execute("SELECT episode_id, state, reason FROM temp.closed")
@@ -365,7 +365,7 @@ def _read_news(db: sqlite3.Connection) -> News:
     if closed:
         db.execute("DELETE FROM temp.closed")
     counts = dict(db.execute("SELECT name, n FROM tally").fetchall())
-    return News(closed=closed, counts=counts, next_deadline=batches.next_deadline(db))
+    return LedgerEvent(closed=closed, counts=counts, next_deadline=batches.next_deadline(db))
 
 
 def _probe(db: sqlite3.Connection) -> None:

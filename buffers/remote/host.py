@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from buffers.errors import UnderstudyError
-from buffers.ledger.idempotency import forget, once
-from buffers.ledger.ledger import Ledger, News
-from buffers.remote.round_socket import RowEndpoint
+from buffers.ledger.idempotency import forget, idempotent
+from buffers.ledger.ledger import Ledger, LedgerEvent
+from buffers.remote.round_socket import RoundServer
 
 OPEN_S = 30.0
 """For a process that has the file open to end."""
@@ -51,7 +51,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
+class LedgerAddress:
     """Where the ledger is now."""
 
     node_id: str
@@ -64,10 +64,10 @@ class Where:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NewsPage:
+class EventPage:
     """News after a place, and the place after them. `lost`: there were others, which nobody has any more."""
 
-    news: list[News]
+    news: list[LedgerEvent]
     place: tuple[str, int]
     lost: bool
     state: dict[str, Any]
@@ -97,7 +97,7 @@ class LedgerHost:
         self._ledger: Ledger | None = None
         self._life = secrets.token_hex(8)
         self._lock = threading.Lock()
-        self._news: deque[News] = deque(maxlen=_MAX_NEWS)
+        self._news: deque[LedgerEvent] = deque(maxlen=_MAX_NEWS)
         self._num_news = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
@@ -134,10 +134,10 @@ class LedgerHost:
         self._ledger.watch(self._on_news)
         if not keep_leases:
             self._ledger.submit(partial(forget, caller="*"))  # they are no more
-        self._endpoint = RowEndpoint(self._ledger, secret=self._secret, host=self._host, state=self._state)
+        self._endpoint = RoundServer(self._ledger, secret=self._secret, host=self._host, state=self._state)
 
-    async def where(self) -> Where:
-        return Where(
+    async def where(self) -> LedgerAddress:
+        return LedgerAddress(
             node_id=self._node_id,
             address=self._endpoint.address,
             pid=os.getpid(),
@@ -168,7 +168,7 @@ class LedgerHost:
             refused.set_exception(error)
             return refused
 
-    async def news(self, place: tuple[str, int], *, wait_s: float) -> NewsPage:
+    async def news(self, place: tuple[str, int], *, wait_s: float) -> EventPage:
         """What changed after `place`; waits up to `wait_s` for something. Raises UnderstudyError once it is closed."""
         self._loop = asyncio.get_running_loop()
         self._asked = time.monotonic()
@@ -183,8 +183,8 @@ class LedgerHost:
             end, kept = self._num_news, list(self._news)
         state = self._state()
         if life != self._life or end - number > len(kept):
-            return NewsPage(news=[], place=(self._life, end), lost=True, state=state)
-        return NewsPage(news=kept[len(kept) - (end - number) :], place=(self._life, end), lost=False, state=state)
+            return EventPage(news=[], place=(self._life, end), lost=True, state=state)
+        return EventPage(news=kept[len(kept) - (end - number) :], place=(self._life, end), lost=False, state=state)
 
     async def idle_s(self) -> float:
         """How long nobody has asked for news."""
@@ -215,7 +215,7 @@ class LedgerHost:
                 "room": self._ledger.has_room(),
             }
 
-    def _on_news(self, news: News) -> None:
+    def _on_news(self, news: LedgerEvent) -> None:
         """In the thread that committed."""
         with self._lock:
             self._news.append(news)
@@ -232,4 +232,4 @@ class _Once:
         self._call = call
 
     def __call__(self, db: Any, **now: float) -> Any:
-        return once(db, operation=partial(self._operation, **now), **self._call)
+        return idempotent(db, operation=partial(self._operation, **now), **self._call)

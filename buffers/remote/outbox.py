@@ -22,7 +22,7 @@ _ENTRY_BYTES = 128
 
 
 @dataclass(slots=True, kw_only=True)
-class Mail:
+class Outgoing:
     """What waits to be sent: an operation, or rounds."""
 
     future: Future[Any]
@@ -39,11 +39,11 @@ class Mail:
         return name
 
 
-def parcels(mails: Sequence[Mail]) -> Iterator[tuple[list[Mail], list[Mail]]]:
+def parcels(mails: Sequence[Outgoing]) -> Iterator[tuple[list[Outgoing], list[Outgoing]]]:
     """Mails in their order as (rounds, then operations): a round goes ahead of operations of other episodes only, so that many
     episodes at once need few turns."""
-    rounds: list[Mail] = []
-    operations: list[Mail] = []
+    rounds: list[Outgoing] = []
+    operations: list[Outgoing] = []
     named: set[str | None] = set()
     for mail in mails:
         if mail.job is None:

@@ -1,6 +1,6 @@
 """The ledger in a process of its own: a detached Ray actor on the node that has the disk, and the handle to it.
 
-Started by `learner.startup.ledger_location`, used through `remote_ledger`. The actor owns the file and a `RowEndpoint`.
+Started by `learner.startup.ledger_location`, used through `remote_ledger`. The actor owns the file and a `RoundServer`.
 Invariants: it never leaves its node; when its process dies Ray starts it again there, and what was acknowledged is in
 the file: running episodes and leases go on. Rounds come by the endpoint; what Ray carries (operations and their
 answers, between the cluster's own processes) is in the file too, or its caller sends it again: Ray's object store is
@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffers.errors import UnderstudyError
-from buffers.remote.host import OPEN_S, AnswerLost, Job, LedgerGone, LedgerHost, NewsPage, Where
+from buffers.remote.host import OPEN_S, AnswerLost, EventPage, Job, LedgerAddress, LedgerGone, LedgerHost
 from buffers.remote.round_socket import STILL_S
 
 NAMESPACE = "understudy"
@@ -43,11 +43,11 @@ class ActorHandle:
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
-    def where(self) -> Where:
+    def where(self) -> LedgerAddress:
         """Waits while it is being started again. Raises LedgerGone when that takes more than `START_S`, or has no end."""
         # Asking twice is asking once: Ray may repeat it, and holds it until the actor is there.
         try:
-            where: Where = ray.get(self._actor.where.options(max_task_retries=-1).remote(), timeout=START_S)
+            where: LedgerAddress = ray.get(self._actor.where.options(max_task_retries=-1).remote(), timeout=START_S)
         except RayError as error:  # also: its node died, no answer within that time
             raise LedgerGone(
                 f"the ledger's process must run, but ended for good: {error}; go on with --resume auto"
@@ -66,9 +66,9 @@ class ActorHandle:
             except GetTimeoutError:
                 while_waiting()
 
-    def news(self, place: tuple[str, int], *, wait_s: float) -> NewsPage:
+    def news(self, place: tuple[str, int], *, wait_s: float) -> EventPage:
         """See `LedgerHost.news`. Raises AnswerLost."""
-        page: NewsPage = self._get(self._actor.news.remote(place, wait_s=wait_s), timeout_s=None)
+        page: EventPage = self._get(self._actor.news.remote(place, wait_s=wait_s), timeout_s=None)
         return page
 
     def forget(self, caller: str) -> None:

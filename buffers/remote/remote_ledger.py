@@ -27,11 +27,11 @@ from typing import Any, Protocol, TypeVar
 from buffers.errors import EpisodeError, StorageFull, UnderstudyError
 from buffers.ledger.encode import stored_round
 from buffers.ledger.episodes import StoredRound
-from buffers.ledger.ledger import Ledger, News
+from buffers.ledger.ledger import Ledger, LedgerEvent
 from buffers.records import Episode, Round
-from buffers.remote.host import AnswerLost, Job, LedgerGone, NewsPage, Where
-from buffers.remote.outbox import Mail, check_size, frames, parcels
-from buffers.remote.round_socket import EndpointError, RowClient
+from buffers.remote.host import AnswerLost, EventPage, Job, LedgerAddress, LedgerGone
+from buffers.remote.outbox import Outgoing, check_size, frames, parcels
+from buffers.remote.round_socket import EndpointError, RoundClient
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +48,11 @@ _AGAIN_S = 0.2
 class Handle(Protocol):
     """What reaches the ledger's process: see `ray_actor.ActorHandle`."""
 
-    def where(self) -> Where: ...
+    def where(self) -> LedgerAddress: ...
     def apply(
         self, jobs: list[Job], *, caller: str, number: int, while_waiting: Callable[[], None]
     ) -> tuple[list[Any], dict[str, Any]]: ...
-    def news(self, place: tuple[str, int], *, wait_s: float) -> NewsPage: ...
+    def news(self, place: tuple[str, int], *, wait_s: float) -> EventPage: ...
     def forget(self, caller: str) -> None: ...
     def end(self) -> None: ...
 
@@ -68,13 +68,13 @@ class RemoteLedger(Ledger):
         self._owns = owns
         self._caller = secrets.token_hex(8)
         self._number = 0
-        self._rows: RowClient | None = None
+        self._rows: RoundClient | None = None
         self._where = actor.where()
         self._begin(path, drop_equal=drop_equal, counts={})
         self._state_lock = threading.Lock()
         self._state: dict[str, Any] = {"number": -1}
         self._keep_state(self._where.state)
-        self._mail: deque[Mail] = deque()
+        self._mail: deque[Outgoing] = deque()
         self._moved = threading.Condition()
         self._begun = self._finished = 0
         """Parcels that the sender took up, and those whose futures are done."""
@@ -90,7 +90,7 @@ class RemoteLedger(Ledger):
         self._listener.start()
 
     @property
-    def where(self) -> Where:
+    def where(self) -> LedgerAddress:
         """Where the ledger is, as last known."""
         return self._where
 
@@ -130,17 +130,17 @@ class RemoteLedger(Ledger):
         here: bool = False,
     ) -> Future[T]:
         job = Job(operation=operation, refusable=refusable, passing=passing, timed=timed, repeatable=repeatable)
-        return self._post(Mail(future=Future(), job=job))
+        return self._post(Outgoing(future=Future(), job=job))
 
     def put_round(self, round_: Round, /) -> Future[None]:
         stored = stored_round(round_)
         check_size(stored)
-        return self._post(Mail(future=Future(), rounds=[stored], single=True))
+        return self._post(Outgoing(future=Future(), rounds=[stored], single=True))
 
     def put_rounds(self, rounds: Sequence[StoredRound]) -> Future[list[EpisodeError | None]]:
         for stored in rounds:
             check_size(stored)
-        return self._post(Mail(future=Future(), rounds=list(rounds)))
+        return self._post(Outgoing(future=Future(), rounds=list(rounds)))
 
     def start_episode(self, episode_id: str, *, version: int) -> Future[None]:
         started = super().start_episode(episode_id, version=version)
@@ -165,7 +165,7 @@ class RemoteLedger(Ledger):
 
     # The sender's thread
 
-    def _post(self, mail: Mail) -> Future[Any]:
+    def _post(self, mail: Outgoing) -> Future[Any]:
         with self._moved:
             self._moved.wait_for(lambda: len(self._mail) < _MAX_WAITING or self._closing or self._broken)
             if self._broken is not None:
@@ -178,7 +178,7 @@ class RemoteLedger(Ledger):
 
     def _send_all(self) -> None:
         why = "its sender stopped before this was stored"
-        mails: list[Mail] = []
+        mails: list[Outgoing] = []
         try:
             while self._wait():
                 mails = self._collect()
@@ -200,14 +200,14 @@ class RemoteLedger(Ledger):
             self._moved.wait_for(lambda: self._mail or self._closing)
             return bool(self._mail)
 
-    def _collect(self) -> list[Mail]:
+    def _collect(self) -> list[Outgoing]:
         with self._moved:
             mails = [self._mail.popleft() for _ in range(min(len(self._mail), _MAX_JOBS))]
             self._begun += 1
             self._moved.notify_all()
         return [mail for mail in mails if mail.future.set_running_or_notify_cancel()]
 
-    def _put(self, mails: Sequence[Mail]) -> None:
+    def _put(self, mails: Sequence[Outgoing]) -> None:
         """Store rounds, in frames, however often the connection breaks."""
         rounds = [stored for mail in mails for stored in mail.rounds]
         outcomes: list[UnderstudyError | None] = []
@@ -229,7 +229,7 @@ class RemoteLedger(Ledger):
             else:
                 mail.future.set_result(None if mail.single else errors)
 
-    def _apply(self, mails: Sequence[Mail]) -> None:
+    def _apply(self, mails: Sequence[Outgoing]) -> None:
         jobs = [mail.job for mail in mails if mail.job is not None]
         if not jobs:
             return
@@ -270,9 +270,9 @@ class RemoteLedger(Ledger):
             self._keep_state(where.state)
             self._stopped.wait(_AGAIN_S)
 
-    def _client(self) -> RowClient:
+    def _client(self) -> RoundClient:
         if self._rows is None:
-            self._rows = RowClient(self._where.address, secret=self._secret, on_state=self._hear)
+            self._rows = RoundClient(self._where.address, secret=self._secret, on_state=self._hear)
         return self._rows
 
     def _hear(self, state: dict[str, Any]) -> None:
@@ -299,7 +299,7 @@ class RemoteLedger(Ledger):
                     )
                 )
 
-    def _break(self, gone: LedgerGone, mails: Sequence[Mail]) -> None:
+    def _break(self, gone: LedgerGone, mails: Sequence[Outgoing]) -> None:
         with self._moved:
             self._broken = None if self._closing and not self._mail else gone
             waiting = [*mails, *self._mail]
@@ -326,12 +326,12 @@ class RemoteLedger(Ledger):
                 logger.info("no more news of the ledger: %s", error)
                 return
 
-    def _tell(self, page: NewsPage) -> None:
+    def _tell(self, page: EventPage) -> None:
         self._keep_state(page.state)
         self._place = page.place
         if page.lost:
             closed = tuple(self.ended(sorted(self._going)).result())
-            self._publish_one(News(closed=closed, counts=self.counts()))
+            self._publish_one(LedgerEvent(closed=closed, counts=self.counts()))
             return
         if page.news:
             # What the sender is waiting for may be older than the news: first its futures are done.
@@ -341,7 +341,7 @@ class RemoteLedger(Ledger):
         for news in page.news:
             self._publish_one(news)
 
-    def _publish_one(self, news: News) -> None:
+    def _publish_one(self, news: LedgerEvent) -> None:
         self._going.difference_update(episode.episode_id for episode in news.closed)
         self._publish(news, again=True)
 

@@ -1,11 +1,11 @@
 """Rows from other processes and machines: a socket that takes rounds as the bytes in which they are stored.
 
-`RowEndpoint` listens beside a `Ledger`, in threads of its own; `RowClient` is what a process on another node holds. A frame is
-answered once its rounds are on disk; until then the client is told every second that they wait. Both sides prove with each
-frame that they know the secret: HMAC-SHA256 over the connection's nonces, the frame's number and its content, so that nothing
-can be forged, changed, repeated or taken from another connection; what is said is not secret. Invariants: nothing is
-unpickled or evaluated; no frame is larger than `MAX_FRAME_BYTES`; a body is decoded and checked before it is stored. It
-carries rounds only.
+`RoundServer` listens beside a `Ledger`, in threads of its own; `RoundClient` is what a process on another node holds. A
+frame is answered once its rounds are on disk; until then the client is told every second that they wait. Both sides
+prove with each frame that they know the secret: HMAC-SHA256 over the connection's nonces, the frame's number and its
+content, so that nothing can be forged, changed, repeated or taken from another connection; what is said is not secret.
+Invariants: nothing is unpickled or evaluated; no frame is larger than `MAX_FRAME_BYTES`; a body is decoded and checked
+before it is stored. It carries rounds only.
 
     frame: u32 header bytes, u32 body bytes, 32 bytes MAC, header (JSON), body (of each round: stored body, memo, flags)
 """
@@ -127,7 +127,7 @@ class Channel:
         return bytes(data)
 
 
-class RowEndpoint:
+class RoundServer:
     """Listens until `close`. `address`: where. `state`: said with each answer, as JSON."""
 
     def __init__(
@@ -236,7 +236,7 @@ class RowEndpoint:
         channel.send({"errors": [error and _named(error) for error in errors], "state": self._state()})
 
 
-class RowClient:
+class RoundClient:
     """Stores rounds in a ledger elsewhere. One thread at a time. `on_state` gets what the endpoint says of its ledger."""
 
     def __init__(

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from buffers.errors import EpisodeClosed, UnderstudyError
-from buffers.ledger.ledger import Ledger, News
+from buffers.ledger.ledger import Ledger, LedgerEvent
 from buffers.records import Episode, EpisodeState, GroupState, Task, UInt8
 from buffers.tasks.parquet import agent_names, read_tasks
 
@@ -357,11 +357,11 @@ class TaskPool:
         self._overdue.append(episode_id)
         self._wake()
 
-    def _on_news(self, news: News) -> None:
+    def _on_news(self, news: LedgerEvent) -> None:
         """In the ledger's thread, after each commit that moved something."""
         self._post(self._apply_news, news)
 
-    def _apply_news(self, news: News) -> None:
+    def _apply_news(self, news: LedgerEvent) -> None:
         for episode in news.closed:
             self._release(episode.episode_id, reason=episode.state)
         self._wake()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from buffers.remote.host import AnswerLost, Job, LedgerHost, NewsPage, Where
+from buffers.remote.host import AnswerLost, EventPage, Job, LedgerAddress, LedgerHost
 from buffers.remote.remote_ledger import RemoteLedger
 
 SECRET = b"s" * 32
@@ -26,7 +26,7 @@ class Nearby:
         self.run(self.host.open())
         self.dies_after_next = False
         """The next operations are stored, and the process dies before it can say so."""
-        self.on_news: Callable[[NewsPage], None] = lambda page: None
+        self.on_news: Callable[[EventPage], None] = lambda page: None
         self.before_answer: Callable[[], None] = lambda: None
 
     def run(self, work: Any) -> Any:
@@ -36,7 +36,7 @@ class Nearby:
         self.run(self.host.close())
         self.host = LedgerHost(self._path, secret=SECRET, host="127.0.0.1", again=True)
 
-    def where(self) -> Where:
+    def where(self) -> LedgerAddress:
         return self.run(self.host.where())
 
     def apply(
@@ -56,7 +56,7 @@ class Nearby:
             raise AnswerLost("died")
         return outcomes
 
-    def news(self, place: tuple[str, int], *, wait_s: float) -> NewsPage:
+    def news(self, place: tuple[str, int], *, wait_s: float) -> EventPage:
         page = self.run(self.host.news(place, wait_s=wait_s))
         self.on_news(page)
         return page

@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 
 from buffers.errors import UnderstudyError
-from buffers.ledger.group_commit import Writer
+from buffers.ledger.group_commit import GroupCommit
 
 PUTS = 200
 
@@ -21,7 +21,7 @@ class Books:
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         db.execute("CREATE TABLE line(number INTEGER PRIMARY KEY, text TEXT)")
         self.published = []
-        self.writer = Writer(
+        self.writer = GroupCommit(
             db, name="test", read_news=lambda db: db.execute("SELECT count(*) FROM line").fetchone()[0],
             keep_news=lambda _: None, publish=lambda news, again: self.published.append(news),
             idle_s=lambda: None, when_idle=lambda _: None, probe=lambda _: None,

@@ -21,7 +21,7 @@ from buffers.errors import (
     UnderstudyError,
     UnknownEpisode,
 )
-from buffers.ledger.ledger import Ledger, News
+from buffers.ledger.ledger import Ledger, LedgerEvent
 from buffers.records import Task
 from tests.support.buffer_parts import make_ready, make_round, make_task, open_running, scored_by_group_state
 
@@ -249,7 +249,7 @@ def test_numbers_that_cannot_be_trained_are_refused(ledger: Ledger) -> None:
 
 def test_watchers_hear_of_ended_episodes_and_ready_groups_but_not_of_rounds(ledger: Ledger) -> None:
     (episode,) = open_running(ledger, task=0)
-    heard: list[News] = []
+    heard: list[LedgerEvent] = []
     unwatch = ledger.watch(heard.append)
     ledger.put_round(make_round(episode.episode_id)).result()
     ledger.notify_score(episode.episode_id, 1.0).result()

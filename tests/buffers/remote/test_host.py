@@ -15,11 +15,11 @@ import pytest
 from buffers.conformance.rules import RULES, Rule, Site
 from buffers.errors import EpisodeClosed, EpisodeError, StorageFull
 from buffers.ledger.encode import stored_round
-from buffers.ledger.ledger import News
+from buffers.ledger.ledger import LedgerEvent
 from buffers.ledger.schema import read_database
 from buffers.ledger.tools.doctor import findings
 from buffers.remote.host import Job, LedgerGone
-from buffers.remote.outbox import Mail, frames, parcels
+from buffers.remote.outbox import Outgoing, frames, parcels
 from buffers.remote.remote_ledger import RemoteLedger
 from buffers.remote.round_socket import MAX_FRAME_BYTES
 from tests.support.buffer_parts import make_ready, make_round, make_task, open_running
@@ -104,7 +104,7 @@ def test_watchers_hear_of_a_commit_after_its_futures_are_done(ledger: RemoteLedg
     ledger.open_group("t:0", instance=0, group_size=1).result()
     arrived, order, done = threading.Event(), [], threading.Event()
 
-    def watcher(news: News) -> None:
+    def watcher(news: LedgerEvent) -> None:
         order.extend(("closed", episode.episode_id) for episode in news.closed)
         if news.closed:
             done.set()
@@ -163,11 +163,11 @@ def _lift(handle: Nearby) -> None:
 
 
 def test_a_round_overtakes_operations_of_other_episodes_only() -> None:
-    def mail(name: str, *, is_round: bool) -> Mail:
+    def mail(name: str, *, is_round: bool) -> Outgoing:
         if is_round:
-            return Mail(future=Future(), rounds=[stored_round(make_round(name))], single=True)
+            return Outgoing(future=Future(), rounds=[stored_round(make_round(name))], single=True)
         flags = {"refusable": False, "passing": False, "timed": False, "repeatable": False}
-        return Mail(future=Future(), job=Job(operation=partial(print, episode_id=name), **flags))
+        return Outgoing(future=Future(), job=Job(operation=partial(print, episode_id=name), **flags))
 
     order = [mail("a", is_round=False), mail("b", is_round=True), mail("b", is_round=False), mail("a", is_round=True)]
     found = [(list(map(order.index, rounds)), list(map(order.index, others))) for rounds, others in parcels(order)]

@@ -18,7 +18,7 @@ import ray
 
 from buffers.conformance.rules import RULES, Rule, Site
 from buffers.errors import EpisodeClosed, EpisodeError, UnderstudyError
-from buffers.ledger.ledger import News
+from buffers.ledger.ledger import LedgerEvent
 from buffers.ledger.schema import read_database
 from buffers.ledger.tools.doctor import findings
 from buffers.records import EpisodeState
@@ -139,10 +139,10 @@ def test_a_watcher_hears_of_an_end_whose_news_died_with_the_process(
     ledger: RemoteLedger, nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = open_running(ledger, task=0, group_size=2)
-    heard: list[News] = []
+    heard: list[LedgerEvent] = []
     told = threading.Event()
 
-    def watcher(news: News) -> None:
+    def watcher(news: LedgerEvent) -> None:
         heard.append(news)
         if news.closed:
             told.set()

@@ -15,7 +15,7 @@ import pytest
 
 import buffers.remote.round_socket
 from buffers.ledger.ledger import Ledger
-from buffers.remote.round_socket import _SIZES, EndpointError, RowClient, RowEndpoint
+from buffers.remote.round_socket import _SIZES, EndpointError, RoundClient, RoundServer
 from tests.support.buffer_parts import make_round, open_running
 
 ROOT = Path(__file__).parents[3]
@@ -29,13 +29,13 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 
 
 @pytest.fixture
-def endpoint(ledger: Ledger) -> Iterator[RowEndpoint]:
-    endpoint = RowEndpoint(ledger, secret=SECRET)
+def endpoint(ledger: Ledger) -> Iterator[RoundServer]:
+    endpoint = RoundServer(ledger, secret=SECRET)
     yield endpoint
     endpoint.close()
 
 
-def test_rounds_arrive_bit_for_bit_and_a_bad_one_harms_no_other(ledger: Ledger, endpoint: RowEndpoint) -> None:
+def test_rounds_arrive_bit_for_bit_and_a_bad_one_harms_no_other(ledger: Ledger, endpoint: RoundServer) -> None:
     first, second = open_running(ledger, task=0, group_size=2)
     rounds = [
         make_round(first.episode_id, sampled=range(2000)),
@@ -44,7 +44,7 @@ def test_rounds_arrive_bit_for_bit_and_a_bad_one_harms_no_other(ledger: Ledger, 
         make_round(second.episode_id, index=1, parent=0),
         make_round(second.episode_id),
     ]
-    client = RowClient(endpoint.address, secret=SECRET)
+    client = RoundClient(endpoint.address, secret=SECRET)
     errors = client.put_rounds(rounds)
     assert [error is None for error in errors] == [True, False, True, False, True]
     assert "nobody" in str(errors[1]) and "parent" in str(errors[3])
@@ -57,21 +57,21 @@ def test_rounds_arrive_bit_for_bit_and_a_bad_one_harms_no_other(ledger: Ledger, 
     client.close()
 
 
-def test_who_does_not_know_the_secret_is_sent_away(ledger: Ledger, endpoint: RowEndpoint) -> None:
+def test_who_does_not_know_the_secret_is_sent_away(ledger: Ledger, endpoint: RoundServer) -> None:
     with pytest.raises((EndpointError, OSError)):
-        RowClient(endpoint.address, secret=b"x" * 32).put_rounds([])
+        RoundClient(endpoint.address, secret=b"x" * 32).put_rounds([])
     with socket.create_connection(endpoint.address, timeout=20) as sock:
         sock.sendall(b"n" * 32 + b"m" * 32 + _SIZES.pack(2, 60_000_000) + b"0" * 32 + b"{}")
         with suppress(ConnectionResetError):
             while sock.recv(4096):
                 pass  # until it closes
-    good = RowClient(endpoint.address, secret=SECRET)
+    good = RoundClient(endpoint.address, secret=SECRET)
     assert good.put_rounds([]) == []
     good.close()
 
 
 def test_a_frame_that_was_changed_repeated_or_is_too_large_ends_the_connection(
-    ledger: Ledger, endpoint: RowEndpoint
+    ledger: Ledger, endpoint: RoundServer
 ) -> None:
     (episode,) = open_running(ledger, task=0)
 
@@ -86,7 +86,7 @@ def test_a_frame_that_was_changed_repeated_or_is_too_large_ends_the_connection(
                 sent.append(data)
                 sock.sendall(change(data, sent))
 
-        with RowClient(endpoint.address, secret=SECRET) as client:
+        with RoundClient(endpoint.address, secret=SECRET) as client:
             sock, client._channel._sock = client._channel._sock, Between()
             client.put_rounds([make_round(episode.episode_id, index=len(ledger.rounds(episode.episode_id).result()))])
             client.put_rounds([])
@@ -102,11 +102,11 @@ def test_a_frame_that_was_changed_repeated_or_is_too_large_ends_the_connection(
     assert ledger.counts()["rounds"] == 2  # of the second try, its first frame was good
 
 
-def test_another_process_stores_rounds(ledger: Ledger, endpoint: RowEndpoint) -> None:
+def test_another_process_stores_rounds(ledger: Ledger, endpoint: RoundServer) -> None:
     (episode,) = open_running(ledger, task=0)
     code = (
-        "import sys; from tests.support.buffer_parts import make_round; from buffers.remote.round_socket import RowClient;"
-        f"client = RowClient({endpoint.address!r}, secret={SECRET!r});"
+        "import sys; from tests.support.buffer_parts import make_round; from buffers.remote.round_socket import RoundClient;"
+        f"client = RoundClient({endpoint.address!r}, secret={SECRET!r});"
         f"print(client.put_rounds([make_round({episode.episode_id!r}, index=i) for i in range(3)]))"
     )
     path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
@@ -115,18 +115,18 @@ def test_another_process_stores_rounds(ledger: Ledger, endpoint: RowEndpoint) ->
     assert len(ledger.rounds(episode.episode_id).result()) == 3
 
 
-def test_strangers_who_say_nothing_keep_nobody_away(ledger: Ledger, endpoint: RowEndpoint) -> None:
+def test_strangers_who_say_nothing_keep_nobody_away(ledger: Ledger, endpoint: RoundServer) -> None:
     with ExitStack() as held:
         silent = [held.enter_context(socket.create_connection(endpoint.address, timeout=20)) for _ in range(300)]
         for sock in silent:
             assert len(sock.recv(32, socket.MSG_WAITALL)) == 32  # it was taken
-        with RowClient(endpoint.address, secret=SECRET) as good:
+        with RoundClient(endpoint.address, secret=SECRET) as good:
             assert good.put_rounds([]) == []
         assert silent[0].recv(1) == b"", "the oldest gives way"
 
 
 def test_a_proof_that_comes_byte_by_byte_is_not_waited_for(
-    ledger: Ledger, endpoint: RowEndpoint, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, endpoint: RoundServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buffers.remote.round_socket, "HELLO_S", 0.1)
     with socket.create_connection(endpoint.address, timeout=20) as sock:
@@ -171,7 +171,7 @@ def test_the_endpoint_goes_on_when_a_connection_could_not_be_taken(
 
     monkeypatch.setattr(socket, "create_server", full_server)
     monkeypatch.setattr(buffers.remote.round_socket, "STILL_S", 0.01)
-    endpoint = RowEndpoint(ledger, secret=SECRET)
-    with RowClient(endpoint.address, secret=SECRET) as good:
+    endpoint = RoundServer(ledger, secret=SECRET)
+    with RoundClient(endpoint.address, secret=SECRET) as good:
         assert good.put_rounds([]) == []
     endpoint.close()

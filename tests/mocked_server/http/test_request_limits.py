@@ -27,7 +27,7 @@ from mocked_server.keys import (
     is_loopback,
     make_secret,
     read_secret,
-    row_secret,
+    round_secret,
     secret_of_run,
 )
 
@@ -221,11 +221,11 @@ def test_the_rows_endpoint_has_a_secret_of_its_own_and_beyond_loopback_it_needs_
     folder = tmp_path / "run"
     folder.mkdir()
     with pytest.raises(SecretError, match=r"buffer\.node=10\.0\.0\.1 can be reached by others.*set buffer\.node=''"):
-        row_secret(folder, host="10.0.0.1")
-    local = row_secret(folder, host="127.0.0.1")
-    assert local == row_secret(folder, host="127.0.0.1") != secret_of_run(folder, host="127.0.0.1")
+        round_secret(folder, host="10.0.0.1")
+    local = round_secret(folder, host="127.0.0.1")
+    assert local == round_secret(folder, host="127.0.0.1") != secret_of_run(folder, host="127.0.0.1")
     make_secret(tmp_path / "server.key")
-    beyond = row_secret(folder, host="10.0.0.1")
+    beyond = round_secret(folder, host="10.0.0.1")
     assert len(beyond) == 32 and beyond not in (local, secret_of_run(folder, host="10.0.0.1"))
 
 
