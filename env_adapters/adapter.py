@@ -4,7 +4,7 @@ deadline.
 `agents.loops.env_agent` plays adapters; `env_adapters.catalog` makes them by name. One adapter is one episode's: it is
 reset once, stepped until it says done, asked for its score, and closed. Invariants of `WithDeadlines`, whatever is
 inside it: no call takes longer than its deadline; every failure is an `EnvError` with a short reason; what comes out is
-checked (messages with a role and a text, a finite score). A library that blocks runs in an `OwnThread`, one for each
+checked (messages with a role and a text, a finite score). A library that blocks runs in an `WorkerThread`, one for each
 adapter, so that a call that hangs holds up nobody else. It does not generate, and it knows no tokens.
 """
 
@@ -161,7 +161,7 @@ def with_deadlines(adapter: EnvAdapter, *, deadline_s: float) -> WithDeadlines:
     return WithDeadlines(adapter, deadline_s=deadline_s)
 
 
-class OwnThread:
+class WorkerThread:
     """A thread for one library object: all its calls run there, in order. Dies with the process, also while it hangs."""
 
     def __init__(self, name: str) -> None:

@@ -1,9 +1,9 @@
 """The border to code that nobody here wrote: whatever a tool raises becomes data, and no tool is waited for beyond its deadline.
 
 Used by `agents.tools.toolbox` around every call of a tool, and by `agents.tools.function_tool` for plain functions. Invariant:
-nothing but a cancellation of the caller leaves `guarded`, and Ctrl-C, which only the main thread is sent. A coroutine is cancelled
-at its deadline; a thread cannot be, so one that hangs is left behind, as a daemon, with its slot. A coroutine that blocks the
-event loop cannot be helped.
+nothing but a cancellation of the caller leaves `call_with_deadline`, and Ctrl-C, which only the main thread is sent. A
+coroutine is cancelled at its deadline; a thread cannot be, so one that hangs is left behind, as a daemon, with its
+slot. A coroutine that blocks the event loop cannot be helped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ THREADS = 64
 """Calls of one sync function at once; a hanging one keeps its slot."""
 
 
-class Caught:
+class CaughtException:
     """`with Caught() as caught:` keeps what the block raises in `caught.error`, whatever its class. Ctrl-C passes, and so does
     cancellation, unless `in_thread`: nobody cancels a thread, so there it is the function's own."""
 
@@ -33,7 +33,7 @@ class Caught:
         self.error: BaseException | None = None
         self._in_thread = in_thread
 
-    def __enter__(self) -> Caught:
+    def __enter__(self) -> CaughtException:
         return self
 
     def __exit__(
@@ -50,7 +50,7 @@ class Caught:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended(Generic[T]):
+class CallResult(Generic[T]):
     """How a guarded call ended: `value`, or `error`, or neither when its deadline passed."""
 
     value: T | None = None
@@ -58,9 +58,9 @@ class Ended(Generic[T]):
     late: bool = False
 
 
-async def guarded(
+async def call_with_deadline(
     work: Callable[[], Awaitable[T] | T], *, deadline_s: float, left_behind: set[asyncio.Task[Any]]
-) -> Ended[T]:
+) -> CallResult[T]:
     """Await `work()` for at most `deadline_s`. What does not even end when cancelled is put into `left_behind`."""
     task = asyncio.create_task(_caught(work))
     try:
@@ -76,15 +76,15 @@ async def guarded(
             left_behind.add(task)
             task.add_done_callback(left_behind.discard)
     if cancelled_itself:
-        return Ended(error=RuntimeError("the tool cancelled its own call"))
-    return Ended(late=True)
+        return CallResult(error=RuntimeError("the tool cancelled its own call"))
+    return CallResult(late=True)
 
 
-async def _caught(work: Callable[[], Awaitable[T] | T]) -> Ended[T]:
-    with Caught() as caught:
+async def _caught(work: Callable[[], Awaitable[T] | T]) -> CallResult[T]:
+    with CaughtException() as caught:
         value = work()  # may raise at once: a signature that does not fit
-        return Ended(value=await value if isinstance(value, Awaitable) else value)
-    return Ended(error=caught.error)
+        return CallResult(value=await value if isinstance(value, Awaitable) else value)
+    return CallResult(error=caught.error)
 
 
 class Threads:
@@ -102,9 +102,9 @@ class Threads:
         loop = asyncio.get_running_loop()
         slots = self._slots.setdefault(loop, asyncio.Semaphore(self._limit))
         await slots.acquire()
-        future: asyncio.Future[Ended[T]] = loop.create_future()
+        future: asyncio.Future[CallResult[T]] = loop.create_future()
 
-        def settle(ended: Ended[T]) -> None:
+        def settle(ended: CallResult[T]) -> None:
             slots.release()
             if not future.done():  # else its caller does not wait any more
                 future.set_result(ended)
@@ -124,11 +124,11 @@ class Threads:
         return cast("T", ended.value)
 
 
-def _work(function: Callable[[], T], loop: asyncio.AbstractEventLoop, settle: Callable[[Ended[T]], None]) -> None:
+def _work(function: Callable[[], T], loop: asyncio.AbstractEventLoop, settle: Callable[[CallResult[T]], None]) -> None:
     """The thread: runs the function, and tells the loop, if that is still there."""
-    with Caught(in_thread=True) as caught:
+    with CaughtException(in_thread=True) as caught:
         value = function()
-    ended: Ended[T] = Ended(error=caught.error) if caught.error is not None else Ended(value=value)
+    ended: CallResult[T] = CallResult(error=caught.error) if caught.error is not None else CallResult(value=value)
     try:
         loop.call_soon_threadsafe(settle, ended)
     except RuntimeError:  # the loop was closed before a hanging function ended

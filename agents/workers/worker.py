@@ -18,7 +18,7 @@ from typing import Any
 
 from agents.agent_loop import AgentLoopBase, AgentLoopOutput, verl_config
 from agents.server_manager import AsyncLLMServerManager
-from agents.tools.guarded_calls import Caught
+from agents.tools.guarded_calls import CaughtException
 from agents.workers.config import LoopSpec, loop_class
 from agents.workers.server_client import ModelServerClient
 from buffers.did_you_mean import one_of
@@ -86,7 +86,9 @@ class AgentLoopWorker:
         """Play one episode. `row`: the task's columns, with `raw_prompt`; `api_key`: the episode's, under which it is
         recorded."""
         began = time.monotonic()
-        with Caught() as caught:  # a loop is somebody's program: what it raises ends its episode, with a reason
+        with (
+            CaughtException() as caught
+        ):  # a loop is somebody's program: what it raises ends its episode, with a reason
             outputs, answer = await self._run(agent_name, row, sampling_params=sampling_params, api_key=api_key)
             return LoopResult(outputs=outputs, answer=answer, seconds=time.monotonic() - began)
         logger.warning("agent loop %s failed: %r", agent_name, caught.error)

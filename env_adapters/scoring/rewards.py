@@ -26,7 +26,7 @@ import httpx
 from buffers.did_you_mean import one_of
 from buffers.errors import ScoreError, TaskError
 from buffers.records import Task
-from env_adapters.adapter import OwnThread
+from env_adapters.adapter import WorkerThread
 from env_adapters.scoring import reward_model
 from env_adapters.scoring.scorers import SCORERS, SEE_EXIT_CODE, ProgramOutput
 
@@ -125,7 +125,7 @@ class _Collector:
                 with suppress(RuntimeError):  # the loop has ended
                     loop.call_soon_threadsafe(self._slots.release)
 
-        thread = OwnThread(f"scorer {self._name}")
+        thread = WorkerThread(f"scorer {self._name}")
         judging = asyncio.create_task(thread.call(call), name=f"judge with {self._name}")
         try:
             await asyncio.wait({judging})

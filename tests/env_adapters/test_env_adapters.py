@@ -14,7 +14,7 @@ import pytest
 from buffers.errors import EnvError
 from buffers.records import Episode
 from env_adapters import catalog
-from env_adapters.adapter import EnvAdapter, OwnThread, Step, with_deadlines
+from env_adapters.adapter import EnvAdapter, Step, WorkerThread, with_deadlines
 from env_adapters.catalog import make_adapter
 from env_adapters.guessing_game import GuessingGame
 from env_adapters.gymnasium_env import GymnasiumEnv
@@ -80,7 +80,7 @@ async def test_a_call_that_is_cancelled_is_cancelled_inside_and_is_not_a_failure
 
 
 async def test_all_calls_run_in_one_thread_which_ends_with_the_last_one() -> None:
-    thread = OwnThread("one")
+    thread = WorkerThread("one")
     seen = [await thread.call(threading.get_ident) for _ in range(3)]
     last: list[int] = []
     await thread.end(lambda: last.append(threading.get_ident()))

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from typing import Any
 
-from env_adapters.adapter import EnvAdapter, OwnThread, Step, user
+from env_adapters.adapter import EnvAdapter, Step, WorkerThread, user
 
 
 class Strange(Exception):
@@ -42,7 +42,7 @@ class HangsInAThread(EchoEnv):
 
     async def step(self, action: str) -> Step:
         self.release = threading.Event()
-        self.thread = OwnThread("hangs")
+        self.thread = WorkerThread("hangs")
         await self.thread.call(lambda: self.release.wait(30))
         raise AssertionError
 
@@ -60,7 +60,7 @@ class Exits(EchoEnv):
     """A library that ends the process, in a thread."""
 
     async def step(self, action: str) -> Step:
-        thread = OwnThread("exits")
+        thread = WorkerThread("exits")
         try:
             await thread.call(lambda: exit(3))
         finally:
