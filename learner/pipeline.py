@@ -61,11 +61,11 @@ from mocked_server.server import MockedServer
 from mocked_server.vllm.engine import (
     EngineSettings,
     VLLMEngine,
-    cpu_environment,
     has_gpu,
     interrupts_blocked,
     make_args,
     make_vllm_config,
+    set_process_environment,
 )
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class Pipeline:
         stack.callback(self._socket.close)
         with self._display.phase("preparing model and tasks"):
             model = await prepare_files(config, folder=self._folder, make=_make_data, players=self._players())
-        cpu_environment()
+        set_process_environment()
         weights = weights_folder(self._folder)
         stack.callback(shutil.rmtree, weights, ignore_errors=True)
         with self._display.phase("starting engine and server"):

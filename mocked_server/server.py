@@ -38,7 +38,7 @@ from mocked_server.http.request_limits import MAX_BODY_BYTES, MAX_DESK_BYTES, Bo
 from mocked_server.http.routes import Leased, build_admin_app, build_app
 from mocked_server.http.uvicorn_server import PatientProtocol, QuietServer, ServerError, bind
 from mocked_server.keys import KeyRing
-from mocked_server.vllm.engine import EngineSettings, cpu_environment, make_args, make_vllm_config
+from mocked_server.vllm.engine import EngineSettings, make_args, make_vllm_config, set_process_environment
 from mocked_server.vllm.generate_route import Sleeper
 from mocked_server.vllm.serving import QueueClient, build_serving_app
 
@@ -358,7 +358,7 @@ def create_and_launch_task_pool(
     `model`: a Hugging Face folder, only its tokenizer, chat template and configuration are used here; None: the tiny
     local model. Stop it with `mocked_server.stop()`.
     """
-    cpu_environment()
+    set_process_environment()
     rollout, server = rollout or RolloutConfig(), server or ServerConfig()
     folder = Path(model) if model is not None else make_tiny_model(Path("runs/models/tiny"))
     settings = EngineSettings(model_path=folder, served_name="policy", dtype="float32", rollout=rollout, server=server)

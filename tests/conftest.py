@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mocked_server.vllm.engine import cpu_environment
+from mocked_server.vllm.engine import set_process_environment
 
-cpu_environment()
+set_process_environment()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -238,7 +238,7 @@ def _insert(db: sqlite3.Connection, rounds: Sequence[StoredRound]) -> int:
 
 
 def fail_episode(
-    db: sqlite3.Connection, *, episode_id: str, reason: str, max_attempts: int, drop_equal: bool = False
+    db: sqlite3.Connection, *, episode_id: str, reason: str, max_attempts: int, drop_zero_variance: bool = False
 ) -> Episode | None:
     """End an episode as failed: its next attempt, or None when it has none left. Then its group goes on without it, or is given
     up with it when too few members would be left."""
@@ -252,7 +252,7 @@ def fail_episode(
     if task_id is None or row.attempt + 1 >= max_attempts:
         if spare > 0:
             db.execute("UPDATE grp SET num_lost = num_lost + 1 WHERE group_id = ?", (row.group_id,))
-            complete_group(db, group_id=row.group_id, drop_equal=drop_equal)
+            complete_group(db, group_id=row.group_id, drop_zero_variance=drop_zero_variance)
         else:
             evict_group(
                 db,
@@ -288,7 +288,7 @@ def evict_group(
     return [episode_id for (episode_id,) in members]
 
 
-def complete_group(db: sqlite3.Connection, *, group_id: int, drop_equal: bool = False) -> None:
+def complete_group(db: sqlite3.Connection, *, group_id: int, drop_zero_variance: bool = False) -> None:
     """A group whose members are all scored or lost is ready, validated, or dropped; others stay as they are."""
     missing, state = db.execute(
         "SELECT size - num_scored - num_lost, state FROM grp WHERE group_id = ?", (group_id,)
@@ -301,7 +301,7 @@ def complete_group(db: sqlite3.Connection, *, group_id: int, drop_equal: bool = 
     ).fetchone()
     if state == GroupState.VALIDATING:
         db.execute("UPDATE grp SET state = 'validated' WHERE group_id = ?", (group_id,))
-    elif drop_equal and number > 1 and low == high:
+    elif drop_zero_variance and number > 1 and low == high:
         evict_group(
             db, group_id=group_id, reason=NO_VARIANCE, member_state=EpisodeState.FAILED, member_reason=NO_VARIANCE
         )

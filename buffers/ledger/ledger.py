@@ -59,7 +59,7 @@ class Ledger:
         self,
         path: Path | None,
         *,
-        drop_equal: bool = False,
+        drop_zero_variance: bool = False,
         keep_running: bool = False,
         keep_leases: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -67,8 +67,8 @@ class Ledger:
         """Open or make the file. Leased groups of a dead process are ready again or, with `keep_leases`, stay with their learner,
         which has outlived it; its running episodes are retried or, with `keep_running`, go on.
 
-        `drop_equal`: evict a group whose episodes all scored the same, instead of training it (DAPO, arXiv:2503.14476).
-        `clock`: for leases; must never go back.
+        `drop_zero_variance`: evict a group whose episodes all scored the same, instead of training it (DAPO,
+        arXiv:2503.14476). `clock`: for leases; must never go back.
         """
         self._clock = clock
         db, self._owner = open_database(path)
@@ -76,7 +76,7 @@ class Ledger:
         episodes.recover(db, keep_running=keep_running, keep_leases=keep_leases)
         news = _read_news(db)
         db.execute("COMMIT")
-        self._begin(path, drop_equal=drop_equal, counts=news.counts)
+        self._begin(path, drop_zero_variance=drop_zero_variance, counts=news.counts)
         self._next_deadline = news.next_deadline
         name = "in memory" if path is None else str(path)
         self._writer = GroupCommit(
@@ -84,9 +84,9 @@ class Ledger:
             idle_s=self._until_next_deadline, when_idle=self._expire_leases, probe=_probe,
         )  # fmt: skip
 
-    def _begin(self, path: Path | None, *, drop_equal: bool, counts: dict[str, int]) -> None:
+    def _begin(self, path: Path | None, *, drop_zero_variance: bool, counts: dict[str, int]) -> None:
         self.path = path
-        self._drop_equal = drop_equal
+        self._drop_equal = drop_zero_variance
         self._counts = counts
         self._watchers: list[Callable[[LedgerEvent], None]] = []
         self._watchers_lock = threading.Lock()
@@ -262,7 +262,7 @@ class Ledger:
         has had fewer than `max_attempts`.
         """
         value = checked_score(score, episode_id=episode_id)
-        operation = partial(scores.notify_score, max_attempts=max_attempts, drop_equal=self._drop_equal)
+        operation = partial(scores.notify_score, max_attempts=max_attempts, drop_zero_variance=self._drop_equal)
         return self.submit(partial(operation, episode_id=episode_id, score=value, detail=detail), refusable=True)
 
     def score_history(self, episode_id: str) -> Future[list[dict[str, Any]]]:
@@ -281,7 +281,7 @@ class Ledger:
                 episode_id=episode_id,
                 reason=reason[:_MAX_REASON],
                 max_attempts=max_attempts,
-                drop_equal=self._drop_equal,
+                drop_zero_variance=self._drop_equal,
             )
         )
 

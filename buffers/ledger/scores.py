@@ -29,7 +29,7 @@ def notify_score(
     score: float,
     detail: ScoreDetail,
     max_attempts: int,
-    drop_equal: bool = False,
+    drop_zero_variance: bool = False,
 ) -> bool | UnderstudyError:
     """True: stored; False: this value was stored before. Refusals are recorded, then raised in the caller."""
     row = read_episode(db, episode_id=episode_id)
@@ -51,7 +51,9 @@ def notify_score(
         sampled = "SELECT 1 FROM round WHERE episode_id = ? AND num_sampled > 0 AND trained IS NOT NULL"
         is_constrained = db.execute(sampled, (episode_id,)).fetchone() is not None
         reason = CONSTRAINED if is_constrained else NO_ROUNDS
-        fail_episode(db, episode_id=episode_id, reason=reason, max_attempts=max_attempts, drop_equal=drop_equal)
+        fail_episode(
+            db, episode_id=episode_id, reason=reason, max_attempts=max_attempts, drop_zero_variance=drop_zero_variance
+        )
         return EpisodeClosed(
             f"episode {episode_id} must have sampled at least one token that can be trained to be scored, got none: it failed; "
             + (
@@ -67,7 +69,7 @@ def notify_score(
         return _conflict(row, before=before, score=score)
     if before != score:
         _record(db, row=row, score=score, detail=detail, verdict="stored" if before is None else "revised")
-    _apply(db, row=row, ends=ends, drop_equal=drop_equal)
+    _apply(db, row=row, ends=ends, drop_zero_variance=drop_zero_variance)
     return True
 
 
@@ -93,7 +95,7 @@ def score_history(db: sqlite3.Connection, *, episode_id: str) -> list[dict[str, 
     return [dict(zip(columns, values, strict=True)) for values in found]
 
 
-def _apply(db: sqlite3.Connection, *, row: EpisodeRow, ends: bool, drop_equal: bool) -> None:
+def _apply(db: sqlite3.Connection, *, row: EpisodeRow, ends: bool, drop_zero_variance: bool) -> None:
     """Bring the episode's score up to what its judges say; the one that ends it may complete its group."""
     if ends:
         state: str = EpisodeState.SCORED
@@ -110,7 +112,7 @@ def _apply(db: sqlite3.Connection, *, row: EpisodeRow, ends: bool, drop_equal: b
         db.execute("UPDATE episode SET state = ?, score = ? WHERE episode_id = ?", (state, mean, row.episode_id))
     if ends:
         db.execute("UPDATE grp SET num_scored = num_scored + 1 WHERE group_id = ?", (row.group_id,))
-        complete_group(db, group_id=row.group_id, drop_equal=drop_equal)
+        complete_group(db, group_id=row.group_id, drop_zero_variance=drop_zero_variance)
 
 
 def _closed(db: sqlite3.Connection, *, row: EpisodeRow, before: float | None, score: float) -> EpisodeError | None:

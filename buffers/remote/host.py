@@ -83,7 +83,7 @@ class LedgerHost:
         *,
         secret: bytes,
         host: str,
-        drop_equal: bool = False,
+        drop_zero_variance: bool = False,
         keep_running: bool = False,
         is_new: bool = False,
         node_id: str = "",
@@ -93,7 +93,7 @@ class LedgerHost:
         self._node_id = node_id
         self._secret = secret
         self._host = host
-        self._drop_equal = drop_equal
+        self._drop_equal = drop_zero_variance
         self._ledger: Ledger | None = None
         self._life = secrets.token_hex(8)
         self._lock = threading.Lock()
@@ -125,7 +125,7 @@ class LedgerHost:
         while self._ledger is None:
             try:
                 self._ledger = Ledger(
-                    self._path, drop_equal=self._drop_equal, keep_running=keep_running, keep_leases=keep_leases
+                    self._path, drop_zero_variance=self._drop_equal, keep_running=keep_running, keep_leases=keep_leases
                 )
             except UnderstudyError:
                 # Opening waits a second for a process that has it open: one that is dying, if nobody made a mistake.

@@ -118,7 +118,7 @@ def start_actor(
     host: str,
     secret: bytes,
     environment: Mapping[str, str],
-    drop_equal: bool = False,
+    drop_zero_variance: bool = False,
     keep_running: bool = False,
     is_new: bool = False,
 ) -> ActorHandle:
@@ -132,7 +132,9 @@ def start_actor(
     actor = ray.remote(LedgerActor).options(
         name=_name(path, node_id=node_id), namespace=NAMESPACE, lifetime="detached", num_cpus=0, max_restarts=-1,
         scheduling_strategy=affinity, runtime_env={"env_vars": dict(environment)},
-    ).remote(path, secret=secret, host=host, drop_equal=drop_equal, keep_running=keep_running, is_new=is_new)  # fmt: skip
+    ).remote(
+        path, secret=secret, host=host, drop_zero_variance=drop_zero_variance, keep_running=keep_running, is_new=is_new
+    )  # fmt: skip
     handle = ActorHandle(actor)
     try:
         handle.open()

@@ -61,7 +61,7 @@ class RemoteLedger(Ledger):
     """See the module. `path`: where the file is, on the disk's node. `owns`: `close` ends the actor too."""
 
     def __init__(
-        self, actor: Handle, *, path: Path, secret: bytes, drop_equal: bool = False, owns: bool = False
+        self, actor: Handle, *, path: Path, secret: bytes, drop_zero_variance: bool = False, owns: bool = False
     ) -> None:
         self._actor = actor
         self._secret = secret
@@ -70,7 +70,7 @@ class RemoteLedger(Ledger):
         self._number = 0
         self._rows: RoundClient | None = None
         self._where = actor.where()
-        self._begin(path, drop_equal=drop_equal, counts={})
+        self._begin(path, drop_zero_variance=drop_zero_variance, counts={})
         self._state_lock = threading.Lock()
         self._state: dict[str, Any] = {"number": -1}
         self._keep_state(self._where.state)

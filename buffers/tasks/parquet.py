@@ -178,7 +178,7 @@ class Trace:
     """What its prompt offers, in OpenAI's form."""
 
 
-def read_traces(path: Path) -> Iterator[Trace]:
+def read_demonstrations(path: Path) -> Iterator[Trace]:
     """The conversations of a file (column `messages`; and `tools` as JSON text, where there are some), in order."""
     file = _open(path, required="messages")
     columns = [name for name in ("messages", "tools") if name in file.schema_arrow.names]

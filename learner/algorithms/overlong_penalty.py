@@ -1,7 +1,7 @@
 """What DAPO does to the scores of a batch before advantages are computed (arXiv:2503.14476).
 
 Called by `learner.learn_loop` with `data.reward_manager=dapo`. Pure functions; the batch's own scores are what is reported.
-Groups whose episodes all scored the same never get here: the ledger drops them (`Ledger(drop_equal=True)`).
+Groups whose episodes all scored the same never get here: the ledger drops them (`Ledger(drop_zero_variance=True)`).
 """
 
 from __future__ import annotations

@@ -26,12 +26,12 @@ class RowSecret(Protocol):
 
 
 async def open_ledger(
-    folder: Path, *, node: str, secret: RowSecret, drop_equal: bool, keep_running: bool, is_new: bool
+    folder: Path, *, node: str, secret: RowSecret, drop_zero_variance: bool, keep_running: bool, is_new: bool
 ) -> Ledger:
     """The ledger of the run in `folder`, which on another node is the folder of the same name. See `Ledger`."""
     if not node:
-        return Ledger(folder / FILE, drop_equal=drop_equal, keep_running=keep_running)
-    settings = {"drop_equal": drop_equal, "keep_running": keep_running, "is_new": is_new}
+        return Ledger(folder / FILE, drop_zero_variance=drop_zero_variance, keep_running=keep_running)
+    settings = {"drop_zero_variance": drop_zero_variance, "keep_running": keep_running, "is_new": is_new}
     opening = asyncio.ensure_future(
         asyncio.to_thread(_open_remote, folder.resolve(), node=node, secret=secret, **settings)
     )
@@ -45,7 +45,7 @@ async def open_ledger(
 
 
 def _open_remote(
-    folder: Path, *, node: str, secret: RowSecret, is_new: bool, drop_equal: bool, keep_running: bool
+    folder: Path, *, node: str, secret: RowSecret, is_new: bool, drop_zero_variance: bool, keep_running: bool
 ) -> Ledger:
     node_id, address = find_node(node)
     key = secret(host=address)
@@ -55,8 +55,8 @@ def _open_remote(
         host=address,
         secret=key,
         environment={"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
-        drop_equal=drop_equal,
+        drop_zero_variance=drop_zero_variance,
         keep_running=keep_running,
         is_new=is_new,
     )
-    return RemoteLedger(actor, path=folder / FILE, secret=key, drop_equal=drop_equal, owns=True)
+    return RemoteLedger(actor, path=folder / FILE, secret=key, drop_zero_variance=drop_zero_variance, owns=True)

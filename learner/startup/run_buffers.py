@@ -55,7 +55,7 @@ async def open_run_buffers(
         folder,
         node=config.buffer.node,
         secret=secret,
-        drop_equal=config.data.reward_manager == "dapo",
+        drop_zero_variance=config.data.reward_manager == "dapo",
         keep_running=resume and agents_outlive(config),
         is_new=not resume,
     )

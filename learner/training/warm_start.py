@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from buffers.tasks.parquet import Trace, read_traces
+from buffers.tasks.parquet import Trace, read_demonstrations
 from learner.model import fsdp
 from learner.model.policy import Policy
 from learner.training.packing import Sequences, plan
@@ -24,7 +24,7 @@ from learner.training.packing import Sequences, plan
 def load_traces(path: Path, *, tokenizer: Any) -> Sequences:
     """Reads a parquet file's column `messages`. Raises ValueError naming a trace that the template cannot show."""
     prefix = generation_prompt(tokenizer)
-    traces = list(read_traces(Path(path)))
+    traces = list(read_demonstrations(Path(path)))
     pieces = [_split(trace, number=number, prefix=prefix, tokenizer=tokenizer) for number, trace in enumerate(traces)]
     tokens = tokenizer([text for trace in pieces for text in trace], add_special_tokens=False)["input_ids"]
     ids, masks, first = [], [], 0

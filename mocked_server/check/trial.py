@@ -290,11 +290,11 @@ def main(words: Sequence[str]) -> int:
     arguments = _arguments(words)
     try:
         command, task = _resolved(arguments.command), _task(arguments.task)
-        from mocked_server.vllm.engine import cpu_environment
+        from mocked_server.vllm.engine import set_process_environment
 
         print("starting a tiny model, about 15 s ...", file=sys.stderr)
         with _quiet() as terminal:
-            cpu_environment()
+            set_process_environment()
             named = tuple(arguments.environment)
             work = check(command, task=task, timeout_s=arguments.timeout, output=terminal, named=named)
             report = asyncio.run(work)

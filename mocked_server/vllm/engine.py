@@ -59,7 +59,7 @@ class EngineSettings:
     """Generations that run in one engine step."""
 
 
-def cpu_environment() -> None:
+def set_process_environment() -> None:
     """Set the process environment that vLLM needs, on CPU above all; called before vllm is imported.
 
     Its processes, all on this machine, meet on loopback: without a name gloo takes the address of the machine's. One OpenMP
@@ -81,7 +81,7 @@ def cpu_environment() -> None:
 
 def import_engine() -> None:
     """All that an engine and its server import, which takes seconds."""
-    cpu_environment()
+    set_process_environment()
     import vllm.entrypoints.openai.api_server
     import vllm.v1.engine.async_llm
     import vllm.v1.engine.core  # noqa: F401

@@ -31,7 +31,7 @@ from buffers.records import Task
 from buffers.tasks.task_pool import TaskPool
 from configs.schema import RolloutConfig
 from mocked_server.keys import KeyRing, make_secret
-from mocked_server.vllm.engine import cpu_environment
+from mocked_server.vllm.engine import set_process_environment
 from tests.support.forked_children import Channel, raise_children
 from tests.support.server_parts import ServerThread
 
@@ -181,7 +181,7 @@ def warm_up(model: Path) -> None:
 
 
 def main() -> None:
-    cpu_environment()
+    set_process_environment()
     model, channel = sys.argv[1:]
     warm_up(Path(model))
     raise_children({"serve": partial(serve, model=model), "play": play}, channel=int(channel))

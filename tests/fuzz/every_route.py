@@ -32,7 +32,7 @@ from buffers.records import Task
 from configs.schema import RolloutConfig
 from configs.tiny_model import make_tiny_model
 from mocked_server.http.routes import build_admin_app, build_app
-from mocked_server.vllm.engine import cpu_environment
+from mocked_server.vllm.engine import set_process_environment
 from tests.fuzz.real_engine import MAX_FAILURES, attack
 from tests.support.server_parts import ServerThread
 
@@ -153,7 +153,7 @@ def serve_for_fuzz(model: Path) -> ServerThread:
 
 def fuzz_scripted(cases: int, *, seed: int) -> None:
     """Every route, with every kind of key; the engine is scripted."""
-    cpu_environment()
+    set_process_environment()
     with tempfile.TemporaryDirectory(prefix="understudy-fuzz-") as folder:
         served = serve_for_fuzz(make_tiny_model(Path(folder) / "tiny"))
         seen = fuzz(served, cases=cases, seed=seed)
@@ -165,7 +165,7 @@ def fuzz_scripted(cases: int, *, seed: int) -> None:
 
 def fuzz_real(numbers: Sequence[int], *, seed: int, timeout_s: float, max_failures: int) -> int:
     """The model's routes, with the real engine; the exit code."""
-    cpu_environment()
+    set_process_environment()
     with tempfile.TemporaryDirectory(prefix="understudy-fuzz-") as folder:
         say = partial(print, flush=True)
         figures = attack(

@@ -34,10 +34,10 @@ from mocked_server.server import MockedServer
 from mocked_server.vllm.engine import (
     EngineSettings,
     VLLMEngine,
-    cpu_environment,
     import_engine,
     make_args,
     make_vllm_config,
+    set_process_environment,
     start_fork_server,
 )
 from tests.support.forked_children import Channel, raise_children
@@ -141,7 +141,7 @@ async def _parts(
 
 
 def main() -> None:
-    cpu_environment()
+    set_process_environment()
     model, channel = sys.argv[1:]
     import_engine()
     roles: dict[str, Any] = {"serve": partial(serve, model=model)}

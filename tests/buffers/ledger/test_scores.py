@@ -164,7 +164,7 @@ def test_a_group_that_lost_too_many_is_given_up(ledger: Ledger) -> None:
 
 
 def test_equal_scores_of_the_members_left_are_dropped_too() -> None:
-    with Ledger(None, drop_equal=True) as ledger:
+    with Ledger(None, drop_zero_variance=True) as ledger:
         episodes = open_running(ledger, task=0, group_size=3, min_size=2)
         for episode in episodes[:2]:
             ledger.put_round(make_round(episode.episode_id))

@@ -18,8 +18,8 @@ from buffers.tasks.parquet import (
     MAX_CELL_BYTES,
     TaskFile,
     agent_names,
+    read_demonstrations,
     read_tasks,
-    read_traces,
     tasks_of_rows,
     write_tasks,
     write_traces,
@@ -117,11 +117,11 @@ def test_writing_twice_gives_the_same_bytes_and_leaves_no_other_file(tmp_path: P
 def test_traces_are_read_back_in_order(tmp_path: Path) -> None:
     traces = [[MESSAGE, {"role": "assistant", "content": str(number)}] for number in range(3)]
     write_traces(tmp_path / "traces.parquet", traces)
-    found = list(read_traces(tmp_path / "traces.parquet"))
+    found = list(read_demonstrations(tmp_path / "traces.parquet"))
     assert [(trace.messages, trace.tools) for trace in found] == [(messages, None) for messages in traces]
     tools = [{"type": "function", "function": {"name": "add"}}]
     write_traces(tmp_path / "traces.parquet", traces, tools=tools)
-    assert [trace.tools for trace in read_traces(tmp_path / "traces.parquet")] == [tools] * 3
+    assert [trace.tools for trace in read_demonstrations(tmp_path / "traces.parquet")] == [tools] * 3
 
 
 def test_rows_are_read_only_as_they_are_asked_for(tmp_path: Path) -> None:

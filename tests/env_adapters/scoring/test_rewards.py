@@ -245,7 +245,7 @@ def test_shaping_lowers_the_score_by_the_episodes_longest_generation() -> None:
 
 
 def test_groups_with_equal_scores_are_dropped_and_counted_when_asked() -> None:
-    ledger = Ledger(None, drop_equal=True)
+    ledger = Ledger(None, drop_zero_variance=True)
     make_ready(ledger, task=0, group_size=2, score=1.0)
     assert ledger.counts()["groups/ready"] == 0 and ledger.counts()["evicted/no variance"] == 1
     episodes = open_running(ledger, task=1, group_size=2)

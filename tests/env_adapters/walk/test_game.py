@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from buffers.records import Task
-from buffers.tasks.parquet import read_tasks, read_traces
+from buffers.tasks.parquet import read_demonstrations, read_tasks
 from env_adapters.walk.game import INVALID, KEYS, MAX_MOVES, RULES, WalkGame, walk_tasks, walk_traces
 
 
@@ -125,7 +125,7 @@ def test_data_files_are_the_same_on_every_run(tmp_path: Path) -> None:
         assert done.stdout.startswith("wrote 20 tasks to ")
     assert (tmp_path / "one/t.parquet").read_bytes() == (tmp_path / "two/t.parquet").read_bytes()
     assert list(read_tasks(tmp_path / "one/t.parquet")) == walk_tasks(20, seed=0)
-    traces = read_traces(tmp_path / "one/traces.parquet")
+    traces = read_demonstrations(tmp_path / "one/traces.parquet")
     assert [trace.messages for trace in traces] == list(walk_traces(10, seed=0))
 
 
