@@ -99,7 +99,7 @@ class LearnLoop:
         self._num_replays = num_replays
         self._more_figures = more_figures
         self._traces = traces
-        self._setbacks = restart_limit or RestartLimit()
+        self._restart_limit = restart_limit or RestartLimit()
         self._started = started
         self._prepare = prepare
         self._checkpoint = checkpoint
@@ -177,7 +177,7 @@ class LearnLoop:
             }
             if step > self._done:
                 self._done = step
-                self._setbacks.progress()
+                self._restart_limit.progress()
                 self._report(batch, {**metrics, **times})
                 self._validate()
             if every and step % every == 0 and step < self._run.steps:
@@ -196,7 +196,7 @@ class LearnLoop:
             if self._batch is not None:
                 await asyncio.wrap_future(self._ledger.release(self._batch.lease_id))
         while True:
-            self._setbacks.note("learner", death)
+            self._restart_limit.note("learner", death)
             try:
                 await self._ranks.start()
                 await self._prepare(self._checkpoint)
@@ -316,7 +316,7 @@ class LearnLoop:
 
     def _report(self, batch: TrainBatch, metrics: dict[str, float]) -> None:
         figures = self._history.add(batch, metrics, version=self.step - 1, stats=self._generated)
-        figures |= self._pool.metrics() | self._setbacks.figures() | self._more_figures()
+        figures |= self._pool.metrics() | self._restart_limit.figures() | self._more_figures()
         if self._validation is not None:
             figures |= self._validation.take()
             self._show_validation(figures)

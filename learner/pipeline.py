@@ -113,7 +113,7 @@ class Pipeline:
         self._start = checkpoint.position.step if checkpoint else 0
         self._ranks: LearnerRanks
         self._learn: LearnLoop | None = None
-        self._setbacks = RestartLimit()
+        self._restart_limit = RestartLimit()
         self.history = History(config, earlier=tracker.earlier)
         self.on_ray_started: Callable[[], None] = lambda: None
 
@@ -130,7 +130,7 @@ class Pipeline:
                 await loops.create_task(parts.learn.run(), name="learn")
                 for task in parts.background:
                     task.cancel()
-            self.history.finish(parts.books.ledger.counts(), parts.server.status(), self._setbacks.figures())
+            self.history.finish(parts.books.ledger.counts(), parts.server.status(), self._restart_limit.figures())
 
     # Building
 
@@ -168,7 +168,7 @@ class Pipeline:
             start=self._start, num_replays=books.num_replays,
             more_figures=self._loops.figures.take if self._loops else dict,
             traces=self._open_traces(stack, server),
-            restart_limit=self._setbacks, started=learner, prepare=self._prepare_learner, checkpoint=self._checkpoint,
+            restart_limit=self._restart_limit, started=learner, prepare=self._prepare_learner, checkpoint=self._checkpoint,
         )  # fmt: skip
         parts = Parts(books=books, engine=engine, server=server, generation=generation, learn=self._learn)
         if config.env.command:
@@ -179,13 +179,13 @@ class Pipeline:
             )  # fmt: skip
             parts.env = Environment(start, lost=partial(environment_lost, server))
             stack.push_async_callback(parts.env.stop)
-            server.env_address = await parts.env.start(restart_limit=self._setbacks)
+            server.env_address = await parts.env.start(restart_limit=self._restart_limit)
         stack.enter_context(environment_files(self._folder, server))
         return parts
 
     def _end_killer(self, server: MockedServer, episode_id: str) -> None:
         """The engine died of this episode's requests, again and again: it ends, the engine goes on."""
-        self._setbacks.excuse("engine")
+        self._restart_limit.excuse("engine")
         server.fail_soon(episode_id, "killed the engine")
 
     def _open_traces(self, stack: AsyncExitStack, server: MockedServer) -> Traces:
@@ -260,7 +260,7 @@ class Pipeline:
                 await self._ranks.start()
                 return await self._prepare_learner(self._checkpoint)
             except RankDied as death:
-                self._setbacks.note("learner", death)
+                self._restart_limit.note("learner", death)
             except asyncio.CancelledError:
                 self._ranks.kill()  # `close` would wait for the end of the warm start
                 raise
@@ -303,7 +303,7 @@ class Pipeline:
             timeout_s=config.rollout.engine_timeout_s,
         )
         stack.push_async_callback(engine.close)
-        await start_engine(engine, restart_limit=self._setbacks)
+        await start_engine(engine, restart_limit=self._restart_limit)
         server = MockedServer(
             args=args, vllm_config=vllm_config, rollout=config.rollout, server=config.server,
             pool=books.pool, notify_score_fn=books.rounds.notify_score,
@@ -342,14 +342,16 @@ class Pipeline:
             loops.create_task(parts.generation.run(), name="generate"),
             loops.create_task(self.watch(parts), name="watch"),
             loops.create_task(
-                restart_engine_when_dead(parts.engine, restart_limit=self._setbacks), name="keep the engine"
+                restart_engine_when_dead(parts.engine, restart_limit=self._restart_limit), name="keep the engine"
             ),
         ]
         if (silent_s := config.agents.deadlines[1]) is not None:
             silent = end_silent(parts.server.episodes.silent, fail=parts.server.fail, seconds=silent_s)
             started.append(loops.create_task(silent, name="end the silent"))
         if parts.env is not None:
-            started.append(loops.create_task(parts.env.keep(restart_limit=self._setbacks), name="keep the environment"))
+            started.append(
+                loops.create_task(parts.env.keep(restart_limit=self._restart_limit), name="keep the environment")
+            )
         if config.data.task_files:
             parts.books.pool.add_source(
                 endless_tasks(

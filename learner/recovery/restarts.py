@@ -15,7 +15,7 @@ from buffers.errors import EngineDied, EngineError, EnvDied, EnvError
 from learner.recovery.restart_limit import RestartLimit
 
 
-class Revivable(Protocol):
+class Restartable(Protocol):
     """An engine."""
 
     is_supervised: bool
@@ -52,15 +52,15 @@ async def start_engine(engine: Startable, *, restart_limit: RestartLimit) -> Non
             restart_limit.note("engine", death)
 
 
-async def restart_engine_when_dead(engine: Revivable, *, restart_limit: RestartLimit) -> None:
+async def restart_engine_when_dead(engine: Restartable, *, restart_limit: RestartLimit) -> None:
     """What it was generating is generated again, by `mocked_server.generation`. Raises EngineError."""
     engine.is_supervised = True
     while True:
         await engine.until_dead()
-        await revive_engine(engine, restart_limit=restart_limit)
+        await restart_engine(engine, restart_limit=restart_limit)
 
 
-async def revive_engine(engine: Revivable, *, restart_limit: RestartLimit) -> None:
+async def restart_engine(engine: Restartable, *, restart_limit: RestartLimit) -> None:
     """Start a dead engine again. Raises EngineError when it dies too often."""
     error = EngineError("the engine process died; see the run's log. Scored episodes are in the ledger.")
     while True:

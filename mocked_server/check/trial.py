@@ -4,8 +4,8 @@
 
 The command is started once, in an empty folder, with the environment that training gives it (OPENAI_BASE_URL, OPENAI_API_KEY,
 ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, MODEL, TASK_JSON, SEED) and its task on standard input. The model calls tools that the
-agent offers, with made-up arguments, then answers; see `rehearsal`. Exit code 0: it can be trained; 1: it cannot; 2: the check
-itself could not be made.
+agent offers, with made-up arguments, then answers; see `scripted_replies`. Exit code 0: it can be trained; 1: it cannot; 2: the
+check itself could not be made.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ async def check(
 
 @asynccontextmanager
 async def rehearsal_server() -> AsyncIterator[AgentTrial]:
-    """A server with a tiny model that says what `rehearsal` chose. Raises UnderstudyError when it does not start."""
+    """A server with a tiny model that says what `scripted_replies` chose. Raises UnderstudyError when it does not start."""
     from transformers import AutoTokenizer
 
     from configs.tiny_model import make_tiny_model

@@ -1,4 +1,4 @@
-"""An engine that samples the line which `rehearsal` put into a request: vLLM's own, made to say the words.
+"""An engine that samples the line which `scripted_replies` put into a request: vLLM's own, made to say the words.
 
 Used by `mocked_server.check.trial`. The line is spelled in tokens that no tokenizer would give (pieces of random
 length, encoded one by one), as a sampling model does: what depends on encoding text again is found out. Only what is

@@ -1,7 +1,7 @@
 """A chat request as it is compared with the earlier ones of its episode: its messages, and a digest of every prefix of them.
 
 Built once for each chat request by the renderer hook; nothing of it is kept but single digests. Two requests have the
-same digest up to message k when their first k messages say the same, however the client spells them (see `replies`).
+same digest up to message k when their first k messages say the same, however the client spells them (see `message_match`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Called for each chat request by the renderer hook. Two proofs are tried: the request's messages continue an earlier round's
 messages and its reply (then only the tail is rendered and tokenised, never the history), or the rendered ids themselves
-start with an earlier round's ids. Without a proof the round starts a new branch; `breaks` says why.
+start with an earlier round's ids. Without a proof the round starts a new branch; `branch_diagnosis` says why.
 
 It does not decide what is trained: that follows from the tree of rounds (`buffers.training_rows`).
 """

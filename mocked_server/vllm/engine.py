@@ -171,7 +171,7 @@ class VLLMEngine:
         self._weights = weights
         """(folder, version) that it has, or is to have once it is back."""
         self.is_supervised = False
-        """Somebody revives it when it dies."""
+        """Somebody restarts it when it dies."""
         self.version = 0
         self.life = 0
         self._silence = EngineSilence(timeout_s)
@@ -215,7 +215,7 @@ class VLLMEngine:
         await self.start()
 
     async def wait_restarted(self) -> bool:
-        """Wait until an engine that died runs again; False when nobody revives it."""
+        """Wait until an engine that died runs again; False when nobody restarts it."""
         if self.is_supervised:
             if self.dead:
                 self._up.clear()

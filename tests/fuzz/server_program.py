@@ -50,7 +50,7 @@ MAX_TOLD = 1500
 """Characters of an error: a line to the test has a limit."""
 
 
-class ToldSetbacks(RestartLimit):
+class ToldRestartLimit(RestartLimit):
     """Those of a run, each of which the test is told."""
 
     def __init__(self, channel: Channel) -> None:
@@ -73,7 +73,7 @@ def serve(channel: Channel, *, model: str, folder: str) -> None:
 async def _serve(channel: Channel, *, model: Path, folder: Path) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    restart_limit = ToldSetbacks(channel)
+    restart_limit = ToldRestartLimit(channel)
     async with _parts(model, folder=folder, restart_limit=restart_limit) as (engine, server, generation):
         channel.tell(ready=server.base_url)
         try:

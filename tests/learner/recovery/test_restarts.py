@@ -12,7 +12,7 @@ import pytest
 from buffers.errors import EngineDied, EngineError, EnvError
 from env_adapters.child_process import start_environment
 from learner.recovery.restart_limit import MAX_IN_A_ROW, RestartLimit
-from learner.recovery.restarts import Environment, revive_engine, start_engine
+from learner.recovery.restarts import Environment, restart_engine, start_engine
 
 
 class Mortal:
@@ -50,11 +50,11 @@ async def test_an_engine_that_cannot_start_is_not_tried_again() -> None:
 async def test_an_engine_that_keeps_dying_ends_it_with_its_error_and_a_step_forgives() -> None:
     restart_limit = RestartLimit()
     for _ in range(MAX_IN_A_ROW):
-        await revive_engine(Mortal(), restart_limit=restart_limit)
+        await restart_engine(Mortal(), restart_limit=restart_limit)
     with pytest.raises(EngineError, match="the engine process died"):
-        await revive_engine(Mortal(), restart_limit=restart_limit)
+        await restart_engine(Mortal(), restart_limit=restart_limit)
     restart_limit.progress()
-    await revive_engine(Mortal(EngineError("again")), restart_limit=restart_limit)
+    await restart_engine(Mortal(EngineError("again")), restart_limit=restart_limit)
     assert restart_limit.figures() == {"restarts/engine": MAX_IN_A_ROW + 2.0}
 
 
