@@ -167,7 +167,7 @@ def main() -> None:
     from tests.faults.run_faults import run_faults
     from tests.faults.server_faults import server_faults
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=(__doc__ or "").splitlines()[0])
     for name, number in (("ledger", 1000), ("server", 900), ("run", 100)):
         parser.add_argument(f"--{name}", type=int, default=number, metavar="KILLS")
     parser.add_argument("--seed", type=int, default=0)

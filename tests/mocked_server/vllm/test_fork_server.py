@@ -53,11 +53,13 @@ def test_the_server_ends_when_all_that_use_it_have_ended(forking) -> None:  # ty
 
 
 def test_without_it_processes_are_started_as_vllm_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import envs
     from vllm.v1.engine import utils
 
     before = utils.get_mp_context
     for method in ("fork", "spawn"):
-        monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", method)
+        # Not in the environment: vLLM reads that once and for all when an engine has run in this process.
+        monkeypatch.setitem(vars(envs), "VLLM_WORKER_MULTIPROC_METHOD", method)
         with engines_of_ours():
             assert utils.get_mp_context().get_start_method() == method
             assert issubclass(utils.get_mp_context().Process, before().Process)
