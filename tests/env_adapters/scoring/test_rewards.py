@@ -154,7 +154,7 @@ async def test_what_a_batch_function_raises_reaches_all_who_wait() -> None:
 
 @pytest.mark.parametrize("name", ["own", "exits"])
 async def test_whatever_a_scorer_raises_over_an_answer_is_that_episodes(name: str) -> None:
-    rewards = Rewards(f"test_rewards.{name}")
+    rewards = Rewards(f"{__name__}.{name}")
     with pytest.raises(ScoreError, match=r"failed on task .*mine"):
         await rewards.score(task(), "x")
 
