@@ -76,8 +76,8 @@ class DataConfig(Section):
     """Command that writes `tasks` (and `warm_start.traces`) when the file is missing. `{python}` is this interpreter."""
     scorer: str | dict[str, str] = ""
     """Who scores plain prompts (rows with `agent_name: single_turn_agent`, or with none where no agent is set), and programs
-    (`agents.processes: 0`) that ended without a score: a name in env_adapters/scorers.py, `module.function`, a URL, or
-    `model:FOLDER` (a reward model); or one of these for each data_source, `default` for the others."""
+    (`agents.processes: 0`) that ended without a score: a name in env_adapters/scoring/scorers.py, `module.function`, a
+    URL, or `model:FOLDER` (a reward model); or one of these for each data_source, `default` for the others."""
     reward_manager: Literal["naive", "batch", "dapo"] = "naive"
     """naive: a scorer judges one answer. batch: `module.function` takes lists of tasks and answers. dapo: as naive; groups with
     equal scores are dropped, and generations in the last fifth of `rollout.max_tokens` are penalised."""
@@ -95,7 +95,7 @@ class AgentsConfig(Section):
     """The agent: any program. `{python}` is this interpreter. Empty: agents are started by somebody else."""
     loops: str = ""
     """YAML list of agent loops (verl's `agent_loop_config_path`): rows whose `agent_name` is one of them are played by it, rows
-    without a name by the first one, if there is no `command`. See agents/loop_config.py."""
+    without a name by the first one, if there is no `command`. See agents/workers/config.py."""
     environment: list[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]] = Field(default_factory=list)
     """Variables of your environment, by name, that the command gets. Without being named it gets only those that programs need to
     run (`PASSED_ON` in configs/child_environment.py): no keys or tokens."""
@@ -185,7 +185,7 @@ class KLConfig(Section):
     horizon: Positive = 10_000.0
     """Episodes in which the adaptive weight changes by at most a fifth of itself."""
     kind: Literal["k1", "abs", "k2", "k3"] = "k3"
-    """Estimator of the KL, see learner/kl.py."""
+    """Estimator of the KL, see learner/algorithms/kl.py."""
     in_reward: bool = False
     """False: the KL is a term of the loss. True: it is taken off the rewards, token by token."""
 
@@ -237,7 +237,8 @@ class LearnerConfig(Section):
     """How the losses of tokens become one number. A sequence is one row: one branch of an episode."""
     clip: ClipConfig = ClipConfig()
     correction: Literal["none", "tis", "seq_tis", "icepop", "mis", "seq_mis", "naive"] = "tis"
-    """Importance weight for data of an older policy, see learner/corrections.py. naive: PPO on the old ratio."""
+    """Importance weight for data of an older policy, see learner/algorithms/importance_weights.py. naive: PPO on the
+    old ratio."""
     kl: KLConfig = KLConfig()
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy bonus in the loss."""
