@@ -22,6 +22,7 @@ MOVED = {
     "agents.episode_deadline_s": "agents.deadline_s (of a whole episode) and agents.silence_s (without a request)",
     "learner.kl_coef": "learner.kl.coef, and learner.kl.target for an adaptive KL",
     "learner.kl_kind": "learner.kl.kind, and learner.kl.in_reward=true for a KL that is taken off the rewards",
+    "warm_start.traces": "warm_start.demonstrations",
 }
 """Keys that were there once -> where their values are set now."""
 MOVED_PARTS = {"agents.max_attempts": "agents.max_attempts and agents.fewest_members"}

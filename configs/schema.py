@@ -73,7 +73,7 @@ class DataConfig(Section):
     {file: weight}: each is shuffled and repeated on its own, and gives its share of the tasks."""
     validation: ValidationConfig = ValidationConfig()
     make: list[str] = Field(default_factory=list)
-    """Command that writes `tasks` (and `warm_start.traces`) when the file is missing. `{python}` is this interpreter."""
+    """Command that writes `tasks` (and `warm_start.demonstrations`) when the file is missing. `{python}` is this interpreter."""
     scorer: str | dict[str, str] = ""
     """Who scores plain prompts (rows with `agent_name: single_turn_agent`, or with none where no agent is set), and programs
     (`agents.processes: 0`) that ended without a score: a name in env_adapters/scoring/scorers.py, `module.function`, a
@@ -247,10 +247,10 @@ class LearnerConfig(Section):
 
 
 class WarmStartConfig(Section):
-    traces: str = ""
+    demonstrations: str = ""
     """Parquet file with a column `messages`; empty: no warm start."""
     steps: PositiveInt = 120
-    """Updates on 32 traces each."""
+    """Updates on 32 demonstrations each."""
     lr: Positive = 2e-3
     """Learning rate of the warm start."""
 

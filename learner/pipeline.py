@@ -270,9 +270,9 @@ class Pipeline:
         warm = self._config.warm_start
         if checkpoint is not None:
             await self._ranks.load(checkpoint.learner)
-        elif warm.traces:
+        elif warm.demonstrations:
             seed = self._config.run.seed
-            metrics = await self._ranks.warm_start(Path(warm.traces), steps=warm.steps, lr=warm.lr, seed=seed)
+            metrics = await self._ranks.warm_start(Path(warm.demonstrations), steps=warm.steps, lr=warm.lr, seed=seed)
             if not self.history.warm_start:
                 self.history.warm_start = metrics
                 self._tracker.log(0, {f"warm_start/{name}": value for name, value in metrics.items()})
@@ -281,7 +281,7 @@ class Pipeline:
         self, stack: AsyncExitStack, model: Path, weights: Path, ray_started: asyncio.Task[None]
     ) -> tuple[VLLMEngine, MockedServer, RunBuffers]:
         config = self._config
-        warms_up = config.warm_start.traces and self._checkpoint is None and not has_gpu()
+        warms_up = config.warm_start.demonstrations and self._checkpoint is None and not has_gpu()
         if config.buffer.node or warms_up:  # which takes longest: nothing gets in the way of its Ray
             await asyncio.shield(ray_started)
         books = await open_run_buffers(

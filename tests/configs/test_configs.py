@@ -122,6 +122,7 @@ def test_a_file_may_set_a_part_of_a_section(tmp_path: Path) -> None:
         ({"agents": {"episode_deadline_s": 6}}, ["agents.episode_deadline_s", "agents.deadline_s", "agents.silence_s"]),
         ({"learner": {"kl_coef": 0.1}}, ["learner.kl_coef", "set learner.kl.coef", "learner.kl.target"]),
         ({"learner": {"kl_kind": "reward_k1"}}, ["learner.kl_kind", "set learner.kl.kind", "learner.kl.in_reward"]),
+        ({"warm_start": {"traces": "x.parquet"}}, ["warm_start.traces is not", "set warm_start.demonstrations"]),
         ({"learner": {"lora": [32, 64]}}, ["learner.lora.rank, learner.lora.alpha", "got [32, 64]"]),
         ({"learner": {"clip": [0.2, 0.3]}}, ["learner.clip.low, learner.clip.high", "got [0.2, 0.3]"]),
         ({"run": {"checkpoints": [5, 2]}}, ["run.checkpoints.every, run.checkpoints.keep", "got [5, 2]"]),
@@ -186,13 +187,19 @@ def test_a_wrong_key_in_a_file_is_refused_with_the_files_name(tmp_path: Path) ->
 
 
 def test_nothing_after_the_equals_sign_empties_a_value(tmp_path: Path) -> None:
-    given = ["warm_start.traces=", "agents.loops=", "agents.command= ", "run.reward_optimum=", "agents.silence_s="]
+    given = [
+        "warm_start.demonstrations=",
+        "agents.loops=",
+        "agents.command= ",
+        "run.reward_optimum=",
+        "agents.silence_s=",
+    ]
     config = load_config(overrides=[*given, "data.tasks="])
-    assert (config.warm_start.traces, config.agents.loops, config.agents.command) == ("", "", [])
+    assert (config.warm_start.demonstrations, config.agents.loops, config.agents.command) == ("", "", [])
     assert (config.run.reward_optimum, config.agents.silence_s, config.data.task_files) == (None, None, {})
     path = tmp_path / "mine.yaml"
-    path.write_text("warm_start:\n  traces:\n")
-    assert load_config(path).warm_start.traces == ""
+    path.write_text("warm_start:\n  demonstrations:\n")
+    assert load_config(path).warm_start.demonstrations == ""
 
 
 def test_a_value_that_cannot_be_empty_is_asked_for() -> None:

@@ -31,7 +31,7 @@ def test_a_tool_agent_trains_from_the_shipped_problems_on_the_real_engine(tmp_pa
         f"data.validation.tasks={tmp_path}/data/test.parquet",
         "data.validation.every=2",
         f'data.make=["{{python}}",-m,agents.make_gsm8k_data,--out,{tmp_path}/data]',
-        f"warm_start.traces={tmp_path}/data/traces.parquet",
+        f"warm_start.demonstrations={tmp_path}/data/traces.parquet",
         config="configs/gsm8k_tool_cpu.yaml",
     )
     code, output = run.wait(360)
@@ -88,7 +88,7 @@ def test_the_cpu_configuration_differs_in_model_and_sizes_only():
     differ = {f"{section}.{key}" for section in gpu for key in gpu[section] if gpu[section][key] != cpu[section][key]}
     sizes = {"agents.concurrency", "rollout.max_tokens", "rollout.max_model_len", "buffer.groups_per_step"}
     sizes |= {"learner.lr", "learner.token_budget"}  # the rate goes with the width
-    files = {"data.tasks", "data.make", "data.validation", "warm_start.traces", "warm_start.steps"}
+    files = {"data.tasks", "data.make", "data.validation", "warm_start.demonstrations", "warm_start.steps"}
     assert differ <= {"model.path", "model.dtype"} | sizes | files
 
 
