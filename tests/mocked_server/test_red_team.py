@@ -225,7 +225,7 @@ def test_what_no_check_found_ends_its_own_request_only(real, tiny_model, monkeyp
     rules = real.server._client._rules
     for check in ("_check_types", "_check_values"):
         monkeypatch.setattr(rules, check, lambda _: None)
-    monkeypatch.setattr("mocked_server.vllm_sampling.check_sampling", lambda _: None)
+    monkeypatch.setattr("mocked_server.vllm.sampling_rules.check_sampling", lambda _: None)
     _, client = real.lease()
     with witness(real, tiny_model):
         for name in UNCHECKED:
