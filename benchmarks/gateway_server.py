@@ -50,6 +50,7 @@ class NoEngine:
     """Answers with `max_tokens` equal tokens."""
 
     version = 0
+    life = 0
 
     def __init__(self, *, decode: Any, token_ms: float) -> None:
         self._word = decode([WORD_ID])

@@ -46,6 +46,8 @@ class Others:
 
 
 AGENTS = Others()
+MAX_UNASKED = 16
+"""Episodes for agents that lie here while nobody asks for them: so many do not hold up those that others play."""
 
 
 class Dispatch:
@@ -70,7 +72,10 @@ class Dispatch:
         self._notify_score = notify_score
         self._fail = fail
         self._wait_ended = wait_ended
-        self._for_agents: asyncio.Queue[Episode | None] = asyncio.Queue()  # the pool's slots bound it
+        self._for_agents: asyncio.Queue[Episode | None] = asyncio.Queue()
+        self._asking = 0
+        """Agents that wait for an episode now."""
+        self._changed = asyncio.Event()
         self._held: set[str] = set()
         self._watching: set[asyncio.Task[None]] = set()
 
@@ -79,6 +84,7 @@ class Dispatch:
         async with asyncio.TaskGroup() as playing:
             with suppress(PoolClosed):
                 while True:
+                    await self._until_wanted()
                     episode = await self._pool.lease(wait_s=LEASE_WAIT_S)
                     if episode is None:
                         continue
@@ -94,6 +100,13 @@ class Dispatch:
                         )
             self._for_agents.put_nowait(None)
 
+    async def _until_wanted(self) -> None:
+        """Until few more episodes lie here for agents than agents ask for: one that nobody asks for ends by its deadline and is
+        tried again, which must not go on for ever."""
+        while self._for_agents.qsize() > self._asking + MAX_UNASKED:
+            self._changed.clear()
+            await self._changed.wait()
+
     def checked(self, tasks: Sequence[Task]) -> list[Task]:
         """Tasks that are added, each with somebody who may play it. Raises TaskError for the first without."""
         named = [task if task.agent_name else replace(task, agent_name=self._others.default) for task in tasks]
@@ -108,6 +121,8 @@ class Dispatch:
     async def lease(self, *, wait_s: float) -> Episode | None:
         """The next episode for an agent, None when there is none within `wait_s`. Raises PoolClosed."""
         self._renew_held()
+        self._asking += 1
+        self._changed.set()
         try:
             async with asyncio.timeout(wait_s):
                 while (episode := await self._for_agents.get()) is not None:
@@ -119,6 +134,9 @@ class Dispatch:
                         return episode
         except TimeoutError:
             return None
+        finally:
+            self._asking -= 1
+            self._changed.set()
         self._for_agents.put_nowait(None)  # for the next one who asks
         raise PoolClosed("task pool was closed: no more tasks")
 

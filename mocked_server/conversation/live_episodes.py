@@ -153,6 +153,12 @@ class LiveEpisode:
             self.openings.add(chat.digests[1])
             self.longest = max(self.longest, len(chat))
 
+    def drop(self) -> None:
+        """It has ended: what it remembered is given up now, also where a timer or a request still knows it."""
+        for kept in (self.rounds, self.roots, self.by_history, self.openings, self._asked):
+            kept.clear()
+        self.answers = Answers()
+
     def _why_beside(self, live: LiveRound, siblings: list[LiveRound], chat: Conversation | None) -> BranchCause:
         """Why there is a second round after the same one (or a second root) although no answer was left out."""
         again = any(np.array_equal(live.tail_ids, other.tail_ids) for other in siblings)
@@ -204,7 +210,8 @@ class Episodes:
 
     def close(self, episode_id: str, reason: str) -> None:
         """Stop serving an episode; closing one that is not open only records the reason."""
-        self._live.pop(episode_id, None)
+        if (live := self._live.pop(episode_id, None)) is not None:
+            live.drop()
         self._closed.setdefault(episode_id, reason)
 
     def metrics(self) -> dict[str, Any]:

@@ -85,12 +85,13 @@ def test_no_request_of_thousands_harms_the_real_engine_or_who_else_it_answers(tm
 
 SABOTAGE = """
 from mocked_server.generation import Generation
+from mocked_server.vllm.sampling_rules import seed_of
 from tests.fuzz import server_program as fuzz_server
 
 serve = Generation.serve
 
 async def sabotaged(self, prompt):
-    if prompt.sampling.params.seed == 7:
+    if prompt.sampling.params.seed == seed_of(prompt.episode_id, 7):
         raise KeyError("sabotage")
     await serve(self, prompt)
 
@@ -113,7 +114,7 @@ def test_of_many_requests_the_one_that_ends_a_server_is_named(tmp_path: Path) ->
     harmless = islice(drawn(lambda one: one.name == "user" and one.path in (CHAT, COMPLETIONS)), CLIENTS)
     said: list[str] = []
     figures = attack([wicked, *harmless], seed=0, folder=tmp_path, program=program, say=said.append)
-    assert figures.failures == [f"{COMPLETIONS}: the loop ended: run: KeyError: 'sabotage' at sabotage.py:9 sabotaged"]
+    assert figures.failures == [f"{COMPLETIONS}: the loop ended: run: KeyError: 'sabotage' at sabotage.py:10 sabotaged"]
     assert figures.deaths == 2, "among others, and alone"
     assert any(f"--seed 0 --only {wicked}" in line for line in said)
     assert figures.answers.total() >= 2 + CLIENTS, "what was lost with the server is sent to the next one"
