@@ -15,7 +15,9 @@ from pydantic import BaseModel, ValidationError
 
 from configs.schema import Config
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).resolve().parent
+PACKAGES = "{understudy}"
+"""In a value: the folder that our packages lie in, so that what is shipped is found from any folder."""
 DEFAULT = FOLDER / "demo.yaml"
 
 
@@ -28,11 +30,27 @@ def load_config(path: Path = DEFAULT, overrides: Sequence[str] = ()) -> Config:
     tree = _read(path)
     for text in overrides:
         _override(tree, text)
+    tree = _filled(tree)
     _check_keys(tree, Config, prefix="", source=path)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(_lines(error.errors()))) from None
+
+
+def shipped(path: Path) -> Path:
+    """The file; the shipped configuration of this name where there is no such file."""
+    named = FOLDER / f"{path.name.removesuffix('.yaml')}.yaml"
+    by_name = str(path) in (path.stem, path.name, f"configs/{path.name}")
+    return named if by_name and not path.is_file() and named.is_file() else path
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.replace(PACKAGES, str(FOLDER.parent))
+    if isinstance(value, list):
+        return [_filled(item) for item in value]
+    return {key: _filled(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _read(path: Path) -> dict[str, Any]:
