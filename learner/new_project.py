@@ -22,13 +22,13 @@ TASKS = '''\
 """Writes tasks.parquet, in verl's columns: what the agent gets, and the truth, which only the scorer sees."""
 import pyarrow, pyarrow.parquet
 
-asked = ["Say a word with a k.", "Name a word with a k.", "Write a word with a k.", "Find a word with a k."]
-rows = [{"prompt": [{"role": "user", "content": text}], "reward_model": {"ground_truth": "k"}} for text in asked]
+asked = ["Say a word with an m.", "Name a word with an m.", "Write a word with an m.", "Find a word with an m."]
+rows = [{"prompt": [{"role": "user", "content": text}], "reward_model": {"ground_truth": "m"}} for text in asked]
 pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "tasks.parquet")
 '''
 CONFIG = """\
 # Trains the model behind agent.py. Every other key has a default; `understudy run --help` says where they are described.
-run: {name: first, steps: 15, reward_optimum: 1.0}
+run: {name: first, steps: 12, reward_optimum: 1.0}
 model: {path: tiny}                   # a random model of 361,216 numbers; or the folder of a Hugging Face model
 data:
   tasks: tasks.parquet
@@ -40,7 +40,7 @@ agents:
   concurrency: 4
 rollout: {max_tokens: 6}
 buffer: {groups_per_step: 2, group_size: 8}
-learner: {advantage: grpo, critic: none, lr: 3.0e-3}
+learner: {advantage: grpo, critic: none, lr: 4.0e-3}
 """
 FILES = {"agent.py": AGENT, "make_tasks.py": TASKS, "config.yaml": CONFIG}
 

