@@ -142,6 +142,11 @@ def conflict(here: Path) -> str:
     from importlib import metadata
 
     for name in PACKAGES:
+        for other in (here / name / "__init__.py", here / f"{name}.py"):  # first on the path of Ray's workers
+            if other.is_file() and other.resolve().parent != ROOT / name:
+                return (
+                    f"the package `{name}` must be understudy's, got {other} in the folder that you are in; rename it"
+                )
         spec = find_spec(name)
         found = Path(spec.origin).resolve() if spec is not None and spec.origin else None
         if found is not None and found.parent != ROOT / name:
@@ -149,11 +154,6 @@ def conflict(here: Path) -> str:
                 f"the package `{name}` must be understudy's, got {found}; "
                 f"{_remedy(name, elsewhere=found.parent.parent)}"
             )
-        for other in (here / name / "__init__.py", here / f"{name}.py"):  # first on the path of Ray's workers
-            if other.is_file() and other.resolve().parent != ROOT / name:
-                return (
-                    f"the package `{name}` must be understudy's, got {other} in the folder that you are in; rename it"
-                )
     try:
         sdk = metadata.distribution(AGENTS_SDK)
     except metadata.PackageNotFoundError:
