@@ -7,8 +7,8 @@
 `kwargs` are the columns of the task's row (`raw_prompt`, `extra_info`, `data_source`, ...), without its ground truth unless the
 class says that it plays an environment (`sees_ground_truth`). A loop that was written for verl runs here with its import lines
 changed: the constructor, `init_class`, `apply_chat_template`, `config`, `server_manager.generate`, `simple_timer` and
-`rollout_trace_op` are those of verl's `verl/experimental/agent_loop` and its helpers. `agents.loop_worker` makes one object for
-each episode and runs it.
+`rollout_trace_op` are those of verl's `verl/experimental/agent_loop` and its helpers. `agents.workers.worker` makes one
+object for each episode and runs it.
 
 Invariant: a token with mask 1 was sampled by `server_manager.generate`; nobody else can say what its log-probability was.
 """
@@ -25,7 +25,7 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from agents.chat_tokens import opening_ids, tail_ids
+from agents.chat_template_ids import opening_ids, tail_ids
 from agents.server_manager import AsyncLLMServerManager
 
 Loop = TypeVar("Loop", bound="type[AgentLoopBase]")

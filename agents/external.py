@@ -24,10 +24,10 @@ from typing import Any, Protocol
 
 from buffers.errors import AgentError, EpisodeError, ScoreError
 from buffers.records import Task
-from buffers.task_pool import PoolClosed
+from buffers.tasks.task_pool import PoolClosed
 from configs.child_environment import clean_environment
-from env_adapters.process import STOP_GRACE_S, Child, resolve_command
-from env_adapters.scorers import ProgramOutput
+from env_adapters.child_process import STOP_GRACE_S, Child, resolve_command
+from env_adapters.scoring.scorers import ProgramOutput
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Judge(Protocol):
         ...
 
 
-class TaskDesk(Protocol):
+class EpisodeService(Protocol):
     """What agents ask of the server, in Python (the HTTP routes are the same)."""
 
     async def lease_episode(self, *, wait_s: float) -> Leased | None:
@@ -137,7 +137,7 @@ class LongLivedAgents:
     """`processes` programs that lease tasks until there are none; crashed ones are started again."""
 
     def __init__(
-        self, command: Sequence[str], *, place: AgentPlace, desk: TaskDesk, processes: int, concurrency: int
+        self, command: Sequence[str], *, place: AgentPlace, desk: EpisodeService, processes: int, concurrency: int
     ) -> None:
         self._command = check_command(command)
         self._place = place
@@ -187,7 +187,7 @@ class AgentPerEpisode:
         command: Sequence[str],
         *,
         place: AgentPlace,
-        desk: TaskDesk,
+        desk: EpisodeService,
         concurrency: int,
         judge: Judge | None = None,
     ) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 from agents.tools.episode_tools import EpisodeTools
 from agents.tools.toolbox import Toolbox
-from buffers.parquet import Message, write_tasks, write_traces
 from buffers.records import Task
+from buffers.tasks.parquet import Message, write_tasks, write_traces
 from env_adapters.gsm8k import DATA_SOURCE, SAMPLE, problems, tasks_of_problems
 
 TOOLS = Path(__file__).resolve().parent.parent / "configs" / "tools" / "gsm8k.yaml"

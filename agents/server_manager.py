@@ -1,10 +1,10 @@
 """`AsyncLLMServerManager`: which engine answers a request. Token ids in, token ids out.
 
-Made by `agents.loop_worker` over the run's servers and handed to agent loops, which call `generate`. The first round of a
-`request_id` goes to the server with the fewest requests under way, later ones to the same server, whose prefix cache holds what
-came before (the last `max_cache_size` ids are remembered). A server that fails or does not answer its health check takes no new
-requests until it answers again; a request that it dropped is sent to another one, so a loop never sees it, unless no
-server is left.
+Made by `agents.workers.worker` over the run's servers and handed to agent loops, which call `generate`. The first round
+of a `request_id` goes to the server with the fewest requests under way, later ones to the same server, whose prefix
+cache holds what came before (the last `max_cache_size` ids are remembered). A server that fails or does not answer its
+health check takes no new requests until it answers again; a request that it dropped is sent to another one, so a loop
+never sees it, unless no server is left.
 
 Invariant: a request that waits for one server never holds up a request to another.
 """

@@ -31,12 +31,12 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from agents.agent_loop import verl_config
+from agents.loops.tool_agent import ToolAgentLoop
 from agents.server_manager import AsyncLLMServerManager, TokenOutput
-from agents.tool_agent import ToolAgentLoop
 from benchmarks.report import Report, end_on_sigterm, parser_of
 from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
-from mocked_server.vllm_engine import EngineSettings, VLLMEngine, cpu_environment, make_args, make_vllm_config
+from mocked_server.vllm.engine import EngineSettings, VLLMEngine, make_args, make_vllm_config, set_process_environment
 
 GENERATE_S, TOOL_S = 0.1, 0.5
 CAPACITY = 4
@@ -293,7 +293,7 @@ def main() -> None:
     parser.add_argument("--skip-routing", action="store_true", help="without the part on two vLLM engines")
     arguments = parser.parse_args()
     end_on_sigterm()
-    cpu_environment()
+    set_process_environment()
     report = Report("agent_loop", about=f"{GENERATE_S} s an answer, {CAPACITY} at once, {TOOL_S} s a tool call")
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model(Path(folder) / "tiny")

@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.report import Report, end_on_sigterm, parser_of
 from benchmarks.run_figures import RunFigures, read_figures
 from benchmarks.whole_run import RunFailed, run_to_end
-from env_adapters.walk import MAX_MOVES
+from env_adapters.walk.game import MAX_MOVES
 
 ASYNC_LAG = 12
 """Of the asynchronous runs. A slow episode lasts up to SLOW_STEPS steps: at 12 hardly any becomes too old to train."""
@@ -65,7 +65,7 @@ class Bench:
         """One whole run, and its figures. Raises RunFailed."""
         name = f"bench-{shape.name}-{lag}-{seed}-{len(list(self.folder.iterdir()))}"
         tail = ["--latency-ms", str(move_ms), "--tail", f"{shape.share}:{shape.factor}", "--seed", str(seed)]
-        command = ["{python}", "-m", "env_adapters.walk_server", *tail]
+        command = ["{python}", "-m", "env_adapters.walk.server", *tail]
         settings = (
             f"run.dir={self.folder}",
             f"run.name={name}",

@@ -27,8 +27,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks import buffer_parts as parts
-from buffers.endpoint import RowEndpoint
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
+from buffers.remote.round_socket import RoundServer
 
 ROOT = Path(__file__).resolve().parent.parent
 RIVAL = "TransferQueue==0.1.11"
@@ -42,7 +42,7 @@ KILL_BYTES = 1 << 30
 def durable_figures(folder: Path, *, rows: int, tokens: int) -> dict[str, float]:
     """The ledger: put 64 and put 1 from another process, then claim, read and commit batches of 64."""
     with Ledger(folder / "put.sqlite") as ledger:
-        endpoint = RowEndpoint(ledger, secret=parts.SECRET)
+        endpoint = RoundServer(ledger, secret=parts.SECRET)
         episodes = parts.open_episodes(ledger, number=rows + parts.BATCH)
         single = parts.open_episodes(ledger, number=201, first=rows + parts.BATCH)
         put64 = _other_process(endpoint.address, size=parts.BATCH, tokens=tokens, episodes=episodes)
@@ -98,8 +98,9 @@ def reopen_figure(folder: Path, *, tokens: int, size: int) -> dict[str, float]:
     """Seconds from opening a ledger of `size` bytes, whose owner was killed, to the first answer."""
     path = folder / "killed.sqlite"
     code = (
-        "import sys; from pathlib import Path; from benchmarks import buffer_parts as parts; from buffers.ledger import Ledger\n"
-        "from buffers.ledger_input import stored_round\n"
+        "import sys; from pathlib import Path; from benchmarks import buffer_parts as parts\n"
+        "from buffers.ledger.ledger import Ledger\n"
+        "from buffers.ledger.encode import stored_round\n"
         "ledger, number = Ledger(Path(sys.argv[1])), 0\n"
         "while Path(sys.argv[1]).stat().st_size < int(sys.argv[2]):\n"
         "    names = parts.open_episodes(ledger, number=64, first=number); number += 64\n"

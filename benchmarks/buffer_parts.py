@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from buffers.codec import encode
-from buffers.endpoint import RowClient
-from buffers.ledger import Ledger
-from buffers.ledger_input import body_of, stored_round
-from buffers.ledger_schema import open_database
+from buffers.ledger.encode import body_of, stored_round
+from buffers.ledger.ledger import Ledger
+from buffers.ledger.round_codec import encode
+from buffers.ledger.schema import open_database
 from buffers.records import Round, Task
+from buffers.remote.round_socket import RoundClient
 
 SECRET = b"benchmark" * 4
 BATCH = 64
@@ -52,7 +52,7 @@ def open_episodes(ledger: Ledger, *, number: int, first: int = 0) -> list[str]:
 def put_rows(address: tuple[str, int], *, episodes: list[str], size: int, tokens: int) -> list[float]:
     """From this process, over the endpoint: each put is on disk when it is answered."""
     seconds = []
-    with RowClient(address, secret=SECRET) as client:
+    with RoundClient(address, secret=SECRET) as client:
         for start in range(0, len(episodes) - size + 1, size):
             rounds = [row(name, tokens=tokens) for name in episodes[start : start + size]]
             began = time.perf_counter()

@@ -29,10 +29,10 @@ from typing import Any
 
 from benchmarks.report import Report, end_on_sigterm, parser_of
 from benchmarks.whole_run import run_to_end
-from buffers.ledger_doctor import findings
-from buffers.ledger_schema import read_database
+from buffers.ledger.schema import read_database
+from buffers.ledger.tools.doctor import findings
 
-PARTS = {"engine": "VLLM::EngineCore", "learner": "ray::Trainer", "environment": "walk_server", "agent": "walk_agent"}
+PARTS = {"engine": "VLLM::EngineCore", "learner": "ray::Trainer", "environment": "walk.server", "agent": "walk_agent"}
 """What their command lines hold. `run`, the fifth: the guard's child, which is called as the guard is."""
 LOOK_S = 0.05
 

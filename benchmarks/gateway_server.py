@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import RolloutConfig, ServerConfig
-from mocked_server.vllm_engine import EngineSettings, VLLMEngine, cpu_environment, make_args, make_vllm_config
+from mocked_server.vllm.engine import EngineSettings, VLLMEngine, make_args, make_vllm_config, set_process_environment
 
 WORD_ID = 100
 """What the do-nothing engine says, over and over."""
@@ -155,10 +155,10 @@ def _engine_settings(settings: Settings, rollout: RolloutConfig) -> EngineSettin
 
 async def serve_understudy(settings: Settings) -> None:
     """As the pipeline has it: the ledger on disk, one episode open for each key."""
-    from buffers.ledger import Ledger
+    from buffers.ledger.ledger import Ledger
     from buffers.multi_round import MultiRoundBufferDataset
     from buffers.records import Task
-    from buffers.task_pool import TaskPool
+    from buffers.tasks.task_pool import TaskPool
     from mocked_server.generation import Generation
     from mocked_server.server import MockedServer
 
@@ -243,7 +243,7 @@ def _announce(settings: Settings, keys: list[str]) -> None:
 
 def main() -> None:
     kind, settings = sys.argv[1], Settings(**json.loads(sys.argv[2]))
-    cpu_environment()
+    set_process_environment()
     import uvloop
 
     uvloop.run((serve_understudy if kind == "understudy" else serve_vllm)(settings))

@@ -23,10 +23,10 @@ import torch
 from benchmarks.padded import PaddedPolicy, equal_piles, padding_share, sorted_piles
 from buffers.records import Row, TrainBatch
 from configs.schema import LearnerConfig
-from learner import fsdp
-from learner.collate import Plan, Sequences
-from learner.policy import Policy, load_policy
-from learner.trainer import Trainer
+from learner.model import fsdp
+from learner.model.policy import Policy, load_policy
+from learner.training.packing import Plan, Sequences
+from learner.training.trainer import Trainer
 
 MIB = 2**20
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from learner.policy import Policy
+from learner.model.policy import Policy
 
 ALIKE = 0.7
 """`sorted_piles`: the shortest row of a micro-batch is at least this share of the longest."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from env_adapters.walk_server import tail_draw
+from env_adapters.walk.server import tail_draw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

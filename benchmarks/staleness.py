@@ -29,13 +29,13 @@ import torch
 
 from benchmarks.report import Report, end_on_sigterm, parser_of
 from benchmarks.walk_player import Player
-from buffers.parquet import write_traces
 from buffers.records import Task, TrainBatch
+from buffers.tasks.parquet import write_traces
 from configs.load import FOLDER, load_config
 from configs.schema import Config
 from configs.tiny_model import make_tiny_model
-from env_adapters.walk import walk_tasks, walk_traces
-from learner.trainer import Trainer
+from env_adapters.walk.game import walk_tasks, walk_traces
+from learner.training.trainer import Trainer
 
 CORRECTIONS = ("tis", "naive")
 EVALUATED = 256

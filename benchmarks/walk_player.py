@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from buffers.records import Row, Task
-from env_adapters.walk import WalkGame
+from env_adapters.walk.game import WalkGame
 
 MAX_TOKENS = 4
 """Of one move, as in the demo."""

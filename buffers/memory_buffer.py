@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 
 
 class MemoryBuffer(Ledger):

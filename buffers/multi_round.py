@@ -20,7 +20,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from buffers.buffer_dataset import PromptBatch, require_main_process
 from buffers.errors import EpisodeError, UnderstudyError
-from buffers.ledger import Ledger, News
+from buffers.ledger.ledger import Ledger, LedgerEvent
 from buffers.prompt_queue import Prompt, Response
 from buffers.records import ScoreDetail, TrainBatch
 from buffers.token_tree import TokenTree
@@ -116,7 +116,7 @@ class MultiRoundBufferDataset(torch.utils.data.IterableDataset[TrainBatch]):  # 
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
 
-        def wake(_: News) -> None:
+        def wake(_: LedgerEvent) -> None:
             with suppress(RuntimeError):  # the loop has ended, and this wait with it
                 loop.call_soon_threadsafe(woken.set)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from buffers.records import Float32, Int32, Round, UInt8
-from buffers.rows import ABORTED
+from buffers.training_rows import ABORTED
 
 
 @dataclass(slots=True)

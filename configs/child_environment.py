@@ -1,7 +1,7 @@
 """The environment variables that programs of others get: agents, and what a check tries out.
 
-Used by `agents.external` and `mocked_server.check`. Invariant: no key or token of the operator's reaches such a program unless
-its name is given.
+Used by `agents.external` and `mocked_server.check.trial`. Invariant: no key or token of the operator's reaches such a
+program unless its name is given.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ class DataConfig(Section):
     """Command that writes `tasks` (and `warm_start.traces`) when the file is missing. `{python}` is this interpreter."""
     scorer: str | dict[str, str] = ""
     """Who scores plain prompts (rows with `agent_name: single_turn_agent`, or with none where no agent is set), and programs
-    (`agents.processes: 0`) that ended without a score: a name in env_adapters/scorers.py, `module.function`, a URL, or
-    `model:FOLDER` (a reward model); or one of these for each data_source, `default` for the others."""
+    (`agents.processes: 0`) that ended without a score: a name in env_adapters/scoring/scorers.py, `module.function`, a
+    URL, or `model:FOLDER` (a reward model); or one of these for each data_source, `default` for the others."""
     reward_manager: Literal["naive", "batch", "dapo"] = "naive"
     """naive: a scorer judges one answer. batch: `module.function` takes lists of tasks and answers. dapo: as naive; groups with
     equal scores are dropped, and generations in the last fifth of `rollout.max_tokens` are penalised."""
@@ -74,7 +74,7 @@ class AgentsConfig(Section):
     started by somebody else."""
     loops: str = ""
     """YAML list of agent loops (verl's `agent_loop_config_path`): rows whose `agent_name` is one of them are played by it, rows
-    without a name by the first one, if there is no `command`. See agents/loop_config.py."""
+    without a name by the first one, if there is no `command`. See agents/workers/config.py."""
     environment: list[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]] = Field(default_factory=list)
     """Variables of your environment, by name, that the command gets. Without being named it gets only those that programs need to
     run (`PASSED_ON` in configs/child_environment.py): no keys or tokens."""
@@ -195,12 +195,13 @@ class LearnerConfig(Section):
     clip: tuple[Positive, Positive] | None = None
     """(low, high): ratios stay within [1 - low, 1 + high]. None: the loss's own, (0.2, 0.28) for ppo."""
     correction: Literal["none", "tis", "seq_tis", "icepop", "mis", "seq_mis", "naive"] = "tis"
-    """Importance weight for data of an older policy, see learner/corrections.py. naive: PPO on the old ratio."""
+    """Importance weight for data of an older policy, see learner/algorithms/importance_weights.py. naive: PPO on the
+    old ratio."""
     kl_coef: Annotated[float, Field(ge=0.0)] | tuple[Positive, Positive] = 0.0
     """Weight of KL(policy || frozen reference); 0: no reference model is kept. (weight, target): it begins there and is steered to
     a KL of so many nats per token."""
     kl_kind: Literal["k1", "abs", "k2", "k3", "reward_k1", "reward_abs", "reward_k2", "reward_k3"] = "k3"
-    """The KL estimator, see learner/kl.py; a term of the loss, or taken off the rewards."""
+    """The KL estimator, see learner/algorithms/kl.py; a term of the loss, or taken off the rewards."""
     entropy_coef: Annotated[float, Field(ge=0.0)] = 0.0
     check_logprobs: bool = True
     """Recompute every trained token under the version that sampled it and report the largest difference."""

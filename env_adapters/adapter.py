@@ -1,10 +1,11 @@
-"""`EnvAdapter`: an environment that is played with messages; and `Played`, which gives each of its calls a deadline.
+"""`EnvAdapter`: an environment that is played with messages; and `WithDeadlines`, which gives each of its calls a
+deadline.
 
-`agents.env_agent` plays adapters; `env_adapters.catalog` makes them by name. One adapter is one episode's: it is reset once,
-stepped until it says done, asked for its score, and closed. Invariants of `Played`, whatever is inside it: no call takes
-longer than its deadline; every failure is an `EnvError` with a short reason; what comes out is checked (messages with a role
-and a text, a finite score). A library that blocks runs in an `OwnThread`, one for each adapter, so that a call that hangs
-holds up nobody else. It does not generate, and it knows no tokens.
+`agents.loops.env_agent` plays adapters; `env_adapters.catalog` makes them by name. One adapter is one episode's: it is
+reset once, stepped until it says done, asked for its score, and closed. Invariants of `WithDeadlines`, whatever is
+inside it: no call takes longer than its deadline; every failure is an `EnvError` with a short reason; what comes out is
+checked (messages with a role and a text, a finite score). A library that blocks runs in an `WorkerThread`, one for each
+adapter, so that a call that hangs holds up nobody else. It does not generate, and it knows no tokens.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-class Played(EnvAdapter):
+class WithDeadlines(EnvAdapter):
     """An adapter whose calls end within `deadline_s`, with a checked answer or an EnvError.
 
     After a call that failed or was given up, nothing but `close` is passed on: the environment's state is unknown.
@@ -155,12 +156,12 @@ def _is_message(one: object) -> bool:
     return isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
 
 
-def played(adapter: EnvAdapter, *, deadline_s: float) -> Played:
+def with_deadlines(adapter: EnvAdapter, *, deadline_s: float) -> WithDeadlines:
     """The adapter with a deadline for each call."""
-    return Played(adapter, deadline_s=deadline_s)
+    return WithDeadlines(adapter, deadline_s=deadline_s)
 
 
-class OwnThread:
+class WorkerThread:
     """A thread for one library object: all its calls run there, in order. Dies with the process, also while it hangs."""
 
     def __init__(self, name: str) -> None:

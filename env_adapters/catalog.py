@@ -1,8 +1,8 @@
 """Adapters by name: `make_adapter("guessing_game", {"high": 10})`.
 
-Called by `agents.env_agent`. What may be made is what a configuration names, here or as `module.Class`, and nothing else: a
-task's row never names code. An adapter's module is imported when it is made, so that an environment nobody plays needs no
-package.
+Called by `agents.loops.env_agent`. What may be made is what a configuration names, here or as `module.Class`, and
+nothing else: a task's row never names code. An adapter's module is imported when it is made, so that an environment
+nobody plays needs no package.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from buffers.did_you_mean import one_of
 from buffers.errors import EnvError
-from buffers.naming import one_of
 from env_adapters.adapter import EnvAdapter
 
 ADAPTERS = {
@@ -21,7 +21,7 @@ ADAPTERS = {
     "gymnasium": "env_adapters.gymnasium_env.GymnasiumEnv",
     "openenv": "env_adapters.openenv.OpenEnv",
     "verifiers": "env_adapters.verifiers_env.VerifiersEnv",
-    "walk": "env_adapters.walk_env.WalkEnv",
+    "walk": "env_adapters.walk.env.WalkEnv",
 }
 
 

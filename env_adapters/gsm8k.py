@@ -4,7 +4,7 @@
 local copy is the original (`question`, `answer` ending in `#### 18`), as JSON lines or parquet: a folder with two files whose
 names hold `train` and `test`. Without one, the sample beside this module is used: 32 problems written for this project, in
 the same form. Invariant: the same copy gives the same bytes. It downloads nothing. How an answer is judged is in
-`env_adapters.scorers`.
+`env_adapters.scoring.scorers`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from buffers.errors import TaskError
-from buffers.parquet import read_rows, write_tasks
 from buffers.records import Task
+from buffers.tasks.parquet import read_rows, write_tasks
 from env_adapters.adapter import EnvAdapter, Message, Step, task_of, user
-from env_adapters.scorers import SCORERS
+from env_adapters.scoring.scorers import SCORERS
 
 SAMPLE = Path(__file__).with_name("gsm8k_sample.jsonl")
 SPLITS = ("train", "test")

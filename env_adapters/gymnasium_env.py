@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from buffers.errors import EnvError
-from env_adapters.adapter import EnvAdapter, Message, OwnThread, Step, user
+from env_adapters.adapter import EnvAdapter, Message, Step, WorkerThread, user
 
 MAX_NUMBERS = 16
 """A Box with more numbers is not text."""
@@ -44,12 +44,12 @@ class GymnasiumEnv(EnvAdapter):
         self._names = list(actions)
         self._prompt = prompt
         self._render = render
-        self._thread: OwnThread | None = None
+        self._thread: WorkerThread | None = None
         self._env: Any = None
         self._rewards: list[float] = []
 
     async def reset(self, task: dict[str, Any], *, seed: int) -> list[Message]:
-        self._thread = OwnThread(f"gymnasium {self._id}")
+        self._thread = WorkerThread(f"gymnasium {self._id}")
         text = await self._thread.call(lambda: self._start(seed))
         parts = [self._prompt, f"Action: {self._described()}", text]
         return [user("\n".join(part for part in parts if part))]

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from buffers.errors import EnvError
-from buffers.parquet import write_tasks
 from buffers.records import Task
-from env_adapters.adapter import EnvAdapter, Message, OwnThread, Step
+from buffers.tasks.parquet import write_tasks
+from env_adapters.adapter import EnvAdapter, Message, Step, WorkerThread
 from env_adapters.verifiers_seat import Channel, Seat, opening, plain
 
 
@@ -44,7 +44,7 @@ class VerifiersEnv(EnvAdapter):
                 "with python -m env_adapters.verifiers_env",
                 reason="environment reset: bad task",
             )
-        loader = OwnThread("verifiers taskset")  # reading rows may block
+        loader = WorkerThread("verifiers taskset")  # reading rows may block
         rows = await loader.call(lambda: _rows(self._config))
         row = await loader.call(lambda: rows.at(index))
         await loader.end(lambda: None)

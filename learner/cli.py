@@ -110,15 +110,15 @@ def check(words: list[str]) -> int:
     """`python -m mocked_server.check`."""
     if not {"-h", "--help"} & set(words[: words.index("--")] if "--" in words else words) and _conflicts():
         return 2
-    from mocked_server.check import main
+    from mocked_server.check.trial import main
 
     return main(words, program="understudy check")
 
 
 def ledger(words: list[str]) -> int:
     """`python -m buffers.ledger`."""
-    from buffers.ledger import Ledger
-    from buffers.ledger_tool import main
+    from buffers.ledger.ledger import Ledger
+    from buffers.ledger.tools.cli import main
 
     return main(words, open_ledger=Ledger)
 

@@ -21,19 +21,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from buffers.errors import LeaseError
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import Position, TrainBatch
-from buffers.task_pool import TaskPool
+from buffers.tasks.task_pool import TaskPool
 from configs.schema import BufferConfig, RunConfig
-from learner.checkpoint_store import WEIGHTS, Checkpoint, CheckpointError, CheckpointStore
-from learner.display import Display
-from learner.history import History
-from learner.ranks import LearnerRanks, RankDied
-from learner.setbacks import Setbacks
-from learner.shaping import shaped
-from learner.traces import Traces
-from learner.tracker import Tracker
+from learner.algorithms.overlong_penalty import with_overlong_penalty
+from learner.checkpoints.store import WEIGHTS, Checkpoint, CheckpointError, CheckpointStore
+from learner.recovery.restart_limit import RestartLimit
+from learner.reporting.display import Display
+from learner.reporting.episode_samples import Traces
+from learner.reporting.run_metrics import History
+from learner.reporting.tracker import Tracker
+from learner.training.ranks import LearnerRanks, RankDied
 from learner.validation import Validation
 
 
@@ -72,7 +72,7 @@ class LearnLoop:
         num_replays: int = 0,
         more_figures: Callable[[], dict[str, float]] = dict,
         traces: Traces | None = None,
-        setbacks: Setbacks | None = None,
+        restart_limit: RestartLimit | None = None,
         started: Awaitable[None] | None = None,
         prepare: Callable[[Checkpoint | None], Awaitable[None]] | None = None,
         checkpoint: Checkpoint | None = None,
@@ -99,7 +99,7 @@ class LearnLoop:
         self._num_replays = num_replays
         self._more_figures = more_figures
         self._traces = traces
-        self._setbacks = setbacks or Setbacks()
+        self._restart_limit = restart_limit or RestartLimit()
         self._started = started
         self._prepare = prepare
         self._checkpoint = checkpoint
@@ -177,7 +177,7 @@ class LearnLoop:
             }
             if step > self._done:
                 self._done = step
-                self._setbacks.progress()
+                self._restart_limit.progress()
                 self._report(batch, {**metrics, **times})
                 self._validate()
             if every and step % every == 0 and step < self._run.steps:
@@ -196,7 +196,7 @@ class LearnLoop:
             if self._batch is not None:
                 await asyncio.wrap_future(self._ledger.release(self._batch.lease_id))
         while True:
-            self._setbacks.note("learner", death)
+            self._restart_limit.note("learner", death)
             try:
                 await self._ranks.start()
                 await self._prepare(self._checkpoint)
@@ -251,7 +251,7 @@ class LearnLoop:
         """Train, record the step, publish what the engine does not have yet."""
         penalty = {}
         if self._shaping is not None:
-            batch, mean = shaped(batch, max_tokens=self._shaping)
+            batch, mean = with_overlong_penalty(batch, max_tokens=self._shaping)
             penalty = {"reward/overlong": mean}
         metrics = penalty | await self._ranks.train_step(batch, version=self.step)
         await asyncio.wrap_future(self._ledger.commit_step(batch.lease_id, step=step, version=step))
@@ -316,7 +316,7 @@ class LearnLoop:
 
     def _report(self, batch: TrainBatch, metrics: dict[str, float]) -> None:
         figures = self._history.add(batch, metrics, version=self.step - 1, stats=self._generated)
-        figures |= self._pool.metrics() | self._setbacks.figures() | self._more_figures()
+        figures |= self._pool.metrics() | self._restart_limit.figures() | self._more_figures()
         if self._validation is not None:
             figures |= self._validation.take()
             self._show_validation(figures)

@@ -13,7 +13,7 @@
 | `learn`    | a full batch of scored, fresh groups (waits: that many) | new weights in the engine, a step in the ledger | scores |
 
 `learn` is the only finite loop; when it ends the others are cancelled. A loop that fails ends the run with its error; of
-processes that die (agents, environment, engine, learner) new ones are started (`learner.keepers`). Invariant:
+processes that die (agents, environment, engine, learner) new ones are started (`learner.recovery.restarts`). Invariant:
 every leased episode ends once, with a reason: scored, failed, or stale; a group is trained at most once, and never with a token
 older than `buffer.max_policy_lag` versions.
 """
@@ -30,42 +30,42 @@ from functools import partial
 from pathlib import Path
 
 from agents.external import AgentPerEpisode, AgentPlace, LongLivedAgents, check_command
-from agents.loop_config import read_loops
-from agents.loop_manager import AgentLoopManager
+from agents.workers.config import read_loops
+from agents.workers.manager import AgentLoopManager
 from buffers.errors import TaskError
-from buffers.ledger import Ledger
-from buffers.task_source import endless_tasks, task_list
+from buffers.ledger.ledger import Ledger
+from buffers.tasks.task_order import endless_tasks, task_list
 from configs.schema import Config
-from env_adapters.process import Child, last_words, resolve_command, start_environment
-from env_adapters.rewards import Rewards
-from learner import cluster
-from learner.books import Books, open_books
-from learner.checkpoint_store import Checkpoint, CheckpointStore
-from learner.display import Display
-from learner.handover import environment_files
-from learner.history import History
-from learner.keepers import Environment, end_silent, ended, keep_engine, start_engine
+from env_adapters.child_process import Child, last_words, resolve_command, start_environment
+from env_adapters.scoring.rewards import Rewards
+from learner.checkpoints.store import Checkpoint, CheckpointStore
 from learner.learn_loop import LearnLoop
-from learner.preparation import prepare_files, saved_weights, weights_folder
-from learner.ranks import LearnerRanks, RankDied
-from learner.setbacks import Setbacks
-from learner.traces import Traces
-from learner.tracker import Tracker
+from learner.recovery.failure_watch import watch
+from learner.recovery.restart_limit import RestartLimit
+from learner.recovery.restarts import Environment, end_silent, ended, restart_engine_when_dead, start_engine
+from learner.reporting.display import Display
+from learner.reporting.episode_samples import Traces
+from learner.reporting.run_metrics import History
+from learner.reporting.tracker import Tracker
+from learner.startup import ray_cluster
+from learner.startup.key_files import environment_files
+from learner.startup.model_and_tasks import prepare_files, saved_weights, weights_folder
+from learner.startup.run_buffers import RunBuffers, open_run_buffers
+from learner.training.ranks import LearnerRanks, RankDied
 from learner.validation import Validation
-from learner.watch import watch
 from mocked_server.dispatch import PLAIN, Others
 from mocked_server.generation import Generation
-from mocked_server.keys import KeyRing, row_secret, secret_of_run
-from mocked_server.protocol import bind
+from mocked_server.http.uvicorn_server import bind
+from mocked_server.keys import KeyRing, round_secret, secret_of_run
 from mocked_server.server import MockedServer
-from mocked_server.vllm_engine import (
+from mocked_server.vllm.engine import (
     EngineSettings,
     VLLMEngine,
-    cpu_environment,
     has_gpu,
     interrupts_blocked,
     make_args,
     make_vllm_config,
+    set_process_environment,
 )
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ MAX_NUM_SEQS = 256
 class Parts:
     """What a run is made of, once built."""
 
-    books: Books
+    books: RunBuffers
     engine: VLLMEngine
     server: MockedServer
     generation: Generation
@@ -113,7 +113,7 @@ class Pipeline:
         self._start = checkpoint.position.step if checkpoint else 0
         self._ranks: LearnerRanks
         self._learn: LearnLoop | None = None
-        self._setbacks = Setbacks()
+        self._restart_limit = RestartLimit()
         self.history = History(config, earlier=tracker.earlier)
         self.on_ray_started: Callable[[], None] = lambda: None
 
@@ -130,7 +130,7 @@ class Pipeline:
                 await loops.create_task(parts.learn.run(), name="learn")
                 for task in parts.background:
                     task.cancel()
-            self.history.finish(parts.books.ledger.counts(), parts.server.status(), self._setbacks.figures())
+            self.history.finish(parts.books.ledger.counts(), parts.server.status(), self._restart_limit.figures())
 
     # Building
 
@@ -146,7 +146,7 @@ class Pipeline:
         stack.callback(self._socket.close)
         with self._display.phase("preparing model and tasks"):
             model = await prepare_files(config, folder=self._folder, make=_make_data, players=self._players())
-        cpu_environment()
+        set_process_environment()
         weights = weights_folder(self._folder)
         stack.callback(shutil.rmtree, weights, ignore_errors=True)
         with self._display.phase("starting engine and server"):
@@ -168,7 +168,7 @@ class Pipeline:
             start=self._start, num_replays=books.num_replays,
             more_figures=self._loops.figures.take if self._loops else dict,
             traces=self._open_traces(stack, server),
-            setbacks=self._setbacks, started=learner, prepare=self._prepare_learner, checkpoint=self._checkpoint,
+            restart_limit=self._restart_limit, started=learner, prepare=self._prepare_learner, checkpoint=self._checkpoint,
         )  # fmt: skip
         parts = Parts(books=books, engine=engine, server=server, generation=generation, learn=self._learn)
         if config.env.command:
@@ -179,13 +179,13 @@ class Pipeline:
             )  # fmt: skip
             parts.env = Environment(start, lost=partial(environment_lost, server))
             stack.push_async_callback(parts.env.stop)
-            server.env_address = await parts.env.start(setbacks=self._setbacks)
+            server.env_address = await parts.env.start(restart_limit=self._restart_limit)
         stack.enter_context(environment_files(self._folder, server))
         return parts
 
     def _end_killer(self, server: MockedServer, episode_id: str) -> None:
         """The engine died of this episode's requests, again and again: it ends, the engine goes on."""
-        self._setbacks.excuse("engine")
+        self._restart_limit.excuse("engine")
         server.fail_soon(episode_id, "killed the engine")
 
     def _open_traces(self, stack: AsyncExitStack, server: MockedServer) -> Traces:
@@ -213,11 +213,11 @@ class Pipeline:
 
     async def _start_heavy(
         self, stack: AsyncExitStack, model: Path, weights: Path
-    ) -> tuple[asyncio.Task[None], tuple[VLLMEngine, MockedServer, Books]]:
+    ) -> tuple[asyncio.Task[None], tuple[VLLMEngine, MockedServer, RunBuffers]]:
         """Engine and server are started, the learner is still starting: the learn loop waits for it, agents do not."""
-        ray_start = asyncio.to_thread(interrupts_blocked()(cluster.start), self._config.buffer.node)
+        ray_start = asyncio.to_thread(interrupts_blocked()(ray_cluster.start), self._config.buffer.node)
         ray_started = asyncio.create_task(ray_start, name="start ray")
-        stack.push_async_callback(cluster.stop_after, ray_started)
+        stack.push_async_callback(ray_cluster.stop_after, ray_started)
         self._ranks = self._make_ranks(model)
         stack.push_async_callback(self._ranks.close)
         learner = asyncio.create_task(self._start_learner(ray_started), name="start learner")
@@ -260,7 +260,7 @@ class Pipeline:
                 await self._ranks.start()
                 return await self._prepare_learner(self._checkpoint)
             except RankDied as death:
-                self._setbacks.note("learner", death)
+                self._restart_limit.note("learner", death)
             except asyncio.CancelledError:
                 self._ranks.kill()  # `close` would wait for the end of the warm start
                 raise
@@ -279,13 +279,13 @@ class Pipeline:
 
     async def _start_engine(
         self, stack: AsyncExitStack, model: Path, weights: Path, ray_started: asyncio.Task[None]
-    ) -> tuple[VLLMEngine, MockedServer, Books]:
+    ) -> tuple[VLLMEngine, MockedServer, RunBuffers]:
         config = self._config
         warms_up = config.warm_start.traces and self._checkpoint is None and not has_gpu()
         if config.buffer.node or warms_up:  # which takes longest: nothing gets in the way of its Ray
             await asyncio.shield(ray_started)
-        books = await open_books(
-            config, stack, folder=self._folder, secret=partial(row_secret, self._folder),
+        books = await open_run_buffers(
+            config, stack, folder=self._folder, secret=partial(round_secret, self._folder),
             resume=self._resume, checkpoint=self._checkpoint,
         )  # fmt: skip
         settings = EngineSettings(
@@ -303,7 +303,7 @@ class Pipeline:
             timeout_s=config.rollout.engine_timeout_s,
         )
         stack.push_async_callback(engine.close)
-        await start_engine(engine, setbacks=self._setbacks)
+        await start_engine(engine, restart_limit=self._restart_limit)
         server = MockedServer(
             args=args, vllm_config=vllm_config, rollout=config.rollout, server=config.server,
             pool=books.pool, notify_score_fn=books.rounds.notify_score,
@@ -311,7 +311,7 @@ class Pipeline:
             loops=self._loops, sock=self._socket, keys=self._keys,
             others=Others(agents=self._players() is None, default=self._default_agent()),
         )  # fmt: skip
-        server.put_to_sleep_with(engine)
+        server.attach_engine(engine)
         for episode, rounds in books.running:
             server.resume_episode(episode, rounds)
         await server.start()
@@ -341,13 +341,17 @@ class Pipeline:
             loops.create_task(parts.server.wait(), name="serve"),
             loops.create_task(parts.generation.run(), name="generate"),
             loops.create_task(self.watch(parts), name="watch"),
-            loops.create_task(keep_engine(parts.engine, setbacks=self._setbacks), name="keep the engine"),
+            loops.create_task(
+                restart_engine_when_dead(parts.engine, restart_limit=self._restart_limit), name="keep the engine"
+            ),
         ]
         if (silent_s := config.agents.deadlines[1]) is not None:
             silent = end_silent(parts.server.episodes.silent, fail=parts.server.fail, seconds=silent_s)
             started.append(loops.create_task(silent, name="end the silent"))
         if parts.env is not None:
-            started.append(loops.create_task(parts.env.keep(setbacks=self._setbacks), name="keep the environment"))
+            started.append(
+                loops.create_task(parts.env.keep(restart_limit=self._restart_limit), name="keep the environment")
+            )
         if config.data.task_files:
             parts.books.pool.add_source(
                 endless_tasks(
@@ -383,7 +387,8 @@ class Pipeline:
         )
 
     async def watch(self, parts: Parts) -> None:
-        """Shows the queues once a second; ends the run when it cannot succeed any more (`learner.watch`)."""
+        """Shows the queues once a second; ends the run when it cannot succeed any more
+        (`learner.recovery.failure_watch`)."""
         agents, env_log = self._folder / "agents", self._folder / "env.log"
 
         def show() -> None:

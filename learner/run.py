@@ -59,20 +59,20 @@ def main(argv: list[str] | None = None, *, program: str = PROGRAM) -> int:
         print(error, file=sys.stderr)
         return 2
 
-    from learner import zygote
-    from mocked_server.vllm_engine import has_gpu
+    from learner.training import forked_ranks
+    from mocked_server.vllm.engine import has_gpu
 
     if not has_gpu():
-        zygote.start()
+        forked_ranks.start()
     import_ray(local=not config.buffer.node)
 
     from learner.session import run_session
-    from mocked_server.vllm_engine import import_engine, start_fork_server
+    from mocked_server.vllm.engine import import_engine, start_fork_server
 
     if not arguments.keep_running:
         return run_session(config, resume=arguments.resume, prepare=start_fork_server, program=program)
 
-    from learner.guard import keep_running
+    from learner.recovery.supervisor import keep_running
 
     import_engine()
     lines = Path(config.run.dir) / config.run.name / "metrics.jsonl"
@@ -90,7 +90,7 @@ def import_ray(*, local: bool) -> None:
     set_here = local and name not in os.environ
     if set_here:
         os.environ[name] = "0"
-    import learner.cluster  # noqa: F401
+    import learner.startup.ray_cluster  # noqa: F401
 
     if set_here:
         del os.environ[name]  # agents may have a Ray of their own

@@ -19,12 +19,12 @@ from rich.console import Console
 
 from buffers.errors import UnderstudyError
 from configs.schema import Config
-from learner.checkpoint_store import Checkpoint, CheckpointError, CheckpointStore, read_checkpoint
-from learner.display import Display
-from learner.ledger_place import FILE
+from learner.checkpoints.store import Checkpoint, CheckpointError, CheckpointStore, read_checkpoint
 from learner.pipeline import Pipeline
-from learner.report import reward_curve_png, reward_curve_text, summary_table, write_summary
-from learner.tracker import Tracker, check_trackers
+from learner.reporting.display import Display
+from learner.reporting.summary import reward_curve_png, reward_curve_text, summary_table, write_summary
+from learner.reporting.tracker import Tracker, check_trackers
+from learner.startup.ledger_location import FILE
 
 
 def run_session(

@@ -1,8 +1,8 @@
 """Validation: tasks of their own, played by the same agents in the same environment while training goes on; never trained.
 
-Used by `learner.learn_loop`. The ledger opens groups that no batch takes (`buffers.ledger_validation`); agents lease their
-episodes like any other, between the training ones. Invariant: at most one validation is under way; one that is due
-meanwhile is left out and counted. With one sample for a task it is greedy, with more at the run's temperature.
+Used by `learner.learn_loop`. The ledger opens groups that no batch takes (`buffers.ledger.validation`); agents lease
+their episodes like any other, between the training ones. Invariant: at most one validation is under way; one that is
+due meanwhile is left out and counted. With one sample for a task it is greedy, with more at the run's temperature.
 Episodes that run while the weights change are finished by the newer ones: figures belong to about the step named in them.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from buffers.ledger import Ledger, News
+from buffers.ledger.ledger import Ledger, LedgerEvent
 from buffers.records import Task, Validated
 
 PREFIX = "val/"
@@ -69,7 +69,7 @@ class Validation:
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
 
-        def wake(_: News) -> None:
+        def wake(_: LedgerEvent) -> None:
             with suppress(RuntimeError):  # the loop has ended, and this wait with it
                 loop.call_soon_threadsafe(woken.set)
 

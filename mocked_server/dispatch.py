@@ -17,11 +17,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from buffers.did_you_mean import one_of
 from buffers.errors import EpisodeError, ScoreError, TaskError, UnderstudyError
-from buffers.naming import one_of
 from buffers.records import Episode, Task
-from buffers.task_pool import PoolClosed, TaskPool
-from mocked_server.app import Leased
+from buffers.tasks.task_pool import PoolClosed, TaskPool
+from mocked_server.http.routes import Leased
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ import numpy as np
 from buffers.errors import EngineError, EpisodeError, RequestFailed, RequestRefused, UnderstudyError
 from buffers.prompt_queue import Prompt, PromptQueue, QueueClosed, Response
 from buffers.records import Round
-from buffers.rows import ABANDONED, ABORTED
 from buffers.token_tree import TokenTree
-from mocked_server.calls import PendingReply, Sampling
+from buffers.training_rows import ABANDONED, ABORTED
+from mocked_server.request_context import PendingReply, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Engine(Protocol):
         """Outputs with `outputs` (token_ids, text, logprobs, finish_reason, weight_versions) and `finished`."""
         ...
 
-    async def is_back(self) -> bool:
+    async def wait_restarted(self) -> bool:
         """Waits until an engine that died runs again; False: it will not."""
         ...
 
@@ -267,7 +267,7 @@ class Generation:
                     self._deaths.pop(suspect, None)
                 return
             except EngineError:
-                if not await self._engine.is_back():
+                if not await self._engine.wait_restarted():
                     raise
                 self._deaths.setdefault(suspect, set()).add(life)
                 if is_alone:

@@ -117,7 +117,7 @@ def secret_of_run(folder: Path, *, host: str) -> bytes:
     return hmac.digest(read_secret(shared), folder.name.encode(), "sha256")
 
 
-def row_secret(folder: Path, *, host: str) -> bytes:
+def round_secret(folder: Path, *, host: str) -> bytes:
     """What opens the rows' endpoint of the run in `folder`, and nothing else, where it listens on `host`. Raises SecretError."""
     check_host(host, secret=folder.parent / SECRET_FILE, key="buffer.node", otherwise="''")
     return hmac.digest(secret_of_run(folder, host=host), b"rows", "sha256")

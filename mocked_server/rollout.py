@@ -18,9 +18,9 @@ from typing import Any, TypeVar, cast
 
 from buffers.buffer_dataset import PromptBatch
 from buffers.prompt_queue import Prompt, Response
-from mocked_server.calls import Sampling
 from mocked_server.generation import Recorder
-from mocked_server.vllm_engine import EngineSettings, VLLMEngine, cpu_environment, make_args, make_vllm_config
+from mocked_server.request_context import Sampling
+from mocked_server.vllm.engine import EngineSettings, VLLMEngine, make_args, make_vllm_config, set_process_environment
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ class VLLMRollout:
     """A vLLM engine with blocking calls, on an event loop in a thread of its own. Use as a context manager."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        cpu_environment()
+        set_process_environment()
         self.engine = VLLMEngine(make_vllm_config(make_args(settings)))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)

@@ -20,27 +20,27 @@ from typing import Any
 import uvicorn
 
 from buffers.errors import EngineError, EpisodeClosed, EpisodeError, StorageFull, UnderstudyError, UnknownEpisode
-from buffers.ledger import Ledger
+from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
-from buffers.parquet import tasks_of_rows
 from buffers.prompt_queue import PromptQueue
 from buffers.records import Episode, Round, ScoreDetail
-from buffers.task_pool import TaskPool
+from buffers.tasks.parquet import tasks_of_rows
+from buffers.tasks.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
-from mocked_server.app import Leased, build_admin_app, build_app
-from mocked_server.attribution import Attribution
+from mocked_server.conversation.live_episodes import Episodes
+from mocked_server.conversation.loop_trajectories import LoopPlayer, left_out
+from mocked_server.conversation.restored_rounds import remember
 from mocked_server.dispatch import AGENTS, PLAIN, Dispatch, Others, Play, ScoreFn
-from mocked_server.door import MAX_BODY_BYTES, MAX_DESK_BYTES, BodyLimit, Door
-from mocked_server.episodes import Episodes
-from mocked_server.intake import Intake
+from mocked_server.http.attribution import Attribution
+from mocked_server.http.model_requests import ModelRequests
+from mocked_server.http.request_limits import MAX_BODY_BYTES, MAX_DESK_BYTES, BodyLimit, PortRouter
+from mocked_server.http.routes import Leased, build_admin_app, build_app
+from mocked_server.http.uvicorn_server import PatientProtocol, QuietServer, ServerError, bind
 from mocked_server.keys import KeyRing
-from mocked_server.protocol import PatientProtocol, QuietServer, ServerError, bind
-from mocked_server.resume import remember
-from mocked_server.trajectories import LoopPlayer, left_out
-from mocked_server.vllm_app import QueueClient, build_serving_app
-from mocked_server.vllm_engine import EngineSettings, cpu_environment, make_args, make_vllm_config
-from mocked_server.vllm_tokens import Sleeper
+from mocked_server.vllm.engine import EngineSettings, make_args, make_vllm_config, set_process_environment
+from mocked_server.vllm.generate_route import Sleeper
+from mocked_server.vllm.serving import QueueClient, build_serving_app
 
 logger = logging.getLogger(__name__)
 
@@ -132,14 +132,14 @@ class MockedServer:
         """Token ids as text, control tokens included."""
         return str(self._client.renderer.get_tokenizer().decode(list(ids)))
 
-    def put_to_sleep_with(self, engine: Sleeper) -> None:
+    def attach_engine(self, engine: Sleeper) -> None:
         """`POST /sleep` and `POST /wake_up` reach this engine."""
         self._client.sleeper = engine
 
     async def start(self) -> None:
         """Serve on the running event loop; returns when requests are answered."""
         self._loop = asyncio.get_running_loop()
-        self.intake = Intake(await build_serving_app(self._args, self._client))
+        self.model_requests = ModelRequests(await build_serving_app(self._args, self._client))
         config = uvicorn.Config(
             self._front(),
             http=PatientProtocol,
@@ -165,12 +165,16 @@ class MockedServer:
         if self._dispatch is not None:
             self._dispatching = asyncio.create_task(self._dispatch.run(), name="dispatch")
 
-    def _front(self) -> Door:
+    def _front(self) -> PortRouter:
         """What listens: the model API, the desks and, on its own port, the administrator's."""
         desks = BodyLimit(build_app(self), max_bytes=MAX_DESK_BYTES)
-        return Door(
+        return PortRouter(
             Attribution(
-                self.intake, others=desks, keys=self.keys, episodes=self.episodes, is_full=lambda: self.pool.is_full
+                self.model_requests,
+                others=desks,
+                keys=self.keys,
+                episodes=self.episodes,
+                is_full=lambda: self.pool.is_full,
             ),
             admin=BodyLimit(build_admin_app(self), max_bytes=MAX_BODY_BYTES),
             admin_port=self._admin_socket.getsockname()[1],
@@ -207,7 +211,7 @@ class MockedServer:
         assert self._loop is not None, "start() first"
         asyncio.run_coroutine_threadsafe(self.close(), self._loop).result()
 
-    # The task desk: what agents and scorers ask for, in Python; `mocked_server.app` has the same over HTTP.
+    # The task desk: what agents and scorers ask for, in Python; `mocked_server.http.routes` has the same over HTTP.
 
     async def lease_episode(self, *, wait_s: float, worker: str = "") -> Leased | None:
         """Lease the next episode; None when there is none within `wait_s`. Raises PoolClosed when there are no more."""
@@ -245,7 +249,7 @@ class MockedServer:
         live = self.episodes.get(episode.episode_id)
         played = await self._loops.play(episode.task, api_key=leased.api_key, seed=episode.seed)
         if some := left_out(live, played.outputs):
-            await asyncio.wrap_future(self.pool.leave_out(episode.episode_id, some))
+            await asyncio.wrap_future(self.pool.mask_tokens(episode.episode_id, some))
         return played.score
 
     def open_episode(self, episode: Episode, *, worker: str | None = None) -> Leased:
@@ -354,7 +358,7 @@ def create_and_launch_task_pool(
     `model`: a Hugging Face folder, only its tokenizer, chat template and configuration are used here; None: the tiny
     local model. Stop it with `mocked_server.stop()`.
     """
-    cpu_environment()
+    set_process_environment()
     rollout, server = rollout or RolloutConfig(), server or ServerConfig()
     folder = Path(model) if model is not None else make_tiny_model(Path("runs/models/tiny"))
     settings = EngineSettings(model_path=folder, served_name="policy", dtype="float32", rollout=rollout, server=server)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mocked_server.vllm_engine import cpu_environment
+from mocked_server.vllm.engine import set_process_environment
 
-cpu_environment()
+set_process_environment()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def runs_end_with_their_test() -> Iterator[None]:
     yield
-    from tests.run_parts import STARTED
+    from tests.support.run_parts import STARTED
 
     while STARTED:
         STARTED.pop().kill()
@@ -41,7 +41,7 @@ def rollout(tiny_model: Path) -> Iterator[object]:
     """The session's one real engine. Tests that change its weights put the tiny model's back as version 0."""
     from configs.schema import RolloutConfig, ServerConfig
     from mocked_server.rollout import VLLMRollout
-    from mocked_server.vllm_engine import EngineSettings
+    from mocked_server.vllm.engine import EngineSettings
 
     settings = EngineSettings(
         model_path=tiny_model,
@@ -58,7 +58,7 @@ def rollout(tiny_model: Path) -> Iterator[object]:
 def server_thread(tiny_model: Path) -> Iterator[object]:
     """A MockedServer with a scripted engine, for the session."""
     from configs.schema import RolloutConfig
-    from tests.server_parts import ServerThread
+    from tests.support.server_parts import ServerThread
 
     thread = ServerThread(tiny_model, rollout=RolloutConfig(max_tokens=32, max_model_len=512))
     thread.start()
@@ -83,7 +83,7 @@ def served(server_thread):
 def tools_server(tiny_model: Path) -> Iterator[object]:
     """As `server_thread`, with tools and reasoning parsed."""
     from configs.schema import RolloutConfig
-    from tests.server_parts import ServerThread
+    from tests.support.server_parts import ServerThread
 
     rollout = RolloutConfig(max_tokens=96, max_model_len=4096)
     thread = ServerThread(tiny_model, rollout=rollout, tool_parser="hermes", reasoning_parser="qwen3")

@@ -20,11 +20,11 @@ from uuid import uuid4
 
 from agents.tools.arguments import BadArguments, check_arguments, read_arguments
 from agents.tools.base_tool import BaseTool
-from agents.tools.guarded import Caught, Ended, guarded
+from agents.tools.guarded_calls import CallResult, CaughtException, call_with_deadline
 from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from agents.tools.truncate import Side, truncate
+from buffers.did_you_mean import nearest
 from buffers.errors import ToolError
-from buffers.naming import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -184,14 +184,14 @@ class EpisodeTools:
                 self._instances[tool.name] = created
             return self._instances[tool.name]
 
-    async def _release(self, tool: BaseTool, instance: str) -> Ended[Any]:
+    async def _release(self, tool: BaseTool, instance: str) -> CallResult[Any]:
         return await self._guarded(tool, partial(tool.release, instance, **self._given(tool.name, "release_kwargs")))
 
     def _given(self, name: str, kind: str) -> dict[str, Any]:
         return dict(self._kwargs.get(name, {}).get(kind) or {})
 
-    async def _guarded(self, tool: BaseTool, work: Callable[[], Any]) -> Ended[Any]:
-        ended = await guarded(work, deadline_s=self._deadline_s(tool), left_behind=self._left_behind)
+    async def _guarded(self, tool: BaseTool, work: Callable[[], Any]) -> CallResult[Any]:
+        ended = await call_with_deadline(work, deadline_s=self._deadline_s(tool), left_behind=self._left_behind)
         if ended.error is not None:
             logger.info("tool %s raised", tool.name, exc_info=ended.error)
         return ended
@@ -199,7 +199,7 @@ class EpisodeTools:
     def _deadline_s(self, tool: BaseTool) -> float:
         return float(tool.config.get(DEADLINE, self._limits.call_deadline_s))
 
-    def _fault(self, tool: BaseTool, ended: Ended[Any]) -> _Fault:
+    def _fault(self, tool: BaseTool, ended: CallResult[Any]) -> _Fault:
         """Why a tool gave nothing that can be used."""
         if ended.late:
             return _Fault(ToolFault.DEADLINE, f"{tool.name} did not answer within {self._deadline_s(tool):g} s")
@@ -241,7 +241,7 @@ def _clean(text: str) -> str:
 
 def _short(value: object, show: Callable[[object], str]) -> str:
     """In words, which a tool's own class may refuse to give."""
-    with Caught() as caught:
+    with CaughtException() as caught:
         text = show(value)
     if caught.error is not None:
         return f"a {type(value).__name__} that cannot be shown"

@@ -1,7 +1,8 @@
 """Connections to MCP servers, through the official `mcp` package.
 
-Used by `agents.tools.mcp_tools`. Invariants: a session is opened and closed by one task, a matter of the package's cancel scopes;
-a server that this program started ends with its session. It neither starts a dead server again, nor knows what a tool is for.
+Used by `agents.tools.mcp_server`. Invariants: a session is opened and closed by one task, a matter of the package's
+cancel scopes; a server that this program started ends with its session. It neither starts a dead server again, nor
+knows what a tool is for.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mcp import Client, StdioServerParameters, stdio_client
 from mcp import types as mcp_types
 from mcp.client.streamable_http import streamable_http_client
 
-from agents.tools.mcp_entry import McpServerSpec
+from agents.tools.mcp_config import McpServerSpec
 from buffers.errors import ToolError
 
 CLOSE_DEADLINE_S = 10.0

@@ -1,10 +1,10 @@
 """A YAML file of tools, as verl writes it -> tools, and sources of tools that must be started (MCP servers).
 
     tools:
-      - class_name: agents.tools.gsm8k_tool.Gsm8kTool      # or my_tools.py:MyTool, beside the YAML
+      - class_name: agents.tools.shipped.gsm8k.Gsm8kTool      # or my_tools.py:MyTool, beside the YAML
         config: {type: native, deadline_s: 5}
         tool_schema: {type: function, function: {name: ..., description: ..., parameters: {...}}}
-      - function: agents.tools.calculator.calculator       # a plain typed function
+      - function: agents.tools.shipped.calculator.calculator       # a plain typed function
       - mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
 
 Called by `agents.tools.toolbox`. Invariants: only what the file names is imported; a path in it stays in the file's folder. Raises
@@ -22,8 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from agents.tools.base_tool import BaseTool
 from agents.tools.function_tool import FunctionTool
-from agents.tools.mcp_entry import McpEntry, McpFile
-from agents.tools.naming import find, inside
+from agents.tools.import_by_name import find, inside
+from agents.tools.mcp_config import McpEntry, McpFile
 from agents.tools.schemas import OpenAIFunctionToolSchema
 from buffers.errors import ToolError
 
@@ -117,7 +117,7 @@ def _mcp_servers(entry: McpEntry, *, config: dict[str, Any], folder: Path, place
             raise ToolError(f'{path}: {_rules(error)}; it must look like {{"mcpServers": {{name: ...}}}}') from None
     if not servers:
         raise ToolError(f"{place}: mcp must name servers or mcp_servers_config_path, got neither; add one")
-    from agents.tools.mcp_tools import McpServer  # its package takes a second to import
+    from agents.tools.mcp_server import McpServer  # its package takes a second to import
 
     return [
         McpServer(spec, name=name, folder=folder, selected=entry.tool_selected_list, config=config)

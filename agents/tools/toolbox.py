@@ -12,7 +12,7 @@ an episode reaches its own instances only.
             await tools.rewards()                                                  # {"calc_gsm8k_reward": 1.0}
 
 It does not read the model's text, nor count turns, nor make tokens: that is the agent loop's. It does not stop a tool that blocks
-the event loop, or a thread that hangs (`agents.tools.guarded`).
+the event loop, or a thread that hangs (`agents.tools.guarded_calls`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from agents.tools.base_tool import BaseTool
 from agents.tools.episode_tools import DEADLINE, KWARGS, EpisodeTools, Limits, ToolKwargs
 from agents.tools.tool_file import ToolSource, load_tools
 from agents.tools.truncate import Side
+from buffers.did_you_mean import nearest
 from buffers.errors import ToolError
-from buffers.naming import nearest
 
 CALL_DEADLINE_S = 60.0
 MAX_RESPONSE_CHARS = 4096

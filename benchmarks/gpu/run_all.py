@@ -25,8 +25,8 @@ from benchmarks.learner import ROOT, Bench, long_tailed_rows
 from benchmarks.learner_side import Rows
 from buffers.errors import UnderstudyError
 from configs.tiny_model import make_tiny_model
-from learner.collate import Sequences, plan
-from learner.policy import load_policy
+from learner.model.policy import load_policy
+from learner.training.packing import Sequences, plan
 
 NO_GPU = 2
 TARGET_SHARE = 0.4

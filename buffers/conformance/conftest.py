@@ -16,7 +16,7 @@ from buffers.conformance.rules import Site
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--buffer", default="buffers.ledger:Ledger", metavar="MODULE:FACTORY")
+    parser.addoption("--buffer", default="buffers.ledger.ledger:Ledger", metavar="MODULE:FACTORY")
     parser.addoption("--not-durable", action="store_true", help="leave out the rules about restarts")
 
 

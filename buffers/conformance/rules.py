@@ -1,8 +1,8 @@
 """The rules that a buffer of episodes keeps, each as a function that fails with an AssertionError.
 
 Run by `test_rules` in this folder and by this project's own tests. A buffer offers the methods of `Buffer`, with the meaning
-that `buffers.ledger.Ledger` documents; each changing one returns a future that is done when the change is stored. The rules
-ask for nothing else: no files, no SQL, no threads.
+that `buffers.ledger.ledger.Ledger` documents; each changing one returns a future that is done when the change is
+stored. The rules ask for nothing else: no files, no SQL, no threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Buffer(Protocol):
     """What the rules ask of a buffer; it is also a context manager that closes it."""
 
     def close(self) -> None: ...
-    def books(self) -> dict[str, int]: ...
+    def balance(self) -> dict[str, int]: ...
     def put_tasks(self, tasks: Iterable[Task]) -> Future[int]: ...
     def open_group(
         self, task_id: str, *, instance: int, group_size: int, min_size: int | None = None, max_uses: int = 1
@@ -133,7 +133,7 @@ def only_finite_numbers_are_scores(site: Site) -> None:
         buffer.put_round(a_round(episode)).result()
         for value in (float("nan"), float("inf"), -float("inf"), 1e40, True, "1", None, [1.0]):
             refused(ScoreError, partial(buffer.notify_score, episode.episode_id, value))
-        assert buffer.books()["scored"] == 0
+        assert buffer.balance()["scored"] == 0
 
 
 def who_is_unknown_or_has_ended_takes_nothing(site: Site) -> None:
@@ -156,7 +156,7 @@ def a_failed_member_is_tried_again_and_then_its_group_is_given_up(site: Site) ->
         buffer.start_pending(limit=1, version=0).result()
         assert buffer.fail_episode(retry.episode_id, "lost", max_attempts=2).result() is None
         assert buffer.claim(1, min_version=0).result() is None
-        assert buffer.books()["dead"] == 1
+        assert buffer.balance()["dead"] == 1
         balanced(buffer)
 
 
@@ -213,7 +213,7 @@ def a_step_is_committed_once_and_answers_again(site: Site) -> None:
         assert [buffer.commit_step(first.lease_id, step=1, version=1).result() for _ in range(2)] == [1, 1]
         refused(LeaseError, lambda: buffer.commit_step(first.lease_id, step=2, version=2))
         refused(LeaseError, lambda: buffer.commit_step(second.lease_id, step=1, version=1))
-        assert buffer.books()["trained"] == 1 and buffer.books()["leased"] == 1
+        assert buffer.balance()["trained"] == 1 and buffer.balance()["leased"] == 1
 
 
 def a_group_is_trained_as_often_as_it_may_be(site: Site) -> None:
@@ -235,7 +235,7 @@ def a_stale_token_never_enters_a_batch(site: Site) -> None:
         buffer.put_round(a_round(old)).result()
         assert sorted(buffer.evict_stale(1).result()) == sorted([old.episode_id, other.episode_id])
         refused(EpisodeClosed, lambda: buffer.notify_score(other.episode_id, 1.0))
-        assert buffer.books()["evicted"] == 1
+        assert buffer.balance()["evicted"] == 1
         balanced(buffer)
 
 
@@ -251,7 +251,7 @@ def going_back_gives_back_what_was_trained_after_the_checkpoint(site: Site) -> N
         again = claimed(buffer, number=1)
         assert again.group_ids == lost.group_ids
         buffer.commit_step(again.lease_id, step=2, version=2).result()
-        assert buffer.books()["trained"] == 2
+        assert buffer.balance()["trained"] == 2
         balanced(buffer)
 
 
@@ -337,7 +337,7 @@ def refused(kind: type[Exception], act: Callable[[], Future[Any]]) -> None:
 
 def balanced(buffer: Buffer) -> None:
     """Every scored episode is in one book."""
-    books = buffer.books()
+    books = buffer.balance()
     places = ("open", "ready", "leased", "trained", "evicted", "dead", "validation")
     assert books["scored"] == sum(books[place] for place in places) and books["difference"] == 0, books
 

@@ -1,0 +1,113 @@
+"""A trajectory while a loop makes it: prompt, answers, and what was said between them, as ids, mask and log-probabilities.
+
+Used by the shipped loops. Invariants: an answer is appended as it was sampled (mask 1), everything else as the template
+writes it after that answer (mask 0); the whole is never longer than its room; it ends with an answer unless nothing was
+sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from pydantic import BaseModel, ValidationError
+
+from agents.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+from agents.chat_template_ids import tail_ids
+from buffers.errors import AgentError, TaskError
+
+Settings = TypeVar("Settings", bound=BaseModel)
+
+
+class Trajectory:
+    """`room`: most tokens after the prompt; None: what the model's context leaves. `tools`: what the prompt offers."""
+
+    def __init__(
+        self,
+        loop: AgentLoopBase,
+        sampling_params: Mapping[str, Any],
+        *,
+        room: int | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> None:
+        self._loop = loop
+        self._sampling_params = dict(sampling_params)
+        self._wanted_room = room
+        self._tools = list(tools) if tools else None
+        self._request_id = uuid4().hex
+        self._ids: list[int] = []
+        self._mask: list[int] = []
+        self._logprobs: list[float] = []
+        self.metrics = AgentLoopMetrics()
+
+    async def begin(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """The prompt. Raises AgentError when it leaves no room for an answer."""
+        self._ids = await self._loop.apply_chat_template([dict(message) for message in messages], tools=self._tools)
+        longest = int(self._loop.rollout_config.max_model_len)
+        left = longest - len(self._ids)
+        if left < 1:
+            raise AgentError(
+                f"prompt too long: it must leave room for an answer within rollout.max_model_len={longest}, got "
+                f"{len(self._ids)} tokens; raise it, or say less"
+            )
+        self._room = min(left, self._wanted_room or left)
+
+    async def generate(self) -> list[int]:
+        """The model's next answer [S], appended."""
+        began = time.monotonic()
+        left = self._room - len(self._mask)
+        most = self._sampling_params.get("max_tokens")
+        output = await self._loop.server_manager.generate(
+            self._request_id,
+            prompt_ids=list(self._ids),
+            sampling_params={**self._sampling_params, "max_tokens": left if most is None else min(left, most)},
+        )
+        self.metrics.generate_sequences += time.monotonic() - began
+        self.metrics.num_preempted += output.num_preempted
+        self._ids += output.token_ids
+        self._mask += [1] * len(output)
+        self._logprobs += output.log_probs
+        return output.token_ids
+
+    async def say(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Append what follows the last answer; False, and nothing is appended, when it would leave no room for another."""
+        tail = await asyncio.to_thread(tail_ids, self._loop.tokenizer, messages, tools=self._tools, after=self._ids[-1])
+        if len(self._mask) + len(tail) >= self._room:
+            return False
+        self._ids += tail
+        self._mask += [0] * len(tail)
+        self._logprobs += [0.0] * len(tail)
+        return True
+
+    @property
+    def is_full(self) -> bool:
+        """No room for another token."""
+        return len(self._mask) >= self._room
+
+    def output(
+        self, *, num_turns: int, reward_score: float | None = None, extra_fields: dict[str, Any]
+    ) -> AgentLoopOutput:
+        """The trajectory so far."""
+        split = len(self._ids) - len(self._mask)
+        return AgentLoopOutput(
+            prompt_ids=self._ids[:split],
+            response_ids=self._ids[split:],
+            response_mask=self._mask,
+            response_logprobs=self._logprobs,
+            reward_score=reward_score,
+            num_turns=num_turns,
+            metrics=self.metrics,
+            extra_fields=extra_fields,
+        )
+
+
+def read_settings(kind: type[Settings], arguments: Mapping[str, Any], *, name: str) -> Settings:
+    """A loop's entry in `agents.loops` as its settings; raises TaskError naming the key, the rule and the value."""
+    try:
+        return kind.model_validate(dict(arguments))
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r:.80}" for e in error.errors()]
+        raise TaskError(f"agents.loops, {name}: {'; '.join(lines)}; see agents/loops/{name}.py") from error

@@ -1,0 +1,209 @@
+"""Tools of MCP servers, through the official `mcp` package: programs on stdio, and URLs with streamable HTTP.
+
+Built from a tools' YAML (`mcp:`) and entered by `agents.tools.toolbox`. One session per server and worker serves all episodes.
+Invariants: a call is sent once, and once more only if the
+server died under it and says that the tool may be repeated; a server that died is started again once, and given up if it dies again
+before it has answered anything. Deadlines of calls are the toolbox's. Text only: other contents are named, not shown.
+
+    mcp:
+      servers: {files: {command: "{python}", args: [server.py]}, web: {url: "http://127.0.0.1:8000/mcp"}}
+      mcp_servers_config_path: servers.json        # or, or also: {"mcpServers": {...}}, as other clients have it
+      tool_selected_list: [search]                 # all, without it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import anyio
+from mcp import MCPError
+from mcp import types as mcp_types
+from pydantic import ValidationError
+from pydantic_core import to_json
+
+from agents.tools.base_tool import BaseTool
+from agents.tools.mcp_config import McpServerSpec
+from agents.tools.mcp_session import McpSession
+from agents.tools.schemas import OpenAIFunctionSchema, OpenAIFunctionToolSchema, ToolResponse
+from buffers.did_you_mean import nearest
+from buffers.errors import ToolError
+
+logger = logging.getLogger(__name__)
+
+START_DEADLINE_S = 60.0
+MAX_NAME_CHARS = 128
+MAX_TOOL_BYTES = 1 << 16
+_DEAD = (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError)
+"""What a call may raise when the server is not there, beside MCPError with this code (also over HTTP):"""
+CONNECTION_CLOSED = -32000
+
+
+class McpServer:
+    """`async with` it: starts the server, gives its tools. `selected`: of those, only these. `config`: of each of its tools."""
+
+    def __init__(
+        self,
+        spec: McpServerSpec,
+        *,
+        name: str,
+        folder: Path,
+        selected: list[str] | None = None,
+        config: Mapping[str, Any] | None = None,
+        start_deadline_s: float = START_DEADLINE_S,
+    ) -> None:
+        self.name = name
+        self._spec = spec
+        self._folder = folder
+        self._selected = selected
+        self._config = dict(config or {})
+        self._start_deadline_s = start_deadline_s
+        self._session: McpSession | None = None
+        self._starting = asyncio.Lock()
+        self._given_up = ""
+        self.starts = 0
+
+    async def __aenter__(self) -> list[BaseTool]:
+        """Raises ToolError when the server does not start, or has not the tools that were selected."""
+        session = await self._open()
+        found = {tool.name: tool for tool in session.tools}
+        for name in self._selected or ():
+            if name not in found:
+                await self._close()
+                raise ToolError(
+                    f"tool_selected_list must name tools of MCP server {self.name}, got {name!r}; {nearest(name, found)}"
+                )
+        chosen = found if self._selected is None else {name: found[name] for name in self._selected}
+        try:
+            return [McpTool(tool, server=self, config=self._config) for tool in chosen.values()]
+        except (ToolError, ValidationError) as error:
+            await self._close()
+            rules = str(error).replace("\n", " ")
+            raise ToolError(
+                f"tools of MCP server {self.name} must have names and schemas that can be used: {rules:.500}"
+            ) from error
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close()
+
+    async def call(self, tool: str, arguments: dict[str, Any], *, again: bool) -> mcp_types.CallToolResult:
+        """What the server answers. `again`: the call may be repeated when the server died under it. Raises ToolError."""
+        try:
+            return await self._call(tool, arguments)
+        except _Died as died:
+            if not again:
+                raise ToolError(
+                    f"MCP server {self.name} died during the call ({died}), which may or may not have had an effect; "
+                    f"it is started again for the next one"
+                ) from None
+        try:
+            return await self._call(tool, arguments)
+        except _Died as died:
+            raise ToolError(f"MCP server {self.name} died during the call, twice ({died})") from None
+
+    async def _call(self, tool: str, arguments: dict[str, Any]) -> mcp_types.CallToolResult:
+        session = await self._open()
+        try:
+            result = await session.client.call_tool(tool, arguments)
+        except MCPError as error:
+            if error.code != CONNECTION_CLOSED:
+                raise
+            session.dead = True
+            raise _Died(str(error)) from None
+        except _DEAD as error:
+            session.dead = True
+            raise _Died(f"{type(error).__name__}: {error}") from None
+        session.has_answered = True
+        return result
+
+    async def _open(self) -> McpSession:
+        """The session; a new one when there is none, or it died."""
+        async with self._starting:
+            if self._given_up:
+                raise ToolError(self._given_up)
+            old = self._session
+            if old is not None and not old.dead:
+                return old
+            if old is not None:
+                words = old.last_words()
+                await self._close()
+                if not old.has_answered and self.starts > 1:
+                    self._give_up(f"MCP server {self.name} died again before it answered anything{words}")
+            try:
+                self._session = await McpSession.start(
+                    self._spec, folder=self._folder, deadline_s=self._start_deadline_s
+                )
+            except ToolError as error:
+                self._give_up(f"MCP server {self.name} must start: {error}")
+            self.starts += 1
+            assert self._session is not None
+            return self._session
+
+    def _give_up(self, reason: str) -> NoReturn:
+        self._given_up = f"{reason}; it is not started again"
+        logger.error("%s", self._given_up)
+        raise ToolError(self._given_up)
+
+    async def _close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+class _Died(Exception):
+    """The server is gone."""
+
+
+class McpTool(BaseTool):
+    """One tool of a server, under its own name."""
+
+    def __init__(self, tool: mcp_types.Tool, *, server: McpServer, config: dict[str, Any]) -> None:
+        _check(tool, server=server.name)
+        self._tool = tool
+        self._server = server
+        hints = tool.annotations
+        self._again = hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
+        fields = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+        super().__init__(config, OpenAIFunctionToolSchema(function=OpenAIFunctionSchema.model_validate(fields)))
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """Ask the server. Raises ToolError when it says that the call failed. Its reward is 0."""
+        result = await self._server.call(self._tool.name, parameters, again=self._again)
+        text = "\n".join(_text(part) for part in result.content)
+        if result.is_error:
+            raise ToolError(text or "the server gave no reason")
+        return ToolResponse(text=text), 0.0, {}
+
+
+def _check(tool: mcp_types.Tool, *, server: str) -> None:
+    """What a server says about a tool stands in every prompt, and its patterns are compiled. Raises ToolError."""
+    if not (tool.name.isprintable() and len(tool.name) <= MAX_NAME_CHARS):
+        raise ToolError(
+            f"names of MCP server {server}'s tools must be at most {MAX_NAME_CHARS} printable characters, got "
+            f"{tool.name[:MAX_NAME_CHARS]!r}; correct the server"
+        )
+    size = len(tool.description or "") + len(to_json(tool.input_schema))
+    if size > MAX_TOOL_BYTES:
+        raise ToolError(
+            f"tool {tool.name} of MCP server {server} must be described in at most {MAX_TOOL_BYTES} bytes, got {size}; leave it "
+            f"out of tool_selected_list"
+        )
+
+
+def _text(content: mcp_types.ContentBlock) -> str:
+    match content:
+        case mcp_types.TextContent(text=text):
+            return text
+        case mcp_types.EmbeddedResource(resource=mcp_types.TextResourceContents(text=text)):
+            return text
+        case mcp_types.ResourceLink(uri=uri):
+            return str(uri)
+    return f"({content.type} left out: only text is shown)"

@@ -1,0 +1,1 @@
+"""Where a program that the model wrote may run: the protocol, and a fenced child process."""

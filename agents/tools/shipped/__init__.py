@@ -1,0 +1,1 @@
+"""Tools that are shipped: arithmetic, file search, GSM8K's reward, a Python interpreter."""

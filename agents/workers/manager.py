@@ -1,0 +1,198 @@
+"""`AgentLoopManager`: agent loops in worker processes, for the run (`play`) and as verl has it (`generate_sequences`).
+
+Built by `learner.pipeline`; the server's dispatcher calls `play` for each episode whose row names a loop. The workers are Ray
+actors, each with an event loop of its own, so that tools never hold up the server. A worker that dies is started again; its
+episodes fail with that reason and are tried again. Invariant: an episode is played by one worker, and cancelling `play`
+ends it there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from agents.agent_loop import AgentLoopOutput
+from agents.workers.config import LoopSpec
+from agents.workers.episode_timing import Figures, LoopFigures
+from agents.workers.worker import AgentLoopWorker, LoopResult, WorkerSettings
+from buffers.errors import AgentError
+from buffers.records import Task
+from configs.checkout import python_path
+
+ScoreFn = Callable[[Task, str], float | Awaitable[float]]
+"""(task, what the model said) -> score."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopOutcome:
+    """An episode that a loop has played."""
+
+    score: float
+    outputs: tuple[AgentLoopOutput, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    actor: Any
+    running: int = 0
+    starting: asyncio.Future[Any] | None = None
+    """Done once a worker that died is there again."""
+
+
+def loop_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a task file as verl hands it to loops: `raw_prompt`, and what `extra_info` holds beside the columns too."""
+    return {**(row.get("extra_info") or {}), "raw_prompt": row.get("prompt"), **row}
+
+
+class AgentLoopManager:
+    """Needs `ray.init` before `start`. `score_fn`: judges episodes whose loop gives no reward of its own."""
+
+    def __init__(
+        self,
+        loops: Sequence[LoopSpec],
+        *,
+        num_workers: int,
+        score_fn: ScoreFn | None = None,
+        temperature: float = 1.0,
+    ) -> None:
+        self._loops = tuple(loops)
+        self._num_workers = num_workers
+        self._score_fn = score_fn
+        self._sampling_params = {"temperature": temperature, "top_p": 1.0, "repetition_penalty": 1.0}
+        self._workers: list[_Worker] = []
+        self.figures = LoopFigures()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """`agent_name`s that are played here."""
+        return frozenset(spec.name for spec in self._loops)
+
+    @property
+    def first(self) -> str:
+        """The loop that plays rows without an `agent_name`."""
+        return self._loops[0].name
+
+    async def start(
+        self, *, model_path: str, server_urls: Sequence[str], worker_key: str, prompt_length: int, response_length: int
+    ) -> None:
+        """Start the workers; returns when tools and parsers of every loop are ready. Raises AgentError naming the loop's error.
+
+        The servers need not listen yet. Lengths are what loops find in verl's configuration tree, in tokens.
+        """
+        settings = WorkerSettings(
+            loops=self._loops, model_path=model_path, server_urls=tuple(server_urls), worker_key=worker_key,
+            prompt_length=prompt_length, response_length=response_length,
+        )  # fmt: skip
+        environment = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        # They read the model's folder, and ask a server that listens on loopback.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        actor = ray.remote(num_cpus=0, scheduling_strategy=here, runtime_env={"env_vars": environment})(AgentLoopWorker)
+        self._make_actor = partial(actor.remote, settings)
+        self._workers = [_Worker(self._make_actor()) for _ in range(self._num_workers)]
+        try:
+            await asyncio.gather(*(worker.actor.ready.remote() for worker in self._workers))
+        except (RayTaskError, RayActorError) as error:
+            cause = getattr(error, "cause", None) or error
+            await self.close()
+            raise AgentError(f"agents.loops cannot be started: {cause}") from error
+
+    async def close(self) -> None:
+        """End the workers."""
+        workers, self._workers = self._workers, []
+        closing = [asyncio.ensure_future(worker.actor.close.remote()) for worker in workers]
+        if closing:
+            await asyncio.wait(closing, timeout=5.0)
+        for call in closing:
+            call.cancel()
+        for worker in workers:
+            ray.kill(worker.actor)
+
+    async def play(self, task: Task, *, api_key: str, seed: int) -> LoopOutcome:
+        """Play and judge one episode under its key. Raises AgentError with the reason when there is nothing to judge."""
+        row = {**task.private(), "seed": seed}  # the worker hands the ground truth to environments only
+        result = await self._run(str(task.agent_name), loop_row(row), api_key=api_key)
+        if result.error:
+            raise AgentError(result.error)
+        began = time.monotonic()
+        score = await self._judge(task, result)
+        self.figures.add(Figures.of(result, score_s=time.monotonic() - began))
+        return LoopOutcome(score=score, outputs=result.outputs)
+
+    async def generate_sequences(self, rows: Sequence[Mapping[str, Any]]) -> list[LoopResult]:
+        """verl's batch interface: wake the engines up, play all rows over the workers, put the engines to sleep.
+
+        Rows are those of a task file (`prompt` or `raw_prompt`, `agent_name`, `extra_info`, ...); results come in their
+        order, a failed one with its `error`. Nothing is recorded in a ledger: the outputs are the data.
+        """
+        first = self._workers[0].actor
+        await first.wake_up.remote()
+        try:
+            share = max(1, -(-len(rows) // len(self._workers)))
+            chunks = [rows[start : start + share] for start in range(0, len(rows), share)]
+            calls = [
+                worker.actor.generate_sequences.remote(
+                    [loop_row(row) for row in chunk], sampling_params=self._sampling_params
+                )
+                for worker, chunk in zip(self._workers, chunks, strict=False)
+            ]
+            return [result for chunk in await asyncio.gather(*calls) for result in chunk]
+        finally:
+            await first.sleep.remote()
+
+    async def _run(self, agent_name: str, row: Mapping[str, Any], *, api_key: str) -> LoopResult:
+        worker = await self._least_loaded()
+        worker.running += 1
+        call = worker.actor.run_agent_loop.remote(
+            agent_name, row, sampling_params=self._sampling_params, api_key=api_key
+        )
+        try:
+            result: LoopResult = await call
+            return result
+        except asyncio.CancelledError:
+            ray.cancel(call)
+            raise
+        except RayActorError as error:
+            self._start_again(worker)
+            raise AgentError(f"the agent loop's worker process died and is started again: {error}") from error
+        except RayTaskError as error:
+            raise AgentError(f"the agent loop's worker process refused the episode: {error}") from error
+        finally:
+            worker.running -= 1
+
+    def _start_again(self, worker: _Worker) -> None:
+        if worker.starting is None or worker.starting.done():
+            worker.actor = self._make_actor()
+            worker.starting = asyncio.ensure_future(worker.actor.ready.remote())
+
+    async def _least_loaded(self) -> _Worker:
+        """Of the workers that are there; waits while all of them are being started again."""
+        while not (there := [each for each in self._workers if each.starting is None or each.starting.done()]):
+            await asyncio.wait(
+                {each.starting for each in self._workers if each.starting is not None},
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        return min(there, key=lambda each: each.running)
+
+    async def _judge(self, task: Task, result: LoopResult) -> float:
+        """The loop's own reward, or the scorer's, or what the tools say."""
+        last = result.outputs[-1]
+        if last.reward_score is not None:
+            return last.reward_score
+        if self._score_fn is not None:
+            outcome = self._score_fn(task, result.answer)
+            return await outcome if isinstance(outcome, Awaitable) else outcome
+        rewards = last.extra_fields.get("tool_rewards")
+        if isinstance(rewards, Mapping) and rewards and all(isinstance(each, int | float) for each in rewards.values()):
+            return float(sum(rewards.values()))
+        raise AgentError(
+            f"episode of task {task.task_id} must get a score from its loop (reward_score), its tools, or data.scorer, "
+            f"got none; set data.scorer"
+        )

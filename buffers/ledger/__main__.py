@@ -1,0 +1,11 @@
+"""The command line: `python -m buffers.ledger --help`."""
+
+from __future__ import annotations
+
+import sys
+
+from buffers.ledger.ledger import Ledger
+from buffers.ledger.tools.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], open_ledger=Ledger))

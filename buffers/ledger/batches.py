@@ -1,0 +1,229 @@
+"""Operations on batches: claim, commit, release, eviction. Functions over the ledger's connection, in its transaction.
+
+Called by `Ledger`, one at a time. Invariants: a batch holds complete groups only, all of them fresh enough; a
+group is trained at most `max_uses` times in a lineage; a lease that expired, was superseded or released cannot commit.
+Deadlines of leases are times of one monotonic clock: the caller's `now`.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from buffers.errors import LeaseError, UnderstudyError
+from buffers.ledger.episodes import evict_group, read_episode
+from buffers.ledger.round_codec import decode
+from buffers.ledger.scores import scores_of
+from buffers.ledger.selectors import Selector
+from buffers.records import EpisodeState, ReadyGroup, Round, Row, TrainBatch
+from buffers.training_rows import episode_rows
+
+STALE = "stale"
+
+
+def claim(
+    db: sqlite3.Connection,
+    *,
+    num_groups: int,
+    min_version: int,
+    now: float,
+    ttl_s: float | None = None,
+    selector: Selector | None = None,
+) -> TrainBatch | None:
+    """Lease `num_groups` ready groups, those that were given back first, then by `selector` (None: the oldest); before that,
+    evict ready groups with a token older than `min_version`. The lease expires after `ttl_s` unless it is renewed."""
+    expire_leases(db, now=now)
+    _evict_ready(db, min_version=min_version)
+    group_ids = _next_groups(db, num_groups=num_groups, selector=selector)
+    if len(group_ids) < num_groups:
+        return None
+    deadline = None if ttl_s is None else now + ttl_s
+    lease_id = int(db.execute("INSERT INTO lease(state, deadline) VALUES ('active', ?)", (deadline,)).lastrowid or 0)
+    db.executemany(
+        "UPDATE grp SET state = 'leased', lease_id = ?, replay = NULL WHERE group_id = ?",
+        [(lease_id, gid) for gid in group_ids],
+    )
+    rows = [row for group_id in group_ids for row in group_rows(db, group_id=group_id)]
+    return TrainBatch(rows=rows, lease_id=lease_id, group_ids=group_ids)
+
+
+def heartbeat(db: sqlite3.Connection, *, lease_id: int, now: float, ttl_s: float) -> None:
+    """The lease lives until `now + ttl_s`."""
+    expire_leases(db, now=now)
+    _check_active(db, lease_id=lease_id)
+    db.execute("UPDATE lease SET deadline = ? WHERE lease_id = ?", (now + ttl_s, lease_id))
+
+
+def expire_leases(db: sqlite3.Connection, *, now: float) -> None:
+    """The groups of leases past their deadline are ready again, and claimed first."""
+    found = db.execute("SELECT lease_id FROM lease WHERE state = 'active' AND deadline <= ?", (now,)).fetchall()
+    for (lease_id,) in found:
+        _give_back(db, lease_id=lease_id, state="expired")
+
+
+def next_deadline(db: sqlite3.Connection) -> float | None:
+    """When the next lease expires."""
+    (deadline,) = db.execute("SELECT min(deadline) FROM lease WHERE state = 'active'").fetchone()
+    return None if deadline is None else float(deadline)
+
+
+def commit_step(db: sqlite3.Connection, *, lease_id: int, step: int, version: int, now: float) -> int:
+    """The lease's groups are trained; returns how many. The same (lease, step) again gives the same answer."""
+    row = db.execute("SELECT step, num_groups FROM step WHERE lease_id = ?", (lease_id,)).fetchone()
+    if row is not None:
+        if row[0] != step:
+            raise LeaseError(f"lease {lease_id} is committed with step {row[0]}, got step {step}; claim a new batch")
+        return int(row[1])
+    lineage = current_lineage(db)
+    other = db.execute("SELECT lease_id FROM step WHERE lineage = ? AND step = ?", (lineage, step)).fetchone()
+    if other is not None:
+        raise LeaseError(
+            f"step {step} is committed by lease {other[0]}, got lease {lease_id}; use the next step number"
+        )
+    expire_leases(db, now=now)
+    _check_active(db, lease_id=lease_id)
+    cursor = db.execute(
+        "INSERT INTO step(lineage, step, lease_id, version, num_groups) "
+        "SELECT ?, ?, ?, ?, count(*) FROM grp WHERE lease_id = ?",
+        (lineage, step, lease_id, version, lease_id),
+    )
+    db.execute("INSERT INTO trained SELECT ?, group_id FROM grp WHERE lease_id = ?", (cursor.lastrowid, lease_id))
+    db.execute("UPDATE lease SET state = 'committed' WHERE lease_id = ?", (lease_id,))
+    used = "UPDATE grp SET uses = uses + 1, state = {} WHERE lease_id = ? AND uses + 1 {} max_uses"
+    trained = db.execute(used.format("'trained'", "="), (lease_id,)).rowcount
+    again = db.execute(used.format("'ready', lease_id = NULL", "<"), (lease_id,)).rowcount
+    return trained + again
+
+
+def release(db: sqlite3.Connection, *, lease_id: int) -> int:
+    """The lease's groups are ready again, untrained; returns how many."""
+    _check_active(db, lease_id=lease_id)
+    return _give_back(db, lease_id=lease_id, state="released")
+
+
+def evict_stale(db: sqlite3.Connection, *, min_version: int) -> list[str]:
+    """Evict ready and open groups with a token older than `min_version`; returns the episodes that this ended."""
+    _evict_ready(db, min_version=min_version)
+    found = db.execute(
+        "SELECT DISTINCT grp.group_id FROM grp JOIN episode USING (group_id) WHERE grp.state = 'open' "
+        "AND episode.state IN ('running', 'scored') AND episode.min_version < ? ORDER BY grp.group_id",
+        (min_version,),
+    ).fetchall()
+    ended: list[str] = []
+    for (group_id,) in found:
+        ended += _evict(db, group_id=group_id)
+    return ended
+
+
+def read_rounds(db: sqlite3.Connection, *, episode_id: str) -> list[Round]:
+    """All rounds of an episode, in order."""
+    read_episode(db, episode_id=episode_id)
+    found = db.execute(
+        "SELECT round_index, parent, finish_reason, body, memo, trained FROM round WHERE episode_id = ? ORDER BY round_index",
+        (episode_id,),
+    )
+    return [
+        replace(
+            _decoded(episode_id, round_index=index, parent=parent, finish_reason=reason, body=body, memo=memo),
+            trained=None if trained is None else np.frombuffer(trained, np.uint8),
+        )
+        for index, parent, reason, body, memo, trained in found
+    ]
+
+
+def current_lineage(db: sqlite3.Connection) -> int:
+    (lineage,) = db.execute("SELECT max(lineage) FROM lineage").fetchone()
+    return int(lineage)
+
+
+def _next_groups(db: sqlite3.Connection, *, num_groups: int, selector: Selector | None) -> tuple[int, ...]:
+    """Up to `num_groups` ready groups in the order of training: a batch that was given back is claimed as it was."""
+    found = db.execute(  # named: the planner would walk all ready groups instead
+        "SELECT group_id FROM grp INDEXED BY grp_replay "
+        "WHERE replay IS NOT NULL AND state = 'ready' ORDER BY replay, group_id LIMIT ?",
+        (num_groups,),
+    ).fetchall()
+    wanted = num_groups - len(found)
+    if wanted and selector is not None:
+        chosen = selector(_ready_groups(db))
+        return (*(group_id for (group_id,) in found), *(group.group_id for group in chosen[:wanted]))
+    found += db.execute(
+        "SELECT group_id FROM grp WHERE state = 'ready' AND replay IS NULL ORDER BY group_id LIMIT ?", (wanted,)
+    ).fetchall()
+    return tuple(group_id for (group_id,) in found)
+
+
+def _ready_groups(db: sqlite3.Connection) -> Sequence[ReadyGroup]:
+    found = db.execute(
+        "SELECT grp.group_id, grp.min_version, grp.num_scored, sum(episode.num_tokens), grp.uses "
+        "FROM grp JOIN episode USING (group_id) WHERE grp.state = 'ready' AND grp.replay IS NULL "
+        "AND episode.state = 'scored' GROUP BY grp.group_id ORDER BY grp.group_id"
+    ).fetchall()
+    return [
+        ReadyGroup(group_id=gid, min_version=version, num_episodes=episodes, num_tokens=tokens, uses=uses)
+        for gid, version, episodes, tokens, uses in found
+    ]
+
+
+def _give_back(db: sqlite3.Connection, *, lease_id: int, state: str) -> int:
+    cursor = db.execute(
+        "UPDATE grp SET state = 'ready', replay = lease_id, lease_id = NULL WHERE lease_id = ?", (lease_id,)
+    )
+    db.execute("UPDATE lease SET state = ? WHERE lease_id = ?", (state, lease_id))
+    return cursor.rowcount
+
+
+def _evict_ready(db: sqlite3.Connection, *, min_version: int) -> None:
+    # Named: the planner would walk all ready groups instead.
+    found = db.execute(
+        "SELECT group_id FROM grp INDEXED BY grp_ready_by_version "
+        "WHERE state = 'ready' AND min_version < ? ORDER BY group_id",
+        (min_version,),
+    ).fetchall()
+    for (group_id,) in found:
+        _evict(db, group_id=group_id)
+
+
+def _evict(db: sqlite3.Connection, *, group_id: int) -> list[str]:
+    return evict_group(db, group_id=group_id, reason=STALE, member_state=EpisodeState.STALE, member_reason=STALE)
+
+
+def _check_active(db: sqlite3.Connection, *, lease_id: int) -> None:
+    row = db.execute("SELECT state FROM lease WHERE lease_id = ?", (lease_id,)).fetchone()
+    state = "unknown" if row is None else row[0]
+    if state != "active":
+        raise LeaseError(f"lease {lease_id} must be active, got {state}; drop this update and claim a new batch")
+
+
+def group_rows(db: sqlite3.Connection, *, group_id: int) -> list[Row]:
+    members = db.execute(
+        "SELECT episode_id FROM episode WHERE group_id = ? AND state = 'scored' ORDER BY sample_index", (group_id,)
+    ).fetchall()
+    rows: list[Row] = []
+    for (episode_id,) in members:
+        rounds, scores = read_rounds(db, episode_id=episode_id), scores_of(db, episode_id=episode_id)
+        rows += episode_rows(rounds, group_id=group_id, scores=scores)
+    return rows
+
+
+def _decoded(
+    episode_id: str, *, round_index: int, parent: int | None, finish_reason: str, body: bytes, memo: bytes | None
+) -> Round:
+    try:
+        arrays = decode(body)
+    except UnderstudyError as error:
+        raise UnderstudyError(f"round {round_index} of episode {episode_id}: {error}") from error
+    return Round(
+        episode_id=episode_id,
+        round_index=round_index,
+        parent=parent,
+        tail_ids=arrays.tail_ids,
+        sampled_ids=arrays.sampled_ids,
+        logprobs=arrays.logprobs,
+        versions=arrays.versions,
+        finish_reason=finish_reason,
+        memo=memo or b"",
+    )

@@ -1,0 +1,95 @@
+"""Operations that tie the books to checkpoints: where a run stands, and going back to a checkpoint.
+
+Called by `Ledger`, one at a time. A checkpoint is named by (run id, lineage, step). Going back to it starts a new
+lineage: what its own steps trained stays trained, every other trained group is ready again, in the order in which it was
+last trained; a validation under way is given up. Invariant: within a lineage and those it came from, a group is trained at
+most `max_uses` times. It restores no weights.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+from buffers.errors import UnderstudyError
+from buffers.ledger.batches import current_lineage
+from buffers.ledger.episodes import RESTART, evict_group
+from buffers.records import EpisodeState, Position
+
+
+def position(db: sqlite3.Connection) -> Position:
+    """Where the books stand now."""
+    lineage = current_lineage(db)
+    (run_id,) = db.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
+    (start,) = db.execute("SELECT step FROM lineage WHERE lineage = ?", (lineage,)).fetchone()
+    (last,) = db.execute("SELECT max(step) FROM step WHERE lineage = ?", (lineage,)).fetchone()
+    return Position(run_id=run_id, lineage=lineage, step=start if last is None else last)
+
+
+def restore(db: sqlite3.Connection, *, target: Position) -> int:
+    """Go back to `target` in a new lineage. Returns how many ready groups were given back and are claimed first.
+
+    Raises UnderstudyError when these are the books of another run, or lack a step of the target.
+    """
+    here = position(db)
+    if target.run_id != here.run_id:
+        raise UnderstudyError(
+            f"checkpoint must belong to this ledger (run {here.run_id}), got one of run {target.run_id}; "
+            f"resume it in its own run's folder"
+        )
+    _keep_steps(db, lineage=target.lineage, step=target.step)
+    (num_kept,) = db.execute("SELECT count(*) FROM temp.kept").fetchone()
+    if num_kept != target.step:
+        raise UnderstudyError(
+            f"ledger must hold the {target.step} steps of lineage {target.lineage} that lead to the checkpoint, got "
+            f"{num_kept}; resume from an earlier checkpoint"
+        )
+    db.execute(
+        "INSERT INTO lineage VALUES (?, ?, ?)",
+        (here.lineage + 1, target.lineage, target.step),
+    )
+    _restore_uses(db)
+    for (group_id,) in db.execute("SELECT group_id FROM grp WHERE state = 'validating'").fetchall():
+        evict_group(db, group_id=group_id, reason=RESTART, member_state=EpisodeState.FAILED, member_reason=RESTART)
+    (num_replays,) = db.execute("SELECT count(*) FROM grp WHERE replay IS NOT NULL AND state = 'ready'").fetchone()
+    return int(num_replays)
+
+
+def times_opened(db: sqlite3.Connection) -> dict[str, int]:
+    """How many groups of each task were opened: the position in the task files."""
+    found = db.execute("SELECT task_id, max(instance) + 1 FROM grp WHERE task_id IS NOT NULL GROUP BY task_id")
+    return dict(found.fetchall())
+
+
+def _restore_uses(db: sqlite3.Connection) -> None:
+    """Each group was used by the kept steps and no others; one that may be used again is ready."""
+    db.execute("CREATE TEMP TABLE IF NOT EXISTS kept_use(group_id INTEGER PRIMARY KEY, uses INTEGER, lease_id INTEGER)")
+    db.execute("DELETE FROM temp.kept_use")
+    db.execute(
+        "INSERT INTO temp.kept_use SELECT group_id, count(*), max(lease_id) "
+        "FROM trained JOIN temp.kept USING (step_id) JOIN step USING (step_id) GROUP BY group_id"
+    )
+    kept = "coalesce((SELECT {} FROM temp.kept_use WHERE kept_use.group_id = grp.group_id), 0)"
+    uses, lease_id = kept.format("uses"), kept.format("lease_id")
+    db.execute(
+        f"UPDATE grp SET state = 'ready', replay = lease_id, lease_id = NULL, uses = {uses} "
+        f"WHERE state = 'trained' AND {uses} < max_uses"
+    )
+    db.execute(  # used up by the target's own steps, and given back by a later lineage
+        f"UPDATE grp SET state = 'trained', replay = NULL, uses = max_uses, lease_id = {lease_id} "
+        f"WHERE state = 'ready' AND {uses} = max_uses"
+    )
+    db.execute(f"UPDATE grp SET uses = {uses} WHERE state = 'ready' AND uses != {uses}")
+
+
+def _keep_steps(db: sqlite3.Connection, *, lineage: int, step: int) -> None:
+    """temp.kept: the steps of this lineage up to `step`, and those of the lineages that it came from."""
+    db.execute("CREATE TEMP TABLE IF NOT EXISTS kept(step_id INTEGER PRIMARY KEY)")
+    db.execute("DELETE FROM temp.kept")
+    at: int | None = lineage
+    while at is not None:
+        db.execute("INSERT INTO temp.kept SELECT step_id FROM step WHERE lineage = ? AND step <= ?", (at, step))
+        row = db.execute("SELECT parent, step FROM lineage WHERE lineage = ?", (at,)).fetchone()
+        if row is None:
+            return
+        at, start = row
+        step = min(step, start)

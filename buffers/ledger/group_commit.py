@@ -1,0 +1,258 @@
+"""Commits whatever has piled up for a SQLite connection as one transaction (group commit).
+
+A thread of its own does it, or the caller: one that waits anyway may do it `here`, if nothing is being committed just then, since
+handing over to another thread and back takes as long as a small transaction. The main thread never does: a signal's handler may
+raise in the midst of it.
+Called by `Ledger`. Invariants: one transaction at a time; operations run in the order of `submit`; a future is done only after
+the transaction that holds its operation is on disk; an operation that is refused leaves nothing behind and does not disturb its
+neighbours. While the disk is full operations wait, in order, and a new try is made every second; those that somebody will
+send again are refused with StorageFull instead. It does not know what the operations mean.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from buffers.errors import StorageFull, UnderstudyError
+
+T = TypeVar("T")
+Operation = Callable[[sqlite3.Connection], T | UnderstudyError]
+"""Runs in whichever thread commits. Raising undoes it; *returning* an error keeps what it wrote and raises in the caller."""
+
+# What a bad argument can raise; the caller gets it, the neighbours go on. Anything else is a bug and stops the writer.
+_REFUSALS = (
+    UnderstudyError,
+    ArithmeticError,
+    LookupError,
+    TypeError,
+    ValueError,
+    sqlite3.DataError,
+    sqlite3.IntegrityError,
+    sqlite3.InterfaceError,
+    sqlite3.ProgrammingError,
+)
+
+
+class Publish(Protocol):
+    def __call__(self, news: Any, *, again: bool) -> None:
+        """`again`: storing works again, after a full disk."""
+        ...
+
+
+_MAX_WAITING = 4096
+_MAX_OPERATIONS = 1024
+_MAX_KEPT = 4096
+_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    operation: Operation[Any]
+    future: Future[Any]
+    refusable: bool = False
+    passing: bool = False
+
+
+class GroupCommit:
+    """`read_news` runs at the end of each transaction and `publish` gets its answer once the transaction is on disk.
+    `when_idle` runs by itself once the time that `idle_s` gives is over (None: never), if nothing else came. `probe` opens
+    each transaction while the disk is full: it stores enough to show that there is room again."""
+
+    def __init__(
+        self,
+        db: sqlite3.Connection,
+        *,
+        name: str,
+        read_news: Callable[[sqlite3.Connection], Any],
+        keep_news: Callable[[Any], None],
+        publish: Publish,
+        idle_s: Callable[[], float | None],
+        when_idle: Operation[Any],
+        probe: Operation[Any],
+    ) -> None:
+        self._db = db
+        self._name = name
+        self._read_news = read_news
+        self._keep_news = keep_news
+        self._publish = publish
+        self._idle_s = idle_s
+        self._when_idle = when_idle
+        self._probe = probe
+        self._durable = True
+        self._kept: list[_Job] = []
+        self.full = False
+        """The last transaction could not be stored."""
+        self._current: list[_Job] = []
+        self._turn = threading.Lock()
+        """Held by the thread that commits; the connection is used under it."""
+        self._lock = threading.Lock()
+        """For what follows; held for a moment only."""
+        self._stirred = threading.Condition(self._lock)
+        self._room = threading.Condition(self._lock)
+        self._waiting: deque[_Job] = deque()
+        self._is_stirred = False
+        self._closed = False
+        self._draining = False
+        self._is_broken = False
+        self._thread = threading.Thread(target=self._run, name=f"ledger-writer:{name}", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self, operation: Operation[T], *, refusable: bool = False, passing: bool = False, here: bool = False
+    ) -> Future[T]:
+        """Queue `operation`; blocks while the queue is full. Raises UnderstudyError after `close`. `refusable`: it fails with
+        StorageFull while the disk is full, instead of waiting. `passing`: what it writes means nothing after a crash, so its
+        future need not wait for the disk (what is stored later makes it durable, too). `here`: the caller would wait for it, and
+        it does not change what `idle_s` gives: what is queued is committed before this returns, if this thread may."""
+        job = _Job(operation, Future(), refusable, passing)
+        with self._lock:
+            while len(self._waiting) >= _MAX_WAITING and not self._closed:
+                self._room.wait()
+            if self._closed:
+                raise UnderstudyError(f"ledger {self._name} must be open, got an operation after it was closed")
+            self._waiting.append(job)
+            if not here:
+                self._stir()
+        if here:
+            self._commit_here()
+            if not job.future.done():
+                with self._lock:
+                    self._stir()
+        return job.future
+
+    def _commit_here(self) -> None:
+        """Commit what waits, if nobody else does and this thread may."""
+        if self.full or threading.current_thread() is threading.main_thread() or not self._turn.acquire(blocking=False):
+            return
+        self._is_broken = True
+        try:
+            if jobs := self._collect():
+                self._commit(jobs)
+            self._is_broken = False
+        finally:  # a defect is the caller's to tell, and ends the thread
+            with self._lock:
+                if self._is_broken:
+                    self._stir()
+            self._turn.release()
+
+    def close(self) -> None:
+        """Commit what was submitted, then end the thread and close the connection. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._stir()
+        self._thread.join()
+
+    def _stir(self) -> None:
+        """The thread looks what there is to do, after whoever commits now."""
+        self._is_stirred = True
+        self._stirred.notify()
+
+    def _run(self) -> None:
+        try:
+            while not self._draining:
+                is_idle = self._wait()
+                with self._turn:
+                    if self._is_broken:
+                        return
+                    jobs = self._collect()
+                    if is_idle:
+                        jobs.append(_Job(self._when_idle, Future()))
+                    if jobs:
+                        self._commit(jobs)
+        finally:
+            with self._turn:
+                with self._lock:  # a submitter that was inside has left; the next ones see `_closed`
+                    self._closed = True
+                    self._refuse_waiting()
+                    self._room.notify_all()
+                self._db.close()
+
+    def _wait(self) -> bool:
+        """Until there may be something to do; True when the time for the idle operation has come first."""
+        with self._lock:
+            while not self._is_stirred:
+                idle_s = _RETRY_S if self.full else self._idle_s()
+                if not self._stirred.wait(None if idle_s is None else max(idle_s, 0.0)):
+                    return True
+            self._is_stirred = False
+            return False
+
+    def _collect(self) -> list[_Job]:
+        """All that has piled up, up to a limit."""
+        jobs, self._kept = self._kept, []
+        with self._lock:
+            while self._waiting and len(jobs) < _MAX_OPERATIONS:
+                jobs.append(self._waiting.popleft())
+            self._room.notify_all()
+            if self._waiting:
+                self._stir()
+            else:
+                self._draining = self._closed
+        self._current = jobs
+        return jobs
+
+    def _commit(self, jobs: list[_Job]) -> None:
+        jobs = [job for job in jobs if job.future.running() or job.future.set_running_or_notify_cancel()]
+        try:
+            self._set_durable(not all(job.passing for job in jobs))
+            self._db.execute("BEGIN IMMEDIATE")
+            if self.full:
+                self._probe(self._db)
+            outcomes = [self._apply(job) for job in jobs]
+            news = self._read_news(self._db)
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            # A full or failing disk: nothing of this transaction is stored.
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            self._refuse(jobs, error=error)
+            return
+        was_full, self.full = self.full, False
+        self._keep_news(news)
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                job.future.set_exception(outcome)
+            else:
+                job.future.set_result(outcome)
+        self._publish(news, again=was_full)
+
+    def _set_durable(self, durable: bool) -> None:
+        if durable != self._durable:
+            self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            self._durable = durable
+
+    def _refuse(self, jobs: list[_Job], *, error: sqlite3.Error) -> None:
+        self.full = True
+        refusal = StorageFull(
+            f"ledger {self._name} could not store: {error}; free space on its disk, it goes on by itself; send again later"
+        )
+        for job in jobs:
+            if job.refusable or self._draining or len(self._kept) >= _MAX_KEPT:
+                job.future.set_exception(refusal)
+            elif job.operation is not self._when_idle:
+                self._kept.append(job)
+
+    def _apply(self, job: _Job) -> Any:
+        self._db.execute("SAVEPOINT operation")
+        try:
+            outcome = job.operation(self._db)
+        except _REFUSALS as error:
+            self._db.execute("ROLLBACK TO operation")
+            outcome = error
+        self._db.execute("RELEASE operation")
+        return outcome
+
+    def _refuse_waiting(self) -> None:
+        waiting = [*self._current, *self._kept, *self._waiting]
+        self._waiting.clear()
+        for job in waiting:
+            if not job.future.done():
+                job.future.set_exception(
+                    UnderstudyError(f"ledger {self._name}: its writer stopped before this was stored")
+                )

@@ -1,0 +1,382 @@
+"""The ledger of a run: every task, group, episode, round, score and step, in one SQLite file or in memory.
+
+Called by the task pool, the server and the learner, from any thread. Each changing method queues an operation and
+returns a future: `.result()`, or `await asyncio.wrap_future(future)`. Operations are applied in the order of the calls,
+and a future is done once its operation is on disk: an acknowledged score implies that the episode's earlier rounds are
+stored.
+The books balance at every commit: scored episodes = scored in open + ready + leased + trained + evicted groups.
+While the disk is full, scores are refused with StorageFull and all else waits; it goes on by itself once there is room.
+With `path=None` the same code runs in memory and promises nothing beyond the process.
+
+It does not schedule (`task_pool`), does not wait for batches (`multi_round`) and knows no tensors.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from buffers.errors import EpisodeError, UnderstudyError
+from buffers.ledger import batches, checkpoints, episodes, scores, validation
+from buffers.ledger.encode import checked_score, stored_round, task_payload
+from buffers.ledger.episodes import ClosedEpisode, StoredRound
+from buffers.ledger.group_commit import GroupCommit
+from buffers.ledger.schema import open_database
+from buffers.ledger.selectors import Selector
+from buffers.records import Episode, EpisodeState, Position, Round, ScoreDetail, Task, TrainBatch, UInt8, Validated
+
+T = TypeVar("T")
+
+_MAX_REASON = 500
+_WHOLE = ScoreDetail()
+_PROBE_BYTES = 1 << 18
+_RESERVE_BYTES = 1 << 26
+"""Kept free for what runs already: 64 MiB, or a twentieth of a small disk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerEvent:
+    """What a transaction changed, for those who wait."""
+
+    closed: tuple[ClosedEpisode, ...]
+    counts: dict[str, int]
+    next_deadline: float | None = None
+    """When the next lease expires, by the ledger's clock."""
+
+
+class Ledger:
+    """See the module. Errors of one operation are raised by its own future and do not touch its neighbours."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        drop_zero_variance: bool = False,
+        keep_running: bool = False,
+        keep_leases: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Open or make the file. Leased groups of a dead process are ready again or, with `keep_leases`, stay with their learner,
+        which has outlived it; its running episodes are retried or, with `keep_running`, go on.
+
+        `drop_zero_variance`: evict a group whose episodes all scored the same, instead of training it (DAPO,
+        arXiv:2503.14476). `clock`: for leases; must never go back.
+        """
+        self._clock = clock
+        db, self._owner = open_database(path)
+        db.execute("BEGIN IMMEDIATE")
+        episodes.recover(db, keep_running=keep_running, keep_leases=keep_leases)
+        news = _read_news(db)
+        db.execute("COMMIT")
+        self._begin(path, drop_zero_variance=drop_zero_variance, counts=news.counts)
+        self._next_deadline = news.next_deadline
+        name = "in memory" if path is None else str(path)
+        self._writer = GroupCommit(
+            db, name=name, read_news=_read_news, keep_news=self._keep, publish=self._publish,
+            idle_s=self._until_next_deadline, when_idle=self._expire_leases, probe=_probe,
+        )  # fmt: skip
+
+    def _begin(self, path: Path | None, *, drop_zero_variance: bool, counts: dict[str, int]) -> None:
+        self.path = path
+        self._drop_equal = drop_zero_variance
+        self._counts = counts
+        self._watchers: list[Callable[[LedgerEvent], None]] = []
+        self._watchers_lock = threading.Lock()
+        self._announced = _states(counts)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Store what was submitted and close the file. Idempotent."""
+        self._writer.close()
+        if self._owner is not None:
+            self._owner.close()
+
+    @property
+    def is_full(self) -> bool:
+        """The disk takes nothing more for now."""
+        return self._writer.full
+
+    def has_room(self) -> bool:
+        """Whether the disk has space for new tasks; it runs out of that before it runs out of space for scores."""
+        if self.path is None:
+            return True
+        usage = shutil.disk_usage(self.path.parent)
+        return not self.is_full and usage.free >= min(_RESERVE_BYTES, usage.total // 20)
+
+    def counts(self) -> dict[str, int]:
+        """The books after the latest commit; costs nothing.
+
+        `groups/<state>`, `episodes/<state>`, `scored/<group state>` (scored episodes by the state of their group),
+        `evicted/<kind>`, `failed/<kind>` (a reason up to its first colon), `lost/<kind>` (scored episodes of evicted
+        groups), `rounds`, `tokens` (sampled ones).
+        """
+        return dict(self._counts)
+
+    def balance(self) -> dict[str, int]:
+        """Where the scored episodes are, by what became of their group; `difference` is 0 unless the ledger is broken."""
+        counts = self._counts
+        dead = counts.get("lost/failed", 0)
+        states = ("open", "ready", "leased", "trained")
+        return {
+            "scored": counts["episodes/scored"],
+            **{state: counts[f"scored/{state}"] for state in states},
+            "evicted": counts["scored/evicted"] - dead,
+            "dead": dead,
+            "validation": counts["scored/validating"] + counts["scored/validated"],
+            "difference": self.imbalance(),
+        }
+
+    def imbalance(self) -> int:
+        """Scored episodes that are in no group's books; 0 unless the ledger is broken."""
+        counts = self._counts
+        return counts["episodes/scored"] - sum(n for name, n in counts.items() if name.startswith("scored/"))
+
+    def watch(self, watcher: Callable[[LedgerEvent], None]) -> Callable[[], None]:
+        """Call `watcher` after each commit that moved a group or an episode; returns the call that ends this.
+
+        It runs in whichever thread committed, after the futures of that commit are done: it must return at once, must not
+        raise, and must neither wait for the ledger nor for somebody who does.
+        """
+        with self._watchers_lock:
+            self._watchers.append(watcher)
+
+        def unwatch() -> None:
+            with self._watchers_lock:
+                if watcher in self._watchers:
+                    self._watchers.remove(watcher)
+
+        return unwatch
+
+    def submit(
+        self,
+        operation: Callable[..., T | UnderstudyError],
+        *,
+        refusable: bool = False,
+        passing: bool = False,
+        timed: bool = False,
+        repeatable: bool = False,
+        here: bool = False,
+    ) -> Future[T]:
+        """Queue a function of `buffers.ledger_*`, with all its arguments but the connection; all methods below do it through this.
+
+        `timed`: it takes `now`, by the ledger's clock. `repeatable`: it may run again where its answer was lost (nothing is lost
+        here, see `remote_ledger`). Others: see `GroupCommit.submit`.
+        """
+        apply = (lambda db: operation(db, now=self._clock())) if timed else operation
+        return self._writer.submit(apply, refusable=refusable, passing=passing, here=here)
+
+    def put_tasks(self, tasks: Iterable[Task]) -> Future[int]:
+        """Store tasks; how many were new. Raises TaskError for one that JSON cannot hold."""
+        rows = [(task.task_id, task_payload(task)) for task in tasks]
+        return self.submit(partial(episodes.put_tasks, rows=rows))
+
+    def open_group(
+        self, task_id: str, *, instance: int, group_size: int, min_size: int | None = None, max_uses: int = 1
+    ) -> Future[list[Episode]]:
+        """The pending episodes of a new group; an empty list when (task_id, instance) was opened before.
+
+        `min_size`: members that must score when others have no attempt left (None: all); `max_uses`: steps that may train it.
+        """
+        _require(group_size >= 1, f"group_size must be >= 1, got {group_size}")
+        min_size = group_size if min_size is None else min_size
+        _require(1 <= min_size <= group_size, f"min_size must be between 1 and group_size={group_size}, got {min_size}")
+        _require(max_uses >= 1, f"max_uses must be >= 1, got {max_uses}")
+        operation = partial(episodes.open_group, task_id=task_id, instance=instance)
+        return self.submit(partial(operation, group_size=group_size, min_size=min_size, max_uses=max_uses))
+
+    def open_validation(self, tasks: Iterable[Task], *, group_size: int, greedy: bool) -> Future[tuple[int, ...]]:
+        """Store tasks and open a group of pending episodes for each, which is scored and never trained; the groups' ids.
+
+        Tasks of a task file that is also trained need other ids than there.
+        """
+        tasks = list(tasks)
+        self.put_tasks(tasks)
+        operation = validation.open_validation
+        task_ids = [task.task_id for task in tasks]
+        return self.submit(partial(operation, task_ids=task_ids, group_size=group_size, greedy=greedy))
+
+    def validated(self, group_ids: Sequence[int]) -> Future[list[Validated]]:
+        """What these groups scored; without those that were given up."""
+        return self.submit(partial(validation.validated, group_ids=group_ids), repeatable=True)
+
+    def adopt_episode(self, episode_id: str) -> Future[bool]:
+        """Open and start an episode of nobody's task, in a group of one; False when the id is known already."""
+        return self.submit(partial(episodes.adopt_episode, episode_id=episode_id))
+
+    def start_episode(self, episode_id: str, *, version: int) -> Future[None]:
+        """PENDING -> RUNNING, under policy `version`."""
+        return self.submit(partial(episodes.start_episode, episode_id=episode_id, version=version))
+
+    def start_pending(self, *, limit: int, version: int) -> Future[list[Episode]]:
+        """Start up to `limit` pending episodes, retries first, then the oldest."""
+        return self.submit(partial(episodes.start_pending, limit=limit, version=version))
+
+    def running_episodes(self) -> Future[list[Episode]]:
+        """The episodes of tasks that are under way; after `keep_running` those of the process before."""
+        return self.submit(episodes.running_episodes, repeatable=True)
+
+    def ended(self, episode_ids: Sequence[str]) -> Future[list[ClosedEpisode]]:
+        """Those of these episodes that have ended."""
+        return self.submit(partial(episodes.ended, episode_ids=episode_ids), repeatable=True)
+
+    def put_round(self, round_: Round, /) -> Future[None]:
+        """Store a round of a running episode. Raises EpisodeError for numbers that could not be trained."""
+        return self.submit(partial(episodes.put_round, stored=stored_round(round_)))
+
+    def mask_tokens(self, episode_id: str, trained: Mapping[int, UInt8]) -> Future[None]:
+        """Some tokens that a running episode sampled are not to be trained: round index -> [S] 1 where they are, else 0."""
+        flags = {index: each.astype("uint8").tobytes() for index, each in trained.items()}
+        return self.submit(partial(episodes.mask_tokens, episode_id=episode_id, trained=flags))
+
+    def put_rounds(self, rounds: Sequence[StoredRound]) -> Future[list[EpisodeError | None]]:
+        """Store rounds of running episodes in one go: why each was refused, None for those that are stored. A round that is
+        there already, bit for bit, counts as stored: whoever was not told may send it again. For threads that wait: unless this
+        is the main one, they may be stored when it returns."""
+        return self.submit(partial(episodes.put_rounds, rounds=rounds), here=True)
+
+    def rounds(self, episode_id: str) -> Future[list[Round]]:
+        """The rounds of an episode, in order."""
+        return self.submit(partial(batches.read_rounds, episode_id=episode_id), repeatable=True)
+
+    def notify_score(
+        self, episode_id: str, score: float, *, max_attempts: int = 1, detail: ScoreDetail = _WHOLE
+    ) -> Future[bool]:
+        """Store a score, of a running episode or of one whose group is in no batch yet: True; False when this judge said
+        this before. The first final score of a whole episode ends it.
+
+        Raises ScoreError, UnknownEpisode, ScoreConflict (another value is stored and stays), EpisodeClosed, or StorageFull.
+        An episode that sampled nothing fails with reason `no rounds` instead (EpisodeClosed), and is tried again while it
+        has had fewer than `max_attempts`.
+        """
+        value = checked_score(score, episode_id=episode_id)
+        operation = partial(scores.notify_score, max_attempts=max_attempts, drop_zero_variance=self._drop_equal)
+        return self.submit(partial(operation, episode_id=episode_id, score=value, detail=detail), refusable=True)
+
+    def score_history(self, episode_id: str) -> Future[list[dict[str, Any]]]:
+        """Every score that was reported of an episode, with its judge and what became of it."""
+        return self.submit(partial(scores.score_history, episode_id=episode_id), repeatable=True)
+
+    def fail_episode(self, episode_id: str, reason: str, *, max_attempts: int) -> Future[Episode | None]:
+        """End an episode as failed: its next attempt, or None when it has none left. Then the group goes on without it if
+        enough members are left, or is given up (its members are closed).
+
+        `reason`: a short kind, then optionally a colon and the detail; kinds are counted.
+        """
+        return self.submit(
+            partial(
+                episodes.fail_episode,
+                episode_id=episode_id,
+                reason=reason[:_MAX_REASON],
+                max_attempts=max_attempts,
+                drop_zero_variance=self._drop_equal,
+            )
+        )
+
+    def claim(
+        self, num_groups: int, *, min_version: int, ttl_s: float | None = None, selector: Selector | None = None
+    ) -> Future[TrainBatch | None]:
+        """Lease a full batch of ready groups, the oldest or those that `selector` prefers; None when there are fewer.
+
+        Ready groups that hold a trained token older than `min_version` are evicted first. Without a `heartbeat` within
+        `ttl_s` the lease expires: its groups are ready again, and it cannot commit. None: it lives as long as the process.
+        """
+        _require(num_groups >= 1, f"num_groups must be >= 1, got {num_groups}")
+        _require(ttl_s is None or ttl_s > 0.0, f"ttl_s must be > 0, got {ttl_s}")
+        operation = partial(batches.claim, num_groups=num_groups, min_version=min_version)
+        # A lease ends with the process, so that a claim need not outlive it.
+        return self.submit(partial(operation, ttl_s=ttl_s, selector=selector), passing=True, timed=True)
+
+    def heartbeat(self, lease_id: int, *, ttl_s: float) -> Future[None]:
+        """The lease's holder is alive: it expires `ttl_s` from now. Raises LeaseError when it is not active any more."""
+        _require(ttl_s > 0.0, f"ttl_s must be > 0, got {ttl_s}")
+        operation = partial(batches.heartbeat, lease_id=lease_id, ttl_s=ttl_s)
+        return self.submit(operation, timed=True, repeatable=True)
+
+    def commit_step(self, lease_id: int, *, step: int, version: int) -> Future[int]:
+        """The leased groups are trained by `step`, which made policy `version`; how many. Raises LeaseError.
+
+        Also raises UnderstudyError when the books do not balance: nothing may be trained from a broken ledger.
+        """
+        _require(self.imbalance() == 0, f"scored episodes must all be in a group's books, {self.imbalance()} are not")
+        operation = partial(batches.commit_step, lease_id=lease_id, step=step, version=version)
+        return self.submit(operation, timed=True, repeatable=True)
+
+    def release(self, lease_id: int) -> Future[int]:
+        """Give a batch back untrained: its groups are ready again; how many. Raises LeaseError."""
+        return self.submit(partial(batches.release, lease_id=lease_id))
+
+    def evict_stale(self, min_version: int) -> Future[list[str]]:
+        """Evict ready and open groups that hold a token older than `min_version`; the episodes that this ended."""
+        return self.submit(partial(batches.evict_stale, min_version=min_version))
+
+    def position(self) -> Future[Position]:
+        """Where the books stand; a checkpoint stores it."""
+        return self.submit(checkpoints.position, repeatable=True)
+
+    def restore(self, target: Position) -> Future[int]:
+        """Go back to a checkpoint, in a new lineage: groups trained after it are ready again, in the order in which they
+        were trained. Returns how many groups that were given back will be claimed first."""
+        return self.submit(partial(checkpoints.restore, target=target))
+
+    def times_opened(self) -> Future[dict[str, int]]:
+        """How many groups of each task were opened so far: the position in the task files."""
+        return self.submit(checkpoints.times_opened, repeatable=True)
+
+    def _keep(self, news: LedgerEvent) -> None:
+        """Before the futures are done, so that a caller finds its own change in `counts`."""
+        self._counts = news.counts
+        self._next_deadline = news.next_deadline
+
+    def _until_next_deadline(self) -> float | None:
+        return None if self._next_deadline is None else self._next_deadline - self._clock()
+
+    def _expire_leases(self, db: sqlite3.Connection) -> None:
+        batches.expire_leases(db, now=self._clock())
+
+    def _publish(self, news: LedgerEvent, *, again: bool) -> None:
+        states = _states(news.counts)
+        if not again and not news.closed and states == self._announced:
+            return
+        self._announced = states
+        with self._watchers_lock:
+            watchers = list(self._watchers)
+        for watcher in watchers:
+            watcher(news)
+
+
+def _read_news(db: sqlite3.Connection) -> LedgerEvent:
+    closed = tuple(
+        ClosedEpisode(episode_id=episode_id, state=EpisodeState(state), reason=reason)
+        for episode_id, state, reason in db.execute("SELECT episode_id, state, reason FROM temp.closed")
+    )
+    if closed:
+        db.execute("DELETE FROM temp.closed")
+    counts = dict(db.execute("SELECT name, n FROM tally").fetchall())
+    return LedgerEvent(closed=closed, counts=counts, next_deadline=batches.next_deadline(db))
+
+
+def _probe(db: sqlite3.Connection) -> None:
+    """Stays stored: what is removed again in the same transaction would never reach the disk."""
+    db.execute("INSERT OR REPLACE INTO meta VALUES ('probe', zeroblob(?))", (_PROBE_BYTES,))
+
+
+def _states(counts: dict[str, int]) -> dict[str, int]:
+    return {name: n for name, n in counts.items() if name not in ("rounds", "tokens")}
+
+
+def _require(condition: bool, rule: str) -> None:
+    if not condition:
+        raise UnderstudyError(f"ledger: {rule}")

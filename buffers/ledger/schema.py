@@ -1,0 +1,304 @@
+"""The ledger's tables, and opening a ledger file.
+
+Called by `Ledger` only. Invariants: one process at a time has a file open; ids are never reused; `tally` holds the
+number of groups and episodes in each state, kept by triggers in the same transaction as the state itself (and the number
+of rounds and tokens, kept by what inserts them), so that reading the books never scans. A file of the schema before is
+converted (`migration`), any other is refused.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+from buffers.errors import UnderstudyError
+from buffers.ledger import migration
+from buffers.records import EpisodeState, GroupState
+
+SCHEMA_VERSION = 3
+MAX_SCORE = 1e30
+
+
+# Seconds since 1970. For people who look at the books: nothing is decided by it, as clocks jump.
+_NOW = "(julianday('now') - 2440587.5) * 86400.0"
+
+
+def _one_of(states: type[EpisodeState] | type[GroupState]) -> str:
+    return "(" + ", ".join(f"'{state}'" for state in states) + ")"
+
+
+_TABLES = f"""
+CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+
+CREATE TABLE task(task_id TEXT PRIMARY KEY, payload TEXT NOT NULL);
+
+-- task_id is NULL for an episode that was opened by its first request: there is no task to try again.
+-- replay: the lease that took it before it was given back; it is claimed again in that order, before all others.
+-- min_size: members that must score; up to size - min_size may be lost, and the group is trained without them.
+-- uses: steps of this lineage that trained it, of max_uses that may.
+CREATE TABLE grp(
+    group_id    INTEGER PRIMARY KEY AUTOINCREMENT,
+    task_id     TEXT REFERENCES task(task_id),
+    instance    INTEGER NOT NULL CHECK (instance >= 0),
+    size        INTEGER NOT NULL CHECK (size >= 1),
+    min_size    INTEGER NOT NULL CHECK (min_size BETWEEN 1 AND size),
+    num_scored  INTEGER NOT NULL DEFAULT 0 CHECK (num_scored BETWEEN 0 AND size),
+    num_lost    INTEGER NOT NULL DEFAULT 0 CHECK (num_lost BETWEEN 0 AND size),
+    max_uses    INTEGER NOT NULL DEFAULT 1 CHECK (max_uses >= 1),
+    uses        INTEGER NOT NULL DEFAULT 0 CHECK (uses BETWEEN 0 AND max_uses),
+    min_version INTEGER,
+    state       TEXT NOT NULL DEFAULT 'open' CHECK (state IN {_one_of(GroupState)}),
+    reason      TEXT,
+    lease_id    INTEGER REFERENCES lease(lease_id),
+    replay      INTEGER,
+    greedy      INTEGER NOT NULL DEFAULT 0,
+    opened_at   REAL DEFAULT ({_NOW}),
+    CHECK (state NOT IN ('ready', 'leased', 'trained', 'validated')
+           OR (num_scored + num_lost = size AND num_scored >= min_size)),
+    CHECK (state != 'trained' OR uses = max_uses),
+    CHECK ((state IN ('leased', 'trained')) = (lease_id IS NOT NULL)),
+    UNIQUE (task_id, instance)
+);
+CREATE INDEX grp_by_state ON grp(state, group_id);
+CREATE INDEX grp_ready_by_version ON grp(min_version) WHERE state = 'ready';
+CREATE INDEX grp_by_lease ON grp(lease_id) WHERE lease_id IS NOT NULL;
+CREATE INDEX grp_replay ON grp(replay, group_id) WHERE replay IS NOT NULL;
+
+-- min_version: the oldest policy version among its trainable tokens; num_rounds and num_tokens count trainable ones.
+-- score: the mean of its judges'.
+CREATE TABLE episode(
+    seq          INTEGER PRIMARY KEY AUTOINCREMENT,
+    episode_id   TEXT NOT NULL UNIQUE,
+    group_id     INTEGER NOT NULL REFERENCES grp(group_id),
+    sample_index INTEGER NOT NULL,
+    attempt      INTEGER NOT NULL,
+    state        TEXT NOT NULL DEFAULT 'pending' CHECK (state IN {_one_of(EpisodeState)}),
+    reason       TEXT,
+    score        REAL CHECK (score IS NULL OR abs(score) < {MAX_SCORE}),
+    version      INTEGER,
+    min_version  INTEGER,
+    num_rounds   INTEGER NOT NULL DEFAULT 0,
+    num_tokens   INTEGER NOT NULL DEFAULT 0,
+    started_at   REAL,
+    CHECK ((state = 'scored') = (score IS NOT NULL)),
+    UNIQUE (group_id, sample_index, attempt)
+);
+CREATE INDEX episode_pending ON episode(attempt DESC, seq) WHERE state = 'pending';
+
+CREATE TABLE round(
+    episode_id    TEXT NOT NULL REFERENCES episode(episode_id),
+    round_index   INTEGER NOT NULL CHECK (round_index >= 0),
+    parent        INTEGER CHECK (parent BETWEEN 0 AND round_index - 1),
+    num_sampled   INTEGER NOT NULL,
+    finish_reason TEXT NOT NULL,
+    body          BLOB NOT NULL,
+    memo          BLOB,
+    trained       BLOB,  -- a byte for each sampled token, 0: not to be trained; NULL: all are
+    UNIQUE (episode_id, round_index)
+);
+
+-- Every score that was reported: what was stored, what changed it, and what was refused. The latest that was stored or
+-- revised counts. part: a round, or the branch that trains this round; whole: the episode.
+CREATE TABLE score(
+    score_id    INTEGER PRIMARY KEY AUTOINCREMENT,
+    episode_id  TEXT NOT NULL REFERENCES episode(episode_id),
+    part        TEXT NOT NULL DEFAULT 'whole' CHECK (part IN ('whole', 'branch', 'round')),
+    round_index INTEGER,
+    judge       TEXT NOT NULL DEFAULT '',
+    value       REAL NOT NULL CHECK (abs(value) < {MAX_SCORE}),
+    verdict     TEXT NOT NULL CHECK (verdict IN ('stored', 'revised', 'conflict', 'closed', 'no rounds')),
+    told_at     REAL DEFAULT ({_NOW}),
+    CHECK ((part = 'whole') = (round_index IS NULL)),
+    FOREIGN KEY (episode_id, round_index) REFERENCES round(episode_id, round_index)
+);
+CREATE INDEX score_by_episode ON score(episode_id, part);
+
+-- deadline: by the monotonic clock of the process that has the file open; a lease without one lives as long as that.
+CREATE TABLE lease(
+    lease_id INTEGER PRIMARY KEY AUTOINCREMENT,
+    state    TEXT NOT NULL CHECK (state IN ('active', 'committed', 'released', 'expired', 'superseded')),
+    deadline REAL
+);
+CREATE INDEX lease_deadline ON lease(deadline) WHERE state = 'active';
+
+-- Lineage n goes on after step `step` of lineage `parent`; steps of the parent beyond it are not part of it.
+CREATE TABLE lineage(
+    lineage INTEGER PRIMARY KEY,
+    parent  INTEGER REFERENCES lineage(lineage),
+    step    INTEGER NOT NULL CHECK (step >= 0),
+    CHECK ((lineage = 0) = (parent IS NULL))
+);
+
+CREATE TABLE step(
+    step_id    INTEGER PRIMARY KEY AUTOINCREMENT,
+    lineage    INTEGER NOT NULL REFERENCES lineage(lineage),
+    step       INTEGER NOT NULL,
+    lease_id   INTEGER NOT NULL UNIQUE REFERENCES lease(lease_id),
+    version    INTEGER NOT NULL,
+    num_groups INTEGER NOT NULL,
+    UNIQUE (lineage, step)
+);
+
+-- Which groups a step trained; kept for ever, as a group may be trained again in a later lineage.
+CREATE TABLE trained(
+    step_id  INTEGER NOT NULL REFERENCES step(step_id),
+    group_id INTEGER NOT NULL REFERENCES grp(group_id),
+    PRIMARY KEY (step_id, group_id)
+) WITHOUT ROWID;
+
+CREATE TABLE tally(name TEXT PRIMARY KEY, n INTEGER NOT NULL) WITHOUT ROWID;
+"""
+
+_COUNT = "INSERT INTO tally VALUES ({name}, {n}) ON CONFLICT (name) DO UPDATE SET n = n + excluded.n;"
+
+
+def _count(name: str, n: str = "1") -> str:
+    return _COUNT.format(name=name, n=n)
+
+
+# A reason is a short kind, then optionally ": detail"; the books count kinds.
+_KIND = "substr(NEW.reason, 1, instr(NEW.reason || ':', ':') - 1)"
+
+_TRIGGERS = f"""
+CREATE TRIGGER grp_opened AFTER INSERT ON grp BEGIN
+    {_count("'groups/' || NEW.state")}
+END;
+CREATE TRIGGER grp_moved AFTER UPDATE OF state, num_scored ON grp BEGIN
+    {_count("'groups/' || OLD.state", "-1")}
+    {_count("'groups/' || NEW.state")}
+    {_count("'scored/' || OLD.state", "-OLD.num_scored")}
+    {_count("'scored/' || NEW.state", "NEW.num_scored")}
+END;
+CREATE TRIGGER grp_evicted AFTER UPDATE OF state ON grp WHEN NEW.state = 'evicted' BEGIN
+    {_count(f"'evicted/' || {_KIND}")}
+    {_count(f"'lost/' || {_KIND}", "NEW.num_scored")}
+END;
+CREATE TRIGGER episode_opened AFTER INSERT ON episode BEGIN
+    {_count("'episodes/' || NEW.state")}
+END;
+CREATE TRIGGER episode_moved AFTER UPDATE OF state ON episode BEGIN
+    {_count("'episodes/' || OLD.state", "-1")}
+    {_count("'episodes/' || NEW.state")}
+END;
+CREATE TRIGGER episode_failed AFTER UPDATE OF state ON episode WHEN NEW.state = 'failed' BEGIN
+    {_count(f"'failed/' || {_KIND}")}
+END;
+"""
+
+# Of this connection only, in memory: which episodes ended in the transaction at hand. Rolled back with it.
+_NEWS = """
+CREATE TEMP TABLE closed(episode_id TEXT NOT NULL, state TEXT NOT NULL, reason TEXT);
+CREATE TEMP TRIGGER episode_closed AFTER UPDATE OF state ON main.episode
+WHEN NEW.state IN ('scored', 'failed', 'stale') BEGIN
+    INSERT INTO closed VALUES (NEW.episode_id, NEW.state, NEW.reason);
+END;
+"""
+
+
+def open_database(path: Path | None) -> tuple[sqlite3.Connection, sqlite3.Connection | None]:
+    """The connection to the ledger at `path` (made if missing) or, for None, to a new one in memory; and what keeps other
+    owners away until it is closed."""
+    name = ":memory:" if path is None else str(path)
+    owner = None if path is None else _own(path)
+    try:
+        db = sqlite3.connect(name, isolation_level=None, check_same_thread=False, timeout=10.0, cached_statements=256)
+    except sqlite3.Error as error:
+        raise _cannot_open(name, error) from error
+    try:
+        _prepare(db, name=name)
+    except sqlite3.Error as error:
+        _close(db, owner)
+        raise UnderstudyError(f"ledger {name} must be a ledger file: {error}; name another file") from error
+    except UnderstudyError:
+        _close(db, owner)
+        raise
+    return db, owner
+
+
+def read_database(path: Path) -> sqlite3.Connection:
+    """A connection that only reads, at any time: what it sees within a transaction is one commit of the owner, if there is one.
+
+    Raises UnderstudyError for what is no ledger of this version.
+    """
+    try:
+        db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=10.0)
+        version = _read_version(db)
+    except sqlite3.Error as error:
+        raise UnderstudyError(f"{path} must be a ledger file: {error}; name a run's folder or its ledger") from error
+    if version != str(SCHEMA_VERSION):
+        db.close()
+        raise UnderstudyError(
+            f"ledger {path} must have schema version {SCHEMA_VERSION}, got {version}; --resume its run once, or use the "
+            f"release that wrote it"
+        )
+    return db
+
+
+def _own(path: Path) -> sqlite3.Connection:
+    """A lock beside the file, which ends with the process however that dies, and is not handed on to its children.
+
+    A second owner would take running episodes for those of a dead one; readers need no lock.
+    """
+    owner = None
+    try:
+        owner = sqlite3.connect(f"{path}-owner", isolation_level=None, check_same_thread=False, timeout=1.0)
+        owner.execute("BEGIN EXCLUSIVE")
+    except sqlite3.Error as error:
+        if owner is None:
+            raise _cannot_open(str(path), error) from error
+        owner.close()
+        raise UnderstudyError(
+            f"ledger {path} must be a ledger file that no other process has open: {error}; "
+            f"end that process or name another file"
+        ) from error
+    return owner
+
+
+def _cannot_open(name: str, error: sqlite3.Error) -> UnderstudyError:
+    return UnderstudyError(f"ledger {name} cannot be opened: {error}; make its folder and check its rights")
+
+
+def _close(*connections: sqlite3.Connection | None) -> None:
+    for connection in connections:
+        if connection is not None:
+            connection.close()
+
+
+def _prepare(db: sqlite3.Connection, *, name: str) -> None:
+    for pragma in ("page_size = 16384", "journal_mode = WAL", "synchronous = FULL"):
+        db.execute(f"PRAGMA {pragma}")
+    db.execute("PRAGMA temp_store = MEMORY")
+    db.execute("PRAGMA foreign_keys = ON")
+    db.execute("PRAGMA journal_size_limit = 67108864")
+    db.execute("BEGIN IMMEDIATE")
+    (num_tables,) = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    db.execute("ROLLBACK")
+    if num_tables == 0:
+        _create(db)
+    elif (version := _read_version(db)) == migration.FROM:
+        migration.convert(db, tables=_TABLES, triggers=_TRIGGERS, version=SCHEMA_VERSION)
+    elif version != str(SCHEMA_VERSION):
+        raise UnderstudyError(
+            f"ledger {name} must have schema version {SCHEMA_VERSION} or {migration.FROM}, got {version}; "
+            f"open it with the release that wrote it"
+        )
+    db.execute("DROP TRIGGER IF EXISTS main.round_put")  # early files of this version counted rounds by it
+    db.executescript(_NEWS)
+
+
+def _create(db: sqlite3.Connection) -> None:
+    names = [f"episodes/{state}" for state in EpisodeState]
+    names += [f"{kind}/{state}" for kind in ("groups", "scored") for state in GroupState]
+    tallies = ", ".join(f"('{name}', 0)" for name in [*names, "rounds", "tokens"])
+    db.executescript(
+        f"BEGIN IMMEDIATE; {_TABLES} {_TRIGGERS} INSERT INTO tally VALUES {tallies}; "
+        f"INSERT INTO meta VALUES ('schema_version', '{SCHEMA_VERSION}'), ('epoch', '0'), ('run_id', lower(hex(randomblob(8)))); "
+        f"INSERT INTO lineage VALUES (0, NULL, 0); COMMIT;"
+    )
+
+
+def _read_version(db: sqlite3.Connection) -> str:
+    if not db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'meta'").fetchone():
+        return "none (not a ledger)"
+    row = db.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
+    return "none" if row is None else str(row[0])

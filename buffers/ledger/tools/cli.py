@@ -1,0 +1,222 @@
+"""`python -m buffers.ledger inspect|export|doctor|backup|rescore RUN`: a run's ledger, for its operator.
+
+RUN is a run's folder or a ledger file. Everything but `rescore --revise` only reads, and may be used while the run goes on:
+each command sees the books as of one commit. It trains nothing and repairs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sqlite3
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from buffers.errors import ScoreError, UnderstudyError
+from buffers.ledger.batches import read_rounds
+from buffers.ledger.encode import checked_score
+from buffers.ledger.episodes import read_task
+from buffers.ledger.schema import read_database
+from buffers.ledger.scores import score_history
+from buffers.ledger.tools.doctor import findings
+from buffers.ledger.tools.export import export_parquet
+from buffers.records import Round, ScoreDetail
+from buffers.training_rows import ABORTED
+
+Decode = Callable[[list[int]], str]
+_BACKUP_PAGES = 256
+
+
+def main(arguments: Sequence[str], *, open_ledger: Callable[..., Any]) -> int:
+    """Run one command; returns the exit code. `open_ledger(path)`: the Ledger, for what writes."""
+    options = _parser().parse_args(arguments)
+    try:
+        path = ledger_path(options.run)
+        if options.command == "rescore":
+            return rescore(path, options=options, open_ledger=open_ledger)
+        with closing(read_database(path)) as db:
+            db.execute("BEGIN")  # one commit is seen throughout
+            return int(options.act(db, path=path, options=options))
+    except UnderstudyError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m buffers.ledger", description=(__doc__ or "").split("\n\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    every = {
+        "inspect": (inspect, "counts, ages and staleness of each state; with --episode, one as text and tokens"),
+        "export": (export, "training rows of all scored episodes, as a parquet file"),
+        "doctor": (doctor, "checks the file, every checksum and the books"),
+        "backup": (backup, "a copy of the ledger, while the run goes on"),
+        "rescore": (None, "replays stored episodes through another scorer"),
+    }
+    for name, (act, words) in every.items():
+        command = commands.add_parser(name, help=words, description=words)
+        command.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a ledger file")
+        command.set_defaults(act=act)
+        if name in ("inspect", "rescore"):
+            command.add_argument("--tokenizer", type=Path, help="folder of a tokenizer.json; default: the run's model")
+    commands.choices["inspect"].add_argument("--episode", metavar="ID")
+    commands.choices["export"].add_argument("--parquet", type=Path, required=True, metavar="FILE")
+    commands.choices["backup"].add_argument("--to", type=Path, required=True, metavar="FILE")
+    again = commands.choices["rescore"]
+    again.add_argument("--scorer", required=True, metavar="MODULE.FUNCTION", help="(task, answer) -> score")
+    again.add_argument("--revise", action="store_true", help="store the new scores of what is not trained yet (no run)")
+    return parser
+
+
+def ledger_path(run: Path) -> Path:
+    """The ledger of a run's folder, or the file itself."""
+    path = run / "ledger.sqlite" if run.is_dir() else run
+    if not path.is_file():
+        raise UnderstudyError(f"RUN must be a run's folder or a ledger file, got {run}; name one, such as runs/demo")
+    return path
+
+
+def inspect(db: sqlite3.Connection, *, path: Path, options: argparse.Namespace) -> int:
+    """What is where, and for how long."""
+    if options.episode:
+        _print_episode(db, options.episode, decode=decoder(path, given=options.tokenizer))
+        return 0
+    (version,) = db.execute("SELECT coalesce(max(version), 0) FROM step").fetchone()
+    (steps, lineages) = db.execute("SELECT count(*), (SELECT count(*) FROM lineage) FROM step").fetchone()
+    print(f"{path}: {steps} steps, policy version {version}, {lineages} lineage(s)")
+    print(f"{'groups':<12}{'number':>8}{'scored':>8}{'oldest':>10}{'staleness':>11}")
+    now = time.time()
+    for state, number, scored, opened_at, min_version in db.execute(
+        "SELECT state, count(*), sum(num_scored), min(opened_at), min(min_version) FROM grp GROUP BY state ORDER BY state"
+    ):
+        stale = "" if min_version is None or state not in ("ready", "leased") else str(version - min_version)
+        print(f"{state:<12}{number:>8}{scored:>8}{_age(now, since=opened_at):>10}{stale:>11}")
+    print(f"{'episodes':<12}{'number':>8}{'tokens':>8}{'oldest':>10}")
+    for state, number, tokens, started_at in db.execute(
+        "SELECT state, count(*), sum(num_tokens), min(started_at) FROM episode GROUP BY state ORDER BY state"
+    ):
+        print(f"{state:<12}{number:>8}{tokens:>8}{_age(now, since=started_at):>10}")
+    for reason, number in db.execute(
+        "SELECT reason, count(*) FROM grp WHERE state = 'evicted' GROUP BY reason ORDER BY 2 DESC LIMIT 10"
+    ):
+        print(f"evicted {number}: {reason}")
+    return 0
+
+
+def export(db: sqlite3.Connection, *, path: Path, options: argparse.Namespace) -> int:
+    """Every training row, with its group's state."""
+    print(f"{export_parquet(db, path=options.parquet)} rows in {options.parquet}")
+    return 0
+
+
+def doctor(db: sqlite3.Connection, *, path: Path, options: argparse.Namespace) -> int:
+    """0 when nothing is wrong."""
+    wrong = findings(db)
+    for line in wrong:
+        print(line)
+    print(f"{path}: " + (f"{len(wrong)} findings" if wrong else "sound: file, checksums, references and books"))
+    return 1 if wrong else 0
+
+
+def backup(db: sqlite3.Connection, *, path: Path, options: argparse.Namespace) -> int:
+    """The copy appears whole or not at all."""
+    unfinished = options.to.with_name(f".{options.to.name}.{os.getpid()}")
+    try:
+        with closing(sqlite3.connect(unfinished)) as copy:
+            db.backup(copy, pages=_BACKUP_PAGES)
+            copy.execute("PRAGMA journal_mode = DELETE")
+        with unfinished.open("rb") as stored:
+            os.fsync(stored.fileno())
+        os.replace(unfinished, options.to)
+    except (OSError, sqlite3.Error) as error:
+        raise UnderstudyError(f"--to must be a file that can be written, got {options.to} ({error})") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+    print(f"{options.to}: {options.to.stat().st_size} bytes")
+    return 0
+
+
+def rescore(path: Path, *, options: argparse.Namespace, open_ledger: Callable[..., Any]) -> int:
+    """One line of JSON for each scored episode; how many would change. `--revise` stores what is not trained yet."""
+    scorer, decode = _function(options.scorer), decoder(path, given=options.tokenizer)
+    with closing(read_database(path)) as db:
+        db.execute("BEGIN")
+        found = list(_rescored(db, scorer=scorer, decode=decode))
+    for entry in found:
+        print(json.dumps(entry))
+    changed = [entry for entry in found if entry["score"] != entry["before"]]
+    print(f"{len(found)} episodes, {len(changed)} with another score", file=sys.stderr)
+    if options.revise:
+        revision, stored = ScoreDetail(revise=True), 0
+        with open_ledger(path, keep_running=True) as ledger:
+            for entry in changed:
+                if entry["group"] in ("open", "ready"):
+                    ledger.notify_score(entry["episode_id"], entry["score"], detail=revision).result()
+                    stored += 1
+        print(f"{stored} revised; what was in a batch keeps its score", file=sys.stderr)
+    return 0
+
+
+def decoder(path: Path, *, given: Path | None) -> Decode:
+    """Token ids -> text, by the tokenizer of the run's model."""
+    folders = [given] if given else [path.parent / "model", path.parent / "checkpoint"]
+    file = next((folder / "tokenizer.json" for folder in folders if (folder / "tokenizer.json").is_file()), None)
+    if file is None:
+        raise UnderstudyError(f"a tokenizer.json is needed, got none in {folders}; name its folder with --tokenizer")
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def _print_episode(db: sqlite3.Connection, episode_id: str, *, decode: Decode) -> None:
+    rounds = read_rounds(db, episode_id=episode_id)
+    state, reason, score = db.execute(
+        "SELECT state, reason, score FROM episode WHERE episode_id = ?", (episode_id,)
+    ).fetchone()
+    print(f"episode {episode_id}: {state}" + (f" ({reason})" if reason else "") + f", score {score}")
+    for round_ in rounds:
+        parent = "a root" if round_.parent is None else f"after round {round_.parent}"
+        versions = sorted(set(round_.versions.tolist()))
+        print(f"-- round {round_.round_index}, {parent}, {round_.finish_reason}, policy versions {versions}")
+        print(f"prompt  {round_.tail_ids.tolist()}\n        {decode(round_.tail_ids.tolist())!r}")
+        print(f"sampled {round_.sampled_ids.tolist()}\n        {decode(round_.sampled_ids.tolist())!r}")
+    for told in score_history(db, episode_id=episode_id):
+        print(f"-- score {told}")
+
+
+def _rescored(db: sqlite3.Connection, *, scorer: Callable[..., Any], decode: Decode) -> Iterator[dict[str, Any]]:
+    found = db.execute(
+        "SELECT episode_id, score, grp.state, task_id FROM episode JOIN grp USING (group_id) "
+        "WHERE episode.state = 'scored' AND task_id IS NOT NULL ORDER BY seq"
+    ).fetchall()
+    for episode_id, before, group, task_id in found:
+        answer = _answer(read_rounds(db, episode_id=episode_id), decode=decode)
+        score = checked_score(scorer(read_task(db, task_id=task_id), answer), episode_id=episode_id)
+        yield {"episode_id": episode_id, "group": group, "before": before, "score": score}
+
+
+def _answer(rounds: Sequence[Round], *, decode: Decode) -> str:
+    """What the model said last, without the tokens that end it."""
+    last = [round_ for round_ in rounds if round_.finish_reason != ABORTED][-1]
+    return decode(last.sampled_ids.tolist()).split("<|")[0]
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module, _, function = name.rpartition(".")
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ScoreError(
+            f"--scorer must be module.function, got {name} ({error}); put its folder on PYTHONPATH"
+        ) from error
+    return found
+
+
+def _age(now: float, *, since: float | None) -> str:
+    return "" if since is None else f"{max(0.0, now - since):.0f} s"

@@ -1,0 +1,48 @@
+"""Operations on validation tasks: their groups, and what these scored. Functions over the ledger's connection.
+
+Called by `Ledger`, one at a time. Invariant: a group that is opened here is validating until all its members are
+scored, and then validated for ever; no state of it leads to a batch, and it takes none of the room of training groups.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+
+from buffers.ledger.episodes import open_group
+from buffers.records import GroupState, Validated
+
+
+def open_validation(
+    db: sqlite3.Connection, *, task_ids: Sequence[str], group_size: int, greedy: bool
+) -> tuple[int, ...]:
+    """A new group of pending episodes for each stored task; their ids."""
+    group_ids = []
+    for task_id in task_ids:
+        (instance,) = db.execute(
+            "SELECT coalesce(max(instance) + 1, 0) FROM grp WHERE task_id = ?", (task_id,)
+        ).fetchone()
+        members = open_group(db, task_id=task_id, instance=instance, group_size=group_size, min_size=group_size)
+        group_id = members[0].group_id
+        db.execute(
+            "UPDATE grp SET state = ?, greedy = ? WHERE group_id = ?", (GroupState.VALIDATING, int(greedy), group_id)
+        )
+        group_ids.append(group_id)
+    return tuple(group_ids)
+
+
+def validated(db: sqlite3.Connection, *, group_ids: Sequence[int]) -> list[Validated]:
+    """The groups' scores by sample; groups that were given up, or are not done, are not among them."""
+    found = []
+    for group_id in group_ids:
+        row = db.execute(
+            "SELECT json_extract(payload, '$.data_source') FROM grp JOIN task USING (task_id) "
+            "WHERE group_id = ? AND state = 'validated'",
+            (group_id,),
+        ).fetchone()
+        if row is not None:
+            scores = db.execute(
+                "SELECT score FROM episode WHERE group_id = ? AND state = 'scored' ORDER BY sample_index", (group_id,)
+            ).fetchall()
+            found.append(Validated(data_source=row[0], scores=tuple(score for (score,) in scores)))
+    return found

@@ -1,0 +1,235 @@
+"""The process that owns a ledger for others: its file, its endpoint for rows, and what `remote_ledger` asks of it.
+
+Plain, on one event loop; `ray_actor` makes a Ray actor of it. Invariants: operations are applied in the order in which
+`apply` gets them; a call that comes again is answered again; nobody misses news without being told so. Rounds come by
+the endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from buffers.errors import UnderstudyError
+from buffers.ledger.idempotency import forget, idempotent
+from buffers.ledger.ledger import Ledger, LedgerEvent
+from buffers.remote.round_socket import RoundServer
+
+OPEN_S = 30.0
+"""For a process that has the file open to end."""
+_MAX_NEWS = 1024
+
+
+class LedgerGone(UnderstudyError):
+    """The ledger's actor has ended and is not started again."""
+
+
+class AnswerLost(UnderstudyError):
+    """The actor's process died before it answered; Ray starts it again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One operation, as `Ledger.submit` takes it."""
+
+    operation: Callable[..., Any]
+    refusable: bool
+    passing: bool
+    timed: bool
+    repeatable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerAddress:
+    """Where the ledger is now."""
+
+    node_id: str
+    address: tuple[str, int]
+    """Of its endpoint."""
+    pid: int
+    place: tuple[str, int]
+    """In the news: which life of the process, and how much there was in it."""
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventPage:
+    """News after a place, and the place after them. `lost`: there were others, which nobody has any more."""
+
+    news: list[LedgerEvent]
+    place: tuple[str, int]
+    lost: bool
+    state: dict[str, Any]
+
+
+class LedgerHost:
+    """See the module. `host`: where its endpoint listens. `is_new`: there must be no file yet. `again`: the process before died,
+    those who use the ledger live."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        secret: bytes,
+        host: str,
+        drop_zero_variance: bool = False,
+        keep_running: bool = False,
+        is_new: bool = False,
+        node_id: str = "",
+        again: bool = False,
+    ) -> None:
+        self._path = path
+        self._node_id = node_id
+        self._secret = secret
+        self._host = host
+        self._drop_equal = drop_zero_variance
+        self._ledger: Ledger | None = None
+        self._life = secrets.token_hex(8)
+        self._lock = threading.Lock()
+        self._news: deque[LedgerEvent] = deque(maxlen=_MAX_NEWS)
+        self._num_news = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._changed = asyncio.Event()
+        self._asked = time.monotonic()
+        self._closed = False
+        if again:
+            self._open(keep_running=True, keep_leases=True)
+        else:
+            self._settings = {"keep_running": keep_running, "is_new": is_new}
+
+    async def open(self) -> None:
+        """Open the file, once this is made: what is wrong with it is raised here. Idempotent."""
+        if self._ledger is not None:
+            return
+        if self._settings["is_new"] and self._path.exists():
+            raise UnderstudyError(
+                f"ledger {self._path} must be a new file, got one of an earlier run; go on with --resume auto, or set another "
+                f"run.name"
+            )
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._open(keep_running=self._settings["keep_running"], keep_leases=False)
+
+    def _open(self, *, keep_running: bool, keep_leases: bool) -> None:
+        until = time.monotonic() + OPEN_S
+        while self._ledger is None:
+            try:
+                self._ledger = Ledger(
+                    self._path, drop_zero_variance=self._drop_equal, keep_running=keep_running, keep_leases=keep_leases
+                )
+            except UnderstudyError:
+                # Opening waits a second for a process that has it open: one that is dying, if nobody made a mistake.
+                if time.monotonic() > until or not keep_leases:
+                    raise
+        self._ledger.watch(self._on_news)
+        if not keep_leases:
+            self._ledger.submit(partial(forget, caller="*"))  # they are no more
+        self._endpoint = RoundServer(self._ledger, secret=self._secret, host=self._host, state=self._state)
+
+    async def where(self) -> LedgerAddress:
+        return LedgerAddress(
+            node_id=self._node_id,
+            address=self._endpoint.address,
+            pid=os.getpid(),
+            place=(self._life, self._num_news),
+            state=self._state(),
+        )
+
+    async def apply(self, jobs: list[Job], *, caller: str, number: int) -> tuple[list[Any], dict[str, Any]]:
+        """Run operations in their order: what each answered or raised, as (answer, None) or (None, error), and the books then.
+        The same number again is the same call."""
+        futures = [
+            asyncio.wrap_future(self._submit(job, caller=caller, number=number, place=place))
+            for place, job in enumerate(jobs)
+        ]
+        await asyncio.wait(futures)
+        outcomes = [(None, error) if (error := future.exception()) else (future.result(), None) for future in futures]
+        return outcomes, self._state()
+
+    def _submit(self, job: Job, *, caller: str, number: int, place: int) -> Future[Any]:
+        operation = job.operation
+        if not job.repeatable:
+            operation = _Once(operation, caller=caller, number=number, place=place)
+        assert self._ledger is not None
+        try:
+            return self._ledger.submit(operation, refusable=job.refusable, passing=job.passing, timed=job.timed)
+        except UnderstudyError as error:  # closed
+            refused: Future[Any] = Future()
+            refused.set_exception(error)
+            return refused
+
+    async def news(self, place: tuple[str, int], *, wait_s: float) -> EventPage:
+        """What changed after `place`; waits up to `wait_s` for something. Raises UnderstudyError once it is closed."""
+        self._loop = asyncio.get_running_loop()
+        self._asked = time.monotonic()
+        life, number = place
+        self._changed.clear()
+        if life == self._life and number == self._num_news:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), wait_s)
+        if self._closed:
+            raise UnderstudyError(f"ledger {self._path} must be open, got a question for news after it was closed")
+        with self._lock:
+            end, kept = self._num_news, list(self._news)
+        state = self._state()
+        if life != self._life or end - number > len(kept):
+            return EventPage(news=[], place=(self._life, end), lost=True, state=state)
+        return EventPage(news=kept[len(kept) - (end - number) :], place=(self._life, end), lost=False, state=state)
+
+    async def idle_s(self) -> float:
+        """How long nobody has asked for news."""
+        return time.monotonic() - self._asked
+
+    async def forget(self, caller: str) -> None:
+        """This caller has all its answers and has left."""
+        if self._ledger is not None:
+            with suppress(UnderstudyError):  # closed meanwhile: a few lines are left in its file
+                self._ledger.submit(partial(forget, caller=caller))
+
+    async def close(self) -> None:
+        """Store what was submitted and close the file."""
+        self._closed = True
+        self._changed.set()
+        if self._ledger is not None:
+            self._endpoint.close()
+            await asyncio.to_thread(self._ledger.close)
+
+    def _state(self) -> dict[str, Any]:
+        """The books, numbered: a higher number is as new or newer, across restarts on this machine too."""
+        assert self._ledger is not None
+        with self._lock:
+            return {
+                "number": time.monotonic_ns(),
+                "counts": self._ledger.counts(),
+                "full": self._ledger.is_full,
+                "room": self._ledger.has_room(),
+            }
+
+    def _on_news(self, news: LedgerEvent) -> None:
+        """In the thread that committed."""
+        with self._lock:
+            self._news.append(news)
+            self._num_news += 1
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._changed.set)
+
+
+class _Once:
+    """See `idempotency.once`."""
+
+    def __init__(self, operation: Callable[..., Any], **call: Any) -> None:
+        self._operation = operation
+        self._call = call
+
+    def __call__(self, db: Any, **now: float) -> Any:
+        return idempotent(db, operation=partial(self._operation, **now), **self._call)

@@ -1,0 +1,352 @@
+"""`RemoteLedger`: a ledger that is in another process, on this machine or another, used like `Ledger`.
+
+Made by `learner.startup.ledger_location`. It sends what is submitted in its order, from one thread: rounds over the
+authenticated endpoint, all else through the ledger's Ray actor (`ray_actor`). Invariants: a future is done once its
+operation is on disk; a round may overtake operations of other episodes, and nothing overtakes a round of its own: an
+acknowledged score implies that the episode's earlier rounds are stored. Watchers hear of a commit after its futures are
+done.
+
+When the actor's process dies, callers see a delay: all that was not answered is sent again, and what was done already is
+answered again as it was (`idempotency`; a round that is there counts as stored). No operation ends with an unknown
+outcome, unless the actor is gone for good: then all that waits fails with LedgerGone, and so does what is submitted
+later.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from buffers.errors import EpisodeError, StorageFull, UnderstudyError
+from buffers.ledger.encode import stored_round
+from buffers.ledger.episodes import StoredRound
+from buffers.ledger.ledger import Ledger, LedgerEvent
+from buffers.records import Episode, Round
+from buffers.remote.host import AnswerLost, EventPage, Job, LedgerAddress, LedgerGone
+from buffers.remote.outbox import Outgoing, check_size, frames, parcels
+from buffers.remote.round_socket import EndpointError, RoundClient
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MAX_WAITING = 4096
+_MAX_JOBS = 1024
+_NEWS_S = 1.0
+"""How long one question for news waits: the age of what is known of the disk."""
+_UNREACHABLE_S = 60.0
+_AGAIN_S = 0.2
+
+
+class Handle(Protocol):
+    """What reaches the ledger's process: see `ray_actor.ActorHandle`."""
+
+    def where(self) -> LedgerAddress: ...
+    def apply(
+        self, jobs: list[Job], *, caller: str, number: int, while_waiting: Callable[[], None]
+    ) -> tuple[list[Any], dict[str, Any]]: ...
+    def news(self, place: tuple[str, int], *, wait_s: float) -> EventPage: ...
+    def forget(self, caller: str) -> None: ...
+    def end(self) -> None: ...
+
+
+class RemoteLedger(Ledger):
+    """See the module. `path`: where the file is, on the disk's node. `owns`: `close` ends the actor too."""
+
+    def __init__(
+        self, actor: Handle, *, path: Path, secret: bytes, drop_zero_variance: bool = False, owns: bool = False
+    ) -> None:
+        self._actor = actor
+        self._secret = secret
+        self._owns = owns
+        self._caller = secrets.token_hex(8)
+        self._number = 0
+        self._rows: RoundClient | None = None
+        self._where = actor.where()
+        self._begin(path, drop_zero_variance=drop_zero_variance, counts={})
+        self._state_lock = threading.Lock()
+        self._state: dict[str, Any] = {"number": -1}
+        self._keep_state(self._where.state)
+        self._mail: deque[Outgoing] = deque()
+        self._moved = threading.Condition()
+        self._begun = self._finished = 0
+        """Parcels that the sender took up, and those whose futures are done."""
+        self._closing = False
+        self._broken: UnderstudyError | None = None
+        self._stopped = threading.Event()
+        self._going: set[str] = set()
+        """Episodes that somebody here started, and nobody was told that they ended."""
+        self._place = self._where.place
+        self._sender = threading.Thread(target=self._send_all, name="ledger sender", daemon=True)
+        self._listener = threading.Thread(target=self._listen, name="ledger news", daemon=True)
+        self._sender.start()
+        self._listener.start()
+
+    @property
+    def where(self) -> LedgerAddress:
+        """Where the ledger is, as last known."""
+        return self._where
+
+    @property
+    def is_full(self) -> bool:
+        return bool(self._state["full"])
+
+    def has_room(self) -> bool:
+        """As a second ago at most."""
+        return bool(self._state["room"])
+
+    def close(self) -> None:
+        """As `Ledger.close`; while the disk is full, what waits is not stored."""
+        with self._moved:
+            self._closing = True
+            self._moved.notify_all()
+        self._sender.join()
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        if self._broken is None:
+            self._actor.forget(self._caller)
+        if self._rows is not None:
+            self._rows.close()
+        if self._owns:
+            self._actor.end()
+        self._listener.join(2 * _NEWS_S)
+
+    def submit(
+        self,
+        operation: Callable[..., T | UnderstudyError],
+        *,
+        refusable: bool = False,
+        passing: bool = False,
+        timed: bool = False,
+        repeatable: bool = False,
+        here: bool = False,
+    ) -> Future[T]:
+        job = Job(operation=operation, refusable=refusable, passing=passing, timed=timed, repeatable=repeatable)
+        return self._post(Outgoing(future=Future(), job=job))
+
+    def put_round(self, round_: Round, /) -> Future[None]:
+        stored = stored_round(round_)
+        check_size(stored)
+        return self._post(Outgoing(future=Future(), rounds=[stored], single=True))
+
+    def put_rounds(self, rounds: Sequence[StoredRound]) -> Future[list[EpisodeError | None]]:
+        for stored in rounds:
+            check_size(stored)
+        return self._post(Outgoing(future=Future(), rounds=list(rounds)))
+
+    def start_episode(self, episode_id: str, *, version: int) -> Future[None]:
+        started = super().start_episode(episode_id, version=version)
+        started.add_done_callback(lambda done: self._note(done, [episode_id]))
+        return started
+
+    def start_pending(self, *, limit: int, version: int) -> Future[list[Episode]]:
+        started = super().start_pending(limit=limit, version=version)
+        started.add_done_callback(self._note)
+        return started
+
+    def running_episodes(self) -> Future[list[Episode]]:
+        running = super().running_episodes()
+        running.add_done_callback(self._note)
+        return running
+
+    def _note(self, done: Future[Any], episode_ids: Sequence[str] | None = None) -> None:
+        if not done.cancelled() and done.exception() is None:
+            self._going.update(
+                [episode.episode_id for episode in done.result()] if episode_ids is None else episode_ids
+            )
+
+    # The sender's thread
+
+    def _post(self, mail: Outgoing) -> Future[Any]:
+        with self._moved:
+            self._moved.wait_for(lambda: len(self._mail) < _MAX_WAITING or self._closing or self._broken)
+            if self._broken is not None:
+                raise self._broken
+            if self._closing:
+                raise UnderstudyError(f"ledger {self.path} must be open, got an operation after it was closed")
+            self._mail.append(mail)
+            self._moved.notify_all()
+        return mail.future
+
+    def _send_all(self) -> None:
+        why = "its sender stopped before this was stored"
+        mails: list[Outgoing] = []
+        try:
+            while self._wait():
+                mails = self._collect()
+                for rounds, operations in parcels(mails):
+                    self._put(rounds)
+                    self._apply(operations)
+                with self._moved:
+                    self._finished = self._begun
+                    self._moved.notify_all()
+        except LedgerGone as gone:
+            why = str(gone)
+            logger.error("%s", gone)
+        finally:
+            self._break(LedgerGone(f"ledger {self.path}: {why}"), mails)
+
+    def _wait(self) -> bool:
+        """Until there is something to send; False when closed and all is sent."""
+        with self._moved:
+            self._moved.wait_for(lambda: self._mail or self._closing)
+            return bool(self._mail)
+
+    def _collect(self) -> list[Outgoing]:
+        with self._moved:
+            mails = [self._mail.popleft() for _ in range(min(len(self._mail), _MAX_JOBS))]
+            self._begun += 1
+            self._moved.notify_all()
+        return [mail for mail in mails if mail.future.set_running_or_notify_cancel()]
+
+    def _put(self, mails: Sequence[Outgoing]) -> None:
+        """Store rounds, in frames, however often the connection breaks."""
+        rounds = [stored for mail in mails for stored in mail.rounds]
+        outcomes: list[UnderstudyError | None] = []
+        for frame in frames(rounds):
+            try:
+                outcomes += self._until_answered(lambda frame=frame: self._client().put_stored(frame))  # type: ignore[misc]
+            except LedgerGone:
+                raise
+            except UnderstudyError as error:  # none of this frame
+                outcomes += [error] * len(frame)
+        done = iter(outcomes)
+        for mail in mails:
+            errors = [next(done) for _ in mail.rounds]
+            refusal = next(
+                (e for e in errors if e is not None and (mail.single or not isinstance(e, EpisodeError))), None
+            )
+            if refusal is not None:
+                mail.future.set_exception(refusal)
+            else:
+                mail.future.set_result(None if mail.single else errors)
+
+    def _apply(self, mails: Sequence[Outgoing]) -> None:
+        jobs = [mail.job for mail in mails if mail.job is not None]
+        if not jobs:
+            return
+        self._number += 1
+        outcomes, state = self._until_answered(
+            lambda: self._actor.apply(
+                jobs, caller=self._caller, number=self._number, while_waiting=self._refuse_waiting
+            )
+        )
+        self._keep_state(state)
+        for mail, (answer, error) in zip(mails, outcomes, strict=True):
+            if error is None:
+                mail.future.set_result(answer)
+            else:
+                mail.future.set_exception(error)
+
+    def _until_answered(self, ask: Callable[[], T]) -> T:
+        """Ask until there is an answer. Raises LedgerGone when the actor is gone, or cannot be reached for a minute."""
+        since, life = time.monotonic(), ""
+        while True:
+            try:
+                return ask()
+            except (AnswerLost, EndpointError, OSError, ValueError, LookupError) as error:
+                logger.warning("the ledger did not answer, asking again: %s", error)
+                last = error
+            if self._rows is not None:
+                self._rows.close()
+                self._rows = None
+            where, now = self._actor.where(), time.monotonic()
+            if where.place[0] != life:
+                since, life = now, where.place[0]
+            elif now - since > _UNREACHABLE_S:
+                raise LedgerGone(
+                    f"the ledger's endpoint at {where.address[0]}:{where.address[1]} must be reachable, but for "
+                    f"{_UNREACHABLE_S:.0f} s: {last}; open that way, then go on with --resume auto"
+                ) from last
+            self._where = where
+            self._keep_state(where.state)
+            self._stopped.wait(_AGAIN_S)
+
+    def _client(self) -> RoundClient:
+        if self._rows is None:
+            self._rows = RoundClient(self._where.address, secret=self._secret, on_state=self._hear)
+        return self._rows
+
+    def _hear(self, state: dict[str, Any]) -> None:
+        """With each answer of the endpoint, and every second while it has none."""
+        self._keep_state(state)
+        self._refuse_waiting()
+
+    def _refuse_waiting(self) -> None:
+        """While the disk is full, what may be refused does not wait behind what may not."""
+        if not self.is_full:
+            return
+        if self._closing:
+            raise LedgerGone("it was closed while its disk was full, and what waited is not stored")
+        with self._moved:
+            refused = [mail for mail in self._mail if mail.job is not None and mail.job.refusable]
+            for mail in refused:
+                self._mail.remove(mail)
+        for mail in refused:
+            if mail.future.set_running_or_notify_cancel():
+                mail.future.set_exception(
+                    StorageFull(
+                        f"ledger {self.path} could not store: its disk is full; free space on it, it goes on by itself; send "
+                        f"again later"
+                    )
+                )
+
+    def _break(self, gone: LedgerGone, mails: Sequence[Outgoing]) -> None:
+        with self._moved:
+            self._broken = None if self._closing and not self._mail else gone
+            waiting = [*mails, *self._mail]
+            self._mail.clear()
+            self._finished = self._begun
+            self._moved.notify_all()
+        for mail in waiting:
+            if not mail.future.done():
+                mail.future.set_exception(gone)
+
+    # The listener's thread
+
+    def _listen(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                page = self._actor.news(self._place, wait_s=_NEWS_S)
+                self._tell(page)
+            except AnswerLost:
+                try:
+                    self._where = self._actor.where()
+                except LedgerGone:
+                    return
+            except UnderstudyError as error:  # closed, or gone: the sender tells
+                logger.info("no more news of the ledger: %s", error)
+                return
+
+    def _tell(self, page: EventPage) -> None:
+        self._keep_state(page.state)
+        self._place = page.place
+        if page.lost:
+            closed = tuple(self.ended(sorted(self._going)).result())
+            self._publish_one(LedgerEvent(closed=closed, counts=self.counts()))
+            return
+        if page.news:
+            # What the sender is waiting for may be older than the news: first its futures are done.
+            with self._moved:
+                begun = self._begun
+                self._moved.wait_for(lambda: self._finished >= begun)
+        for news in page.news:
+            self._publish_one(news)
+
+    def _publish_one(self, news: LedgerEvent) -> None:
+        self._going.difference_update(episode.episode_id for episode in news.closed)
+        self._publish(news, again=True)
+
+    def _keep_state(self, state: dict[str, Any]) -> None:
+        with self._state_lock:
+            if state["number"] > self._state["number"]:
+                self._state = state
+                self._counts = state["counts"]

@@ -1,0 +1,394 @@
+"""Task and trace files: parquet in verl's columns -> `Task`s, lazily. The only owner of pyarrow.
+
+Called by the task pool and the task source, by programs that make data and by the warm start. Invariants: a file is read
+one slice, or some of its row groups, at a time; a row that cannot be used stops the reading with file, row, column, rule,
+value and remedy; files appear whole or not at all. It reads nothing but the file it is given and runs nothing that a file
+says.
+
+Columns of a task file: `prompt` (list of {role, content}, or text: one user message) and, optionally, `task_id`,
+`data_source`, `agent_name`, `reward_model` (struct with `ground_truth`) and `extra_info` (struct); both may be JSON text.
+A cell may have `MAX_CELL_BYTES`, be nested `MAX_DEPTH` deep, and hold no half of a surrogate pair; ids and names are printable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from buffers.errors import TaskError
+from buffers.records import Task
+
+Message = dict[str, Any]
+T = TypeVar("T")
+MAX_CELL_BYTES = 1 << 24
+"""As JSON, as of a model call: no prompt that is longer could be asked."""
+MAX_DEPTH = 100
+MAX_NAME_CHARS = 500
+_SLICE = 1024
+_TASK_COLUMNS = ("task_id", "data_source", "prompt", "reward_model", "extra_info", "agent_name")
+_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+_TASK_SCHEMA = pa.schema(
+    [
+        ("task_id", pa.string()),
+        ("data_source", pa.string()),
+        ("prompt", _MESSAGES),
+        ("reward_model", pa.string()),
+        ("extra_info", pa.string()),
+        ("agent_name", pa.string()),
+    ]
+)
+_TRACE_SCHEMA = pa.schema([("messages", _MESSAGES), ("tools", pa.string())])
+
+
+def read_tasks(path: Path) -> Iterator[Task]:
+    """The tasks of a file, in order. The file is checked at once, its rows as they are asked for."""
+    file = _open(path, required="prompt")
+    columns = [name for name in _TASK_COLUMNS if name in file.schema_arrow.names]
+    return _read(file, columns=columns, parse=lambda row, cell: _task(cell, default_id=f"{path.stem}:{row}"), path=path)
+
+
+def agent_names(path: Path) -> dict[str, int]:
+    """Each `agent_name` of a task file, with the first row that gives it. Every row is read and checked on the way, so that none
+    of them stops a run later. Raises TaskError; also for a task id that names two different tasks."""
+    twice = _ids_given_twice(path)
+    first: dict[str, tuple[int, Task]] = {}
+    found: dict[str, int] = {}
+    for row, task in enumerate(read_tasks(path)):
+        if task.agent_name is not None:
+            found.setdefault(task.agent_name, row)
+        if task.task_id in twice:
+            other, same = first.setdefault(task.task_id, (row, task))
+            if same != task:
+                raise TaskError(
+                    f"{path}, row {row}: column 'task_id' must name one task, got {task.task_id!r:.120} as in row {other} with "
+                    f"other columns; rename one of them"
+                )
+    return found
+
+
+def _ids_given_twice(path: Path) -> set[str]:
+    with _open(path, required="prompt") as file:
+        if "task_id" not in file.schema_arrow.names:
+            return set()
+        try:
+            counts = pc.value_counts(file.read(columns=["task_id"]).column(0))
+            return set(counts.filter(pc.greater(counts.field("counts"), 1)).field("values").to_pylist())
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise TaskError(f"{path}: column 'task_id' must be readable text: {error}; write it again") from error
+
+
+class TaskFile:
+    """A task file by its row groups, for whoever takes its rows in another order. Nothing is kept but the footer's sizes."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises TaskError for a file that cannot be used."""
+        self.path = path
+        with _open(path, required="prompt") as file:
+            groups = file.metadata.num_row_groups
+            self.group_sizes = [file.metadata.row_group(group).num_rows for group in range(groups)]
+            self._columns = [name for name in _TASK_COLUMNS if name in file.schema_arrow.names]
+        self._starts = [0, *accumulate(self.group_sizes)]
+
+    def ids(self, groups: Sequence[int]) -> list[str]:
+        """The task ids of some row groups' rows, in order; no other column is read."""
+        rows = [row for group in groups for row in range(self._starts[group], self._starts[group + 1])]
+        if "task_id" not in self._columns:
+            return [self._default_id(row) for row in rows]
+        cells = self._pylist(self._read(groups, columns=["task_id"]), rows)
+        given = [self._parsed(row, partial(_text, cell, column="task_id")) for row, cell in zip(rows, cells)]
+        return [task_id or self._default_id(row) for row, task_id in zip(rows, given, strict=True)]
+
+    def tasks(self, groups: Sequence[int], *, places: Sequence[int]) -> Iterator[Task]:
+        """The tasks at these places among the rows of some row groups, in the order of the places."""
+        rows = [row for group in groups for row in range(self._starts[group], self._starts[group + 1])]
+        table = self._read(groups, columns=self._columns)
+        for start in range(0, len(places), _SLICE // 8):
+            some = places[start : start + _SLICE // 8]
+            taken = [rows[place] for place in some]
+            for row, cells in zip(taken, self._pylist(table.take(pa.array(some)), taken), strict=True):
+                yield self._parsed(row, partial(_task, cells, default_id=self._default_id(row)))
+
+    def _default_id(self, row: int) -> str:
+        return f"{self.path.stem}:{row}"
+
+    def _pylist(self, table: Any, rows: Sequence[int]) -> list[dict[str, Any]]:
+        try:
+            return _pylist(table)
+        except _BadCell as error:
+            raise TaskError(f"{self.path}, row {rows[error.row]}: {error}") from error
+
+    def _parsed(self, row: int, parse: Callable[[], T]) -> T:
+        try:
+            return parse()
+        except _BadCell as error:
+            raise TaskError(f"{self.path}, row {row}: {error}") from error
+
+    def _read(self, groups: Sequence[int], *, columns: list[str]) -> Any:
+        with _open(self.path, required="prompt") as file:
+            found = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+            if found != self.group_sizes:
+                raise TaskError(
+                    f"{self.path} must not change while a run reads it, got {sum(found)} rows where there were "
+                    f"{self._starts[-1]}; write another file"
+                )
+            try:
+                return file.read_row_groups(list(groups), columns=columns)
+            except (pa.ArrowException, OSError) as error:
+                first = self._starts[min(groups)]
+                raise TaskError(f"{self.path} must be readable from row {first}: {error}; write it again") from error
+
+
+def read_rows(path: Path, *, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of any parquet file that has these columns, in order and as they are."""
+    for name in columns:
+        file = _open(path, required=name)
+    return _read(file, columns=list(columns), parse=lambda _, cells: cells, path=path)
+
+
+def tasks_of_rows(rows: Iterable[dict[str, Any]], *, source: str) -> list[Task]:
+    """Tasks from rows that did not come from a file; each needs a `task_id` of its own. Raises TaskError, naming the row."""
+    tasks = []
+    for number, row in enumerate(rows):
+        try:
+            if "prompt" not in row or not row.get("task_id"):
+                raise _BadCell("task_id, prompt", "both there", sorted(row), "add them")
+            tasks.append(_task(row, default_id=""))
+        except _BadCell as error:
+            raise TaskError(f"{source}, row {number}: {error}") from error
+    return tasks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """A conversation to learn from."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    """What its prompt offers, in OpenAI's form."""
+
+
+def read_demonstrations(path: Path) -> Iterator[Trace]:
+    """The conversations of a file (column `messages`; and `tools` as JSON text, where there are some), in order."""
+    file = _open(path, required="messages")
+    columns = [name for name in ("messages", "tools") if name in file.schema_arrow.names]
+    return _read(file, columns=columns, parse=lambda _, cell: _trace(cell), path=path)
+
+
+def write_tasks(path: Path, tasks: Iterable[Task], *, structs: bool = False) -> None:
+    """Write a task file. `ground_truth` and `extra_info` become JSON text: their shape may differ from row to row.
+
+    `structs`: their shape is the same in all rows, and they become struct columns, as verl's own programs read them.
+    """
+    rows = []
+    for task in tasks:
+        name = f"task {task.task_id!r}"
+        truth = {"style": "rule", "ground_truth": task.ground_truth}
+        reward_model, extra_info = _json(truth, name=name), _json(task.extra_info, name=name)  # checked in either form
+        rows.append(
+            {
+                "task_id": task.task_id,
+                "data_source": task.data_source,
+                "prompt": _plain(task.prompt, name=name),
+                "reward_model": truth if structs else reward_model,
+                "extra_info": task.extra_info if structs else extra_info,
+                "agent_name": task.agent_name,
+            }
+        )
+    _write(path, rows=rows, schema=None if structs else _TASK_SCHEMA)
+
+
+def write_traces(
+    path: Path, traces: Iterable[list[Message]], *, tools: Sequence[Mapping[str, Any]] | None = None
+) -> None:
+    """Write a file of conversations, which all offer the same tools."""
+    offered = _json(list(tools), name="tools") if tools else None
+    rows = [
+        {"messages": _plain(messages, name=f"trace {number}"), "tools": offered}
+        for number, messages in enumerate(traces)
+    ]
+    _write(path, rows=rows, schema=_TRACE_SCHEMA)
+
+
+class _BadCell(Exception):
+    """Raised while a row is parsed; becomes a TaskError that names file and row."""
+
+    def __init__(self, column: str, rule: str, value: object, remedy: str, *, row: int = 0) -> None:
+        """`row`: among those that are parsed together."""
+        super().__init__(f"column {column!r} must be {rule}, got {reprlib.repr(value):.120}; {remedy}")
+        self.row = row
+
+
+def _open(path: Path, *, required: str) -> Any:
+    if not path.is_file():
+        raise TaskError(
+            f"{path} must be a parquet file, got {'a folder' if path.is_dir() else 'nothing'} there; name a file"
+        )
+    try:
+        file = pq.ParquetFile(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise TaskError(f"{path} must be a parquet file, got something else ({error}); write it again") from error
+    names = file.schema_arrow.names
+    if twice := sorted(name for name in set(names) if names.count(name) > 1):
+        raise TaskError(f"{path} must have columns of different names, got {twice} more than once; rename one of them")
+    if required not in names:
+        raise TaskError(f"{path} must have a column {required!r}, got {sorted(names)}; rename or add it")
+    if file.metadata.num_rows == 0:
+        raise TaskError(f"{path} must hold at least one row, got none; write it again")
+    return file
+
+
+def _read(file: Any, *, columns: list[str], parse: Callable[[int, dict[str, Any]], T], path: Path) -> Iterator[T]:
+    number = 0
+    with file:
+        try:
+            for batch in file.iter_batches(batch_size=_SLICE, columns=columns):
+                for row in _pylist(batch):
+                    yield parse(number, row)
+                    number += 1
+        except _BadCell as error:
+            raise TaskError(f"{path}, row {number + error.row}: {error}") from error
+        except (pa.ArrowException, OSError) as error:
+            raise TaskError(f"{path} must be readable after row {number}: {error}; write it again") from error
+
+
+def _pylist(table: Any) -> list[dict[str, Any]]:
+    """The rows of a table or batch. Raises _BadCell for the first cell that is no Python value: text that is no UTF-8, a time that
+    no calendar has."""
+    try:
+        rows: list[dict[str, Any]] = table.to_pylist()
+        return rows
+    except (ValueError, OverflowError):
+        for row in range(table.num_rows):
+            for name in table.schema.names:
+                try:
+                    table.column(name)[row].as_py()
+                except (ValueError, OverflowError) as error:
+                    raise _BadCell(name, "UTF-8 text, or numbers", str(error), "write it as text", row=row) from error
+        raise
+
+
+def _task(row: dict[str, Any], *, default_id: str) -> Task:
+    reward_model = _object(row, column="reward_model")
+    return Task(
+        task_id=_text(row, column="task_id") or default_id,
+        prompt=_messages(row, column="prompt"),
+        data_source=_text(row, column="data_source") or "unknown",
+        ground_truth=reward_model.get("ground_truth"),
+        agent_name=_text(row, column="agent_name"),
+        extra_info=_object(row, column="extra_info"),
+    )
+
+
+def _trace(row: dict[str, Any]) -> Trace:
+    cell, tools = row.get("tools"), None
+    if cell is not None:
+        try:
+            tools = json.loads(cell)
+        except (TypeError, ValueError) as error:
+            raise _BadCell("tools", f"JSON text ({error})", cell, "write OpenAI's list of tools") from error
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise _BadCell("tools", "a JSON list of objects", cell, "write OpenAI's list of tools")
+    return Trace(messages=_messages(row, column="messages"), tools=tools)
+
+
+def _messages(row: dict[str, Any], *, column: str) -> list[Message]:
+    cell = row[column]
+    if isinstance(cell, str) and cell:
+        cell = [{"role": "user", "content": cell}]
+    if not isinstance(cell, list) or not cell:
+        raise _BadCell(
+            column, "text or a list of messages, not empty", cell, "write [{'role': 'user', 'content': '...'}]"
+        )
+    for message in cell:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
+            raise _BadCell(column, "a list of messages with a role", message, "give each message a role and a content")
+        if not isinstance(message.get("content"), str | list):
+            raise _BadCell(column, "a list of messages with a content", message, "use text, or a list of parts")
+    # A struct column fills the fields that a message lacks with null.
+    messages = [{key: value for key, value in message.items() if value is not None} for message in cell]
+    _json_cell(messages, column=column)
+    return messages
+
+
+def _object(row: dict[str, Any], *, column: str) -> dict[str, Any]:
+    """A struct cell, or the JSON text of an object; absent and null are empty."""
+    cell = row.get(column)
+    if cell is None or cell == {}:
+        return {}
+    remedy = "use a struct column, or the JSON text of an object"
+    value = cell
+    if isinstance(cell, str):
+        try:
+            value = json.loads(cell)
+        except (ValueError, RecursionError) as error:
+            raise _BadCell(column, f"JSON ({error})", cell[:200], remedy) from error
+    if not isinstance(value, dict):
+        raise _BadCell(column, "an object", cell, remedy)
+    _json_cell(value, column=column)
+    return value
+
+
+def _text(row: dict[str, Any], *, column: str) -> str | None:
+    cell = row.get(column)
+    if cell is not None and not isinstance(cell, str):
+        raise _BadCell(column, "text", cell, "write the column as strings")
+    if cell and not (len(cell) <= MAX_NAME_CHARS and cell.isprintable()):
+        rule = f"at most {MAX_NAME_CHARS} printable characters"
+        raise _BadCell(column, rule, cell[:200], "write a short name in one line")
+    return cell
+
+
+def _json_cell(value: object, *, column: str) -> None:
+    try:
+        text = _as_json(value).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _BadCell(
+            column, f"JSON: finite numbers, text, lists, objects ({error})", value, "write it as text"
+        ) from error
+    if len(text) > MAX_CELL_BYTES:
+        raise _BadCell(column, f"at most {MAX_CELL_BYTES} bytes", f"{len(text)} bytes", "write less")
+    if text.count(b"{") + text.count(b"[") > MAX_DEPTH and _is_deep(value, MAX_DEPTH):
+        raise _BadCell(column, f"nested at most {MAX_DEPTH} deep", text[:200], "write it flatter, or as text")
+
+
+_as_json = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
+
+
+def _is_deep(value: object, most: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return inner is not None and (most == 0 or any(_is_deep(each, most - 1) for each in inner))
+
+
+def _plain(messages: list[Message], *, name: str) -> list[dict[str, str]]:
+    for message in messages:
+        if set(message) != {"role", "content"} or not all(isinstance(value, str) for value in message.values()):
+            raise TaskError(f"messages of {name} must have a text role and a text content only, got {message!r:.120}")
+    return messages
+
+
+def _json(value: object, *, name: str) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TaskError(f"{name} must be JSON (finite numbers, text, lists, objects): {error}") from error
+
+
+def _write(path: Path, *, rows: list[dict[str, Any]], schema: Any) -> None:
+    if not rows:
+        raise TaskError(f"{path} must get at least one row, got none")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    table = pa.Table.from_pylist(rows, schema=schema)
+    pq.write_table(table, unfinished, row_group_size=_SLICE)
+    os.replace(unfinished, path)

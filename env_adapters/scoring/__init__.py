@@ -1,0 +1,1 @@
+"""Scores without an environment: functions by name, functions of yours, a reward model."""

@@ -1,0 +1,221 @@
+"""Scores of plain prompts, agent loops and programs: which scorer judges a task, in a thread or over HTTP, one answer at a
+time or many.
+
+Built by `learner.pipeline` from `data.scorer` and `data.reward_manager`; whoever has an answer awaits `score`.
+Invariants: only scorers that the configuration names are called; the event loop never waits for one, nor does other work when
+one hangs: they have `THREADS` threads of their own, and a hanging one keeps its thread; a scorer that fails, whatever it raises,
+fails its own episodes (ScoreError), and a number that is none is refused by the ledger. It does not look at lengths or
+groups: that is done where batches are made.
+
+A remote scorer gets `POST url {"items": [{"task": {...}, "answer": "..."}]}` and answers `{"scores": [0.5]}`. The task has
+its ground truth. Of a program the answer is what it printed, at most its last 64 KiB, and an item has its `exit_code` too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import httpx
+
+from buffers.did_you_mean import one_of
+from buffers.errors import ScoreError, TaskError
+from buffers.records import Task
+from env_adapters.adapter import WorkerThread
+from env_adapters.scoring import reward_model
+from env_adapters.scoring.scorers import SCORERS, SEE_EXIT_CODE, ProgramOutput
+
+DEFAULT = "default"
+"""The key of `data.scorer` for all other data sources."""
+MAX_BATCH = 256
+THREADS = 32
+"""Calls of one scorer at once."""
+TRIES = 3
+TIMEOUT_S = 30.0
+PAUSE_S = 0.5
+"""Before the second try of a remote scorer; doubled before each further one."""
+
+Batch = Callable[[Sequence[Task], Sequence[str]], list[float]]
+"""Scores of some tasks' answers; blocks."""
+
+
+class Rewards:
+    """`scorer`: one for all tasks, or data source -> scorer, with `default` for the others. `batch`: functions take lists."""
+
+    def __init__(self, scorer: str | Mapping[str, str], *, batch: bool = False) -> None:
+        named = {DEFAULT: scorer} if isinstance(scorer, str) else dict(scorer)
+        by_name = {name: _Collector(name, batch=batch) for name in set(named.values())}  # a reward model is loaded once
+        self._collectors = {source: by_name[name] for source, name in named.items()}
+
+    def judges(self, task: Task, *, exit_code: int) -> bool:
+        """Whether a program that played this task and ended so is judged here."""
+        collector = self._of(task)
+        return collector is not None and (exit_code == 0 or collector.sees_exit_code)
+
+    async def score(self, task: Task, answer: str) -> float:
+        """The score; raises ScoreError when there is none."""
+        collector = self._of(task)
+        if collector is None:
+            raise ScoreError(
+                f"data.scorer must cover data_source {task.data_source!r} of task {task.task_id}, got "
+                f"{sorted(self._collectors)}; add it, or {DEFAULT!r}"
+            )
+        return await collector.score(task, answer)
+
+    def _of(self, task: Task) -> _Collector | None:
+        return self._collectors.get(task.data_source) or self._collectors.get(DEFAULT)
+
+
+class _Collector:
+    """One scorer. With `batch` it gets all answers that have piled up while it judged the last ones."""
+
+    def __init__(self, name: str, *, batch: bool) -> None:
+        batch = batch or name.startswith(reward_model.PREFIX)
+        self._name = name
+        self.sees_exit_code = name in SEE_EXIT_CODE or _is_url(name)
+        self._call = resolve(name, batch=batch)
+        self._most = MAX_BATCH if batch else 1
+        self._batch = batch
+        self._slots = asyncio.Semaphore(THREADS)
+        self._waiting: list[tuple[Task, str, asyncio.Future[float]]] = []
+        self._working: asyncio.Task[None] | None = None
+
+    async def score(self, task: Task, answer: str) -> float:
+        if not self._batch:
+            return (await self._judge([task], [answer]))[0]
+        future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._waiting.append((task, answer, future))
+        if self._working is None:
+            self._working = asyncio.create_task(self._work(), name=f"score with {self._name}")
+        working = self._working
+        either: list[asyncio.Future[Any]] = [future, working]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not future.done():
+                working.result()  # raises: a bug in the scorer, which ends all who wait
+            return future.result()
+        finally:
+            future.cancel()  # given up, unless it is done
+
+    async def _work(self) -> None:
+        while self._waiting:
+            some, self._waiting = self._waiting[: self._most], self._waiting[self._most :]
+            tasks, answers, futures = zip(*some, strict=True)
+            try:
+                scores = await self._judge(tasks, answers)
+            except ScoreError as error:
+                _settle(futures, error=error)
+            else:
+                _settle(futures, scores=scores)
+        self._working = None
+
+    async def _judge(self, tasks: Sequence[Task], answers: Sequence[str]) -> list[float]:
+        await self._slots.acquire()
+        loop = asyncio.get_running_loop()
+
+        def call() -> list[float]:
+            try:
+                return self._call(tasks, answers)
+            finally:
+                with suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(self._slots.release)
+
+        thread = WorkerThread(f"scorer {self._name}")
+        judging = asyncio.create_task(thread.call(call), name=f"judge with {self._name}")
+        try:
+            await asyncio.wait({judging})
+        finally:
+            judging.add_done_callback(_seen)  # of one that was given up nobody asks
+            await thread.end(_nothing)
+        if (error := judging.exception()) is not None:  # somebody's program, and an answer that a model wrote
+            raise ScoreError(
+                f"data.scorer {self._name} failed on task {tasks[0].task_id}: {type(error).__name__}: {error}"
+            ) from error
+        scores = judging.result()
+        if not isinstance(scores, list) or len(scores) != len(tasks):
+            raise ScoreError(
+                f"data.scorer {self._name} must give one score for each of {len(tasks)}, got {scores!r:.100}"
+            )
+        return scores
+
+
+def _nothing() -> None: ...
+
+
+def _seen(judged: asyncio.Task[list[float]]) -> None:
+    if not judged.cancelled():
+        judged.exception()
+
+
+def _settle(
+    futures: Sequence[asyncio.Future[float]], *, scores: Sequence[float] = (), error: ScoreError | None = None
+) -> None:
+    for number, future in enumerate(futures):
+        if future.done():  # its request was given up
+            continue
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(scores[number])
+
+
+def resolve(name: str, *, batch: bool) -> Batch:
+    """The scorer of that name. Raises TaskError for one that is not there."""
+    if _is_url(name):
+        return partial(_remote, name)
+    if name.startswith(reward_model.PREFIX):
+        return reward_model.RewardModel(name.removeprefix(reward_model.PREFIX))
+    if name in SCORERS:
+        return partial(_one_by_one, SCORERS[name])
+    module, _, function = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), function) if module else None
+    except (ImportError, AttributeError) as error:
+        raise TaskError(f"data.scorer must name a function that can be imported, got {name!r} ({error})") from error
+    if not callable(found):
+        raise TaskError(
+            f"data.scorer must be module.function, a URL, {reward_model.PREFIX}FOLDER, or {one_of(name, SCORERS)}"
+        )
+    return partial(_whole, found) if batch else partial(_one_by_one, found)
+
+
+def _one_by_one(function: Callable[[Task, str], float], tasks: Sequence[Task], answers: Sequence[str]) -> list[float]:
+    return [function(task, answer) for task, answer in zip(tasks, answers, strict=True)]
+
+
+def _whole(
+    function: Callable[[list[Task], list[str]], Any], tasks: Sequence[Task], answers: Sequence[str]
+) -> list[float]:
+    return list(function(list(tasks), list(answers)))
+
+
+def _remote(url: str, tasks: Sequence[Task], answers: Sequence[str]) -> list[float]:
+    """A server's error or silence is tried again; what it says about the request (4xx) is final."""
+    items = [_item(task, answer) for task, answer in zip(tasks, answers, strict=True)]
+    for attempt in range(TRIES):
+        last = attempt == TRIES - 1
+        try:
+            reply = httpx.post(url, json={"items": items}, timeout=TIMEOUT_S)
+            if reply.status_code < 500 or last:
+                reply.raise_for_status()
+                scores: list[float] = reply.json()["scores"]
+                return scores
+        except httpx.TransportError:
+            if last:
+                raise
+        time.sleep(PAUSE_S * 2**attempt)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _item(task: Task, answer: str) -> dict[str, Any]:
+    ended = {"exit_code": answer.exit_code} if isinstance(answer, ProgramOutput) else {}
+    return {"task": task.private(), "answer": answer, **ended}
+
+
+def _is_url(name: str) -> bool:
+    return name.startswith(("http://", "https://"))

@@ -1,0 +1,1 @@
+"""The demo's game: its rules, as an adapter and as an environment process, and its task files."""

@@ -1,0 +1,34 @@
+"""Writes the demo's task file and its warm-start traces: `python -m env_adapters.walk.make_data --help`.
+
+Called by the run when the demo's task file is missing, or by hand. The invariant: the same arguments write the same
+rows. It holds no rule of the game; those are in `env_adapters.walk.game`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from buffers.tasks.parquet import write_tasks, write_traces
+from env_adapters.walk.game import walk_tasks, walk_traces
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the demo's tasks and warm-start traces.")
+    parser.add_argument("--tasks", type=Path, required=True, help="parquet file of tasks to write")
+    parser.add_argument("--traces", type=Path, required=True, help="parquet file of supervised conversations to write")
+    parser.add_argument("--num-tasks", type=int, default=4000)
+    parser.add_argument("--num-traces", type=int, default=800)
+    parser.add_argument("--helpful", type=float, default=0.1, help="share of moves in the traces that follow the hint")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    for path in (arguments.tasks, arguments.traces):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_tasks(arguments.tasks, walk_tasks(arguments.num_tasks, seed=arguments.seed))
+    traces = list(walk_traces(arguments.num_traces, seed=arguments.seed, helpful=arguments.helpful))
+    write_traces(arguments.traces, traces)
+    print(f"wrote {arguments.num_tasks} tasks to {arguments.tasks} and {len(traces)} traces to {arguments.traces}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""KL(policy || frozen reference) from log-probabilities of sampled tokens, and the coefficient that weighs it.
+
+Called by `learner.algorithms.losses` (KL as a term of the loss) and `learner.training.trainer` (KL taken off the
+rewards, and the coefficient). All tensors are [m], one entry per token that the policy sampled. Pure functions and one
+small object.
+
+John Schulman's names (joschu.net/blog/kl-approx.html); with d = log pi - log pi_ref:
+
+| kind | estimate       | mean                 | as a loss, its mean gradient on fresh data is      |
+|------|----------------|----------------------|-----------------------------------------------------|
+| k1   | d              | KL                   | 0: use it in the reward                             |
+| abs  | |d|            | more than KL         | a pull towards the reference of constant size       |
+| k2   | d^2 / 2        | close to KL          | that of KL itself                                   |
+| k3   | e^-d - 1 + d   | KL, and never below 0| that of KL(reference || policy)                     |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+"""exp() of anything beyond is treated as this: float32 stays finite."""
+HORIZON = 10_000.0
+"""Episodes in which the adaptive coefficient may change by about a fifth of itself for each target missed by a fifth."""
+LARGEST_ERROR = 0.2
+
+
+def _k3(difference: Tensor) -> Tensor:
+    return (-difference).exp() - 1.0 + difference
+
+
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda difference: difference,
+    "abs": torch.abs,
+    "k2": lambda difference: 0.5 * difference**2,
+    "k3": _k3,
+}
+
+
+def kl_estimate(logprobs: Tensor, *, reference: Tensor, kind: str) -> Tensor:
+    """[m] estimate of KL(pi || pi_ref) at each token; the gradient flows through `logprobs`."""
+    return KINDS[kind]((logprobs - reference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
+class KLCoefficient:
+    """Fixed at `start` when `target` is 0; else steered towards a mean KL of `target` nats per token.
+
+    arXiv:1909.08593 section 2.2: times 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon. `value` is its whole
+    state.
+    """
+
+    def __init__(self, start: float, *, target: float) -> None:
+        self.value = start
+        self._target = target
+
+    def update(self, mean_kl: float, *, num_episodes: int) -> None:
+        """After a step with this mean KL over its tokens."""
+        if self._target > 0.0:
+            error = min(max(mean_kl / self._target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)
+            self.value *= 1.0 + error * num_episodes / HORIZON

@@ -1,0 +1,39 @@
+"""What DAPO does to the scores of a batch before advantages are computed (arXiv:2503.14476).
+
+Called by `learner.learn_loop` with `data.reward_manager=dapo`. Pure functions; the batch's own scores are what is reported.
+Groups whose episodes all scored the same never get here: the ledger drops them (`Ledger(drop_zero_variance=True)`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+
+from buffers.records import Row, TrainBatch
+
+SOFT_SHARE = 0.2
+"""Last part of the allowed length in which the penalty grows from 0 to 1 (4,096 of 20,480 tokens in the paper)."""
+
+
+def overlong_penalty(length: int, *, max_tokens: int) -> float:
+    """0 up to the soft part of `max_tokens`, then linear, -1 at `max_tokens` and beyond (equation 13)."""
+    soft = max(SOFT_SHARE * max_tokens, 1.0)
+    return -min(max((length - (max_tokens - soft)) / soft, 0.0), 1.0)
+
+
+def with_overlong_penalty(batch: TrainBatch, *, max_tokens: int) -> tuple[TrainBatch, float]:
+    """The batch with each episode's score lowered for its longest generation, and the mean penalty over episodes."""
+    longest: dict[str, int] = defaultdict(int)
+    for row in batch.rows:
+        longest[row.episode_id] = max(longest[row.episode_id], _longest_round(row))
+    penalties = {episode: overlong_penalty(length, max_tokens=max_tokens) for episode, length in longest.items()}
+    rows = [replace(row, score=row.score + penalties[row.episode_id]) for row in batch.rows]
+    return replace(batch, rows=rows), sum(penalties.values()) / max(len(penalties), 1)
+
+
+def _longest_round(row: Row) -> int:
+    """Tokens of the longest generation that this row trains."""
+    rounds = row.rounds[row.mask == 1]
+    return int(np.unique(rounds, return_counts=True)[1].max()) if len(rounds) else 0

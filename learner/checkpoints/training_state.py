@@ -1,0 +1,173 @@
+"""The learner's whole state on disk, with torch DCP: weights, optimizers, kept weight copies, random states, counters.
+
+Called by `learner.training.trainer` on every rank at the same time; each rank writes and reads its own shards, so any
+number of ranks may load what another number saved. Invariants: what is loaded has the names and shapes of what is
+there, or nothing is changed; loading on as many ranks gives every bit back. `learner.checkpoints.store` decides where
+folders lie and when they are complete. DCP keeps its index as a pickle: load only folders that you trust.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from learner.model.fsdp import Shards
+
+COUNTERS = "counters.json"
+COPY, RANDOM = "copy", "random"
+"""First parts of the names of kept weight copies and of random states."""
+OPTIMIZER = "#"
+"""Between a parameter's name and the name of what its optimizer keeps for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """One module with its optimizer."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """What is not a tensor. Equal on all ranks."""
+
+    steps: int
+    kl_coef: float
+    copies: list[str]
+    """Names of the kept weight copies of the policy."""
+
+
+def save(
+    folder: Path, *, learned: Mapping[str, Learned], copies: Mapping[str, Shards], steps: int, kl_coef: float, rank: int
+) -> None:
+    """Writes into `folder` and flushes it to disk. `copies`: shards of other weights of the module `policy`, by name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = _random_states(rank)
+    for name, part in learned.items():
+        state |= _weights(name, part.module) | _optimizer_state(name, part)
+    for name, shards in copies.items():
+        state |= _copy(name, learned["policy"].module, shards=shards)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, sync_files=True))
+    if rank == 0:
+        counters = Counters(steps=steps, kl_coef=kl_coef, copies=list(copies))
+        (folder / COUNTERS).write_text(json.dumps(asdict(counters)), encoding="utf-8")
+
+
+def load(folder: Path, *, learned: Mapping[str, Learned], rank: int) -> tuple[Counters, dict[str, Shards]]:
+    """Writes the folder's state into the modules and optimizers; returns the counters and the weight copies.
+
+    Raises ValueError, before any change, for a checkpoint of other names or shapes.
+    """
+    counters = Counters(**json.loads((folder / COUNTERS).read_text(encoding="utf-8")))
+    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    _check(folder, stored=stored, learned=learned)
+    policy = learned["policy"].module
+    copies = {name: [torch.empty_like(part) for part in _locals(policy)] for name in counters.copies}
+    state = {name: value for name, value in _random_states(rank).items() if name in stored}
+    for name, part in learned.items():
+        _make_optimizer_state(name, part, stored=stored)
+        state |= _weights(name, part.module) | _optimizer_state(name, part)
+    for name, shards in copies.items():
+        state |= _copy(name, policy, shards=shards)
+    dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+    _set_random_states(state, rank=rank)
+    return counters, copies
+
+
+def _weights(name: str, module: nn.Module) -> dict[str, Tensor]:
+    """A tied parameter comes once, under its first name."""
+    return {f"{name}.{key}": parameter.detach() for key, parameter in module.named_parameters()}
+
+
+def _optimizer_state(name: str, part: Learned) -> dict[str, Tensor]:
+    return {
+        f"{name}.{key}{OPTIMIZER}{kind}": value
+        for key, parameter in part.module.named_parameters()
+        for kind, value in part.optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _make_optimizer_state(name: str, part: Learned, *, stored: Mapping[str, Any]) -> None:
+    """Room for what the checkpoint holds: an optimizer has no state before its first step."""
+    for key, parameter in part.module.named_parameters():
+        prefix = f"{name}.{key}{OPTIMIZER}"
+        kinds = [other.removeprefix(prefix) for other in stored if other.startswith(prefix)]
+        part.optimizer.state[parameter] = {
+            kind: torch.zeros(()) if stored[prefix + kind].size == torch.Size() else torch.zeros_like(parameter)
+            for kind in kinds
+        }
+
+
+def _copy(name: str, module: nn.Module, *, shards: Shards) -> dict[str, Tensor]:
+    """Shards as parts of whole tensors, so that another number of ranks can read them."""
+    return {
+        f"{COPY}.{name}.{key}": _like(parameter.detach(), local)
+        for (key, parameter), local in zip(_trained(module), shards, strict=True)
+    }
+
+
+def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """What weight copies hold: frozen weights are the same in all versions."""
+    return [(key, parameter) for key, parameter in module.named_parameters() if parameter.requires_grad]
+
+
+def _like(parameter: Tensor, local: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _locals(module: nn.Module) -> Shards:
+    parameters = [parameter.detach() for _, parameter in _trained(module)]
+    return [part.to_local() if isinstance(part, DTensor) else part for part in parameters]
+
+
+def _random_states(rank: int) -> dict[str, Tensor]:
+    states = {f"{RANDOM}.{rank}.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"{RANDOM}.{rank}.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_random_states(state: Mapping[str, Tensor], *, rank: int) -> None:
+    if (cpu := state.get(f"{RANDOM}.{rank}.cpu")) is not None:
+        torch.set_rng_state(cpu)
+    if (cuda := state.get(f"{RANDOM}.{rank}.cuda")) is not None:
+        torch.cuda.set_rng_state(cuda)
+
+
+def _check(folder: Path, *, stored: Mapping[str, Any], learned: Mapping[str, Learned]) -> None:
+    wanted = {
+        name: weight.shape for part, own in learned.items() for name, weight in _weights(part, own.module).items()
+    }
+    weights = {
+        name: meta.size
+        for name, meta in stored.items()
+        if OPTIMIZER not in name and name.split(".")[0] not in (COPY, RANDOM)
+    }
+    for name in sorted(wanted.keys() | weights.keys()):
+        if wanted.get(name) != weights.get(name):
+            raise ValueError(
+                f"checkpoint {folder} must fit the model: {name} must be {_shape(wanted.get(name))}, got "
+                f"{_shape(weights.get(name))}; resume with the model.path and learner.critic that it was saved with"
+            )
+
+
+def _shape(size: torch.Size | None) -> str:
+    return "absent" if size is None else str(list(size))

@@ -1,0 +1,1 @@
+"""The model on its ranks: forward passes over packed rows, LoRA, FSDP2 and torch.distributed."""

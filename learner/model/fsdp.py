@@ -1,0 +1,121 @@
+"""torch.distributed and FSDP2, in one place: process group, sharding, reductions, shard copies, gathered weights.
+
+Called by `learner.training.trainer` and `learner.training.warm_start`; nothing else imports torch.distributed.
+Invariant: every function here but `clone_shards` and `swapped` is entered by all ranks in the same order. One rank
+takes the same path as many. Parameters are sharded again after every forward pass, the root's included: shards may be
+exchanged between any two passes. No losses, no data.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+PATIENCE = timedelta(minutes=30)
+"""How long ranks wait for one another when they meet: a large model is not read equally fast by all."""
+Shards = list[Tensor]
+"""This rank's part of each trained parameter, in the order of `module.parameters()`. Frozen ones never differ."""
+
+
+def join(address: str, *, rank: int, world_size: int, device: torch.device) -> DeviceMesh:
+    """Meets the other ranks at `host:port` (rank 0 listens there, and nowhere else). gloo on CPU, NCCL on a GPU.
+
+    Raises OSError when the port is taken."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    host, _, port = address.rpartition(":")
+    # A store that makes its own socket listens on every interface, and asks nobody who they are.
+    listening = {"master_listen_fd": socket.create_server((host, int(port))).detach()} if rank == 0 else {}
+    store = dist.TCPStore(host, int(port), world_size, is_master=rank == 0, timeout=PATIENCE, **listening)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    return init_device_mesh(device.type, (world_size,))
+
+
+def leave() -> None:
+    """Ends the process group; without this a rank may abort at exit."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def shard(module: nn.Module, *, layers: Sequence[nn.Module], mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Shards each layer and then the rest. Passes compute in `dtype`; master weights and gradients stay float32."""
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy() if dtype == torch.float32 else mixed
+    for part in (*layers, module):
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+
+
+def all_sum(values: Tensor) -> Tensor:
+    """Adds `values` over the ranks, in place."""
+    dist.all_reduce(values)
+    return values
+
+
+def all_max(values: Tensor) -> Tensor:
+    """Takes the largest over the ranks, in place."""
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values
+
+
+def sync_gradients(module: Any, *, enabled: bool) -> None:
+    """Whether the next backward pass exchanges gradients; off for all but the last micro-batch of an update."""
+    module.set_requires_gradient_sync(enabled)
+
+
+def update(module: nn.Module, *, optimizer: torch.optim.Optimizer, clip: float) -> float:
+    """Clips, steps and clears the gradients; returns their norm. One that is not finite: clears, changes nothing."""
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    size = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    finite = size < float("inf")  # false for nan too
+    if finite:
+        torch._foreach_mul_(gradients, min(1.0, clip / (size + 1e-6)))
+        optimizer.step()
+    optimizer.zero_grad()
+    return size
+
+
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that have a gradient: with LoRA, the adapter and a value head."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def clone_shards(module: nn.Module) -> Shards:
+    """A copy of this rank's shards of what is trained."""
+    return [parameter.detach().to_local().clone() for parameter in trained(module)]
+
+
+def load_shards(module: nn.Module, *, shards: Shards) -> None:
+    """Writes shards that `clone_shards` took from a module of the same architecture."""
+    for parameter, local in zip(trained(module), shards, strict=True):
+        parameter.detach().to_local().copy_(local)
+
+
+@contextmanager
+def swapped(module: nn.Module, *, shards: Shards) -> Iterator[None]:
+    """Runs the block with other weights, then puts the present ones back."""
+    present = clone_shards(module)
+    load_shards(module, shards=shards)
+    try:
+        yield
+    finally:
+        load_shards(module, shards=present)
+
+
+def gather_parameters(module: nn.Module, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Whole float32 parameters on CPU, one at a time, by name; a tied parameter comes once, under its first name."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad or not trained_only:
+            whole = parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+            yield name, whole.to(device="cpu").contiguous()

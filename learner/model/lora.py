@@ -1,0 +1,79 @@
+"""LoRA: small trained matrices beside frozen ones, by peft; everything of ours that knows their names is here.
+
+Used by `learner.training.trainer` and `learner.checkpoints.hf_export`. A layer's weight is W + scaling * B @ A with W
+frozen (arXiv:2106.09685, section 4.1); B starts at zero, so a fresh adapter is the model itself. Invariant: equal seeds
+give equal adapters on every rank. Merging reads the weights and never writes them. No training here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig as LoraConfig
+from peft import inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+PEFT_PREFIX = "base_model.model."
+"""Before each name in an adapter file, as `peft.PeftModel.from_pretrained` expects it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """An adapter as peft stores it: its description and its matrices by name."""
+
+    config: LoraConfig
+    weights: dict[str, Tensor]
+
+
+def add_adapter(lm: Any, *, lora: tuple[int, float], seed: int) -> LoraConfig:
+    """Puts an adapter of (rank, alpha) on every linear layer but the output matrix, and freezes everything else.
+
+    scaling = alpha / rank. Raises ValueError when a layer is not a plain linear one.
+    """
+    rank, alpha = lora
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    with torch.random.fork_rng(devices=[]):  # A is random: the same on every rank
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, lm)
+    for name, module in lm.named_modules():
+        if isinstance(module, LoraLayer) and not isinstance(module.get_base_layer(), nn.Linear):
+            raise ValueError(
+                f"learner.lora needs linear layers, got {type(module.get_base_layer()).__name__} for {name}; "
+                f"leave learner.lora out for this model"
+            )
+    config.base_model_name_or_path = lm.name_or_path
+    config.target_modules = set(config.target_modules or ())
+    return config
+
+
+def merged(parameters: Iterable[tuple[str, Tensor]], *, scaling: float) -> Iterator[tuple[str, Tensor]]:
+    """Whole parameters by name, in `named_parameters` order -> those of a plain model: W + scaling * B @ A.
+
+    A parameter without an adapter passes as it is.
+    """
+    held: tuple[str, Tensor] | None = None
+    down: Tensor | None = None
+    for name, whole in parameters:
+        if name.endswith(".base_layer.weight"):
+            held = (name.replace(".base_layer", ""), whole)
+        elif ".lora_A." in name:
+            down = whole
+        elif ".lora_B." in name and held is not None and down is not None:
+            yield held[0], held[1] + scaling * (whole @ down)
+        else:
+            yield name.replace(".base_layer", ""), whole
+
+
+def peft_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """An adapter's matrices by the names that peft reads."""
+    return {PEFT_PREFIX + name.replace(".default.", "."): weight for name, weight in weights.items()}
+
+
+def write_description(folder: Path, *, config: LoraConfig) -> None:
+    """`adapter_config.json`."""
+    config.save_pretrained(folder)

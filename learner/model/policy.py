@@ -1,0 +1,164 @@
+"""The model under training: a Hugging Face causal language model and, if asked, a value head on its last hidden state.
+
+Built by `learner.training.trainer`; its forward pass is the only place where log-probabilities and values are computed.
+Invariant: a token's log-probability is that of the softmax of logits / temperature, in float32, given the exact ids
+before it: what the engine records while sampling. Rows are packed, see `learner.model.packed_attention`; only positions
+that precede a trained token reach the output matrix. Knows nothing of sharding, losses or batches. Not for models that
+transform the output matrix's logits (soft-capping, logit scales): the exactness check shows it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from learner.model.packed_attention import PACKED
+
+LOGITS_AT_ONCE = 2**26
+"""256 MiB in float32: 442 tokens of a vocabulary of 151,936, where 8,192 tokens would take 4.6 GiB several times over."""
+MOST_CROSSTALK = 1e-3
+"""Largest difference, relative to the states' size, that another row in the pack may make: far above rounding in float32."""
+
+
+class TokenOutputs(NamedTuple):
+    """[m] float32 each, for the m trained tokens in row order. A tuple: FSDP finds no tensors in a dataclass."""
+
+    logprobs: Tensor | None
+    entropy: Tensor | None
+    values: Tensor | None
+
+
+class Policy(nn.Module):  # type: ignore[misc]
+    """`lm` is the Hugging Face model; `value_head` starts at zero: a fresh critic predicts 0."""
+
+    def __init__(self, lm: Any, *, value_head: bool) -> None:
+        super().__init__()
+        lm.set_attn_implementation(PACKED)
+        self.lm = lm
+        self.value_head: Any = None
+        if value_head:
+            self.value_head = nn.Linear(lm.config.get_text_config().hidden_size, 1)
+            nn.init.zeros_(self.value_head.weight)
+            nn.init.zeros_(self.value_head.bias)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, each of which is sharded on its own."""
+        return list(self.lm.get_decoder().layers)
+
+    def checkpoint_layers(self) -> None:
+        """Gradient checkpointing: the backward pass computes each layer again from its input, arXiv:1604.06174. Call it once,
+        before sharding. (transformers' own does it in training mode only, which switches dropout on.)"""
+        for layer in self.layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+    def states(self, ids: Tensor, starts: Tensor, *, longest: int) -> Tensor:
+        """[T, hidden] last hidden states."""
+        return hidden_states(self.lm, ids, starts=starts, longest=longest)
+
+    def forward(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        starts: Tensor,
+        *,
+        longest: int,
+        temperature: float | None,
+        entropy: bool = False,
+    ) -> TokenOutputs:
+        """ids [T] and mask [T] (true: trained) of packed rows, see `learner.training.packing.MicroBatch`; `temperature`
+        None: no log-probabilities, a critic of its own.
+
+        A head that shares the policy's states reads them and does not train them: its errors have one sign when rewards
+        rise, and moving every state by them has made a policy that had solved its task forget it in one update (the
+        interference of arXiv:2009.04416, whose answer while the policy trains is this one).
+        """
+        chosen = self.states(ids, starts, longest=longest)[:-1][mask[1:]]  # the state before a token predicts it
+        values = None
+        if self.value_head is not None:
+            judged = chosen if temperature is None else chosen.detach()
+            values = self.value_head(judged).float().squeeze(-1).clone()  # no view: FSDP
+        if temperature is None:
+            return TokenOutputs(None, None, values)
+        logprobs, entropies = self._logprobs(chosen, ids[1:][mask[1:]], temperature=temperature, entropy=entropy)
+        return TokenOutputs(logprobs, entropies, values)
+
+    def _logprobs(
+        self, states: Tensor, tokens: Tensor, *, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """[m, hidden] states and the [m] tokens after them; never more than LOGITS_AT_ONCE logits, computed again backwards."""
+        size = max(1, LOGITS_AT_ONCE // int(self.lm.get_output_embeddings().weight.shape[0]))
+        compute = partial(self._chunk, temperature=temperature, entropy=entropy)
+        if len(tokens) <= size:
+            return compute(states, tokens)
+        parts = [
+            checkpoint(compute, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in zip(states.split(size), tokens.split(size))
+        ]
+        logprobs, entropies = zip(*parts)
+        return torch.cat(logprobs), torch.cat(entropies) if entropy else None
+
+    def _chunk(
+        self, states: Tensor, tokens: Tensor, *, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        logits = self.lm.get_output_embeddings()(states).float() / temperature
+        logprobs = -functional.cross_entropy(logits, tokens, reduction="none")
+        return logprobs, _entropy(logits) if entropy else None
+
+
+def hidden_states(lm: Any, ids: Tensor, *, starts: Tensor, longest: int) -> Tensor:
+    """[T, hidden] last states of packed rows; positions count from 0 in each row."""
+    places = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+    positions = places - starts[torch.searchsorted(starts, places, right=True) - 1]
+    states: Tensor = lm.get_decoder()(
+        input_ids=ids[None],
+        position_ids=positions[None].long(),
+        use_cache=False,
+        cu_seq_lens_q=starts,
+        max_length_q=longest,
+    ).last_hidden_state[0]
+    return states
+
+
+def load_policy(folder: str | Path, *, value_head: bool, device: torch.device) -> Policy:
+    """Reads a Hugging Face folder in float32 (the master weights). Dropout is off: the engine samples without it.
+
+    Raises ValueError for a model that cannot keep packed rows apart.
+    """
+    logging.disable_progress_bar()
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    policy = Policy(lm, value_head=value_head)
+    policy.to(device)
+    policy.eval()
+    check_rows_apart(lm)
+    return policy
+
+
+def check_rows_apart(lm: Any) -> None:
+    """Two rows of three tokens: the second must be what it is alone. Raises ValueError; recurrent layers carry state over."""
+    device = next(lm.parameters()).device
+    ids = torch.arange(6, device=device)
+    starts = torch.tensor([0, 3, 6], dtype=torch.int32, device=device)
+    with torch.no_grad():
+        beside = hidden_states(lm, ids, starts=starts, longest=3)[3:]
+        alone = hidden_states(lm, ids[3:], starts=starts[:2], longest=3)
+    crosstalk = float((beside - alone).abs().max() / alone.abs().max())
+    if not crosstalk <= MOST_CROSSTALK:
+        raise ValueError(
+            f"model.path must name a model whose layers keep packed rows apart, got {type(lm).__name__}, where another row "
+            f"changes a state by {crosstalk:.1e} of its size; train a model with transformers' attention interface"
+        )
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    """[m, V] -> [m], in nats."""
+    logprobs = logits.log_softmax(-1)
+    return -(logprobs.exp() * logprobs).sum(-1)

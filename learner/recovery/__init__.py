@@ -1,0 +1,1 @@
+"""Restarts whatever died, and ends a run that cannot succeed."""

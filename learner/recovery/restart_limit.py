@@ -1,0 +1,43 @@
+"""What of a run died and was started again. Called by the learn loop and by `learner.recovery.failure_watch`.
+
+A process that dies now and then (out of memory, a node's hiccup) costs what it was doing; one that dies again and again,
+without a step in between, has a cause that a restart does not mend, and ends the run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+logger = logging.getLogger(__name__)
+
+MAX_IN_A_ROW = 3
+"""Restarts of one part without a step in between; the next death ends the run."""
+
+
+class RestartLimit:
+    """Counts restarts by part: `engine`, `learner`, `environment`."""
+
+    def __init__(self) -> None:
+        self._total: Counter[str] = Counter()
+        self._in_a_row: Counter[str] = Counter()
+
+    def note(self, part: str, error: Exception) -> None:
+        """`part` died. Raises `error` when it may not be started again."""
+        self._in_a_row[part] += 1
+        if self._in_a_row[part] > MAX_IN_A_ROW:
+            raise error
+        self._total[part] += 1
+        logger.warning("the %s died and is started again: %s", part, error)
+
+    def excuse(self, part: str) -> None:
+        """What `part` died of was found and ended: it may be started again as often as before."""
+        self._in_a_row.pop(part, None)
+
+    def progress(self) -> None:
+        """A step was made."""
+        self._in_a_row.clear()
+
+    def figures(self) -> dict[str, float]:
+        """`restarts/<part>`: restarts so far, of parts that died."""
+        return {f"restarts/{part}": float(number) for part, number in sorted(self._total.items())}

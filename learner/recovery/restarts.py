@@ -1,0 +1,130 @@
+"""Loops that start what has died again (the engine, the environment), or give up what nobody plays any more.
+
+Run by `learner.pipeline`, each for ever. The learner's processes are the learn loop's, agents are `agents.external`'s. What keeps
+dying ends the run (`RestartLimit`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from buffers.errors import EngineDied, EngineError, EnvDied, EnvError
+from learner.recovery.restart_limit import RestartLimit
+
+
+class Restartable(Protocol):
+    """An engine."""
+
+    is_supervised: bool
+
+    async def until_dead(self) -> None: ...
+    async def restart(self) -> None:
+        """Raises EngineError when it does not come up."""
+        ...
+
+
+class Startable(Protocol):
+    """An engine before it runs."""
+
+    async def start(self) -> None: ...
+
+
+class Program(Protocol):
+    """A running child program."""
+
+    log: Path
+
+    async def wait(self) -> int: ...
+    async def stop(self) -> None: ...
+    def log_tail(self) -> str: ...
+
+
+async def start_engine(engine: Startable, *, restart_limit: RestartLimit) -> None:
+    """Start it, again when it was killed meanwhile. Raises EngineError."""
+    while True:
+        try:
+            await engine.start()
+            return
+        except EngineDied as death:
+            restart_limit.note("engine", death)
+
+
+async def restart_engine_when_dead(engine: Restartable, *, restart_limit: RestartLimit) -> None:
+    """What it was generating is generated again, by `mocked_server.generation`. Raises EngineError."""
+    engine.is_supervised = True
+    while True:
+        await engine.until_dead()
+        await restart_engine(engine, restart_limit=restart_limit)
+
+
+async def restart_engine(engine: Restartable, *, restart_limit: RestartLimit) -> None:
+    """Start a dead engine again. Raises EngineError when it dies too often."""
+    error = EngineError("the engine process died; see the run's log. Scored episodes are in the ledger.")
+    while True:
+        restart_limit.note("engine", error)
+        try:
+            await engine.restart()
+            return
+        except EngineError as again:
+            error = again
+
+
+async def ended(task: asyncio.Task[None]) -> None:
+    """Cancel it, and wait until it has ended."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def end_silent(
+    silent: Callable[[float], Sequence[str]], *, fail: Callable[[str, str], Awaitable[None]], seconds: float
+) -> None:
+    """End the episodes whose agents were not heard for so long: their slots are used again, their tasks tried again."""
+    while True:
+        await asyncio.sleep(min(1.0, seconds / 4))
+        for episode_id in silent(seconds):
+            await fail(episode_id, "silent agent")
+
+
+class Environment:
+    """The environment's program. `start`: starts it and gives its address; `lost`: called when it has died and another one
+    listens at that address."""
+
+    def __init__(
+        self, start: Callable[[], Awaitable[tuple[Program, str]]], *, lost: Callable[[str], Awaitable[None]]
+    ) -> None:
+        self._start = start
+        self._lost = lost
+        self._child: Program | None = None
+
+    async def start(self, *, restart_limit: RestartLimit) -> str:
+        """Its address (HOST:PORT). Raises EnvError when it does not come up; one that was killed meanwhile is started again."""
+        while True:
+            try:
+                self._child, address = await self._start()
+                return address
+            except EnvDied as death:
+                restart_limit.note("environment", death)
+
+    async def keep(self, *, restart_limit: RestartLimit) -> None:
+        """Start it again when it has ended. Raises EnvError."""
+        while self._child is not None:
+            code = await self._child.wait()
+            await self.stop()  # what it left behind
+            error = EnvError(
+                f"the environment process ended (exit code {code}); its log {self._child.log} ends:\n"
+                f"{self._child.log_tail()}"
+            )
+            while True:
+                restart_limit.note("environment", error)
+                try:
+                    await self._lost(await self.start(restart_limit=restart_limit))
+                    break
+                except EnvError as again:
+                    error = again
+
+    async def stop(self) -> None:
+        if self._child is not None:
+            await self._child.stop()

@@ -1,0 +1,99 @@
+"""A guard process for a run whose own process may die: `python -m learner.run --keep-running`.
+
+The run is a forked child, so that what takes seconds to import is there already when it is started again. When the child is
+killed, all that it left behind (engine, learner, agents) is ended too, and a new child goes on from the newest checkpoint. The
+guard holds no state: all is in the run's folder. A run that ends with an error has a cause that starting again does not mend:
+it stays ended. Linux only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from learner.recovery.restart_limit import MAX_IN_A_ROW
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def keep_running(run: Callable[[str], int], *, resume: str, lines: Path) -> int:
+    """`run(resume)` until it ends by itself or was told to; its exit code. After too many deaths without a new line in `lines` in
+    between: 1. What `run` imports was imported before, without starting threads: a fork would lose them. Children that there are
+    already are not the run's: they stay."""
+    kept = set(_children())
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become ours
+    in_a_row, reached = 0, 0
+    while True:
+        guard = os.getpid()
+        if (child := _fork()) == 0:
+            _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            return run(resume) if os.getppid() == guard else 1
+        code = _wait(child, kept=kept)
+        _end_orphans(kept)
+        if code >= 0:
+            return code
+        steps = len(lines.read_text(encoding="utf-8").splitlines()) if lines.exists() else 0
+        in_a_row = 1 if steps > reached else in_a_row + 1
+        reached = max(reached, steps)
+        name = signal.Signals(-code).name
+        if in_a_row > MAX_IN_A_ROW:
+            print(f"error: the run's process died ({name}) {in_a_row} times without a step in between", file=sys.stderr)
+            return 1
+        print(f"the run's process died ({name}); starting it again", file=sys.stderr, flush=True)
+        resume = "auto"
+
+
+def _fork() -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return os.fork()
+
+
+def _wait(child: int, *, kept: set[int]) -> int:
+    """The child's exit code; negative: the signal that ended it. What tells the guard to stop is told to the child, which saves
+    first; Ctrl-C reaches it anyway."""
+    asked = False
+
+    def forward(number: int, _: object) -> None:
+        nonlocal asked
+        asked = True
+        if number == signal.SIGTERM:
+            with suppress(ProcessLookupError):
+                os.kill(child, number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        while True:
+            pid, status = os.wait()  # others that ended are reaped on the way
+            kept.discard(pid)
+            if pid == child:
+                code = os.waitstatus_to_exitcode(status)
+                return 130 if asked and code < 0 else code
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_orphans(kept: set[int]) -> None:
+    """Everything that the child had started, however deep: what loses its parent becomes a child of this process."""
+    while orphans := set(_children()) - kept:
+        for pid in orphans:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in orphans:
+            os.waitpid(pid, 0)
+
+
+def _children() -> list[int]:
+    mine = os.getpid()
+    return [int(pid) for pid in Path(f"/proc/{mine}/task/{mine}/children").read_text().split()]
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")

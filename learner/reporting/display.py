@@ -1,0 +1,190 @@
+"""`Display`: what a person sees while a run goes on.
+
+Called by the pipeline from its event loop. On a terminal it is a live panel, redrawn four times a second by rich's own
+thread; elsewhere it is one plain line per step. The invariant: a call only stores numbers (or prints one line), so the
+loop is never held up by drawing. It measures nothing and writes no file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from learner.reporting.summary import WINDOW, moving_average
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shown:
+    """Everything on the screen. Replaced as a whole: the drawing thread never sees half of an update."""
+
+    phase: str = ""
+    phase_began_s: float = 0.0
+    step: int = 0
+    rewards: tuple[float, ...] = ()
+    step_times_s: tuple[float, ...] = ()
+    mean_lag: float = 0.0
+    max_lag: float = 0.0
+    tokens_per_s: float = 0.0
+    prompts_waiting: int = 0
+    episodes_running: int = 0
+    groups_ready: int = 0
+
+
+class Display:
+    """Use as a context manager around the run. Without a terminal: plain lines."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        title: str = "understudy",
+        optimum: float | None = None,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total_steps = total_steps
+        self._title = title
+        self._optimum = optimum
+        self._console = console or Console()
+        self._clock = clock
+        self._shown = _Shown()
+        self._live: Live | None = None
+
+    def __enter__(self) -> Display:
+        if self._console.is_terminal:
+            # What libraries print goes where the process sends it, not through the panel.
+            self._live = Live(
+                get_renderable=self.render,
+                console=self._console,
+                refresh_per_second=4,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name what the run is busy with before its first step; prints `name ... 12.3 s` when it ends."""
+        began_s = self._clock()
+        self._shown = replace(self._shown, phase=name, phase_began_s=began_s)
+        if self._live is None:
+            self._say(f"{name} ...")
+        outcome = "failed after "
+        try:
+            yield
+            outcome = ""
+        finally:
+            self._shown = replace(self._shown, phase="")
+            self._say(f"{name} ... {outcome}{self._clock() - began_s:.1f} s")
+
+    def update(
+        self, step: int, *, reward: float, mean_lag: float, max_lag: float, tokens_per_s: float, step_s: float
+    ) -> None:
+        """One step was made. `reward`: mean score of its batch; lags in policy versions; `step_s`: wall time."""
+        before = self._shown
+        self._shown = replace(
+            before,
+            step=step,
+            rewards=(*before.rewards, reward),
+            step_times_s=(*before.step_times_s, step_s)[-WINDOW:],
+            mean_lag=mean_lag,
+            max_lag=max_lag,
+            tokens_per_s=tokens_per_s,
+        )
+        if self._live is None:
+            self._say(self._line())
+
+    def validated(self, step: int, *, mean: float, best: float) -> None:
+        """A validation of the weights of `step` ended: mean score, and mean of each task's best."""
+        self._say(f"validation of step {step}  mean {mean:.3f}  best {best:.3f}")
+
+    def queues(self, *, prompts_waiting: int, episodes_running: int, groups_ready: int) -> None:
+        """How full the pipe is at this moment."""
+        self._shown = replace(
+            self._shown, prompts_waiting=prompts_waiting, episodes_running=episodes_running, groups_ready=groups_ready
+        )
+
+    def render(self) -> RenderableType:
+        """The panel for what was stored last."""
+        shown = self._shown
+        rows = Table.grid(padding=(0, 2))
+        rows.add_column(style="bold")
+        rows.add_column()
+        bar = Table.grid(padding=(0, 2))
+        bar.add_row(ProgressBar(total=self._total_steps, completed=shown.step, width=40), self._progress(shown))
+        if shown.phase:
+            rows.add_row("start-up", Text(f"{shown.phase} ... {self._clock() - shown.phase_began_s:.0f} s"))
+        rows.add_row("step", bar)
+        if shown.rewards:
+            rows.add_row("reward", Text(self._reward(shown)))
+            rows.add_row("", Text(_sparkline(shown.rewards, width=60, top=self._optimum), style="cyan"))
+            rows.add_row("staleness", Text(f"mean {shown.mean_lag:.2f}   max {shown.max_lag:.0f} versions"))
+            rows.add_row("speed", Text(f"{shown.tokens_per_s:,.0f} tokens/s   {shown.step_times_s[-1]:.2f} s/step"))
+        rows.add_row(
+            "queues",
+            Text(
+                f"{shown.prompts_waiting} prompts waiting   {shown.episodes_running} episodes running   "
+                f"{shown.groups_ready} groups ready"
+            ),
+        )
+        return Panel(Group(rows), title=self._title, title_align="left", expand=False)
+
+    def _progress(self, shown: _Shown) -> Text:
+        text = f"{shown.step}/{self._total_steps}"
+        if shown.step_times_s:
+            left_s = (self._total_steps - shown.step) * sum(shown.step_times_s) / len(shown.step_times_s)
+            text += f"   {_duration(left_s)} left"
+        return Text(text)
+
+    def _reward(self, shown: _Shown) -> str:
+        best = "" if self._optimum is None else f"   optimum {self._optimum:g}"
+        return (
+            f"last {shown.rewards[-1]:.3f}   mean of {WINDOW} {moving_average(shown.rewards[-WINDOW:])[-1]:.3f}   "
+            f"best {max(shown.rewards):.3f}{best}"
+        )
+
+    def _line(self) -> str:
+        shown = self._shown
+        return (
+            f"step {shown.step}/{self._total_steps}  reward {shown.rewards[-1]:.3f}  "
+            f"lag {shown.mean_lag:.2f}/{shown.max_lag:.0f}  {shown.tokens_per_s:,.0f} tokens/s  "
+            f"{shown.step_times_s[-1]:.2f} s  waiting {shown.prompts_waiting}  running {shown.episodes_running}  "
+            f"ready {shown.groups_ready}"
+        )
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _sparkline(values: tuple[float, ...], *, width: int, top: float | None) -> str:
+    """The last `width` values as bars, from 0 (or the lowest value) to `top` (or the highest value)."""
+    part = values[-width:]
+    low = min(0.0, *part)
+    span = max(*part, low if top is None else top) - low or 1.0
+    return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in part)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,62 @@
+"""Where a run's ledger is: in the run's own process, or in an actor on the Ray node that `buffer.node` names.
+
+Called by `learner.startup.run_buffers`. Invariant: whoever opens a ledger here closes it: then nothing of it runs any
+more. A run that was killed leaves its actor behind, with all that was acknowledged; the next one takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Protocol
+
+from buffers.ledger.ledger import Ledger
+from buffers.remote.ray_actor import start_actor
+from buffers.remote.remote_ledger import RemoteLedger
+from configs.checkout import python_path
+from learner.startup.ray_cluster import find_node
+
+FILE = "ledger.sqlite"
+
+
+class RowSecret(Protocol):
+    """The secret of the rows' endpoint; raises where others can reach that host and there must be one of the operator's."""
+
+    def __call__(self, *, host: str) -> bytes: ...
+
+
+async def open_ledger(
+    folder: Path, *, node: str, secret: RowSecret, drop_zero_variance: bool, keep_running: bool, is_new: bool
+) -> Ledger:
+    """The ledger of the run in `folder`, which on another node is the folder of the same name. See `Ledger`."""
+    if not node:
+        return Ledger(folder / FILE, drop_zero_variance=drop_zero_variance, keep_running=keep_running)
+    settings = {"drop_zero_variance": drop_zero_variance, "keep_running": keep_running, "is_new": is_new}
+    opening = asyncio.ensure_future(
+        asyncio.to_thread(_open_remote, folder.resolve(), node=node, secret=secret, **settings)
+    )
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:  # the thread goes on: what it starts is ended
+        await asyncio.wait({opening})
+        if opening.exception() is None:
+            opening.result().close()
+        raise
+
+
+def _open_remote(
+    folder: Path, *, node: str, secret: RowSecret, is_new: bool, drop_zero_variance: bool, keep_running: bool
+) -> Ledger:
+    node_id, address = find_node(node)
+    key = secret(host=address)
+    actor = start_actor(
+        folder / FILE,
+        node_id=node_id,
+        host=address,
+        secret=key,
+        environment={"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
+        drop_zero_variance=drop_zero_variance,
+        keep_running=keep_running,
+        is_new=is_new,
+    )
+    return RemoteLedger(actor, path=folder / FILE, secret=key, drop_zero_variance=drop_zero_variance, owns=True)

@@ -1,0 +1,73 @@
+"""What a run needs before anything starts: its model and its task files. Called by `learner.pipeline`."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from pathlib import Path
+
+from buffers.did_you_mean import one_of
+from buffers.errors import TaskError
+from buffers.tasks.parquet import agent_names
+from configs.schema import Config
+from configs.tiny_model import make_tiny_model
+from learner.checkpoints.store import WEIGHTS, Checkpoint
+
+
+async def prepare_files(
+    config: Config,
+    *,
+    folder: Path,
+    make: Callable[[Sequence[str], str, Path], Awaitable[None]],
+    players: Set[str] | None,
+) -> Path:
+    """The model's folder; makes the tiny model and the task file where they are missing.
+
+    `make` runs `data.make`, as this file is missing, with a log file. `players`: a row's `agent_name` must be one of them, unless
+    None. Raises TaskError for a file that cannot be used: that is known before the engine starts.
+    """
+    files = config.data.task_files
+    if config.data.make and (missing := [path for path in files if not Path(path).is_file()]):
+        await make(config.data.make, missing[0], folder / "data.log")
+    validation = config.data.validation[0] if config.data.validation else ""
+    for path in filter(None, (*files, validation)):
+        names = await asyncio.to_thread(agent_names, Path(path))
+        if players is not None:
+            _check_agent_names(Path(path), names, players)
+    if config.model.path == "tiny":
+        return await asyncio.to_thread(make_tiny_model, folder / "model", seed=config.run.seed)
+    if not ((model := Path(config.model.path)) / "config.json").is_file():
+        what = "no config.json there" if model.is_dir() else "not a folder"
+        raise TaskError(
+            f"model.path must be a Hugging Face folder or `tiny`, got {model} ({what}); download the model first"
+        )
+    return model
+
+
+def _check_agent_names(path: Path, names: Mapping[str, int], known: Set[str]) -> None:
+    for name, row in names.items():
+        if name not in known:
+            raise TaskError(f"{path}, row {row}: agent_name must be {one_of(name, known)}; or name it in agents.loops")
+
+
+def weights_folder(run: Path) -> Path:
+    """Weights pass through it at every step: in shared memory where the system has it. Empty; one that a killed process of this
+    run left is removed."""
+    shm = Path("/dev/shm")
+    place = shm if sys.platform == "linux" and shm.is_dir() else run
+    folder = place / f"understudy-{hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def saved_weights(checkpoint: Checkpoint, weights: Path) -> Path:
+    """A folder in `weights` with a checkpoint's for the engine, without what lies beside them."""
+    folder = weights / "saved"
+    folder.mkdir()
+    (folder / WEIGHTS).symlink_to((checkpoint.model / WEIGHTS).resolve())
+    return folder

@@ -1,0 +1,173 @@
+"""The run's Ray: one of its own on this machine, or the cluster that has the node of its ledger.
+
+Called by `learner.pipeline` and `learner.startup.ledger_location`. Invariants: whoever starts it here ends its part of
+it with `stop`: a Ray of its own ends with that, a cluster goes on. A Ray of its own answers only who has its token,
+which is drawn anew for each run and lies with Ray's sockets and logs in a folder that no other user can enter. The
+folder is removed at the end; that of a run that was killed, by the next one. What a cluster asks for is its owner's
+affair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+from buffers.errors import UnderstudyError
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "understudy-ray-"
+MAX_TEMP_CHARS = 30
+"""Of the folder for temporary files: the name of a Unix socket has at most 107 bytes, of which Ray's own need 64."""
+LAST_WORDS_CHARS = 2000
+MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+_folder: Path | None = None
+"""Of the Ray that this process has started."""
+_lock: int | None = None
+"""Held as long as that folder is in use, by this process's life."""
+
+
+def start(node: str) -> None:
+    """A local Ray without dashboard; where a node is named, the cluster of this machine or of RAY_ADDRESS.
+
+    Raises UnderstudyError when there is none.
+    """
+    if not node:
+        _start_local()
+        return
+    try:
+        _init(address="auto")
+    except (ConnectionError, RuntimeError) as error:
+        raise UnderstudyError(
+            f"buffer.node={node} must be a node of a running Ray cluster, but none can be joined: {error}; start one with "
+            f"`ray start --head`, or leave buffer.node empty"
+        ) from error
+
+
+def _init(**place: Any) -> None:
+    ray.init(logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, **place)
+
+
+def _start_local() -> None:
+    global _folder, _lock
+    temp = temp_folder()
+    remove_left_behind(temp)
+    _folder, _lock = _own_folder(temp)
+    token = _folder / "token"
+    with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    with _authenticated_by(token):
+        # Without an address Ray would join whatever runs on this machine. A folder below ours, as Ray makes its own open to all.
+        # Nor does it start workers before somebody asks for one: an environment of its own is what each of ours has.
+        _init(
+            address="local", include_dashboard=False, _temp_dir=str(_folder / "ray"),
+            _system_config={"prestart_worker_first_driver": False},
+        )  # fmt: skip
+
+
+def _own_folder(temp: Path) -> tuple[Path, int]:
+    """A new folder with mode 0700, and the lock on it."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=temp))
+        with suppress(FileNotFoundError):  # another run, which starts now, took it for one that was left behind
+            if (lock := _try_lock(folder)) is not None:
+                return folder, lock
+
+
+@contextmanager
+def _authenticated_by(token: Path) -> Iterator[None]:
+    """Ray that is started inside asks for this token. It reads what to ask for from the environment, which its daemons and workers
+    inherit; whom this process starts otherwise has no use for it."""
+    ours = {MODE: "token", TOKEN_PATH: str(token)}
+    before = {name: os.environ.pop(name, None) for name in (MODE, TOKEN, TOKEN_PATH)}
+    os.environ.update(ours)
+    Config.initialize("")  # it was read when Ray was imported
+    AuthenticationTokenLoader.instance().reset_cache()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def temp_folder() -> Path:
+    """Where Ray's folder can be: that for temporary files (TMPDIR), if its name is short enough for sockets; else /tmp."""
+    usual = Path(tempfile.gettempdir()).resolve()
+    return usual if len(os.fsencode(usual)) <= MAX_TEMP_CHARS else Path("/tmp")
+
+
+def remove_left_behind(temp: Path) -> None:
+    """Folders of Ray whose run was killed. Those of other users stay, as do those in use."""
+    for folder in temp.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # another user's, or another run removes it now
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            if (lock := _try_lock(folder)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
+
+def _try_lock(folder: Path) -> int | None:
+    """A lock on the folder, which ends with the process at the latest; None while another process holds it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def stop() -> None:
+    """Ends all that this process started in it, but for actors that are to stay."""
+    global _folder, _lock
+    ray.shutdown()
+    if _folder is not None:
+        _keep_last_words(_folder)
+        AuthenticationTokenLoader.instance().reset_cache()
+        shutil.rmtree(_folder, ignore_errors=True)
+        _folder = None
+    if _lock is not None:
+        os.close(_lock)
+        _lock = None
+
+
+def _keep_last_words(folder: Path) -> None:
+    """What its workers said on standard error, such as why one crashed, goes to this process's log: Ray's own files end now."""
+    for path in sorted((folder / "ray" / "session_latest" / "logs").glob("worker-*.err")):
+        if words := path.read_text(errors="replace")[-LAST_WORDS_CHARS:].strip():
+            logger.info("%s of Ray ended with:\n%s", path.name, words)
+
+
+async def stop_after(started: asyncio.Task[None]) -> None:
+    """`stop`, once it has started: Ray that still starts cannot be stopped, and is not left alone."""
+    await asyncio.gather(started, return_exceptions=True)
+    await asyncio.to_thread(stop)
+
+
+def find_node(name: str) -> tuple[str, str]:
+    """(id, address) of the living node of this cluster with this id, address or host name. Raises UnderstudyError."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    found = [
+        node for node in alive if name in (node["NodeID"], node["NodeManagerAddress"], node["NodeManagerHostname"])
+    ]
+    if len(found) != 1:
+        known = ", ".join(f"{node['NodeID']} ({node['NodeManagerAddress']})" for node in alive)
+        raise UnderstudyError(
+            f"buffer.node must name one node of the Ray cluster, got {name!r} for {len(found)} of them; set it to one of {known}"
+        )
+    return str(found[0]["NodeID"]), str(found[0]["NodeManagerAddress"])

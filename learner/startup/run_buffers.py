@@ -1,0 +1,93 @@
+"""A run's books: the ledger in its folder, back at the checkpoint that is resumed, and its views.
+
+Called by `learner.pipeline`. Invariant: what the ledger says of an earlier process of this run holds: which tasks were
+opened, which groups wait, and, where agents outlive the run's process, which episodes are under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from buffers.ledger.ledger import Ledger
+from buffers.multi_round import MultiRoundBufferDataset
+from buffers.records import Episode, Position, Round
+from buffers.tasks.task_pool import TaskPool
+from configs.schema import Config
+from learner.checkpoints.store import Checkpoint
+from learner.startup.ledger_location import RowSecret, open_ledger
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunBuffers:
+    """The ledger and its views."""
+
+    ledger: Ledger
+    pool: TaskPool
+    rounds: MultiRoundBufferDataset
+    opened: dict[str, int]
+    """Groups of each task that earlier processes of this run opened."""
+    num_replays: int
+    """Groups given back by going back to a checkpoint."""
+    running: list[tuple[Episode, list[Round]]]
+    """Episodes under way whose agents outlived the process before, and what they sampled."""
+
+
+def agents_outlive(config: Config) -> bool:
+    """Whether agents go on when the run's process dies: somebody else started them, and finds the server where it was."""
+    return not config.agents.command and not config.agents.loops and config.server.port != 0
+
+
+async def open_run_buffers(
+    config: Config,
+    stack: AsyncExitStack,
+    *,
+    folder: Path,
+    secret: RowSecret,
+    resume: bool,
+    checkpoint: Checkpoint | None,
+) -> RunBuffers:
+    """Open the folder's ledger, until `stack` ends. `resume`: it is an earlier run's, which goes on from `checkpoint`, or from its
+    start. `secret`: for rows from other machines."""
+    ledger = await open_ledger(
+        folder,
+        node=config.buffer.node,
+        secret=secret,
+        drop_zero_variance=config.data.reward_manager == "dapo",
+        keep_running=resume and agents_outlive(config),
+        is_new=not resume,
+    )
+    stack.callback(ledger.close)
+    num_replays = 0
+    if resume:
+        here = await asyncio.wrap_future(ledger.position())
+        start = Position(run_id=here.run_id, lineage=here.lineage, step=0)
+        num_replays = await asyncio.wrap_future(ledger.restore(checkpoint.position if checkpoint else start))
+    opened = await asyncio.wrap_future(ledger.times_opened())
+    episodes = await asyncio.wrap_future(ledger.running_episodes())
+    rounds = [await asyncio.wrap_future(ledger.rounds(episode.episode_id)) for episode in episodes]
+    max_attempts, min_size = config.agents.attempts
+    pool = TaskPool(
+        ledger,
+        group_size=config.buffer.group_size,
+        groups_per_step=config.buffer.groups_per_step,
+        max_policy_lag=config.buffer.max_policy_lag,
+        max_running=config.agents.concurrency,
+        max_attempts=max_attempts,
+        min_group_size=min_size,
+        deadline_s=config.agents.deadlines[0],
+        version=checkpoint.position.step if checkpoint else 0,
+        times_opened=opened,
+        held=True,
+    )
+    pool.adopt_running(episodes)
+    return RunBuffers(
+        ledger=ledger,
+        pool=pool,
+        rounds=MultiRoundBufferDataset(ledger, group_size=config.buffer.group_size),
+        opened=opened,
+        num_replays=num_replays,
+        running=list(zip(episodes, rounds, strict=True)),
+    )

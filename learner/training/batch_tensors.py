@@ -1,0 +1,181 @@
+"""A training batch seen from its trained tokens: what the estimators and losses need, checked and laid out.
+
+Called by `learner.training.trainer` once per step, on every rank alike. Invariants: flat arrays [M] list the trained
+tokens row by row, as `sequences` numbers them; a row of the batch that trains nothing, or was sampled greedily, is not
+in the table; `fresh` is false for each token that is too old by its own version, whatever its row. No model and no
+mathematics here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from buffers.records import Row, TrainBatch
+from learner.algorithms.losses import token_weights
+from learner.training.packing import Sequences
+
+Number = TypeVar("Number", bound=np.generic)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTensors:
+    """N rows, M trained tokens, K most trained tokens of a row, U scored units (see
+    `learner.algorithms.advantages`)."""
+
+    sequences: Sequences
+    hints: list[str | None]
+    """[N]"""
+    episodes: npt.NDArray[np.int64]
+    """[N] episode (0..E-1, first-seen order) of each row."""
+    loss_weights: Tensor
+    """[N] float32: an episode's rows share its weight."""
+    units: Tensor
+    """[N] int64 unit (0..U-1, first-seen order) of each row."""
+    scores: Tensor
+    """[U] float32."""
+    groups: Tensor
+    """[U] int64."""
+    baselines: Tensor | None
+    """[U] float32 mean greedy score of the unit's group; None unless every group has a greedy episode."""
+    slots: Tensor
+    """[N, K] bool; `padded[slots]` is the flat order of the trained tokens."""
+    rows: Tensor
+    """[M] int64 row of each token."""
+    behaviour: Tensor
+    """[M] float32."""
+    versions: Tensor
+    """[M] int64."""
+    fresh: Tensor
+    """[M] bool."""
+    rewards: Tensor
+    """[M] float32: the score of a single round on its last token, else 0."""
+    ends: Tensor
+    """[M] bool: the row's next trained token belongs to another round."""
+
+    def padded(self, flat: Tensor) -> Tensor:
+        """[M] -> [N, K], 0 where a row has fewer than K trained tokens."""
+        out = torch.zeros(self.slots.shape, dtype=flat.dtype)
+        out[self.slots] = flat
+        return out
+
+    def weights(self, rows: Sequence[int], *, mode: str) -> Tensor:
+        """[M] weight of each token in a mini-batch of these rows; 0 for tokens of other rows and those not fresh."""
+        nothing = torch.zeros(len(self.loss_weights))
+        counts = nothing.index_add(0, self.rows, self.fresh.float())
+        chosen = nothing.index_fill(0, torch.tensor(rows), 1.0)
+        per_row = token_weights(self.loss_weights * chosen, counts=counts, longest=self.slots.shape[1], mode=mode)
+        return torch.where(self.fresh, per_row[self.rows], 0.0)
+
+
+def token_table(batch: TrainBatch, *, min_version: int) -> BatchTensors:
+    """Checks a batch and lays it out by trained token. Raises ValueError naming the episode and the rule.
+
+    Tokens that a version before `min_version` sampled are not fresh.
+    """
+    rows = [row for row in batch.rows if row.num_trained > 0 and not row.greedy]
+    for row in batch.rows:
+        _check_row(row)
+    picked = [row.mask.astype(bool) for row in rows]
+    versions = _flat([row.versions[own] for row, own in zip(rows, picked)], dtype=np.int32)
+    if not (versions >= min_version).any():
+        raise ValueError(
+            f"batch {batch.lease_id}: must hold at least one trained token of version {min_version} or later, "
+            f"got {len(versions)} older ones in {len(batch.rows)} rows"
+        )
+    sequences = Sequences([row.ids for row in rows], masks=[row.mask for row in rows])
+    units, scores, groups = _units(rows)
+    owners = np.repeat(np.arange(len(rows)), sequences.counts)
+    rounds = _flat([row.rounds[own] for row, own in zip(rows, picked)], dtype=np.int32)
+    ends = (owners[:-1] == owners[1:]) & (rounds[:-1] != rounds[1:])
+    return BatchTensors(
+        sequences=sequences,
+        hints=[row.hint for row in rows],
+        episodes=_numbered([row.episode_id for row in rows]),
+        loss_weights=torch.tensor([row.loss_weight for row in rows], dtype=torch.float32),
+        units=units,
+        scores=scores,
+        groups=groups,
+        baselines=_baselines(batch.rows, groups=groups),
+        slots=torch.from_numpy(np.arange(sequences.counts.max()) < sequences.counts[:, None]),
+        rows=torch.from_numpy(owners),
+        behaviour=torch.from_numpy(_flat([row.logprobs[own] for row, own in zip(rows, picked)], dtype=np.float32)),
+        versions=torch.from_numpy(versions).long(),
+        fresh=torch.from_numpy(versions >= min_version),
+        rewards=torch.from_numpy(np.concatenate([_round_rewards(row) for row in rows])),
+        ends=torch.from_numpy(np.append(ends, False)),
+    )
+
+
+def _flat(parts: list[npt.NDArray[Number]], *, dtype: type[Number]) -> npt.NDArray[Number]:
+    """One array of all parts; an empty one of none."""
+    return np.concatenate([np.empty(0, dtype=dtype), *parts])
+
+
+def _numbered(names: Sequence[object]) -> npt.NDArray[np.int64]:
+    """Names as numbers, in first-seen order."""
+    numbers: dict[object, int] = {}
+    return np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
+
+
+def _units(rows: list[Row]) -> tuple[Tensor, Tensor, Tensor]:
+    """[N] unit of each row, [U] its score and group: a branch with a score of its own is a unit, an episode's other
+    rows together are one."""
+    names = [(row.episode_id, None if row.branch_score is None else number) for number, row in enumerate(rows)]
+    units = _numbered(names)
+    firsts = [rows[line] for line in np.unique(units, return_index=True)[1]]
+    scores = [row.score if row.branch_score is None else row.branch_score for row in firsts]
+    return (
+        torch.from_numpy(units),
+        torch.tensor(scores, dtype=torch.float32),
+        torch.tensor([row.group_id for row in firsts], dtype=torch.int64),
+    )
+
+
+def _baselines(rows: list[Row], *, groups: Tensor) -> Tensor | None:
+    """The greedy score of each unit's group, or None when a group lacks one."""
+    greedy: dict[int, dict[str, float]] = {}
+    for row in rows:
+        if row.greedy:
+            greedy.setdefault(row.group_id, {})[row.episode_id] = row.score
+    if not set(groups.tolist()) <= greedy.keys():
+        return None
+    means = {group: sum(scores.values()) / len(scores) for group, scores in greedy.items()}
+    return torch.tensor([means[group] for group in groups.tolist()], dtype=torch.float32)
+
+
+def _round_rewards(row: Row) -> npt.NDArray[np.float32]:
+    """[m] the row's round scores, each on the round's last trained token."""
+    rounds = row.rounds[row.mask.astype(bool)]
+    rewards = np.zeros(len(rounds), dtype=np.float32)
+    for round_index, score in row.round_scores.items():
+        places = np.flatnonzero(rounds == round_index)
+        if not len(places):
+            raise ValueError(
+                f"round_scores of episode {row.episode_id} must name rounds that the row trains, got {round_index}; "
+                f"put that score on the row that does"
+            )
+        rewards[places[-1]] = score
+    return rewards
+
+
+def _check_row(row: Row) -> None:
+    scores = [row.score, *row.round_scores.values(), *([] if row.branch_score is None else [row.branch_score])]
+    bad = [score for score in scores if not np.isfinite(score)]
+    if bad:
+        raise ValueError(f"score of episode {row.episode_id} must be finite, got {bad[0]}; check its environment")
+    if not np.isfinite(row.logprobs).all():
+        first = row.logprobs[~np.isfinite(row.logprobs)][0]
+        raise ValueError(
+            f"logprobs of episode {row.episode_id} must be finite, got {first}; check the engine that sampled it"
+        )
+    if row.num_trained > 0 and row.mask[0]:
+        raise ValueError(
+            f"mask[0] of episode {row.episode_id} must be 0, got 1; the first token is never sampled: it has no prefix"
+        )

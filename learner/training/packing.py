@@ -1,0 +1,117 @@
+"""Rows to micro-batches: who computes what, and the packed tensors for it.
+
+Called by `learner.training.trainer`, `learner.training.batch_tensors` and `learner.training.warm_start`. Every rank
+holds the whole batch and makes the same plan from it, so no communication is needed to agree. Invariants: each row is
+in exactly one micro-batch of a plan, and every rank runs the same number of micro-batches (FSDP's collectives are
+entered by all ranks or none): a rank without rows runs one that trains nothing. Rows lie one after another in a pack,
+without padding. No model and no loss here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from buffers.records import Int32, UInt8
+
+Plan = list[list[list[int]]]
+"""[micro-batch][rank] -> rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """One forward pass of one rank: n rows of T tokens in all, m of them trained."""
+
+    ids: Tensor
+    """[T] int64."""
+    mask: Tensor
+    """[T] bool: true where the token is trained; never at the first token of a row."""
+    starts: Tensor
+    """[n + 1] int32: where each row starts, and T."""
+    longest: int
+    """Tokens of the longest row."""
+    index: Tensor
+    """[m] int64: place of each trained token in the batch's flat arrays, row by row."""
+
+
+class Sequences:
+    """Rows of token ids with a training mask; their trained tokens are numbered 0..num_trained-1, row by row.
+
+    Raises ValueError for a row that trains its first token: in a pack, what stands before it is another row.
+    """
+
+    def __init__(self, ids: Sequence[Int32], *, masks: Sequence[UInt8]) -> None:
+        first = [row for row, mask in enumerate(masks) if len(mask) and mask[0]]
+        if first:
+            raise ValueError(f"mask[0] of row {first[0]} must be 0, got 1; the first token of a row has no prefix")
+        self.ids = ids
+        self.masks = masks
+        self.lengths = np.array([len(row) for row in ids], dtype=np.int64)
+        self.counts = np.array([int(mask.sum()) for mask in masks], dtype=np.int64)
+        self._starts = np.concatenate([[0], np.cumsum(self.counts)])
+
+    @property
+    def num_trained(self) -> int:
+        return int(self.counts.sum())
+
+    def places(self, rows: Sequence[int]) -> Tensor:
+        """[m] flat places of the trained tokens of these rows, in this order."""
+        spans = [np.arange(self._starts[row], self._starts[row + 1]) for row in rows]
+        return torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *spans]))
+
+    def micro_batch(self, rows: Sequence[int], *, device: torch.device) -> MicroBatch:
+        """Packs these rows in this order. No rows: one of two tokens that trains nothing."""
+        ids = [self.ids[row] for row in rows] or [np.zeros(2, dtype=np.int32)]
+        masks = [self.masks[row] for row in rows] or [np.zeros(2, dtype=np.uint8)]
+        lengths = [len(row) for row in ids]
+        return MicroBatch(
+            ids=torch.from_numpy(np.concatenate(ids).astype(np.int64)).to(device),
+            mask=torch.from_numpy(np.concatenate(masks).astype(np.bool_)).to(device),
+            starts=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device),
+            longest=max(lengths),
+            index=self.places(rows).to(device),
+        )
+
+
+def split_minibatches(episodes: npt.NDArray[np.int64], *, num: int, rng: np.random.Generator) -> list[list[int]]:
+    """Shuffles episodes and deals them into `num` parts (fewer when episodes are fewer); returns each part's rows."""
+    order = rng.permutation(np.unique(episodes))
+    parts = np.array_split(order, min(num, len(order)))
+    return [np.flatnonzero(np.isin(episodes, part)).tolist() for part in parts]
+
+
+def plan(lengths: npt.NDArray[np.int64], *, rows: Sequence[int], num_ranks: int, token_budget: int) -> Plan:
+    """Divides rows over ranks by tokens (longest first, to the least loaded), then each rank's rows into micro-batches.
+
+    A micro-batch holds at most `token_budget` tokens; a row longer than that has one of its own.
+    """
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for row in sorted(rows, key=lambda row: (-int(lengths[row]), row)):
+        rank = loads.index(min(loads))
+        shares[rank].append(row)
+        loads[rank] += int(lengths[row])
+    piles = [_fill(lengths, rows=share, token_budget=token_budget) for share in shares]
+    steps = max(1, max(len(pile) for pile in piles))
+    return [[pile[step] if step < len(pile) else [] for pile in piles] for step in range(steps)]
+
+
+def _fill(lengths: npt.NDArray[np.int64], *, rows: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Rows, longest first, each into the first pile that has room for it (first fit decreasing)."""
+    piles: list[list[int]] = []
+    rooms: list[int] = []
+    for row in rows:
+        length = int(lengths[row])
+        place = next((place for place, room in enumerate(rooms) if room >= length), None)
+        if place is None:
+            piles.append([row])
+            rooms.append(token_budget - length)
+        else:
+            piles[place].append(row)
+            rooms[place] -= length
+    return piles

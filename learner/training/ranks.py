@@ -1,0 +1,181 @@
+"""All ranks of the learner as one object: Ray actors, each a plain `Trainer` in its own process.
+
+Used by `learner.pipeline`, on its event loop. Invariant: a call reaches all ranks or none is left running: when one
+fails or dies, the error names the rank and the others are ended (they would wait in a collective for ever). No
+training logic here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from buffers.errors import UnderstudyError
+from buffers.records import TrainBatch
+from configs.checkout import python_path
+from configs.schema import LearnerConfig
+from learner.training.forked_ranks import launcher
+from learner.training.trainer import Trainer
+
+GRACE_S = 5.0
+"""After a first failure, how long others may still tell theirs: a peer's complaint can beat the news of a death."""
+
+
+PORTS = range(20_000, 30_000)
+"""Where ranks meet. Ports for outgoing connections begin at 32768 on Linux."""
+WARM_START_BATCH = 32
+"""Traces in one update of the warm start."""
+LOOK_S = 0.2
+"""Between looks at whether they live."""
+_READY = "__ray_ready__"
+"""Ray's own method, which answers once the actor is built."""
+
+
+class RankFailed(UnderstudyError):
+    """A learner rank raised or its process died; the learner has ended."""
+
+
+class RankDied(RankFailed):
+    """The process of a learner rank died: nothing says that it would do so again."""
+
+
+class LearnerRanks:
+    """Needs `ray.init` before `start`. `gpus_per_rank` 0: on CPU, one thread per rank."""
+
+    def __init__(
+        self,
+        config: LearnerConfig,
+        *,
+        model_path: str,
+        dtype: str,
+        temperature: float,
+        seed: int,
+        keep_versions: int,
+        gpus_per_rank: float = 0.0,
+    ) -> None:
+        self._config = config
+        self._settings = {
+            "model_path": model_path,
+            "dtype": dtype,
+            "temperature": temperature,
+            "seed": seed,
+            "keep_versions": keep_versions,
+            "device": "cuda:0" if gpus_per_rank else "cpu",  # Ray shows a process its own GPU only
+        }
+        self._gpus_per_rank = gpus_per_rank
+        self._actors: list[Any] = []
+        self._death: RankDied | None = None
+        """Why there are none: whoever asks them next is told as well."""
+
+    async def start(self) -> None:
+        """Starts the processes, again after a failure, on this node: they share files with the run; returns when every rank has its
+        model."""
+        threads = {} if self._gpus_per_rank else {"OMP_NUM_THREADS": "1"}
+        # They meet on loopback: without a name gloo takes the address of the machine's.
+        environment = {"PYTHONPATH": python_path(), "GLOO_SOCKET_IFNAME": "lo", **threads}
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        actor = ray.remote(
+            num_cpus=0, num_gpus=self._gpus_per_rank, scheduling_strategy=here,
+            runtime_env={"env_vars": environment, **launcher()},
+        )(Trainer)  # fmt: skip
+        self._death = None
+        address = _free_address()
+        for rank in range(self._config.ranks):
+            place = {"address": address, "rank": rank, "world_size": self._config.ranks}
+            self._actors.append(actor.remote(self._config, **self._settings, **place))
+        await self._all(_READY)
+
+    async def until_dead(self) -> None:
+        """While nothing is asked of them: raises RankDied as soon as a rank has died."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self._all(_READY)
+
+    async def warm_start(
+        self, traces_path: Path, *, steps: int, lr: float, seed: int, batch_size: int = WARM_START_BATCH
+    ) -> dict[str, float]:
+        """See `Trainer.warm_start`."""
+        return await self._first("warm_start", traces_path, steps=steps, batch_size=batch_size, lr=lr, seed=seed)
+
+    async def train_step(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
+        """See `Trainer.train_step`. The batch is stored once for all ranks."""
+        stored = await asyncio.to_thread(ray.put, batch)
+        return await self._first("train_step", stored, version=version)
+
+    async def publish(self, path: Path) -> None:
+        """See `Trainer.publish`."""
+        await self._all("publish", path)
+
+    async def save_pretrained(self, folder: Path) -> None:
+        """See `Trainer.save_pretrained`."""
+        await self._all("save_pretrained", folder)
+
+    async def save(self, folder: Path) -> None:
+        """See `Trainer.save`."""
+        await self._all("save", folder)
+
+    async def load(self, folder: Path) -> None:
+        """See `Trainer.load`."""
+        await self._all("load", folder)
+
+    async def close(self) -> None:
+        """Leaves the process group on every rank, then ends the processes. Nothing to do after a failure."""
+        if self._actors:
+            await self._all("close")
+        self.kill()
+
+    async def _first(self, method: str, *args: Any, **options: Any) -> dict[str, float]:
+        """Rank 0's answer: all ranks reduce their metrics to the same."""
+        answer: dict[str, float] = (await self._all(method, *args, **options))[0]
+        return answer
+
+    async def _all(self, method: str, *args: Any, **options: Any) -> list[Any]:
+        if not self._actors:
+            raise self._death or RankFailed(
+                f"learner.{method} needs running ranks, got none; call start() first, or see the failure before"
+            )
+        calls = [asyncio.ensure_future(getattr(actor, method).remote(*args, **options)) for actor in self._actors]
+        done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        if any(call.exception() for call in done):
+            await self._fail(method, calls)
+        return [call.result() for call in calls]
+
+    async def _fail(self, method: str, calls: list[asyncio.Future[Any]]) -> None:
+        """Names the rank to blame, ends all ranks and raises."""
+        await asyncio.wait(calls, timeout=GRACE_S)
+        self.kill()
+        failures = {rank: call.exception() for rank, call in enumerate(calls) if call.done() and call.exception()}
+        deaths = [rank for rank, error in failures.items() if isinstance(error, RayActorError)]
+        rank = min(deaths or failures)
+        cause = getattr(failures[rank], "cause", None) or failures[rank]  # what the rank raised, out of Ray's wrapping
+        for call in calls:
+            call.cancel()
+        what = f"{'died' if deaths else 'failed'} in {'start' if method == _READY else method}"
+        kind = RankDied if deaths else RankFailed
+        failure = kind(f"learner rank {rank} of {len(calls)} {what}: {cause}; the learner has ended, start it again")
+        self._death = failure if isinstance(failure, RankDied) else None
+        raise failure from cause
+
+    def kill(self) -> None:
+        """Ends the processes, whatever they are busy with."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+
+
+def _free_address() -> str:
+    """A loopback port that is free, for rank 0 to bind. Of those that no system gives to connections, or to whoever asks for any
+    port: another process would have it before rank 0 is there."""
+    for port in random.SystemRandom().sample(PORTS, k=len(PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return f"127.0.0.1:{port}"
+    raise RankFailed(f"learner needs a free port in {PORTS.start}..{PORTS.stop - 1}, got none; end other programs")

@@ -1,0 +1,1 @@
+"""`python -m mocked_server.check`: can this agent be trained?"""

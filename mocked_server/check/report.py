@@ -1,0 +1,196 @@
+"""The trainability report: what one run of an agent gives a learner, what stands in the way, and what to change.
+
+Pure: figures in, `Report` out, as text or as JSON. `mocked_server.check.trial` collects the figures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from buffers.records import Round, Row
+from buffers.training_rows import ABORTED
+from mocked_server.conversation.branch_causes import EXPECTED, REMEDY, BranchCause
+from mocked_server.http.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES
+
+NAMES = {
+    CHAT: "OpenAI chat completions",
+    COMPLETIONS: "OpenAI completions",
+    RESPONSES: "OpenAI responses",
+    MESSAGES: "Anthropic messages",
+    COUNT_TOKENS: "Anthropic token counts",
+}
+NARROWS = ("response_format", "forced tools", "penalties", "logit_bias")
+"""Features that change the distribution that is sampled from: the tokens are recorded, and not trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialObservations:
+    """What the agent sent and was answered, as `mocked_server.check.trial` saw it."""
+
+    command: Sequence[str]
+    exit_code: int
+    seconds: float
+    dialects: Counter[str]
+    features: Counter[str]
+    errors: Sequence[tuple[str, int, str]]
+    """(path, status, message) of each error that the agent was answered with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Break:
+    """A round that could not continue the answer before it, or that branches off on purpose."""
+
+    round: int
+    cause: str
+    expected: bool
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """See the module. Counts are of one episode."""
+
+    command: list[str]
+    exit_code: int
+    seconds: float
+    trainable: bool
+    rounds: int
+    aborted_rounds: int
+    branches: int
+    rows: int
+    tokens: int
+    tokens_trained: int
+    tokens_masked: int
+    tokens_trained_share: float
+    max_logprob_diff: float | None
+    """Largest difference between a sampled token's recorded log-probability and the learner's; None: not computed."""
+    breaks: list[Break]
+    dialects: dict[str, int]
+    features: dict[str, int]
+    errors: list[str]
+    advice: list[str] = field(default_factory=list)
+
+    def as_json(self) -> str:
+        """For machines."""
+        return json.dumps(asdict(self), indent=2)
+
+    def as_text(self) -> str:
+        """For people."""
+        lines = [
+            f"agent      {' '.join(self.command)} (exit code {self.exit_code}, {self.seconds:.1f} s)",
+            f"dialects   {_counts({NAMES.get(path, path): n for path, n in self.dialects.items()})}",
+            f"features   {_counts(self.features)}",
+            f"rounds     {self.rounds}" + (f" and {self.aborted_rounds} aborted" if self.aborted_rounds else ""),
+            f"branches   {self.branches}",
+            f"rows       {self.rows} of {self.tokens} tokens in all: {self.tokens_trained} trained, {self.tokens_masked} masked",
+        ]
+        if self.max_logprob_diff is not None and self.tokens_trained:
+            lines.append(f"exactness  log-probabilities computed again differ by at most {self.max_logprob_diff:.1e}")
+        lines += [f"break      round {b.round}: {b.cause}" for b in self.breaks if not b.expected]
+        lines += [f"branch     round {b.round}: {b.cause}" for b in self.breaks if b.expected]
+        lines += [f"error      {error}" for error in self.errors]
+        lines += [f"advice     {advice}" for advice in self.advice]
+        lines.append("verdict    " + ("can be trained" if self.trainable else "cannot be trained as it is"))
+        return "\n".join(lines)
+
+
+def make_report(
+    seen: TrialObservations,
+    *,
+    stored: Sequence[Round],
+    rows: Sequence[Row],
+    causes: Sequence[BranchCause | None],
+    temperature: float,
+    max_logprob_diff: float | None = None,
+) -> Report:
+    """`stored`: the episode's rounds; `rows`: its training rows; `causes`: of each round that was not aborted, in order."""
+    breaks = [
+        Break(round=number, cause=cause.value, expected=cause in EXPECTED, remedy=REMEDY[cause])
+        for number, cause in enumerate(causes, 1)
+        if cause is not None
+    ]
+    tokens, trained = sum(row.num_tokens for row in rows), sum(row.num_trained for row in rows)
+    parents = {round_.parent for round_ in stored}
+    kept = [round_ for round_ in stored if round_.finish_reason != ABORTED]
+    return Report(
+        command=list(seen.command),
+        exit_code=seen.exit_code,
+        seconds=round(seen.seconds, 3),
+        trainable=trained > 0,
+        rounds=len(kept),
+        aborted_rounds=len(stored) - len(kept),
+        branches=sum(round_.round_index not in parents for round_ in kept),
+        rows=len(rows),
+        tokens=tokens,
+        tokens_trained=trained,
+        tokens_masked=tokens - trained,
+        tokens_trained_share=round(trained / tokens, 4) if tokens else 0.0,
+        max_logprob_diff=max_logprob_diff,
+        breaks=breaks,
+        dialects=dict(seen.dialects),
+        features=dict(seen.features),
+        errors=[f"{path}: {status}: {message}" for path, status, message in seen.errors],
+        advice=_advice(seen, kept=len(kept), breaks=breaks, temperature=temperature),
+    )
+
+
+def _advice(seen: TrialObservations, *, kept: int, breaks: Sequence[Break], temperature: float) -> list[str]:
+    advice = list(dict.fromkeys(f"{b.cause}: {b.remedy}" for b in breaks if not b.expected))
+    if not seen.dialects:
+        advice.append(
+            "no request came: the agent must read OPENAI_BASE_URL and OPENAI_API_KEY (or ANTHROPIC_BASE_URL and "
+            "ANTHROPIC_API_KEY) from its environment, and take its model's name from MODEL"
+        )
+    elif not kept:
+        advice.append("no request was answered; see the errors")
+    if seen.exit_code != 0:
+        advice.append(f"the agent ended with exit code {seen.exit_code}; an episode without a score is not trained")
+    if seen.features["temperature"]:
+        advice.append(
+            f"the agent sets sampling values; in training every token is sampled at temperature {temperature:g}"
+        )
+    narrowing = [name for name in NARROWS if seen.features[name]]
+    if narrowing:
+        advice.append(
+            f"{', '.join(narrowing)}: what such calls sample is not the policy's own choice, so it is recorded and not trained; "
+            "leave it out of the calls that are to be learned from"
+        )
+    return advice
+
+
+def features_of(path: str, fields: dict[str, Any]) -> list[str]:
+    """What a request asks for beyond a plain answer."""
+    choice = fields.get("tool_choice")
+    penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+    text = str(fields.get("messages") or fields.get("input") or "")
+    asked = {
+        "stream": fields.get("stream"),
+        "tools": fields.get("tools"),
+        "forced tools": choice == "required"
+        or (isinstance(choice, dict) and choice.get("type") in ("any", "tool", "function")),
+        "one call at a time": fields.get("parallel_tool_calls") is False,
+        "response_format": (fields.get("response_format") or {}).get("type") not in (None, "text")
+        or (fields.get("text") or {}).get("format")
+        or (fields.get("output_config") or {}).get("format"),
+        "several choices": (fields.get("n") or 1) > 1,
+        "stop": fields.get("stop") or fields.get("stop_sequences"),
+        "seed": fields.get("seed") is not None,
+        "penalties": any(fields.get(name) not in (None, 0, 1) for name in penalties),
+        "logit_bias": fields.get("logit_bias"),
+        "logprobs": fields.get("logprobs"),
+        "temperature": any(fields.get(name) is not None for name in ("temperature", "top_p", "top_k")),
+        "system prompt": fields.get("system")
+        or fields.get("instructions")
+        or "'system'" in text
+        or "'developer'" in text,
+        "reasoning": fields.get("reasoning") or fields.get("reasoning_effort") or fields.get("thinking"),
+    }
+    return [name for name, value in asked.items() if value]
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} ({n})" for name, n in counts.items()) or "none"

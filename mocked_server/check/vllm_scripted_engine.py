@@ -1,0 +1,97 @@
+"""An engine that samples the line which `scripted_replies` put into a request: vLLM's own, made to say the words.
+
+Used by `mocked_server.check.trial`. The line is spelled in tokens that no tokenizer would give (pieces of random
+length, encoded one by one), as a sampling model does: what depends on encoding text again is found out. Only what is
+sampled is forced: with `REHEARSAL_ARGUMENTS` the recorded log-probabilities are the model's own, so they can be
+compared with a learner's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import torch
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+from mocked_server.check.scripted_replies import LINE
+from mocked_server.vllm.engine import VLLMEngine
+
+FORCED = "forced_ids"
+"""Key of the tokens to sample, in the `extra_args` of a request."""
+MAX_PIECE = 8
+"""Longest piece of a line that is encoded on its own, in characters."""
+
+
+class ForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc]  # vllm is not typed for us
+    """Runs in the engine's process: leaves each request that has FORCED one token to choose from."""
+
+    def is_argmax_invariant(self) -> bool:
+        """It changes what greedy sampling takes."""
+        return False
+
+    def new_req_logits_processor(self, params: Any) -> Callable[[list[int], torch.Tensor], torch.Tensor] | None:
+        """None for requests that are free."""
+        ids = (params.extra_args or {}).get(FORCED)
+        return (
+            None if ids is None else lambda output_ids, logits: _only(logits, ids[min(len(output_ids), len(ids) - 1)])
+        )
+
+
+REHEARSAL_ARGUMENTS = {
+    "logits_processors": [f"{ForcedTokens.__module__}:{ForcedTokens.__name__}"],
+    "logprobs_mode": "raw_logprobs",
+}
+"""What vLLM's arguments must say for `TrialEngine`."""
+
+
+def _only(logits: torch.Tensor, token: int) -> torch.Tensor:
+    forced = torch.full_like(logits, float("-inf"))
+    forced[token] = 0.0
+    return forced
+
+
+def spelled(line: str, *, encode: Callable[[str], list[int]], seed: int) -> list[int]:
+    """Token ids of `line`, put together from pieces of random length."""
+    rng, ids, at = random.Random(seed), list[int](), 0
+    while at < len(line):
+        end = at + rng.randint(1, MAX_PIECE)
+        ids += encode(line[at:end])
+        at = end
+    return ids
+
+
+class TrialEngine:
+    """Wraps a started `VLLMEngine` whose arguments hold REHEARSAL_ARGUMENTS."""
+
+    def __init__(self, engine: VLLMEngine, *, tokenizer: Any) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._num_lines = 0
+        self.version = self.life = 0
+
+    async def generate(
+        self, prompt_token_ids: list[int], params: Any, *, request_id: str, **extra: Any
+    ) -> AsyncGenerator[Any, None]:
+        """As `VLLMEngine.generate`, with the words of the request's line."""
+        line = (params.extra_args or {}).pop(LINE, None)
+        if line is not None:
+            self._num_lines += 1
+            ids = spelled(line, encode=self._encode, seed=self._num_lines)
+            params.extra_args = {**(params.extra_args or {}), FORCED: [*ids, self._tokenizer.eos_token_id]}
+            params.structured_outputs = (
+                None  # the line follows the schema already; a grammar would change log-probabilities
+            )
+        async with aclosing(self._engine.generate(prompt_token_ids, params, request_id=request_id, **extra)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def wait_restarted(self) -> bool:
+        """It is not started again."""
+        return False
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids

@@ -1,0 +1,114 @@
+"""Token in, token out: the next prompt of a chat is the earlier round's exact ids plus the newly rendered tail.
+
+Called for each chat request by the renderer hook. Two proofs are tried: the request's messages continue an earlier round's
+messages and its reply (then only the tail is rendered and tokenised, never the history), or the rendered ids themselves
+start with an earlier round's ids. Without a proof the round starts a new branch; `branch_diagnosis` says why.
+
+It does not decide what is trained: that follows from the tree of rounds (`buffers.training_rows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from buffers.records import Int32
+from mocked_server.conversation.branch_causes import BranchCause
+from mocked_server.conversation.chat_history import ChatOptions, Conversation
+from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
+from mocked_server.conversation.message_match import Message, ParsedReply, difference, same_text
+
+Parse = Callable[[str, ChatOptions], ParsedReply]
+"""A sampled text and what it was asked with -> how the API showed it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """Where a round's prompt comes from."""
+
+    parent: LiveRound | None
+    tail_ids: Int32
+    """Prompt ids after the parent's (all of them without a parent)."""
+    chat: Conversation | None = None
+    """The request's messages; None for a plain completion."""
+    cause: BranchCause | None = None
+    """Why the latest answer in the history could not be continued; None when it was, or when this is the first round."""
+
+    def prompt_ids(self) -> Int32:
+        """[P] the exact prompt for the engine."""
+        return self.tail_ids if self.parent is None else np.concatenate([self.parent.chain_ids(), self.tail_ids])
+
+
+def parsed_reply(live: LiveRound, parse: Parse) -> ParsedReply:
+    """A round's text as the API showed it. Parsed when it is first asked for, then kept."""
+    if live.said is None:
+        live.said = parse(live.text, live.asked) if live.asked is not None else ParsedReply(live.text.strip())
+    return live.said
+
+
+def is_reply(message: Message, live: LiveRound, parse: Parse) -> bool:
+    """Is this assistant message the answer that the round gave?"""
+    if same_text(message, live.text) or difference(message, parsed_reply(live, parse)) is None:
+        return True
+    # Agents that stop at a mark of their own (`</code>`) often put it back: it is what the model said.
+    return bool(live.stop) and same_text(message, live.text + live.stop)
+
+
+def find_parent(live: LiveEpisode, chat: Conversation, parse: Parse) -> tuple[LiveRound, int] | None:
+    """The latest round whose history and reply this request repeats, and how many messages that covers."""
+    for k in range(len(chat) - 1, 0, -1):
+        if chat.messages[k].get("role") != "assistant":
+            continue
+        for candidate in reversed(live.by_history.get(chat.digests[k], ())):
+            if candidate.asked is not None:  # of an earlier process it is digests only, until somebody asks alike again
+                candidate.asked = live.known(candidate.asked)
+            asked_alike = candidate.asked is not None and candidate.asked.inputs == chat.asked.inputs
+            if asked_alike and is_reply(chat.messages[k], candidate, parse):
+                return candidate, k + 1
+    return None
+
+
+def stand_in(messages: Sequence[Message], covered: int) -> list[Message]:
+    """A short conversation that the template ends as it would end the whole one: one user turn stands for the history before
+    the assistant message `covered - 1`. So the cost of a round does not grow with the episode."""
+    return [{"role": "user", "content": "-"}, *messages[covered - 1 :]]
+
+
+def tail_of(rendered_ids: Sequence[int], *, end: int, num_turns_closed: int, parent: LiveRound) -> Int32 | None:
+    """The prompt ids that follow the parent's sampled ids, cut from the rendered stand-in.
+
+    `end`: the token that ends a turn; `num_turns_closed`: how many of them come up to and including the one that ends the
+    assistant message. The tail begins with that token when the model did not sample it (its answer was cut short, or it stopped
+    at another token). None: the template closes turns in another way.
+    """
+    ids = np.array(rendered_ids, np.int32)
+    ends = np.flatnonzero(ids == end)
+    if num_turns_closed < 1 or len(ends) < num_turns_closed:
+        return None
+    at = int(ends[num_turns_closed - 1])
+    return ids[at + 1 :] if int(parent.ids[-1]) == end else ids[at:]
+
+
+def longest_prefix(live: LiveEpisode, ids: Int32) -> LiveRound | None:
+    """The longest earlier round, the latest of equals, that these ids start with and go beyond."""
+    best: LiveRound | None = None
+    open_ = [(root, 0) for root in live.roots]
+    while open_:
+        node, start = open_.pop(0)
+        if node.total >= len(ids) or not np.array_equal(ids[start : node.total], node.ids):
+            continue
+        if best is None or node.total >= best.total:
+            best = node
+        open_ += [(child, node.total) for child in node.children]
+    return best
+
+
+def continue_tokens(
+    live: LiveEpisode, rendered_ids: Sequence[int], *, chat: Conversation | None = None
+) -> Continuation:
+    """Continue the longest earlier round that these ids start with, or start a new branch. `cause` is left to the caller."""
+    ids = np.array(rendered_ids, np.int32)
+    parent = longest_prefix(live, ids)
+    return Continuation(parent=parent, tail_ids=ids[parent.total :] if parent else ids, chat=chat)

@@ -1,0 +1,212 @@
+"""Live episodes: what the server remembers of a running episode in order to continue it token for token.
+
+An episode is opened when its task is leased and closed when it is scored, failed or stale; then its memory is dropped.
+Each round keeps only its own new ids; a whole prompt is put together from its chain of parents when the next round
+needs it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from buffers.errors import EpisodeClosed, RequestRefused, UnknownEpisode
+from buffers.records import Episode, Int32
+from mocked_server.client_retries import Answers
+from mocked_server.conversation.branch_causes import BranchCause
+from mocked_server.conversation.chat_history import ChatOptions, Conversation
+from mocked_server.conversation.message_match import ParsedReply
+from mocked_server.episode_memory import EpisodeMemory
+
+MAX_KEPT_BYTES = 64 * 1024 * 1024
+"""Of one episode, for continuation: about 7,000 rounds of an ordinary agent."""
+ROUND_BYTES = 1024
+"""Of a round besides its ids and texts."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
+class LiveRound:
+    """One finished round. `ids` are its new ones: prompt tail, then sampled."""
+
+    parent: LiveRound | None
+    ids: Int32
+    num_sampled: int
+    finish_reason: str
+    text: str
+    """The sampled text, as it was detokenised (without a stop string)."""
+    stop: str = ""
+    """The stop string that ended it: sampled, and not told."""
+    asked: ChatOptions | None = None
+    """None: not a chat."""
+    cause: BranchCause | None = None
+    """Why it is a branch of its own; None: it is the first, or the only one that goes on from its parent."""
+    said: ParsedReply | None = None
+    """The text as the API showed it, once somebody needed to know."""
+    round_index: int | None = None
+    """In the buffer; None: somebody else generates and records."""
+    total: int = 0
+    """Number of ids of the whole chain, this round included."""
+    children: list[LiveRound] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.total = len(self.ids) + (self.parent.total if self.parent else 0)
+
+    @property
+    def tail_ids(self) -> Int32:
+        """Its prompt's new ids."""
+        return self.ids[: len(self.ids) - self.num_sampled]
+
+    def chain_ids(self) -> Int32:
+        """[total] prompt and sampled ids from the root to the end of this round."""
+        return np.concatenate([live.ids for live in self.chain()])
+
+    def chain(self) -> list[LiveRound]:
+        """From the root to this round."""
+        path = [self]
+        while (parent := path[-1].parent) is not None:
+            path.append(parent)
+        return path[::-1]
+
+
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
+class LiveEpisode:
+    """A running episode. `by_history` finds the rounds that answered a given history (digest of its messages)."""
+
+    episode: Episode
+    worker: str | None = None
+    """Who leased it: a worker's name, empty for those without one; None: it is played in this project."""
+    requests: int = 0
+    """Being answered now."""
+    heard: float = field(default_factory=time.monotonic)
+    """When its agent was last heard: an answer ended, or it was leased."""
+    rounds: list[LiveRound] = field(default_factory=list)
+    roots: list[LiveRound] = field(default_factory=list)
+    by_history: dict[bytes, list[LiveRound]] = field(default_factory=dict)
+    openings: set[bytes] = field(default_factory=set)
+    """Digests of the first messages seen."""
+    longest: int = 0
+    """Messages in the longest history seen."""
+    breaks: dict[BranchCause, int] = field(default_factory=dict)
+    """How often a round could not continue the one before it, by cause."""
+    constrained: Counter[str] = field(default_factory=Counter)
+    """How often a request changed the distribution that it is sampled from, by field."""
+    answers: Answers = field(default_factory=Answers)
+    """For automatic retries."""
+    kept_bytes: int = 0
+    """About what the rounds below take in memory."""
+    memory: EpisodeMemory = field(default_factory=EpisodeMemory)
+    """What its requests hold."""
+    _asked: dict[bytes, ChatOptions] = field(default_factory=dict)
+
+    @property
+    def episode_id(self) -> str:
+        return self.episode.episode_id
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """A request with its key is being answered: its agent lives."""
+        self.requests += 1
+        try:
+            yield
+        finally:
+            self.requests -= 1
+            self.heard = time.monotonic()
+
+    def known(self, asked: ChatOptions) -> ChatOptions:
+        """The equal one that is kept already, else `asked`: tool descriptions are long and seldom change."""
+        return self._asked.get(asked.identity, asked)
+
+    def check_room(self) -> None:
+        """Raises RequestRefused (413) when so much is kept of this episode that no further round of it is served."""
+        if self.kept_bytes > MAX_KEPT_BYTES:
+            raise RequestRefused(
+                f"an episode may leave at most {MAX_KEPT_BYTES:,} bytes of rounds and tool descriptions to remember, got "
+                f"{self.kept_bytes:,}; end it and lease a new task",
+                status=413,
+            )
+
+    def add_round(self, live: LiveRound, *, chat: Conversation | None) -> None:
+        """Append a round; `chat` is what it answered (None: a plain completion). Aborted rounds are not remembered: nothing
+        can continue them."""
+        if live.finish_reason == "abort":
+            return
+        if live.asked is not None:
+            if live.asked.identity not in self._asked:
+                self.kept_bytes += live.asked.num_chars
+            live.asked = self._asked.setdefault(live.asked.identity, live.asked)
+        self.kept_bytes += live.ids.nbytes + len(live.text) + ROUND_BYTES
+        siblings = live.parent.children if live.parent else self.roots
+        if live.cause is None and siblings:
+            live.cause = self._why_beside(live, siblings, chat)
+        if live.cause is not None:
+            self.breaks[live.cause] = self.breaks.get(live.cause, 0) + 1
+        self.rounds.append(live)
+        siblings.append(live)
+        if chat is not None and len(chat) > 0:
+            self.by_history.setdefault(chat.digests[-1], []).append(live)
+            self.openings.add(chat.digests[1])
+            self.longest = max(self.longest, len(chat))
+
+    def _why_beside(self, live: LiveRound, siblings: list[LiveRound], chat: Conversation | None) -> BranchCause:
+        """Why there is a second round after the same one (or a second root) although no answer was left out."""
+        again = any(np.array_equal(live.tail_ids, other.tail_ids) for other in siblings)
+        if again or (chat is not None and chat.digests[-1] in self.by_history):
+            return BranchCause.RESAMPLED
+        if live.parent is not None:
+            return BranchCause.FORKED
+        return BranchCause.PROMPT_DIFFERS if chat is None else BranchCause.NEW_CONVERSATION
+
+
+class Episodes:
+    """All running episodes by id, and why the ended ones are closed."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, LiveEpisode] = {}
+        self._closed: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def open(self, episode: Episode, *, worker: str | None = None) -> LiveEpisode:
+        """Start to serve an episode."""
+        live = LiveEpisode(episode=episode, worker=worker)
+        self._live[episode.episode_id] = live
+        return live
+
+    def get(self, episode_id: str) -> LiveEpisode:
+        """The running episode; raises EpisodeClosed (with the reason) or UnknownEpisode."""
+        live = self._live.get(episode_id)
+        if live is not None:
+            return live
+        reason = self._closed.get(episode_id)
+        if reason is not None:
+            raise EpisodeClosed(f"episode {episode_id} has ended ({reason}); lease a new task for more model calls")
+        raise UnknownEpisode(f"no episode {episode_id}; use the api_key that came with the task")
+
+    def ids(self, *, worker: str | None = None) -> list[str]:
+        """Of the running ones: all, or those that this worker leased."""
+        return [name for name, live in self._live.items() if worker is None or live.worker == worker]
+
+    def silent(self, seconds: float) -> list[str]:
+        """Those with an agent that was not heard for so long."""
+        since = time.monotonic() - seconds
+        return [
+            name
+            for name, live in self._live.items()
+            if live.worker is not None and live.requests == 0 and live.heard < since
+        ]
+
+    def close(self, episode_id: str, reason: str) -> None:
+        """Stop serving an episode; closing one that is not open only records the reason."""
+        self._live.pop(episode_id, None)
+        self._closed.setdefault(episode_id, reason)
+
+    def metrics(self) -> dict[str, Any]:
+        """Sizes for the status page."""
+        return {"episodes/open": len(self._live), "episodes/closed": len(self._closed)}

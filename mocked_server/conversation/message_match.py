@@ -1,0 +1,96 @@
+"""What an agent was told in one answer, and whether a message that it sends back later is that answer.
+
+Pure functions over chat messages. Clients never send an answer back byte for byte: they serialise tool arguments again,
+add or drop null fields, wrap text in content parts, trim it, drop the reasoning. All of that is the same answer; other
+words, other calls or other argument values are not.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from mocked_server.conversation.branch_causes import BranchCause
+
+Message = dict[str, Any]
+
+THOUGHT_BEGINS, THOUGHT_ENDS = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedReply:
+    """An answer as the API shows it. Arguments are canonical JSON; texts are trimmed at both ends."""
+
+    content: str
+    calls: tuple[tuple[str, str], ...] = ()
+    """(name, arguments) in order."""
+    reasoning: str = ""
+
+
+def reply_of(message: Message) -> ParsedReply:
+    """The assistant message of a request, as an answer."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        calls.append((str(function.get("name")), canonical_arguments(function.get("arguments"))))
+    reasoning = message.get("reasoning") or message.get("reasoning_content")
+    return ParsedReply(joined_text(message.get("content")).strip(), tuple(calls), str(reasoning or "").strip())
+
+
+def same_text(message: Message, text: str) -> bool:
+    """Is this message the plain text `text`, as far as one can tell without a parser?"""
+    if message.get("tool_calls"):
+        return False
+    content = joined_text(message.get("content")).strip()
+    if content == text.strip():
+        return True
+    return content == _without_thought(text)
+
+
+def _without_thought(text: str) -> str | None:
+    """The text without its first reasoning, which many clients cut out where no reasoning parser is set; None: it has none.
+    In one pass: an expression that also takes the spaces before it needs a time that grows with their square."""
+    before, begins, rest = text.partition(THOUGHT_BEGINS)
+    _, ends, after = rest.partition(THOUGHT_ENDS)
+    return (before.rstrip() + after).strip() if begins and ends else None
+
+
+def difference(message: Message, told: ParsedReply) -> BranchCause | None:
+    """Why this message is not the answer `told`; None when it is."""
+    said = reply_of(message)
+    if said.content != told.content:
+        return BranchCause.CONTENT_EDITED
+    if said.reasoning and said.reasoning != told.reasoning:
+        return BranchCause.REASONING_EDITED
+    if said.calls == told.calls:
+        return None
+    if [name for name, _ in said.calls] == [name for name, _ in told.calls]:
+        return BranchCause.TOOL_ARGS_REWRITTEN
+    return BranchCause.TOOL_CALLS_CHANGED
+
+
+def joined_text(content: Any) -> str:
+    """The text of a message's content: a string, a list of text parts, or nothing."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text") or "") if isinstance(part, dict) else str(part) for part in content)
+
+
+def canonical_arguments(arguments: Any) -> str:
+    """One text for all spellings of the same arguments: spaces, key order, 1 or 1.0, nothing or {}."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    if text.strip() in ("", "null"):
+        return "{}"
+    try:
+        return json.dumps(json.loads(text, parse_float=_number), sort_keys=True, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return text  # no JSON, or deeper and with longer numbers than Python reads: compared as the text that it is
+
+
+def _number(text: str) -> float:
+    """JavaScript clients write 1.0 as 1."""
+    value = float(text)
+    return int(value) if value.is_integer() else value

@@ -1,0 +1,1 @@
+"""The HTTP side of the server: keys, limits, retries, refusals, and our own routes beside the model API."""

@@ -1,0 +1,114 @@
+"""Which episode does a request belong to? Answered from its API key or its URL, without touching the agent.
+
+Pure ASGI, in front of vLLM's application and of our own routes. The key is taken from `Authorization: Bearer`, `x-api-key`, or
+a path prefix `/e/<key>/v1/...` (for agents whose key cannot be set). Model routes without a valid key of a running episode are
+answered here, in the dialect's own error form; nothing of them is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from buffers.errors import EpisodeClosed, EpisodeError, StorageFull, UnknownEpisode
+from mocked_server.conversation.live_episodes import Episodes
+from mocked_server.http.dialects import GENERATE, GENERATING, MODELS, RETRY_AFTER_S, ROUTES, SLEEP, WAKE_UP, error_body
+from mocked_server.keys import PREFIX, KeyRing
+from mocked_server.request_context import Call, current_call
+
+PATH_PREFIX = "/e/"
+OPEN_TO_ALL_KEYS = frozenset({MODELS})
+OPEN_TO_WORKERS = frozenset({GENERATE, SLEEP, WAKE_UP})
+"""Without an episode: what is generated then belongs to whoever asked, and is not recorded."""
+_FULL = StorageFull("nothing more can be recorded for now, the server's disk is full; send the request again later")
+CLOSED_TO_EPISODES = frozenset({SLEEP, WAKE_UP})
+
+
+def key_of(scope: Scope) -> tuple[str | None, str]:
+    """(key, path without the key's prefix) of a request."""
+    path: str = scope["path"]
+    if path.startswith(PATH_PREFIX):
+        key, slash, rest = path[len(PATH_PREFIX) :].partition("/")
+        return key, slash + rest
+    keys = []
+    for name, value in scope["headers"]:
+        if name == b"x-api-key":
+            keys.append(value.decode("latin-1"))
+        elif name == b"authorization" and value[:7].lower() == b"bearer ":
+            keys.append(value[7:].decode("latin-1").strip())
+    # Some clients send both headers, one of them with a placeholder.
+    return next((key for key in keys if key.startswith(PREFIX)), keys[0] if keys else None), path
+
+
+class Attribution:
+    """ASGI application: sets `current_call` for model requests of running episodes and refuses the others; hands all other
+    paths to `others`."""
+
+    def __init__(
+        self, models: Any, *, others: Any, keys: KeyRing, episodes: Episodes, is_full: Callable[[], bool] = bool
+    ) -> None:
+        """`is_full`: nothing more can be recorded for now."""
+        self._models = models
+        self._others = others
+        self._keys = keys
+        self._episodes = episodes
+        self._is_full = is_full
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._others(scope, receive, send)
+            return
+        key, path = key_of(scope)
+        if path != scope["path"]:
+            scope = {**scope, "path": path, "raw_path": path.encode()}
+        if path not in ROUTES:
+            await self._others(scope, receive, send)
+            return
+        try:
+            call = self._call(key, path)
+        except EpisodeError as error:
+            closed = isinstance(error, EpisodeClosed)
+            await _refuse(
+                send,
+                path,
+                status=403 if closed else 401,
+                code="episode_closed" if closed else "invalid_api_key",
+                error=error,
+            )
+            return
+        if path in GENERATING and self._is_full():
+            await _refuse(send, path, status=503, code="storage_full", error=_FULL, retry_after_s=RETRY_AFTER_S)
+            return
+        token = current_call.set(call)
+        try:
+            with nullcontext() if call is None else call.live.answering():
+                await self._models(scope, receive, send)
+        finally:
+            current_call.reset(token)
+
+    def _call(self, key: str | None, path: str) -> Call | None:
+        if key is None:
+            raise UnknownEpisode("no API key was sent; set OPENAI_API_KEY to the api_key that came with the task")
+        episode_id = self._keys.episode_of(key)
+        if episode_id is not None and path not in CLOSED_TO_EPISODES:
+            return Call(self._episodes.get(episode_id))
+        is_worker = self._keys.worker_of(key) is not None
+        if path in OPEN_TO_WORKERS and is_worker:
+            return None
+        others = (self._keys.scorer, self._keys.admin)
+        if path in OPEN_TO_ALL_KEYS and (is_worker or any(self._keys.same(key, other) for other in others)):
+            return None
+        raise UnknownEpisode("the API key opens no episode; use the api_key that came with the task")
+
+
+async def _refuse(
+    send: Any, path: str, *, status: int, code: str, error: Exception, retry_after_s: int | None = None
+) -> None:
+    headers = [(b"content-type", b"application/json"), (b"x-should-retry", b"false")]
+    if retry_after_s is not None:
+        headers[-1] = (b"retry-after", str(retry_after_s).encode())
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": error_body(path, status=status, code=code, message=str(error))})

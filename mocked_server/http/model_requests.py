@@ -1,0 +1,199 @@
+"""Reads a model request's body before vLLM's HTTP layer does: bounds what is held, refuses what cannot be served, joins retries,
+spells errors.
+
+Pure ASGI, between `Attribution` (which knows the episode) and vLLM's application. Only requests of running episodes come here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from contextlib import ExitStack
+from functools import partial
+from typing import Protocol
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mocked_server.client_retries import Answer, TakenOver
+from mocked_server.http.dialects import GENERATE, GENERATING, as_anthropic, error_body, is_anthropic
+from mocked_server.http.failures import Failure, StreamStart, failure_of
+from mocked_server.http.request_fields import refused, servable
+from mocked_server.http.request_limits import (
+    MAX_BODY_BYTES,
+    BodyRefused,
+    answer_refused,
+    read_body,
+    replaying,
+    told_length,
+)
+from mocked_server.http.request_memory import BodyRoom, RequestMemory
+from mocked_server.request_context import Call, current_call
+
+logger = logging.getLogger(__name__)
+
+RETRY_COUNT = b"x-stainless-retry-count"
+"""Sent by the OpenAI and Anthropic clients with every request: 0, and 1, 2, ... in automatic retries."""
+MAX_RETRY_DIGITS = 6
+"""A count with more is none: no client retries that often."""
+UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What vLLM's HTTP layer raises at a request that is not as it expects."""
+
+
+class Observer(Protocol):
+    """Who reports on agents (`mocked_server.check.trial`)."""
+
+    def request(self, call: Call, path: str, body: bytes) -> None:
+        """Sees each request first, and may put something into its `call`."""
+        ...
+
+    def failed(self, path: str, status: int, body: bytes) -> None:
+        """Sees each error that an agent is answered with."""
+        ...
+
+
+class ModelRequests:
+    """See the module."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.observer: Observer | None = None
+        self.room = BodyRoom()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = current_call.get()
+        if call is None or scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        path: str = scope["path"]
+        if is_anthropic(path) or self.observer is not None:
+            send = self._with_errors_seen(path, send)
+        with ExitStack() as held:
+            try:
+                body = await self._read(call, scope, receive, held)
+            except BodyRefused as error:
+                await answer_refused(send, path, error)
+                return
+            if body is None:
+                return
+            if self.observer is not None:
+                self.observer.request(call, path, body)
+            if (field := refused(path, body)) is not None:
+                await _refuse(send, path, code="unsupported_field", message=field.message, param=field.field)
+                return
+            await self._serve(call, scope, servable(path, body), receive, send, held)
+
+    async def _read(self, call: Call, scope: Scope, receive: Receive, held: ExitStack) -> bytes | None:
+        """The body, once there is room for it; what it takes is given back when `held` ends."""
+        length = told_length(scope, max_bytes=MAX_BODY_BYTES)
+        memory = RequestMemory(call.live.memory, self.room)
+        held.callback(memory.end)
+        await memory.begin(length)
+        hold = memory.hold if length is None else lambda _: None
+        body = await read_body(scope, receive, max_bytes=MAX_BODY_BYTES, hold=hold)
+        memory.is_read()
+        return body
+
+    async def _serve(
+        self, call: Call, scope: Scope, body: bytes, receive: Receive, send: Send, held: ExitStack
+    ) -> None:
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        attempt = _attempt(headers)
+        if scope["path"] not in GENERATING or attempt is None:
+            await self._ask(call, scope, replaying(body, receive), send)
+            return
+        key = hashlib.blake2b(body, digest_size=16, key=scope["path"].encode()).digest()
+        answer = call.live.answers.find(key, attempt=attempt)
+        if answer is None:
+            answer = Answer()
+            # The body is held as long as it is answered, also when nobody waits any more.
+            held.callback(call.live.answers.forget)
+            ended = held.pop_all().close
+            scope = {**scope, "headers": _with_length(headers, body)}
+            answer.start(partial(self._ask, call), scope, body, on_ended=ended)
+            call.live.answers.keep(key, answer)
+        answer.attempt = attempt
+        try:
+            await answer.deliver(receive, send)
+        except TakenOver as error:
+            await answer_refused(send, scope["path"], BodyRefused(409, str(error)))
+
+    async def _ask(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
+        """vLLM's application. What it fails at before it generates anything is the request: deeper than Python recurses, or of
+        another shape than it took for granted. That is refused, and no failure of the server."""
+        failure: list[Message] = []
+        answer = StreamStart(call, path=scope["path"], send=send)
+
+        async def unless_it_fails(message: Message) -> None:
+            is_failure = message["type"] == "http.response.start" and message["status"] == 500
+            if failure or (is_failure and not call.generates and scope["path"] != GENERATE):
+                failure.append(message)
+            else:
+                await answer.send(message)
+
+        try:
+            await self._app(scope, receive, unless_it_fails)
+        except (RuntimeError, *UNREADABLE) as error:
+            # Starlette's own, when an application fails that has begun an answer: the reason is its cause.
+            cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ is not None else error
+            known = failure_of(cause)
+            if known is None and not isinstance(cause, UNREADABLE):
+                raise
+            await answer.fail(known or self._unreadable(call, scope["path"], cause, was_served=answer.has_begun))
+        else:
+            for each in failure:
+                await send(each)
+
+    def _unreadable(self, call: Call, path: str, error: BaseException, *, was_served: bool) -> Failure:
+        """The application failed: at the request, if it had not begun to generate; else by itself."""
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        if was_served or call.generates or path == GENERATE:
+            logger.error("an answer of episode %s to %s failed", call.live.episode_id, path, exc_info=error)
+            return Failure(status=500, code="server_error", message=f"the server failed on this request ({what})")
+        logger.warning("a request of episode %s to %s was refused (%s)", call.live.episode_id, path, what)
+        return Failure(
+            status=400, code="invalid_request", message=f"the request cannot be read ({what}); check its fields"
+        )
+
+    def _with_errors_seen(self, path: str, send: Send) -> Send:
+        """Holds back an error until its body is complete, and sends it in the dialect's form."""
+        held: list[Message] = []
+        parts: list[bytes] = []
+
+        async def translate(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                held.append(message)
+            elif not held:
+                await send(message)
+            else:
+                parts.append(message.get("body", b""))
+                if not message.get("more_body", False):
+                    await finish(held[0], b"".join(parts))
+
+        async def finish(start: Message, body: bytes) -> None:
+            if self.observer is not None:
+                self.observer.failed(path, start["status"], body)
+            if is_anthropic(path):
+                body = as_anthropic(start["status"], body)
+            await send({**start, "headers": _with_length(start["headers"], body)})
+            await send({"type": "http.response.body", "body": body})
+
+        return translate
+
+
+def _attempt(headers: list[tuple[bytes, bytes]]) -> int | None:
+    """How often the client sent this request before; None when it does not say so."""
+    count = next((value for name, value in headers if name == RETRY_COUNT), b"")
+    return int(count) if count.isdigit() and len(count) <= MAX_RETRY_DIGITS else None
+
+
+async def _refuse(send: Send, path: str, *, code: str, message: str, param: str | None = None) -> None:
+    headers = [(b"content-type", b"application/json"), (b"x-should-retry", b"false")]
+    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    body = error_body(path, status=400, message=message, code=code, param=param)
+    await send({"type": "http.response.body", "body": body})
+
+
+def _with_length(headers: list[tuple[bytes, bytes]], body: bytes) -> list[tuple[bytes, bytes]]:
+    return [(name, value) for name, value in headers if name != b"content-length"] + [
+        (b"content-length", str(len(body)).encode())
+    ]

@@ -1,0 +1,173 @@
+"""What is done to a request's body before vLLM's HTTP layer reads it: fields that cannot be served are refused by name,
+null fields of chat messages are dropped, and earlier answers in a Responses input are given a text.
+
+Pure functions over bytes, called by `model_requests`. A body is parsed here only if it mentions a word of interest;
+what is malformed is left to vLLM, which answers in the dialect's form.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mocked_server.http.dialects import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A field that cannot be served, and what to do instead."""
+
+    field: str
+    message: str
+
+
+MAX_MESSAGES = 20_000
+"""Of a conversation: reading them takes the event loop's time, and no model reads so many."""
+_ESCAPED_ASCII = re.compile(rb"\\u00[2-7]")
+"""`\\u0065` for `e`: such a body may name a field that its bytes do not show."""
+
+
+def _anything(value: Any) -> bool:
+    return bool(value)
+
+
+def _leaves_something_out(management: Any) -> bool:
+    """Anthropic's context management, unless each of its edits keeps all: then there is nothing to do."""
+    edits = management.get("edits") if isinstance(management, dict) else management
+    if not isinstance(edits, list):
+        return bool(edits)
+    return any(not isinstance(edit, dict) or edit.get("keep") != "all" for edit in edits)
+
+
+def _is_session(arguments: Any) -> bool:
+    """Nothing, or what names a session only: some clients send it to any vLLM."""
+    return not arguments or (isinstance(arguments, dict) and set(arguments) == {"session_id"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    field: str
+    remedy: str
+    refuses: Callable[[Any], bool] = _anything
+
+
+_EXACT = "the server keeps the exact tokens itself; leave it out"
+_STATELESS = "no conversation is kept for the agent; send the whole conversation as input"
+_ONE_SAMPLE = "each token must be sampled from the policy; use n for several answers"
+_COMMON = (
+    _Rule("use_beam_search", _ONE_SAMPLE),
+    _Rule("prompt_embeds", "a prompt must be text or tokens"),
+    _Rule("prompt_logprobs", "only sampled tokens have log-probabilities", lambda value: value is not None),
+    _Rule("echo", "the prompt is the agent's own; leave it out"),
+    _Rule("truncate_prompt_tokens", "shorten the conversation instead", lambda value: value is not None),
+    _Rule("return_token_ids", _EXACT),
+    _Rule("kv_transfer_params", _EXACT),
+    _Rule("logprob_token_ids", "use top_logprobs"),
+    _Rule("thinking_token_budget", "use max_tokens"),
+    _Rule("logits_processors", "use logit_bias"),
+    _Rule("structured_outputs", "it must be an object", lambda value: not isinstance(value, dict | None)),
+    _Rule("vllm_xargs", "no plugin of sampling is loaded; leave it out", lambda value: not _is_session(value)),
+    _Rule("repetition_detection", "use stop or max_tokens"),
+    _Rule("best_of", _ONE_SAMPLE, lambda value: value not in (None, 1)),
+)
+RULES: dict[str, tuple[_Rule, ...]] = {
+    CHAT: (
+        *_COMMON,
+        _Rule("functions", "it was replaced by tools; use those"),
+        _Rule("function_call", "it was replaced by tool_choice; use that"),
+        _Rule("audio", "only text is served"),
+        _Rule("modalities", "only text is served", lambda value: value not in (None, [], ["text"])),
+        _Rule("web_search_options", "no search is offered; give the agent a tool"),
+        _Rule("chat_template", "the model's own template is used; leave it out"),
+    ),
+    COMPLETIONS: (*_COMMON, _Rule("suffix", "the model completes at the end only")),
+    RESPONSES: (
+        *_COMMON,
+        _Rule("previous_response_id", _STATELESS),
+        _Rule("conversation", _STATELESS),
+        _Rule("background", "answers are given on the request's own connection; leave it out"),
+        _Rule("prompt", "no prompt templates are kept; send instructions and input"),
+        _Rule("max_tool_calls", "the agent calls its tools itself; leave it out", lambda value: value is not None),
+    ),
+    MESSAGES: (
+        *_COMMON,
+        _Rule("mcp_servers", "the agent calls its tools itself; leave it out"),
+        _Rule("container", "no code is run here; leave it out"),
+        _Rule("context_management", "send the conversation as the model shall see it", _leaves_something_out),
+    ),
+}
+
+
+def refused(path: str, body: bytes) -> Refused | None:
+    """The first field of this request that cannot be served; None when all can, or when the body is not a JSON object."""
+    if (number := body.count(b'"role"')) > MAX_MESSAGES:
+        return Refused(
+            field="messages", message=f"messages must be at most {MAX_MESSAGES:,}, got about {number:,}; send fewer"
+        )
+    is_spelled_out = _ESCAPED_ASCII.search(body) is None
+    rules = [rule for rule in RULES.get(path, ()) if not is_spelled_out or rule.field.encode() in body]
+    if not rules or not isinstance(fields := _parsed(body), dict):
+        return None
+    for rule in rules:
+        if rule.refuses(fields.get(rule.field)):
+            return Refused(field=rule.field, message=f"{rule.field} is not supported: {rule.remedy}")
+    return None
+
+
+def servable(path: str, body: bytes) -> bytes:
+    """The body without what clients may say and vLLM cannot take. Chat: null fields of messages, since clients dump answers
+    with all fields that they know. Responses: null fields, and earlier answers that refused something, or said nothing, which are
+    text as others."""
+    if path == CHAT and b"null" in body:
+        return _with_each(body, "messages", _set_fields)
+    if path == RESPONSES and b"null" in body:
+        body = _without_nulls(body)
+    if path == RESPONSES and b"assistant" in body:
+        return _with_each(body, "input", _text_of_answer)
+    return body
+
+
+def _without_nulls(body: bytes) -> bytes:
+    """Without the fields that say null: they are as if they were not there."""
+    fields = _parsed(body)
+    if not isinstance(fields, dict) or None not in fields.values():
+        return body
+    return json.dumps({name: value for name, value in fields.items() if value is not None}).encode()
+
+
+def _with_each(body: bytes, name: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> bytes:
+    """The body with each item of this list changed, if all are objects."""
+    fields = _parsed(body)
+    items = fields.get(name) if isinstance(fields, dict) else None
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        return body
+    changed = [change(item) for item in items]
+    return body if changed == items else json.dumps({**fields, name: changed}).encode()
+
+
+def _set_fields(message: dict[str, Any]) -> dict[str, Any]:
+    needed = () if message.get("role") == "assistant" else ("content",)
+    return {name: value for name, value in message.items() if value is not None or name in needed}
+
+
+def _text_of_answer(item: dict[str, Any]) -> dict[str, Any]:
+    parts = item.get("content")
+    if item.get("role") != "assistant" or "id" not in item or not isinstance(parts, list):
+        return item
+    texts = [
+        {"type": "output_text", "text": part.get("refusal"), "annotations": []}
+        if isinstance(part, dict) and part.get("type") == "refusal"
+        else part
+        for part in parts
+    ]
+    return {**item, "content": texts or [{"type": "output_text", "text": "", "annotations": []}]}
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return None

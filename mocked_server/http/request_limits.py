@@ -1,0 +1,156 @@
+"""What every request must pass before anything looks at it: which port it came in by, how large its body is, how deep.
+
+Pure ASGI, put by `mocked_server.server` around all that it serves; `model_requests` reads the bodies of model calls by
+the same rules. Invariants: a body is read only as far as it may be large; what nobody has shown a key for yet is at
+most `MAX_HELD_BYTES` in all. It checks no keys: every route does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from buffers.errors import UnderstudyError
+from mocked_server.http.dialects import error_body
+
+MAX_BODY_BYTES = 16 * 1024 * 1024
+"""Of a model call, or of tasks that are added."""
+MAX_DESK_BYTES = 1024 * 1024
+"""Of everything else: scores are small."""
+MAX_HELD_BYTES = 32 * 1024 * 1024
+MAX_DEPTH = 128
+"""Of brackets in a JSON body."""
+
+
+class BodyRefused(UnderstudyError):
+    """A body that is too large or too deep, or came at a time with too many of them."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class PortRouter:
+    """`admin_port`: of the listening socket on which `admin` is served; all others serve `public`."""
+
+    def __init__(self, public: ASGIApp, *, admin: ASGIApp, admin_port: int) -> None:
+        self._public = public
+        self._admin = admin
+        self._admin_port = admin_port
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Of the socket that took the connection, not of a header: nobody can forge it.
+        app = self._admin if scope["server"][1] == self._admin_port else self._public
+        await app(scope, receive, send)
+
+
+class BodyLimit:
+    """Reads bodies for `app`, which is not called with one that is refused."""
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._held = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        held = 0
+
+        def hold(size: int) -> None:
+            nonlocal held
+            held += size
+            self._held += size
+            if self._held > MAX_HELD_BYTES:
+                raise BodyRefused(503, "too many large requests at once; send it again")
+
+        try:
+            body = await read_body(scope, receive, max_bytes=self._max_bytes, hold=hold)
+            if body is not None:
+                await self._app(scope, replaying(body, receive), send)
+        except BodyRefused as refused:
+            await answer_refused(send, scope["path"], refused)
+        finally:
+            self._held -= held
+
+
+async def read_body(
+    scope: Scope, receive: Receive, *, max_bytes: int, hold: Callable[[int], None] = lambda _: None
+) -> bytes | None:
+    """The whole body; None when the client went away before it was sent. Raises BodyRefused.
+
+    `hold` is told of each part before it is kept."""
+    told_length(scope, max_bytes=max_bytes)
+    parts, size = [], 0
+    more = True
+    while more:
+        event = await receive()
+        if event["type"] == "http.disconnect":
+            return None
+        part = event.get("body", b"")
+        hold(len(part))
+        parts.append(part)
+        more = event.get("more_body", False)
+        if (size := size + len(part)) > max_bytes:
+            raise _too_large(size, max_bytes=max_bytes)
+    body = b"".join(parts)
+    if (depth := depth_of(body)) > MAX_DEPTH:
+        raise BodyRefused(400, f"JSON must be nested at most {MAX_DEPTH} deep, got {depth}; send it flatter")
+    return body
+
+
+def told_length(scope: Scope, *, max_bytes: int) -> int | None:
+    """How long the head says that the body is; None when it comes in chunks. Raises BodyRefused."""
+    told = {name: value for name, value in scope["headers"] if name in (b"content-length", b"transfer-encoding")}
+    if b"transfer-encoding" in told:
+        return None
+    length = int(told.get(b"content-length", b"0")[:20])
+    if length > max_bytes:
+        raise _too_large(length, max_bytes=max_bytes)
+    return length
+
+
+def replaying(body: bytes, receive: Receive) -> Receive:
+    """`receive` once more from the beginning."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay
+
+
+async def answer_refused(send: Callable[[Message], Awaitable[Any]], path: str, refused: BodyRefused) -> None:
+    """The refusal in the form of the path's dialect; the connection ends, as the rest of the body is not read."""
+    body = error_body(path, status=refused.status, message=str(refused))
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers.append((b"retry-after", b"1") if refused.status in (429, 503) else (b"x-should-retry", b"false"))
+    headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def depth_of(body: bytes) -> int:
+    """How deep the brackets of a JSON text are nested, those within strings apart; exact for valid JSON."""
+    num_open = body.count(b"{") + body.count(b"[")
+    if num_open <= MAX_DEPTH:
+        return num_open
+    text = np.frombuffer(body, dtype=np.uint8)
+    quotes = np.flatnonzero(text == ord('"'))
+    # A quote is escaped after an odd number of backslashes.
+    others = np.flatnonzero(text != ord("\\"))
+    before = np.searchsorted(others, quotes) - 1
+    run = quotes - 1 - np.where(before >= 0, others[np.maximum(before, 0)], -1)
+    marks = np.zeros(len(text), dtype=np.int8)
+    marks[quotes[run % 2 == 0]] = 1
+    outside = np.bitwise_xor.accumulate(marks) == 0
+    steps = ((text == ord("{")) | (text == ord("["))).astype(np.int32) - ((text == ord("}")) | (text == ord("]")))
+    return int(np.cumsum(np.where(outside, steps, 0)).max())
+
+
+def _too_large(size: int, *, max_bytes: int) -> BodyRefused:
+    return BodyRefused(413, f"a body may have {max_bytes} bytes, got {size} or more; send less")

@@ -1,0 +1,277 @@
+"""Our own HTTP routes beside vLLM's: tasks, scores, and the server's state. The only file that knows FastAPI.
+
+| route            | key    | what it does                                                                     |
+|------------------|--------|----------------------------------------------------------------------------------|
+| `GET /tasks`     | worker | leases the next episode: its key and its task (`?wait=` seconds; 204: none yet; 410: no more) |
+| `POST /tasks`    | admin  | adds tasks (`{"tasks": [row, ...]}` in verl's columns)                            |
+| `POST /scores`   | scorer | `{"episode_id", "score"}`, or `{"episode_id", "failed": reason}`; see `ScoreBody`  |
+| `GET /episode`   | scorer | the task with its ground truth, of the episode whose key is in `X-Episode-Key`    |
+| `GET /health`    | none   | 200 while the server answers                                                      |
+| `GET /status`    | admin  | counts of everything, as JSON                                                     |
+
+The administrator's routes are an application of their own, on a port of its own. Every route but `/health` has a key among
+its dependencies. While the disk is full, what would have to be stored is answered with 507 and Retry-After.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Protocol, TypeVar
+
+from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from buffers.errors import (
+    EpisodeClosed,
+    EpisodeError,
+    ScoreConflict,
+    ScoreError,
+    StorageFull,
+    TaskError,
+    UnderstudyError,
+    UnknownEpisode,
+)
+from buffers.records import ScoreDetail
+from buffers.tasks.task_pool import PoolClosed
+from mocked_server.http.dialects import RETRY_AFTER_S
+from mocked_server.keys import KeyRing
+
+T = TypeVar("T")
+MAX_WAIT_S = 60.0
+MAX_INDEX = 1 << 31
+MAX_TASKS = 10_000
+"""Added at once; more of them go into a task file."""
+
+
+class EpisodeService(Protocol):
+    """What the routes ask of the server."""
+
+    keys: KeyRing
+
+    async def lease_episode(self, *, wait_s: float, worker: str = "") -> Leased | None: ...
+    async def add_tasks(self, rows: list[dict[str, Any]]) -> int: ...
+    async def notify_score(self, episode_id: str, score: float, *, detail: ScoreDetail | None = None) -> bool: ...
+    async def fail(self, episode_id: str, reason: str) -> None: ...
+    def episode_view(self, episode_key: str) -> dict[str, Any]: ...
+    def status(self) -> dict[str, Any]: ...
+    def check_storage(self) -> None:
+        """Raises StorageFull while the disk takes nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leased:
+    """An episode handed to an agent; the body of `GET /tasks`."""
+
+    episode_id: str
+    api_key: str
+    task: dict[str, Any]
+    """Without the ground truth."""
+    env_address: str = ""
+    """HOST:PORT of the environment, where there is one."""
+    seed: int = 0
+    """What the episode's environment starts from: the same for all episodes of a group."""
+
+
+class ScoreBody(BaseModel):
+    """Exactly one of `score` and `failed`. Without more the score is of the whole episode, which it ends."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    episode_id: Annotated[str, Field(max_length=200)]
+    score: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    failed: Annotated[str, Field(max_length=500)] | None = None
+    round_index: Annotated[int, Field(ge=0, le=MAX_INDEX)] | None = None
+    """The score is of this model call of the episode, counted from 0 as they end."""
+    branch: Annotated[int, Field(ge=0, le=MAX_INDEX)] | None = None
+    """The score is of the branch that this model call is in."""
+    judge: Annotated[str, Field(max_length=100)] = ""
+    """An episode's score is the mean of its judges'."""
+    final: bool = True
+    """False: scores of other judges follow."""
+    revise: bool = False
+    """Replaces what this judge said before; possible until the episode is in a batch."""
+
+    @model_validator(mode="after")
+    def _one(self) -> ScoreBody:
+        if (self.score is None) == (self.failed is None):
+            raise ValueError("exactly one of score and failed must be given")
+        if self.round_index is not None and self.branch is not None:
+            raise ValueError("a score is of a round or of a branch, not both")
+        if not self.judge.isprintable():
+            raise ValueError("judge must be printable")
+        return self
+
+    def detail(self) -> ScoreDetail | None:
+        """None: nothing beyond the score is said."""
+        detail = ScoreDetail(
+            round_index=self.round_index, branch=self.branch, judge=self.judge, final=self.final, revise=self.revise
+        )
+        return None if detail == ScoreDetail() else detail
+
+
+class TasksBody(BaseModel):
+    """Rows as in a task file."""
+
+    model_config = ConfigDict(extra="forbid")
+    tasks: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_TASKS)
+
+
+STATUS_OF: dict[type[UnderstudyError], int] = {
+    UnknownEpisode: 404,
+    EpisodeClosed: 410,
+    ScoreConflict: 409,
+    ScoreError: 422,
+    TaskError: 422,
+    PoolClosed: 410,
+    EpisodeError: 422,
+    StorageFull: 507,
+}
+
+
+def build_app(desk: EpisodeService) -> FastAPI:
+    """The routes of agents and scorers."""
+    return _app_of(_open_routes(), _worker_routes(desk), _scorer_routes(desk))
+
+
+def build_admin_app(desk: EpisodeService) -> FastAPI:
+    """The administrator's routes."""
+    return _app_of(_open_routes(), _admin_routes(desk))
+
+
+def _app_of(*routers: APIRouter) -> FastAPI:
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    for router in routers:
+        app.include_router(router)
+    app.add_exception_handler(UnderstudyError, _our_error)
+    app.add_exception_handler(RequestValidationError, _invalid_request)
+    return app
+
+
+async def _our_error(_: Request, error: Exception) -> JSONResponse:
+    status = next((code for kind, code in STATUS_OF.items() if isinstance(error, kind)), 500)
+    response = _error(status, kind=type(error).__name__, message=str(error))
+    if status == 507:
+        response.headers["retry-after"] = str(RETRY_AFTER_S)
+    return response
+
+
+async def _invalid_request(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    lines = [f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors()]
+    return _error(422, kind="invalid_request_error", message="; ".join(lines))
+
+
+def _error(status: int, *, kind: str, message: str) -> JSONResponse:
+    return JSONResponse(
+        {"error": {"message": message, "type": kind, "param": None, "code": status}}, status_code=status
+    )
+
+
+def _requires(desk: EpisodeService, opens: Callable[[KeyRing, str], str | None], name: str) -> Any:
+    """A dependency that lets one kind of key through: what `opens` says of the given one, unless that is None."""
+
+    def check(authorization: Annotated[str, Header()] = "") -> str:
+        given = authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
+        whose = opens(desk.keys, given)
+        if whose is None:
+            raise _Unauthorized(f"this route needs the {name} key as `Authorization: Bearer <key>`")
+        return whose
+
+    return Depends(check)
+
+
+def _is_scorer(keys: KeyRing, given: str) -> str | None:
+    return "" if keys.same(given, keys.scorer) else None
+
+
+def _is_admin(keys: KeyRing, given: str) -> str | None:
+    return "" if keys.same(given, keys.admin) else None
+
+
+class _Unauthorized(UnderstudyError):
+    """The wrong key, or none."""
+
+
+STATUS_OF[_Unauthorized] = 401
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """Its outcome; None when the client hangs up before: then it is cancelled, as nobody would take what it gives."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        gone.cancel()
+        working.cancel()
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _open_routes() -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200)
+
+    return router
+
+
+def _worker_routes(desk: EpisodeService) -> APIRouter:
+    its_worker = _requires(desk, KeyRing.worker_of, "worker")
+    router = APIRouter(dependencies=[its_worker])
+
+    @router.get("/tasks")
+    async def lease(
+        request: Request,
+        wait: Annotated[float, Query(ge=0.0, le=MAX_WAIT_S, allow_inf_nan=False)] = 0.0,
+        worker: str = its_worker,
+    ) -> Response:
+        leased = await _unless_gone(request, desk.lease_episode(wait_s=wait, worker=worker))
+        return Response(status_code=204) if leased is None else JSONResponse(asdict(leased))
+
+    return router
+
+
+def _scorer_routes(desk: EpisodeService) -> APIRouter:
+    router = APIRouter(dependencies=[_requires(desk, _is_scorer, "scorer")])
+
+    @router.post("/scores")
+    async def scores(body: ScoreBody) -> dict[str, Any]:
+        desk.check_storage()
+        if body.score is None:
+            await desk.fail(body.episode_id, body.failed or "no reason given")
+            return {"episode_id": body.episode_id, "stored": True}
+        return {
+            "episode_id": body.episode_id,
+            "stored": await desk.notify_score(body.episode_id, body.score, detail=body.detail()),
+        }
+
+    @router.get("/episode")
+    async def episode(x_episode_key: Annotated[str, Header()]) -> dict[str, Any]:
+        return desk.episode_view(x_episode_key)
+
+    return router
+
+
+def _admin_routes(desk: EpisodeService) -> APIRouter:
+    router = APIRouter(dependencies=[_requires(desk, _is_admin, "admin")])
+
+    @router.post("/tasks")
+    async def add_tasks(body: TasksBody) -> dict[str, int]:
+        desk.check_storage()
+        return {"added": await desk.add_tasks(body.tasks)}
+
+    @router.get("/status")
+    async def status() -> dict[str, Any]:
+        return desk.status()
+
+    return router

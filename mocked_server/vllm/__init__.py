@@ -1,0 +1,1 @@
+"""All that touches vLLM: the engine, its HTTP layer with our hooks, and what runs in its process."""

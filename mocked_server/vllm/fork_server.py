@@ -1,0 +1,162 @@
+"""How engines' processes are started: they end with their server, and are forked of a process that has imported what takes seconds.
+
+The latter is Python's own fork server (`multiprocessing.forkserver`), but forked of this process, which has imported the engine,
+instead of started anew to import it once more. Called by `mocked_server.vllm.engine`.
+Invariants: an engine ends as soon as the process that started it has ended, however it did, also while it still starts. One that is
+forked has the environment that this process has when it starts the engine, as a new process would. Without `start`, and where there
+is a GPU (CUDA may not be forked), engines are started as vLLM does it by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import connection, forkserver, process
+from multiprocessing.context import (
+    ForkContext,
+    ForkProcess,
+    ForkServerContext,
+    ForkServerProcess,
+    SpawnContext,
+    SpawnProcess,
+)
+from typing import Any
+
+_owner: int | None = None
+"""The process that started it."""
+
+
+def start() -> None:
+    """Fork it of this process, which must be the main thread's and has imported all that engines need.
+
+    Does nothing where it cannot be done: then an engine takes longer to start."""
+    global _owner
+    if sys.platform != "linux" or sys.version_info >= (3, 14):  # its `main` takes other arguments there
+        return
+    with socket.socket(socket.AF_UNIX) as listener:
+        address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+        listener.bind(address)
+        os.chmod(address, 0o600)
+        listener.listen()
+        alive_r, alive_w = os.pipe()
+        if (pid := os.fork()) == 0:
+            os.close(alive_w)
+            _serve(listener.detach(), alive_r)
+        os.close(alive_r)
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive_w, pid
+    _owner = os.getpid()
+
+
+def _serve(listener: int, alive: int) -> None:
+    """For ever in the forked process, and until those that hold the other end of `alive` have ended."""
+    code = 1
+    try:
+        forkserver.main(listener, alive, [])
+    except SystemExit:
+        code = 0
+    finally:
+        if code != 0:
+            traceback.print_exc()
+        os._exit(code)
+
+
+@contextmanager
+def engines_of_ours() -> Iterator[None]:
+    """vLLM's engines that are started inside end with this process. They are forked, if `start` was called."""
+    from vllm.v1.engine import utils
+
+    before = utils.get_mp_context
+    get = ForkServerContext if _owner == os.getpid() else before
+    utils.get_mp_context = lambda: ending_with_us(get())
+    try:
+        yield
+    finally:
+        utils.get_mp_context = before
+
+
+def end_with(pid: int) -> None:
+    """End this process as soon as the process `pid` has ended, however it did."""
+    try:
+        watched = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os._exit(1)
+
+    def wait() -> None:
+        select.select([watched], [], [])
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end with the server", daemon=True).start()
+
+
+def _begin(kind: type[_Engine], server: int) -> _Engine:
+    """In a new interpreter: the first thing that it reads of an engine. What it reads next imports vLLM, for seconds."""
+    end_with(server)
+    engine = kind.__new__(kind)
+    engine._watches = True
+    return engine
+
+
+class _Engine(process.BaseProcess):
+    """A process that ends with the one that started it. It asks the kernel for that itself: what is set before would be tied to a
+    thread of the server's (PR_SET_PDEATHSIG), and to the parent, which of a forked engine is the fork server."""
+
+    _watches = False
+
+    def start(self) -> None:
+        self._server = os.getpid()
+        super().start()
+
+    def run(self) -> None:
+        if not self._watches:
+            end_with(self._server)
+        super().run()
+
+    def __reduce__(self) -> tuple[Callable[..., _Engine], tuple[type[_Engine], int], dict[str, Any]]:
+        return _begin, (type(self), self._server), self.__dict__
+
+
+class _CopiedEngine(_Engine, ForkProcess):
+    """A fork of this process, which is what vLLM does by itself without CUDA."""
+
+
+class _SpawnedEngine(_Engine, SpawnProcess):
+    """A new interpreter, which is what vLLM does by itself once CUDA is there."""
+
+
+class _ForkedEngine(_Engine, ForkServerProcess):
+    """It has this process's environment, not that of the fork server."""
+
+    def start(self) -> None:
+        self._environment = dict(os.environ)
+        super().start()
+
+    def run(self) -> None:
+        with suppress(ImportError):  # finds where the title is by the environment's place, which moves now
+            import setproctitle
+
+            setproctitle.getproctitle()
+        os.environ.clear()
+        os.environ.update(self._environment)
+        super().run()
+
+
+_KINDS: dict[str, tuple[type[Any], type[_Engine]]] = {
+    "fork": (ForkContext, _CopiedEngine),
+    "spawn": (SpawnContext, _SpawnedEngine),
+    "forkserver": (ForkServerContext, _ForkedEngine),
+}
+
+
+def ending_with_us(context: Any) -> Any:
+    """A context of multiprocessing as this one, whose processes end with this process."""
+    kind, engine = _KINDS[context.get_start_method()]
+    ours = kind()
+    ours.Process = engine
+    return ours

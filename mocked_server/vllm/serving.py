@@ -1,0 +1,272 @@
+"""vLLM's own OpenAI and Anthropic HTTP layer, with our two hooks: exact continuation, and generation through the prompt queue.
+
+vLLM's serving code is used as it is; it is given `QueueClient` in place of an engine. Rendering a chat passes `ExactRendering`,
+every generation of every dialect passes `QueueClient.generate`. The engine itself may be anywhere: this module never boots one.
+
+Seams relied on (checked by tests/mocked_server/vllm/test_vllm_seams.py): the serving layer reads
+`engine_client.renderer`; chats are rendered by `render_chat_async`; generations go through `engine_client.generate`.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from buffers.errors import EngineError
+from buffers.prompt_queue import Prompt, PromptQueue, Response
+from configs.schema import RolloutConfig
+from mocked_server.conversation.continuation import Continuation, continue_tokens
+from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
+from mocked_server.conversation.restored_rounds import memo_of
+from mocked_server.http.dialects import GENERATE, ROUTES, SLEEP, WAKE_UP
+from mocked_server.http.failures import FAILURES, failure_of
+from mocked_server.request_context import Call, PendingReply, Sampling, current_call
+from mocked_server.vllm.exact_rendering import ExactRendering
+from mocked_server.vllm.generate_route import Sleeper, TokenRoute
+from mocked_server.vllm.reply_parser import ReplyParser
+from mocked_server.vllm.sampling_limits import MAX_CHOICES
+from mocked_server.vllm.sampling_rules import SamplingRules
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+PASSED_ON = ("reasoning_ended", "reasoning_parser_kwargs", "lora_request")
+"""Arguments of `generate` that the engine needs too."""
+
+
+class Heard:
+    """What the agent was told in one answer, for the next round's continuation."""
+
+    def __init__(self) -> None:
+        self._ids: dict[int, list[int]] = {}
+        self._text: dict[int, str] = {}
+        self._reason: dict[int, str] = {}
+        self._stop: dict[int, str] = {}
+        self._recorded: dict[int, int] = {}
+        self.finished = False
+
+    def add(self, output: Any) -> None:
+        """One engine output, delta or whole."""
+        for completion in output.outputs:
+            self._ids.setdefault(completion.index, []).extend(completion.token_ids)
+            self._text[completion.index] = self._text.get(completion.index, "") + completion.text
+            self._reason[completion.index] = completion.finish_reason or "abort"
+            if isinstance(completion.stop_reason, str):
+                self._stop[completion.index] = completion.stop_reason
+        self.finished = output.finished
+        self._recorded = getattr(output, "recorded", {})  # set by the generate loop; the RFC's rollout has none
+
+    def remember(self, live: LiveEpisode, plan: Continuation) -> None:
+        """Make each completion a round that a later request can continue."""
+        for index, ids in self._ids.items():
+            sampled = np.array(ids, np.int32)
+            live_round = LiveRound(
+                parent=plan.parent,
+                ids=np.concatenate([plan.tail_ids, sampled]),
+                num_sampled=len(sampled),
+                finish_reason=self._reason[index],
+                text=self._text[index],
+                stop=self._stop.get(index, ""),
+                asked=plan.chat.asked if plan.chat else None,
+                cause=plan.cause,
+                round_index=self._recorded.get(index),
+            )
+            live.add_round(live_round, chat=plan.chat)
+
+
+class QueueClient:
+    """What vLLM's serving layer takes for its engine: every generation becomes a `Prompt` in the queue."""
+
+    errored = False
+    dead_error = EngineError("the engine died")
+
+    def __init__(self, vllm_config: Any, *, queue: PromptQueue, rollout: RolloutConfig, strict: bool) -> None:
+        from vllm.renderers import renderer_from_config
+        from vllm.v1.engine.input_processor import InputProcessor
+
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.renderer = renderer_from_config(vllm_config)
+        self.rendering = ExactRendering(self.renderer, strict=strict)
+        self.input_processor = InputProcessor(vllm_config, self.renderer)
+        self.sleeper: Sleeper | None = None
+        self._queue = queue
+        self._rollout = rollout
+        self._rules = SamplingRules(self.input_processor, rollout=rollout)
+
+    def check_admission(self, *_: Any, **__: Any) -> None:
+        """Admission is the task pool's: a request of a running episode is always taken."""
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        """Generation only."""
+        return ("generate",)
+
+    async def do_log_stats(self) -> None:
+        """vLLM's statistics belong to the engine, not to this client."""
+
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> AsyncIterator[Any]:
+        """Queue one generation and yield its outputs. A plain function: the context variable is read in the caller's
+        context."""
+        call = current_call.get()
+        if call is None:
+            raise ValueError("this request belongs to no episode; use the api_key that came with the task")
+        call.live.check_room()
+        rendered = list(prompt["prompt_token_ids"])
+        plan = call.continuation or continue_tokens(call.live, rendered)
+        call.continuation = None  # a second prompt of the same request (completions with a list) is planned on its own
+        extra = {k: kwargs[k] for k in PASSED_ON if kwargs.get(k) is not None}
+        if (parser_kwargs := extra.get("reasoning_parser_kwargs")) is not None:
+            self._rules.check_sendable(parser_kwargs)
+        exact = plan.prompt_ids()
+        call.count_choices(getattr(sampling_params, "n", 1), limit=MAX_CHOICES)
+        first_trained = self._rules.apply(sampling_params, prompt_len=len(exact), live=call.live)
+        if call.extra_args:
+            sampling_params.extra_args = {**(sampling_params.extra_args or {}), **call.extra_args}
+        item = Prompt(
+            request_id=request_id,
+            episode_id=call.live.episode_id,
+            prompt_token_ids=exact,
+            sampling=Sampling(params=sampling_params, extra=extra),
+            reply=PendingReply(lambda response: self._output(request_id, response)),
+            memo=memo_of(plan.chat),
+            first_trained=first_trained,
+        )
+        call.generates = True
+        return self._answer(item, rendered=rendered, plan=plan, call=call)
+
+    async def ask(self, live: LiveEpisode, messages: list[dict[str, Any]], *, request_id: str) -> str:
+        """One generation without an HTTP request: a plain prompt of a task file. Returns the text."""
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        tokenizer = self.renderer.get_tokenizer()
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        params = SamplingParams(max_tokens=self._rollout.max_tokens, output_kind=RequestOutputKind.FINAL_ONLY)
+        self._rules.apply(params, prompt_len=len(ids), live=live)
+        item = Prompt(
+            request_id=request_id,
+            episode_id=live.episode_id,
+            prompt_token_ids=np.array(ids, np.int32),
+            sampling=Sampling(params=params, extra={}),
+            reply=PendingReply(lambda response: self._output(request_id, response)),
+        )
+        answer = self._answer(item, rendered=ids, plan=continue_tokens(live, ids), call=Call(live))
+        return "".join([output.outputs[0].text async for output in answer])
+
+    def generate_tokens(self, prompt_ids: list[int], params: Any, *, request_id: str) -> AsyncIterator[Any]:
+        """Sample after exactly these ids: for the current call's episode, or for nobody's records without one."""
+        call = current_call.get()
+        plan = continue_tokens(call.live, prompt_ids) if call is not None else None
+        if call is not None:
+            call.live.check_room()
+        first_trained = self._rules.apply(params, prompt_len=len(prompt_ids), live=call.live if call else None)
+        item = Prompt(
+            request_id=request_id,
+            episode_id=call.live.episode_id if call is not None else None,
+            prompt_token_ids=np.array(prompt_ids, np.int32),
+            sampling=Sampling(params=params, extra={}),
+            reply=PendingReply(lambda response: self._output(request_id, response)),
+            first_trained=first_trained,
+        )
+        return self._answer(item, rendered=prompt_ids, plan=plan, call=call)
+
+    async def _answer(
+        self, item: Prompt, *, rendered: list[int], plan: Continuation | None, call: Call | None
+    ) -> AsyncIterator[Any]:
+        reply = cast(PendingReply, item.reply)
+        self._queue.put(item)
+        heard = Heard()
+        try:
+            async for output in reply.outputs():
+                heard.add(output)
+                if output.finished and call is not None and plan is not None:
+                    heard.remember(call.live, plan)
+                # vLLM's reasoning parsers look at the prompt: they must see this request's rendering, not earlier thoughts.
+                output.prompt_token_ids = rendered
+                yield output
+        finally:
+            if not heard.finished:
+                reply.abandon()
+
+    def _output(self, request_id: str, response: Response) -> Any:
+        """vLLM's form of an answer that came as tokens only (the RFC's rollout)."""
+        from vllm.outputs import CompletionOutput, RequestOutput
+
+        ids = response.sampled_ids.tolist()
+        completion = CompletionOutput(
+            index=0,
+            text=self.renderer.get_tokenizer().decode(ids, skip_special_tokens=True),
+            token_ids=ids,
+            cumulative_logprob=None,
+            logprobs=None,
+            finish_reason=response.finish_reason,
+        )
+        return RequestOutput(
+            request_id=request_id,
+            prompt=None,
+            prompt_token_ids=[],
+            prompt_logprobs=None,
+            outputs=[completion],
+            finished=True,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"vLLM's serving layer asked the engine client for {name!r}, which this version does not offer"
+        )
+
+
+async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
+    """vLLM's application with `client` for its engine, reduced to the routes of the model API."""
+    from vllm import envs
+    from vllm.entrypoints.openai.api_server import build_app, init_app_state
+
+    envs.enable_envs_cache()  # vLLM reads its settings from the environment for each part of each message
+    _leave_tool_calls_free()
+
+    tasks = ("generate",)
+    app: FastAPI = build_app(args, tasks, client.model_config)
+    await init_app_state(client, app.state, args, tasks)
+    client.rendering.parse = ReplyParser(
+        app.state.online_renderer.parser, tokenizer=client.renderer.get_tokenizer(), model_config=client.model_config
+    )
+    # Metrics and CORS of a public server: each costs every request of an agent some of its time.
+    app.user_middleware.clear()
+    app.middleware_stack = None
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
+    tokens = TokenRoute(client)
+    for path, endpoint in ((GENERATE, tokens.answer), (SLEEP, tokens.sleep), (WAKE_UP, tokens.wake_up)):
+        app.router.add_route(path, endpoint, methods=["POST"])
+    for kind in FAILURES:
+        app.add_exception_handler(kind, _fail)
+    return app
+
+
+def _leave_tool_calls_free() -> None:
+    """With `tool_choice: auto` vLLM forces calls of tools that say `strict` into their schema, which is not the policy's choice
+    then; OpenAI's SDKs say it of every tool. Here the policy chooses freely, and learns from what comes of it. Forced calls
+    (`required`, or a tool by name) stay forced, and are not trained (`mocked_server.vllm.sampling_limits`)."""
+    from vllm.parser import abstract_parser
+
+    original = abstract_parser.resolve_tool_strictness
+    if getattr(original, "__name__", "") == "resolve_unless_auto":
+        return
+
+    def resolve_unless_auto(tools: Any, tool_choice: Any, strict_level: Any) -> Any:
+        return None if tool_choice == "auto" else original(tools, tool_choice, strict_level)
+
+    abstract_parser.resolve_tool_strictness = resolve_unless_auto
+
+
+async def _fail(request: Any, error: Exception) -> Any:
+    """One of `FAILURES`, before its answer has begun."""
+    from starlette.responses import Response
+
+    failure = failure_of(error)
+    assert failure is not None
+    body = failure.body(request.url.path)
+    headers = {name.decode(): value.decode() for name, value in failure.headers(body)}
+    return Response(body, status_code=failure.status, headers=headers)

@@ -1,0 +1,1 @@
+"""Tests, in folders as what they test; `support` is shared, `project` is of the whole."""

@@ -1,0 +1,1 @@
+"""Tests of the modules in benchmarks/, each run at a small size."""

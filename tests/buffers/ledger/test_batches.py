@@ -1,0 +1,114 @@
+"""What the ledger promises of batches: full, fresh, trained once; the same in memory and on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from buffers.errors import EpisodeClosed, LeaseError
+from buffers.ledger.ledger import Ledger
+from tests.support.buffer_parts import make_ready, make_round, open_running
+
+
+@pytest.fixture(params=["memory", "file"])
+def ledger(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ledger]:
+    with Ledger(tmp_path / "ledger.db" if request.param == "file" else None) as opened:
+        yield opened
+
+
+def test_only_full_batches_are_claimed_oldest_groups_first(ledger: Ledger) -> None:
+    make_ready(ledger, task=0)
+    assert ledger.claim(2, min_version=0).result() is None
+    assert ledger.counts()["groups/ready"] == 1
+    make_ready(ledger, task=1)
+    make_ready(ledger, task=2)
+    batch = ledger.claim(2, min_version=0).result()
+    assert batch is not None and batch.group_ids == (1, 2)
+    assert ledger.counts()["groups/leased"] == 2 and ledger.counts()["groups/ready"] == 1
+
+
+def test_a_stale_token_never_enters_a_batch(ledger: Ledger) -> None:
+    (mixed,) = open_running(ledger, task=0)
+    ledger.put_round(make_round(mixed.episode_id, version=3))
+    ledger.put_round(make_round(mixed.episode_id, index=1, parent=0, version=2))  # one old token is enough
+    ledger.put_round(make_round(mixed.episode_id, index=2, parent=1, version=3))
+    ledger.notify_score(mixed.episode_id, 1.0).result()
+    fresh = make_ready(ledger, task=1, version=3)
+    batch = ledger.claim(1, min_version=3).result()
+    assert batch is not None and batch.group_ids == (fresh,)
+    assert ledger.counts()["evicted/stale"] == 1
+    assert min(int(row.versions[row.mask == 1].min()) for row in batch.rows) == 3
+
+
+def test_an_untrained_old_token_does_not_make_a_group_stale(ledger: Ledger) -> None:
+    (episode,) = open_running(ledger, task=0)
+    ledger.put_round(make_round(episode.episode_id, version=0, finish_reason="abort"))
+    ledger.put_round(make_round(episode.episode_id, index=1, version=3))
+    ledger.notify_score(episode.episode_id, 1.0).result()
+    assert ledger.claim(1, min_version=3).result() is not None
+
+
+def test_evicting_stale_groups_ends_their_running_episodes(ledger: Ledger) -> None:
+    old = open_running(ledger, task=0, group_size=3)
+    ledger.put_round(make_round(old[0].episode_id, version=0))
+    ledger.notify_score(old[0].episode_id, 1.0)
+    young = open_running(ledger, task=1)
+    ledger.put_round(make_round(young[0].episode_id, version=1))
+    make_ready(ledger, task=2, version=0)
+    assert ledger.evict_stale(1).result() == [old[1].episode_id, old[2].episode_id]
+    counts = ledger.counts()
+    assert counts["evicted/stale"] == 2 and counts["groups/open"] == 1 and counts["episodes/stale"] == 2
+    with pytest.raises(EpisodeClosed, match="stale"):
+        ledger.notify_score(old[1].episode_id, 1.0).result()
+    assert ledger.notify_score(young[0].episode_id, 1.0).result() is True
+
+
+def test_tokens_of_a_failed_attempt_do_not_make_a_group_stale(ledger: Ledger) -> None:
+    (first,) = open_running(ledger, task=0)
+    ledger.put_round(make_round(first.episode_id, version=0))
+    ledger.fail_episode(first.episode_id, "lost", max_attempts=2)
+    assert ledger.evict_stale(1).result() == []
+    (retry,) = ledger.start_pending(limit=1, version=1).result()
+    ledger.put_round(make_round(retry.episode_id, version=1))
+    ledger.notify_score(retry.episode_id, 1.0)
+    assert ledger.claim(1, min_version=1).result() is not None
+
+
+def test_a_committed_step_is_trained_once_and_answers_again(ledger: Ledger) -> None:
+    make_ready(ledger, task=0)
+    make_ready(ledger, task=1)
+    batch = ledger.claim(2, min_version=0).result()
+    assert batch is not None
+    assert ledger.commit_step(batch.lease_id, step=1, version=1).result() == 2
+    assert ledger.commit_step(batch.lease_id, step=1, version=1).result() == 2
+    counts = ledger.counts()
+    assert counts["groups/trained"] == 2 and counts["groups/leased"] == 0
+    with pytest.raises(LeaseError, match="committed with step 1, got step 2"):
+        ledger.commit_step(batch.lease_id, step=2, version=2).result()
+    with pytest.raises(LeaseError, match="committed"):
+        ledger.release(batch.lease_id).result()
+
+
+def test_a_released_lease_cannot_commit(ledger: Ledger) -> None:
+    make_ready(ledger, task=0)
+    first = ledger.claim(1, min_version=0).result()
+    assert first is not None and ledger.release(first.lease_id).result() == 1
+    with pytest.raises(LeaseError, match="lease 1 must be active, got released"):
+        ledger.commit_step(first.lease_id, step=1, version=1).result()
+    second = ledger.claim(1, min_version=0).result()
+    assert second is not None and second.group_ids == first.group_ids and second.lease_id != first.lease_id
+    with pytest.raises(LeaseError, match="unknown"):
+        ledger.commit_step(99, step=1, version=1).result()
+
+
+def test_a_step_number_is_used_once(ledger: Ledger) -> None:
+    make_ready(ledger, task=0)
+    make_ready(ledger, task=1)
+    first, second = ledger.claim(1, min_version=0).result(), ledger.claim(1, min_version=0).result()
+    assert first is not None and second is not None
+    ledger.commit_step(first.lease_id, step=1, version=1).result()
+    with pytest.raises(LeaseError, match="step 1 is committed by lease 1"):
+        ledger.commit_step(second.lease_id, step=1, version=1).result()
+    assert ledger.commit_step(second.lease_id, step=2, version=2).result() == 1

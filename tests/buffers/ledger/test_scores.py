@@ -1,0 +1,173 @@
+"""The score ledger: of episodes, rounds and branches, by one judge or several, early, late and revised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from buffers.errors import EpisodeClosed, EpisodeError, ScoreConflict, ScoreError
+from buffers.ledger.ledger import Ledger
+from buffers.records import Episode, Row, ScoreDetail
+from tests.support.buffer_parts import make_round, open_running
+
+
+@pytest.fixture
+def ledger() -> Iterator[Ledger]:
+    with Ledger(None) as ledger:
+        yield ledger
+
+
+def running(ledger: Ledger) -> Episode:
+    """An episode of two branches: rounds 0 -> 1, and 2 by itself."""
+    (episode,) = open_running(ledger, task=0)
+    ledger.put_round(make_round(episode.episode_id))
+    ledger.put_round(make_round(episode.episode_id, index=1, parent=0))
+    ledger.put_round(make_round(episode.episode_id, index=2, tail=(5,))).result()
+    return episode
+
+
+def rows(ledger: Ledger) -> list[Row]:
+    batch = ledger.claim(1, min_version=0).result()
+    assert batch is not None
+    return batch.rows
+
+
+def test_scores_of_branches_and_rounds_reach_their_rows(ledger: Ledger) -> None:
+    episode = running(ledger).episode_id
+    assert ledger.notify_score(episode, 0.25, detail=ScoreDetail(round_index=1)).result() is True
+    assert ledger.notify_score(episode, -1.0, detail=ScoreDetail(branch=2)).result() is True
+    assert ledger.notify_score(episode, 1.0).result() is True
+    assert ledger.notify_score(episode, 0.5, detail=ScoreDetail(round_index=2)).result() is True  # late
+    first, second = rows(ledger)
+    assert (first.score, first.branch_score, first.round_scores) == (1.0, None, {1: 0.25})
+    assert (second.score, second.branch_score, second.round_scores) == (1.0, -1.0, {2: 0.5})
+
+
+def test_a_score_of_a_part_does_not_end_the_episode(ledger: Ledger) -> None:
+    episode = running(ledger).episode_id
+    ledger.notify_score(episode, 0.25, detail=ScoreDetail(round_index=0)).result()
+    ledger.put_round(make_round(episode, index=3, tail=(6,))).result()
+    assert ledger.counts()["episodes/running"] == 1
+
+
+def test_a_round_that_was_not_sampled_has_no_score(ledger: Ledger) -> None:
+    episode = running(ledger).episode_id
+    ledger.put_round(make_round(episode, index=3, tail=(6,), finish_reason="abort")).result()
+    for index in (3, 9, -1):
+        with pytest.raises(EpisodeError, match=f"must name a round that it sampled, got round {index}"):
+            ledger.notify_score(episode, 1.0, detail=ScoreDetail(round_index=index)).result()
+    with pytest.raises(ValueError, match="of a round or of a branch"):
+        ScoreDetail(round_index=1, branch=1)
+
+
+def test_an_episodes_score_is_the_mean_of_its_judges(ledger: Ledger) -> None:
+    episode = running(ledger).episode_id
+    assert ledger.notify_score(episode, 0.0, detail=ScoreDetail(judge="style", final=False)).result() is True
+    assert ledger.counts()["episodes/running"] == 1
+    assert ledger.notify_score(episode, 1.0, detail=ScoreDetail(judge="tests")).result() is True
+    assert ledger.counts()["groups/ready"] == 1
+    assert ledger.notify_score(episode, 0.5, detail=ScoreDetail(judge="late")).result() is True
+    assert rows(ledger)[0].score == 0.5
+    told = [(entry["judge"], entry["value"], entry["verdict"]) for entry in ledger.score_history(episode).result()]
+    assert told == [("style", 0.0, "stored"), ("tests", 1.0, "stored"), ("late", 0.5, "stored")]
+
+
+def test_the_last_judge_may_repeat_what_it_said_before(ledger: Ledger) -> None:
+    episode = running(ledger).episode_id
+    assert ledger.notify_score(episode, 0.5, detail=ScoreDetail(final=False)).result() is True
+    assert ledger.notify_score(episode, 0.5, detail=ScoreDetail(final=False)).result() is False
+    assert ledger.notify_score(episode, 0.5).result() is True
+    assert ledger.counts()["episodes/scored"] == 1 and len(ledger.score_history(episode).result()) == 1
+
+
+def test_another_value_is_a_conflict_unless_it_is_a_revision_before_training(ledger: Ledger) -> None:
+    episode = running(ledger).episode_id
+    ledger.notify_score(episode, 1.0).result()
+    with pytest.raises(ScoreConflict, match=r"is 1\.0 and stays, got 0\.5"):
+        ledger.notify_score(episode, 0.5).result()
+    revision = ScoreDetail(revise=True)
+    assert ledger.notify_score(episode, 0.5, detail=revision).result() is True
+    assert ledger.notify_score(episode, 0.5, detail=revision).result() is False
+    assert ledger.notify_score(episode, 0.5).result() is False
+    batch = ledger.claim(1, min_version=0).result()
+    assert batch is not None and batch.rows[0].score == 0.5
+    with pytest.raises(ScoreConflict, match=r"is 0\.5 and stays, got 2\.0"):
+        ledger.notify_score(episode, 2.0, detail=revision).result()
+    ledger.commit_step(batch.lease_id, step=1, version=1).result()
+    assert ledger.notify_score(episode, 0.5).result() is False
+    told = [(entry["value"], entry["verdict"]) for entry in ledger.score_history(episode).result()]
+    assert told == [(1.0, "stored"), (0.5, "conflict"), (0.5, "revised"), (2.0, "conflict")]
+
+
+@pytest.mark.parametrize(
+    "detail",
+    [ScoreDetail(revise=True, final=False), ScoreDetail(final=False), ScoreDetail(), ScoreDetail(judge="other")],
+)
+def test_judges_that_never_end_do_not_fill_the_ledger(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, detail: ScoreDetail
+) -> None:
+    monkeypatch.setattr("buffers.ledger.scores.MAX_REPORTS", 5)
+    episode = running(ledger).episode_id
+    ledger.notify_score(episode, 0.0, detail=ScoreDetail(final=False)).result()
+    if detail.judge:
+        ledger.notify_score(episode, 0.0).result()
+    for number in range(1, 6):
+        with suppress(ScoreConflict, ScoreError):
+            ledger.notify_score(episode, float(number), detail=detail).result()
+    with pytest.raises(ScoreError, match="must be at most 5 reports, got one more; report its final score"):
+        ledger.notify_score(episode, 6.0, detail=detail).result()
+    assert len(ledger.score_history(episode).result()) == 5
+    last = [entry["value"] for entry in ledger.score_history(episode).result() if entry["verdict"] != "conflict"][-1]
+    ledger.notify_score(episode, last, detail=ScoreDetail(judge=detail.judge)).result()  # what it said before ends it
+    assert ledger.counts()["episodes/scored"] == 1
+
+
+def test_a_score_after_the_group_is_in_a_batch_is_recorded_and_refused(ledger: Ledger) -> None:
+    episode = running(ledger).episode_id
+    ledger.notify_score(episode, 1.0).result()
+    batch = ledger.claim(1, min_version=0).result()
+    assert batch is not None
+    with pytest.raises(EpisodeClosed, match="its group is leased"):
+        ledger.notify_score(episode, 0.0, detail=ScoreDetail(judge="slow")).result()
+    ledger.release(batch.lease_id).result()
+    with pytest.raises(EpisodeClosed, match="its group was in a batch"):
+        ledger.notify_score(episode, 0.0, detail=ScoreDetail(round_index=0)).result()
+    assert [entry["verdict"] for entry in ledger.score_history(episode).result()] == ["stored", "closed", "closed"]
+
+
+def test_a_group_may_lose_members_down_to_its_least_size(ledger: Ledger) -> None:
+    ledger.put_tasks([])
+    episodes = open_running(ledger, task=0, group_size=4, min_size=2)
+    ledger.fail_episode(episodes[0].episode_id, "broken", max_attempts=1).result()
+    for episode, score in ((episodes[1], 1.0), (episodes[2], 0.0)):
+        ledger.put_round(make_round(episode.episode_id))
+        ledger.notify_score(episode.episode_id, score).result()
+    assert ledger.counts()["groups/ready"] == 0
+    ledger.fail_episode(episodes[3].episode_id, "broken", max_attempts=1).result()
+    counts = ledger.counts()
+    assert counts["groups/ready"] == 1 and counts["scored/ready"] == 2 and counts["failed/broken"] == 2
+    assert [row.episode_id for row in rows(ledger)] == [episodes[1].episode_id, episodes[2].episode_id]
+    assert ledger.imbalance() == 0
+
+
+def test_a_group_that_lost_too_many_is_given_up(ledger: Ledger) -> None:
+    episodes = open_running(ledger, task=0, group_size=3, min_size=2)
+    ledger.put_round(make_round(episodes[0].episode_id))
+    ledger.notify_score(episodes[0].episode_id, 1.0).result()
+    for episode in episodes[1:]:
+        ledger.fail_episode(episode.episode_id, "broken", max_attempts=1).result()
+    counts = ledger.counts()
+    assert counts["evicted/failed"] == 1 and counts["lost/failed"] == 1 == counts["scored/evicted"]
+    assert ledger.imbalance() == 0
+
+
+def test_equal_scores_of_the_members_left_are_dropped_too() -> None:
+    with Ledger(None, drop_zero_variance=True) as ledger:
+        episodes = open_running(ledger, task=0, group_size=3, min_size=2)
+        for episode in episodes[:2]:
+            ledger.put_round(make_round(episode.episode_id))
+            ledger.notify_score(episode.episode_id, 1.0).result()
+        ledger.fail_episode(episodes[2].episode_id, "broken", max_attempts=1).result()
+        assert ledger.counts()["evicted/no variance"] == 1

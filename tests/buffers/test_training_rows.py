@@ -1,0 +1,144 @@
+"""Rounds become rows: one per branch, each sampled token trained once."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from buffers.records import EpisodeScores, Round, Row
+from buffers.token_tree import TokenTree
+from buffers.training_rows import episode_rows
+from tests.support.buffer_parts import make_round
+
+
+def rows_of(rounds: list[Round]) -> list[Row]:
+    return episode_rows(rounds, group_id=4, scores=EpisodeScores(whole=0.5))
+
+
+def test_a_linear_episode_is_one_row_that_trains_all_its_sampled_tokens() -> None:
+    (row,) = rows_of(
+        [
+            make_round("e", index=0, tail=[1, 2], sampled=[7, 8], version=3),
+            make_round("e", index=1, parent=0, tail=[3], sampled=[9], version=4),
+        ]
+    )
+    assert row.ids.tolist() == [1, 2, 7, 8, 3, 9]
+    assert row.mask.tolist() == [0, 0, 1, 1, 0, 1]
+    assert row.logprobs.tolist() == [0, 0, -0.125, -0.25, 0, -0.125]
+    assert row.versions.tolist() == [-1, -1, 3, 3, -1, 4]
+    assert row.rounds.tolist() == [-1, -1, 0, 0, -1, 1]
+    assert (row.episode_id, row.group_id, row.score, row.loss_weight) == ("e", 4, 0.5, 1.0)
+
+
+def test_a_shared_prefix_is_trained_in_the_branch_whose_leaf_came_first() -> None:
+    first, second = rows_of(
+        [
+            make_round("e", index=0, tail=[1], sampled=[2]),
+            make_round("e", index=1, parent=0, tail=[3], sampled=[4]),
+            make_round("e", index=2, parent=0, tail=[5], sampled=[6]),
+        ]
+    )
+    assert first.ids.tolist() == [1, 2, 3, 4] and first.mask.tolist() == [0, 1, 0, 1]
+    assert second.ids.tolist() == [1, 2, 5, 6] and second.mask.tolist() == [0, 0, 0, 1]
+    assert second.logprobs.tolist() == [0, 0, 0, -0.125] and second.versions.tolist() == [-1, -1, -1, 0]
+    assert (first.loss_weight, second.loss_weight) == (0.5, 0.5)
+
+
+def test_an_aborted_round_is_never_trained() -> None:
+    (row,) = rows_of(
+        [
+            make_round("e", index=0, sampled=[4]),
+            make_round("e", index=1, parent=0, tail=[3], sampled=[5], finish_reason="abort"),
+        ]
+    )
+    assert row.ids.tolist() == [1, 2, 4] and row.loss_weight == 1.0
+
+
+def test_a_branch_without_sampled_tokens_of_its_own_makes_no_row() -> None:
+    (row,) = rows_of(
+        [
+            make_round("e", index=0, tail=[1], sampled=[2]),
+            make_round("e", index=1, parent=0, tail=[3], sampled=[4]),
+            make_round("e", index=2, parent=0, tail=[5], sampled=[]),
+        ]
+    )
+    assert row.ids.tolist() == [1, 2, 3, 4] and row.loss_weight == 1.0
+
+
+def test_a_child_of_an_aborted_round_is_refused() -> None:
+    with pytest.raises(ValueError, match="round 1 of episode e: parent must be an earlier round that was not aborted"):
+        rows_of([make_round("e", index=0, finish_reason="abort"), make_round("e", index=1, parent=0)])
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> list[Round]:
+    rounds: list[Round] = []
+    for index in range(draw(st.integers(1, 10))):
+        parents = [round_.round_index for round_ in rounds if round_.finish_reason != "abort"]
+        first_id = 100 * index
+        rounds.append(
+            make_round(
+                "e",
+                index=index,
+                parent=draw(st.sampled_from([None, *parents])),
+                tail=range(first_id, first_id + draw(st.integers(0, 3))),
+                sampled=range(first_id + 50, first_id + 50 + draw(st.integers(0, 3))),
+                version=index,
+                finish_reason=draw(st.sampled_from(["stop", "stop", "length", "abort"])),
+            )
+        )
+    return rounds
+
+
+@given(rounds=trees(), seed=st.integers(0, 1000))
+def test_each_sampled_token_is_trained_once_and_ids_are_the_exact_path(rounds: list[Round], seed: int) -> None:
+    shuffled = random.Random(seed).sample(rounds, len(rounds))
+    rows = rows_of(shuffled)
+    by_index = {round_.round_index: round_ for round_ in rounds}
+
+    expected = sorted(
+        (int(token), index) for index, r in by_index.items() if r.finish_reason != "abort" for token in r.sampled_ids
+    )
+    trained = sorted(
+        (int(token), int(index))
+        for row in rows
+        for token, index in zip(row.ids[row.mask == 1], row.rounds[row.mask == 1])
+    )
+    assert trained == expected
+
+    for row in rows:
+        assert row.num_trained > 0 and row.loss_weight == 1 / len(rows)
+        assert (row.versions == row.rounds).all()  # the tree stamps each round with its index
+        path, leaf = [], int(max(row.ids // 100))  # ids tell their round; a leaf has the highest index of its path
+        current: int | None = leaf
+        while current is not None:
+            path.insert(0, by_index[current])
+            current = by_index[current].parent
+        assert row.ids.tolist() == [i for r in path for part in (r.tail_ids, r.sampled_ids) for i in part.tolist()]
+
+
+def test_a_prompt_continues_the_longest_earlier_round_that_it_starts_with() -> None:
+    tree = TokenTree("e")
+
+    def add(prompt: list[int], sampled: list[int], finish_reason: str = "stop") -> Round:
+        return tree.add(
+            prompt_ids=np.array(prompt, dtype=np.int32),
+            sampled_ids=np.array(sampled, dtype=np.int32),
+            logprobs=np.zeros(len(sampled), dtype=np.float32),
+            versions=np.zeros(len(sampled), dtype=np.int32),
+            finish_reason=finish_reason,
+        )
+
+    assert add([1, 2], [3]).parent is None
+    assert add([1, 2, 3, 4], [5]).parent == 0
+    longest = add([1, 2, 3, 4, 5, 6], [7], "abort")
+    assert longest.parent == 1 and longest.tail_ids.tolist() == [6]
+    after_abort = add([1, 2, 3, 4, 5, 6, 7, 8], [9])
+    assert after_abort.parent == 1 and after_abort.tail_ids.tolist() == [6, 7, 8]
+    edited = add([1, 2, 99, 4], [5])
+    assert edited.parent is None and edited.tail_ids.tolist() == [1, 2, 99, 4]
+    assert edited.round_index == 4

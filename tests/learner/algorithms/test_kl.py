@@ -1,0 +1,75 @@
+"""Rules of learner/algorithms/kl.py, against numbers computed by hand and exact sums over a small vocabulary."""
+
+import math
+
+import pytest
+import torch
+
+from configs.schema import LearnerConfig
+from learner.algorithms.kl import KINDS, KLCoefficient, kl_estimate
+
+POLICY = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+REFERENCE = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+KL = float((POLICY * (POLICY / REFERENCE).log()).sum())
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("k1", [0.0, 0.5, -0.5]),
+        ("abs", [0.0, 0.5, 0.5]),
+        ("k2", [0.0, 0.125, 0.125]),
+        ("k3", [0.0, math.exp(-0.5) - 0.5, math.exp(0.5) - 1.5]),
+    ],
+)
+def test_estimates_by_hand(kind: str, expected: list[float]) -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -3.0])
+    estimate = kl_estimate(logprobs, reference=logprobs - torch.tensor([0.0, 0.5, -0.5]), kind=kind)
+    assert estimate.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_k1_and_k3_are_kl_in_the_mean(kind: str) -> None:
+    assert float((POLICY * kl_estimate(POLICY.log(), reference=REFERENCE.log(), kind=kind)).sum()) == pytest.approx(KL)
+
+
+def test_mean_gradients_as_a_loss_are_those_of_the_table() -> None:
+    logits = POLICY.log().requires_grad_()
+
+    def mean_gradient(kind: str) -> torch.Tensor:
+        logprobs = logits.log_softmax(0)
+        sampled = (POLICY * kl_estimate(logprobs, reference=REFERENCE.log(), kind=kind)).sum()
+        return torch.autograd.grad(sampled, logits)[0]
+
+    logprobs = logits.log_softmax(0)
+    kl = torch.autograd.grad((logprobs.exp() * (logprobs - REFERENCE.log())).sum(), logits, retain_graph=True)[0]
+    other = torch.autograd.grad((REFERENCE * (REFERENCE.log() - logprobs)).sum(), logits)[0]
+    torch.testing.assert_close(mean_gradient("k1"), torch.zeros(3, dtype=torch.float64))
+    torch.testing.assert_close(mean_gradient("k2"), kl)
+    torch.testing.assert_close(mean_gradient("k3"), other)
+
+
+def test_absurd_differences_stay_finite() -> None:
+    logprobs = torch.tensor([-500.0, 0.0])
+    for kind in KINDS:
+        assert bool(kl_estimate(logprobs, reference=logprobs.flip(0), kind=kind).isfinite().all())
+
+
+def test_fixed_coefficient_stays() -> None:
+    coefficient = KLCoefficient(0.1, target=0.0)
+    coefficient.update(9.0, num_episodes=64)
+    assert coefficient.value == 0.1
+
+
+@pytest.mark.parametrize(("mean_kl", "factor"), [(0.055, 1.1), (9.0, 1.2), (0.05, 1.0), (0.0, 0.8)])
+def test_adaptive_coefficient_follows_its_target_by_at_most_a_fifth_per_horizon(mean_kl: float, factor: float) -> None:
+    coefficient = KLCoefficient(0.1, target=0.05)
+    coefficient.update(mean_kl, num_episodes=10_000)
+    assert coefficient.value == pytest.approx(0.1 * factor)
+    coefficient.update(mean_kl, num_episodes=100)
+    assert coefficient.value == pytest.approx(0.1 * factor * (1 + (factor - 1) / 100))
+
+
+def test_config_offers_every_kind_in_the_loss_and_in_the_reward() -> None:
+    offered = LearnerConfig.model_fields["kl_kind"].annotation.__args__  # type: ignore[union-attr]
+    assert set(offered) == {*KINDS, *(f"reward_{kind}" for kind in KINDS)}

@@ -1,0 +1,156 @@
+"""Rules of learner/checkpoints/training_state.py: what was saved is loaded to the bit, in new processes, or refused as
+a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+
+from buffers.records import TrainBatch
+from configs.schema import LearnerConfig
+from learner.training.ranks import LearnerRanks, RankFailed
+from learner.training.trainer import Trainer
+from tests.support.learner_parts import make_model, make_trainer, walks
+
+KNOBS: dict[str, Any] = {
+    "lr": 1e-3, "critic": "separate", "critic_lr": 2e-3, "lr_warmup_steps": 3, "token_budget": 100,
+    "kl_coef": (0.01, 0.001), "epochs": 2,
+}  # fmt: skip
+CLOCKS = {"time/prepare_s", "time/train_s"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def _cluster() -> Iterator[None]:
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def batches() -> list[TrainBatch]:
+    """Four steps; the later ones hold tokens of an older version too."""
+    mixed = [
+        TrainBatch(rows=[*walks(seed=s, version=s - 1).rows[:3], *walks(seed=s, version=s).rows[3:]]) for s in (1, 2, 3)
+    ]
+    return [walks(), *mixed]
+
+
+def trained(trainer: Trainer, *, start: int, end: int) -> list[dict[str, float]]:
+    return [trainer.train_step(batch, version=v) for v, batch in enumerate(batches()) if start <= v < end]
+
+
+def without_clocks(figures: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{name: value for name, value in step.items() if name not in CLOCKS} for step in figures]
+
+
+def published(trainer: Trainer, path: Path) -> dict[str, torch.Tensor]:
+    trainer.publish(path)
+    return load_file(path)
+
+
+def test_training_goes_on_bit_for_bit_in_a_new_trainer(model: Path, tmp_path: Path) -> None:
+    first = make_trainer(model, **KNOBS)
+    trained(first, start=0, end=2)
+    first.save(tmp_path / "two")
+    after = trained(first, start=2, end=4)  # saving changes nothing
+    wanted = published(first, tmp_path / "wanted.safetensors")
+    first.close()
+    second = make_trainer(model, **KNOBS)
+    torch.rand(5)  # another random state
+    second.load(tmp_path / "two")
+    again = trained(second, start=2, end=4)
+    assert without_clocks(again) == without_clocks(after)
+    assert again[0]["policy/checked_share"] == 1.0  # the older version's weights came along
+    found = published(second, tmp_path / "found.safetensors")
+    second.close()
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
+def test_the_random_state_goes_on(model: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(model)
+    trainer.save(tmp_path / "here")  # before the first step: no optimizer state yet
+    wanted = torch.rand(3)
+    trainer.load(tmp_path / "here")
+    assert torch.equal(torch.rand(3), wanted)
+    trainer.train_step(walks(), version=0)
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"critic": "none", "advantage": "grpo"}, r"policy\.value_head\.bias must be absent, got \[1\]"),
+        ({"critic": "separate"}, r"critic\.lm\.\S+ must be \[.*\], got absent"),
+    ],
+)
+def test_a_checkpoint_of_other_parts_is_refused_before_any_change(
+    model: Path, tmp_path: Path, knobs: dict[str, Any], words: str
+) -> None:
+    saver = make_trainer(model, critic="shared")
+    saver.save(tmp_path / "shared")
+    saver.close()
+    loader = make_trainer(model, **knobs)
+    before = published(loader, tmp_path / "before.safetensors")
+    with pytest.raises(ValueError, match=words):
+        loader.load(tmp_path / "shared")
+    after = published(loader, tmp_path / "after.safetensors")
+    loader.close()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+async def _ranks(model: Path, *, num: int) -> LearnerRanks:
+    config = LearnerConfig(ranks=num, **KNOBS)
+    ranks = LearnerRanks(config, model_path=str(model), dtype="float32", temperature=1.0, seed=0, keep_versions=2)
+    await ranks.start()
+    return ranks
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_cluster")
+@pytest.mark.parametrize("num", [1, 2])
+async def test_four_steps_are_two_steps_and_two_more_in_new_processes(model: Path, tmp_path: Path, num: int) -> None:
+    first = await _ranks(model, num=num)
+    for version, batch in enumerate(batches()):
+        if version == 2:
+            await first.save(tmp_path / "two")
+        await first.train_step(batch, version=version)
+    await first.publish(tmp_path / "wanted.safetensors")
+    await first.close()
+    second = await _ranks(model, num=num)
+    await second.load(tmp_path / "two")
+    for version, batch in list(enumerate(batches()))[2:]:
+        await second.train_step(batch, version=version)
+    await second.publish(tmp_path / "found.safetensors")
+    await second.close()
+    wanted, found = load_file(tmp_path / "wanted.safetensors"), load_file(tmp_path / "found.safetensors")
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_cluster")
+async def test_two_ranks_go_on_from_what_one_saved_and_a_damaged_folder_is_refused(model: Path, tmp_path: Path) -> None:
+    single = make_trainer(model, **KNOBS)
+    trained(single, start=0, end=2)
+    single.save(tmp_path / "one")
+    wanted = published(single, tmp_path / "wanted.safetensors")
+    single.close()
+    two = await _ranks(model, num=2)
+    await two.load(tmp_path / "one")
+    await two.publish(tmp_path / "found.safetensors")
+    found = load_file(tmp_path / "found.safetensors")
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+    (tmp_path / "one" / "__0_0.distcp").unlink()
+    with pytest.raises(RankFailed, match="failed in load"):
+        await two.load(tmp_path / "one")

@@ -1,0 +1,103 @@
+"""Rules of learner/recovery/restarts.py and learner/recovery/restart_limit.py, with an engine that only dies and
+environments that are killed early."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from buffers.errors import EngineDied, EngineError, EnvError
+from env_adapters.child_process import start_environment
+from learner.recovery.restart_limit import MAX_IN_A_ROW, RestartLimit
+from learner.recovery.restarts import Environment, restart_engine, start_engine
+
+
+class Mortal:
+    """Its first starts fail, with these errors."""
+
+    def __init__(self, *errors: EngineError) -> None:
+        self.errors = list(errors)
+        self.starts = 0
+        self.is_supervised = False
+
+    async def start(self) -> None:
+        self.starts += 1
+        if self.errors:
+            raise self.errors.pop(0)
+
+    restart = start
+
+    async def until_dead(self) -> None:
+        """It is dead."""
+
+
+async def test_an_engine_that_dies_while_it_starts_is_started_again() -> None:
+    engine, restart_limit = Mortal(EngineDied("killed"), EngineDied("killed")), RestartLimit()
+    await start_engine(engine, restart_limit=restart_limit)
+    assert engine.starts == 3 and restart_limit.figures() == {"restarts/engine": 2.0}
+
+
+async def test_an_engine_that_cannot_start_is_not_tried_again() -> None:
+    engine = Mortal(EngineError("no such model"))
+    with pytest.raises(EngineError, match="no such model"):
+        await start_engine(engine, restart_limit=RestartLimit())
+    assert engine.starts == 1
+
+
+async def test_an_engine_that_keeps_dying_ends_it_with_its_error_and_a_step_forgives() -> None:
+    restart_limit = RestartLimit()
+    for _ in range(MAX_IN_A_ROW):
+        await restart_engine(Mortal(), restart_limit=restart_limit)
+    with pytest.raises(EngineError, match="the engine process died"):
+        await restart_engine(Mortal(), restart_limit=restart_limit)
+    restart_limit.progress()
+    await restart_engine(Mortal(EngineError("again")), restart_limit=restart_limit)
+    assert restart_limit.figures() == {"restarts/engine": MAX_IN_A_ROW + 2.0}
+
+
+KILLED_TWICE = """
+import os, signal, sys
+from pathlib import Path
+starts = Path("starts")
+starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
+if starts.read_text() in sys.argv[1].split(","):
+    os.kill(os.getpid(), signal.SIGKILL)
+print("ready 127.0.0.1:1", flush=True)
+sys.stdin.read()
+"""
+
+
+async def never(_: str) -> None:
+    raise AssertionError("it never ran")
+
+
+def environment(folder: Path, *, kills: str) -> Environment:
+    command = [sys.executable, "-c", KILLED_TWICE, kills]
+    return Environment(
+        partial(start_environment, command, env={}, cwd=folder, log=folder / "log", deadline_s=60.0), lost=never
+    )
+
+
+async def test_an_environment_that_is_killed_before_it_is_ready_is_started_again(tmp_path: Path) -> None:
+    started, restart_limit = environment(tmp_path, kills="x,xx"), RestartLimit()
+    assert await started.start(restart_limit=restart_limit) == "127.0.0.1:1"
+    await started.stop()
+    assert restart_limit.figures() == {"restarts/environment": 2.0}
+
+
+async def test_an_environment_that_ends_by_itself_before_it_is_ready_is_not_tried_again(tmp_path: Path) -> None:
+    start = partial(start_environment, [sys.executable, "-c", "raise SystemExit('no port')"], cwd=tmp_path)
+    started = Environment(partial(start, env={}, log=tmp_path / "log", deadline_s=60.0), lost=never)
+    restart_limit = RestartLimit()
+    with pytest.raises(EnvError, match="no port"):
+        await started.start(restart_limit=restart_limit)
+    assert restart_limit.figures() == {}
+
+
+async def test_an_environment_that_is_killed_each_time_ends_it(tmp_path: Path) -> None:
+    kills = ",".join("x" * number for number in range(1, MAX_IN_A_ROW + 2))
+    with pytest.raises(EnvError, match="was killed before it was ready"):
+        await environment(tmp_path, kills=kills).start(restart_limit=RestartLimit())

@@ -1,0 +1,138 @@
+"""Rules of learner/startup/ray_cluster.py, with a real Ray: it answers only who has its token, and its files are its
+user's alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from learner.startup import ray_cluster
+from tests.support.child_process import child_process, gone
+
+ROOT = Path(__file__).parents[3]
+ASKING = """
+import sys
+from ray._raylet import GcsClient
+from ray.exceptions import AuthenticationError
+try:
+    GcsClient(address=sys.argv[1]).internal_kv_keys(b"", b"", 10)
+except AuthenticationError:
+    print("refused")
+else:
+    print("answered")
+"""
+KILLED = """
+import sys
+from learner.startup import ray_cluster as cluster
+cluster.start("")
+print(cluster._folder, flush=True)
+sys.stdin.read()
+"""
+TWICE = """
+import json
+from learner.startup import ray_cluster as cluster
+seen = []
+for _ in range(2):
+    cluster.start("")
+    seen.append((str(cluster._folder), (cluster._folder / "token").read_text()))
+    cluster.stop()
+print(json.dumps(seen))
+"""
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Its folder. The user has a token of another Ray, and has turned tokens off."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ray_cluster.TOKEN, "another")
+        patch.setenv(ray_cluster.MODE, "disabled")
+        ray_cluster.start("")
+        try:
+            assert (os.environ[ray_cluster.TOKEN], os.environ[ray_cluster.MODE]) == ("another", "disabled")
+            assert ray_cluster.TOKEN_PATH not in os.environ
+            assert ray_cluster._folder is not None
+            yield ray_cluster._folder
+        finally:
+            ray_cluster.stop()
+
+
+def ask(environment: dict[str, str], *, home: Path) -> str:
+    """What another process of this user is told."""
+    address = ray.get_runtime_context().gcs_address
+    done = subprocess.run(
+        [sys.executable, "-c", ASKING, address], capture_output=True, text=True, timeout=60, check=False,
+        env={"PATH": os.environ["PATH"], "HOME": str(home), **environment},
+    )  # fmt: skip
+    return done.stdout.strip() or done.stderr
+
+
+def test_who_has_no_token_is_refused(started: Path, tmp_path: Path) -> None:
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("of all runs of this user")
+    assert ask({}, home=tmp_path) == "refused"
+    assert ask({ray_cluster.MODE: "token"}, home=tmp_path) == "refused"
+    assert ask({ray_cluster.MODE: "token", ray_cluster.TOKEN: "another"}, home=tmp_path) == "refused"
+    assert ask({ray_cluster.MODE: "token", ray_cluster.TOKEN_PATH: str(started / "token")}, home=tmp_path) == "answered"
+
+
+def test_its_folder_and_its_token_are_its_users_alone(started: Path) -> None:
+    assert stat.S_IMODE(started.stat().st_mode) == 0o700
+    assert stat.S_IMODE((started / "token").stat().st_mode) == 0o600
+    assert list((started / "ray").glob("session_*/sockets/*")), "Ray's sockets are elsewhere"
+    if os.geteuid() == 0:
+        looking = ["ls", str(started / "ray")]
+        done = subprocess.run(
+            looking, capture_output=True, text=True, user=65534, group=65534, extra_groups=[], check=False
+        )
+        assert "Permission denied" in done.stderr
+
+
+def test_its_workers_have_the_token_and_no_copy_of_it_is_in_their_environment(started: Path) -> None:
+    @ray.remote
+    def environment() -> dict[str, str]:
+        return dict(os.environ)
+
+    seen = ray.get(environment.remote(), timeout=60)
+    token = (started / "token").read_text()
+    assert seen[ray_cluster.TOKEN_PATH] == str(started / "token") and ray_cluster.TOKEN not in seen
+    assert len(token) == 64 and token not in json.dumps(seen)
+
+
+def test_each_start_has_its_own_token_and_the_end_removes_its_folder() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=100, check=True, env=environment
+    )
+    (one, first), (two, second) = json.loads(done.stdout)
+    assert first != second and one != two
+    assert not Path(one).exists() and not Path(two).exists()
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next_one_and_what_is_in_use_is_not(started: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with child_process([sys.executable, "-c", KILLED], stdin=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        left = Path(process.stdout.readline().strip())
+        ray_cluster.remove_left_behind(left.parent)
+        assert left.is_dir() and started.is_dir()
+        process.kill()
+        assert gone(process.pid)
+        ray_cluster.remove_left_behind(left.parent)
+        assert not left.exists() and started.is_dir()
+
+
+def test_a_folder_that_is_too_deep_for_sockets_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("d" * 60)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    assert ray_cluster.temp_folder() == Path("/tmp")
+    monkeypatch.setattr("tempfile.tempdir", "/dev/shm")
+    assert ray_cluster.temp_folder() == Path("/dev/shm")

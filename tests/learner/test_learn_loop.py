@@ -1,0 +1,354 @@
+"""Rules of learner/learn_loop.py, with a real ledger and pool, and a learner and an engine that only take notes."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from buffers.ledger.ledger import Ledger
+from buffers.multi_round import MultiRoundBufferDataset
+from buffers.records import TrainBatch
+from buffers.tasks.task_pool import TaskPool
+from configs.load import load_config
+from configs.schema import BufferConfig, RunConfig
+from learner.checkpoints.store import Checkpoint, CheckpointError, CheckpointStore
+from learner.learn_loop import LearnLoop
+from learner.recovery.restart_limit import MAX_IN_A_ROW
+from learner.reporting.display import Display
+from learner.reporting.run_metrics import History
+from learner.reporting.tracker import Tracker
+from learner.training.ranks import RankDied, RankFailed
+from learner.validation import Validation
+from mocked_server.generation import GenerationStats
+from tests.support.buffer_parts import make_ready, make_round, make_task
+
+STEP = {"policy/lag_max": 0.0}
+
+
+@dataclass
+class FakeRanks:
+    """Notes what it is told, in order. `gate`: saving waits for it."""
+
+    told: list[Any] = field(default_factory=list)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    full: bool = False
+    dies_in: list[str] = field(default_factory=list)
+    """Calls in which the processes die, in this order."""
+
+    async def start(self) -> None:
+        self.told.append("start")
+
+    def _maybe_die(self, call: str) -> None:
+        if self.dies_in[:1] == [call]:
+            self.dies_in.pop(0)
+            raise RankDied(f"learner rank 0 of 1 died in {call}")
+
+    async def until_dead(self) -> None:
+        while True:
+            await asyncio.sleep(0.01)
+            self._maybe_die("idle")
+
+    async def train_step(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
+        self._maybe_die("train_step")
+        self.told.append(("train", version, batch.group_ids))
+        return dict(STEP)
+
+    async def publish(self, path: Path) -> None:
+        self._maybe_die("publish")
+        self.told.append(("publish", path.parent.name.rpartition("-")[0]))
+
+    async def save(self, folder: Path) -> None:
+        self._maybe_die("save")
+        self.told.append("save")
+        await self.gate.wait()
+        if self.full:
+            raise OSError(28, "No space left on device")
+        folder.mkdir()
+        self.told.append("saved")
+
+    async def save_pretrained(self, folder: Path) -> None:
+        folder.mkdir()
+
+    @property
+    def trained(self) -> list[Any]:
+        return [one[2] for one in self.told if one[0] == "train"]
+
+
+class FakeEngine:
+    async def load_weights(self, folder: Path, *, version: int) -> None:
+        assert folder.name.startswith(f"version-{version}-")
+
+
+@dataclass
+class Setup:
+    loop: LearnLoop
+    ranks: FakeRanks
+    ledger: Ledger
+    pool: TaskPool
+    store: CheckpointStore
+
+
+LAG = 9
+
+
+@asynccontextmanager
+async def learning(
+    tmp_path: Path,
+    ledger: Ledger,
+    *,
+    start: int = 0,
+    replays: int = 0,
+    validation: Validation | None = None,
+    dies_in: tuple[str, ...] = (),
+    started: asyncio.Future[None] | None = None,
+    checkpoint: Checkpoint | None = None,
+    **run: Any,
+) -> AsyncIterator[Setup]:
+    pool = TaskPool(
+        ledger, group_size=1, groups_per_step=1, max_policy_lag=LAG, max_running=8, deadline_s=60.0, max_attempts=1,
+        version=start, held=replays > 0 or started is not None,
+    )  # fmt: skip
+    running = asyncio.create_task(pool.run())
+    store = CheckpointStore(tmp_path / "checkpoints", keep=9)
+    ranks: Any = FakeRanks(dies_in=list(dies_in))
+
+    async def prepare(checkpoint: Checkpoint | None) -> None:
+        ranks.told.append(("prepare", checkpoint.position.step if checkpoint else 0))
+
+    (tmp_path / "weights").mkdir(exist_ok=True)
+    with Tracker(tmp_path, start=start) as tracker:
+        loop = LearnLoop(
+            run=RunConfig(**run), buffer=BufferConfig(groups_per_step=1, group_size=1, max_policy_lag=LAG),
+            ledger=ledger, rounds=MultiRoundBufferDataset(ledger), pool=pool, ranks=ranks, engine=FakeEngine(),
+            generated=GenerationStats(), store=store, weights=tmp_path / "weights", history=History(load_config()),
+            tracker=tracker, display=Display(9, console=Console(file=io.StringIO())), start=start, num_replays=replays,
+            validation=validation, prepare=prepare, started=started, checkpoint=checkpoint,
+        )  # fmt: skip
+        yield Setup(loop, ranks, ledger, pool, store)
+    pool.close()
+    await running
+
+
+async def until(true: Any) -> None:
+    async with asyncio.timeout(20):
+        while not true():
+            await asyncio.sleep(0.001)
+
+
+async def test_a_checkpoint_is_written_while_the_next_batch_is_awaited_and_the_next_update_waits_for_it(
+    tmp_path: Path,
+) -> None:
+    ledger = Ledger(None)
+    first = make_ready(ledger, task=0)
+    async with learning(tmp_path, ledger, steps=2, checkpoints=(1, 9)) as setup:
+        running = asyncio.create_task(setup.loop.run())
+        await until(lambda: "save" in setup.ranks.told)
+        second = make_ready(ledger, task=1)
+        await until(lambda: ledger.counts()["groups/leased"] == 1)  # sampled while the checkpoint is written
+        assert setup.ranks.trained == [(first,)]
+        setup.ranks.gate.set()
+        await running
+        assert setup.ranks.trained == [(first,), (second,)]
+        assert setup.ranks.told.index("saved") < setup.ranks.told.index(("train", 1, (second,)))
+        assert [one.position.step for one in setup.store.all()] == [1, 2]
+        assert setup.store.all()[0].score == 1.0
+    ledger.close()
+
+
+async def test_lost_steps_are_made_again_before_anything_new_starts(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    groups = [make_ready(ledger, task=task) for task in range(3)]
+    start = ledger.position().result()
+    for step in (1, 2):
+        batch = ledger.claim(1, min_version=0).result()
+        assert batch is not None
+        ledger.commit_step(batch.lease_id, step=step, version=step).result()
+    replays = ledger.restore(start).result()
+    async with learning(tmp_path, ledger, replays=replays, steps=4, checkpoints=(0, 9)) as setup:
+        setup.ranks.gate.set()
+        await setup.pool.put([make_task(9)])
+        asked = asyncio.create_task(setup.pool.lease(wait_s=20.0))
+        running = asyncio.create_task(setup.loop.run())
+        episode = await asked
+        assert episode is not None and episode.task.task_id == "t:9"
+        assert setup.ranks.trained[:2] == [(groups[0],), (groups[1],)]  # before the lease was given
+        await until(lambda: setup.loop.step == 3)
+        assert setup.ranks.trained == [(group,) for group in groups]
+        assert setup.loop.stop() is True
+        await running
+        newest = setup.store.newest()
+        assert newest is not None and newest.position == replace(start, lineage=1, step=3)
+    ledger.close()
+
+
+def checkpoint_of(ledger: Ledger, tmp_path: Path, *, step: int) -> Checkpoint:
+    return Checkpoint(folder=tmp_path, position=replace(ledger.position().result(), step=step), score=None)
+
+
+@pytest.mark.parametrize("replays", [0, LAG, LAG + 1])
+async def test_a_resumed_run_plays_while_its_learner_starts_unless_its_episodes_would_be_too_old(
+    tmp_path: Path, replays: int
+) -> None:
+    ledger = Ledger(None)
+    group = make_ready(ledger, task=0)
+    started = asyncio.get_running_loop().create_future()
+    checkpoint = checkpoint_of(ledger, tmp_path, step=1)
+    async with learning(
+        tmp_path, ledger, start=1, replays=replays, started=started, checkpoint=checkpoint, steps=2, checkpoints=(0, 9)
+    ) as setup:
+        setup.ranks.gate.set()
+        await setup.pool.put([make_task(9)])
+        running = asyncio.create_task(setup.loop.run())
+        assert (await setup.pool.lease(wait_s=0.2) is None) == (replays > LAG)
+        assert setup.ranks.told == []
+        started.set_result(None)
+        await running
+        # The engine has the checkpoint's weights: they are not published once more.
+        assert [one for one in setup.ranks.told if one[0] in ("train", "publish")] == [
+            ("train", 1, (group,)),
+            ("publish", "version-2"),
+        ]
+    ledger.close()
+
+
+async def test_a_new_run_plays_only_after_its_learner_has_started_and_published(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    started = asyncio.get_running_loop().create_future()
+    async with learning(tmp_path, ledger, started=started, steps=1, checkpoints=(0, 9)) as setup:
+        await setup.pool.put([make_task(9)])
+        running = asyncio.create_task(setup.loop.run())
+        assert await setup.pool.lease(wait_s=0.2) is None and setup.ranks.told == []
+        started.set_result(None)
+        assert await setup.pool.lease(wait_s=20.0) is not None
+        assert setup.ranks.told == [("publish", "version-0")]
+        assert setup.loop.stop() is True
+        setup.ranks.gate.set()
+        await running
+    ledger.close()
+
+
+async def test_a_learner_that_cannot_start_ends_the_run(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    started = asyncio.get_running_loop().create_future()
+    started.set_exception(RankFailed("no such model"))
+    async with learning(tmp_path, ledger, started=started, steps=1, checkpoints=(0, 9)) as setup:
+        with pytest.raises(RankFailed, match="no such model"):
+            await setup.loop.run()
+    ledger.close()
+
+
+async def test_a_learner_that_dies_while_it_waits_for_a_batch_is_started_again_at_once(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    async with learning(tmp_path, ledger, dies_in=("idle",), steps=1, checkpoints=(0, 9)) as setup:
+        setup.ranks.gate.set()
+        running = asyncio.create_task(setup.loop.run())
+        await until(lambda: "start" in setup.ranks.told)  # without any batch
+        group = make_ready(ledger, task=0)
+        await running
+        assert setup.ranks.told[:3] == [("publish", "version-0"), "start", ("prepare", 0)]
+        assert setup.ranks.trained == [(group,)]
+    ledger.close()
+
+
+@pytest.mark.parametrize("call", ["train_step", "publish", "save"])
+async def test_a_learner_that_dies_goes_on_from_the_newest_checkpoint_and_loses_no_batch(
+    tmp_path: Path, call: str
+) -> None:
+    ledger = Ledger(None)
+    groups = [make_ready(ledger, task=task) for task in range(5)]
+    async with learning(tmp_path, ledger, steps=5, checkpoints=(2, 9)) as setup:
+        setup.ranks.gate.set()
+        running = asyncio.create_task(setup.loop.run())
+        await until(lambda: setup.loop.step == 3)
+        setup.ranks.dies_in.append(call)
+        await running
+        told = setup.ranks.told
+        again = told[told.index("start") :]
+        checkpoint = 4 if ("train", 4, (groups[4],)) in told[: told.index("start")] and call != "save" else 2
+        assert again[1] == ("prepare", checkpoint)
+        assert [one for one in again if one[0] == "train"] == [
+            ("train", step, (groups[step],)) for step in range(checkpoint, 5)
+        ], "what was trained after the checkpoint is trained again, in the same order"
+        published = [one[1] for one in told if one[0] == "publish"]
+        assert sorted(set(published)) == [f"version-{step}" for step in range(6)]
+        counts = ledger.counts()
+        assert counts["groups/trained"] == 5 and counts["groups/leased"] == counts["groups/ready"] == 0
+        newest = setup.store.newest()
+        assert newest is not None and newest.position.step == 5
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5], "each step is reported once"
+    assert lines[-1]["restarts/learner"] == 1.0
+    ledger.close()
+
+
+async def test_a_learner_that_always_dies_ends_the_run(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    make_ready(ledger, task=0)
+    async with learning(tmp_path, ledger, steps=1, dies_in=("train_step",) * 9) as setup:
+        setup.ranks.gate.set()
+        with pytest.raises(RankDied, match="died in train_step"):
+            await setup.loop.run()
+        assert setup.ranks.told.count("start") == MAX_IN_A_ROW
+    ledger.close()
+
+
+async def test_a_disk_that_is_full_ends_the_run_with_the_remedy(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    make_ready(ledger, task=0)
+    async with learning(tmp_path, ledger, steps=1) as setup:
+        setup.ranks.full = True
+        setup.ranks.gate.set()
+        with pytest.raises(CheckpointError, match=r"step 1 could not be written .*No space left.*; free space"):
+            await setup.loop.run()
+        assert setup.store.all() == []
+    ledger.close()
+
+
+async def test_told_to_stop_before_its_first_step_it_trains_nothing(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    make_ready(ledger, task=0)
+    async with learning(tmp_path, ledger, steps=1) as setup:
+        setup.ranks.gate.set()
+        assert setup.loop.stop() is False
+        await setup.loop.run()
+        assert setup.ranks.trained == [] and ledger.counts()["groups/ready"] == 1
+    ledger.close()
+
+
+async def test_validation_goes_on_beside_training_and_the_last_weights_are_validated_too(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    validation = Validation(ledger, tasks=lambda: [make_task(50), make_task(51)], every=2, samples=1)
+    for task in range(3):
+        make_ready(ledger, task=task)
+
+    async def play(*scores: float) -> None:
+        for score in scores:
+            episode = await setup.pool.lease(wait_s=20.0)
+            assert episode is not None and episode.greedy and episode.task.task_id.startswith("val/")
+            ledger.put_round(make_round(episode.episode_id))
+            await until(lambda: setup.loop.step == 3)  # training does not wait for it
+            await setup.pool.finish(episode.episode_id, score)
+
+    async with learning(tmp_path, ledger, steps=3, validation=validation) as setup:
+        setup.ranks.gate.set()
+        running = asyncio.create_task(setup.loop.run())
+        await play(0.0, 1.0)
+        await play(0.5, 1.0)
+        await running
+        assert len(setup.ranks.trained) == 3 and ledger.counts()["groups/validated"] == 4
+        newest = setup.store.newest()
+        assert newest is not None and newest.score == 0.75  # the best checkpoint is the best validated one
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = [(line["val/step"], line["val/mean"], line["val/skipped"]) for line in lines if "val/step" in line]
+    assert found == [(0.0, 0.5, 1.0), (3.0, 0.75, 1.0)]  # that of step 2 was due while the first was under way
+    assert [line["step"] for line in lines if "reward/mean" in line] == [1, 2, 3]
+    ledger.close()

@@ -1,0 +1,89 @@
+"""Rules of learner/training/packing.py."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from learner.training.packing import Sequences, plan, split_minibatches
+
+CPU = torch.device("cpu")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40), ranks=st.integers(1, 4), budget=st.integers(20, 200)
+)
+def test_every_row_is_in_exactly_one_micro_batch_and_ranks_keep_step(
+    lengths: list[int], ranks: int, budget: int
+) -> None:
+    sizes = np.array(lengths)
+    steps = plan(sizes, rows=range(len(sizes)), num_ranks=ranks, token_budget=budget)
+    assert sorted(row for step in steps for pile in step for row in pile) == list(range(len(sizes)))
+    assert all(len(step) == ranks for step in steps)
+    for pile in (pile for step in steps for pile in step if pile):
+        assert len(pile) == 1 or sizes[pile].sum() <= budget
+    loads = [sum(int(sizes[step[rank]].sum()) for step in steps) for rank in range(ranks)]
+    assert max(loads) - min(loads) <= sizes.max()
+
+
+def test_rank_without_rows_runs_a_micro_batch_that_trains_nothing() -> None:
+    steps = plan(np.array([5]), rows=[0], num_ranks=2, token_budget=100)
+    assert steps == [[[0], []]]
+    empty = Sequences([np.arange(5, dtype=np.int32)], masks=[np.zeros(5, dtype=np.uint8)]).micro_batch([], device=CPU)
+    assert empty.ids.tolist() == [0, 0]
+    assert empty.starts.tolist() == [0, 2]
+    assert empty.mask.sum() == 0
+    assert empty.index.tolist() == []
+
+
+def test_micro_batch_packs_rows_and_numbers_its_trained_tokens() -> None:
+    rows = [np.array([5, 6, 7], dtype=np.int32), np.array([8, 9], dtype=np.int32)]
+    masks = [np.array([0, 1, 1], dtype=np.uint8), np.array([0, 1], dtype=np.uint8)]
+    micro = Sequences(rows, masks=masks).micro_batch([1, 0], device=CPU)
+    assert micro.ids.tolist() == [8, 9, 5, 6, 7]
+    assert micro.mask.tolist() == [False, True, False, True, True]
+    assert micro.starts.tolist() == [0, 2, 5]
+    assert micro.longest == 3
+    assert micro.index.tolist() == [2, 0, 1]
+
+
+def test_row_that_trains_its_first_token_is_refused() -> None:
+    rows = [np.array([5, 6], dtype=np.int32)] * 2
+    masks = [np.array([0, 1], dtype=np.uint8), np.array([1, 1], dtype=np.uint8)]
+    with pytest.raises(ValueError, match=r"mask\[0\] of row 1 must be 0, got 1"):
+        Sequences(rows, masks=masks)
+
+
+def test_packs_are_filled_before_new_ones_are_opened() -> None:
+    lengths = np.array([100, 90, 20, 18, 70])
+    steps = plan(lengths, rows=range(5), num_ranks=1, token_budget=120)
+    assert steps == [[[0, 2]], [[1, 3]], [[4]]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40), budget=st.integers(50, 200))
+def test_packs_are_more_than_half_full_but_for_one(lengths: list[int], budget: int) -> None:
+    sizes = np.array(lengths)
+    steps = plan(sizes, rows=range(len(sizes)), num_ranks=1, token_budget=budget)
+    fills = [int(sizes[pile].sum()) for (pile,) in steps]
+    assert sum(fill <= budget / 2 for fill in fills) <= 1
+
+
+@given(episodes=st.lists(st.integers(0, 9), min_size=1, max_size=30), num=st.integers(1, 6), seed=st.integers(0, 3))
+def test_minibatches_share_all_rows_and_split_no_episode(episodes: list[int], num: int, seed: int) -> None:
+    of_row = np.array(episodes)
+    parts = split_minibatches(of_row, num=num, rng=np.random.default_rng(seed))
+    assert sorted(row for part in parts for row in part) == list(range(len(of_row)))
+    members = [{episodes[row] for row in part} for part in parts]
+    assert sum(len(part) for part in members) == len(set(episodes))
+    assert len(parts) == min(num, len(set(episodes)))
+    assert max(len(part) for part in members) - min(len(part) for part in members) <= 1
+
+
+def test_minibatches_depend_on_the_seed_only() -> None:
+    of_row = np.arange(16)
+    first, same, other = (split_minibatches(of_row, num=2, rng=np.random.default_rng(seed)) for seed in (1, 1, 2))
+    assert first == same
+    assert first != other

@@ -1,0 +1,94 @@
+"""Rules of learner/training/ranks.py, with real Ray processes: any number of ranks computes the same, and a death is
+loud."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from buffers.records import TrainBatch
+from configs.schema import LearnerConfig
+from learner.training.ranks import LearnerRanks, RankFailed
+from tests.support.learner_parts import assert_same_weights, make_model, make_trainer, walks
+
+KNOBS: dict[str, Any] = {"lr": 1e-3, "lr_warmup_steps": 0, "token_budget": 100, "kl_coef": 0.01, "epochs": 2}
+CLOCKS = {"time/prepare_s", "time/train_s"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cluster() -> Iterator[None]:
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def _ranks(model: Path, *, num: int, **knobs: Any) -> LearnerRanks:
+    config = LearnerConfig(ranks=num, **KNOBS, **knobs)
+    return LearnerRanks(config, model_path=str(model), dtype="float32", temperature=1.0, seed=0, keep_versions=2)
+
+
+def _batches() -> list[TrainBatch]:
+    """The second holds tokens of both versions, and an odd number of episodes."""
+    newer = walks(num_groups=3, group_size=3, seed=2, version=1).rows
+    others = [replace(row, episode_id=f"9{row.episode_id}", group_id=row.group_id + 90) for row in newer]
+    return [walks(), TrainBatch(rows=[*walks(seed=1, version=0).rows, *others])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("knobs", [{}, {"lora": (4, 8.0), "gradient_checkpointing": True}], ids=["all", "lora"])
+async def test_two_ranks_compute_what_one_computes(model: Path, tmp_path: Path, knobs: dict[str, Any]) -> None:
+    single = make_trainer(model, **KNOBS, **knobs)
+    alone = [single.train_step(batch, version=version) for version, batch in enumerate(_batches())]
+    single.publish(tmp_path / "one.safetensors")
+    single.close()
+    ranks = _ranks(model, num=2, **knobs)
+    await ranks.start()
+    together = [await ranks.train_step(batch, version=version) for version, batch in enumerate(_batches())]
+    await ranks.publish(tmp_path / "two.safetensors")
+    await ranks.save_pretrained(tmp_path / "folder")
+    await ranks.close()
+    for one, two in zip(alone, together, strict=True):
+        assert one.keys() == two.keys()
+        for name in one.keys() - CLOCKS:
+            assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
+    weights = [load_file(tmp_path / f"{name}.safetensors") for name in ("one", "two")]
+    assert_same_weights(*weights)
+    start = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    moved = [float((weight - start[name]).abs().mean()) for name, weight in weights[0].items() if "proj" in name]
+    assert min(moved) > 1e-4
+    assert (tmp_path / "folder" / "value_head.safetensors").exists()
+
+
+@pytest.mark.slow
+async def test_death_of_a_rank_names_it_and_ends_the_others(model: Path) -> None:
+    ranks = _ranks(model, num=2)
+    await ranks.start()
+    victim = ranks._actors[1]
+    os.kill(await victim.__ray_call__.remote(lambda _: os.getpid()), signal.SIGKILL)
+    with pytest.raises(RankFailed, match="learner rank 1 of 2 died in train_step"):
+        await ranks.train_step(walks(), version=0)
+    with pytest.raises(RankFailed, match="learner rank 1 of 2 died in train_step"):  # whoever asks next is told as well
+        await ranks.publish(Path("unused"))
+    await ranks.close()
+
+
+@pytest.mark.slow
+async def test_error_of_a_rank_reaches_the_caller_with_its_cause(model: Path) -> None:
+    ranks = _ranks(model, num=1)
+    await ranks.start()
+    with pytest.raises(RankFailed, match=r"rank 0 of 1 failed in train_step: .*at least one trained token") as failure:
+        await asyncio.wait_for(ranks.train_step(TrainBatch(rows=[]), version=0), timeout=60)
+    assert isinstance(failure.value.__cause__, ValueError)

@@ -1,0 +1,370 @@
+"""Rules of learner/training/trainer.py, on one rank in this process with a small random model."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from buffers.records import Row, TrainBatch
+from learner.model import policy
+from learner.training.trainer import Trainer
+from tests.support.learner_parts import assert_same_weights, make_model, make_row, make_trainer, walks
+
+MakeTrainer = Callable[..., Trainer]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def trainer(model: Path) -> Iterator[MakeTrainer]:
+    """Makes trainers; a process has one process group at a time, so making one closes the one before."""
+    made: list[Trainer] = []
+
+    def make(**options: Any) -> Trainer:
+        if made:
+            made[-1].close()
+        made.append(make_trainer(model, **options))
+        return made[-1]
+
+    yield make
+    made[-1].close()
+
+
+def _published(trainer: Trainer, folder: Path) -> dict[str, torch.Tensor]:
+    trainer.publish(folder / "weights.safetensors")
+    return load_file(folder / "weights.safetensors")
+
+
+def _sampled_by(weights: Path, batch: TrainBatch, *, version: int, temperature: float = 1.0) -> TrainBatch:
+    """The batch as that model would have recorded it."""
+    lm = AutoModelForCausalLM.from_pretrained(weights)
+
+    def record(row: Row) -> Row:
+        ids = torch.from_numpy(row.ids).long()[None]
+        with torch.no_grad():
+            full = (lm(ids).logits[0, :-1] / temperature).log_softmax(-1)
+        own = full.gather(-1, ids[0, 1:, None]).squeeze(-1).numpy()
+        logprobs = np.concatenate([[0.0], own]).astype(np.float32) * row.mask
+        return replace(row, logprobs=logprobs, versions=np.where(row.mask, version, -1).astype(np.int32))
+
+    return replace(batch, rows=[record(row) for row in batch.rows])
+
+
+def _altered(batch: TrainBatch, *, by: float) -> TrainBatch:
+    """One token of the first row recorded wrongly."""
+    first = batch.rows[0]
+    logprobs = first.logprobs.copy()
+    logprobs[np.flatnonzero(first.mask)[0]] += by
+    return replace(batch, rows=[replace(first, logprobs=logprobs), *batch.rows[1:]])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_recorded_logprobs_of_the_same_weights_differ_by_rounding_only(
+    trainer: MakeTrainer, model: Path, temperature: float
+) -> None:
+    batch = _sampled_by(model, walks(), version=0, temperature=temperature)
+    metrics = trainer(temperature=temperature).train_step(batch, version=0)
+    assert metrics["policy/max_logprob_diff"] < 1e-5
+    assert metrics["policy/checked_share"] == 1.0
+    assert metrics["policy/is_weight_mean"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_one_altered_logprob_is_seen(trainer: MakeTrainer, model: Path) -> None:
+    batch = _altered(_sampled_by(model, walks(), version=0), by=0.25)
+    metrics = trainer().train_step(batch, version=0)
+    assert metrics["policy/max_logprob_diff"] == pytest.approx(0.25, abs=1e-5)
+    assert metrics["policy/mean_logprob_diff"] == pytest.approx(0.25 / batch.num_trained_tokens, abs=1e-5)
+
+
+def test_older_tokens_are_checked_under_the_version_that_sampled_them(
+    trainer: MakeTrainer, model: Path, tmp_path: Path
+) -> None:
+    learner = trainer(lr=1e-2, lr_warmup_steps=0)
+    learner.train_step(walks(), version=0)
+    learner.save_pretrained(tmp_path / "v1")
+    old, new = _sampled_by(model, walks(seed=1), version=0), _sampled_by(tmp_path / "v1", walks(seed=2), version=1)
+    before = _published(learner, tmp_path)
+    mixed = TrainBatch(rows=[*old.rows, *new.rows])
+    metrics = learner.train_step(mixed, version=1)
+    assert metrics["policy/max_logprob_diff"] < 1e-5
+    assert metrics["policy/checked_share"] == 1.0
+    assert metrics["policy/lag_max"] == 1.0
+    assert metrics["policy/is_weight_max"] > 1.01  # the weights did change between the versions
+    assert not torch.equal(before["model.norm.weight"], _published(learner, tmp_path)["model.norm.weight"])
+    # two steps on, version 0 is beyond keep_versions=2: neither checked nor trained, and said so
+    later = learner.train_step(mixed, version=2)
+    share = new.num_trained_tokens / mixed.num_trained_tokens
+    assert later["policy/checked_share"] == pytest.approx(share)
+    assert later["policy/too_old_share"] == pytest.approx(1.0 - share)
+
+
+def test_fresh_tail_of_an_old_episode_trains_as_if_its_old_tokens_were_context(
+    trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    base = walks()
+    old_rounds = replace(base, rows=[_first_token(row, version=0, mask=1) for row in walks(version=1).rows])
+    context = replace(base, rows=[_first_token(row, version=-1, mask=0) for row in walks(version=1).rows])
+    weights = []
+    for batch in (old_rounds, context):
+        learner = trainer(advantage="grpo", lr=1e-3, lr_warmup_steps=0, keep_versions=1)
+        learner.train_step(batch, version=1)
+        weights.append(_published(learner, tmp_path))
+    assert_same_weights(*weights)
+
+
+def _first_token(row: Row, *, version: int, mask: int) -> Row:
+    """The row with another version and mask on its first trained token."""
+    first = int(np.flatnonzero(row.mask)[0])
+    versions, trained = row.versions.copy(), row.mask.copy()
+    versions[first], trained[first] = version, mask
+    return replace(row, versions=versions, mask=trained)
+
+
+def test_check_of_older_versions_leaves_the_present_weights(trainer: MakeTrainer, model: Path, tmp_path: Path) -> None:
+    learner = trainer(lr=0.0, check_logprobs=True)
+    learner.train_step(walks(), version=0)
+    before = _published(learner, tmp_path)
+    learner.train_step(walks(version=0), version=1)
+    after = _published(learner, tmp_path)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_published_file_gives_the_learners_logits(trainer: MakeTrainer, model: Path, tmp_path: Path) -> None:
+    learner = trainer(lr=1e-2, lr_warmup_steps=0)
+    learner.train_step(walks(), version=0)
+    weights = _published(learner, tmp_path)
+    fresh = AutoModelForCausalLM.from_pretrained(model)
+    missing, unexpected = fresh.load_state_dict(weights, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])  # tied to the embeddings
+    fresh.save_pretrained(tmp_path / "fresh")
+    metrics = learner.train_step(_sampled_by(tmp_path / "fresh", walks(seed=3), version=1), version=1)
+    assert metrics["policy/max_logprob_diff"] < 1e-5
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_saved_folder_loads_whole_and_replaces_the_one_before(
+    trainer: MakeTrainer, model: Path, tmp_path: Path
+) -> None:
+    learner = trainer(lr=1e-2, lr_warmup_steps=0)
+    learner.save_pretrained(tmp_path / "out")
+    learner.train_step(walks(), version=0)
+    learner.save_pretrained(tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    for name, weight in _published(learner, tmp_path).items():
+        assert torch.equal(loaded[name], weight)
+    chat = [{"role": "user", "content": "Hi"}]
+    texts = [
+        AutoTokenizer.from_pretrained(folder).apply_chat_template(chat, tokenize=False)
+        for folder in (model, tmp_path / "out")
+    ]
+    assert texts[0] == texts[1]
+    head = load_file(tmp_path / "out" / "value_head.safetensors")
+    assert head["weight"].shape == (1, 128) and head["bias"].shape == (1,)
+    assert float(head["weight"].abs().max()) > 0.0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "weights.safetensors"]
+
+
+def _bandit(*, tokens: tuple[int, int] = (7, 9)) -> TrainBatch:
+    """Two groups of four one-token episodes after the same prompt; the first token wins."""
+    rows = [
+        make_row(
+            [1, 2, 3, tokens[sample % 2]],
+            mask=[0, 0, 0, 1],
+            episode=f"{group}-{sample}-0",
+            group=group,
+            score=float(sample % 2 == 0),
+        )
+        for group in range(2)
+        for sample in range(4)
+    ]
+    return TrainBatch(rows=rows)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"advantage": "grpo"},
+        {"advantage": "gae", "critic": "shared"},
+        {"advantage": "gae", "critic": "separate"},
+        {"advantage": "grpo", "kl_coef": 0.01, "entropy_coef": 0.001},
+        {"advantage": "rloo", "loss": "gspo", "clip": [0.2, 0.2], "loss_agg": "seq-mean-token-mean"},
+        {"advantage": "dr_grpo", "loss_agg": "seq-mean-token-sum-norm"},
+        {"advantage": "opo", "loss": "cispo", "loss_agg": "seq-mean-token-sum"},
+        {"advantage": "reinforce_plus_plus", "kl_coef": (0.01, 0.01), "kl_kind": "reward_k1"},
+        {"advantage": "reinforce_plus_plus_baseline", "correction": "icepop"},
+    ],
+)
+def test_token_that_wins_becomes_likelier(
+    trainer: MakeTrainer, model: Path, tmp_path: Path, knobs: dict[str, object]
+) -> None:
+    learner = trainer(lr=5e-3, critic_lr=5e-3, lr_warmup_steps=0, **knobs)
+    path = model
+    for version in range(3):
+        learner.train_step(_sampled_by(path, _bandit(), version=version), version=version)
+        learner.save_pretrained(tmp_path / "now")
+        path = tmp_path / "now"
+    start, end = (AutoModelForCausalLM.from_pretrained(folder) for folder in (model, path))
+    with torch.no_grad():
+        before, after = (lm(torch.tensor([[1, 2, 3]])).logits[0, -1].log_softmax(-1) for lm in (start, end))
+    assert float(after[7] - before[7]) > 0.2
+    assert float(after[7] - after[9]) > float(before[7] - before[9]) + 0.5
+
+
+@pytest.mark.parametrize("critic", ["shared", "separate"])
+def test_critic_learns_the_score(trainer: MakeTrainer, model: Path, critic: str) -> None:
+    learner = trainer(critic=critic, lr=1e-3, critic_lr=3e-3, lr_warmup_steps=0)
+    batch = _bandit()
+    always = replace(batch, rows=[replace(row, score=0.8) for row in batch.rows])
+    values = [learner.train_step(always, version=0)["critic/value_mean"] for _ in range(25)]
+    assert values[0] == 0.0
+    assert values[-1] == pytest.approx(0.8, abs=0.25)
+
+
+def test_reference_is_the_policy_before_the_first_step(trainer: MakeTrainer) -> None:
+    learner = trainer(advantage="grpo", kl_coef=0.1, lr=1e-2, lr_warmup_steps=0, minibatches=1)
+    first = learner.train_step(_bandit(), version=0)
+    second = learner.train_step(_bandit(), version=1)
+    assert first["policy/kl_ref"] == pytest.approx(0.0, abs=1e-9)
+    assert second["policy/kl_ref"] > 1e-4
+
+
+def test_kl_in_the_reward_is_taken_off_token_by_token(trainer: MakeTrainer, model: Path, tmp_path: Path) -> None:
+    learner = trainer(
+        advantage="reinforce_plus_plus", kl_coef=(0.5, 0.01), kl_kind="reward_k1", lr=1e-2, lr_warmup_steps=0
+    )
+    first = learner.train_step(_sampled_by(model, _bandit(), version=0), version=0)
+    assert first["policy/kl_ref"] == pytest.approx(0.0, abs=1e-6)
+    assert first["policy/kl_coef"] == 0.5
+    second = learner.train_step(_bandit(), version=1)
+    # the KL was below its target: eight episodes of a horizon of 10,000 at the largest error
+    assert second["policy/kl_coef"] == pytest.approx(0.5 * (1 - 0.2 * 8 / 10_000))
+    assert abs(second["policy/kl_ref"]) > 1e-4
+
+
+def test_round_scores_reach_the_critics_targets(trainer: MakeTrainer) -> None:
+    row = make_row([1, 2, 3, 4, 5], mask=[0, 1, 0, 1, 1], rounds=[0, 0, 0, 1, 1], score=1.0, round_scores={0: 0.25})
+    other = make_row([1, 2], mask=[0, 1], episode="0-1-0")
+    metrics = trainer(gamma=0.5, lam=1.0, minibatches=1).train_step(TrainBatch(rows=[row, other]), version=0)
+    # returns 0.25 + 0.5 * 1, 1, 1 and 0; values 0
+    assert metrics["critic/vf_loss"] == pytest.approx(0.5 * (0.75**2 + 1.0 + 1.0) / 4)
+
+
+def test_cpo_learns_from_a_hint_where_all_failed(trainer: MakeTrainer, model: Path, tmp_path: Path) -> None:
+    failed = _bandit()
+    hinted = replace(failed, rows=[replace(row, score=0.0, hint="<|im_end|>" * 3) for row in failed.rows])
+    unhinted = replace(failed, rows=[replace(row, score=0.0) for row in failed.rows])
+    learner = trainer(advantage="cpo", lr=1e-2, lr_warmup_steps=0)
+    before = _published(learner, tmp_path)
+    with pytest.raises(ValueError, match="advantage=cpo needs hints"):
+        learner.train_step(unhinted, version=0)
+    metrics = learner.train_step(hinted, version=0)
+    assert metrics["policy/grad_norm"] > 0.0
+    assert not torch.equal(before["model.norm.weight"], _published(learner, tmp_path)["model.norm.weight"])
+
+
+def test_grpo_builds_no_value_head_whatever_the_critic(trainer: MakeTrainer, tmp_path: Path) -> None:
+    learner = trainer(advantage="grpo", critic="shared")
+    assert not any(name.startswith("critic/") for name in learner.train_step(walks(), version=0))
+    learner.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out" / "value_head.safetensors").exists()
+
+
+def test_episode_of_two_equal_branches_trains_like_one(trainer: MakeTrainer, tmp_path: Path) -> None:
+    batch = _bandit()
+    half = replace(batch.rows[0], loss_weight=0.5)
+    split = replace(batch, rows=[half, half, *batch.rows[1:]])
+    weights = []
+    for one in (batch, split):
+        learner = trainer(lr=1e-3, minibatches=1, lr_warmup_steps=0)
+        learner.train_step(one, version=0)
+        weights.append(_published(learner, tmp_path))
+    assert_same_weights(*weights)
+
+
+def test_micro_batches_of_any_size_give_the_same_weights(trainer: MakeTrainer, tmp_path: Path) -> None:
+    weights = []
+    for budget in (8192, 40):
+        learner = trainer(lr=1e-3, token_budget=budget, lr_warmup_steps=0)
+        learner.train_step(walks(), version=0)
+        weights.append(_published(learner, tmp_path))
+    assert_same_weights(*weights)
+
+
+def test_few_logits_at_once_give_the_same_weights(
+    trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output matrix is needed again in the backward pass, after FSDP has given it back."""
+    weights = []
+    for limit in (policy.LOGITS_AT_ONCE, 512 * 5):
+        monkeypatch.setattr(policy, "LOGITS_AT_ONCE", limit)
+        learner = trainer(lr=1e-3, lr_warmup_steps=0, entropy_coef=0.01)
+        learner.train_step(walks(), version=0)
+        weights.append(_published(learner, tmp_path))
+    assert_same_weights(*weights)
+
+
+def test_learning_rate_warms_up_over_its_steps(trainer: MakeTrainer) -> None:
+    learner = trainer(lr=1e-4, lr_warmup_steps=3)
+    rates = [learner.train_step(_bandit(), version=0)["learner/lr"] for _ in range(5)]
+    assert rates == pytest.approx([0.25e-4, 0.5e-4, 0.75e-4, 1e-4, 1e-4])
+
+
+def test_gradient_checkpointing_computes_layers_again_and_changes_no_number(
+    trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    weights, passes = [], []
+    for again in (False, True):
+        learner = trainer(lr=1e-3, minibatches=1, lr_warmup_steps=0, gradient_checkpointing=again)
+        seen: list[bool] = []
+        learner._policy.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=seen: seen.append(True))
+        learner.train_step(walks(), version=0)
+        weights.append(_published(learner, tmp_path))
+        passes.append(len(seen))
+    assert passes == [2, 3]  # a pass without gradient, a pass with, and that one again
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_bfloat16_computes_in_it_and_publishes_it(trainer: MakeTrainer, tmp_path: Path) -> None:
+    learner = trainer(dtype="bfloat16", lr=1e-5, lr_warmup_steps=0)
+    computed: list[torch.dtype] = []
+    learner._policy.layers[0].mlp.register_forward_hook(lambda *call: computed.append(call[2].dtype))
+    metrics = learner.train_step(walks(), version=0)
+    assert metrics["learner/skipped"] == 0.0
+    assert set(computed) == {torch.bfloat16}
+    assert {weight.dtype for weight in _published(learner, tmp_path).values()} == {torch.bfloat16}
+
+
+def test_updates_below_the_resolution_of_bfloat16_add_up(trainer: MakeTrainer) -> None:
+    """The master weights are float32: a step of 1e-6 on a weight of 0.1, whose bfloat16 neighbours are 5e-4 away, is kept."""
+    learner = trainer(dtype="bfloat16", lr=1e-6, minibatches=1, lr_warmup_steps=0)
+    name = "lm.model.layers.0.mlp.up_proj.weight"
+    masters = dict(learner._policy.named_parameters())
+    assert {parameter.dtype for parameter in masters.values()} == {torch.float32}
+    start = masters[name].detach().full_tensor().clone()
+    learner.train_step(walks(), version=0)
+    once = masters[name].detach().full_tensor().clone()
+    for _ in range(4):
+        learner.train_step(walks(), version=0)
+    moved_once, moved = (once - start).abs(), (masters[name].detach().full_tensor() - start).abs()
+    large = start.abs() > 0.05
+    assert float(moved_once[large].median()) == pytest.approx(1e-6, rel=0.2)
+    assert float(moved[large].median()) > 3e-6
+    assert float((once.bfloat16() == start.bfloat16())[large].float().mean()) > 0.9  # in bfloat16 it would be lost
+
+
+def test_metrics_are_floats_under_their_names(trainer: MakeTrainer) -> None:
+    metrics = trainer().train_step(walks(), version=0)
+    assert all(type(value) is float and np.isfinite(value) for value in metrics.values())
+    expected = "policy/loss policy/approx_kl policy/clipfrac policy/grad_norm policy/entropy critic/vf_loss learner/lr"
+    expected += " critic/explained_variance policy/is_weight_mean policy/is_weight_max learner/tokens learner/skipped"
+    expected += " time/train_s policy/max_logprob_diff policy/mean_logprob_diff"
+    assert set(expected.split()) <= set(metrics)

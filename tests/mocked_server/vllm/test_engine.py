@@ -1,0 +1,184 @@
+"""The real engine: exact log-probabilities, and weights that change while a request runs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from buffers.errors import EngineError
+from configs.tiny_model import make_tiny_model
+from mocked_server.generation import Recorder
+
+pytestmark = pytest.mark.engine
+
+PROMPT = [40, 41, 42, 43]
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("other") / "model", seed=1)
+
+
+@pytest.fixture
+def original_weights(rollout, tiny_model):
+    yield
+    rollout.update_weights(tiny_model, version=0)
+
+
+def sampling(num_tokens: int, *, seed: int):
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        max_tokens=num_tokens, logprobs=0, seed=seed, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
+
+
+async def generate(engine, num_tokens: int, *, seed: int, on_token=None):
+    recorder = Recorder(f"r-{seed}")
+    outputs = engine.generate(PROMPT, sampling(num_tokens, seed=seed), request_id=f"r-{seed}-{time.monotonic_ns()}")
+    async for output in outputs:
+        recorder.add(output)
+        if on_token is not None:
+            on_token()
+    (response,) = recorder.responses(version=-1)
+    return response
+
+
+def recomputed(folder: Path, response) -> torch.Tensor:
+    """[S] log-probabilities of the sampled ids under the model in `folder`."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([PROMPT + response.sampled_ids.tolist()])
+    with torch.no_grad():
+        logprobs = model(ids).logits.log_softmax(-1)[0, len(PROMPT) - 1 : -1]
+    return logprobs.gather(1, ids[0, len(PROMPT) :, None])[:, 0]
+
+
+def test_recorded_logprobs_equal_the_models(rollout, tiny_model):
+    async def many():
+        return await asyncio.gather(*(generate(rollout.engine, 32, seed=seed) for seed in range(16)))
+
+    for response in rollout.wait(many()):
+        assert set(response.versions.tolist()) == {0}
+        assert len(response.sampled_ids) == 32
+        difference = (recomputed(tiny_model, response) - torch.tensor(response.logprobs)).abs().max()
+        assert difference < TOLERANCE
+
+
+def test_weights_change_under_a_running_request_and_each_token_names_its_version(
+    rollout, tiny_model, other_model, original_weights
+):
+    engine = rollout.engine
+
+    async def swap_midway():
+        seen = 0
+        halfway = asyncio.Event()
+
+        def on_token():
+            nonlocal seen
+            seen += 1
+            if seen == 20:
+                halfway.set()
+
+        running = asyncio.create_task(generate(engine, 200, seed=1, on_token=on_token))
+        await halfway.wait()
+        await engine.load_weights(other_model, version=1)
+        return await running
+
+    response = rollout.wait(swap_midway())
+    versions = torch.tensor(response.versions)
+    assert len(versions) == 200, "the request was neither dropped nor restarted"
+    assert versions.tolist() == sorted(versions.tolist()) and set(versions.tolist()) == {0, 1}
+    recorded = torch.tensor(response.logprobs)
+    old, new = recomputed(tiny_model, response), recomputed(other_model, response)
+    assert (old - recorded)[versions == 0].abs().max() < TOLERANCE
+    assert (new - recorded)[versions == 1].abs().max() < TOLERANCE
+    assert (old - recorded)[versions == 1].abs().max() > 0.01, "the two models must differ for this to show anything"
+
+
+def test_a_tied_head_is_refreshed_by_a_reload(rollout, tiny_model, other_model, original_weights):
+    """vLLM keeps a packed copy of a tied output head on CPU, which a plain reload leaves at the old weights."""
+    rollout.update_weights(other_model, version=3)
+    response = rollout.wait(generate(rollout.engine, 16, seed=5))
+    assert set(response.versions.tolist()) == {3}
+    assert (recomputed(other_model, response) - torch.tensor(response.logprobs)).abs().max() < TOLERANCE
+
+
+def test_closing_the_iterator_aborts_the_request(rollout):
+    engine = rollout.engine
+
+    async def leave_early():
+        outputs = engine.generate(PROMPT, sampling(256, seed=9), request_id="leaver")
+        async for _ in outputs:
+            break
+        await outputs.aclose()
+        async with asyncio.timeout(2):
+            while engine._llm.get_num_unfinished_requests():
+                await asyncio.sleep(0.01)
+
+    rollout.wait(leave_early())
+
+
+def test_what_waits_for_an_engine_that_is_replaced_is_told_and_the_next_one_answers(
+    rollout, tiny_model, original_weights
+):
+    engine = rollout.engine
+
+    async def replace_midway():
+        answering = asyncio.Event()
+        running = asyncio.create_task(generate(engine, 900, seed=1, on_token=answering.set))
+        await answering.wait()
+        await engine.restart()
+        with pytest.raises(EngineError, match="died while it answered"):
+            await asyncio.wait_for(running, 20)
+        return await generate(engine, 8, seed=2)
+
+    response = rollout.wait(replace_midway())
+    assert (recomputed(tiny_model, response) - torch.tensor(response.logprobs)).abs().max() < TOLERANCE
+
+
+def test_weights_that_were_on_their_way_when_the_engine_was_replaced_reach_the_next_one(
+    rollout, other_model, original_weights, monkeypatch
+):
+    engine = rollout.engine
+    monkeypatch.setattr(engine, "is_supervised", True)
+
+    async def never_answered(*_):
+        monkeypatch.undo()
+        monkeypatch.setattr(engine, "is_supervised", True)
+        await asyncio.Event().wait()
+
+    async def replace_meanwhile():
+        monkeypatch.setattr(engine, "_load", never_answered)
+        loading = asyncio.create_task(engine.load_weights(other_model, version=1))
+        await asyncio.sleep(0.01)  # between two looks whether the engine lives
+        await engine.restart()
+        await asyncio.wait_for(loading, 20)
+        return await generate(engine, 8, seed=3)
+
+    response = rollout.wait(replace_meanwhile())
+    assert set(response.versions.tolist()) == {1}
+    assert (recomputed(other_model, response) - torch.tensor(response.logprobs)).abs().max() < TOLERANCE
+
+
+def test_an_engine_that_slept_has_no_prefix_in_its_cache_and_answers(rollout):
+    engine = rollout.engine
+
+    async def cached(number):
+        prompt = PROMPT * 100
+        outputs = engine.generate(prompt, sampling(2, seed=0), request_id=f"cached-{number}-{time.monotonic_ns()}")
+        return [output.num_cached_tokens async for output in outputs][-1]
+
+    async def sleep_between():
+        before = [await cached(number) for number in range(2)]
+        await engine.sleep()
+        await engine.wake_up()
+        return [*before[1:], await cached(2)]
+
+    kept, after = rollout.wait(sleep_between())
+    assert kept > 0 and after == 0

@@ -1,0 +1,104 @@
+"""Rules of mocked_server/vllm/fork_server.py, with children that are no engines; whole runs fork engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from mocked_server.vllm.engine import has_gpu
+from mocked_server.vllm.fork_server import engines_of_ours
+from tests.support.child_process import child_process, gone
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = Path(__file__).with_name("fork_server_program.py")
+STARTING = Path(__file__).with_name("starting_engine.py")
+
+
+@pytest.fixture
+def forking() -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """The process that started the fork server, and what a process that was forked of that said."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with child_process([sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        yield process, json.loads(process.stdout.readline())
+
+
+def test_what_is_forked_has_what_was_imported_and_the_environment_of_its_start(forking) -> None:  # type: ignore[no-untyped-def]
+    _, said = forking
+    assert said["same"], "it was imported once more"
+    assert (said["late"], said["early"]) == ("2", False)
+
+
+def test_how_it_ended_is_known(forking) -> None:  # type: ignore[no-untyped-def]
+    assert forking[1]["code"] == -signal.SIGKILL
+
+
+def test_the_server_ends_when_all_that_use_it_have_ended(forking) -> None:  # type: ignore[no-untyped-def]
+    process, said = forking
+    assert not gone(said["server"], within_s=0.0)
+    process.kill()
+    assert gone(said["child"]) and gone(said["server"])
+
+
+def test_without_it_processes_are_started_as_vllm_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import envs
+    from vllm.v1.engine import utils
+
+    before = utils.get_mp_context
+    for method in ("fork", "spawn"):
+        # Not in the environment: vLLM reads that once and for all when an engine has run in this process.
+        monkeypatch.setitem(vars(envs), "VLLM_WORKER_MULTIPROC_METHOD", method)
+        with engines_of_ours():
+            assert utils.get_mp_context().get_start_method() == method
+            assert issubclass(utils.get_mp_context().Process, before().Process)
+    assert utils.get_mp_context is before
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("method", ["fork server", "fork", "spawn"])
+def test_an_engine_that_still_starts_ends_with_its_server_that_is_killed(tiny_model: Path, method: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(STARTING), str(tiny_model), method]
+    with child_process(command, stdin=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None and process.stdin is not None
+        server = psutil.Process(process.pid)
+        assert process.stdout.readline() == "ready\n"
+        there = set(server.children(recursive=True))
+        process.stdin.write("go on\n")
+        process.stdin.flush()
+        engine = booting(server, there)
+        process.kill()
+        process.wait()
+        assert gone(engine, within_s=60), "the engine outlived its server"
+        assert "up\n" not in process.stdout.readlines(), "it had started already"
+
+
+def booting(server: psutil.Process, there: set[psutil.Process]) -> int:
+    """The engine, as soon as it is there and has read, or reads, what it needs."""
+    until = time.monotonic() + 100
+    while time.monotonic() < until:
+        for child in set(server.children(recursive=True)) - there:
+            with suppress(psutil.NoSuchProcess, FileNotFoundError):
+                if "libtorch" in Path(f"/proc/{child.pid}/maps").read_text():
+                    return int(child.pid)
+    raise AssertionError("no engine was started")
+
+
+def test_to_ask_for_a_gpu_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where CUDA was started nothing may be forked: neither an engine nor a run that is started again."""
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: os.environ.get(name) == "1")
+    assert has_gpu()

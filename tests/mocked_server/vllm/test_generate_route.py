@@ -1,0 +1,190 @@
+"""`POST /generate`: token ids in and out, recorded under the episode whose key came with it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import numpy as np
+import pytest
+
+from agents.server_manager import ServerUnavailable
+from agents.workers.server_client import ModelServerClient
+from buffers.errors import AgentError, EpisodeError
+from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
+from mocked_server.conversation.loop_trajectories import left_out
+from tests.support.server_parts import LOGPROB
+
+
+def post(served, key, body, path="/generate"):
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.post(f"{served.server.base_url}{path}", json=body, headers=headers, timeout=30)
+
+
+def generate(served, key, prompt_ids, **sampling_params):
+    async def run():
+        async with ModelServerClient(served.server.base_url, worker_key=served.server.keys.worker) as server:
+            return await server.generate("episode", prompt_ids=prompt_ids, sampling_params=sampling_params, api_key=key)
+
+    return asyncio.run(run())
+
+
+def test_a_generation_is_a_round_of_the_keys_episode(served):
+    served.engine.version = 3
+    episode, client = served.lease()
+    prompt = served.ids("What now?", end=False)
+    output = generate(served, client.api_key, prompt, temperature=0.7, top_p=0.5, max_tokens=16)
+    assert output.token_ids == served.ids("ok")
+    assert output.log_probs == [LOGPROB] * len(output)
+    assert output.versions == [3] * len(output)
+    assert output.stop_reason == "completed"
+    more = prompt + output.token_ids + served.ids("And then?", end=False)
+    generate(served, client.api_key, more)
+    first, second = served.stored(episode)
+    assert first.tail_ids.tolist() == prompt
+    assert (second.parent, second.tail_ids.tolist()) == (0, served.ids("And then?", end=False))
+    assert served.engine.params[0].temperature == 1.0, "the run's"
+    assert served.engine.params[0].top_p == 1.0
+
+
+def test_the_workers_key_generates_for_nobodys_records(served):
+    before = served.ledger.counts()["rounds"]
+    output = generate(served, "", served.ids("hello", end=False), max_tokens=1)
+    assert (len(output), output.stop_reason) == (1, "completed")
+    assert served.ledger.counts()["rounds"] == before
+
+
+def test_other_keys_open_nothing(served):
+    body = {"prompt_ids": [1]}
+    keys = served.server.keys
+    assert [post(served, key, body).status_code for key in ("x", "us-1-0-0-bad", keys.scorer, keys.admin)] == [401] * 4
+    _, client = served.lease()
+    assert post(served, client.api_key, {}, path="/sleep").status_code == 401
+    assert post(served, keys.worker, {}, path="/sleep").status_code == 200
+    assert post(served, keys.worker, {}, path="/wake_up").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"prompt_ids": []}, "prompt_ids must be a list of token ids, not empty"),
+        ({"prompt_ids": [1, "2"]}, "prompt_ids must be"),
+        ({"prompt_ids": [True]}, "prompt_ids must be"),
+        ({"prompt_ids": [1, 99_999]}, "vocabulary of 512, got 99999"),
+        ({"prompt_ids": [-1]}, "vocabulary of 512, got -1"),
+        ({"prompt_ids": [1], "sampling_params": {"max_token": 3}}, "did you mean 'max_tokens'"),
+        ({"prompt_ids": [1], "sampling_params": {"max_tokens": -3}}, "max_tokens"),
+        ({"prompt_ids": [1], "prompt": "x"}, "the body must hold"),
+        ({"prompt_ids": [1] * 600}, "prompt \\+ completion must be <= 512"),
+        ([1], "the body must hold"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused_by_name(served, body, says):
+    _, client = served.lease()
+    reply = post(served, client.api_key, body)
+    assert reply.status_code == 400
+    assert pytest.importorskip("re").search(says, reply.json()["error"]["message"])
+
+
+def test_a_token_that_is_left_out_stays_in_the_row_and_is_not_trained(served):
+    episode, client = served.lease()
+    prompt = served.ids("What now?", end=False)
+    output = generate(served, client.api_key, prompt)
+    (live,) = served.server.episodes.get(episode).rounds
+    assert live.round_index == 0
+    served.ledger.mask_tokens(episode, {0: np.array([1] + [0] * (len(output) - 1))}).result(10)
+    served.call(served.server.notify_score(episode, 1.0))
+    batch = served.ledger.claim(served.ledger.counts()["groups/ready"], min_version=0).result(10)
+    served.ledger.release(batch.lease_id).result(10)
+    rows = [row for row in batch.rows if row.episode_id == episode]
+    assert [row.ids.tolist() for row in rows] == [prompt + output.token_ids]
+    assert [row.mask.tolist() for row in rows] == [[0] * len(prompt) + [1] + [0] * (len(output) - 1)]
+    assert rows[0].logprobs[rows[0].mask == 0].tolist() == [0.0] * (len(rows[0].ids) - 1)
+    with pytest.raises(EpisodeError, match="ended"):
+        served.ledger.mask_tokens(episode, {0: np.array([1])}).result(10)
+
+
+def test_a_server_that_is_gone_is_told_apart_from_a_refusal(served):
+    with pytest.raises(AgentError, match="vocabulary"):
+        generate(served, "", [99_999])
+
+    async def overloaded(status):
+        class Answers(BaseHTTPRequestHandler):
+            def do_POST(self):
+                self.send_response(status)
+                self.end_headers()
+
+            def log_message(self, *_): ...
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as listener:
+            threading.Thread(target=listener.serve_forever).start()
+            try:
+                async with ModelServerClient(f"http://127.0.0.1:{listener.server_port}") as server:
+                    await server.generate("a", prompt_ids=[1], sampling_params={}, api_key="k")
+            finally:
+                listener.shutdown()
+
+    with pytest.raises(ServerUnavailable, match="503"):
+        asyncio.run(overloaded(503))
+    with pytest.raises(AgentError):
+        asyncio.run(overloaded(500))
+
+    async def nowhere():
+        async with ModelServerClient("http://127.0.0.1:9") as server:
+            assert not await server.healthy()
+            await server.generate("a", prompt_ids=[1], sampling_params={}, api_key="")
+
+    with pytest.raises(ServerUnavailable, match="cannot be reached"):
+        asyncio.run(nowhere())
+
+
+class Output:
+    def __init__(self, prompt_ids, response_ids, response_mask):
+        self.prompt_ids, self.response_ids, self.response_mask = prompt_ids, response_ids, response_mask
+
+
+def live_of(*rounds):
+    """(parent index, tail, sampled), as they were generated."""
+    live = LiveEpisode(episode=None)
+    made = []
+    for index, (parent, tail, sampled) in enumerate(rounds):
+        made.append(
+            LiveRound(
+                parent=None if parent is None else made[parent],
+                ids=np.array([*tail, *sampled], np.int32),
+                num_sampled=len(sampled),
+                finish_reason="stop",
+                text="",
+                round_index=10 + index,
+            )
+        )
+        live.add_round(made[-1], chat=None)
+    return live
+
+
+def trained(live, *outputs):
+    return {index: flags.tolist() for index, flags in left_out(live, outputs).items()}
+
+
+def test_what_no_trajectory_says_was_sampled_is_left_out():
+    live = live_of((None, [1, 2], [3, 4]), (0, [5], [6, 7]), (0, [8], [9]))
+    whole, other = Output([1, 2], [3, 4, 5, 6, 7], [1, 1, 0, 1, 1]), Output([1, 2], [3, 4, 8, 9], [1, 1, 0, 1])
+    assert trained(live, whole, other) == {}
+    assert trained(live, whole) == {12: [0]}
+    assert trained(live, other, Output([1, 2], [3, 4, 5, 6], [0, 1, 0, 1])) == {11: [1, 0]}
+    assert trained(live, Output([1, 2], [3, 4, 5, 5, 5], [0, 1, 0, 0, 0])) == {10: [0, 1], 11: [0, 0], 12: [0]}
+
+
+def test_trajectories_are_what_was_sampled():
+    live = live_of((None, [1, 2], [3, 4]), (0, [5], [6, 7]), (0, [8], [9]))
+    for ids, mask, place in (
+        ([3, 4, 5, 6, 8], [1, 1, 0, 1, 1], 4),
+        ([3, 4, 5, 6, 7], [1, 1, 1, 1, 1], 2),
+        ([4, 4], [1, 1], 0),
+    ):
+        with pytest.raises(AgentError, match=f"position {place} of response_ids"):
+            left_out(live, [Output([1, 2], ids, mask)])
+    with pytest.raises(AgentError, match="at least one token"):
+        left_out(live, [Output([1, 2], [3, 4], [0, 0])])

@@ -1,0 +1,109 @@
+"""What the server relies on inside vLLM, one test for each: a new version of vLLM that moves something says here what it was."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+def test_the_http_layer_is_built_by_two_functions():
+    from vllm.entrypoints.openai.api_server import build_app, init_app_state
+
+    assert parameters(build_app)[:3] == ["args", "supported_tasks", "model_config"]
+    assert parameters(init_app_state)[:4] == ["engine_client", "state", "args", "supported_tasks"]
+
+
+def test_the_serving_layer_renders_with_the_clients_renderer(served):
+    client = served.server._client
+    state = served.serving_state()
+    for part in (state.openai_serving_chat, state.openai_serving_responses, state.anthropic_serving_messages):
+        assert part.renderer is client.renderer, type(part).__name__
+        assert part.online_renderer.renderer is client.renderer, type(part).__name__
+
+
+def test_every_chat_is_rendered_by_render_chat_async(served):
+    from vllm.renderers.base import BaseRenderer
+
+    assert parameters(BaseRenderer.render_chat_async)[1:4] == ["conversations", "chat_params", "tok_params"]
+    assert parameters(BaseRenderer.render_messages_async)[1:3] == ["messages", "params"]
+    assert served.server._client.renderer.render_chat_async == served.server._client.rendering.render_chat_async
+
+
+def test_a_chat_is_rendered_with_its_tools_and_its_choice():
+    from vllm.renderers import ChatParams
+
+    params = ChatParams(chat_template_kwargs={"tools": []}, tool_choice="auto")
+    assert (params.chat_template_kwargs, params.tool_choice) == ({"tools": []}, "auto")
+
+
+def test_answers_are_parsed_by_one_class(tools_server):
+    state = tools_server.serving_state()
+    parser = state.online_renderer.parser
+    assert parameters(parser.parse)[1:4] == ["model_output", "request", "enable_auto_tools"]
+    assert state.openai_serving_chat.parser_cls.tool_parser_cls is parser.tool_parser_cls
+    assert state.openai_serving_chat.parser_cls.reasoning_parser_cls is parser.reasoning_parser_cls
+
+
+def test_outputs_carry_the_versions_of_their_tokens():
+    from vllm.outputs import CompletionOutput, WeightVersionSpan
+
+    assert "weight_versions" in parameters(CompletionOutput)
+    assert parameters(WeightVersionSpan) == ["version", "start", "end"]
+
+
+def test_sampling_parameters_have_the_names_that_are_pinned():
+    from vllm.sampling_params import SamplingParams
+
+    params = SamplingParams()
+    for name in (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "max_tokens",
+        "logprobs",
+        "n",
+        "extra_args",
+        "structured_outputs",
+    ):
+        assert hasattr(params, name), name
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+def test_every_dialect_generates_through_the_client(served, path):
+    _, client = served.lease()
+    asks = {"prompt": "Hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
+    body = {"model": "policy", "max_tokens": 8, **({"input": "Hi"} if path == "/v1/responses" else asks)}
+    with served.http(client.api_key) as http:
+        assert http.post(path, json=body).status_code == 200
+    assert len(served.engine.prompts) == 1
+
+
+def test_the_routes_of_the_model_api_exist(served):
+    from mocked_server.http.dialects import ROUTES
+
+    assert {route.path for route in served.serving_app().router.routes} == set(ROUTES)
+
+
+def test_statistics_of_requests_are_kept_for_any_logger():
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.stats import RequestStateStats
+
+    assert {"disable_log_stats", "stat_loggers"} <= set(parameters(AsyncLLM.from_vllm_config))
+    assert RequestStateStats().num_preemptions == 0
+
+
+def test_tool_parsers_are_made_by_name_and_say_how_a_call_begins():
+    from vllm.tool_parsers import ToolParserManager
+
+    from agents.loops.vllm_tool_parsers import MARKS
+
+    assert {"hermes", "llama3_json", "qwen3_xml", "mistral", "deepseek_v3"} <= set(ToolParserManager.list_registered())
+    parser = ToolParserManager.get_tool_parser("hermes")
+    assert parameters(parser.extract_tool_calls)[1:] == ["model_output", "request"]
+    assert "<tool_call>" in [getattr(parser, name, None) for name in MARKS]

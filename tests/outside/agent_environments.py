@@ -1,0 +1,42 @@
+"""Environments of agents that others wrote, beside ours: installed as their users do, once, and kept in `.venv/agents`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+KEPT = Path(__file__).resolve().parents[2] / ".venv" / "agents"
+INSTALL_LIMIT_S = 600
+
+
+def python_with(name: str, *requirements: str) -> Path:
+    """A Python with these packages, in an environment called `name`."""
+    folder = KEPT / name
+    python = folder / "bin" / "python"
+    done = folder / "installed.txt"
+    if not done.is_file() or done.read_text().split() != list(requirements):
+        shutil.rmtree(folder, ignore_errors=True)
+        _run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
+        pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
+        _run([*pip, "install", "--quiet", *requirements])
+        done.write_text("\n".join(requirements))
+    return python
+
+
+def npm_program(package: str, program: str) -> Path:
+    """A program of an npm package (`name@version`)."""
+    folder = KEPT / package.replace("/", "-").replace("@", "-")
+    path = folder / "node_modules" / ".bin" / program
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _run(["npm", "install", "--no-fund", "--no-audit", "--silent", "--prefix", str(folder), package])
+    return path
+
+
+def _run(command: list[str]) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_LIMIT_S, env=environment)
+    assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout}{done.stderr}"

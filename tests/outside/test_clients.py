@@ -1,0 +1,110 @@
+"""Real clients, each an ordinary program in its own process, against the real engine: each gives exact training data.
+
+Some are programs with the OpenAI and Anthropic clients, some are agents that others wrote, in environments of their own.
+The model says what `mocked_server.check.trial` makes it say (tool calls, then an answer), so every agent plays several
+rounds; the log-probabilities are the model's own and are computed again for every trained row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffers.records import Task
+from mocked_server.check.trial import TASK, rehearsal_server
+from tests.outside.agent_environments import npm_program, python_with
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(700)]
+
+CLIENTS = Path(__file__).parent / "clients"
+MAX_DRIFT = 1e-4
+FRAMEWORKS = ("openai-agents==0.24.0", "langgraph==1.2.22", "langchain-openai==1.7.3", "smolagents[openai]==1.26.0")
+"""They agree on what they need, and one environment is made sooner than three."""
+
+
+@pytest.fixture(scope="module")
+def try_out() -> Iterator[Any]:
+    """`try_out(command, **environment)` -> the report of an agent's one episode."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="rehearsal", daemon=True)
+    thread.start()
+
+    def wait(work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+    context = rehearsal_server()
+    rehearsal = wait(context.__aenter__())
+    number = iter(range(1000))
+
+    def try_out(command: list[str], **environment: str) -> Any:
+        words = ["env", *(f"{name}={value}" for name, value in environment.items()), *command]
+        return wait(rehearsal.try_out(words, task=Task(**{"task_id": f"t{next(number)}", **TASK}), timeout_s=400.0))
+
+    yield try_out
+    wait(context.__aexit__(None, None, None))
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def assert_exact(report: Any, *, rounds: int) -> None:
+    """Several rounds, every answer continued, every sampled token trained with the learner's own log-probability."""
+    assert (report.exit_code, report.errors) == (0, []), report.as_text()
+    assert report.rounds >= rounds, report.as_text()
+    assert [b for b in report.breaks if not b.expected] == [], report.as_text()
+    assert report.branches == report.rows < report.rounds, report.as_text()
+    assert report.tokens_trained > 0 and 0 < report.max_logprob_diff < MAX_DRIFT, report.as_text()
+
+
+@pytest.mark.parametrize(
+    "program", ["chat_tools.py", "chat_async_stream.py", "responses_tools.py", "anthropic_tools.py"]
+)
+def test_a_program_is_trained_exactly(try_out, program):
+    report = try_out([sys.executable, str(CLIENTS / program)])
+    assert_exact(report, rounds=4)
+    assert report.branches == (3 if program == "chat_async_stream.py" else 1)
+
+
+@pytest.mark.parametrize(
+    ("program", "environment"),
+    [
+        ("agents_sdk.py", {"API": "responses"}),
+        ("agents_sdk.py", {"API": "chat_completions"}),
+        ("langgraph_agent.py", {}),
+        ("langgraph_agent.py", {"STREAM": "1"}),
+    ],
+    ids=["agents-sdk-responses", "agents-sdk-chat", "langgraph", "langgraph-stream"],
+)
+def test_a_framework_s_agent_is_trained_exactly(try_out, program, environment):
+    python = python_with("frameworks", *FRAMEWORKS)
+    assert_exact(try_out([str(python), str(CLIENTS / program)], **environment), rounds=4)
+
+
+def test_an_agent_that_rewrites_its_answers_is_trained_exactly_in_more_rows(try_out):
+    """smolagents sends tool calls back as text of its own: what the model said is not in its next prompt."""
+    python = python_with("frameworks", *FRAMEWORKS)
+    report = try_out([str(python), str(CLIENTS / "smolagents_agent.py")])
+    assert (report.exit_code, report.errors) == (0, [])
+    assert {b.cause for b in report.breaks if not b.expected} == {"content_edited"}
+    assert report.rows == report.rounds >= 3
+    assert report.tokens_trained > 0 and 0 < report.max_logprob_diff < MAX_DRIFT
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize(
+    ("script", "package", "program"),
+    [
+        ("codex.sh", "@openai/codex@0.169.0", "codex"),
+        ("claude.sh", "@anthropic-ai/claude-code@2.1.197", "claude"),
+        ("opencode.sh", "opencode-ai@1.18.33", "opencode"),
+    ],
+)
+def test_a_coding_agent_is_trained_exactly(try_out, script, package, program):
+    path = npm_program(package, program)
+    assert_exact(try_out(["sh", str(CLIENTS / script), str(path)]), rounds=3)

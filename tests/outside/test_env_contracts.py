@@ -1,0 +1,98 @@
+"""Adapters against the packages that they are for, as their users install them, in environments of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffers.errors import EnvError
+from env_adapters.adapter import WithDeadlines, with_deadlines
+from env_adapters.openenv import OpenEnv
+from tests.outside.agent_environments import python_with
+
+pytestmark = [pytest.mark.outside, pytest.mark.slow, pytest.mark.timeout(700)]
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ROOT / "tests" / "outside" / "environments"
+VERIFIERS = ("verifiers==0.4.0", "pyarrow==26.0.1")
+OPENENV = ("openenv-core==0.3.0",)
+
+
+def says(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_a_verifiers_environment_is_played_as_its_authors_wrote_it() -> None:
+    path = f"{ROOT}{os.pathsep}{PROGRAMS}"
+    command = [str(python_with("verifiers", *VERIFIERS)), str(PROGRAMS / "play_verifiers.py")]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    first = [{"role": "system", "content": "Say a number."}, {"role": "user", "content": "0 + 3 ="}]
+    assert report["rows"][0] == [first, {"index": 0, "name": ""}] and len(report["rows"]) == 4
+    assert report["right"] == {"said": [first, []], "done": True, "score": 2.0}
+    assert report["wrong"]["score"] == 0.0
+    found = report["found"]
+    assert found["said"] == [says("Guess."), says("Higher."), says("Lower."), []] and found["done"]
+    assert found["score"] == pytest.approx(1.0 - 0.3)
+    assert not report["cut"]["done"] and report["cut"]["score"] == pytest.approx(-0.1)
+    assert report["stopped"]["done"] and report["stopped"]["score"] == pytest.approx(-0.4)
+    assert report["crashed"]["reason"] == "environment step: LookupError"
+    assert report["missing"]["reason"] == "environment reset: make"
+    assert report["beyond"]["reason"] == "environment reset: bad task"
+
+
+@pytest.fixture(scope="module")
+def openenv_url() -> Iterator[str]:
+    command = [str(python_with("openenv", *OPENENV)), str(PROGRAMS / "openenv_guess.py")]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    yield "http://" + process.stdout.readline().split()[1]
+    process.terminate()
+    process.wait()
+    process.stdout.close()
+
+
+async def search(adapter: WithDeadlines, *, seed: int) -> float:
+    """Find the number by halving."""
+    (first,) = await adapter.reset({"task_id": "t", "extra_info": {"reset": {"high": 64}}}, seed=seed)
+    assert "Action: the number (integer)." in first["content"] and first["content"].endswith("Guess, below 64.")
+    low, high, done = 0, 63, False
+    while not done:
+        middle = (low + high) // 2
+        step = await adapter.step(f"{middle}")
+        low, high = (middle + 1, high) if step.messages == says("Higher.") else (low, middle)
+        done = step.done
+    assert middle == random.Random(seed).randrange(64)
+    return await adapter.score()
+
+
+async def test_an_openenv_server_is_played_in_sessions_of_its_own(openenv_url: str) -> None:
+    adapters = [with_deadlines(OpenEnv(url=openenv_url), deadline_s=20.0) for _ in range(4)]
+    scores = await asyncio.gather(*(search(adapter, seed=seed) for seed, adapter in enumerate(adapters)))
+    assert all(0.0 < score <= 1.0 for score in scores)
+    for adapter in adapters:
+        await adapter.close()
+
+
+async def test_what_an_openenv_server_refuses_is_told_and_what_breaks_it_ends_the_episode(openenv_url: str) -> None:
+    server = OpenEnv(url=openenv_url)
+    adapter = with_deadlines(server, deadline_s=20.0)
+    await adapter.reset({"task_id": "t", "extra_info": {}}, seed=3)
+    refused = await adapter.step("-1")
+    assert refused.messages[0]["content"].startswith("Not an action: Input should be greater than or equal to 0")
+    assert (await adapter.step('{"number": 100}')).messages == says("Lower.")
+    assert (await server.state())["step_count"] == 1
+    with pytest.raises(EnvError, match="no such guess") as failure:
+        await adapter.step("666")
+    assert failure.value.reason == "environment step: EXECUTION_ERROR"
+    await adapter.close()

@@ -1,0 +1,1 @@
+"""Rules of the project as a whole: its architecture, its documents, whole runs."""

@@ -1,0 +1,328 @@
+"""The countable rules of the project, held by reading the source: one-way imports, owners of heavy packages, sizes.
+
+Everything is read with `ast`, so an import counts wherever it stands: at the top, in a function, or under TYPE_CHECKING.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "configs": set(),
+    "buffers": set(),
+    "env_adapters": {"buffers"},
+    "agents": {"buffers", "env_adapters", "configs"},
+    "mocked_server": {"buffers", "configs"},
+    "learner": {"buffers", "configs"},
+}
+"""Folder -> the other folders of ours that it may import."""
+OURS = [*MAY_IMPORT, "benchmarks", "scripts", "tests"]
+PARTS_MEET = {"learner/run.py", "learner/cli.py", "learner/pipeline.py"}
+"""May import every folder of MAY_IMPORT."""
+STANDS_ALONE = "agents/examples/"
+"""Programs as a user writes them: they import nothing of ours."""
+
+OWNERS = {
+    "vllm": {"mocked_server/vllm/*.py", "mocked_server/check/vllm_*.py", "agents/loops/vllm_*.py"},
+    "fastapi": {"mocked_server/http/routes.py"},
+    "uvicorn": {"mocked_server/server.py", "mocked_server/http/uvicorn_server.py"},
+    "pyarrow": {"buffers/tasks/parquet.py", "buffers/ledger/tools/export.py"},
+    "sqlite3": {"buffers/ledger/*.py"},
+    "torch.distributed": {"learner/model/fsdp.py", "learner/checkpoints/training_state.py"},
+    "ray": {
+        "learner/training/ranks.py",
+        "learner/startup/ray_cluster.py",
+        "agents/workers/manager.py",
+        "buffers/remote/ray_actor.py",
+    },
+    "peft": {"learner/model/lora.py"},
+    "matplotlib": {"learner/reporting/summary.py"},
+    "tensorboard": {"learner/reporting/tracker.py"},
+    "wandb": {"learner/reporting/tracker.py"},
+    "mlflow": {"learner/reporting/tracker.py"},
+    "swanlab": {"learner/reporting/tracker.py"},
+    "openai": {"agents/examples/*.py"},
+    "mcp": {"agents/tools/mcp_*.py"},
+    "gymnasium": {"env_adapters/gymnasium_env.py"},
+    "verifiers": {"env_adapters/verifiers_*.py"},
+    "websockets": {"env_adapters/openenv.py"},
+}
+"""Heavy package -> the files that may import it, as patterns; everything else runs without it."""
+TYPES_ONLY = {("mocked_server/vllm/serving.py", "fastapi")}
+"""May be imported under TYPE_CHECKING, and only there."""
+
+MAX_MODULES = 13
+"""In a folder, beside `__init__.py` and `__main__.py`."""
+NO_PACKAGES = (STANDS_ALONE, "tests/outside/clients/", "tests/outside/environments/")
+"""Programs that are started by their path, with the interpreters of others."""
+MAX_FUNCTION_LINES = 60
+HELP_CPU_S = 0.5
+BORDERS = {("mocked_server/generation.py", "serve")}
+"""Functions that catch whatever one request causes, and log it with its id."""
+VAGUE_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
+CATCH_ALL = {"Exception", "BaseException"}
+UNSAFE_CALLS = {"eval", "exec", "__import__"}
+UNSAFE_MODULES = ("pickle", "marshal", "shelve", "dill", "cloudpickle")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, as a dotted name, and whether only a type checker sees it."""
+
+    module: str
+    line: int
+    types_only: bool
+
+    def is_of(self, package: str) -> bool:
+        return self.module == package or self.module.startswith(package + ".")
+
+
+def modules(*folders: str) -> dict[str, Path]:
+    """Path from the root, as text -> file."""
+    files = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return {path.relative_to(ROOT).as_posix(): path for path in files}
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+@cache
+def imports(path: Path) -> list[Import]:
+    return list(imports_in(tree(path)))
+
+
+def imports_in(node: ast.AST, *, types_only: bool = False) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            yield Import(alias.name, node.lineno, types_only)
+    elif isinstance(node, ast.ImportFrom):
+        yield Import(node.module or "", node.lineno, types_only)
+        for alias in node.names:  # `from torch import distributed` imports torch.distributed
+            yield Import(f"{node.module}.{alias.name}", node.lineno, types_only)
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        if node.args and isinstance(node.args[0], ast.Constant):
+            yield Import(str(node.args[0].value), node.lineno, types_only)
+    elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.distributed"):
+        yield Import("torch.distributed", node.lineno, types_only)  # `import torch` makes it reachable
+    guarded = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+    for child in ast.iter_child_nodes(node):
+        inside = guarded and isinstance(node, ast.If) and child in node.body
+        yield from imports_in(child, types_only=types_only or inside)
+
+
+PRODUCT = modules(*MAY_IMPORT)
+EVERYTHING = modules(*OURS)
+
+
+def test_an_import_counts_wherever_it_stands():
+    source = """
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+else:
+    import here
+def later():
+    import ray
+    from torch import distributed
+    importlib.import_module("vllm.envs")
+    torch.distributed.barrier()
+"""
+    found = {(i.module, i.types_only) for i in imports_in(ast.parse(source))}
+    assert {("fastapi", True), ("here", False), ("ray", False), ("vllm.envs", False)} <= found
+    assert {i.line for i in imports_in(ast.parse(source)) if i.is_of("torch.distributed")} == {9, 11}
+
+
+def test_what_is_named_here_exists():
+    for folder in MAY_IMPORT:
+        assert modules(folder), f"{folder}/ must hold modules"
+    for pattern in {pattern for owners in OWNERS.values() for pattern in owners} | PARTS_MEET:
+        assert any(fnmatch(name, pattern) for name in PRODUCT), f"{pattern} is named here and names no file"
+
+
+def test_imports_go_one_way():
+    wrong = []
+    for name, path in PRODUCT.items():
+        own = name.split("/")[0]
+        allowed = MAY_IMPORT[own] | {own}
+        if name in PARTS_MEET:
+            allowed = set(MAY_IMPORT)
+        elif name.startswith(STANDS_ALONE):
+            allowed = set()
+        for found in imports(path):
+            if any(found.is_of(ours) and ours not in allowed for ours in OURS):
+                wrong.append(f"{name}:{found.line} imports {found.module}; it may import {sorted(allowed)} of ours")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_heavy_package_stays_with_its_owners():
+    wrong = []
+    for package, owners in OWNERS.items():
+        for name, path in PRODUCT.items():
+            for found in imports(path):
+                allowed = any(fnmatch(name, pattern) for pattern in owners)
+                allowed = allowed or (found.types_only and (name, package) in TYPES_ONLY)
+                if found.is_of(package) and not allowed:
+                    wrong.append(f"{name}:{found.line} imports {package}, owned by {', '.join(sorted(owners))}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_modules_do_not_import_each_other_in_a_circle():
+    names = {name.removesuffix(".py").replace("/", "."): path for name, path in PRODUCT.items()}
+    edges = {name: {i.module for i in imports(path) if i.module in names} for name, path in names.items()}
+    done: set[str] = set()
+    while len(done) < len(edges):
+        free = {name for name in edges.keys() - done if edges[name] <= done}
+        assert free, f"a circle, or above one: {sorted(edges.keys() - done)}"
+        done |= free
+
+
+def circles(edges: Iterable[tuple[str, str]]) -> list[str]:
+    """Of (importing module, imported module): the folders in which modules and subfolders, each taken as one, import each other
+    in a circle, and which these are."""
+    inside: dict[str, dict[str, set[str]]] = {}
+    for importer, imported in edges:
+        one, other = importer.split("."), imported.split(".")
+        depth = next(number for number, names in enumerate(zip(one, other)) if names[0] != names[1])
+        neighbours = inside.setdefault("/".join(one[:depth]), {})
+        neighbours.setdefault(one[depth], set()).add(other[depth])
+        neighbours.setdefault(other[depth], set())
+    found = []
+    for folder, neighbours in sorted(inside.items()):
+        done: set[str] = set()
+        while free := {name for name in neighbours.keys() - done if neighbours[name] <= done}:
+            done |= free
+        if left := sorted(neighbours.keys() - done):
+            found.append(f"{folder or 'the root'}: a circle, or above one: {', '.join(left)}")
+    return found
+
+
+def test_a_circle_of_folders_is_found():
+    there = [("a.x.one", "a.y.two"), ("a.y.three", "a.top"), ("a.x.one", "b.z")]
+    assert circles(there) == []
+    assert circles([*there, ("a.y.two", "a.x.four")]) == ["a: a circle, or above one: x, y"]
+    assert circles([("a.x.one", "a.x.two"), ("a.x.two", "a.x.one")]) == ["a/x: a circle, or above one: one, two"]
+
+
+def test_folders_do_not_import_each_other_in_a_circle():
+    """A `__main__.py` is how its folder is started, not a part of it."""
+    names = {name.removesuffix(".py").replace("/", ".") for name in PRODUCT}
+    edges = {
+        (importer, found.module)
+        for name, path in PRODUCT.items()
+        if (importer := name.removesuffix(".py").replace("/", ".")) and path.name != "__main__.py"
+        for found in imports(path)
+        if found.module in names and found.module != importer
+    }
+    assert len(edges) > 100
+    assert circles(edges) == []
+
+
+def test_a_folder_holds_a_dozen_modules_at_most():
+    rooms: dict[str, list[str]] = {}
+    for name, path in (PRODUCT | modules("tests")).items():
+        if path.name not in ("__init__.py", "__main__.py"):
+            rooms.setdefault(name.rpartition("/")[0], []).append(path.stem)
+    crowded = {room: len(names) for room, names in rooms.items() if len(names) > MAX_MODULES}
+    assert not crowded, (
+        f"at most {MAX_MODULES} modules in a folder, got {crowded}; what belongs together is a folder of its own"
+    )
+
+
+def test_every_folder_of_modules_is_a_package_that_says_what_it_holds():
+    """That it is a docstring and nothing else: `test_a_module_opens_with_what_it_is`."""
+    missing = sorted(
+        {
+            path.parent.relative_to(ROOT).as_posix()
+            for name, path in (PRODUCT | modules("tests")).items()
+            if not name.startswith(NO_PACKAGES) and not (path.parent / "__init__.py").is_file()
+        }
+    )
+    assert not missing, f"no __init__.py with a docstring in {missing}"
+
+
+def test_no_import_is_relative():
+    wrong = [
+        f"{name}:{node.lineno}"
+        for name, path in EVERYTHING.items()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ImportFrom) and node.level > 0
+    ]
+    assert not wrong, wrong
+
+
+def test_a_module_opens_with_what_it_is():
+    assert not [name for name, path in EVERYTHING.items() if len(ast.get_docstring(tree(path)) or "") < 20]
+    inits = {name: path for name, path in EVERYTHING.items() if path.name == "__init__.py"}
+    assert len(inits) >= len(MAY_IMPORT)
+    assert not [name for name, path in inits.items() if len(tree(path).body) != 1], "a docstring and nothing else"
+
+
+def test_names_say_something():
+    assert not [name for name in EVERYTHING if VAGUE_NAMES & set(name.removesuffix(".py").split("/"))]
+
+
+def test_functions_stay_small():
+    wrong = []
+    for name, path in EVERYTHING.items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    wrong.append(f"{name}:{node.lineno} {node.name} has {lines} lines, at most {MAX_FUNCTION_LINES}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_is_caught_has_a_name():
+    wrong = []
+    for name, path in PRODUCT.items():
+        borders = [node for node in ast.walk(tree(path)) if (name, getattr(node, "name", "")) in BORDERS]
+        inside = {id(each) for border in borders for each in ast.walk(border)}
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ExceptHandler) and id(node) not in inside:
+                caught = {"Exception"} if node.type is None else {ast.unparse(part) for part in ast.walk(node.type)}
+                if caught & CATCH_ALL:
+                    wrong.append(f"{name}:{node.lineno}")
+    assert not wrong, wrong
+
+
+def test_nothing_is_unpickled_or_evaluated():
+    """What arrives over the network or lies in a file is data; it never becomes code."""
+    wrong = []
+    for name, path in PRODUCT.items():
+        wrong += [f"{name}:{i.line} imports {i.module}" for i in imports(path) if any(map(i.is_of, UNSAFE_MODULES))]
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                safe = "weights_only=True" in [ast.unparse(k) for k in node.keywords]
+                if called in UNSAFE_CALLS or (called == "torch.load" and not safe):
+                    wrong.append(f"{name}:{node.lineno} calls {called}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_help_answers_at_once():
+    """CPU time, not wall time: a busy machine must not fail it."""
+    before_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    done = subprocess.run(
+        [sys.executable, "-m", "learner.run", "--help"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    used_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before_s
+    assert "section.key=value" in done.stdout
+    assert used_s < HELP_CPU_S, f"--help must take under {HELP_CPU_S} s of CPU, got {used_s:.2f} s"

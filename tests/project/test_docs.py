@@ -1,0 +1,247 @@
+"""The documents describe what is there: files, commands, keys, routes, metrics and programs that they name exist and work."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from agents.workers.episode_timing import Figures
+from buffers.tasks.parquet import read_tasks
+from configs.load import load_config
+from configs.schema import Config
+from learner.reporting.run_metrics import History
+
+ROOT = Path(__file__).parents[2]
+DOCS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/architecture.md", "docs/metrics.md"]
+FOLDERS = ["agents", "benchmarks", "buffers", "configs", "env_adapters", "learner", "mocked_server", "scripts"]
+LISTED = (".py", ".yaml", ".sh")
+"""Endings of the files in those folders that the README's tree lists."""
+OTHER_DOTTED = {"env.log", "server.key"}
+"""Not configuration keys, whatever they look like; nor are our modules, such as `learner.run`."""
+METRIC_GROUPS = (
+    "agent_loop|batch|critic|generation|learner|ledger|policy|pool|reward|staleness|throughput|time|tracker|val|"
+    "warm_start"
+)
+METRIC_SOURCES = ["learner/**/*.py", "buffers/tasks/task_pool.py", "agents/workers/episode_timing.py"]
+COMPOSED = {"warm_start/first_loss", "warm_start/last_loss", "warm_start/seconds"} | {
+    f"pool/{reason}" for reason in ("scored", "failed", "stale", "closed")
+}
+"""Metrics whose names the code puts together from parts."""
+BOOKS = ("scored", "open", "ready", "leased", "trained", "evicted", "dead", "validation", "difference")
+COMPOSED |= {f"ledger/{name}" for name in BOOKS}
+
+
+@cache
+def text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@cache
+def blocks(name: str, kind: str) -> list[str]:
+    """The fenced blocks of this kind in a document."""
+    return re.findall(rf"^```{kind}\n(.*?)^```$", text(name), flags=re.M | re.S)
+
+
+def words(name: str) -> list[str]:
+    """What stands between backticks, in a line."""
+    return re.findall(r"`([^`\n]+)`", text(name))
+
+
+def tree() -> dict[str, str]:
+    """The README's file tree: path -> comment. A folder stands at the margin, its files below it."""
+    found, folder = {}, ""
+    (listing,) = [block for block in blocks("README.md", "text") if block.startswith("agents/")]
+    for line in listing.splitlines():
+        path, _, comment = line.strip().partition(" ")
+        if line.startswith(" "):
+            path = folder + path
+        elif path.endswith("/"):
+            folder = path
+        found[path] = comment.strip()
+    return found
+
+
+def test_the_file_tree_is_complete_and_says_what_each_file_is():
+    listed = tree()
+    there = {
+        path.relative_to(ROOT).as_posix()
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in LISTED and path.name != "__init__.py"
+    }
+    files = {path for path in listed if not path.endswith("/") and path.split("/")[0] in FOLDERS}
+    assert sorted(files - there) == [], "listed, and not there"
+    assert sorted(there - files) == [], "there, and not listed"
+    assert [path for path in listed if not (ROOT / path).exists()] == []
+    assert [path for path, comment in listed.items() if not comment] == []
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_files_that_a_document_names_exist(name):
+    links = [target for target in re.findall(r"\]\(([^)#]+)\)", text(name)) if "://" not in target]
+    assert [link for link in links if not (ROOT / name).parent.joinpath(link).exists()] == []
+    pattern = rf"({'|'.join([*FOLDERS, 'docs', 'tests'])})/([\w./*-]*(\.\w+|/))?"  # not `learner/lr`, a metric
+    paths = [word for word in words(name) if re.fullmatch(pattern, word)]
+    assert [path for path in paths if not any(ROOT.glob(path.rstrip("/")))] == []
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_make_targets_that_a_document_names_exist(name):
+    named = set(re.findall(r"(?:`|^ {4})make ([a-z]+)", text(name), flags=re.M))
+    there = set(re.findall(r"^([a-z]+):", text("Makefile"), flags=re.M))
+    assert sorted(named - there) == []
+
+
+def test_make_would_run_what_the_readme_promises():
+    """`make -n` prints the commands; .venv need not be there."""
+    for target, command in {"demo": "-m learner.run", "test": "-m pytest -q tests", "check": "-m mypy"}.items():
+        done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert any(line.endswith(command) for line in done.stdout.splitlines()), done.stdout
+
+
+def test_the_readme_names_the_two_commands():
+    assert re.findall(r"^ {4}make (\w+)", text("README.md"), flags=re.M)[:2] == ["demo", "test"]
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_modules_that_a_document_runs_exist(name):
+    modules = {
+        module for module in re.findall(r"python -m ([a-z_][\w.]*\w)", text(name)) if module.split(".")[0] in FOLDERS
+    }
+    files = {module: ROOT / module.replace(".", "/") for module in modules}
+    runs = {
+        module
+        for module, file in files.items()
+        if file.with_suffix(".py").is_file() or (file / "__main__.py").is_file()
+    }
+    assert sorted(modules - runs) == []
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_configuration_keys_that_a_document_names_exist(name):
+    for word in words(name):
+        found = re.fullmatch(rf"({'|'.join(Config.model_fields)})\.(\w+)(=\S+|: \S+| > \d+)?", word)
+        if found is None or word in OTHER_DOTTED or (ROOT / found[1] / f"{found[2]}.py").is_file():
+            continue
+        section: Any = Config.model_fields[found[1]].annotation
+        assert found[2] in section.model_fields, f"{name} names `{word}`; {found[1]} has {sorted(section.model_fields)}"
+
+
+def test_the_readmes_configuration_loads(tmp_path):
+    block = blocks("README.md", "yaml")[0]
+    path = tmp_path / "my.yaml"
+    path.write_text(block)
+    (command,) = [line for line in blocks("README.md", "bash")[0].splitlines() if "learner.run" in line]
+    overrides = [word for word in command.split() if "=" in word]
+    config = load_config(path, overrides)
+    assert config.agents.processes == 0 and config.agents.command == ["{python}", "my_agent.py"]
+    assert overrides == ["learner.lr=1e-4"] and config.learner.lr == 1e-4
+    assert set(yaml.safe_load(block)) <= set(Config.model_fields)
+
+
+def test_names_that_the_readmes_programs_import_exist():
+    imported = 0
+    for block in blocks("README.md", "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FOLDERS:
+                defined = ast.parse(text(f"{(node.module or '').replace('.', '/')}.py")).body
+                names = {item.name for item in defined if isinstance(item, ast.ClassDef | ast.FunctionDef)}
+                assert {alias.name for alias in node.names} <= names, f"{node.module} defines {sorted(names)}"
+                imported += 1
+    assert imported >= 5
+
+
+def test_routes_that_the_documents_name_are_served():
+    served = text("mocked_server/http/routes.py") + "".join(
+        path.read_text() for path in (ROOT / "mocked_server").rglob("*.py")
+    )
+    for name in DOCS:
+        for method, path in re.findall(r"`(GET|POST) (/[a-z/]+)`", text(name)):
+            assert f'router.{method.lower()}("{path}")' in served or f' = "{path}"\n' in served, (
+                f"{name}: {method} {path}"
+            )
+        for path in re.findall(r"`(/v1/[a-z/]+)`", text(name)):
+            assert f'"{path}"' in served, f"{name} names {path}"
+
+
+def metrics_in_the_code() -> set[str]:
+    literal = re.compile(rf"({METRIC_GROUPS})/[a-z][a-z0-9_]*")
+    names = {
+        node.value
+        for pattern in METRIC_SOURCES
+        for path in ROOT.glob(pattern)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and literal.fullmatch(node.value)
+    }
+    return names | COMPOSED
+
+
+def test_every_metric_is_explained_and_every_explained_metric_exists():
+    explained = {
+        word
+        for line in text("docs/metrics.md").splitlines()
+        if line.startswith("| `")
+        for word in re.findall(rf"`((?:{METRIC_GROUPS})/\w+)`", line.split("|")[1])
+    }
+    assert len(explained) > 40
+    assert sorted(metrics_in_the_code() - explained) == [], "written, and not explained"
+    assert sorted(explained - metrics_in_the_code()) == [], "explained, and not written"
+
+
+def test_every_figure_of_agent_loops_is_explained():
+    explained = re.findall(r"`agent_loop/(\w+)/(?:mean|total)`", text("docs/metrics.md"))
+    written = {field.name for field in dataclasses.fields(Figures)}
+    assert written == set(explained) - {"slowest"}
+
+
+def test_every_figure_of_the_summary_is_explained():
+    (section,) = re.findall(r"^## summary.json\n(.*)", text("docs/metrics.md"), flags=re.M | re.S)
+    explained = {
+        word
+        for line in section.splitlines()
+        if line.startswith("| `")
+        for word in re.findall(r"`(\w+)`", line.split("|")[1])
+    }
+    history = History(load_config())
+    history.finish({}, {})
+    written = {*history.summary(), "stopped"}
+    assert sorted(written - explained) == [], "written, and not explained"
+    assert sorted(explained - written) == [], "explained, and not written"
+
+
+def test_the_help_text_names_files_that_exist():
+    done = subprocess.run([sys.executable, "-m", "learner.run", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0
+    paths = re.findall(rf"\b(?:{'|'.join(FOLDERS)})/[\w./-]+", done.stdout)
+    assert "configs/schema.py" in paths
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(400)
+def test_the_readmes_own_agent_trains(tmp_path):
+    """The programs and the configuration of the README, as they stand there, for two steps."""
+    for block in blocks("README.md", "python"):
+        if named := re.match(r"# (my_\w+\.py)\n", block):
+            (tmp_path / named[1]).write_text(block)
+    (tmp_path / "my.yaml").write_text(blocks("README.md", "yaml")[0])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "my_tasks.py"], cwd=tmp_path, env=environment, check=True)
+    assert next(read_tasks(tmp_path / "my_tasks.parquet")).ground_truth == "3"
+    command = [sys.executable, "-m", "learner.run", "--config", "my.yaml", "run.steps=2", "buffer.groups_per_step=2"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=350)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = yaml.safe_load((tmp_path / "runs" / "mine" / "summary.json").read_text())
+    assert summary["steps"] == 2 and summary["episodes"] == 2 * 2 * 4
+    assert summary["max_logprob_diff"] < 1e-4

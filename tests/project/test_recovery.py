@@ -1,0 +1,87 @@
+"""Whole runs whose processes are killed: new ones are started, and the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults import descendants, parts
+from tests.support.run_parts import Run, assert_nothing_left, start
+
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(300)]
+
+SMALL = ("warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=2", "agents.concurrency=16")
+PARTS = {"engine": "VLLM::", "learner": "ray::Trainer", "environment": "walk.server", "agent": "walk_agent"}
+"""What their command lines hold."""
+
+
+def kill(run: Run, part: str) -> int:
+    """SIGKILL to the part's process, once there is one; its pid."""
+    until = time.monotonic() + 60
+    while not (found := [line for line in run.processes() if PARTS[part] in line]):
+        assert run.process.poll() is None and time.monotonic() < until, f"there is no {part}"
+        time.sleep(0.1)
+    pid = int(found[0].split()[0])
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def test_each_part_may_die_and_the_run_makes_all_its_steps(tmp_path: Path) -> None:
+    run = start(tmp_path, "run.steps=14", "run.checkpoints=[3,2]", *SMALL)
+    for step, part in ((2, "agent"), (4, "environment"), (6, "engine"), (9, "learner")):
+        run.wait_for_step(step)
+        kill(run, part)
+    code, output = run.wait(200)
+    assert code == 0, output
+    summary = run.summary()
+    assert summary["steps"] == 14 and summary["buffer"]["groups/trained"] == 14 * 4
+    assert summary["restarts"] == {"restarts/engine": 1.0, "restarts/environment": 1.0, "restarts/learner": 1.0}
+    assert summary["max_logprob_diff"] < 1e-4, "what the new engine samples is what the learner computes"
+    assert summary["buffer"]["failed/agent exited with code -9"] > 0
+    assert summary["buffer"]["failed/environment died"] > 0
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["step"]] == list(range(1, 15)), "each step is reported once"
+    kept = [path.name for path in (run.folder / "checkpoints").iterdir()]
+    assert 2 <= len(kept) <= 3 and not [name for name in kept if name.startswith(".")], kept
+    assert_nothing_left(run)
+
+
+def parent_of_learner(run: Run) -> int:
+    below = descendants(run.process.pid)
+    (parent,) = {parent for parent, line in below.values() if PARTS["learner"] in line}
+    assert " -m learner.run " in below[parent][1], "the learner was not forked of the run"
+    return parent
+
+
+def test_a_guarded_run_whose_own_process_is_killed_goes_on_by_itself(tmp_path: Path) -> None:
+    run = start(tmp_path, "run.steps=8", "run.checkpoints=[1,2]", *SMALL, flags=("--keep-running",))
+    run.wait_for_step(3)
+    before = set(descendants(run.process.pid))
+    zygote = parent_of_learner(run)
+    os.kill(parts(run.process.pid)["run"], signal.SIGKILL)
+    run.wait_for_step(5)
+    assert parent_of_learner(run) == zygote, "it imported everything again"
+    code, output = run.wait(150)
+    assert code == 0, output
+    assert "the run's process died (SIGKILL); starting it again" in output and "going on after step" in output
+    summary = run.summary()
+    assert summary["steps"] == 8 and summary["buffer"]["groups/trained"] == 8 * 4
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["step"]] == list(range(1, 9))
+    assert_nothing_left(run)
+    assert not [pid for pid in before if Path(f"/proc/{pid}").exists()], "what it left behind was ended"
+
+
+def test_what_dies_again_and_again_ends_the_run_with_its_error(tmp_path: Path) -> None:
+    run = start(
+        tmp_path, "run.steps=40", *SMALL, 'env.command=["{python}",-c,"print(\\"ready 127.0.0.1:9\\",flush=True)"]'
+    )
+    code, output = run.wait(120)
+    assert code == 1, output
+    assert "error: the environment process ended (exit code 0)" in output and "Traceback" not in output
+    assert_nothing_left(run)

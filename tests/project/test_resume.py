@@ -1,0 +1,99 @@
+"""Whole runs that are killed, and go on: with the real engine, agents and environment, and real SIGKILLs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from torch import equal
+
+from tests.support.run_parts import Run, assert_nothing_left, start
+
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(400)]
+
+SMALL = ("warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=2", "agents.concurrency=16")
+CLOCKS = ("time/", "throughput/", "pool/", "ledger/", "generation/", "tracker/")
+
+
+def lines(run: Run) -> dict[int, dict[str, float]]:
+    """The figures of each step that do not depend on the clock."""
+    found = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in found if line["step"]]
+    assert steps == sorted(set(steps))
+    return {line["step"]: {k: v for k, v in line.items() if not k.startswith(CLOCKS)} for line in found if line["step"]}
+
+
+def books_balance(run: Run, *, steps: int, groups_per_step: int = 4) -> None:
+    """No group was trained twice, or left out, in what led to the last step."""
+    with sqlite3.connect(run.folder / "ledger.sqlite") as db:
+        lineage, kept = db.execute("SELECT max(lineage) FROM lineage").fetchone()[0], []
+        up_to = steps
+        while lineage is not None:
+            kept += db.execute(
+                "SELECT step, group_id FROM trained JOIN step USING (step_id) WHERE lineage = ? AND step <= ?",
+                (lineage, up_to),
+            ).fetchall()
+            lineage, start_step = db.execute(
+                "SELECT parent, step FROM lineage WHERE lineage = ?", (lineage,)
+            ).fetchone()
+            up_to = min(up_to, start_step)
+        assert sorted({step for step, _ in kept}) == list(range(1, steps + 1))
+        groups = [group for _, group in kept]
+        assert len(groups) == len(set(groups)) == steps * groups_per_step
+        trained = db.execute("SELECT group_id FROM grp WHERE state = 'trained'").fetchall()
+        assert {group for (group,) in trained} == set(groups)
+    db.close()
+
+
+def heavy(run: Run) -> list[str]:
+    """Its engine and its learner, while they live."""
+    return [line for line in run.processes() if "VLLM::" in line or "ray::Trainer" in line]
+
+
+def kill_run(run: Run) -> None:
+    """SIGKILL to its own process only: that leaves neither engine nor learner. Then to what is left."""
+    assert len(heavy(run)) == 2
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait()
+    until = time.monotonic() + 15
+    while (left := heavy(run)) and time.monotonic() < until:
+        time.sleep(0.2)
+    run.kill()
+    assert left == []
+
+
+def test_a_run_that_is_killed_again_and_again_makes_its_steps_with_the_same_bits(tmp_path: Path) -> None:
+    knobs = ("run.checkpoints=[2,50]", *SMALL)
+    first = start(tmp_path, "run.steps=40", *knobs, resume="auto")  # nothing there yet: a fresh run
+    first.wait_for_step(1)  # before any checkpoint but that of the start
+    kill_run(first)
+    second = start(tmp_path, "run.steps=40", *knobs, resume="auto")
+    second.wait_for_step(7)
+    second.kill()
+    before = lines(second)
+    folder = second.folder / "checkpoints"
+    assert (folder / "step-000006.1").is_dir()
+    last = max(before)
+    third = start(tmp_path, f"run.steps={last}", *knobs, resume=str(folder / "step-000002.1"))
+    code, output = third.wait(200)
+    assert code == 0, output
+    assert "going on after step 2" in output
+    after = lines(third)
+    assert sorted(after) == list(range(1, last + 1))
+    for step in range(1, last + 1):
+        assert after[step] == before[step], step
+    for step in (4, 6):
+        one = load_file(folder / f"step-{step:06d}.1" / "model" / "model.safetensors")
+        two = load_file(folder / f"step-{step:06d}.2" / "model" / "model.safetensors")
+        assert all(equal(one[name], two[name]) for name in one), step
+    books_balance(third, steps=last)
+    assert third.summary()["steps"] == last and third.summary()["max_logprob_diff"] < 1e-4
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+    assert (third.folder / "checkpoint" / "config.json").is_file()
+    assert_nothing_left(third)

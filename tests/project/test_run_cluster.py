@@ -1,0 +1,110 @@
+"""Whole runs whose ledger is on another node of a Ray cluster: with the real engine, and a ledger's process that dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+import ray
+
+from buffers.ledger.schema import read_database
+from buffers.ledger.tools.doctor import findings
+from buffers.remote.ray_actor import NAMESPACE, find_actor
+from mocked_server.keys import make_secret
+from tests.project.test_resume import SMALL, books_balance
+from tests.support.remote_parts import Nodes, two_nodes
+from tests.support.run_parts import assert_nothing_left, start
+
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with two_nodes() as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def knobs(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+    make_secret(tmp_path / "server.key")  # the nodes may have an address that others can reach
+    return (f"buffer.node={nodes.disk}", *SMALL)
+
+
+def left_in(nodes: Nodes) -> list[str]:
+    """Actors with a name, and workers with the code of a run: of a forked one, what stands for it
+    (`learner.training.forked_ranks`)."""
+    left = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            title = path.read_text()
+            parent = (path.parent / "stat").read_text().rpartition(")")[2].split()[1]
+            ours = nodes.address in Path(f"/proc/{parent}/cmdline").read_text()
+            if ours and (
+                title.startswith(("ray::Trainer", "ray::LedgerActor")) or "learner/training/forked_ranks.py" in title
+            ):
+                left.append(title)
+    return left
+
+
+def assert_nothing_left_in(nodes: Nodes) -> None:
+    until = time.monotonic() + 20
+    while left_in(nodes) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert left_in(nodes) == []
+
+
+def test_a_run_goes_on_when_its_ledgers_process_dies_and_ends_it_in_the_end(
+    nodes: Nodes, knobs: tuple[str, ...], tmp_path: Path
+) -> None:
+    run = start(tmp_path, "run.steps=8", *knobs)
+    run.wait_for_step(1)
+    assert len(left_in(nodes)) == 3  # the ledger's actor, its process, and a learner's
+    before = find_actor(run.folder / "ledger.sqlite", node_id=nodes.disk).where()
+    assert before.node_id == nodes.disk != nodes.own
+    os.kill(before.pid, signal.SIGKILL)
+    code, output = run.wait(240)
+    assert code == 0, output
+    summary = run.summary()
+    assert summary["steps"] == 8 and summary["max_logprob_diff"] < 1e-4 and summary["max_policy_lag_seen"] <= 1
+    assert summary["buffer"]["groups/trained"] == 32
+    books_balance(run, steps=8)
+    with closing(read_database(run.folder / "ledger.sqlite")) as db:
+        assert findings(db) == []
+        (opened,) = db.execute("SELECT value FROM meta WHERE key = 'epoch'").fetchone()
+        assert int(opened) == 2, "the ledger's process died once"
+    assert_nothing_left(run)
+    assert_nothing_left_in(nodes)
+
+
+def test_a_run_that_is_killed_leaves_its_ledger_and_the_next_one_takes_it_over(
+    nodes: Nodes, knobs: tuple[str, ...], tmp_path: Path
+) -> None:
+    first = start(tmp_path, "run.steps=4", "run.checkpoints=[1,2]", *knobs, resume="auto")
+    first.wait_for_step(2)
+    first.kill()
+    assert [actor["namespace"] for actor in ray.util.list_named_actors(all_namespaces=True)] == [NAMESPACE]
+    second = start(tmp_path, "run.steps=4", "run.checkpoints=[1,2]", *knobs, resume="auto")
+    code, output = second.wait(240)
+    assert code == 0, output
+    assert "going on after step" in output and second.summary()["steps"] == 4
+    books_balance(second, steps=4)
+    assert_nothing_left(second)
+    assert_nothing_left_in(nodes)
+
+
+def test_a_node_that_is_not_there_ends_the_run_with_one_line(
+    nodes: Nodes, knobs: tuple[str, ...], tmp_path: Path
+) -> None:
+    run = start(tmp_path, "run.steps=1", *knobs, "buffer.node=elsewhere")
+    code, output = run.wait(240)
+    assert code == 1, output
+    assert "error: buffer.node must name one node of the Ray cluster, got 'elsewhere' for 0 of them" in output
+    assert "Traceback" not in output
+    assert_nothing_left(run)
+    assert_nothing_left_in(nodes)

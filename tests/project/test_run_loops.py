@@ -1,0 +1,121 @@
+"""Whole runs with agent loops: GSM8K with tools, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from configs.load import FOLDER, load_config
+from tests.project.test_docs import blocks
+from tests.support.run_parts import ROOT, assert_nothing_left, refusal, start
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def test_a_tool_agent_trains_from_the_shipped_problems_on_the_real_engine(tmp_path):
+    run = start(
+        tmp_path,
+        "run.steps=2",
+        "warm_start.steps=24",
+        "buffer.groups_per_step=3",
+        "buffer.group_size=4",
+        f"data.tasks={tmp_path}/data/train.parquet",
+        f"data.validation=[{tmp_path}/data/test.parquet,2,1]",
+        f'data.make=["{{python}}",-m,agents.make_gsm8k_data,--out,{tmp_path}/data]',
+        f"warm_start.traces={tmp_path}/data/traces.parquet",
+        config="configs/gsm8k_tool_cpu.yaml",
+    )
+    code, output = run.wait(360)
+    assert code == 0, output
+    summary = run.summary()
+    assert summary["max_logprob_diff"] < 1e-4, "what is trained is what was sampled, through the tool's results"
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "agent_loop/episodes" in line]
+    assert len(steps) == 2
+    assert any(line["agent_loop/tool_calls/max"] > 0 for line in steps), "tools were called"
+    assert all(line["agent_loop/slowest/total"] == line["agent_loop/total/max"] for line in steps)
+    assert any("val/mean" in line for line in lines)
+    traces = [json.loads(line) for line in (run.folder / "traces.jsonl").read_text().splitlines()]
+    assert {trace["step"] for trace in traces} == {1, 2}
+    turns = [turn for trace in traces for row in trace["rows"] for turn in row["turns"]]
+    told = [turn for turn in turns if "<tool_response>" in turn["text"]]
+    assert told
+    assert not any(turn["trained"] for turn in told)
+    assert_nothing_left(run)
+
+
+def test_the_readmes_own_loops_train(tmp_path):
+    """The loop, its YAML and its tools as they stand in the README, two steps."""
+    for kind, mark in (("python", r"# (my_loops\.py)\n"), ("yaml", r"# (my_\w+\.yaml)[,:]")):
+        for block in blocks("README.md", kind):
+            if named := re.match(mark, block):
+                (tmp_path / named[1]).write_text(block)
+    rows = [{"prompt": "12 + 30 =", "agent_name": name} for name in ("second_thought", "tool_agent", "env_agent", None)]
+    pq.write_table(pa.Table.from_pylist(rows * 2), tmp_path / "tasks.parquet")
+    config = {
+        "run": {"name": "run", "steps": 2, "dir": str(tmp_path)},
+        "data": {"tasks": str(tmp_path / "tasks.parquet"), "scorer": "contains"},
+        "agents": {"loops": "my_loops.yaml", "concurrency": 16},
+        "rollout": {"max_tokens": 16, "max_model_len": 1024},
+        "buffer": {"groups_per_step": 4, "group_size": 2},
+        "learner": {"advantage": "grpo", "critic": "none"},
+    }
+    (tmp_path / "loops_config.yaml").write_text(yaml.safe_dump(config))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    command = [sys.executable, "-m", "learner.run", "--config", "loops_config.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=350)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = yaml.safe_load((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["steps"], summary["episodes"]) == (2, 16)
+    assert summary["max_logprob_diff"] < 1e-4
+
+
+def test_the_cpu_configuration_differs_in_model_and_sizes_only():
+    gpu = load_config(FOLDER / "gsm8k_tool.yaml", []).model_dump()
+    cpu = load_config(FOLDER / "gsm8k_tool_cpu.yaml", []).model_dump()
+    for part in (gpu, cpu):
+        for name in ("name", "steps", "reward_optimum"):
+            part["run"].pop(name)
+    differ = {f"{section}.{key}" for section in gpu for key in gpu[section] if gpu[section][key] != cpu[section][key]}
+    sizes = {"agents.concurrency", "rollout.max_tokens", "rollout.max_model_len", "buffer.groups_per_step"}
+    sizes |= {"learner.lr", "learner.token_budget"}  # the rate goes with the width
+    files = {"data.tasks", "data.make", "data.validation", "warm_start.traces", "warm_start.steps"}
+    assert differ <= {"model.path", "model.dtype"} | sizes | files
+
+
+@pytest.mark.parametrize(
+    ("entries", "agent_name", "words"),
+    [
+        ([{"name": "tool_agnt"}], None, ["entry 0", "did you mean 'tool_agent'?"]),
+        ([{"name": "mine"}], None, ["entry 0", "_target_"]),
+        ([{"name": "single_turn_agent"}], "tool_agent", ["row 2", "agent_name", "'tool_agent'"]),
+        ([{"name": "single_turn_agent"}, {"name": "tool_agent"}], "tool_agnt", ["row 2", "did you mean 'tool_agent'?"]),
+        ({}, None, ["must be a list of loops"]),
+    ],
+)
+def test_a_name_that_is_not_there_is_refused_before_anything_starts(tmp_path, entries, agent_name, words):
+    loops, tasks = tmp_path / "loops.yaml", tmp_path / "tasks.parquet"
+    loops.write_text(yaml.safe_dump(entries))
+    rows = [{"prompt": "a", "agent_name": name} for name in (None, None, agent_name)]
+    pq.write_table(
+        pa.Table.from_pylist(rows, schema=pa.schema([("prompt", pa.string()), ("agent_name", pa.string())])), tasks
+    )
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        yaml.safe_dump({"agents": {"loops": str(loops)}, "data": {"tasks": str(tasks), "scorer": "contains"}})
+    )
+    told = refusal(tmp_path, config=str(config))
+    assert all(word in told for word in words), told
+
+
+def test_a_scorer_that_is_not_there_is_refused_with_the_nearest_name(tmp_path):
+    told = refusal(tmp_path, "data.scorer=gsm8k_strickt")
+    assert "data.scorer" in told and "gsm8k_strict" in told

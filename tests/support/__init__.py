@@ -1,0 +1,1 @@
+"""What several tests share: records, servers, runs and processes made for them."""

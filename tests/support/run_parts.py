@@ -1,0 +1,152 @@
+"""A whole run as a user starts it: a process of its own with a mark by which all its processes are found."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from buffers.errors import UnderstudyError
+from configs.load import load_config
+
+ROOT = Path(__file__).parents[2]
+MARK = "UNDERSTUDY_TEST_RUN"
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+@dataclass
+class Run:
+    """A started run: its process, its folder, and the mark that all its processes carry in their environment."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    mark: str
+    children: set[tuple[str, str]] = field(default_factory=set)
+    """(process id, start time) of each child seen."""
+
+    def wait(self, timeout_s: float = 150) -> tuple[int, str]:
+        """(exit code, what was printed); fails when it does not end."""
+        output, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, output
+
+    def summary(self) -> dict:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def wait_for_step(self, step: int, timeout_s: float = 150) -> None:
+        """Until `step` is in metrics.jsonl."""
+        until = time.monotonic() + timeout_s
+        path = self.folder / "metrics.jsonl"
+        while not (path.exists() and any(json.loads(line)["step"] >= step for line in path.read_text().splitlines())):
+            assert self.process.poll() is None, f"the run ended early: {self.process.communicate()[0]}"
+            assert time.monotonic() < until, f"no step {step} within {timeout_s} s"
+            self.processes()  # sees the children
+            time.sleep(0.2)
+
+    def processes(self) -> list[str]:
+        """Command lines of all living processes of this run: those that carry its mark, and its children (vLLM's engine writes
+        its title over its environment) even after it ended. Zombies do not count."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if not entry.name.isdigit():
+                    continue
+                state, parent, *_, started = (entry / "stat").read_text().rpartition(")")[2].split()[:20]
+                if int(parent) == self.process.pid:
+                    self.children.add((entry.name, started))
+                marked = f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes()
+                if state != "Z" and (marked or (entry.name, started) in self.children):
+                    found.append(f"{entry.name} {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ').decode()}")
+            except OSError:
+                continue  # it ended while we looked, or is not ours
+        return found
+
+    def open_to_others(self) -> list[str]:
+        """What its processes listen on beyond loopback."""
+        found = []
+        for line in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                for one in psutil.Process(int(line.split()[0])).net_connections(kind="inet"):
+                    if one.status == psutil.CONN_LISTEN and one.laddr.ip not in LOOPBACK:
+                        found.append(f"{one.laddr.ip}:{one.laddr.port} of {line[:100]}")
+        return found
+
+    def kill(self) -> None:
+        """As the kernel does when memory is short, or a person who has had enough: no process of the run gets to say a word."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        for line in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(int(line.split()[0]), signal.SIGKILL)
+
+
+STARTED: list[Run] = []
+"""What a test has started; it is killed at the test's end, should the test have failed before the run ended."""
+
+
+def start(
+    tmp_path: Path,
+    *overrides: str,
+    config: str = "configs/demo.yaml",
+    resume: str = "",
+    flags: tuple[str, ...] = (),
+) -> Run:
+    mark = uuid.uuid4().hex
+    command = [
+        sys.executable,
+        "-m",
+        "learner.run",
+        "--config",
+        config,
+        f"run.dir={tmp_path}",
+        "run.name=run",
+        f"agents.environment=[{MARK}]",
+        *overrides,
+        *flags,
+        *(["--resume", resume] if resume else []),
+    ]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, MARK: mark},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        process_group=0,
+    )
+    run = Run(process, tmp_path / "run", mark)
+    STARTED.append(run)
+    return run
+
+
+def refusal(folder: Path, *overrides: str, config: str = "configs/demo.yaml") -> str:
+    """Why a run with this configuration ends before anything of it has started; it is built in this process."""
+    from learner.pipeline import Pipeline
+    from learner.reporting.display import Display
+    from learner.reporting.tracker import Tracker
+
+    loaded = load_config(ROOT / config, [f"run.dir={folder}", "run.name=run", *overrides])
+    (folder / "run").mkdir()
+    with Tracker(folder / "run") as tracker, pytest.raises(UnderstudyError) as refused:
+        asyncio.run(Pipeline(loaded, folder=folder / "run", display=Display(1), tracker=tracker).run())
+    return str(refused.value)
+
+
+def assert_nothing_left(run: Run) -> None:
+    until = time.monotonic() + 10
+    while run.processes() and time.monotonic() < until:
+        time.sleep(0.2)
+    assert run.processes() == []
