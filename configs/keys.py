@@ -29,7 +29,7 @@ BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "pattern": "like", "min_
 PAGE = """\
 # Configuration
 
-Every key of a run, as `python -m configs.keys` prints it (`python -m configs.keys learner.kl`: a part of it).
+Every key of a run, as `understudy keys` prints it (`understudy keys learner.kl`: a part of it).
 `python -m configs.keys --markdown` wrote this page. A YAML file holds sections, and may start with `extends: other.yaml`:
 then it holds only what differs. On the command line a key is given with dots, its value in YAML: `learner.kl.coef=0.01`.
 Nothing after the equals sign makes a value null (none), or empty: `agents.loops=`.
@@ -176,9 +176,9 @@ def markdown() -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, program: str = "python -m configs.keys") -> int:
     """Exit codes: 0 printed, 2 no such key."""
-    parser = argparse.ArgumentParser(prog="python -m configs.keys", description="Print the keys of the configuration.")
+    parser = argparse.ArgumentParser(prog=program, description="Print the keys of the configuration.")
     parser.add_argument(
         "prefix", nargs="?", default="", metavar="PREFIX", help="a section or a key, such as learner.kl"
     )

@@ -16,7 +16,9 @@ from pydantic import ValidationError
 from configs.keys import all_keys, all_sections, keys_below, nearest_key
 from configs.schema import Config
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).resolve().parent
+PACKAGES = "{understudy}"
+"""In a value: the folder that our packages lie in, so that what is shipped is found from any folder."""
 DEFAULT = FOLDER / "demo.yaml"
 MOVED = {
     "agents.episode_deadline_s": "agents.deadline_s (of a whole episode) and agents.silence_s (without a request)",
@@ -38,11 +40,26 @@ def load_config(path: Path = DEFAULT, overrides: Sequence[str] = ()) -> Config:
     tree = _read(path)
     for text in overrides:
         _override(tree, text)
-    checked = _check_keys(tree, prefix="", source=path)
+    checked = _check_keys(_filled(tree), prefix="", source=path)
     try:
         return Config.model_validate(checked)
     except ValidationError as error:
         raise ConfigError("\n".join(_lines(error.errors()))) from None
+
+
+def shipped(path: Path) -> Path:
+    """The file; the shipped configuration of this name where there is no such file."""
+    named = FOLDER / f"{path.name.removesuffix('.yaml')}.yaml"
+    by_name = str(path) in (path.stem, path.name, f"configs/{path.name}")
+    return named if by_name and not path.is_file() and named.is_file() else path
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.replace(PACKAGES, str(FOLDER.parent))
+    if isinstance(value, list):
+        return [_filled(item) for item in value]
+    return {key: _filled(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _read(path: Path) -> dict[str, Any]:

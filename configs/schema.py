@@ -92,7 +92,8 @@ class DataConfig(Section):
 
 class AgentsConfig(Section):
     command: list[str] = Field(default_factory=list)
-    """The agent: any program. `{python}` is this interpreter. Empty: agents are started by somebody else."""
+    """The agent: any program. `{python}` is this interpreter, `{understudy}` the folder that our packages lie in. Empty: agents are
+    started by somebody else."""
     loops: str = ""
     """YAML list of agent loops (verl's `agent_loop_config_path`): rows whose `agent_name` is one of them are played by it, rows
     without a name by the first one, if there is no `command`. See agents/workers/config.py."""

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+PROGRAM = "python -m learner.run"
 EPILOG = """\
 examples:
   python -m learner.run                                       the demo: learns in about three minutes on two CPU cores
@@ -23,15 +24,18 @@ checkpoint/ (the newest weights as a Hugging Face folder)
 """
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run once. Exit codes: 0 done, 1 the run failed, 2 unusable configuration, 130 stopped by Ctrl-C."""
+def main(argv: list[str] | None = None, *, program: str = PROGRAM) -> int:
+    """Run once. Exit codes: 0 done, 1 the run failed, 2 unusable configuration, 130 stopped by Ctrl-C. `program`: what the user
+    calls it by."""
     parser = argparse.ArgumentParser(
-        prog="python -m learner.run",
+        prog=program,
         description="Train the model behind an agent: engine, server, agents and learner in one command.",
-        epilog=EPILOG,
+        epilog=EPILOG.replace(PROGRAM, program),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", type=Path, default=None, help="YAML file (default: configs/demo.yaml)")
+    parser.add_argument(
+        "--config", type=Path, default=None, help="YAML file, or the name of a shipped one (default: demo)"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration overrides")
     parser.add_argument(
         "--resume", default="", metavar="auto|FOLDER",
@@ -47,10 +51,10 @@ def main(argv: list[str] | None = None) -> int:
             f"--keep-running needs Linux, got {sys.platform}; leave it out, and use --resume auto after a crash"
         )
 
-    from configs.load import DEFAULT, ConfigError, load_config
+    from configs.load import DEFAULT, ConfigError, load_config, shipped
 
     try:
-        config = load_config(arguments.config or DEFAULT, arguments.overrides)
+        config = load_config(shipped(arguments.config or DEFAULT), arguments.overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -66,14 +70,14 @@ def main(argv: list[str] | None = None) -> int:
     from mocked_server.vllm.engine import import_engine, start_fork_server
 
     if not arguments.keep_running:
-        return run_session(config, resume=arguments.resume, prepare=start_fork_server)
+        return run_session(config, resume=arguments.resume, prepare=start_fork_server, program=program)
 
     from learner.recovery.supervisor import keep_running
 
     import_engine()
     lines = Path(config.run.dir) / config.run.name / "metrics.jsonl"
     return keep_running(
-        lambda resume: run_session(config, resume=resume, prepare=start_fork_server),
+        lambda resume: run_session(config, resume=resume, prepare=start_fork_server, program=program),
         resume=arguments.resume,
         lines=lines,
     )

@@ -27,10 +27,16 @@ from learner.reporting.tracker import Tracker, check_trackers
 from learner.startup.ledger_location import FILE
 
 
-def run_session(config: Config, *, resume: str = "", prepare: Callable[[], None] = lambda: None) -> int:
+def run_session(
+    config: Config,
+    *,
+    resume: str = "",
+    prepare: Callable[[], None] = lambda: None,
+    program: str = "python -m learner.run",
+) -> int:
     """Run the pipeline in a fresh folder, or in the folder of the run that is resumed; returns the exit code.
 
-    `prepare`: called before this process has other threads."""
+    `prepare`: called before this process has other threads. `program`: what the user calls it by."""
     folder = Path(config.run.dir) / config.run.name
     try:
         check_trackers(config.run.trackers)
@@ -70,7 +76,7 @@ def run_session(config: Config, *, resume: str = "", prepare: Callable[[], None]
         for error in errors:
             say(f"error: {error}", style="bold red")
         if code == 130 or (errors and pipeline.history.rewards):
-            say(how_to_go_on(folder, began=bool(pipeline.history.rewards)))
+            say(how_to_go_on(folder, began=bool(pipeline.history.rewards), program=program))
     return code
 
 
@@ -197,8 +203,8 @@ def report(console: Console, rewards: list[float], *, summary: dict[str, Any], f
             console.print(f"{name:>12}: {folder / file}", highlight=False)
 
 
-def how_to_go_on(folder: Path, *, began: bool) -> str:
+def how_to_go_on(folder: Path, *, began: bool, program: str) -> str:
     """After Ctrl-C, or an error after the first step: the command that goes on."""
     if not began:
         return "stopped before anything was trained; run the same command again"
-    return f"stopped. To go on:\n  python -m learner.run --config {folder / 'config.yaml'} --resume auto"
+    return f"stopped. To go on:\n  {program} --config {folder / 'config.yaml'} --resume auto"

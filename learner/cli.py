@@ -1,0 +1,194 @@
+"""`understudy`: the command of an installed package, in any folder. Hands each subcommand to the module that does it.
+
+Paths in configurations are relative to the folder in which the command is started, and so is `runs/`, which results go to. Heavy
+imports come after argument parsing. What others also install under our import names is found out before anything of it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+"""The folder that our packages lie in: site-packages, or a checkout."""
+PACKAGES = ("agents", "buffers", "configs", "env_adapters", "learner", "mocked_server")
+AGENTS_SDK = "openai-agents"
+"""A distribution whose package is named `agents` too."""
+HELP = """\
+usage: understudy COMMAND ...
+
+Train the model behind an agent: engine, server, agents and learner in one command.
+
+commands, each with a --help of its own:
+  demo [section.key=value ...]              a small model learns a game in about three minutes, on two CPU cores
+  init [FOLDER]                             write a small project of your own: an agent, its tasks, a configuration
+  run [--config FILE] [section.key=value]   train; FILE is yours, or a shipped one by its name, such as walk_env
+  resume [RUN] [section.key=value ...]      go on with a run, from its newest checkpoint: runs/NAME, or a checkpoint in it
+  check -- COMMAND ...                      run your agent once against a tiny model: can it be trained?
+  ledger COMMAND RUN ...                    every task, episode, round and score of a run: inspect, doctor, export, ...
+  keys [PREFIX]                             the default and the meaning of each configuration key
+
+paths are relative to the folder that you are in; results go to its runs/
+"""
+
+
+def main(words: list[str] | None = None) -> int:
+    """The exit code of the subcommand: 2 where it cannot begin."""
+    words = sys.argv[1:] if words is None else words
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0 if words else 2
+    command = COMMANDS.get(words[0])
+    if command is None:
+        print(f"understudy: the command must be one of {', '.join(COMMANDS)}, got {words[0]!r}", file=sys.stderr)
+        return 2
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # a scorer or a loop of the user's lies there; ours come first
+    return command(words[1:])
+
+
+def run(words: list[str]) -> int:
+    """`python -m learner.run`, where `--config` may also be the name of a configuration that is shipped."""
+    return _run(words, program="understudy run")
+
+
+def demo(words: list[str]) -> int:
+    """A run with the default configuration, which is the demo."""
+    return _run(words, program="understudy run")
+
+
+def resume(words: list[str]) -> int:
+    """`run --resume` with the configuration that lies in the run's folder."""
+    import argparse
+
+    parser = argparse.ArgumentParser(
+        prog="understudy resume", description="Go on with a run, with the configuration that it was started with."
+    )
+    parser.add_argument("run", nargs="?", default="", metavar="RUN", help="runs/NAME, or a checkpoint in its folder")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to its configuration")
+    parser.add_argument("--keep-running", action="store_true", help="see `understudy run --help`")
+    arguments = parser.parse_args(words)
+    given, overrides = arguments.run, arguments.overrides
+    if "=" in given and not Path(given).exists():
+        given, overrides = "", [given, *overrides]
+    folder = Path(given) if given else newest_run(Path("runs"))
+    if folder is None:
+        print("understudy resume: there must be a run in runs/, got none; name its folder", file=sys.stderr)
+        return 2
+    is_run = (folder / "config.yaml").is_file()
+    config = folder / "config.yaml" if is_run else folder.parent.parent / "config.yaml"
+    if not config.is_file():
+        print(
+            f"understudy resume: RUN must be a run's folder, or a checkpoint in it, got {folder} without config.yaml; "
+            f"name runs/NAME",
+            file=sys.stderr,
+        )
+        return 2
+    more = ["--keep-running"] if arguments.keep_running else []
+    which = "auto" if is_run else str(folder)
+    return _run(["--config", str(config), "--resume", which, *more, *overrides], program="understudy run")
+
+
+def newest_run(runs: Path) -> Path | None:
+    """The run in this folder that was started last; None: there is none."""
+    found = [file for file in runs.glob("*/config.yaml") if file.is_file()]
+    return max(found, key=lambda file: file.stat().st_mtime).parent if found else None
+
+
+def _run(words: list[str], *, program: str) -> int:
+    if not {"-h", "--help"} & set(words) and _conflicts():
+        return 2
+    from learner import run
+
+    run.leave(run.main(words, program=program))
+
+
+def check(words: list[str]) -> int:
+    """`python -m mocked_server.check`."""
+    if not {"-h", "--help"} & set(words[: words.index("--")] if "--" in words else words) and _conflicts():
+        return 2
+    from mocked_server.check.trial import main
+
+    return main(words, program="understudy check")
+
+
+def ledger(words: list[str]) -> int:
+    """`python -m buffers.ledger`."""
+    from buffers.ledger.ledger import Ledger
+    from buffers.ledger.tools.cli import main
+
+    return main(words, open_ledger=Ledger)
+
+
+def keys(words: list[str]) -> int:
+    """`python -m configs.keys`."""
+    from configs.keys import main
+
+    return main(words, program="understudy keys")
+
+
+def init(words: list[str]) -> int:
+    """Write the example project."""
+    from learner.new_project import main
+
+    return main(words)
+
+
+def _conflicts() -> bool:
+    found = conflict(Path.cwd())
+    if found:
+        print(f"error: {found}", file=sys.stderr)
+    return bool(found)
+
+
+def conflict(here: Path) -> str:
+    """What else is imported under one of our names, in this environment or in the folder `here`, in a line; empty: nothing."""
+    from importlib import metadata
+
+    for name in PACKAGES:
+        for other in (here / name / "__init__.py", here / f"{name}.py"):  # first on the path of Ray's workers
+            if other.is_file() and other.resolve().parent != ROOT / name:
+                return (
+                    f"the package `{name}` must be understudy's, got {other} in the folder that you are in; rename it"
+                )
+        spec = find_spec(name)
+        found = Path(spec.origin).resolve() if spec is not None and spec.origin else None
+        if found is not None and found.parent != ROOT / name:
+            return (
+                f"the package `{name}` must be understudy's, got {found}; "
+                f"{_remedy(name, elsewhere=found.parent.parent)}"
+            )
+    try:
+        sdk = metadata.distribution(AGENTS_SDK)
+    except metadata.PackageNotFoundError:
+        return ""
+    if Path(str(sdk.locate_file("agents"))).resolve() != ROOT / "agents":
+        return ""  # beside a checkout, whose folder comes first: agents in processes of their own find theirs
+    return f"{AGENTS_SDK} and understudy have overwritten each other's package `agents` here; {_remedy('agents')}"
+
+
+def _remedy(name: str, *, elsewhere: Path | None = None) -> str:
+    if name != "agents" or (elsewhere is not None and not (elsewhere / "agents" / "mcp").exists()):
+        return f"take {elsewhere} off PYTHONPATH, or install understudy in a virtual environment of its own"
+    return (
+        "install understudy in a virtual environment of its own, and name your agent's python in agents.command "
+        "(agents are programs: they need nothing of understudy's)"
+    )
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "demo": demo,
+    "init": init,
+    "run": run,
+    "resume": resume,
+    "check": check,
+    "ledger": ledger,
+    "keys": keys,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

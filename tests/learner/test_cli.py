@@ -1,0 +1,163 @@
+"""Rules of the `understudy` command: it answers at once, works in any folder when installed, and names what is in its way."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from configs.load import ConfigError, load_config, shipped
+from learner import cli
+from learner.new_project import CONFIG, FILES
+
+ROOT = Path(__file__).parents[2]
+HELP_CPU_S = 0.5
+PACKAGED = ("pyproject.toml", "README.md", "LICENSE", *cli.PACKAGES)
+
+
+def understudy(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "learner.cli", *words],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_help_names_every_command_and_answers_at_once(tmp_path):
+    """CPU time, not wall time: a busy machine must not fail it."""
+    before_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    done = understudy("--help", cwd=tmp_path)
+    used_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before_s
+    assert done.returncode == 0 and re.findall(r"^  (\w+) ", done.stdout, flags=re.M) == list(cli.COMMANDS)
+    assert used_s < HELP_CPU_S, f"--help must take under {HELP_CPU_S} s of CPU, got {used_s:.2f} s"
+
+
+@pytest.mark.parametrize("command", ["demo", "init", "run", "resume", "ledger"])
+def test_each_command_has_a_help_of_its_own(tmp_path, command):
+    done = understudy(command, "--help", cwd=tmp_path)
+    assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_command_is_told_the_known_ones(tmp_path):
+    done = understudy("trian", cwd=tmp_path)
+    assert done.returncode == 2 and "demo, init, run, resume, check, ledger, got 'trian'" in done.stderr
+
+
+def test_init_writes_a_project_and_overwrites_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
+    assert "train it:  understudy run --config config.yaml" in capsys.readouterr().out
+    config = load_config(tmp_path / "config.yaml")
+    assert (config.agents.processes, config.data.scorer) == (0, "contains")
+    (tmp_path / "agent.py").write_text("mine")
+    assert cli.main(["init"]) == 2
+    assert "must not have agent.py yet; name another folder" in capsys.readouterr().err
+    assert (tmp_path / "agent.py").read_text() == "mine" and (tmp_path / "config.yaml").read_text() == CONFIG
+
+
+def test_a_shipped_configuration_is_found_by_name_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("walk_env", "walk_env.yaml", "configs/walk_env.yaml"):
+        assert Path(load_config(shipped(Path(name))).agents.loops).is_file()
+    assert Path(load_config().agents.command[1]).is_file()
+    (tmp_path / "walk_env.yaml").write_text("run: {name: own}")
+    assert load_config(shipped(Path("walk_env.yaml"))).run.name == "own"
+    with pytest.raises(ConfigError, match="not a file"):
+        load_config(shipped(Path("elsewhere/walk_env.yaml")))
+
+
+def test_resume_takes_the_newest_run_and_says_what_is_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["resume"]) == 2
+    assert "there must be a run in runs/, got none" in capsys.readouterr().err
+    for age, name in enumerate(["old", "new"]):
+        (tmp_path / "runs" / name / "checkpoints" / "step-1").mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").write_text("")
+        os.utime(tmp_path / "runs" / name / "config.yaml", (age, age))
+    asked: list[list[str]] = []
+    monkeypatch.setattr(cli, "_run", lambda words, *, program: asked.append(words) or 0)
+    cli.main(["resume", "run.steps=9"])
+    cli.main(["resume", "runs/old/checkpoints/step-1", "--keep-running"])
+    assert asked == [
+        ["--config", "runs/new/config.yaml", "--resume", "auto", "run.steps=9"],
+        ["--config", "runs/old/config.yaml", "--resume", "runs/old/checkpoints/step-1", "--keep-running"],
+    ]
+    assert cli.main(["resume", "runs"]) == 2
+    assert "got runs without config.yaml" in capsys.readouterr().err
+
+
+def test_another_package_of_our_name_is_named_with_a_remedy(tmp_path):
+    assert cli.conflict(ROOT) == cli.conflict(tmp_path) == ""
+    (tmp_path / "agents").mkdir()
+    assert cli.conflict(tmp_path) == "", "a folder without __init__.py is in nobody's way"
+    (tmp_path / "agents" / "__init__.py").touch()
+    done = understudy("run", "run.steps=1", cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "the package `agents` must be understudy's" in done.stderr and "rename it" in done.stderr
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory) -> Path:
+    """An environment with the wheel, which sees this environment's packages; nothing is downloaded."""
+    place = tmp_path_factory.mktemp("installed")
+    source, venv = place / "source", place / "venv"
+    source.mkdir()
+    for name in PACKAGED:
+        path = ROOT / name
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(path, source / name, ignore=ignored) if path.is_dir() else shutil.copy(path, source)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run(
+        [*pip, "wheel", ".", "--no-deps", "--no-index", "--no-build-isolation", "-w", place], cwd=source, check=True
+    )
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    (wheel,) = place.glob("understudy-*.whl")
+    python = venv / "bin" / "python"
+    subprocess.run([*pip, "--python", python, "install", "--no-deps", "--no-index", wheel], check=True)
+    asked = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    folder = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True).stdout.strip()
+    (Path(folder) / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return venv
+
+
+def test_the_wheel_has_all_that_is_shipped_and_nothing_else(installed):
+    (folder,) = installed.glob("lib/python*/site-packages")
+    there = {path.relative_to(folder) for name in cli.PACKAGES for path in (folder / name).rglob("*")}
+    ours = subprocess.run(["git", "ls-files", *cli.PACKAGES], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {Path(line) for line in ours.stdout.splitlines()} <= there
+    assert not (folder / "tests").exists() and not (folder / "benchmarks").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(500)
+def test_an_installed_wheel_trains_the_project_that_it_writes(installed, tmp_path):
+    """From an empty folder, by the line that `init` prints; nothing of the checkout is on any path."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["PATH"] = f"{installed / 'bin'}{os.pathsep}{environment['PATH']}"
+
+    def run(*words: str) -> str:
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=450)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    (line,) = re.findall(r"^train it: +(.+)$", run("understudy", "init"), flags=re.M)
+    small = ["run.steps=2", "buffer.groups_per_step=1", "buffer.group_size=4"]
+    output = run(*shlex.split(line), *small)
+    assert "step 2/2" in output
+    summary = json.loads((tmp_path / "runs" / "first" / "summary.json").read_text())
+    assert summary["steps"] == 2 and summary["episodes"] == 2 * 4 and summary["max_logprob_diff"] < 1e-4
+    assert "trained" in run("understudy", "ledger", "inspect", "runs/first")
