@@ -52,7 +52,7 @@ def test_each_command_has_a_help_of_its_own(tmp_path, command):
 
 def test_an_unknown_command_is_told_the_known_ones(tmp_path):
     done = understudy("trian", cwd=tmp_path)
-    assert done.returncode == 2 and "demo, init, run, resume, check, ledger, got 'trian'" in done.stderr
+    assert done.returncode == 2 and "demo, init, run, resume, check, ledger, keys, got 'trian'" in done.stderr
 
 
 def test_init_writes_a_project_and_overwrites_nothing(tmp_path, monkeypatch, capsys):
