@@ -29,6 +29,7 @@ commands, each with a --help of its own:
   resume [RUN] [section.key=value ...]      go on with a run, from its newest checkpoint: runs/NAME, or a checkpoint in it
   check -- COMMAND ...                      run your agent once against a tiny model: can it be trained?
   ledger COMMAND RUN ...                    every task, episode, round and score of a run: inspect, doctor, export, ...
+  compare RUN RUN                           what differs between runs, in configuration and figures, with a picture
   keys [PREFIX]                             the default and the meaning of each configuration key
 
 paths are relative to the folder that you are in; results go to its runs/
@@ -124,6 +125,13 @@ def ledger(words: list[str]) -> int:
     return main(words, open_ledger=Ledger)
 
 
+def compare(words: list[str]) -> int:
+    """What differs between runs."""
+    from learner.reporting.compare import main
+
+    return main(words)
+
+
 def keys(words: list[str]) -> int:
     """`python -m configs.keys`."""
     from configs.keys import main
@@ -187,6 +195,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "resume": resume,
     "check": check,
     "ledger": ledger,
+    "compare": compare,
     "keys": keys,
 }
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -23,21 +26,51 @@ def moving_average(values: Sequence[float], *, window: int = WINDOW) -> list[flo
     return [sum(part) / len(part) for part in (values[max(0, end - window) : end] for end in range(1, len(values) + 1))]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """The mean scores of one run."""
+
+    label: str
+    steps: Sequence[int]
+    rewards: Sequence[float]
+    """Of each step."""
+    validations: Sequence[tuple[float, float]] = ()
+    """(step, mean score)."""
+
+
 def reward_curve_png(path: Path, rewards: Sequence[float], *, optimum: float | None, title: str) -> None:
     """Draw mean score over steps (the first step is 1). Raises ValueError without any step."""
     _refuse_empty(rewards)
+    with _axes(path, title=title) as axes:
+        axes.plot(range(1, len(rewards) + 1), rewards, "o", color="#7aa6d8", markersize=4, alpha=0.7, label="one step")
+        averages = moving_average(rewards)
+        axes.plot(range(1, len(rewards) + 1), averages, color="#1f4e8c", linewidth=2.2, label=f"mean of {WINDOW} steps")
+        if optimum is not None:
+            axes.axhline(optimum, color="#2e8b57", linestyle="--", linewidth=1.4, label=f"optimum {optimum:g}")
+        axes.set_xlim(0.5, len(rewards) + 0.5)
+
+
+def curves_png(path: Path, curves: Sequence[Curve]) -> None:
+    """Draw several runs: each step as a dot, its moving average as a line, validations as squares."""
+    with _axes(path, title=f"mean of {WINDOW} steps; dots: each step, squares: validation") as axes:
+        for number, curve in enumerate(curves):
+            color = f"C{number % 10}"
+            axes.plot(curve.steps, curve.rewards, ".", color=color, alpha=0.35)
+            axes.plot(curve.steps, moving_average(curve.rewards), color=color, linewidth=2.0, label=curve.label)
+            for step, mean in curve.validations:
+                axes.plot(step, mean, "s", color=color, markerfacecolor="white")
+
+
+@contextmanager
+def _axes(path: Path, *, title: str) -> Iterator[Any]:
+    """Axes of mean score over steps; drawn into `path` at the end."""
     from matplotlib.figure import Figure  # not pyplot, which takes half a second more to import
     from matplotlib.ticker import MaxNLocator
 
-    steps = range(1, len(rewards) + 1)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    axes.plot(steps, rewards, "o", color="#7aa6d8", markersize=4, alpha=0.7, label="one step")
-    axes.plot(steps, moving_average(rewards), color="#1f4e8c", linewidth=2.2, label=f"mean of {WINDOW} steps")
-    if optimum is not None:
-        axes.axhline(optimum, color="#2e8b57", linestyle="--", linewidth=1.4, label=f"optimum {optimum:g}")
     axes.set(title=title, xlabel="step", ylabel="mean score of the batch")
-    axes.set_xlim(0.5, len(rewards) + 0.5)
+    yield axes
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)

@@ -1,0 +1,178 @@
+"""`understudy compare runs/a runs/b`: what differs between runs in configuration and figures, and one picture of their curves.
+
+Reads what runs leave in their folders (config.yaml, metrics.jsonl, summary.json), of finished runs and of running ones, and writes
+nothing but the picture. Invariant: a figure is shown as the run wrote it, or as the mean that its name says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from learner.reporting.summary import Curve, curves_png
+
+LAST_STEPS = 5
+"""Steps that a run's last figures are the mean of."""
+FIGURES = (
+    "reward/mean", "val/mean", "val/best", "batch/equal_groups", "policy/entropy", "policy/kl_ref", "policy/grad_norm",
+    "policy/max_logprob_diff", "staleness/mean", "agent_loop/rounds_mean", "batch/trained_tokens",
+    "throughput/tokens_per_s", "time/step_s", "time/wait_s",
+)  # fmt: skip
+"""Metrics of docs/metrics.md that the table shows, where a run has them."""
+
+
+class CompareError(ValueError):
+    """A folder that holds no run; the message is for the user."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """What one run left."""
+
+    label: str
+    """Its folder's name; the path, where two have the same name."""
+    config: Mapping[str, Any]
+    """Keys with dots -> values."""
+    steps: Sequence[Mapping[str, float]]
+    """The figures of each step that has a reward, in order; each with `step`."""
+    validations: Sequence[Mapping[str, float]]
+    """Lines with figures of a validation."""
+    summary: Mapping[str, Any]
+    """Empty while the run is under way."""
+
+    def last(self, name: str) -> float | None:
+        """Mean of the last `LAST_STEPS` values of a metric; the last one of a validation. None: it has none."""
+        if name.startswith("val/"):
+            return next((line[name] for line in reversed(self.validations) if name in line), None)
+        values = [line[name] for line in self.steps if name in line][-LAST_STEPS:]
+        return sum(values) / len(values) if values else None
+
+
+def read_run(folder: Path, *, label: str = "") -> RunRecord:
+    """Raises CompareError when the folder holds no run."""
+    for name in ("config.yaml", "metrics.jsonl"):
+        if not (folder / name).is_file():
+            raise CompareError(
+                f"a run's folder must hold {name}, got {folder} without it; name folders such as runs/demo"
+            )
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        file = folder / "summary.json"
+        summary = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (yaml.YAMLError, ValueError) as error:
+        raise CompareError(f"{folder} must hold the files of a run, got one that cannot be read: {error}") from None
+    return RunRecord(
+        label=label or folder.name,
+        config=flat(config or {}),
+        steps=[line for line in lines if "reward/mean" in line],
+        validations=[line for line in lines if "val/mean" in line],
+        summary=summary,
+    )
+
+
+def flat(tree: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = isinstance(value, Mapping) and value
+        found |= flat(value, prefix=f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return found
+
+
+def config_differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
+    """Key -> its value in each run (`...`: it has none), for keys that are not the same in all. Without the run's own name."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    values = {key: [run.config.get(key, ...) for run in runs] for key in keys if key != "run.name"}
+    return {key: each for key, each in values.items() if any(one != each[0] for one in each)}
+
+
+def config_table(runs: Sequence[RunRecord]) -> Table:
+    """A row for each key that differs."""
+    table = Table(title="configuration: what differs", title_justify="left")
+    table.add_column("key", style="bold", overflow="fold")
+    for run in runs:
+        table.add_column(run.label, overflow="fold")
+    for key, values in config_differences(runs).items():
+        table.add_row(key, *("(no such key)" if value is ... else json.dumps(value) for value in values))
+    return table
+
+
+def figures_table(runs: Sequence[RunRecord]) -> Table:
+    """Steps and time, then the mean of each figure over the last steps."""
+    table = Table(title=f"figures: means of the last {LAST_STEPS} steps", title_justify="left")
+    table.add_column("figure", style="bold")
+    for run in runs:
+        table.add_column(run.label, justify="right")
+    table.add_row("steps", *(str(len(run.steps)) for run in runs))
+    shared = min(len(run.steps) for run in runs)
+    if shared and any(len(run.steps) != shared for run in runs):
+        until = [[line["reward/mean"] for line in run.steps[:shared]][-LAST_STEPS:] for run in runs]
+        table.add_row(f"reward/mean at step {shared}", *(_shown(sum(each) / len(each)) for each in until))
+    for name in FIGURES:
+        values = [run.last(name) for run in runs]
+        if any(value is not None for value in values):
+            table.add_row(name, *map(_shown, values))
+    table.add_row("seconds in all", *(_shown(run.summary.get("wall_s")) for run in runs))
+    return table
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.4g}"
+
+
+def curve_of(run: RunRecord) -> Curve:
+    """What is drawn of a run."""
+    return Curve(
+        label=run.label,
+        steps=[int(line["step"]) for line in run.steps],
+        rewards=[line["reward/mean"] for line in run.steps],
+        validations=[(line.get("val/step", line["step"]), line["val/mean"]) for line in run.validations],
+    )
+
+
+def main(argv: Sequence[str] | None = None, *, program: str = "understudy compare") -> int:
+    """Exit codes: 0 printed, 2 a folder holds no run."""
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description="Print what differs between runs in configuration and figures, and draw their curves.",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs, two or more: runs/a runs/b")
+    parser.add_argument(
+        "--picture", type=Path, help="where the curves go (default: compare-A-B.png beside the first run)"
+    )
+    arguments = parser.parse_args(argv)
+    folders: list[Path] = arguments.runs
+    if len(folders) < 2:
+        parser.error(f"compare needs two runs or more, got only {folders[0]}; name another one")
+    names = [folder.resolve().name for folder in folders]
+    try:
+        runs = [
+            read_run(folder, label=name if names.count(name) == 1 else str(folder))
+            for folder, name in zip(folders, names, strict=True)
+        ]
+    except CompareError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+    console = Console()
+    if config_differences(runs):
+        console.print(config_table(runs))
+    else:
+        console.print("configuration: the same but for the name")
+    console.print(figures_table(runs))
+    if any(run.steps for run in runs):
+        picture: Path = arguments.picture or folders[0].resolve().parent / f"compare-{'-'.join(names)}.png"
+        curves_png(picture, [curve_of(run) for run in runs])
+        console.print(f"curves: {picture}", highlight=False, soft_wrap=True)
+    else:
+        console.print("curves: none of them has made a step yet", highlight=False)
+    return 0
