@@ -218,8 +218,11 @@ class Row:
 class Validated:
     """What the episodes of one validation task scored."""
 
+    task_id: str
     data_source: str
     scores: tuple[float, ...]
+    num_failed: int = 0
+    """Episodes that have no score, after all their attempts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ commands, each with a --help of its own:
   resume [RUN] [section.key=value ...]      go on with a run, from its newest checkpoint: runs/NAME, or a checkpoint in it
   check -- COMMAND ...                      run your agent once against a tiny model: can it be trained?
   ledger COMMAND RUN ...                    every task, episode, round and score of a run: inspect, doctor, export, ...
+  eval [--config FILE] [--checkpoint RUN]   play a task file without a learner: mean, pass@k, failures by reason
   compare RUN RUN                           what differs between runs, in configuration and figures, with a picture
   keys [PREFIX]                             the default and the meaning of each configuration key
 
@@ -125,6 +126,15 @@ def ledger(words: list[str]) -> int:
     return main(words, open_ledger=Ledger)
 
 
+def evaluate(words: list[str]) -> int:
+    """Play a task file by the model as it is."""
+    if not {"-h", "--help"} & set(words) and _conflicts():
+        return 2
+    from learner import evaluate, run
+
+    run.leave(evaluate.main(words))
+
+
 def compare(words: list[str]) -> int:
     """What differs between runs."""
     from learner.reporting.compare import main
@@ -195,6 +205,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "resume": resume,
     "check": check,
     "ledger": ledger,
+    "eval": evaluate,
     "compare": compare,
     "keys": keys,
 }

@@ -34,11 +34,13 @@ from agents.workers.config import read_loops
 from agents.workers.manager import AgentLoopManager
 from buffers.errors import TaskError
 from buffers.ledger.ledger import Ledger
+from buffers.records import Task
 from buffers.tasks.task_order import endless_tasks, task_list
 from configs.schema import Config
 from env_adapters.child_process import Child, last_words, resolve_command, start_environment
 from env_adapters.scoring.rewards import Rewards
 from learner.checkpoints.store import Checkpoint, CheckpointStore
+from learner.evaluation import Evaluation, EvaluationPlan
 from learner.learn_loop import LearnLoop
 from learner.recovery.failure_watch import watch
 from learner.recovery.restart_limit import RestartLimit
@@ -83,7 +85,7 @@ class Parts:
     engine: VLLMEngine
     server: MockedServer
     generation: Generation
-    learn: LearnLoop
+    main: LearnLoop | Evaluation
     env: Environment | None = None
     background: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -92,6 +94,7 @@ class Pipeline:
     """One run. `await run()` returns when `run.steps` steps are trained, or after `stop()`.
 
     `resume`: the folder holds an earlier run's ledger, which goes on from `checkpoint`, or from its start without one.
+    `evaluates`: there is no learner; the tasks are played by the model as it is, and `evaluation` has what they scored.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class Pipeline:
         tracker: Tracker,
         resume: bool = False,
         checkpoint: Checkpoint | None = None,
+        evaluates: EvaluationPlan | None = None,
     ) -> None:
         self._config = config
         self._folder = folder
@@ -113,6 +117,11 @@ class Pipeline:
         self._start = checkpoint.position.step if checkpoint else 0
         self._ranks: LearnerRanks
         self._learn: LearnLoop | None = None
+        self._evaluates = evaluates
+        self.failures: dict[str, int] = {}
+        """Attempts that failed, by reason, at the end."""
+        self.evaluation: Evaluation | None = None
+        """What was played; None in a run that learns, and before it starts."""
         self._restart_limit = RestartLimit()
         self.history = History(config, earlier=tracker.earlier)
         self.on_ray_started: Callable[[], None] = lambda: None
@@ -127,10 +136,14 @@ class Pipeline:
             parts = await self._build(stack)
             async with asyncio.TaskGroup() as loops:
                 parts.background = self._start_loops(loops, parts)
-                await loops.create_task(parts.learn.run(), name="learn")
+                await loops.create_task(parts.main.run(), name="evaluate" if self._evaluates else "learn")
                 for task in parts.background:
                     task.cancel()
-            self.history.finish(parts.books.ledger.counts(), parts.server.status(), self._restart_limit.figures())
+            counts = parts.books.ledger.counts()
+            self.failures = {
+                name.removeprefix("failed/"): number for name, number in counts.items() if name.startswith("failed/")
+            }
+            self.history.finish(counts, parts.server.status(), self._restart_limit.figures())
 
     # Building
 
@@ -157,7 +170,35 @@ class Pipeline:
         server.on_ended = generation.forget
         for episode, rounds in books.running:
             generation.resume(episode.episode_id, rounds)
-        self._learn = LearnLoop(
+        if self._evaluates:
+            main: LearnLoop | Evaluation = self._make_evaluation(self._evaluates, books)
+        else:
+            main = self._learn = self._make_learn_loop(stack, learner, engine, server, books, generation, weights)
+        parts = Parts(books=books, engine=engine, server=server, generation=generation, main=main)
+        if config.env.command:
+            env = {"SERVER_URL": server.base_url, "SCORER_KEY": server.keys.scorer}
+            start = partial(
+                start_environment,
+                config.env.command, env=env, cwd=Path.cwd(), log=self._folder / "env.log", deadline_s=ENV_START_S,
+            )  # fmt: skip
+            parts.env = Environment(start, lost=partial(environment_lost, server))
+            stack.push_async_callback(parts.env.stop)
+            server.env_address = await parts.env.start(restart_limit=self._restart_limit)
+        stack.enter_context(environment_files(self._folder, server))
+        return parts
+
+    def _make_learn_loop(
+        self,
+        stack: AsyncExitStack,
+        learner: asyncio.Task[None],
+        engine: VLLMEngine,
+        server: MockedServer,
+        books: RunBuffers,
+        generation: Generation,
+        weights: Path,
+    ) -> LearnLoop:
+        config = self._config
+        return LearnLoop(
             run=config.run, buffer=config.buffer,
             ledger=books.ledger, rounds=books.rounds, pool=books.pool,
             ranks=self._ranks, engine=engine, generated=generation.stats,
@@ -170,18 +211,22 @@ class Pipeline:
             traces=self._open_traces(stack, server),
             restart_limit=self._restart_limit, started=learner, prepare=self._prepare_learner, checkpoint=self._checkpoint,
         )  # fmt: skip
-        parts = Parts(books=books, engine=engine, server=server, generation=generation, learn=self._learn)
-        if config.env.command:
-            env = {"SERVER_URL": server.base_url, "SCORER_KEY": server.keys.scorer}
-            start = partial(
-                start_environment,
-                config.env.command, env=env, cwd=Path.cwd(), log=self._folder / "env.log", deadline_s=ENV_START_S,
-            )  # fmt: skip
-            parts.env = Environment(start, lost=partial(environment_lost, server))
-            stack.push_async_callback(parts.env.stop)
-            server.env_address = await parts.env.start(restart_limit=self._restart_limit)
-        stack.enter_context(environment_files(self._folder, server))
-        return parts
+
+    def _make_evaluation(self, plan: EvaluationPlan, books: RunBuffers) -> Evaluation:
+        config = self._config
+        paths = [Path(path) for path in config.data.task_files]
+
+        def read_tasks() -> list[Task]:
+            return [task for path in paths for task in task_list(path, agent_name=self._default_agent())][: plan.limit]
+
+        self.evaluation = Evaluation(
+            books.ledger,
+            pool=books.pool,
+            read_tasks=read_tasks,
+            samples=config.data.validation.samples,
+            display=self._display,
+        )
+        return self.evaluation
 
     def _end_killer(self, server: MockedServer, episode_id: str) -> None:
         """The engine died of this episode's requests, again and again: it ends, the engine goes on."""
@@ -255,7 +300,7 @@ class Pipeline:
     async def _start_learner(self, ray_started: asyncio.Task[None]) -> None:
         await asyncio.shield(ray_started)
         self.on_ray_started()
-        while True:
+        while not self._evaluates:
             try:
                 await self._ranks.start()
                 return await self._prepare_learner(self._checkpoint)
@@ -352,7 +397,7 @@ class Pipeline:
             started.append(
                 loops.create_task(parts.env.keep(restart_limit=self._restart_limit), name="keep the environment")
             )
-        if config.data.task_files:
+        if config.data.task_files and not self._evaluates:
             parts.books.pool.add_source(
                 endless_tasks(
                     {Path(path): weight for path, weight in config.data.task_files.items()},

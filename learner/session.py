@@ -48,7 +48,7 @@ def run_session(
         fresh_folder(folder)
     start = checkpoint.position.step if checkpoint else 0
     log = folder / "log.txt"
-    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(), sort_keys=False))
+    write_config(folder, config)
     with own_terminal(log) as terminal:
         logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         console = Console(file=terminal)
@@ -68,7 +68,7 @@ def run_session(
             pipeline = Pipeline(
                 config, folder=folder, display=display, tracker=tracker, resume=again, checkpoint=checkpoint
             )
-            code, errors = asyncio.run(_supervise(pipeline))
+            code, errors = asyncio.run(supervise(pipeline))
         summary = {**pipeline.history.summary(), "stopped": code == 130}
         write_summary(folder / "summary.json", summary)
         if pipeline.history.rewards:
@@ -102,7 +102,7 @@ def own_terminal(log: Path) -> Iterator[TextIO]:
                 os.close(descriptor)
 
 
-async def _supervise(pipeline: Pipeline) -> tuple[int, list[str]]:
+async def supervise(pipeline: Pipeline) -> tuple[int, list[str]]:
     """Run to the end; SIGINT and SIGTERM ask for a clean stop, a second one has its default effect (at once)."""
     loop = asyncio.get_running_loop()
     asked = False
@@ -170,6 +170,11 @@ def find_resume(folder: Path, *, resume: str, elsewhere: bool = False) -> tuple[
             f"start a new run from its weights with model.path={checkpoint.model}"
         )
     return True, checkpoint
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """`config.yaml`: every key, as it is used."""
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(), sort_keys=False), encoding="utf-8")
 
 
 def fresh_folder(folder: Path) -> Path:

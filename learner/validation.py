@@ -66,27 +66,35 @@ class Validation:
 
     async def _run(self, step: int) -> dict[str, float]:
         began = time.monotonic()
-        loop = asyncio.get_running_loop()
-        woken = asyncio.Event()
-
-        def wake(_: LedgerEvent) -> None:
-            with suppress(RuntimeError):  # the loop has ended, and this wait with it
-                loop.call_soon_threadsafe(woken.set)
-
-        tasks = [replace(task, task_id=PREFIX + task.task_id) for task in await asyncio.to_thread(self._read_tasks)]
-        unwatch = self._ledger.watch(wake)
-        try:
-            opened = self._ledger.open_validation(tasks, group_size=self._samples, greedy=self._samples == 1)
-            group_ids = await asyncio.wrap_future(opened)
-            while self._ledger.counts()["groups/validating"] > 0:
-                woken.clear()
-                if self._ledger.counts()["groups/validating"] > 0:
-                    await woken.wait()
-        finally:
-            unwatch()
-        found = await asyncio.wrap_future(self._ledger.validated(group_ids))
+        tasks = await asyncio.to_thread(self._read_tasks)
+        found = await play(self._ledger, tasks, samples=self._samples, fewest=self._samples)
         times = {"val/step": float(step), "val/seconds": time.monotonic() - began}
         return figures_of(found, num_tasks=len(tasks)) | times
+
+
+async def play(ledger: Ledger, tasks: Sequence[Task], *, samples: int, fewest: int) -> list[Validated]:
+    """Open `samples` episodes of each task, greedy ones if there is one of each, and wait until all have ended; what they scored.
+
+    A task is left out when fewer than `fewest` of its episodes have a score."""
+    loop = asyncio.get_running_loop()
+    woken = asyncio.Event()
+
+    def wake(_: LedgerEvent) -> None:
+        with suppress(RuntimeError):  # the loop has ended, and this wait with it
+            loop.call_soon_threadsafe(woken.set)
+
+    named = [replace(task, task_id=PREFIX + task.task_id) for task in tasks]
+    unwatch = ledger.watch(wake)
+    try:
+        opened = ledger.open_validation(named, group_size=samples, greedy=samples == 1, min_size=fewest)
+        group_ids = await asyncio.wrap_future(opened)
+        while ledger.counts()["groups/validating"] > 0:
+            woken.clear()
+            if ledger.counts()["groups/validating"] > 0:
+                await woken.wait()
+    finally:
+        unwatch()
+    return await asyncio.wrap_future(ledger.validated(group_ids))
 
 
 def figures_of(found: Sequence[Validated], *, num_tasks: int) -> dict[str, float]:

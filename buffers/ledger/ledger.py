@@ -197,16 +197,22 @@ class Ledger:
         operation = partial(episodes.open_group, task_id=task_id, instance=instance)
         return self.submit(partial(operation, group_size=group_size, min_size=min_size, max_uses=max_uses))
 
-    def open_validation(self, tasks: Iterable[Task], *, group_size: int, greedy: bool) -> Future[tuple[int, ...]]:
+    def open_validation(
+        self, tasks: Iterable[Task], *, group_size: int, greedy: bool, min_size: int | None = None
+    ) -> Future[tuple[int, ...]]:
         """Store tasks and open a group of pending episodes for each, which is scored and never trained; the groups' ids.
 
-        Tasks of a task file that is also trained need other ids than there.
+        Tasks of a task file that is also trained need other ids than there. `min_size`: members that must score, else the group is
+        given up (None: all).
         """
         tasks = list(tasks)
         self.put_tasks(tasks)
         operation = validation.open_validation
         task_ids = [task.task_id for task in tasks]
-        return self.submit(partial(operation, task_ids=task_ids, group_size=group_size, greedy=greedy))
+        min_size = group_size if min_size is None else min_size
+        return self.submit(
+            partial(operation, task_ids=task_ids, group_size=group_size, min_size=min_size, greedy=greedy)
+        )
 
     def validated(self, group_ids: Sequence[int]) -> Future[list[Validated]]:
         """What these groups scored; without those that were given up."""

@@ -14,15 +14,16 @@ from buffers.records import GroupState, Validated
 
 
 def open_validation(
-    db: sqlite3.Connection, *, task_ids: Sequence[str], group_size: int, greedy: bool
+    db: sqlite3.Connection, *, task_ids: Sequence[str], group_size: int, min_size: int, greedy: bool
 ) -> tuple[int, ...]:
-    """A new group of pending episodes for each stored task; their ids."""
+    """A new group of pending episodes for each stored task; their ids. `min_size`: members that must score, else the group is given
+    up."""
     group_ids = []
     for task_id in task_ids:
         (instance,) = db.execute(
             "SELECT coalesce(max(instance) + 1, 0) FROM grp WHERE task_id = ?", (task_id,)
         ).fetchone()
-        members = open_group(db, task_id=task_id, instance=instance, group_size=group_size, min_size=group_size)
+        members = open_group(db, task_id=task_id, instance=instance, group_size=group_size, min_size=min_size)
         group_id = members[0].group_id
         db.execute(
             "UPDATE grp SET state = ?, greedy = ? WHERE group_id = ?", (GroupState.VALIDATING, int(greedy), group_id)
@@ -36,7 +37,7 @@ def validated(db: sqlite3.Connection, *, group_ids: Sequence[int]) -> list[Valid
     found = []
     for group_id in group_ids:
         row = db.execute(
-            "SELECT json_extract(payload, '$.data_source') FROM grp JOIN task USING (task_id) "
+            "SELECT task_id, json_extract(payload, '$.data_source'), num_lost FROM grp JOIN task USING (task_id) "
             "WHERE group_id = ? AND state = 'validated'",
             (group_id,),
         ).fetchone()
@@ -44,5 +45,7 @@ def validated(db: sqlite3.Connection, *, group_ids: Sequence[int]) -> list[Valid
             scores = db.execute(
                 "SELECT score FROM episode WHERE group_id = ? AND state = 'scored' ORDER BY sample_index", (group_id,)
             ).fetchall()
-            found.append(Validated(data_source=row[0], scores=tuple(score for (score,) in scores)))
+            task_id, data_source, num_failed = row
+            kept = tuple(score for (score,) in scores)
+            found.append(Validated(task_id=task_id, data_source=data_source, scores=kept, num_failed=num_failed))
     return found

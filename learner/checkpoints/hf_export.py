@@ -62,7 +62,8 @@ def write_folder(
 ) -> None:
     """Replaces `folder` with what `from_pretrained` and vLLM load: the merged weights.
 
-    Beside them `value_head.safetensors` and `adapter/`, which peft loads, when there are such.
+    Below it `critic/value_head.safetensors`, and `adapter/`, which peft loads, when there are such: vLLM takes all `*.safetensors`
+    of the folder itself for weights of the model.
     """
     partial = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(partial, ignore_errors=True)
@@ -75,7 +76,7 @@ def write_folder(
     tokenizer.save_pretrained(partial)
     write_weights(partial / WEIGHTS, weights=weights)
     if value_head:
-        write_weights(partial / "value_head.safetensors", weights=value_head)
+        write_weights(partial / "critic" / "value_head.safetensors", weights=value_head)
     if adapter is not None:
         write_weights(partial / "adapter" / "adapter_model.safetensors", weights=adapter.weights)
         write_description(partial / "adapter", config=adapter.config)

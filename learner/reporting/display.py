@@ -118,6 +118,10 @@ class Display:
         """A validation of the weights of `step` ended: mean score, and mean of each task's best."""
         self._say(f"validation of step {step}  mean {mean:.3f}  best {best:.3f}")
 
+    def played(self, *, scored: int, of: int, running: int, failed: int) -> None:
+        """How far an evaluation is, in episodes. `failed`: attempts."""
+        self._say(f"{scored} of {of} episodes scored   {running} running   {failed} attempts failed")
+
     def queues(self, *, prompts_waiting: int, episodes_running: int, groups_ready: int) -> None:
         """How full the pipe is at this moment."""
         self._shown = replace(

@@ -141,7 +141,7 @@ class Trainer:
             hf_export.write_weights(path, weights=weights)
 
     def save_pretrained(self, folder: Path) -> None:
-        """Writes a Hugging Face folder (and `value_head.safetensors`). All ranks call this; rank 0 writes."""
+        """Writes a Hugging Face folder (and `critic/value_head.safetensors`). All ranks call this; rank 0 writes."""
         writer = self._rank == 0
         critic = self._critic or self._policy
         weights = self._weights()

@@ -43,7 +43,7 @@ def test_help_names_every_command_and_answers_at_once(tmp_path):
     assert used_s < HELP_CPU_S, f"--help must take under {HELP_CPU_S} s of CPU, got {used_s:.2f} s"
 
 
-@pytest.mark.parametrize("command", ["demo", "init", "run", "resume", "ledger", "compare", "keys"])
+@pytest.mark.parametrize("command", ["demo", "init", "run", "resume", "ledger", "eval", "compare", "keys"])
 def test_each_command_has_a_help_of_its_own(tmp_path, command):
     done = understudy(command, "--help", cwd=tmp_path)
     assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
@@ -52,7 +52,10 @@ def test_each_command_has_a_help_of_its_own(tmp_path, command):
 
 def test_an_unknown_command_is_told_the_known_ones(tmp_path):
     done = understudy("trian", cwd=tmp_path)
-    assert done.returncode == 2 and "demo, init, run, resume, check, ledger, compare, keys, got 'trian'" in done.stderr
+    assert (
+        done.returncode == 2
+        and "demo, init, run, resume, check, ledger, eval, compare, keys, got 'trian'" in done.stderr
+    )
 
 
 def test_init_writes_a_project_and_overwrites_nothing(tmp_path, monkeypatch, capsys):
@@ -156,8 +159,19 @@ def test_an_installed_wheel_trains_the_project_that_it_writes(installed, tmp_pat
 
     (line,) = re.findall(r"^train it: +(.+)$", run("understudy", "init"), flags=re.M)
     small = ["run.steps=2", "buffer.groups_per_step=1", "buffer.group_size=4"]
+    small += ["learner.advantage=gae", "learner.critic=shared"]  # a checkpoint with a value head is played below
     output = run(*shlex.split(line), *small)
     assert "step 2/2" in output
     summary = json.loads((tmp_path / "runs" / "first" / "summary.json").read_text())
     assert summary["steps"] == 2 and summary["episodes"] == 2 * 4 and summary["max_logprob_diff"] < 1e-4
     assert "trained" in run("understudy", "ledger", "inspect", "runs/first")
+
+    agent = (tmp_path / "agent.py").read_text()
+    refuses = 'if "Name" in task["prompt"][0]["content"]:\n    sys.exit(3)\n'
+    (tmp_path / "agent.py").write_text(agent.replace("reply = ", refuses + "reply = "))
+    played = run("understudy", "eval", "--config", "config.yaml", "--checkpoint", "runs/first", "--samples", "2")
+    assert "pass@2" in played and "episodes without a score: 2 of 8" in played and "agent exited with code 3" in played
+    figures = json.loads((tmp_path / "runs" / "first-eval" / "evaluation.json").read_text())
+    assert (figures["tasks"], figures["tasks_without_score"], figures["episodes_scored"]) == (4, 1, 6)
+    assert figures["model"] == "runs/first/checkpoint" and figures["mean"]["tasks"] == 3
+    assert "seed" not in run("understudy", "compare", "runs/first", "runs/first")

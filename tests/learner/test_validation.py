@@ -86,7 +86,10 @@ async def test_one_that_is_cancelled_while_it_is_awaited_gives_nothing() -> None
 
 
 def test_figures_are_means_over_tasks_and_by_source() -> None:
-    found = [Validated(data_source="a", scores=(0.0, 1.0)), Validated(data_source="b", scores=(0.0, 0.0))]
+    found = [
+        Validated(task_id="1", data_source="a", scores=(0.0, 1.0)),
+        Validated(task_id="2", data_source="b", scores=(0.0, 0.0)),
+    ]
     assert figures_of(found, num_tasks=3) == {
         "val/tasks": 2, "val/failed": 1, "val/mean": 0.25, "val/best": 0.5, "val/mean/a": 0.5, "val/mean/b": 0.0,
     }  # fmt: skip

@@ -100,7 +100,7 @@ def test_engine_gets_merged_weights_and_the_trained_ones_stay(trainer: Trainer, 
     torch.testing.assert_close(by_peft, merged, atol=2e-4, rtol=0)
     torch.testing.assert_close(_logits(published), merged, atol=0, rtol=0)
     assert float((merged - plain).abs().max()) > 0.01
-    assert (tmp_path / "out" / "value_head.safetensors").exists()
+    assert (tmp_path / "out" / "critic" / "value_head.safetensors").exists()
 
 
 def test_next_step_finds_the_logprobs_of_the_merged_weights(trainer: Trainer, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ async def test_two_ranks_compute_what_one_computes(model: Path, tmp_path: Path, 
     start = AutoModelForCausalLM.from_pretrained(model).state_dict()
     moved = [float((weight - start[name]).abs().mean()) for name, weight in weights[0].items() if "proj" in name]
     assert min(moved) > 1e-4
-    assert (tmp_path / "folder" / "value_head.safetensors").exists()
+    assert (tmp_path / "folder" / "critic" / "value_head.safetensors").exists()
 
 
 @pytest.mark.slow

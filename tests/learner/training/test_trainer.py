@@ -167,7 +167,7 @@ def test_saved_folder_loads_whole_and_replaces_the_one_before(
         for folder in (model, tmp_path / "out")
     ]
     assert texts[0] == texts[1]
-    head = load_file(tmp_path / "out" / "value_head.safetensors")
+    head = load_file(tmp_path / "out" / "critic" / "value_head.safetensors")
     assert head["weight"].shape == (1, 128) and head["bias"].shape == (1,)
     assert float(head["weight"].abs().max()) > 0.0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "weights.safetensors"]
@@ -274,7 +274,7 @@ def test_grpo_builds_no_value_head_whatever_the_critic(trainer: MakeTrainer, tmp
     learner = trainer(advantage="grpo", critic="shared")
     assert not any(name.startswith("critic/") for name in learner.train_step(walks(), version=0))
     learner.save_pretrained(tmp_path / "out")
-    assert not (tmp_path / "out" / "value_head.safetensors").exists()
+    assert not (tmp_path / "out" / "critic" / "value_head.safetensors").exists()
 
 
 def test_episode_of_two_equal_branches_trains_like_one(trainer: MakeTrainer, tmp_path: Path) -> None:

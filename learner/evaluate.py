@@ -1,0 +1,148 @@
+"""`understudy eval`: plays a task file through agent and judge without a learner, and prints what it scored.
+
+It starts a run's pipeline with `learner.evaluation` in the place of the learn loop: the same engine, server, agents, environment
+and scorer, in a folder of its own. Heavy imports come after argument parsing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from buffers.errors import TaskError
+from configs.schema import Config
+
+FILE = "evaluation.json"
+
+
+def evaluated_config(config: Config, *, checkpoint: Path | None, samples: int | None) -> Config:
+    """The configuration of the evaluation: `data.validation`'s tasks and samples, or the training tasks where there are none; the
+    weights of `checkpoint`, or `model.path`. Raises TaskError."""
+    validation = config.data.validation
+    data = config.data
+    if validation.tasks:
+        data = data.model_copy(update={"tasks": validation.tasks})
+    if not data.task_files:
+        raise TaskError(
+            "understudy eval needs tasks, got none; set data.validation.tasks or data.tasks to a parquet file"
+        )
+    many = samples or validation.samples
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"name": f"{config.run.name}-eval"}),
+            "model": config.model.model_copy(
+                update={"path": str(weights_of(checkpoint))} if checkpoint is not None else {}
+            ),
+            "data": data.model_copy(
+                update={"validation": validation.model_copy(update={"tasks": "", "samples": many})}
+            ),
+            "warm_start": config.warm_start.model_copy(update={"demonstrations": ""}),
+        }
+    )
+
+
+def weights_of(folder: Path) -> Path:
+    """The Hugging Face folder of a checkpoint, of a run's newest one, or this folder. Raises TaskError."""
+    for place in (
+        folder,
+        folder / "checkpoint",
+        folder / "model",
+    ):  # a run has both: its newest weights, and those it began with
+        if (place / "config.json").is_file():
+            return place
+    raise TaskError(
+        f"--checkpoint must name a run, one of its checkpoints or a Hugging Face folder, got {folder} without config.json; name "
+        f"runs/NAME, or runs/NAME/checkpoints/step-000020"
+    )
+
+
+def main(argv: Sequence[str] | None = None, *, program: str = "understudy eval") -> int:
+    """Exit codes: 0 done, 1 it failed, 2 unusable configuration, 130 stopped by Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description="Play a task file through agent and judge, without a learner: mean, pass@k, intervals, failures by reason.",
+        epilog="tasks: data.validation.tasks, else data.tasks; results: runs/<run.name>-eval/evaluation.json, and its ledger",
+    )
+    parser.add_argument(
+        "--config", type=Path, default=None, help="YAML file, or the name of a shipped one (default: demo)"
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, default=None, metavar="FOLDER",
+        help="the weights: a run (its newest checkpoint), one of its checkpoints, a Hugging Face folder (default: model.path)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--samples", type=int, default=None, metavar="K",
+        help="episodes of each task; 1: greedy, more: at rollout.temperature (default: data.validation.samples)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--limit", type=int, default=None, metavar="N", help="play the first N tasks of the file only (default: all)"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration overrides")
+    arguments = parser.parse_args(argv)
+    for name, value in (("--samples", arguments.samples), ("--limit", arguments.limit)):
+        if value is not None and value < 1:
+            parser.error(f"{name} must be at least 1, got {value}; leave it out for its default")
+
+    from configs.load import DEFAULT, ConfigError, load_config, shipped
+
+    try:
+        config = load_config(shipped(arguments.config or DEFAULT), arguments.overrides)
+        config = evaluated_config(config, checkpoint=arguments.checkpoint, samples=arguments.samples)
+    except (ConfigError, TaskError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+    from learner.run import import_ray
+
+    import_ray(local=not config.buffer.node)
+    weights = "model.path" if arguments.checkpoint is None else str(arguments.checkpoint)
+    return _evaluate(config, weights=weights, limit=arguments.limit)
+
+
+def _evaluate(config: Config, *, weights: str, limit: int | None) -> int:
+    from rich.console import Console
+
+    from learner.evaluation import EvaluationPlan
+    from learner.pipeline import Pipeline
+    from learner.reporting.display import Display
+    from learner.reporting.evaluation_report import failures_in_words, figures_of, table
+    from learner.reporting.summary import write_summary
+    from learner.reporting.tracker import Tracker
+    from learner.session import fresh_folder, own_terminal, supervise, write_config
+    from mocked_server.vllm.engine import start_fork_server
+
+    folder = fresh_folder(Path(config.run.dir) / config.run.name)
+    samples = config.data.validation.samples
+    write_config(folder, config)
+    log = folder / "log.txt"
+    with own_terminal(log) as terminal:
+        logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+        console = Console(file=terminal)
+        say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+        say(f"understudy: evaluating {config.model.path}, results in {folder}, log in {log}")
+        start_fork_server()
+        with Tracker(folder, trackers=[]) as tracker, Display(0, title=config.run.name, console=console) as display:
+            pipeline = Pipeline(
+                config, folder=folder, display=display, tracker=tracker, evaluates=EvaluationPlan(limit=limit)
+            )
+            code, errors = asyncio.run(supervise(pipeline))
+        for error in errors:
+            say(f"error: {error}", style="bold red")
+        if code or pipeline.evaluation is None:
+            if code == 130:
+                say("stopped; an evaluation begins anew: run the same command again")
+            return code or 1
+        played = pipeline.evaluation
+        figures = figures_of(played.found, num_tasks=played.num_tasks, samples=samples, failures=pipeline.failures)
+        of_tasks = [{"task_id": one.task_id, "scores": one.scores, "failed": one.num_failed} for one in played.found]
+        write_summary(folder / FILE, {"weights": weights, "model": config.model.path, **figures, "scores": of_tasks})
+        console.print(table(figures))
+        for line in failures_in_words(figures):
+            say(line)
+        say(f"figures: {folder / FILE}; every episode: understudy ledger inspect {folder}")
+        return 0 if played.found else 1
