@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -97,14 +97,14 @@ def main(argv: Sequence[str] | None = None, *, program: str = "understudy eval")
         print(error, file=sys.stderr)
         return 2
 
-    from learner.run import import_ray
+    from learner.run import import_ray, prepare_engine
 
     import_ray(local=not config.buffer.node)
     weights = "model.path" if arguments.checkpoint is None else str(arguments.checkpoint)
-    return _evaluate(config, weights=weights, limit=arguments.limit)
+    return _evaluate(config, weights=weights, limit=arguments.limit, prepare=prepare_engine)
 
 
-def _evaluate(config: Config, *, weights: str, limit: int | None) -> int:
+def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Callable[[], None]) -> int:
     from rich.console import Console
 
     from learner.evaluation import EvaluationPlan
@@ -114,7 +114,6 @@ def _evaluate(config: Config, *, weights: str, limit: int | None) -> int:
     from learner.reporting.summary import write_summary
     from learner.reporting.tracker import Tracker
     from learner.session import fresh_folder, own_terminal, supervise, write_config
-    from mocked_server.vllm.engine import start_fork_server
 
     folder = fresh_folder(Path(config.run.dir) / config.run.name)
     samples = config.data.validation.samples
@@ -125,7 +124,7 @@ def _evaluate(config: Config, *, weights: str, limit: int | None) -> int:
         console = Console(file=terminal)
         say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
         say(f"understudy: evaluating {config.model.path}, results in {folder}, log in {log}")
-        start_fork_server()
+        prepare()
         with Tracker(folder, trackers=[]) as tracker, Display(0, title=config.run.name, console=console) as display:
             pipeline = Pipeline(
                 config, folder=folder, display=display, tracker=tracker, evaluates=EvaluationPlan(limit=limit)

@@ -96,6 +96,13 @@ def import_ray(*, local: bool) -> None:
         del os.environ[name]  # agents may have a Ray of their own
 
 
+def prepare_engine() -> None:
+    """Start the process that engines are forked of; before this process has other threads."""
+    from mocked_server.vllm.engine import start_fork_server
+
+    start_fork_server()
+
+
 def leave(code: int) -> NoReturn:
     """End the process, now that all is closed: for Python to take torch and vLLM apart takes over two seconds."""
     atexit._run_exitfuncs()
