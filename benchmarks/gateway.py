@@ -32,8 +32,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.gateway_load import Plan
-from benchmarks.gateway_server import Settings
+from benchmarks.processes.gateway_load import Plan
+from benchmarks.processes.gateway_server import Settings
 from benchmarks.report import Report, end_on_sigterm, parser_of
 from configs.tiny_model import make_tiny_model
 
@@ -54,7 +54,7 @@ class Server:
         self.kind = kind
         self._log = log.open("wb")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gateway_server", kind, json.dumps(asdict(settings))],
+            [sys.executable, "-m", "benchmarks.processes.gateway_server", kind, json.dumps(asdict(settings))],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -86,7 +86,7 @@ class Server:
         """Run the agents; adds `cpu_ms_per_round`, the server's own processor time. Raises RuntimeError when requests failed."""
         before = self.cpu_s()
         done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.gateway_load"],
+            [sys.executable, "-m", "benchmarks.processes.gateway_load"],
             cwd=ROOT,
             input=json.dumps(asdict(plan)).encode(),
             capture_output=True,

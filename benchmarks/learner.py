@@ -30,8 +30,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.learner_side import Rows
 from benchmarks.matmul_rate import matmul_rate, update_flops
+from benchmarks.processes.learner_side import Rows
 from benchmarks.report import Report, end_on_sigterm, parser_of
 from buffers.errors import UnderstudyError
 from configs.tiny_model import VOCAB_SIZE, make_tiny_model
@@ -142,7 +142,7 @@ class Bench:
             return [[str(word) for word in (trl_python(log=self.folder / "install"), TRL_SIDE, *shared)]]
         num_ranks, way = (2, "packed") if side == "two_ranks" else (1, side)
         meeting = ["--address", free_address(), "--world-size", num_ranks]
-        ours = [sys.executable, "-m", "benchmarks.learner_side", way, *shared, *meeting]
+        ours = [sys.executable, "-m", "benchmarks.processes.learner_side", way, *shared, *meeting]
         ranks = [[*ours, "--rank", rank] for rank in range(num_ranks)]
         if self.device == "cuda":  # each rank on a GPU of its own
             ranks = [[*command, "--device", f"cuda:{rank}"] for rank, command in enumerate(ranks)]

@@ -1,7 +1,7 @@
 """What old data costs, and what the correction for it gives back: learning with batches exactly 1, 2 and 4 updates old.
 
 `python -m benchmarks.staleness [--lags 1 2 4] [--seeds 0 1 2] [--steps 40] [--json PATH]`. One process, no engine: a Hugging
-Face model plays the demo's game (`benchmarks.walk_player`), the product's learner trains with the demo's settings, and a
+Face model plays the demo's game (`benchmarks.processes.walk_player`), the product's learner trains with the demo's settings, and a
 delay line stands between them: the update that makes version v + 1 trains what version v - k sampled (the first k updates
 train version 0's). Compared are the data of the present version (k = 0), and for each k decoupled PPO with truncated
 importance weights (`tis`) against PPO on the ratio to the behaviour policy (`naive`). `final` is the mean reward of
@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.processes.walk_player import Player
 from benchmarks.report import Report, end_on_sigterm, parser_of
-from benchmarks.walk_player import Player
 from buffers.records import Task, TrainBatch
 from buffers.tasks.parquet import write_traces
 from configs.load import FOLDER, load_config

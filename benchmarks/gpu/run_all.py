@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.learner import ROOT, Bench, long_tailed_rows
-from benchmarks.learner_side import Rows
+from benchmarks.processes.learner_side import Rows
 from buffers.errors import UnderstudyError
 from configs.tiny_model import make_tiny_model
 from learner.model.policy import load_policy

@@ -14,9 +14,9 @@ import torch
 from benchmarks import learner as benchmark
 from benchmarks.gpu import run_all
 from benchmarks.learner import ROOT, Bench, SideFailed, compare, free_address, long_tailed_rows, measure, table
-from benchmarks.learner_side import WAYS, Rows, make_trainer, timed_steps
 from benchmarks.matmul_rate import matmul_rate, update_flops
-from benchmarks.padded import equal_piles, padding_share, sorted_piles
+from benchmarks.processes.learner_side import WAYS, Rows, make_trainer, timed_steps
+from benchmarks.rivals.padded import equal_piles, padding_share, sorted_piles
 from configs.tiny_model import make_tiny_model
 
 

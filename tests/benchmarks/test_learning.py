@@ -14,9 +14,9 @@ import torch
 
 from benchmarks import learning, staleness
 from benchmarks.learning import Learned, read_run, solved_at
+from benchmarks.processes.walk_player import Player
 from benchmarks.report import Report, parser_of
 from benchmarks.staleness import Bench, Run, summarise, table, within_noise
-from benchmarks.walk_player import Player
 from buffers.records import Row, TrainBatch
 from buffers.tasks.parquet import write_traces
 from configs.load import FOLDER, load_config

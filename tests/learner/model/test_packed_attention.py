@@ -19,7 +19,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from benchmarks.padded import PaddedPolicy
+from benchmarks.rivals.padded import PaddedPolicy
 from learner.model import packed_attention as attention
 from learner.model.packed_attention import PACKED, packed_attention
 from learner.model.policy import Policy, check_rows_apart, load_policy

@@ -1,8 +1,8 @@
 """One side of `benchmarks.learner`, in a process of its own: trains on the rows of a file and writes down what it took.
 
-`python -m benchmarks.learner_side WAY --rows FILE --model FOLDER --out FILE ...`, once per rank. Invariant: every way gets the
-same rows in the same order and makes the same GRPO update from them; only how rows become rectangles differs. The first step
-is a warm-up and is reported apart. It compares nothing.
+`python -m benchmarks.processes.learner_side WAY --rows FILE --model FOLDER --out FILE ...`, once per rank. Invariant:
+every way gets the same rows in the same order and makes the same GRPO update from them; only how rows become
+rectangles differs. The first step is a warm-up and is reported apart. It compares nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.padded import PaddedPolicy, equal_piles, padding_share, sorted_piles
+from benchmarks.rivals.padded import PaddedPolicy, equal_piles, padding_share, sorted_piles
 from buffers.records import Row, TrainBatch
 from configs.schema import LearnerConfig
 from learner.model import fsdp
@@ -158,7 +158,7 @@ def computed_padding(rows: Rows, *, way: str, token_budget: int) -> float:
 def main(argv: list[str] | None = None) -> int:
     """Train, and write the figures on rank 0."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.learner_side", description=(__doc__ or "").split("\n")[0]
+        prog="python -m benchmarks.processes.learner_side", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("way", choices=list(WAYS))
     for name in ("rows", "model", "out"):
