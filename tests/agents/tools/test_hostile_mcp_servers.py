@@ -233,6 +233,8 @@ async def test_half_a_surrogate_pair_in_arguments_reaches_the_server_as_it_is(tm
         assert (await tools.call("tool", {"a": 1})).text == '{"a": 1}', "and the connection is still there"
 
 
+SOCKET_BUFFERS = 12 << 20
+"""More than what lies between the two ends of a connection on loopback."""
 EVENT = (
     b'data: {"jsonrpc": "2.0", "method": "notifications/message", "params": {"level": "info", "data": "%s"}}\n\n'
     % (b"x" * 9000)
