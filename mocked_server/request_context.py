@@ -30,6 +30,8 @@ class Call:
     """A generation was begun for it."""
     extra_args: dict[str, Any] = field(default_factory=dict)
     """For the engine, in `SamplingParams.extra_args`: what an observer of requests has to tell it."""
+    failure: Exception | None = None
+    """Why nothing was generated for it: a dialect's route may make an answer of its own of that."""
     num_choices: int = 0
     """Answers asked for, over all its prompts."""
 

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from agents.tools.base_tool import BaseTool
 from agents.tools.function_tool import FunctionTool
 from agents.tools.import_by_name import find, inside
-from agents.tools.mcp_config import McpEntry, McpFile
+from agents.tools.mcp.config import McpEntry, McpFile
 from agents.tools.schemas import OpenAIFunctionToolSchema
 from buffers.errors import ToolError
 
@@ -117,7 +117,7 @@ def _mcp_servers(entry: McpEntry, *, config: dict[str, Any], folder: Path, place
             raise ToolError(f'{path}: {_rules(error)}; it must look like {{"mcpServers": {{name: ...}}}}') from None
     if not servers:
         raise ToolError(f"{place}: mcp must name servers or mcp_servers_config_path, got neither; add one")
-    from agents.tools.mcp_server import McpServer  # its package takes a second to import
+    from agents.tools.mcp.server import McpServer  # its package takes a second to import
 
     return [
         McpServer(spec, name=name, folder=folder, selected=entry.tool_selected_list, config=config)

@@ -61,7 +61,8 @@ def failure_of(error: BaseException | None) -> Failure | None:
 
 
 class StreamStart:
-    """Passes an answer of `call` on to `send`; the beginning of an event stream waits until its generation has begun."""
+    """Passes an answer of `call` on to `send`; the beginning of an event stream waits until there is something of it. What an
+    application makes of a `call.failure` that came before that does not pass: it may hide the status, or begin a stream."""
 
     def __init__(self, call: Call, *, path: str, send: Send) -> None:
         self._call = call
@@ -69,17 +70,24 @@ class StreamStart:
         self._send = send
         self._held: list[Message] = []
         self._is_stream = False
+        self._is_over = False
         self.has_begun = False
         """Some of it has left."""
 
     async def send(self, message: Message) -> None:
         """What the application says next."""
-        if message["type"] == "http.response.start":
+        if self._is_over:
+            return
+        if not self.has_begun and (known := failure_of(self._call.failure)) is not None:
+            await self.fail(known)
+            return
+        is_start = message["type"] == "http.response.start"
+        if is_start:
             self._is_stream = any(
                 name == b"content-type" and b"event-stream" in value for name, value in message["headers"]
             )
         self._held.append(message)
-        if self._is_stream and not self._call.generates and message.get("more_body", True):
+        if self._is_stream and (is_start or not self._call.generates) and message.get("more_body", True):
             return
         held, self._held = self._held, []
         self.has_begun = True
@@ -88,6 +96,9 @@ class StreamStart:
 
     async def fail(self, failure: Failure) -> None:
         """There will be no more of it."""
+        if self._is_over:
+            return
+        self._is_over = True
         if not self.has_begun:
             body = failure.body(self._path)
             start = {"type": "http.response.start", "status": failure.status, "headers": failure.headers(body)}

@@ -125,7 +125,8 @@ class ModelRequests:
 
         async def unless_it_fails(message: Message) -> None:
             is_failure = message["type"] == "http.response.start" and message["status"] == 500
-            if failure or (is_failure and not call.generates and scope["path"] != GENERATE):
+            is_unknown = call.failure is None and not call.generates and scope["path"] != GENERATE
+            if failure or (is_failure and is_unknown):
                 failure.append(message)
             else:
                 await answer.send(message)

@@ -10,8 +10,8 @@ Seams relied on (checked by tests/mocked_server/vllm/test_vllm_seams.py): the se
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -32,6 +32,8 @@ from mocked_server.vllm.sampling_rules import SamplingRules
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+T = TypeVar("T")
 
 PASSED_ON = ("reasoning_ended", "reasoning_parser_kwargs", "lora_request")
 """Arguments of `generate` that the engine needs too."""
@@ -177,16 +179,22 @@ class QueueClient:
         self, item: Prompt, *, rendered: list[int], plan: Continuation | None, call: Call | None
     ) -> AsyncIterator[Any]:
         reply = cast(PendingReply, item.reply)
-        self._queue.put(item)
         heard = Heard()
+        has_begun = False
         try:
+            self._queue.put(item)
             async for output in reply.outputs():
+                has_begun = True
                 heard.add(output)
                 if output.finished and call is not None and plan is not None:
                     heard.remember(call.live, plan)
                 # vLLM's reasoning parsers look at the prompt: they must see this request's rendering, not earlier thoughts.
                 output.prompt_token_ids = rendered
                 yield output
+        except FAILURES as error:
+            if call is not None and not has_begun:
+                call.failure = error
+            raise
         finally:
             if not heard.finished:
                 reply.abandon()
@@ -242,6 +250,9 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
         app.router.add_route(path, endpoint, methods=["POST"])
     for kind in FAILURES:
         app.add_exception_handler(kind, _fail)
+    messages = app.state.anthropic_serving_messages
+    messages.create_messages = _telling(messages.create_messages)
+    messages.count_tokens = _telling(messages.count_tokens)
     return app
 
 
@@ -259,6 +270,20 @@ def _leave_tool_calls_free() -> None:
         return None if tool_choice == "auto" else original(tools, tool_choice, strict_level)
 
     abstract_parser.resolve_tool_strictness = resolve_unless_auto
+
+
+def _telling(serve: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
+    """As `serve`, one of Anthropic's routes; its call knows why there is no answer, of which vLLM's route makes a 500."""
+
+    async def telling(*args: Any, **kwargs: Any) -> T:
+        try:
+            return await serve(*args, **kwargs)
+        except FAILURES as error:
+            if (call := current_call.get()) is not None:
+                call.failure = error
+            raise
+
+    return telling
 
 
 async def _fail(request: Any, error: Exception) -> Any:

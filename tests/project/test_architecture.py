@@ -53,7 +53,7 @@ OWNERS = {
     "mlflow": {"learner/reporting/tracker.py"},
     "swanlab": {"learner/reporting/tracker.py"},
     "openai": {"agents/examples/*.py"},
-    "mcp": {"agents/tools/mcp_*.py"},
+    "mcp": {"agents/tools/mcp/*.py"},
     "gymnasium": {"env_adapters/gymnasium_env.py"},
     "verifiers": {"env_adapters/verifiers_*.py"},
     "websockets": {"env_adapters/openenv.py"},

@@ -155,7 +155,7 @@ async def test_a_server_that_does_not_start_is_named_with_its_last_words(tmp_pat
     broken = {**STDIO, "args": ["server.py", "broken"]}
     for server, reason in [
         (broken, "MCP server one must start: .*it said: the server's own words broken on purpose"),
-        ({"command": "no-such-program"}, "MCP server one must start: FileNotFoundError"),
+        ({"command": "no-such-program"}, "MCP server one must start: .*no-such-program: No such file or directory"),
         ({"url": "http://127.0.0.1:9/mcp"}, "MCP server one must start: ConnectError"),
     ]:
         with pytest.raises(ToolError, match=reason):
@@ -190,7 +190,7 @@ OBJECT = {"type": "object"}
         ),
         (
             {"tools": [{"name": "a", "inputSchema": {**OBJECT, "properties": {"b": True}}}]},
-            "that can be used: 1 validation error",
+            "that can be used: parameters.properties.b: Input should be a valid dictionary",
         ),
     ],
 )

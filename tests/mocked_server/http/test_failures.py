@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import queue
 
 import openai
 import pytest
 
-from buffers.errors import EngineError
-from mocked_server.http.dialects import CHAT, COMPLETIONS, MESSAGES, RESPONSES, error_event
+from buffers.errors import EngineError, EpisodeError, RequestFailed, RequestRefused
+from buffers.prompt_queue import QueueClosed
+from mocked_server.http.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES, error_event
 
 HI = [{"role": "user", "content": "hi"}]
 BODIES = {
@@ -49,6 +51,53 @@ def test_a_stream_that_fails_after_it_began_ends_with_an_error_and_no_broken_con
     finally:
         served.generation._count, served.engine.revives = kept, False
     assert answer.status_code == 200 and "error" in answer.text
+
+
+FAILED = {
+    "restarting": (EngineError("restarting"), 503, "1"),
+    "closed": (QueueClosed("closed"), 503, "1"),
+    "full": (queue.Full("full"), 503, "1"),
+    "over": (EpisodeError("over"), 403, None),
+    "too much": (RequestRefused("too much", status=413), 413, None),
+    "failed": (RequestFailed("failed"), 500, None),
+}
+
+
+@pytest.mark.parametrize("name", FAILED)
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("path", BODIES)
+def test_what_fails_before_anything_was_generated_has_its_status_in_every_dialect(
+    served, monkeypatch, path, stream, name
+):
+    """When it is put into the queue, and when it waits there."""
+    error, status, retry_after = FAILED[name]
+
+    def refuse(prompt):
+        raise error
+
+    _, client = served.lease()
+    body = {"model": "policy", "stream": stream, **BODIES[path]}
+    for put in (refuse, lambda prompt: prompt.reply.fail(error)):
+        monkeypatch.setattr(served.server.prompt_queue, "put", put)
+        with served.http(client.api_key) as http:
+            answer = http.post(path, json=body)
+        assert (answer.status_code, answer.headers.get("retry-after")) == (status, retry_after), answer.text
+        assert answer.headers.get("x-should-retry") == ("false" if status < 500 else None)
+        assert answer.headers["content-type"] == "application/json"
+        assert answer.json()["error"]["message"] == name and ("type" in answer.json()) == (path == MESSAGES)
+
+
+def test_what_fails_while_an_anthropic_request_is_rendered_has_its_status(served, monkeypatch):
+    _, client = served.lease()
+
+    async def refuse(*_, **__):
+        raise RequestRefused("too much", status=413)
+
+    monkeypatch.setattr(served.server._client.renderer, "render_chat_async", refuse)
+    with served.http(client.api_key) as http:
+        for path in (MESSAGES, COUNT_TOKENS):
+            answer = http.post(path, json={"model": "policy", **BODIES[MESSAGES]})
+            assert (answer.status_code, answer.json()["error"]["type"]) == (413, "request_too_large")
 
 
 def test_the_error_event_of_the_responses_api_is_what_its_client_reads():

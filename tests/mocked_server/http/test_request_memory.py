@@ -110,22 +110,34 @@ def test_a_request_whose_client_has_gone_counts_until_its_generation_ends(held, 
 
 
 def test_a_body_waits_unread_for_room_and_is_not_cut_off(held, monkeypatch) -> None:
+    """Its time to be there passes three times meanwhile: by our hand, as a short time would cut off whom the machine delays."""
     room = BodyRoom(LARGE * 3 // 2)
     monkeypatch.setattr(held.server.model_requests, "room", room)
-    monkeypatch.setattr("mocked_server.http.uvicorn_server.RECEIVE_S", 0.05)
-    expired, give_up = [], PatientProtocol._give_up
-    monkeypatch.setattr(PatientProtocol, "_give_up", lambda self: (expired.append(self), give_up(self)))
+    made, connection_made = [], PatientProtocol.connection_made
+    monkeypatch.setattr(
+        PatientProtocol, "connection_made", lambda self, pipe: (made.append(self), connection_made(self, pipe))
+    )
     (_, client), (_, other) = held.lease(), held.lease()
     first = held.in_background(client, size=LARGE)
     held.call(until(lambda: room.num_bytes == LARGE and len(held.engine.prompts) == 1))
     second = held.in_background(other, size=LARGE * 5)
-    held.call(until(lambda: room.num_waiting == 1 and len(expired) >= 3))
+    held.call(until(lambda: room.num_waiting == 1 and made[-1].flow.read_paused))
+    for _ in range(3):
+        held.call(expire(made[-1]))
     small = held.in_background(other, retry=0)
     held.call(until(lambda: len(held.engine.prompts) == 2))  # what is small does not wait
     assert room.num_bytes == LARGE
     held.engine.gate.set()
     assert [each.result().status_code for each in (first, second, small)] == [200] * 3
     held.call(until(lambda: room.num_bytes == 0))
+
+
+async def expire(connection: PatientProtocol) -> None:
+    """The time is over that a request has to be there."""
+    clock = connection._receiving
+    assert clock is not None, "it is still looked after"
+    connection._give_up()
+    assert connection._receiving is not clock
 
 
 async def test_room_goes_to_the_episode_that_holds_least() -> None:

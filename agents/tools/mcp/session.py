@@ -1,31 +1,32 @@
 """Connections to MCP servers, through the official `mcp` package.
 
-Used by `agents.tools.mcp_server`. Invariants: a session is opened and closed by one task, a matter of the package's
-cancel scopes; a server that this program started ends with its session. It neither starts a dead server again, nor
-knows what a tool is for.
+Used by `agents.tools.mcp.server`. Invariants: a session is opened and closed by one task, a matter of the package's
+cancel scopes; a server that this program started ends with its session; what a server lists and says is bounded
+(`agents.tools.mcp.stdio`, `agents.tools.mcp.http_limits`). It neither starts a dead server again, nor knows what a tool is for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import IO
 
 import httpx2
-from mcp import Client, StdioServerParameters, stdio_client
+from mcp import Client
 from mcp import types as mcp_types
 from mcp.client.streamable_http import streamable_http_client
+from pydantic import ValidationError
 
-from agents.tools.mcp_config import McpServerSpec
+from agents.tools.mcp.config import McpServerSpec
+from agents.tools.mcp.http_limits import HEADERS, bound
+from agents.tools.mcp.stdio import StdioServer
 from buffers.errors import ToolError
 
 CLOSE_DEADLINE_S = 10.0
-LOG_TAIL_BYTES = 2000
 MAX_TOOLS = 1000
 """Of one server; also pages of its list, which may be empty."""
+MAX_LIST_BYTES = 16 << 20
 HTTP_S = 30.0
 """To connect and to send; an answer has the call's own deadline."""
 
@@ -36,7 +37,7 @@ class McpSession:
     def __init__(self, spec: McpServerSpec, *, folder: Path) -> None:
         self._spec = spec
         self._folder = folder
-        self._log: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self._server: StdioServer | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -56,9 +57,9 @@ class McpSession:
             await session.close()
             raise
         if not session._ready.done():
-            words = session.last_words()
-            why = await session.close() or f"it was not ready within {deadline_s:g} s"
-            raise ToolError(f"{why}{words}; check its command or url")
+            why = await session.close()
+            why = session.fault or why or f"it was not ready within {deadline_s:g} s"
+            raise ToolError(f"{why}{session.last_words()}; check its command or url")
         return session
 
     async def close(self) -> str:
@@ -71,30 +72,32 @@ class McpSession:
         if hanging:
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=CLOSE_DEADLINE_S)
-        self._log.close()
         error = self._task.exception() if self._task.done() and not self._task.cancelled() else None
         return "" if error is None else _cause(error)
 
+    @property
+    def fault(self) -> str:
+        """Why this side ended the connection, if it did."""
+        return self._server.fault if self._server is not None else ""
+
     def last_words(self) -> str:
-        """The end of what the server wrote to stderr."""
-        if self._log.closed:
-            return ""
-        size = self._log.seek(0, 2)
-        self._log.seek(max(0, size - LOG_TAIL_BYTES))
-        text = " ".join(self._log.read().split())
-        return f"; it said: {text}" if text else ""
+        """The end of what the server's process wrote beside its messages."""
+        return self._server.last_words() if self._server is not None else ""
 
     async def _hold(self) -> None:
         async with AsyncExitStack() as stack:
             self.client = await stack.enter_async_context(await self._connect(stack))
             cursor: str | None = None
-            num_pages = 0
+            num_pages = num_bytes = 0
             while True:
                 page = await self.client.list_tools(cursor=cursor)
                 self.tools += page.tools
                 num_pages += 1
+                num_bytes += len(page.model_dump_json())
                 if len(self.tools) > MAX_TOOLS or num_pages > MAX_TOOLS:
                     raise ToolError(f"it must list at most {MAX_TOOLS} tools, got more")
+                if num_bytes > MAX_LIST_BYTES:
+                    raise ToolError(f"its list of tools must be at most {MAX_LIST_BYTES} bytes, got more")
                 cursor = page.next_cursor
                 if cursor is None:
                     break
@@ -103,22 +106,31 @@ class McpSession:
 
     async def _connect(self, stack: AsyncExitStack) -> Client:
         if self._spec.url is not None:
-            headers = dict(self._spec.headers)
+            headers = dict(self._spec.headers) | HEADERS
             if self._spec.auth_token is not None:
                 headers["Authorization"] = f"Bearer {self._spec.auth_token}"
+            timeout = httpx2.Timeout(HTTP_S, read=None)
             http = await stack.enter_async_context(
-                httpx2.AsyncClient(headers=headers, timeout=httpx2.Timeout(HTTP_S, read=None))
+                httpx2.AsyncClient(headers=headers, timeout=timeout, event_hooks={"response": [bound]})
             )
             return Client(streamable_http_client(self._spec.url, http_client=http))
         words = [
             sys.executable if word == "{python}" else word for word in (self._spec.command or "", *self._spec.args)
         ]
-        parameters = StdioServerParameters(command=words[0], args=words[1:], env=self._spec.env, cwd=self._folder)
-        return Client(stdio_client(parameters, errlog=self._log))  # type: ignore[arg-type]
+        self._server = StdioServer(words, env=self._spec.env, folder=self._folder)
+        return Client(self._server)
 
 
 def _cause(error: BaseException) -> str:
     """The first error of a group of groups, which is what task groups make of it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    if isinstance(error, ValidationError):
+        return f"what it says must be as MCP has it: {rules_of(error)}"
     return f"{type(error).__name__}: {error}"
+
+
+def rules_of(error: ValidationError) -> str:
+    """What pydantic found wrong, in one line; without the values, which may be long."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in found[:3])

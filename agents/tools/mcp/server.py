@@ -27,8 +27,8 @@ from pydantic import ValidationError
 from pydantic_core import to_json
 
 from agents.tools.base_tool import BaseTool
-from agents.tools.mcp_config import McpServerSpec
-from agents.tools.mcp_session import McpSession
+from agents.tools.mcp.config import McpServerSpec
+from agents.tools.mcp.session import McpSession, rules_of
 from agents.tools.schemas import OpenAIFunctionSchema, OpenAIFunctionToolSchema, ToolResponse
 from buffers.did_you_mean import nearest
 from buffers.errors import ToolError
@@ -82,7 +82,7 @@ class McpServer:
             return [McpTool(tool, server=self, config=self._config) for tool in chosen.values()]
         except (ToolError, ValidationError) as error:
             await self._close()
-            rules = str(error).replace("\n", " ")
+            rules = rules_of(error) if isinstance(error, ValidationError) else str(error)
             raise ToolError(
                 f"tools of MCP server {self.name} must have names and schemas that can be used: {rules:.500}"
             ) from error
@@ -113,12 +113,15 @@ class McpServer:
             result = await session.client.call_tool(tool, arguments)
         except MCPError as error:
             if error.code != CONNECTION_CLOSED:
-                raise
+                reason = " ".join(str(error).split())
+                raise ToolError(f"MCP server {self.name} refused the call: {reason:.500}") from None
             session.dead = True
-            raise _Died(str(error)) from None
+            raise _Died(session.fault or str(error)) from None
         except _DEAD as error:
             session.dead = True
-            raise _Died(f"{type(error).__name__}: {error}") from None
+            raise _Died(session.fault or f"{type(error).__name__}: {error}") from None
+        except ValidationError as error:
+            raise ToolError(f"MCP server {self.name} must answer as MCP has it: {rules_of(error)}") from None
         session.has_answered = True
         return result
 
@@ -131,8 +134,8 @@ class McpServer:
             if old is not None and not old.dead:
                 return old
             if old is not None:
-                words = old.last_words()
                 await self._close()
+                words = old.last_words()
                 if not old.has_answered and self.starts > 1:
                     self._give_up(f"MCP server {self.name} died again before it answered anything{words}")
             try:
