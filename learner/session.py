@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,12 +18,11 @@ from rich.console import Console
 
 from buffers.errors import UnderstudyError
 from configs.schema import Config
-from learner.checkpoints.store import Checkpoint, CheckpointError, CheckpointStore, read_checkpoint
 from learner.pipeline import Pipeline
 from learner.reporting.display import Display
 from learner.reporting.summary import reward_curve_png, reward_curve_text, summary_table, write_summary
-from learner.reporting.tracker import Tracker, check_trackers
-from learner.startup.ledger_location import FILE
+from learner.reporting.tracker import Tracker
+from learner.startup.run_folder import CONFIG, find_resume, fresh_folder
 
 
 def run_session(
@@ -38,17 +36,12 @@ def run_session(
 
     `prepare`: called before this process has other threads. `program`: what the user calls it by."""
     folder = Path(config.run.dir) / config.run.name
-    try:
-        check_trackers(config.run.trackers)
-        again, checkpoint = find_resume(folder, resume=resume, elsewhere=bool(config.buffer.node))
-    except UnderstudyError as refusal:
-        print(refusal, file=sys.stderr)
-        return 2
+    again, checkpoint = find_resume(folder, resume=resume, elsewhere=bool(config.buffer.node))
     if not again:
         fresh_folder(folder)
     start = checkpoint.position.step if checkpoint else 0
     log = folder / "log.txt"
-    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(), sort_keys=False))
+    (folder / CONFIG).write_text(yaml.safe_dump(config.model_dump(), sort_keys=False))
     with own_terminal(log) as terminal:
         logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         console = Console(file=terminal)
@@ -148,44 +141,6 @@ def _messages(group: BaseExceptionGroup[BaseException]) -> list[str]:
     return lines
 
 
-def find_resume(folder: Path, *, resume: str, elsewhere: bool = False) -> tuple[bool, Checkpoint | None]:
-    """Whether `folder` holds a run to go on with, and from which checkpoint (None: from its start). Raises CheckpointError.
-
-    `resume`: nothing (a fresh run), `auto` (the newest checkpoint; a fresh run when there is no run yet), or a checkpoint.
-    `elsewhere`: the ledger is on another node's disk.
-    """
-    has_books = (folder / ("config.yaml" if elsewhere else FILE)).is_file()
-    if resume in ("", "auto"):
-        again = resume == "auto" and has_books
-        return again, CheckpointStore(folder / "checkpoints", keep=1).newest() if again else None
-    checkpoint = read_checkpoint(Path(resume))
-    if checkpoint.folder.resolve().parent.parent != folder.resolve():
-        raise CheckpointError(
-            f"--resume must name a checkpoint of this run, in {folder / 'checkpoints'}, got {resume}; set run.dir and "
-            f"run.name to that run's, or start a new run from its weights with model.path={checkpoint.model}"
-        )
-    if not has_books:
-        raise CheckpointError(
-            f"--resume needs the ledger that belongs to the checkpoint, got no {folder / FILE}; put it back, or "
-            f"start a new run from its weights with model.path={checkpoint.model}"
-        )
-    return True, checkpoint
-
-
-def fresh_folder(folder: Path) -> Path:
-    """An empty folder of this name; an earlier run of the same name is moved aside, never overwritten."""
-    if folder.exists():
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.stat().st_mtime))
-        aside = folder.with_name(f"{folder.name}.{stamp}")
-        number = 1
-        while aside.exists():
-            number += 1
-            aside = folder.with_name(f"{folder.name}.{stamp}-{number}")
-        folder.rename(aside)
-    folder.mkdir(parents=True)
-    return folder
-
-
 def report(console: Console, rewards: list[float], *, summary: dict[str, Any], folder: Path) -> None:
     """The reward curve in the terminal and as PNG, and the table of the figures that a person looks for first."""
     optimum = summary["reward_optimum"]
@@ -207,4 +162,4 @@ def how_to_go_on(folder: Path, *, began: bool, program: str) -> str:
     """After Ctrl-C, or an error after the first step: the command that goes on."""
     if not began:
         return "stopped before anything was trained; run the same command again"
-    return f"stopped. To go on:\n  {program} --config {folder / 'config.yaml'} --resume auto"
+    return f"stopped. To go on:\n  {program} --config {folder / CONFIG} --resume auto"
