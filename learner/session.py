@@ -24,6 +24,8 @@ from learner.reporting.summary import reward_curve_png, reward_curve_text, summa
 from learner.reporting.tracker import Tracker
 from learner.startup.run_folder import CONFIG, find_resume, fresh_folder
 
+logger = logging.getLogger(__name__)
+
 
 def run_session(
     config: Config,
@@ -62,10 +64,14 @@ def run_session(
                 config, folder=folder, display=display, tracker=tracker, resume=again, checkpoint=checkpoint
             )
             code, errors = asyncio.run(_supervise(pipeline))
-        summary = {**pipeline.history.summary(), "stopped": code == 130}
+        for error in errors:
+            logger.error("the run ended: %s", error)
+        summary = {**pipeline.history.summary(), "stopped": code == 130, "error": "\n".join(errors) or None}
         write_summary(folder / "summary.json", summary)
         if pipeline.history.rewards:
             report(console, pipeline.history.rewards, summary=summary, folder=folder)
+        for line in pipeline.history.verdicts():
+            say(f"note: {line}", style="bold yellow")
         for error in errors:
             say(f"error: {error}", style="bold red")
         if code == 130 or (errors and pipeline.history.rewards):
@@ -149,7 +155,7 @@ def report(console: Console, rewards: list[float], *, summary: dict[str, Any], f
     shown = {
         name: value
         for name, value in summary.items()
-        if not isinstance(value, dict) and name not in {"name", "stopped"}
+        if not isinstance(value, dict) and name not in {"name", "stopped", "error"}
     }
     console.print(summary_table(shown, title=f"run '{summary['name']}'"))
     files = {"curve": "reward.png", "figures": "summary.json", "checkpoint": "checkpoint", "tensorboard": "tensorboard"}
