@@ -114,15 +114,20 @@ class AgentPlace:
     not set."""
 
     def __post_init__(self) -> None:
-        if missing := [name for name in self.named if name not in os.environ]:
-            raise AgentError(
-                f"agents.environment must name variables that are set, got {missing[0]}; set it where you start the run, or "
-                f"leave it out"
-            )
+        check_named(self.named)
 
     def program_environment(self, api_key: str) -> dict[str, str]:
         """All variables of a program with this key."""
         return clean_environment(self.environment(api_key), named=self.named)
+
+
+def check_named(names: Sequence[str]) -> None:
+    """Raises AgentError when one of these variables is not set here."""
+    if missing := [name for name in names if name not in os.environ]:
+        raise AgentError(
+            f"agents.environment must name variables that are set, got {missing[0]}; set it where you start the run, or "
+            f"leave it out"
+        )
 
 
 def check_command(command: Sequence[str]) -> list[str]:

@@ -24,7 +24,6 @@ ENDING_S = 1.0
 """Between the end of a program's output and its own."""
 LOG_TAIL_CHARS = 2000
 CHUNK_BYTES = 65_536
-LAST_WORDS_CHARS = 600
 
 
 def resolve_command(command: Sequence[str]) -> list[str]:
@@ -99,7 +98,8 @@ class Child:
     async def killed(self) -> bool:
         """Whether a signal has ended it, or does so now."""
         with suppress(TimeoutError):
-            return await asyncio.wait_for(self.wait(), ENDING_S) < 0
+            async with asyncio.timeout(ENDING_S):
+                return await self.wait() < 0
         return False
 
     async def first_line(self) -> str:
@@ -124,10 +124,10 @@ class Child:
     async def stop(self) -> None:
         """End the program's process group: SIGTERM, then SIGKILL after a grace period. Safe to call twice."""
         self._signal(signal.SIGTERM)
-        try:
-            await asyncio.wait_for(self._process.wait(), STOP_GRACE_S)
-        except TimeoutError:
-            pass
+        # Not wait_for: Python 3.11's loses a cancellation that comes as the process ends, and its task would go on for ever.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_GRACE_S):
+                await self._process.wait()
         self._signal(signal.SIGKILL)  # also ends grandchildren that ignored the first signal
         await self._process.wait()
 
@@ -163,12 +163,6 @@ async def _pipe(opened: ExitStack) -> _Pipe:
     return _Pipe(reader, transport, sink)
 
 
-def last_words(folder: Path) -> str:
-    """The end of the log that was written last among `<folder>/*/log.txt`."""
-    logs = sorted(folder.glob("*/log.txt"), key=lambda log: log.stat().st_mtime)
-    return logs[-1].read_text(errors="replace")[-LAST_WORDS_CHARS:].strip() if logs else "(no log)"
-
-
 async def start_environment(
     command: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path, deadline_s: float
 ) -> tuple[Child, str]:
@@ -182,9 +176,11 @@ async def start_environment(
         )
     except FileNotFoundError as error:
         raise EnvError(f"env.command cannot be started: {error}") from None
-    line = word = address = ""
+    line: str | None = None
+    word = address = ""
     with suppress(TimeoutError):
-        line = await asyncio.wait_for(child.first_line(), deadline_s)
+        async with asyncio.timeout(deadline_s):
+            line = await child.first_line()
         word, _, address = line.partition(" ")
     if word == "ready" and address:
         return child, address
@@ -192,7 +188,7 @@ async def start_environment(
     await child.stop()
     if killed:
         raise EnvDied(f"the environment was killed before it was ready; its log {log} ends: {child.log_tail()}")
-    raise EnvError(
-        f"env.command must print `ready HOST:PORT` within {deadline_s:.0f} s, got {line!r}; "
-        f"its log {log} ends: {child.log_tail()}"
+    got = (
+        f"got nothing in {deadline_s:.0f} s" if line is None else f"got {line!r}" if line else "it ended without a word"
     )
+    raise EnvError(f"env.command must print `ready HOST:PORT`, {got}; its log {log} ends: {child.log_tail()}")

@@ -18,6 +18,7 @@ from buffers.errors import TaskError
 from configs.schema import Config
 
 FILE = "evaluation.json"
+logger = logging.getLogger(__name__)
 
 
 def evaluated_config(config: Config, *, checkpoint: Path | None, samples: int | None) -> Config:
@@ -97,8 +98,12 @@ def main(argv: Sequence[str] | None = None, *, program: str = "understudy eval")
         print(error, file=sys.stderr)
         return 2
 
-    from learner.run import import_ray, prepare_engine
+    from learner.run import check_inputs, import_ray, prepare_engine
+    from learner.startup.input_check import refusal
 
+    if told := refusal(lambda: check_inputs(config, resume="")):
+        print(f"error: {told}", file=sys.stderr)
+        return 2
     import_ray(local=not config.buffer.node)
     weights = "model.path" if arguments.checkpoint is None else str(arguments.checkpoint)
     return _evaluate(config, weights=weights, limit=arguments.limit, prepare=prepare_engine)
@@ -113,7 +118,8 @@ def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Calla
     from learner.reporting.evaluation_report import failures_in_words, figures_of, table
     from learner.reporting.summary import write_summary
     from learner.reporting.tracker import Tracker
-    from learner.session import fresh_folder, own_terminal, supervise, write_config
+    from learner.session import own_terminal, supervise, write_config
+    from learner.startup.run_folder import fresh_folder
 
     folder = fresh_folder(Path(config.run.dir) / config.run.name)
     samples = config.data.validation.samples
@@ -131,6 +137,7 @@ def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Calla
             )
             code, errors = asyncio.run(supervise(pipeline))
         for error in errors:
+            logger.error("the evaluation ended: %s", error)
             say(f"error: {error}", style="bold red")
         if code or pipeline.evaluation is None:
             if code == 130:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,11 +37,12 @@ from buffers.ledger.ledger import Ledger
 from buffers.records import Task
 from buffers.tasks.task_order import endless_tasks, task_list
 from configs.schema import Config
-from env_adapters.child_process import Child, last_words, resolve_command, start_environment
+from env_adapters.child_process import Child, resolve_command, start_environment
 from env_adapters.scoring.rewards import Rewards
 from learner.checkpoints.store import Checkpoint, CheckpointStore
 from learner.evaluation import Evaluation, EvaluationPlan
 from learner.learn_loop import LearnLoop
+from learner.recovery.failure_report import why_episodes_fail
 from learner.recovery.failure_watch import watch
 from learner.recovery.restart_limit import RestartLimit
 from learner.recovery.restarts import Environment, end_silent, ended, restart_engine_when_dead, start_engine
@@ -434,7 +435,6 @@ class Pipeline:
     async def watch(self, parts: Parts) -> None:
         """Shows the queues once a second; ends the run when it cannot succeed any more
         (`learner.recovery.failure_watch`)."""
-        agents, env_log = self._folder / "agents", self._folder / "env.log"
 
         def show() -> None:
             self._display.queues(
@@ -442,12 +442,25 @@ class Pipeline:
                 episodes_running=int(parts.books.pool.metrics()["pool/running"]),
                 groups_ready=parts.books.ledger.counts()["groups/ready"],
             )
+            if news := self.history.news():
+                self._display.note(news)
+
+        def why(counts: Mapping[str, int]) -> str:
+            return why_episodes_fail(
+                counts,
+                refused=parts.server.model_requests.refused,
+                agents=self._folder / "agents",
+                env_log=self._folder / "env.log" if self._config.env.command else None,
+            )
 
         await watch(
             counts=parts.books.ledger.counts,
             groups_per_step=self._config.buffer.groups_per_step,
             show=show,
-            last_words=lambda: f"logs: {agents}, {env_log}; the agents' last words:\n{last_words(agents)}",
+            say=self._display.note,
+            pool=parts.books.pool.metrics,
+            is_starting=lambda: self._display.is_starting,
+            why=why,
         )
 
 

@@ -1,6 +1,7 @@
-"""`python -m learner.run`: the command line. Parses arguments, loads the configuration, hands over to the pipeline.
+"""`python -m learner.run`: the command line. Parses arguments, checks the configuration and what it names, hands over to the
+pipeline.
 
-Heavy imports come after argument parsing, so `--help` answers at once.
+Heavy imports come last: `--help` answers at once, and a file that is missing is told in about a second, with nothing written.
 """
 
 from __future__ import annotations
@@ -10,8 +11,13 @@ import atexit
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+if TYPE_CHECKING:
+    from configs.schema import Config
+
+STOPPED = 130
+"""The exit code after Ctrl-C."""
 PROGRAM = "python -m learner.run"
 EPILOG = """\
 examples:
@@ -51,13 +57,26 @@ def main(argv: list[str] | None = None, *, program: str = PROGRAM) -> int:
             f"--keep-running needs Linux, got {sys.platform}; leave it out, and use --resume auto after a crash"
         )
 
+    try:
+        return _run(arguments, program=program)
+    except KeyboardInterrupt:  # before the run's own handler is there, or again while it ends
+        print("stopped; run the same command again", file=sys.stderr)
+        return STOPPED
+
+
+def _run(arguments: argparse.Namespace, *, program: str) -> int:
     from configs.load import DEFAULT, ConfigError, load_config, shipped
+    from learner.startup.input_check import refusal
 
     try:
         config = load_config(shipped(arguments.config or DEFAULT), arguments.overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    if told := refusal(lambda: check_inputs(config, resume=arguments.resume)):
+        print(f"error: {told}", file=sys.stderr)
+        return 2
+    print("understudy: loading torch, Ray and vLLM, which takes 5 to 20 s ...", flush=True)
 
     from learner.training import forked_ranks
     from mocked_server.vllm.engine import has_gpu
@@ -81,6 +100,54 @@ def main(argv: list[str] | None = None, *, program: str = PROGRAM) -> int:
         resume=arguments.resume,
         lines=lines,
     )
+
+
+def check_inputs(config: Config, *, resume: str) -> None:
+    """Raises UnderstudyError for what the configuration names and is not there, or cannot be used. Meant for `refusal`: it imports
+    the module of a scorer."""
+    from agents.external import check_named
+    from agents.workers.config import read_loops
+    from buffers.errors import UnderstudyError
+    from env_adapters.child_process import resolve_command
+    from env_adapters.scoring import reward_model, rewards
+    from learner.reporting.tracker import check_trackers
+    from learner.startup.input_check import check_files, check_model_folder, check_script
+    from learner.startup.run_folder import check_place, find_resume
+    from mocked_server.http.uvicorn_server import bind
+    from mocked_server.keys import SECRET_FILE, check_host
+    from mocked_server.vllm.parser_names import TABLES, check_parser
+
+    folder = Path(config.run.dir) / config.run.name
+    _, checkpoint = find_resume(folder, resume=resume, elsewhere=bool(config.buffer.node))
+    check_place(folder)
+    check_trackers(config.run.trackers)
+    for key, name in zip(TABLES, (config.server.tool_parser, config.server.reasoning_parser), strict=True):
+        check_parser(key, name)
+    check_host(config.server.host, secret=folder.parent / SECRET_FILE)
+    bind(config.server.host, config.server.port).close()
+    check_files(config, resumes=checkpoint is not None)
+    commands = {
+        "agents.command": config.agents.command,
+        "env.command": config.env.command,
+        "data.make": config.data.make,
+    }
+    for key, command in commands.items():
+        if command:
+            try:
+                resolve_command(command)
+            except FileNotFoundError as error:
+                raise UnderstudyError(f"{key} cannot be started: {error}") from None
+            check_script(key, command)
+    if config.agents.command:
+        check_named(config.agents.environment)
+    if config.agents.loops:
+        read_loops(Path(config.agents.loops))
+    scorers = [config.data.scorer] if isinstance(config.data.scorer, str) else config.data.scorer.values()
+    for scorer in filter(None, scorers):
+        if scorer.startswith(reward_model.PREFIX):
+            check_model_folder("data.scorer", scorer.removeprefix(reward_model.PREFIX))
+        else:
+            rewards.resolve(scorer, batch=False)
 
 
 def import_ray(*, local: bool) -> None:

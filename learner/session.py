@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,12 +18,13 @@ from rich.console import Console
 
 from buffers.errors import UnderstudyError
 from configs.schema import Config
-from learner.checkpoints.store import Checkpoint, CheckpointError, CheckpointStore, read_checkpoint
 from learner.pipeline import Pipeline
 from learner.reporting.display import Display
 from learner.reporting.summary import reward_curve_png, reward_curve_text, summary_table, write_summary
-from learner.reporting.tracker import Tracker, check_trackers
-from learner.startup.ledger_location import FILE
+from learner.reporting.tracker import Tracker
+from learner.startup.run_folder import CONFIG, find_resume, fresh_folder
+
+logger = logging.getLogger(__name__)
 
 
 def run_session(
@@ -38,12 +38,7 @@ def run_session(
 
     `prepare`: called before this process has other threads. `program`: what the user calls it by."""
     folder = Path(config.run.dir) / config.run.name
-    try:
-        check_trackers(config.run.trackers)
-        again, checkpoint = find_resume(folder, resume=resume, elsewhere=bool(config.buffer.node))
-    except UnderstudyError as refusal:
-        print(refusal, file=sys.stderr)
-        return 2
+    again, checkpoint = find_resume(folder, resume=resume, elsewhere=bool(config.buffer.node))
     if not again:
         fresh_folder(folder)
     start = checkpoint.position.step if checkpoint else 0
@@ -69,10 +64,14 @@ def run_session(
                 config, folder=folder, display=display, tracker=tracker, resume=again, checkpoint=checkpoint
             )
             code, errors = asyncio.run(supervise(pipeline))
-        summary = {**pipeline.history.summary(), "stopped": code == 130}
+        for error in errors:
+            logger.error("the run ended: %s", error)
+        summary = {**pipeline.history.summary(), "stopped": code == 130, "error": "\n".join(errors) or None}
         write_summary(folder / "summary.json", summary)
         if pipeline.history.rewards:
             report(console, pipeline.history.rewards, summary=summary, folder=folder)
+        for line in pipeline.history.verdicts():
+            say(f"note: {line}", style="bold yellow")
         for error in errors:
             say(f"error: {error}", style="bold red")
         if code == 130 or (errors and pipeline.history.rewards):
@@ -148,47 +147,9 @@ def _messages(group: BaseExceptionGroup[BaseException]) -> list[str]:
     return lines
 
 
-def find_resume(folder: Path, *, resume: str, elsewhere: bool = False) -> tuple[bool, Checkpoint | None]:
-    """Whether `folder` holds a run to go on with, and from which checkpoint (None: from its start). Raises CheckpointError.
-
-    `resume`: nothing (a fresh run), `auto` (the newest checkpoint; a fresh run when there is no run yet), or a checkpoint.
-    `elsewhere`: the ledger is on another node's disk.
-    """
-    has_books = (folder / ("config.yaml" if elsewhere else FILE)).is_file()
-    if resume in ("", "auto"):
-        again = resume == "auto" and has_books
-        return again, CheckpointStore(folder / "checkpoints", keep=1).newest() if again else None
-    checkpoint = read_checkpoint(Path(resume))
-    if checkpoint.folder.resolve().parent.parent != folder.resolve():
-        raise CheckpointError(
-            f"--resume must name a checkpoint of this run, in {folder / 'checkpoints'}, got {resume}; set run.dir and "
-            f"run.name to that run's, or start a new run from its weights with model.path={checkpoint.model}"
-        )
-    if not has_books:
-        raise CheckpointError(
-            f"--resume needs the ledger that belongs to the checkpoint, got no {folder / FILE}; put it back, or "
-            f"start a new run from its weights with model.path={checkpoint.model}"
-        )
-    return True, checkpoint
-
-
 def write_config(folder: Path, config: Config) -> None:
     """`config.yaml`: every key, as it is used."""
-    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(), sort_keys=False), encoding="utf-8")
-
-
-def fresh_folder(folder: Path) -> Path:
-    """An empty folder of this name; an earlier run of the same name is moved aside, never overwritten."""
-    if folder.exists():
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.stat().st_mtime))
-        aside = folder.with_name(f"{folder.name}.{stamp}")
-        number = 1
-        while aside.exists():
-            number += 1
-            aside = folder.with_name(f"{folder.name}.{stamp}-{number}")
-        folder.rename(aside)
-    folder.mkdir(parents=True)
-    return folder
+    (folder / CONFIG).write_text(yaml.safe_dump(config.model_dump(), sort_keys=False), encoding="utf-8")
 
 
 def report(console: Console, rewards: list[float], *, summary: dict[str, Any], folder: Path) -> None:
@@ -199,7 +160,7 @@ def report(console: Console, rewards: list[float], *, summary: dict[str, Any], f
     shown = {
         name: value
         for name, value in summary.items()
-        if not isinstance(value, dict) and name not in {"name", "stopped"}
+        if not isinstance(value, dict) and name not in {"name", "stopped", "error"}
     }
     console.print(summary_table(shown, title=f"run '{summary['name']}'"))
     files = {"curve": "reward.png", "figures": "summary.json", "checkpoint": "checkpoint", "tensorboard": "tensorboard"}
@@ -212,4 +173,4 @@ def how_to_go_on(folder: Path, *, began: bool, program: str) -> str:
     """After Ctrl-C, or an error after the first step: the command that goes on."""
     if not began:
         return "stopped before anything was trained; run the same command again"
-    return f"stopped. To go on:\n  {program} --config {folder / 'config.yaml'} --resume auto"
+    return f"stopped. To go on:\n  {program} --config {folder / CONFIG} --resume auto"

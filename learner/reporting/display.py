@@ -7,6 +7,7 @@ loop is never held up by drawing. It measures nothing and writes no file.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from learner.reporting.summary import WINDOW, moving_average
+
+logger = logging.getLogger(__name__)
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -96,6 +99,16 @@ class Display:
         finally:
             self._shown = replace(self._shown, phase="")
             self._say(f"{name} ... {outcome}{self._clock() - began_s:.1f} s")
+
+    @property
+    def is_starting(self) -> bool:
+        """The run is busy with what comes before its first step, or after its last one."""
+        return bool(self._shown.phase)
+
+    def note(self, line: str) -> None:
+        """Something to know: a line on the terminal and in the log."""
+        logger.warning(line)
+        self._say(line)
 
     def update(
         self, step: int, *, reward: float, mean_lag: float, max_lag: float, tokens_per_s: float, step_s: float

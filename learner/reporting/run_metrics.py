@@ -16,6 +16,14 @@ from configs.schema import Config
 
 FIRST_STEPS = 3
 LAST_STEPS = 5
+EQUAL_STEPS = 3
+"""Steps in a row with equal scores until that is said."""
+FLAT_STEPS = 10
+"""Steps of a run whose reward should have risen."""
+SOLVED = 0.01
+COMPARE_THE_BATCH = ("gae", "reinforce_plus_plus")
+"""Estimators that compare all episodes of a batch; the others compare those of one task."""
+REMEDY = "take tasks that the model solves now and then, a scorer that gives part marks, or a larger buffer.group_size"
 
 
 class History:
@@ -36,6 +44,8 @@ class History:
         self._last_tokens = 0
         self._last_busy_s = 0.0
         self._first_step_at: float | None = None
+        self._is_under_way = False
+        self._told_at = 0
         self.steps = [dict(figures) for figures in earlier if "reward/mean" in figures]
         self.rewards = [figures["reward/mean"] for figures in self.steps]
         self.warm_start: Mapping[str, float] = {}
@@ -67,8 +77,10 @@ class History:
             "throughput/cached_share": stats.cached_tokens / max(stats.prompt_tokens, 1),
             "generation/aborted": float(stats.aborted),
             "generation/constrained_share": stats.constrained / max(stats.tokens, 1),
-            "time/engine_idle_s": (now - self._last) - (busy_s - self._last_busy_s),
         }
+        if self._is_under_way:  # the time before this process's first step holds its start-up
+            figures["time/engine_idle_s"] = (now - self._last) - (busy_s - self._last_busy_s)
+        self._is_under_way = True
         self._last, self._last_tokens, self._last_busy_s = now, stats.tokens, busy_s
         self.rewards.append(figures["reward/mean"])
         self.steps.append(figures)
@@ -77,6 +89,54 @@ class History:
     def recent_reward(self) -> float | None:
         """Mean score of the last steps; None before the first."""
         return float(np.mean(self.rewards[-LAST_STEPS:])) if self.rewards else None
+
+    def news(self) -> str:
+        """A line when nothing was learned for some steps: after 3 in a row, and each time that there are twice as many."""
+        number = self._num_equal()
+        if number < EQUAL_STEPS:
+            self._told_at = 0
+        if number < max(EQUAL_STEPS, 2 * self._told_at):
+            return ""
+        self._told_at = number
+        return self._nothing_learned(number)
+
+    def verdicts(self) -> list[str]:
+        """At the end of a run: what a person should know who looks at its reward only."""
+        number, steps = self._num_equal(), len(self.rewards)
+        if number >= EQUAL_STEPS:
+            return [self._nothing_learned(number)]
+        first, last = float(np.mean(self.rewards[:FIRST_STEPS] or [0])), self.recent_reward() or 0.0
+        if steps < FLAT_STEPS or last > first or self._is_solved(last):
+            return []
+        return [
+            f"the reward did not rise: {first:.3f} in the first {FIRST_STEPS} steps, {last:.3f} in the last {LAST_STEPS}; "
+            f"{REMEDY}, or try more steps (run.steps) and another learner.lr"
+        ]
+
+    def _num_equal(self) -> int:
+        """Steps at the end whose scores gave the learner nothing to compare."""
+        if self._config.learner.advantage == "cpo":  # learns from hints where all fail
+            return 0
+        whole = self._config.learner.advantage in COMPARE_THE_BATCH
+        number = 0
+        for figures in reversed(self.steps):
+            is_equal = figures["reward/std"] == 0.0 if whole else figures["batch/equal_groups"] == 1.0
+            if not is_equal:
+                break
+            number += 1
+        return number
+
+    def _nothing_learned(self, number: int) -> str:
+        reward = self.rewards[-1]
+        remedy = "the tasks are solved: stop, or take harder ones" if self._is_solved(reward) else REMEDY
+        return (
+            f"nothing was learned in the last {number} steps: all answers of each task have the same score (mean {reward:.3f}); "
+            f"{remedy}"
+        )
+
+    def _is_solved(self, reward: float) -> bool:
+        best = self._config.run.reward_optimum
+        return best is not None and reward >= best - SOLVED
 
     def finish(
         self, counts: Mapping[str, int], status: Mapping[str, Any], restarts: Mapping[str, float] | None = None
@@ -113,7 +173,7 @@ class History:
             "episodes": int(sum(s["batch/episodes"] for s in steps)),
             "tokens_trained": int(sum(s["batch/trained_tokens"] for s in steps)),
             "learner_idle_share": _share(steps, "time/wait_s"),
-            "engine_idle_share": _share(steps[1:], "time/engine_idle_s"),  # the first step's time holds the start-up
+            "engine_idle_share": _share(steps, "time/engine_idle_s"),
             "step_s_mean": mean("time/step_s"),
             "publish_s_mean": mean("time/publish_s"),
             "warm_start": dict(self.warm_start),
@@ -130,5 +190,7 @@ def _equal_groups(batch: TrainBatch) -> float:
 
 
 def _share(steps: list[dict[str, float]], name: str) -> float | None:
-    total = sum(s["time/step_s"] for s in steps)
-    return sum(s[name] for s in steps) / total if total else None
+    """Of the time of the steps that have this figure."""
+    known = [s for s in steps if name in s]
+    total = sum(s["time/step_s"] for s in known)
+    return sum(s[name] for s in known) / total if total else None

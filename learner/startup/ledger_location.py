@@ -15,8 +15,7 @@ from buffers.remote.ray_actor import start_actor
 from buffers.remote.remote_ledger import RemoteLedger
 from configs.checkout import python_path
 from learner.startup.ray_cluster import find_node
-
-FILE = "ledger.sqlite"
+from learner.startup.run_folder import LEDGER
 
 
 class RowSecret(Protocol):
@@ -30,7 +29,7 @@ async def open_ledger(
 ) -> Ledger:
     """The ledger of the run in `folder`, which on another node is the folder of the same name. See `Ledger`."""
     if not node:
-        return Ledger(folder / FILE, drop_zero_variance=drop_zero_variance, keep_running=keep_running)
+        return Ledger(folder / LEDGER, drop_zero_variance=drop_zero_variance, keep_running=keep_running)
     settings = {"drop_zero_variance": drop_zero_variance, "keep_running": keep_running, "is_new": is_new}
     opening = asyncio.ensure_future(
         asyncio.to_thread(_open_remote, folder.resolve(), node=node, secret=secret, **settings)
@@ -50,7 +49,7 @@ def _open_remote(
     node_id, address = find_node(node)
     key = secret(host=address)
     actor = start_actor(
-        folder / FILE,
+        folder / LEDGER,
         node_id=node_id,
         host=address,
         secret=key,
@@ -59,4 +58,4 @@ def _open_remote(
         keep_running=keep_running,
         is_new=is_new,
     )
-    return RemoteLedger(actor, path=folder / FILE, secret=key, drop_zero_variance=drop_zero_variance, owns=True)
+    return RemoteLedger(actor, path=folder / LEDGER, secret=key, drop_zero_variance=drop_zero_variance, owns=True)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from buffers.did_you_mean import one_of
 from buffers.errors import TaskError
-from buffers.tasks.parquet import agent_names
 from configs.schema import Config
 from configs.tiny_model import make_tiny_model
 from learner.checkpoints.store import WEIGHTS, Checkpoint
+from learner.startup.input_check import check_model, check_tasks
 
 
 async def prepare_files(
@@ -33,18 +33,15 @@ async def prepare_files(
     files = config.data.task_files
     if config.data.make and (missing := [path for path in files if not Path(path).is_file()]):
         await make(config.data.make, missing[0], folder / "data.log")
-    for path in filter(None, (*files, config.data.validation.tasks)):
-        names = await asyncio.to_thread(agent_names, Path(path))
-        if players is not None:
-            _check_agent_names(Path(path), names, players)
+    keys = {path: "data.tasks" for path in files} | {config.data.validation.tasks: "data.validation.tasks"}
+    for path, key in keys.items():
+        if path:
+            names = await asyncio.to_thread(check_tasks, key, path)
+            if players is not None:
+                _check_agent_names(Path(path), names, players)
     if config.model.path == "tiny":
         return await asyncio.to_thread(make_tiny_model, folder / "model", seed=config.run.seed)
-    if not ((model := Path(config.model.path)) / "config.json").is_file():
-        what = "no config.json there" if model.is_dir() else "not a folder"
-        raise TaskError(
-            f"model.path must be a Hugging Face folder or `tiny`, got {model} ({what}); download the model first"
-        )
-    return model
+    return check_model(config.model.path)
 
 
 def _check_agent_names(path: Path, names: Mapping[str, int], known: Set[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
@@ -15,7 +16,7 @@ from typing import Protocol
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mocked_server.client_retries import Answer, TakenOver
-from mocked_server.http.dialects import GENERATE, GENERATING, as_anthropic, error_body, is_anthropic
+from mocked_server.http.dialects import GENERATE, GENERATING, as_anthropic, error_body, is_anthropic, message_of
 from mocked_server.http.failures import Failure, StreamStart, failure_of
 from mocked_server.http.request_fields import refused, servable
 from mocked_server.http.request_limits import (
@@ -28,6 +29,7 @@ from mocked_server.http.request_limits import (
 )
 from mocked_server.http.request_memory import BodyRoom, RequestMemory
 from mocked_server.request_context import Call, current_call
+from mocked_server.vllm.parser_names import tools_need_a_parser
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,12 @@ RETRY_COUNT = b"x-stainless-retry-count"
 """Sent by the OpenAI and Anthropic clients with every request: 0, and 1, 2, ... in automatic retries."""
 MAX_RETRY_DIGITS = 6
 """A count with more is none: no client retries that often."""
+NO_PARSER = b"--tool-call-parser"
+"""In vLLM's answer to a request with tools when no parser is set: an option of its own command line."""
+REFUSED = frozenset(range(400, 500)) - {403}
+"""Statuses that are counted; 403 follows from the end of an episode."""
+MAX_REASONS = 32
+MAX_REASON_CHARS = 1000
 UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What vLLM's HTTP layer raises at a request that is not as it expects."""
 
@@ -57,6 +65,8 @@ class ModelRequests:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self.observer: Observer | None = None
+        self.refused: Counter[str] = Counter()
+        """Why requests were refused -> how often; at most `MAX_REASONS`."""
         self.room = BodyRoom()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,8 +75,7 @@ class ModelRequests:
             await self._app(scope, receive, send)
             return
         path: str = scope["path"]
-        if is_anthropic(path) or self.observer is not None:
-            send = self._with_errors_seen(path, send)
+        send = self._with_errors_seen(path, send)
         with ExitStack() as held:
             try:
                 body = await self._read(call, scope, receive, held)
@@ -155,6 +164,10 @@ class ModelRequests:
             status=400, code="invalid_request", message=f"the request cannot be read ({what}); check its fields"
         )
 
+    def _count(self, message: str) -> None:
+        why = " ".join(message[:MAX_REASON_CHARS].split())
+        self.refused[why if why in self.refused or len(self.refused) < MAX_REASONS else "other reasons"] += 1
+
     def _with_errors_seen(self, path: str, send: Send) -> Send:
         """Holds back an error until its body is complete, and sends it in the dialect's form."""
         held: list[Message] = []
@@ -171,8 +184,12 @@ class ModelRequests:
                     await finish(held[0], b"".join(parts))
 
         async def finish(start: Message, body: bytes) -> None:
+            if NO_PARSER in body:
+                body = error_body(path, status=start["status"], message=tools_need_a_parser(), param="tools")
             if self.observer is not None:
                 self.observer.failed(path, start["status"], body)
+            if start["status"] in REFUSED:
+                self._count(message_of(body))
             if is_anthropic(path):
                 body = as_anthropic(start["status"], body)
             await send({**start, "headers": _with_length(start["headers"], body)})

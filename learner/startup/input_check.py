@@ -1,0 +1,140 @@
+"""Checks of what a configuration names, made before anything of a run exists: task files, model, programs.
+
+Called by `learner.run` before torch, Ray and vLLM are imported, before a run folder is made and before an earlier run is moved
+aside; the rules for files are also those of `learner.startup.model_and_tasks`. Invariants: nothing is written; a message begins
+with the configuration key and has the absolute path. What `data.make` is to write is not asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+from buffers.errors import TaskError, UnderstudyError
+from buffers.tasks.parquet import agent_names, read_demonstrations, read_tasks
+from configs.schema import Config
+
+T = TypeVar("T")
+FIRST_ROWS = 1000
+"""Rows of a task file that are read here; all of them are, before the engine starts."""
+SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl")
+
+
+def refusal(check: Callable[[], None]) -> str:
+    """The message of the UnderstudyError that `check` raises; empty: none. It runs in a forked process: what it imports, and the
+    threads that this starts, are not this process's, which is to be forked of later."""
+    reading, writing = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if (pid := os.fork()) == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: the process that waits has the word
+        os.close(reading)
+        _answer(check, writing)
+    os.close(writing)
+    with os.fdopen(reading, encoding="utf-8") as source:
+        told = source.read()
+    _, status = os.waitpid(pid, 0)
+    if told or os.waitstatus_to_exitcode(status) == 0:
+        return told
+    return "the configuration could not be checked, for the error above; mend it first"
+
+
+def _answer(check: Callable[[], None], writing: int) -> None:
+    """In the fork: a defect (of a scorer's module, for example) is printed with its traceback."""
+    code = 1
+    try:
+        check()
+        code = 0
+    except UnderstudyError as error:
+        with os.fdopen(writing, "w", encoding="utf-8") as sink:
+            sink.write(str(error))
+    finally:
+        if sys.exc_info()[0] is not None:
+            sys.excepthook(*sys.exc_info())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def check_files(config: Config, *, resumes: bool) -> None:
+    """Raises TaskError for a task file or a model that is not there or cannot be used. `resumes`: from a checkpoint, after the warm
+    start."""
+    data, warm = config.data, config.warm_start.demonstrations
+    is_made = bool(data.make) and not all(Path(path).is_file() for path in data.task_files)
+    files = {"data.tasks": list(data.task_files), "data.validation.tasks": [data.validation.tasks]}
+    for key, paths in files.items():
+        for path in filter(None, paths):
+            if not is_made or Path(path).is_file():
+                check_tasks(key, path, first=FIRST_ROWS)
+    if warm and not resumes and not (is_made and not Path(warm).is_file()):
+        _named("warm_start.demonstrations", warm, lambda path: next(read_demonstrations(path)))
+    check_model(config.model.path)
+
+
+def check_tasks(key: str, path: str, *, first: int | None = None) -> Mapping[str, int]:
+    """Reads the first rows of a task file, or all; the agents that they name, with the row that named each first. Raises
+    TaskError."""
+    if first is None:
+        return _named(key, path, agent_names)
+    _named(key, path, lambda file: list(islice(read_tasks(file), first)))
+    return {}
+
+
+def _named(key: str, path: str, read: Callable[[Path], T]) -> T:
+    """What `read` gives of this file. Its error is told with the key."""
+    try:
+        return read(Path(path).absolute())
+    except TaskError as error:
+        here = (
+            "" if Path(path).is_absolute() or Path(path).exists() else " (paths are relative to the folder you are in)"
+        )
+        raise TaskError(f"{key}={path}: {error}{here}") from error
+
+
+def check_model(path: str) -> Path:
+    """The folder of the policy's model; `tiny` is made later. Raises TaskError."""
+    return Path(path) if path == "tiny" else check_model_folder("model.path", path, others=" or `tiny`")
+
+
+def check_model_folder(key: str, path: str, *, others: str = "") -> Path:
+    """The folder, which has a model. `others`: what else the key may say. Raises TaskError."""
+    folder = Path(path)
+    remedy = "name the folder that has the model's files"
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            what = "has no config.json"
+        elif not _has_weights(folder):
+            what = "has no weights, *.safetensors or *.bin"
+        else:
+            return folder
+    else:
+        what = "is not a folder"
+        if not folder.is_absolute() and len(folder.parts) == 2 and not folder.parent.exists():
+            remedy = (
+                f"a run downloads nothing: for a model of the Hugging Face hub, `hf download {path} --local-dir "
+                f"models/{folder.name}`, then {key}=models/{folder.name}"
+            )
+    raise TaskError(f"{key} must be a Hugging Face folder{others}, got {path} ({folder.absolute()} {what}); {remedy}")
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(next(folder.glob(pattern), None) is not None for pattern in ("*.safetensors", "*.bin"))
+
+
+def check_script(key: str, command: Sequence[str]) -> None:
+    """Raises UnderstudyError for a command whose first argument is a script that is not there: `[python, agnt.py]`."""
+    for word in command[1:]:
+        if word in ("-c", "-m", "-e"):
+            return
+        if not word.startswith("-"):
+            if word.endswith(SCRIPTS) and " " not in word and not Path(word).is_file():
+                raise UnderstudyError(
+                    f"{key} must name a script that is there, got {word!r} ({Path(word).absolute()} is not a file); paths are "
+                    f"relative to the folder you are in"
+                )
+            return

@@ -1,0 +1,139 @@
+"""Rules of learner/startup/input_check.py, learner/startup/run_folder.py and mocked_server/vllm/parser_names.py: what is missing is
+told by its key and its absolute path, before anything is imported or written."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from buffers.errors import UnderstudyError
+from buffers.records import Task
+from buffers.tasks.parquet import write_tasks
+from configs.load import load_config
+from learner.run import check_inputs
+from learner.startup.input_check import refusal
+from mocked_server.vllm.parser_names import check_parser, parser_names
+from tests.support.run_parts import start
+
+GOOD = Task(task_id="t", prompt=[{"role": "user", "content": "Hi"}], data_source="")
+PYTHON = "'{python}'"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a configuration whose files are all there."""
+    monkeypatch.chdir(tmp_path)
+    write_tasks(tmp_path / "good.parquet", [GOOD])
+    (tmp_path / "agent.py").touch()
+    pq.write_table(pa.table({"question": ["?"]}), "noprompt.parquet")
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), "norows.parquet")
+    pq.write_table(pa.table({"prompt": ["Hi", ""]}), "badrow.parquet")
+    (tmp_path / "empty.parquet").touch()
+    (tmp_path / "table.csv").write_text("prompt\nHi\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "config.json").touch()
+    (tmp_path / "my.yaml").write_text(
+        "data: {tasks: good.parquet, scorer: contains}\n"
+        "agents: {command: ['{python}', agent.py], processes: 0}\n"
+        "learner: {advantage: grpo, critic: none}\n"
+    )
+    return tmp_path
+
+
+def test_a_configuration_whose_files_are_there_passes(here: Path) -> None:
+    check_inputs(load_config(here / "my.yaml"), resume="")
+    made = ["data.tasks=made.parquet", f"data.make=[{PYTHON}, agent.py]", "data.validation.tasks=made_too.parquet"]
+    check_inputs(load_config(here / "my.yaml", made), resume="")
+    assert sorted(path.name for path in here.iterdir() if path.is_dir()) == ["folder", "half"], "nothing is written"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.tasks=missing.parquet", ["data.tasks=", "/missing.parquet", "nothing there", "relative to the folder"]),
+        ("data.tasks=folder", ["data.tasks=folder", "got a folder there"]),
+        ("data.tasks=noprompt.parquet", ["data.tasks=", "/noprompt.parquet", "a column 'prompt', got ['question']"]),
+        ("data.tasks=norows.parquet", ["/norows.parquet", "at least one row"]),
+        ("data.tasks=badrow.parquet", ["/badrow.parquet, row 1", "column 'prompt'"]),
+        ("data.tasks=empty.parquet", ["/empty.parquet", "must be a parquet file"]),
+        ("data.tasks=table.csv", ["/table.csv", "must be a parquet file"]),
+        ("data.validation.tasks=val.parquet", ["data.validation.tasks=val.parquet", "/val.parquet"]),
+        ("warm_start.demonstrations=good.parquet", ["warm_start.demonstrations=", "a column 'messages'"]),
+        ("model.path=nowhere", ["model.path", "/nowhere is not a folder"]),
+        ("model.path=folder", ["model.path", "/folder has no config.json"]),
+        ("model.path=half", ["model.path", "/half has no weights"]),
+        (
+            "model.path=Qwen/Qwen3-0.6B",
+            ["hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B", "model.path=models"],
+        ),
+        ("data.scorer=model:nowhere", ["data.scorer", "/nowhere is not a folder"]),
+        ("data.scorer=json_lin", ["data.scorer", "did you mean 'json_line'"]),
+        ("data.scorer=no_such.function", ["data.scorer", "no_such"]),
+        (f"agents.command=[{PYTHON}, agnt.py]", ["agents.command", "'agnt.py'", "/agnt.py is not a file"]),
+        ("agents.command=[no-such-program]", ["agents.command", "no-such-program"]),
+        ("agents.environment=[NO_SUCH_NAME]", ["agents.environment", "NO_SUCH_NAME"]),
+        ("agents.loops=loops.yaml", ["agents.loops", "loops.yaml"]),
+        ("env.command=[no-such-program]", ["env.command", "no-such-program"]),
+        (f"data.make=[{PYTHON}, mk.py]", ["data.make", "/mk.py is not a file"]),
+        ("server.tool_parser=hermse", ["server.tool_parser", "did you mean 'hermes'"]),
+        ("server.reasoning_parser=quen3", ["server.reasoning_parser", "did you mean 'qwen3'"]),
+        ("server.host=0.0.0.0", ["server.host=0.0.0.0", "secret"]),
+        ("run.dir=my.yaml", ["run.dir", "my.yaml is no folder"]),
+    ],
+)
+def test_what_is_missing_is_told_by_its_key_and_its_absolute_path(here: Path, override: str, words: list[str]) -> None:
+    with pytest.raises(UnderstudyError) as refused:
+        check_inputs(load_config(here / "my.yaml", [override]), resume="")
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_a_command_without_a_script_is_not_asked_for_one(here: Path) -> None:
+    for command in (f"[{PYTHON}, -c, pass]", f"[{PYTHON}, -m, agent.py]", f"[{PYTHON}, -u, agent.py, made_later.py]"):
+        check_inputs(load_config(here / "my.yaml", [f"agents.command={command}"]), resume="")
+
+
+def test_a_port_in_use_is_told_before_anything_is_imported_and_the_run_before_stays_in_its_place(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, output = start(tmp_path, f"server.port={port}").wait(60)
+    assert code == 2
+    assert len(output.splitlines()) == 1 and f"127.0.0.1:{port}" in output and "server.port=0" in output
+    assert [path.name for path in tmp_path.rglob("*")] == ["run", "config.yaml"]
+
+
+def test_a_check_runs_in_a_process_of_its_own_and_a_defect_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    def refuses() -> None:
+        sys.modules["left_behind"] = sys
+        raise UnderstudyError("a rule")
+
+    assert refusal(refuses) == "a rule" and "left_behind" not in sys.modules
+    assert refusal(lambda: None) == ""
+    assert "could not be checked" in refusal(lambda: 1 // 0)
+    assert "ZeroDivisionError" in capfd.readouterr().err
+    assert "could not be checked" in refusal(lambda: signal.raise_signal(signal.SIGINT))
+    assert "KeyboardInterrupt" not in capfd.readouterr().err
+
+
+def test_parsers_are_those_of_vllm() -> None:
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    assert set(parser_names("server.tool_parser")) <= set(ToolParserManager.list_registered())
+    assert set(parser_names("server.reasoning_parser")) <= set(ReasoningParserManager.list_registered())
+    assert {"hermes", "llama3_json"} <= set(parser_names("server.tool_parser"))
+    check_parser("server.tool_parser", None)
+    check_parser("server.tool_parser", "hermes")
