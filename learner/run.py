@@ -115,7 +115,7 @@ def check_inputs(config: Config, *, resume: str) -> None:
     from learner.startup.run_folder import check_place, find_resume
     from mocked_server.http.uvicorn_server import bind
     from mocked_server.keys import SECRET_FILE, check_host
-    from mocked_server.vllm.parser_names import TABLES, check_parser
+    from mocked_server.parser_names import TABLES, check_parser
 
     folder = Path(config.run.dir) / config.run.name
     _, checkpoint = find_resume(folder, resume=resume, elsewhere=bool(config.buffer.node))

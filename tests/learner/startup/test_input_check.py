@@ -1,4 +1,4 @@
-"""Rules of learner/startup/input_check.py, learner/startup/run_folder.py and mocked_server/vllm/parser_names.py: what is missing is
+"""Rules of learner/startup/input_check.py, learner/startup/run_folder.py and mocked_server/parser_names.py: what is missing is
 told by its key and its absolute path, before anything is imported or written."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from buffers.tasks.parquet import write_tasks
 from configs.load import load_config
 from learner.run import check_inputs
 from learner.startup.input_check import refusal
-from mocked_server.vllm.parser_names import check_parser, parser_names
+from mocked_server.parser_names import check_parser, parser_names
 from tests.support.run_parts import start
 
 GOOD = Task(task_id="t", prompt=[{"role": "user", "content": "Hi"}], data_source="")

@@ -1,0 +1,43 @@
+"""Writes docs/results.md, one number a row, from benchmarks/results/*.json; `--short`: the rows that the README shows.
+
+A benchmark's own report (`--json PATH`) has many more figures; `figures.json` says of each claim where it comes from.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAD = """\
+# Results
+
+One number a row, each seen on this project's code by the command beside it. Two CPU cores that others used too, no GPU: take
+ratios, not seconds. `python scripts/results_page.py > docs/results.md` writes this page from `benchmarks/results/`.
+
+| what | figure | of | command | seen |
+|---|---|---|---|---|"""
+
+
+def rows() -> list[dict[str, Any]]:
+    """The rows of all files, in their order."""
+    files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    return [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
+
+
+def page() -> str:
+    """docs/results.md."""
+    lines = [f"| {row['claim']} | {row['value']} | {row['runs']} | `{row['command']}` | {row['date']} |" for row in rows()]
+    return "\n".join([HEAD, *lines]) + "\n"
+
+
+def short() -> str:
+    """The README's table."""
+    lines = [f"| {row['short']} | {row['value']} | `{row['command']}` |" for row in rows() if "short" in row]
+    return "\n".join(["| what | figure | command |", "|---|---|---|", *lines]) + "\n"
+
+
+if __name__ == "__main__":
+    print(short() if "--short" in sys.argv[1:] else page(), end="")
