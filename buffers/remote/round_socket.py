@@ -44,7 +44,10 @@ MAX_UNPROVEN = 64
 """Connections that have proven nothing yet. A further one takes the place of the oldest: a proof takes milliseconds."""
 STILL_S = 1.0
 """How often somebody who waits is told that the ledger still waits for its disk."""
+MAX_REASON = 100
+"""Characters of why a round ended."""
 _NONCE = 32
+_MAX_NUMBER = 2**31 - 1
 _SIZES = struct.Struct("<II")
 _FIELDS = ("episode_id", "round_index", "parent", "finish_reason")
 _ERRORS: dict[str, type[UnderstudyError]] = {
@@ -211,7 +214,8 @@ class RoundServer:
         rounds: list[StoredRound] = []
         refused: dict[int, EpisodeError] = {}
         start = 0
-        for place, (*names, size, memo_size, num_flags) in enumerate(header["rounds"]):
+        for place, entry in enumerate(header["rounds"]):
+            *names, size, memo_size, num_flags = _checked(entry)
             stored = bytes(body[start : start + size])
             memo = bytes(body[start + size : start + size + memo_size])
             start += size + memo_size
@@ -291,6 +295,19 @@ class RoundClient:
 
     def close(self) -> None:
         self._channel.close()
+
+
+def _checked(entry: Any) -> list[Any]:
+    """What a header says of one round, if each part is of its kind: SQLite takes a text for a number. Raises EndpointError."""
+    match entry:
+        case [str(), int(), int() | None, str() as reason, int(), int(), int() | None] if len(reason) <= MAX_REASON:
+            numbers = [part for part in entry if isinstance(part, int)]
+            if all(type(number) is int and 0 <= number <= _MAX_NUMBER for number in numbers):
+                return list(entry)
+    raise EndpointError(
+        f"a frame's rounds must be an episode's id, the round's and its parent's number, why it ended, and three sizes, got "
+        f"{str(entry)[:120]}"
+    )
 
 
 def _shut(sock: socket.socket) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import pickle
 import socket
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import numpy as np
 import pytest
 
 import buffers.remote.round_socket
+from buffers.ledger.encode import stored_round
 from buffers.ledger.ledger import Ledger
-from buffers.remote.round_socket import _SIZES, EndpointError, RoundClient, RoundServer
+from buffers.remote.round_socket import _SIZES, Channel, EndpointError, RoundClient, RoundServer
 from tests.support.buffer_parts import make_round, open_running
 
 ROOT = Path(__file__).parents[3]
@@ -100,6 +102,67 @@ def test_a_frame_that_was_changed_repeated_or_is_too_large_ends_the_connection(
     with pytest.raises((EndpointError, OSError)):
         tapped(lambda data, sent: _SIZES.pack(2, 1 << 30) + data[8:])
     assert ledger.counts()["rounds"] == 2  # of the second try, its first frame was good
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (0, 5), (0, {"a": 1}), (0, None), (1, "x"), (1, 1.5), (1, True), (1, -1), (1, 2**70), (2, "x"), (2, [1]),
+        (3, 5), (3, None), (3, "x" * 1000), (4, -1), (4, 1e9), (4, None), (5, "1"), (6, -1), (6, True),
+    ],
+)  # fmt: skip
+def test_what_a_header_cannot_say_ends_its_connection_and_stores_nothing(
+    ledger: Ledger, endpoint: RoundServer, place: int, value: object
+) -> None:
+    """Also from somebody who knows the secret."""
+    (episode,) = open_running(ledger, task=0)
+    body = stored_round(make_round(episode.episode_id)).body
+    entry = [episode.episode_id, 0, None, "stop", len(body), 0, None]
+    entry[place] = value
+    with socket.create_connection(endpoint.address, timeout=20) as sock:
+        channel = Channel(sock, secret=SECRET, listens=False)
+        channel.send({"rounds": [entry]}, body=[body])
+        assert channel.receive() is None
+    with RoundClient(endpoint.address, secret=SECRET) as good:
+        assert ledger.counts()["rounds"] == 0
+        assert good.put_rounds([make_round(episode.episode_id)]) == [None]
+
+
+def test_a_pickle_is_a_round_that_is_refused(ledger: Ledger, endpoint: RoundServer, tmp_path: Path) -> None:
+    class Touch:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "touched",)
+
+    (episode,) = open_running(ledger, task=0)
+    body = pickle.dumps(Touch())
+    with socket.create_connection(endpoint.address, timeout=20) as sock:
+        channel = Channel(sock, secret=SECRET, listens=False)
+        channel.send({"rounds": [[episode.episode_id, 0, None, "stop", len(body), 0, None]]}, body=[body])
+        assert channel.receive() is None
+    assert ledger.counts()["rounds"] == 0 and not (tmp_path / "touched").exists()
+
+
+def test_who_asks_and_reads_no_answer_holds_nobody_up(
+    ledger: Ledger, endpoint: RoundServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffers.remote.round_socket, "RECEIVE_S", 0.2)
+    (episode,) = open_running(ledger, task=0)
+    with socket.create_connection(endpoint.address, timeout=20) as sock:
+        channel = Channel(sock, secret=SECRET, listens=False)
+        body = stored_round(make_round("nobody")).body
+        nobody = [["n" * 900, 0, None, "stop", len(body), 0, None]] * 900
+        channel.send({"rounds": nobody}, body=[body] * 900)
+        assert len(channel.receive()[0]["errors"]) == 900
+        sock.settimeout(20)
+
+        def ask_on() -> None:
+            while True:
+                channel.send({"rounds": nobody}, body=[body] * 900)
+
+        with pytest.raises(ConnectionError):  # once the answers fill what lies between
+            ask_on()
+    with RoundClient(endpoint.address, secret=SECRET) as good:
+        assert good.put_rounds([make_round(episode.episode_id)]) == [None]
 
 
 def test_another_process_stores_rounds(ledger: Ledger, endpoint: RoundServer) -> None:
