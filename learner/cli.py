@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("agents", "buffers", "configs", "env_adapters", "learner", "mocked_server")
 AGENTS_SDK = "openai-agents"
 """A distribution whose package is named `agents` too."""
+STOPPED = 130
+"""The exit code after Ctrl-C."""
 HELP = """\
 usage: understudy COMMAND ...
 
@@ -50,7 +52,11 @@ def main(words: list[str] | None = None) -> int:
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)  # a scorer or a loop of the user's lies there; ours come first
-    return command(words[1:])
+    try:
+        return command(words[1:])
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return STOPPED
 
 
 def run(words: list[str]) -> int:
@@ -113,7 +119,7 @@ def check(words: list[str]) -> int:
     """`python -m mocked_server.check`."""
     if not {"-h", "--help"} & set(words[: words.index("--")] if "--" in words else words) and _conflicts():
         return 2
-    from mocked_server.check.trial import main
+    from mocked_server.check.command_line import main
 
     return main(words, program="understudy check")
 

@@ -45,6 +45,6 @@ def check_parser(key: str, name: str | None) -> None:
 def tools_need_a_parser() -> str:
     """Why a request with tools cannot be served, and the remedy."""
     return (
-        "this request offers tools, and server.tool_parser is not set: nobody knows how the model writes a call; set "
-        f"server.tool_parser to the one of your model (hermes for Qwen) of {', '.join(parser_names('server.tool_parser'))}"
+        "the request offers tools, which needs server.tool_parser (how the model writes a call), and it is not set; set it to "
+        f"the one of the model (hermes for Qwen) of {', '.join(parser_names('server.tool_parser'))}"
     )

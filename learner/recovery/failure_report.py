@@ -30,7 +30,8 @@ MEANINGS = {
 LOG_BYTES = 65_536
 """Of the end of each log."""
 MAX_LOGS = 64
-EXCERPT_CHARS = 1200
+EXCERPT_LINES = 8
+MAX_LINE_CHARS = 240
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt)\b")
 _SAYS_ERROR = re.compile(r"error|exception|panic|fatal", re.IGNORECASE)
 _VARIES = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+")
@@ -92,11 +93,17 @@ def most_frequent_error(folder: Path) -> tuple[int, Path, str] | None:
                 if not line.startswith((" ", "\t")) and pattern(line):
                     kind = _VARIES.sub("#", line[:300])
                     seen[kind] += 1
-                    first.setdefault(kind, (log, text[: start + len(line)][-EXCERPT_CHARS:].strip()))
+                    first.setdefault(kind, (log, _excerpt(text[: start + len(line)])))
         if seen:
             kind, number = seen.most_common(1)[0]
             return number, *first[kind]
-    return (1, logs[0][0], logs[0][1][-EXCERPT_CHARS:].strip()) if logs else None
+    return (1, logs[0][0], _excerpt(logs[0][1])) if logs else None
+
+
+def _excerpt(text: str) -> str:
+    """Its last lines."""
+    lines = text.rstrip().splitlines()[-EXCERPT_LINES:]
+    return "\n".join(line if len(line) <= MAX_LINE_CHARS else f"{line[:MAX_LINE_CHARS]} ..." for line in lines)
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:

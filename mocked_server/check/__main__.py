@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mocked_server.check.trial import main
+from mocked_server.check.command_line import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

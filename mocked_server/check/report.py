@@ -13,6 +13,7 @@ from typing import Any
 
 from buffers.records import Round, Row
 from buffers.training_rows import ABORTED
+from mocked_server.check.stand_in_environment import ANSWER
 from mocked_server.conversation.branch_causes import EXPECTED, REMEDY, BranchCause
 from mocked_server.http.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES
 
@@ -23,6 +24,9 @@ NAMES = {
     MESSAGES: "Anthropic messages",
     COUNT_TOKENS: "Anthropic token counts",
 }
+NEEDS_PARSER = "server.tool_parser to the one of your model (hermes for Qwen), for the tools that it offers"
+TIMED_OUT = 124
+LAST_LINES = 4
 NARROWS = ("response_format", "forced tools", "penalties", "logit_bias")
 """Features that change the distribution that is sampled from: the tokens are recorded, and not trained."""
 
@@ -38,6 +42,10 @@ class TrialObservations:
     features: Counter[str]
     errors: Sequence[tuple[str, int, str]]
     """(path, status, message) of each error that the agent was answered with."""
+    last_words: str = ""
+    """The end of what it printed."""
+    env_messages: int = 0
+    """What it sent to `ENV_ADDRESS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +80,9 @@ class Report:
     dialects: dict[str, int]
     features: dict[str, int]
     errors: list[str]
+    needs: list[str] = field(default_factory=list)
+    """What the configuration of a run must set for it."""
+    env_messages: int = 0
     advice: list[str] = field(default_factory=list)
 
     def as_json(self) -> str:
@@ -92,9 +103,14 @@ class Report:
             lines.append(f"exactness  log-probabilities computed again differ by at most {self.max_logprob_diff:.1e}")
         lines += [f"break      round {b.round}: {b.cause}" for b in self.breaks if not b.expected]
         lines += [f"branch     round {b.round}: {b.cause}" for b in self.breaks if b.expected]
+        if self.env_messages:
+            lines.append(
+                f"env        {self.env_messages} messages to ENV_ADDRESS, answered by a stand-in with {json.dumps(ANSWER)}"
+            )
         lines += [f"error      {error}" for error in self.errors]
         lines += [f"advice     {advice}" for advice in self.advice]
-        lines.append("verdict    " + ("can be trained" if self.trainable else "cannot be trained as it is"))
+        verdict = "can be trained" if self.trainable else "cannot be trained as it is"
+        lines.append(f"verdict    {verdict}" + (f"; set {' and '.join(self.needs)}" if self.needs else ""))
         return "\n".join(lines)
 
 
@@ -120,7 +136,7 @@ def make_report(
         command=list(seen.command),
         exit_code=seen.exit_code,
         seconds=round(seen.seconds, 3),
-        trainable=trained > 0,
+        trainable=trained > 0 and seen.exit_code == 0,
         rounds=len(kept),
         aborted_rounds=len(stored) - len(kept),
         branches=sum(round_.round_index not in parents for round_ in kept),
@@ -134,21 +150,31 @@ def make_report(
         dialects=dict(seen.dialects),
         features=dict(seen.features),
         errors=[f"{path}: {status}: {message}" for path, status, message in seen.errors],
+        needs=[NEEDS_PARSER] if seen.features["tools"] else [],
+        env_messages=seen.env_messages,
         advice=_advice(seen, kept=len(kept), breaks=breaks, temperature=temperature),
     )
 
 
 def _advice(seen: TrialObservations, *, kept: int, breaks: Sequence[Break], temperature: float) -> list[str]:
     advice = list(dict.fromkeys(f"{b.cause}: {b.remedy}" for b in breaks if not b.expected))
-    if not seen.dialects:
+    if seen.exit_code == TIMED_OUT:
+        advice.append("the agent did not end in time: it was stopped; --timeout gives it longer")
+    elif seen.exit_code != 0:
+        words = seen.last_words.rstrip().splitlines()[-LAST_LINES:]
+        advice.append(
+            f"the agent failed with exit code {seen.exit_code}: such an episode has no score, unless env.command reports one. "
+            + (f"It printed at its end: {' | '.join(words)}" if words else "It printed nothing")
+        )
+    if not seen.dialects and seen.exit_code == 0:
         advice.append(
             "no request came: the agent must read OPENAI_BASE_URL and OPENAI_API_KEY (or ANTHROPIC_BASE_URL and "
             "ANTHROPIC_API_KEY) from its environment, and take its model's name from MODEL"
         )
+    elif not seen.dialects:
+        advice.append("it made no model call before that: mend this first, then check again")
     elif not kept:
         advice.append("no request was answered; see the errors")
-    if seen.exit_code != 0:
-        advice.append(f"the agent ended with exit code {seen.exit_code}; an episode without a score is not trained")
     if seen.features["temperature"]:
         advice.append(
             f"the agent sets sampling values; in training every token is sampled at temperature {temperature:g}"

@@ -1,32 +1,25 @@
-"""Can this agent be trained? Runs it once against a tiny model on this machine and says.
+"""Runs an agent once against a tiny model on this machine, for the report whether it can be trained.
 
-    python -m mocked_server.check [--json] [--task FILE] [--timeout SECONDS] -- COMMAND ...
-
-The command is started once, in an empty folder, with the environment that training gives it (OPENAI_BASE_URL, OPENAI_API_KEY,
-ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, MODEL, TASK_JSON, SEED) and its task on standard input. The model calls tools that the
-agent offers, with made-up arguments, then answers; see `scripted_replies`. Exit code 0: it can be trained; 1: it cannot; 2: the
-check itself could not be made.
+Called by `mocked_server.check.command_line`. The agent is started in an empty folder, with the environment that training gives it
+and its task on standard input. The model calls tools that the agent offers, with made-up arguments, then answers; see
+`scripted_replies`. Its environment is a stand-in.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
-import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from buffers.errors import UnderstudyError
 from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import EpisodeScores, Row, Task
@@ -36,15 +29,18 @@ from configs.child_environment import clean_environment
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.check.report import Report, TrialObservations, features_of, make_report
 from mocked_server.check.scripted_replies import LINE, line_for
+from mocked_server.check.stand_in_environment import StandInEnvironment
 from mocked_server.generation import Generation
 from mocked_server.request_context import Call
 from mocked_server.server import MockedServer
 
-TASK = {"prompt": [{"role": "user", "content": "What is 12 + 30? Use the tools that you have."}]}
 MAX_LEN, MAX_TOKENS = 131072, 1024  # tokens of the tiny model: each is about two letters
 MAX_ERRORS = 20
-LOG_SHOWN = 8000
-"""Bytes of the engine's output that are shown when the check could not be made."""
+CHUNK_BYTES = 65_536
+OUTPUT_WAIT_S = 5.0
+"""After the agent's end: something that it left behind in another session may hold its output open."""
+LAST_BYTES = 4000
+"""Of what the agent printed: its last words, should it fail."""
 
 
 class RequestLog:
@@ -81,11 +77,17 @@ class AgentTrial:
     left out."""
 
     def __init__(
-        self, server: MockedServer, ledger: Ledger, *, diff_of: Callable[[Sequence[Row]], float] | None = None
+        self,
+        server: MockedServer,
+        ledger: Ledger,
+        *,
+        diff_of: Callable[[Sequence[Row]], float] | None = None,
+        environment: StandInEnvironment | None = None,
     ) -> None:
         self._server = server
         self._ledger = ledger
         self._diff_of = diff_of
+        self._environment = environment or StandInEnvironment()
 
     async def try_out(
         self,
@@ -110,7 +112,8 @@ class AgentTrial:
         ours |= {"TASK_JSON": json.dumps(leased.task), "SEED": str(leased.seed)}
         env = clean_environment(ours, named=named)
         began = time.monotonic()
-        exit_code = await run_agent(command, env=env, timeout_s=timeout_s, output=output)
+        asked_before = self._environment.num_messages
+        exit_code, last_words = await run_agent(command, env=env, timeout_s=timeout_s, output=output)
         seconds = time.monotonic() - began
         live = self._server.episodes.get(leased.episode_id)
         causes = [round_.cause for round_ in live.rounds]
@@ -124,6 +127,8 @@ class AgentTrial:
             dialects=notes.dialects,
             features=notes.features,
             errors=notes.errors,
+            last_words=last_words,
+            env_messages=self._environment.num_messages - asked_before,
         )
         diff = None if self._diff_of is None else await asyncio.to_thread(self._diff_of, rows)
         return make_report(
@@ -177,7 +182,11 @@ async def rehearsal_server() -> AsyncIterator[AgentTrial]:
                 generating = asyncio.create_task(generation.run(), name="generate")
                 try:
                     await server.start()
-                    yield AgentTrial(server, ledger, diff_of=partial(max_logprob_diff, model))
+                    async with StandInEnvironment().listening() as environment:
+                        server.env_address = environment.address
+                        yield AgentTrial(
+                            server, ledger, diff_of=partial(max_logprob_diff, model), environment=environment
+                        )
                 finally:
                     await server.close()
                     await asyncio.wait({generating})
@@ -208,98 +217,45 @@ def _server(
     )
 
 
-async def run_agent(command: Sequence[str], *, env: dict[str, str], timeout_s: float, output: int | None = None) -> int:
-    """Run the program in an empty folder, its task on standard input; its exit code, 124 when it ran too long."""
-    sink = sys.stderr.fileno() if output is None else output
+async def run_agent(
+    command: Sequence[str], *, env: dict[str, str], timeout_s: float, output: int | None = None
+) -> tuple[int, str]:
+    """Run the program in an empty folder, its task on standard input. Its exit code, 124 when it ran too long; and the end of what
+    it printed, all of which goes to `output` meanwhile."""
+    sink = 2 if output is None else output
     with tempfile.TemporaryDirectory(prefix="understudy-agent-") as folder, tempfile.TemporaryFile() as task:
         task.write(env["TASK_JSON"].encode())
         task.seek(0)
+        reading, writing = os.pipe()
         process = await asyncio.create_subprocess_exec(
             *command,
             cwd=folder,
             env=env,
             stdin=task,
-            stdout=sink,
-            stderr=sink,
+            stdout=writing,
+            stderr=writing,
             start_new_session=True,
         )
+        os.close(writing)
+        copying = asyncio.create_task(asyncio.to_thread(_copy, reading, sink), name="the agent's output")
         try:
-            return await asyncio.wait_for(process.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                code = await process.wait()
         except TimeoutError:
-            return 124
+            code = 124
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
+        await asyncio.wait({copying}, timeout=OUTPUT_WAIT_S)
+        return code, copying.result() if copying.done() else ""
 
 
-def _arguments(words: Sequence[str], *, program: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=program, description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--task", type=Path, help="a JSON file with the task (prompt, extra_info, ...); default: a sum")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that the agent may run (default: 300)")
-    parser.add_argument(
-        "--environment", action="append", default=[], metavar="NAME",
-        help="a variable of this shell that the agent gets besides the usual ones (as agents.environment; repeatable)",
-    )  # fmt: skip
-    parser.add_argument("command", nargs="+", help="the agent's command, after --")
-    return parser.parse_args(words)
-
-
-def _resolved(command: Sequence[str]) -> list[str]:
-    """The program's path; files among its arguments become absolute, because the agent runs in a folder of its own."""
-    program = shutil.which(command[0])
-    if program is None:
-        raise UnderstudyError(f"the agent's program must be on PATH or a file, got {command[0]!r}; check the command")
-    return [os.path.abspath(program), *(os.path.realpath(w) if os.path.isfile(w) else w for w in command[1:])]
-
-
-def _task(path: Path | None) -> Task:
-    try:
-        fields = TASK if path is None else json.loads(path.read_text())
-        return Task(**{"task_id": "check", **fields})
-    except (OSError, ValueError, TypeError) as error:
-        raise UnderstudyError(f"--task must be a JSON file with the fields of a task, got {path}: {error}") from None
-
-
-@contextmanager
-def _quiet() -> Iterator[int]:
-    """Engine and libraries print at will, in several processes: kept aside, and shown only when the check fails. Yields a
-    descriptor of the real standard error."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as log:
-        output, terminal = os.dup(1), os.dup(2)
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        try:
-            yield terminal
-        except UnderstudyError:
-            log.seek(0)
-            os.write(terminal, log.read()[-LOG_SHOWN:])
-            raise
-        finally:
-            sys.stdout.flush()
-            for saved, number in ((output, 1), (terminal, 2)):
-                os.dup2(saved, number)
-                os.close(saved)
-
-
-def main(words: Sequence[str], *, program: str = "python -m mocked_server.check") -> int:
-    """The command line; returns the exit code. `program`: what the user calls it by."""
-    arguments = _arguments(words, program=program)
-    try:
-        command, task = _resolved(arguments.command), _task(arguments.task)
-        from mocked_server.vllm.engine import set_process_environment
-
-        print("starting a tiny model, about 15 s ...", file=sys.stderr)
-        with _quiet() as terminal:
-            set_process_environment()
-            named = tuple(arguments.environment)
-            work = check(command, task=task, timeout_s=arguments.timeout, output=terminal, named=named)
-            report = asyncio.run(work)
-    except UnderstudyError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(report.as_json() if arguments.json else report.as_text())
-    return 0 if report.trainable else 1
+def _copy(reading: int, sink: int) -> str:
+    """Until nobody can write any more; the end of it."""
+    last = b""
+    with os.fdopen(reading, "rb", buffering=0) as source:
+        while chunk := source.read(CHUNK_BYTES):
+            os.write(sink, chunk)
+            last = (last + chunk)[-LAST_BYTES:]
+    return last.decode(errors="replace")

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from buffers.records import Task
+from mocked_server.check.command_line import TASK, main
 from mocked_server.check.report import NARROWS, TrialObservations, features_of, make_report
 from mocked_server.check.scripted_replies import ANSWER, LINE, example, line_for
-from mocked_server.check.trial import TASK, AgentTrial, main
+from mocked_server.check.trial import AgentTrial
 from mocked_server.conversation.branch_causes import EXPECTED, REMEDY, BranchCause
 
 CLIENTS = Path(__file__).parents[1] / "outside" / "clients"

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from buffers.records import Task
-from mocked_server.check.trial import TASK, rehearsal_server
+from mocked_server.check.command_line import TASK
+from mocked_server.check.trial import rehearsal_server
 from tests.outside.agent_environments import npm_program, python_with
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(700)]

@@ -29,3 +29,60 @@ def test_a_run_that_goes_on_counts_its_earlier_steps() -> None:
     assert second.rewards == [0.5] and second.summary()["steps"] == 1
     assert second.summary()["episodes"] == 8
     assert History(load_config()).recent_reward() is None
+
+
+def history_of(steps: list[tuple[float, float]], *overrides: str) -> History:
+    """`steps`: (mean, share of groups with equal scores) of each."""
+    figures = [{"reward/mean": mean, "reward/std": 0.1, "batch/equal_groups": share} for mean, share in steps]
+    return History(
+        load_config(overrides=["learner.advantage=grpo", "run.reward_optimum=null", *overrides]), earlier=figures
+    )
+
+
+def test_steps_without_anything_to_learn_from_are_told_at_growing_distances() -> None:
+    history = history_of([(0.5, 0.0), (0.0, 1.0), (0.0, 1.0)])
+    assert history.news() == ""
+    told = []
+    for _ in range(9):
+        history.steps.append({"reward/std": 0.0, "batch/equal_groups": 1.0})
+        history.rewards.append(0.0)
+        told.append(history.news())
+    assert [bool(line) for line in told] == [True, False, False, True, False, False, False, False, False]
+    assert told[0].startswith(
+        "nothing was learned in the last 3 steps: all answers of each task have the same score (mean 0.000)"
+    )
+    assert "data" not in told[0] and "part marks" in told[0] and len(history.verdicts()) == 1
+    history.steps.append({"reward/std": 0.1, "batch/equal_groups": 0.5})
+    assert history.news() == "" and not any("nothing was learned" in line for line in history.verdicts())
+
+
+def test_estimators_that_compare_the_batch_learn_from_equal_groups_and_solved_tasks_are_called_so() -> None:
+    steps = [(0.5, 1.0)] * 4
+    assert "nothing was learned in the last 4 steps" in history_of(steps).news()
+    assert history_of(steps, "learner.advantage=gae").news() == history_of(steps, "learner.advantage=cpo").news() == ""
+    assert "solved" in history_of([(1.0, 1.0)] * 4, "run.reward_optimum=1.0").verdicts()[0]
+
+
+def test_a_reward_that_did_not_rise_is_told_at_the_end() -> None:
+    flat = history_of([(0.3, 0.0)] * 10).verdicts()
+    assert flat and flat[0].startswith("the reward did not rise: 0.300 in the first 3 steps, 0.300 in the last 5")
+    assert history_of([(0.3, 0.0)] * 9).verdicts() == [], "too few steps to say so"
+    assert history_of([(0.1 * step, 0.0) for step in range(10)]).verdicts() == []
+    assert history_of([(1.0, 0.0)] * 10, "run.reward_optimum=1.0").verdicts() == []
+
+
+def test_the_engine_is_never_idle_for_longer_than_the_steps_take_also_after_a_resume() -> None:
+    """The start of a process is not its first step's time."""
+
+    def run(earlier: list[dict[str, float]]) -> History:
+        now = [0.0]
+        history = History(load_config(), earlier=earlier, clock=lambda: now[0])
+        for at in (100.0, 101.0, 102.0):  # the first 99 s are the start
+            now[0] = at
+            history.add(walks(), {"time/step_s": 1.0, "time/wait_s": 0.5}, version=0, stats=GenerationStats())
+        return history
+
+    first = run([])
+    assert ["time/engine_idle_s" in figures for figures in first.steps] == [False, True, True]
+    assert first.summary()["engine_idle_share"] == 1.0
+    assert run(first.steps).summary()["engine_idle_share"] == 1.0
