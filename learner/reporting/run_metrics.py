@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,6 +16,24 @@ from configs.schema import Config
 
 FIRST_STEPS = 3
 LAST_STEPS = 5
+
+
+class GenerationTotals(Protocol):
+    """Totals of the generate loop since its start (`mocked_server.generation.GenerationStats`)."""
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def constrained(self) -> int: ...
+    @property
+    def aborted(self) -> int: ...
+    def busy_until(self, now: float) -> float:
+        """Seconds with at least one generation under way."""
+        ...
 
 
 class History:
@@ -41,7 +59,9 @@ class History:
         self.warm_start: Mapping[str, float] = {}
         self._final: dict[str, Any] = {}
 
-    def add(self, batch: TrainBatch, metrics: Mapping[str, float], *, version: int, stats: Any) -> dict[str, float]:
+    def add(
+        self, batch: TrainBatch, metrics: Mapping[str, float], *, version: int, stats: GenerationTotals
+    ) -> dict[str, float]:
         """One step trained `batch` at `version`; returns all of its figures by metric name."""
         now = self._clock()
         if self._first_step_at is None:
