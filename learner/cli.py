@@ -102,9 +102,10 @@ def newest_run(runs: Path) -> Path | None:
 def _run(words: list[str], *, program: str) -> int:
     if not {"-h", "--help"} & set(words) and _conflicts():
         return 2
+    from configs.process_fork import leave
     from learner import run
 
-    run.leave(run.main(words, program=program))
+    leave(run.main(words, program=program))
 
 
 def check(words: list[str]) -> int:

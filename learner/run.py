@@ -6,11 +6,11 @@ Heavy imports come after argument parsing, so `--help` answers at once.
 from __future__ import annotations
 
 import argparse
-import atexit
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
+
+from configs.process_fork import leave
 
 PROGRAM = "python -m learner.run"
 EPILOG = """\
@@ -62,6 +62,11 @@ def main(argv: list[str] | None = None, *, program: str = PROGRAM) -> int:
     from learner.training import forked_ranks
     from mocked_server.vllm.engine import has_gpu
 
+    # The order of the start, and why:
+    # 1. Fork the ranks' warm process: it must not hold Ray, which reads a worker's environment while it is imported.
+    # 2. Import Ray: its services decide then whether they listen on loopback only.
+    # 3. With --keep-running import vLLM, then fork the run: a run that is started again has its imports already.
+    # 4. Fork the engines' server (`prepare`), in the run's own process and before it has threads: a fork would lose them.
     if not has_gpu():
         forked_ranks.start()
     import_ray(local=not config.buffer.node)
@@ -94,14 +99,6 @@ def import_ray(*, local: bool) -> None:
 
     if set_here:
         del os.environ[name]  # agents may have a Ray of their own
-
-
-def leave(code: int) -> NoReturn:
-    """End the process, now that all is closed: for Python to take torch and vLLM apart takes over two seconds."""
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":
