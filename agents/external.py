@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from buffers.errors import AgentError, EpisodeError, ScoreError
-from buffers.records import Task
+from buffers.records import LeasedEpisode, Task
 from buffers.tasks.task_pool import PoolClosed
 from configs.child_environment import clean_environment
 from env_adapters.child_process import STOP_GRACE_S, Child, resolve_command
@@ -42,19 +42,6 @@ OUTPUT_WAIT_S = 5.0
 """After a program has ended: a process that it left behind may hold its output open."""
 
 
-class Leased(Protocol):
-    """An episode handed to an agent."""
-
-    @property
-    def episode_id(self) -> str: ...
-    @property
-    def api_key(self) -> str: ...
-    @property
-    def task(self) -> dict[str, Any]: ...
-    @property
-    def seed(self) -> int: ...
-
-
 class Judge(Protocol):
     """Who scores a program that ended without a score."""
 
@@ -70,7 +57,7 @@ class Judge(Protocol):
 class EpisodeService(Protocol):
     """What agents ask of the server, in Python (the HTTP routes are the same)."""
 
-    async def lease_episode(self, *, wait_s: float) -> Leased | None:
+    async def lease_episode(self, *, wait_s: float) -> LeasedEpisode | None:
         """The next episode, None when there is none yet. Raises PoolClosed when there are no more."""
         ...
 
@@ -217,7 +204,7 @@ class AgentPerEpisode:
                 if leased is not None:
                     await self._play(leased, folder)
 
-    async def _play(self, leased: Leased, folder: Path) -> None:
+    async def _play(self, leased: LeasedEpisode, folder: Path) -> None:
         env, task_file = self._given(leased, folder)
         child = await Child.start(
             self._command,
@@ -241,7 +228,7 @@ class AgentPerEpisode:
         printed = printing.result() if printing.done() and not printing.cancelled() else b""
         await self._end(leased, ProgramOutput(printed.decode(errors="replace"), exit_code=code))
 
-    def _given(self, leased: Leased, folder: Path) -> tuple[dict[str, str], Path]:
+    def _given(self, leased: LeasedEpisode, folder: Path) -> tuple[dict[str, str], Path]:
         """The program's environment, and the file with its task, which is its standard input."""
         task = json.dumps(leased.task)
         folder.mkdir(parents=True, exist_ok=True)
@@ -258,7 +245,7 @@ class AgentPerEpisode:
     async def _printed(self, child: Child) -> bytes:
         return b"" if self._judge is None else await child.output(most=OUTPUT_BYTES)
 
-    async def _end(self, leased: Leased, output: ProgramOutput) -> None:
+    async def _end(self, leased: LeasedEpisode, output: ProgramOutput) -> None:
         """Judge an episode that still runs. One that was scored, or is past its deadline, stays as it is."""
         reason = f"agent exited with code {output.exit_code} before a score was reported"
         try:

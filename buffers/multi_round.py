@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 
 import torch.utils.data
 from torch.utils.data._utils.collate import default_collate_fn_map
@@ -74,15 +75,15 @@ class MultiRoundBufferDataset(torch.utils.data.IterableDataset[TrainBatch]):  # 
             raise UnderstudyError(
                 "put_batch needs a batch with responses, got prompts only; call batch.union(responses)"
             )
-        pairs = list(zip(batch.prompts, batch.responses, strict=True))
+        pairs = zip(batch.prompts, batch.responses, strict=True)
         with self._trees_lock:
             self._load_trees({prompt.episode_id for prompt in batch.prompts if prompt.episode_id is not None})
-            stored = [self._submit(prompt, response=response) for prompt, response in pairs]
+            submitted = [(prompt, *self._submit(prompt, response=response)) for prompt, response in pairs]
         broken = None
-        for (prompt, response), future in zip(pairs, stored, strict=True):
+        for prompt, response, stored in submitted:
             try:
-                if future is not None:
-                    future.result()
+                if stored is not None:
+                    stored.result()
             except UnderstudyError as error:
                 # What is in the tree but not in the ledger must not become a parent: rebuild it next time.
                 self._drop_tree(prompt.episode_id)
@@ -150,24 +151,26 @@ class MultiRoundBufferDataset(torch.utils.data.IterableDataset[TrainBatch]):  # 
             with suppress(UnderstudyError):  # closed meanwhile: the next opening of the ledger returns it
                 self.ledger.release(batch.lease_id)
 
-    def _submit(self, prompt: Prompt, *, response: Response) -> Future[None] | None:
+    def _submit(self, prompt: Prompt, *, response: Response) -> tuple[Response, Future[None] | None]:
+        """Hand the round to the ledger: the response with the round's index, and when it is stored or refused."""
         if prompt.episode_id is None:
-            return None
-        round_ = self._trees[prompt.episode_id].add(
-            prompt_ids=prompt.prompt_token_ids,
-            sampled_ids=response.sampled_ids,
-            logprobs=response.logprobs,
-            versions=response.versions,
-            finish_reason=response.finish_reason,
-            memo=prompt.memo,
-            trained=prompt.trained(len(response.sampled_ids)),
-        )
+            return response, None
         try:
-            return self.ledger.put_round(round_)
-        except EpisodeError as error:
+            round_ = self._trees[prompt.episode_id].add(
+                prompt_ids=prompt.prompt_token_ids,
+                parent=prompt.parent,
+                sampled_ids=response.sampled_ids,
+                logprobs=response.logprobs,
+                versions=response.versions,
+                finish_reason=response.finish_reason,
+                memo=prompt.memo,
+                trained=prompt.trained(len(response.sampled_ids)),
+            )
+            return replace(response, round_index=round_.round_index), self.ledger.put_round(round_)
+        except UnderstudyError as error:
             refused: Future[None] = Future()
             refused.set_exception(error)
-            return refused
+            return response, refused
 
     def _load_trees(self, episode_ids: set[str]) -> None:
         """Have a tree for each episode, from memory or from the ledger; unknown episodes are opened."""

@@ -11,9 +11,10 @@ import asyncio
 import queue
 import threading
 from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,16 +35,52 @@ class Response:
     logprobs: Float32
     versions: Int32
     finish_reason: str = "stop"
+    text: str | None = None
+    """The sampled text without a stop string; None: not decoded."""
+    stop: str = ""
+    """The stop string that ended it: sampled, and not in `text`."""
+    round_index: int | None = None
+    """Its round in the buffer; None: it is not stored."""
 
 
 class Reply(Protocol):
-    """The way back to the request that waits. Called once, from any thread; must return at once."""
+    """The way back to the request that waits. `push`, `finish` and `fail` are called from any thread and return at once."""
 
-    def finish(self, response: Response) -> None:
-        """The generation is done (and stored, where it belongs to an episode)."""
+    @property
+    def abandoned(self) -> bool:
+        """The client hung up."""
+        ...
+
+    def push(self, output: Any) -> None:
+        """Send one output of the engine; more follow."""
+        ...
+
+    def finish(self, *responses: Response, last: Any = None) -> None:
+        """The generation is done (and stored, where it belongs to an episode): one response for each completion. `last`: the
+        engine's last output; None: nothing was pushed, and the responses are the whole answer."""
+        ...
 
     def fail(self, error: Exception) -> None:
-        """There will be no generation."""
+        """End the request with this error. No effect on one that has ended."""
+        ...
+
+    def on_abandon(self, callback: Callable[[], object]) -> None:
+        """Call `callback()` when the client hangs up; at once if it already has."""
+        ...
+
+
+class SamplingRequest(Protocol):
+    """How to sample an answer. Only the generator reads it."""
+
+    @property
+    def params(self) -> Any:
+        """vLLM's SamplingParams."""
+        ...
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """Further arguments of the engine's `generate`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,9 +93,10 @@ class Prompt:
     """None: a plain prompt; it is answered and not recorded."""
     prompt_token_ids: Int32
     """[P]"""
-    sampling: object
-    """For the generator only."""
+    sampling: SamplingRequest
     reply: Reply
+    parent: int | None = None
+    """Index of the stored round that this prompt continues; None: it starts a branch. The buffer verifies it."""
     memo: bytes = b""
     """As in `Round`."""
     first_trained: int | None = 0

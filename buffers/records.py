@@ -98,6 +98,20 @@ class Episode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeasedEpisode:
+    """An episode that was handed to an agent; the body of `GET /tasks`."""
+
+    episode_id: str
+    api_key: str
+    task: dict[str, Any]
+    """Without the ground truth."""
+    env_address: str = ""
+    """HOST:PORT of the environment, where there is one."""
+    seed: int = 0
+    """What the episode's environment starts from: the same for all episodes of a group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
     """One request and its generation. Only the new tokens are stored: the rest is the parent's."""
 

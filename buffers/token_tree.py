@@ -1,30 +1,31 @@
-"""The token tree of one running episode: finds the round that a new prompt continues, token by token.
+"""The token tree of one running episode: verifies, token by token, which round a new prompt continues.
 
-Used by whoever turns generations into `Round`s. Invariant: a round's parent is a round whose prompt + sampled ids are
-an exact prefix of its own prompt, so that storing only the rest loses nothing. Of each round it keeps a digest of its new
-ids, not the ids: a long conversation costs no memory here. Not thread-safe; nothing is stored.
+Every generation becomes a `Round` here. Who made the prompt says which round it continues; this is the independent check.
+Invariant: a round's parent is a round whose prompt + sampled ids are an exact prefix of its own prompt, so that storing only
+the rest loses nothing. It keeps a digest of each round's new ids, not the ids: a long conversation costs no memory here. Not
+thread-safe; nothing is stored.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
+from buffers.errors import UnderstudyError
 from buffers.records import Float32, Int32, Round, UInt8
 from buffers.training_rows import ABORTED
 
 
 @dataclass(slots=True)
 class _Node:
-    """A round that was not aborted: digest and number of its new ids (tail, then sampled), and the rounds that continue it."""
+    """A round that was not aborted: digest and number of its new ids (tail, then sampled), and the round that it continues."""
 
-    index: int
+    parent: _Node | None
     digest: bytes
     num_ids: int
-    children: list[_Node] = field(default_factory=list)
 
 
 class TokenTree:
@@ -34,7 +35,6 @@ class TokenTree:
         self._episode_id = episode_id
         self._next_index = 0
         self._nodes: dict[int, _Node] = {}
-        self._roots: list[_Node] = []
         for round_ in rounds:
             self._keep(round_)
 
@@ -42,6 +42,7 @@ class TokenTree:
         self,
         *,
         prompt_ids: Int32,
+        parent: int | None,
         sampled_ids: Int32,
         logprobs: Float32,
         versions: Int32,
@@ -49,8 +50,8 @@ class TokenTree:
         memo: bytes = b"",
         trained: UInt8 | None = None,
     ) -> Round:
-        """The next round. Its parent is the longest earlier round that the prompt starts with, the latest of equals."""
-        parent, shared = self._find(prompt_ids)
+        """The next round. Raises UnderstudyError unless the prompt starts with all ids of the round `parent`."""
+        shared = self._shared(prompt_ids, parent)
         round_ = Round(
             episode_id=self._episode_id,
             round_index=self._next_index,
@@ -66,29 +67,33 @@ class TokenTree:
         self._keep(round_)
         return round_
 
-    def _find(self, prompt_ids: Int32) -> tuple[int | None, int]:
-        """(`round_index`, number of shared ids). A child is looked at only where its parent's ids are all in the prompt."""
-        best, longest = None, 0
-        open_: list[tuple[_Node, int]] = [(node, 0) for node in self._roots]
-        while open_:
-            node, start = open_.pop()
-            end = start + node.num_ids
-            if end > len(prompt_ids) or _digest(prompt_ids[start:end]) != node.digest:
-                continue
-            if best is None or (end, node.index) > (longest, best):
-                best, longest = node.index, end
-            open_ += [(child, end) for child in node.children]
-        return best, longest
+    def _shared(self, prompt_ids: Int32, parent: int | None) -> int:
+        """How many ids of the prompt are those of its parent and of the rounds before it."""
+        if parent is None:
+            return 0
+        path, node = [], self._nodes.get(parent)
+        while node is not None:
+            path.append(node)
+            node = node.parent
+        end = 0
+        for part in reversed(path):
+            start, end = end, end + part.num_ids
+            if _digest(prompt_ids[start:end]) != part.digest:
+                path.clear()
+        if not path:
+            raise UnderstudyError(
+                f"a prompt of episode {self._episode_id} must start with the ids of the round that it continues, but it does not "
+                f"start with those of round {parent}; give parent=None for a prompt that starts a branch"
+            )
+        return end
 
     def _keep(self, round_: Round) -> None:
         self._next_index = round_.round_index + 1
         if round_.finish_reason == ABORTED:
             return
         ids = np.concatenate([round_.tail_ids, round_.sampled_ids])
-        node = _Node(round_.round_index, _digest(ids), len(ids))
-        siblings = self._roots if round_.parent is None else self._nodes[round_.parent].children
-        siblings.append(node)
-        self._nodes[node.index] = node
+        parent = None if round_.parent is None else self._nodes[round_.parent]
+        self._nodes[round_.round_index] = _Node(parent, _digest(ids), len(ids))
 
 
 def _digest(ids: Int32) -> bytes:

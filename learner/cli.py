@@ -110,9 +110,10 @@ def newest_run(runs: Path) -> Path | None:
 def _run(words: list[str], *, program: str) -> int:
     if not {"-h", "--help"} & set(words) and _conflicts():
         return 2
+    from configs.process_fork import leave
     from learner import run
 
-    run.leave(run.main(words, program=program))
+    leave(run.main(words, program=program))
 
 
 def check(words: list[str]) -> int:
@@ -136,9 +137,10 @@ def evaluate(words: list[str]) -> int:
     """Play a task file by the model as it is."""
     if not {"-h", "--help"} & set(words) and _conflicts():
         return 2
-    from learner import evaluate, run
+    from configs.process_fork import leave
+    from learner import evaluate
 
-    run.leave(evaluate.main(words))
+    leave(evaluate.main(words))
 
 
 def compare(words: list[str]) -> int:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from buffers.errors import LeaseError
 from buffers.ledger.ledger import Ledger
@@ -31,7 +31,7 @@ from learner.checkpoints.store import WEIGHTS, Checkpoint, CheckpointError, Chec
 from learner.recovery.restart_limit import RestartLimit
 from learner.reporting.display import Display
 from learner.reporting.episode_samples import Traces
-from learner.reporting.run_metrics import History
+from learner.reporting.run_metrics import GenerationTotals, History
 from learner.reporting.tracker import Tracker
 from learner.training.ranks import LearnerRanks, RankDied
 from learner.validation import Validation
@@ -60,7 +60,7 @@ class LearnLoop:
         pool: TaskPool,
         ranks: LearnerRanks,
         engine: Engine,
-        generated: Any,
+        generated: GenerationTotals,
         store: CheckpointStore,
         weights: Path,
         history: History,

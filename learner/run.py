@@ -7,11 +7,12 @@ Heavy imports come last: `--help` answers at once, and a file that is missing is
 from __future__ import annotations
 
 import argparse
-import atexit
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
+
+from configs.process_fork import leave
 
 if TYPE_CHECKING:
     from configs.schema import Config
@@ -81,22 +82,27 @@ def _run(arguments: argparse.Namespace, *, program: str) -> int:
     from learner.training import forked_ranks
     from mocked_server.vllm.engine import has_gpu
 
+    # The order of the start, and why:
+    # 1. Fork the ranks' warm process: it must not hold Ray, which reads a worker's environment while it is imported.
+    # 2. Import Ray: its services decide then whether they listen on loopback only.
+    # 3. With --keep-running import vLLM, then fork the run: a run that is started again has its imports already.
+    # 4. Fork the engines' server (`prepare_engine`), in the run's own process and before it has threads: a fork would lose them.
     if not has_gpu():
         forked_ranks.start()
     import_ray(local=not config.buffer.node)
 
     from learner.session import run_session
-    from mocked_server.vllm.engine import import_engine, start_fork_server
 
     if not arguments.keep_running:
-        return run_session(config, resume=arguments.resume, prepare=start_fork_server, program=program)
+        return run_session(config, resume=arguments.resume, prepare=prepare_engine, program=program)
 
     from learner.recovery.supervisor import keep_running
+    from mocked_server.vllm.engine import import_engine
 
     import_engine()
     lines = Path(config.run.dir) / config.run.name / "metrics.jsonl"
     return keep_running(
-        lambda resume: run_session(config, resume=resume, prepare=start_fork_server, program=program),
+        lambda resume: run_session(config, resume=resume, prepare=prepare_engine, program=program),
         resume=arguments.resume,
         lines=lines,
     )
@@ -168,14 +174,6 @@ def prepare_engine() -> None:
     from mocked_server.vllm.engine import start_fork_server
 
     start_fork_server()
-
-
-def leave(code: int) -> NoReturn:
-    """End the process, now that all is closed: for Python to take torch and vLLM apart takes over two seconds."""
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

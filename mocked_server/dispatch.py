@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 
 from buffers.did_you_mean import one_of
 from buffers.errors import EpisodeError, ScoreError, TaskError, UnderstudyError
-from buffers.records import Episode, Task
+from buffers.records import Episode, LeasedEpisode, Task
 from buffers.tasks.task_pool import PoolClosed, TaskPool
-from mocked_server.http.routes import Leased
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ LEASE_WAIT_S = 3600.0
 
 ScoreFn = Callable[[Task, str], float | Awaitable[float]]
 """(task, the model's answer) -> score; one that takes long gives an awaitable."""
-Play = Callable[[Episode, Leased], Awaitable[float]]
+Play = Callable[[Episode, LeasedEpisode], Awaitable[float]]
 """Plays an opened episode and returns its score. What it raises is the reason why there is none."""
 
 
@@ -60,7 +59,7 @@ class Dispatch:
         *,
         players: Mapping[str, Play],
         others: Others = AGENTS,
-        open_episode: Callable[[Episode], Leased],
+        open_episode: Callable[[Episode], LeasedEpisode],
         notify_score: Callable[[str, float], Awaitable[object]],
         fail: Callable[[str, str], Awaitable[None]],
         wait_ended: Callable[[str], Awaitable[None]],

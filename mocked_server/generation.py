@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, nullcontext, suppress
-from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
-
-import numpy as np
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from buffers.errors import EngineError, EpisodeError, RequestFailed, RequestRefused, UnderstudyError
 from buffers.prompt_queue import Prompt, PromptQueue, QueueClosed, Response
 from buffers.records import Round
 from buffers.token_tree import TokenTree
 from buffers.training_rows import ABANDONED, ABORTED
-from mocked_server.request_context import PendingReply, Sampling
+from mocked_server.answer_recorder import AnswerRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -61,73 +58,13 @@ class RoundStore(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Sampled:
-    """One completion while it grows (n > 1 gives several)."""
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: str = ABORTED
-    spans: list[Any] = field(default_factory=list)
-
-
-class Recorder:
-    """Collects one prompt's outputs (deltas, or a single final one) into responses, one per completion.
-
-    Raises RequestRefused for a token without a finite log-probability: the request's constraints left none to sample.
-    """
-
-    def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
-        self._sampled: dict[int, _Sampled] = {}
-
-    def add(self, output: Any) -> None:
-        """Take one engine output."""
-        for completion in output.outputs:
-            part = self._sampled.setdefault(completion.index, _Sampled())
-            ids = list(completion.token_ids)
-            logprobs = _logprobs_of(completion, ids)
-            if not all(map(math.isfinite, logprobs)):
-                raise RequestRefused(
-                    f"the constraints of this request must leave a token to sample at every position, got none after "
-                    f"{len(part.ids)} tokens; loosen structured_outputs, response_format, allowed_token_ids or bad_words"
-                )
-            part.ids += ids
-            part.logprobs += logprobs
-            if completion.finish_reason is not None:
-                part.finish_reason = completion.finish_reason
-            part.spans = completion.weight_versions or part.spans
-
-    def end(self, finish_reason: str) -> None:
-        """Completions that have not finished end so."""
-        for part in self._sampled.values():
-            if part.finish_reason == ABORTED:
-                part.finish_reason = finish_reason
-
-    def responses(self, *, version: int) -> list[Response]:
-        """What was sampled. `version` labels tokens without a span of the engine's (those of an aborted generation)."""
-        return [self._response(part, version) for part in self._sampled.values()]
-
-    def _response(self, part: _Sampled, version: int) -> Response:
-        versions = np.full(len(part.ids), version, np.int32)
-        for span in part.spans:
-            versions[span.start : span.end] = int(span.version)
-        return Response(
-            request_id=self._request_id,
-            sampled_ids=np.array(part.ids, np.int32),
-            logprobs=np.array(part.logprobs, np.float32),
-            versions=versions,
-            finish_reason=part.finish_reason,
-        )
-
-
 @dataclass(slots=True, eq=False)
 class _Answer:
     """One prompt's answer while it is generated."""
 
     prompt: Prompt
-    recorder: Recorder = field(init=False)
-    is_told: bool = False
+    recorder: AnswerRecorder = field(init=False)
+    is_sent: bool = False
     """Some of it has left for the agent."""
     is_stored: bool = False
 
@@ -136,15 +73,7 @@ class _Answer:
 
     def restart(self) -> None:
         """It is generated again from its beginning."""
-        self.recorder = Recorder(self.prompt.request_id)
-
-
-def _logprobs_of(completion: Any, ids: list[int]) -> list[float]:
-    """Of the sampled tokens: vLLM's flat list where only they were asked for, else one table for each position."""
-    flat: list[float] | None = getattr(completion.logprobs, "logprobs", None)
-    if flat is not None and len(flat) == len(ids):
-        return flat
-    return [entry[token].logprob for token, entry in zip(ids, completion.logprobs or (), strict=True)]
+        self.recorder = AnswerRecorder(self.prompt.request_id)
 
 
 @dataclass(slots=True)
@@ -217,7 +146,7 @@ class Generation:
                     return
                 for prompt in prompts:
                     task = tasks.create_task(self.serve(prompt), name=f"generate {prompt.request_id}")
-                    cast(PendingReply, prompt.reply).on_abandon(task.cancel)
+                    prompt.reply.on_abandon(task.cancel)
 
     async def serve(self, prompt: Prompt) -> None:
         """Generate for one prompt, stream the outputs to its connection, record its rounds.
@@ -225,14 +154,14 @@ class Generation:
         The border around one request: whatever it causes is answered and logged here, its round is recorded as aborted, and nothing
         leaves this call but the end of the engine itself (EngineError) and its own cancelling.
         """
-        reply = cast(PendingReply, prompt.reply)
+        reply = prompt.reply
         answer = _Answer(prompt)
         self.stats.started(time.monotonic())
         try:
-            await self._answer(answer, reply)
+            await self._answer(answer)
         except asyncio.CancelledError:
             # What an agent has read is not undone by hanging up: else it could choose by that what is trained.
-            self._abort(answer, as_=ABANDONED if reply.abandoned and answer.is_told else ABORTED)
+            self._abort(answer, as_=ABANDONED if reply.abandoned and answer.is_sent else ABORTED)
             if not reply.abandoned:
                 raise
         except EngineError:
@@ -254,15 +183,15 @@ class Generation:
             self._deaths.pop(prompt.request_id, None)
             self.stats.ended(time.monotonic())
 
-    async def _answer(self, answer: _Answer, reply: PendingReply) -> None:
-        """Generate until the answer is complete, or lost with an engine that had told some of it."""
+    async def _answer(self, answer: _Answer) -> None:
+        """Generate until the answer is complete, or lost with an engine that died after some of it was sent."""
         suspect = answer.prompt.episode_id or answer.prompt.request_id
         while True:
             is_alone = len(self._deaths.get(suspect, ())) >= DEATHS_TOGETHER
             try:
                 async with self._alone if is_alone else nullcontext():
                     life = self._engine.life
-                    await self._generate(answer, reply)
+                    await self._generate(answer)
                 if is_alone:
                     self._deaths.pop(suspect, None)
                 return
@@ -272,7 +201,7 @@ class Generation:
                 self._deaths.setdefault(suspect, set()).add(life)
                 if is_alone:
                     self._convict(answer.prompt)
-                if answer.is_told:
+                if answer.is_sent:
                     self._abort(answer)
                     return
                 answer.restart()
@@ -283,10 +212,12 @@ class Generation:
             self._blame(prompt.episode_id)
         raise RequestRefused("the engine died while it answered this request alone; send another one")
 
-    async def _generate(self, answer: _Answer, reply: PendingReply) -> None:
-        prompt, sampling = answer.prompt, cast(Sampling, answer.prompt.sampling)
+    async def _generate(self, answer: _Answer) -> None:
+        prompt, reply = answer.prompt, answer.prompt.reply
         ids = prompt.prompt_token_ids.tolist()
-        outputs = self._engine.generate(ids, sampling.params, request_id=prompt.request_id, **sampling.extra)
+        outputs = self._engine.generate(
+            ids, prompt.sampling.params, request_id=prompt.request_id, **prompt.sampling.extra
+        )
         async with aclosing(outputs) as stream:
             async for output in stream:
                 if any(completion.finish_reason == "error" for completion in output.outputs):
@@ -294,11 +225,12 @@ class Generation:
                 answer.recorder.add(output)
                 if output.finished:
                     self._count(prompt, output)
-                    output.recorded, stored = self._store(answer)
+                    responses, stored = self._store(answer)
                     await _on_disk(stored)
-                reply.push(output)
-                answer.is_told = True
-        reply.finish()
+                    reply.finish(*responses, last=output)
+                else:
+                    reply.push(output)
+                answer.is_sent = True
 
     def _abort(self, answer: _Answer, *, as_: str = ABORTED) -> None:
         """What was sampled before the end came is a round too."""
@@ -316,22 +248,30 @@ class Generation:
         self.stats.prompt_tokens += len(prompt.prompt_token_ids)
         self.stats.cached_tokens += output.num_cached_tokens or 0
 
-    def _store(self, answer: _Answer) -> tuple[dict[int, int], Future[None] | None]:
-        """Record what was sampled: the round's index for each completion, and the last one's future, which ends after the
-        others'."""
+    def _store(self, answer: _Answer) -> tuple[list[Response], Future[None] | None]:
+        """Record what was sampled: a response with its round's index for each completion, and the last one's future, which ends
+        after the others'."""
         answer.is_stored = True
         prompt = answer.prompt
-        indices, stored = {}, None
-        for number, response in enumerate(answer.recorder.responses(version=self._engine.version)):
+        responses, stored = answer.recorder.responses(version=self._engine.version), None
+        for number, response in enumerate(responses):
             self.stats.tokens += len(response.sampled_ids)
             self.stats.constrained += _num_constrained(prompt, response)
-            if prompt.episode_id is not None:
-                tree = self._trees.setdefault(prompt.episode_id, TokenTree(prompt.episode_id))
-                grown = _grow(tree, prompt, response)
-                indices[number] = grown.round_index
-                stored = self._rounds.put_round(grown)
+            if (tree := self._tree_of(prompt)) is not None:
+                round_ = _grow(tree, prompt, response)
+                responses[number] = replace(response, round_index=round_.round_index)
+                stored = self._rounds.put_round(round_)
                 stored.add_done_callback(self._stored)
-        return indices, stored
+        return responses, stored
+
+    def _tree_of(self, prompt: Prompt) -> TokenTree | None:
+        """None: nothing of this prompt is recorded."""
+        if prompt.episode_id is None:
+            return None
+        if prompt.parent is not None and prompt.episode_id not in self._trees:
+            self.stats.late += 1  # `forget`: the episode ended while its last generation ran
+            return None
+        return self._trees.setdefault(prompt.episode_id, TokenTree(prompt.episode_id))
 
     def resume(self, episode_id: str, rounds: Sequence[Round]) -> None:
         """An episode of an earlier process goes on after these rounds."""
@@ -378,6 +318,7 @@ async def _on_disk(stored: Future[None] | None) -> None:
 def _grow(tree: TokenTree, prompt: Prompt, response: Response) -> Round:
     return tree.add(
         prompt_ids=prompt.prompt_token_ids,
+        parent=prompt.parent,
         sampled_ids=response.sampled_ids,
         logprobs=response.logprobs,
         versions=response.versions,

@@ -7,7 +7,7 @@ client takes it from there. Nothing is kept after the answer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +16,6 @@ from buffers.errors import RequestRefused
 from buffers.prompt_queue import Response
 from mocked_server.conversation.continuation import Continuation
 from mocked_server.conversation.live_episodes import LiveEpisode
-
-END = object()
 
 
 @dataclass(slots=True)
@@ -52,32 +50,37 @@ class Sampling:
     """What a `Prompt` carries in `sampling`: vLLM's SamplingParams, and the further arguments of `generate`."""
 
     params: Any
-    extra: dict[str, Any]
+    extra: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPart:
+    """One step of an answer on its way to the connection."""
+
+    output: Any
+    """vLLM's RequestOutput; None: the responses are the whole answer."""
+    responses: tuple[Response, ...] | None = None
+    """With the last part: what was sampled in all, a response for each completion."""
 
 
 class PendingReply:
-    """Carries an answer from whoever generates to the connection that waits. Made on the server's event loop.
+    """Carries an answer from the generator to the connection that waits (`buffers.prompt_queue.Reply`). Made on the server's
+    event loop; `push`, `finish` and `fail` from any thread, `parts` and `abandon` on the server's loop."""
 
-    Any thread: `push` (engine outputs as they come, then `finish()`), or `finish(response)` with all tokens at once, or `fail`.
-    On the server's loop: `outputs`, and `abandon` when the client went away.
-    """
-
-    def __init__(self, output_of: Callable[[Response], Any]) -> None:
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._output_of = output_of
-        self._outputs: asyncio.Queue[Any] = asyncio.Queue()
+        self._parts: asyncio.Queue[AnswerPart | Exception] = asyncio.Queue()
         self._on_abandon: list[Callable[[], object]] = []
+        self._ended = False
         self.abandoned = False
 
     def push(self, output: Any) -> None:
-        """Hand one engine output to the waiting connection."""
-        self._put(output)
+        """Send one engine output to the waiting connection; more follow."""
+        self._put(AnswerPart(output))
 
-    def finish(self, response: Response | None = None) -> None:
-        """The answer is complete; `response` holds it when nothing was pushed."""
-        if response is not None:
-            self._put(self._output_of(response))
-        self._put(END)
+    def finish(self, *responses: Response, last: Any = None) -> None:
+        """The answer is complete. `last`: the engine's last output; None: nothing was pushed."""
+        self._put(AnswerPart(last, responses))
 
     def fail(self, error: Exception) -> None:
         """End the answer with an error that the HTTP layer turns into the dialect's error body."""
@@ -91,25 +94,30 @@ class PendingReply:
             self._on_abandon.append(callback)
 
     def abandon(self) -> None:
-        """The client went away: whoever generates is told to stop."""
-        if not self.abandoned:
+        """The client went away: what generates for it is stopped. No effect once the last part was taken."""
+        if not self.abandoned and not self._ended:
             self.abandoned = True
             for callback in self._on_abandon:
                 callback()
 
-    async def outputs(self) -> AsyncIterator[Any]:
-        """Yield outputs until `finish`; raise what `fail` was given."""
-        while (item := await self._outputs.get()) is not END:
-            if isinstance(item, Exception):
-                raise item
-            yield item
+    async def parts(self) -> AsyncIterator[AnswerPart]:
+        """Yield the parts up to the last one; raise what `fail` was given."""
+        while True:
+            part = await self._parts.get()
+            if isinstance(part, Exception):
+                self._ended = True
+                raise part
+            self._ended = part.responses is not None
+            yield part
+            if self._ended:
+                return
 
-    def _put(self, item: Any) -> None:
+    def _put(self, part: AnswerPart | Exception) -> None:
         try:
             here = asyncio.get_running_loop() is self._loop
         except RuntimeError:
             here = False
         if here:
-            self._outputs.put_nowait(item)
+            self._parts.put_nowait(part)
         else:
-            self._loop.call_soon_threadsafe(self._outputs.put_nowait, item)
+            self._loop.call_soon_threadsafe(self._parts.put_nowait, part)

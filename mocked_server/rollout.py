@@ -14,12 +14,11 @@ import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from buffers.buffer_dataset import PromptBatch
 from buffers.prompt_queue import Prompt, Response
-from mocked_server.generation import Recorder
-from mocked_server.request_context import Sampling
+from mocked_server.answer_recorder import AnswerRecorder
 from mocked_server.vllm.engine import EngineSettings, VLLMEngine, make_args, make_vllm_config, set_process_environment
 
 T = TypeVar("T")
@@ -60,10 +59,10 @@ class VLLMRollout:
         return list(await asyncio.gather(*(self._one(prompt) for prompt in batch.prompts)))
 
     async def _one(self, prompt: Prompt) -> Response:
-        sampling = cast(Sampling, prompt.sampling)
+        sampling = prompt.sampling
         if sampling.params.n != 1:
             raise ValueError(f"generate_sequences takes prompts with n=1, got n={sampling.params.n}")
-        recorder = Recorder(prompt.request_id)
+        recorder = AnswerRecorder(prompt.request_id)
         ids = prompt.prompt_token_ids.tolist()
         async for output in self.engine.generate(ids, sampling.params, request_id=prompt.request_id, **sampling.extra):
             recorder.add(output)

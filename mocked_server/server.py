@@ -11,11 +11,12 @@ import asyncio
 import logging
 import socket
 import threading
+from argparse import Namespace
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 
@@ -23,7 +24,7 @@ from buffers.errors import EngineError, EpisodeClosed, EpisodeError, StorageFull
 from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.prompt_queue import PromptQueue
-from buffers.records import Episode, Round, ScoreDetail
+from buffers.records import Episode, LeasedEpisode, Round, ScoreDetail
 from buffers.tasks.parquet import tasks_of_rows
 from buffers.tasks.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
@@ -35,7 +36,7 @@ from mocked_server.dispatch import AGENTS, PLAIN, Dispatch, Others, Play, ScoreF
 from mocked_server.http.attribution import Attribution
 from mocked_server.http.model_requests import ModelRequests
 from mocked_server.http.request_limits import MAX_BODY_BYTES, MAX_DESK_BYTES, BodyLimit, PortRouter
-from mocked_server.http.routes import Leased, build_admin_app, build_app
+from mocked_server.http.routes import build_admin_app, build_app
 from mocked_server.http.uvicorn_server import PatientProtocol, QuietServer, ServerError, bind
 from mocked_server.keys import KeyRing
 from mocked_server.vllm.engine import EngineSettings, make_args, make_vllm_config, set_process_environment
@@ -47,8 +48,14 @@ logger = logging.getLogger(__name__)
 FULL_S = 1.0
 """Between two tries to store a score while the disk is full."""
 
-NotifyScore = Callable[..., Any]
-"""(episode_id, score) and, when a scorer says more than that, `detail=ScoreDetail(...)`."""
+
+class ScoreSink(Protocol):
+    """What stores scores, from any thread."""
+
+    def __call__(self, episode_id: str, score: float, *, detail: ScoreDetail | None = None) -> bool | None:
+        """Store a score; False: the same was stored before. `detail`: what it is of and whose, where a scorer says that; a sink
+        that is called without may lack the parameter."""
+        ...
 
 
 class MockedServer:
@@ -57,12 +64,12 @@ class MockedServer:
     def __init__(
         self,
         *,
-        args: Any,
+        args: Namespace,
         vllm_config: Any,
         rollout: RolloutConfig,
         server: ServerConfig,
         pool: TaskPool,
-        notify_score_fn: NotifyScore,
+        notify_score_fn: ScoreSink,
         score_fn: ScoreFn | None = None,
         loops: LoopPlayer | None = None,
         others: Others = AGENTS,
@@ -213,7 +220,7 @@ class MockedServer:
 
     # The task desk: what agents and scorers ask for, in Python; `mocked_server.http.routes` has the same over HTTP.
 
-    async def lease_episode(self, *, wait_s: float, worker: str = "") -> Leased | None:
+    async def lease_episode(self, *, wait_s: float, worker: str = "") -> LeasedEpisode | None:
         """Lease the next episode; None when there is none within `wait_s`. Raises PoolClosed when there are no more."""
         lease = self.pool.lease if self._dispatch is None else self._dispatch.lease
         episode = await lease(wait_s=wait_s)
@@ -235,7 +242,7 @@ class MockedServer:
             wait_ended=self.wait_ended,
         )
 
-    async def _play_plain(self, episode: Episode, _: Leased) -> float:
+    async def _play_plain(self, episode: Episode, _: LeasedEpisode) -> float:
         """One generation, judged by the score function."""
         assert self._score_fn is not None
         live = self.episodes.get(episode.episode_id)
@@ -243,7 +250,7 @@ class MockedServer:
         outcome = self._score_fn(episode.task, answer)
         return await outcome if isinstance(outcome, Awaitable) else outcome
 
-    async def _play_loop(self, episode: Episode, leased: Leased) -> float:
+    async def _play_loop(self, episode: Episode, leased: LeasedEpisode) -> float:
         """An agent loop plays it, under its key; what it gives back must be what was sampled."""
         assert self._loops is not None
         live = self.episodes.get(episode.episode_id)
@@ -252,10 +259,10 @@ class MockedServer:
             await asyncio.wrap_future(self.pool.mask_tokens(episode.episode_id, some))
         return played.score
 
-    def open_episode(self, episode: Episode, *, worker: str | None = None) -> Leased:
+    def open_episode(self, episode: Episode, *, worker: str | None = None) -> LeasedEpisode:
         """Let an episode's key open the model API."""
         self.episodes.open(episode, worker=worker)
-        return Leased(
+        return LeasedEpisode(
             episode_id=episode.episode_id, api_key=self.keys.episode_key(episode.episode_id),
             task=episode.task.public(), env_address=self.env_address, seed=episode.seed,
         )  # fmt: skip
@@ -344,7 +351,7 @@ class MockedServer:
 
 def create_and_launch_task_pool(
     *,
-    notify_score_fn: NotifyScore,
+    notify_score_fn: ScoreSink,
     score_fn: ScoreFn | None = None,
     model: str | Path | None = None,
     group_size: int = 1,
@@ -405,7 +412,7 @@ def _run_until_closed(
         ready.set()
 
 
-def _ledger_behind(notify_score_fn: NotifyScore) -> Ledger:
+def _ledger_behind(notify_score_fn: ScoreSink) -> Ledger:
     """The ledger of the dataset whose `notify_score` this is, so that tasks and scores share their books; else a new one."""
     owner = getattr(notify_score_fn, "__self__", None)
     return owner.ledger if isinstance(owner, MultiRoundBufferDataset) else Ledger(None)

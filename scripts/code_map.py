@@ -1,4 +1,7 @@
-"""Writes docs/code-map.md: every module with the first sentence of its docstring. `python scripts/code_map.py > docs/code-map.md`"""
+"""Writes docs/code-map.md: every module with the first sentence of its docstring.
+
+`python scripts/code_map.py > docs/code-map.md`
+"""
 
 from __future__ import annotations
 
@@ -38,15 +41,21 @@ def code_map() -> str:
     for folder in FOLDERS:
         lines += [f"## {folder}/", ""]
         own = [path for path in modules if path.parts[0] == folder]
-        for room, members in groupby(sorted(own, key=lambda path: (path.parent.parts, path.name)), lambda path: path.parent):
+        for room, members in groupby(
+            sorted(own, key=lambda path: (path.parent.parts, path.name)), lambda path: path.parent
+        ):
             files = list(members)
-            said = {path: first_sentence(ast.get_docstring(ast.parse((ROOT / path).read_text())) or "") for path in files}
+            said = {
+                path: first_sentence(ast.get_docstring(ast.parse((ROOT / path).read_text())) or "") for path in files
+            }
             package = room / "__init__.py"
             if said.get(package):
                 lines += [f"**{room.as_posix()}/** {said[package]}", ""]
             elif len(room.parts) > 1:
                 lines += [f"**{room.as_posix()}/**", ""]
-            rows = [f"| `{path.name}` | {said[path].replace('|', chr(92) + '|')} |" for path in files if path != package]
+            rows = [
+                f"| `{path.name}` | {said[path].replace('|', chr(92) + '|')} |" for path in files if path != package
+            ]
             if rows:
                 lines += ["| module | |", "|---|---|", *rows, ""]
     return "\n".join(lines)

@@ -29,7 +29,9 @@ def rows() -> list[dict[str, Any]]:
 
 def page() -> str:
     """docs/results.md."""
-    lines = [f"| {row['claim']} | {row['value']} | {row['runs']} | `{row['command']}` | {row['date']} |" for row in rows()]
+    lines = [
+        f"| {row['claim']} | {row['value']} | {row['runs']} | `{row['command']}` | {row['date']} |" for row in rows()
+    ]
     return "\n".join([HEAD, *lines]) + "\n"
 
 

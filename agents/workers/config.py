@@ -14,12 +14,15 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from buffers.did_you_mean import one_of
 from buffers.errors import TaskError
+
+if TYPE_CHECKING:
+    from agents.agent_loop import AgentLoopBase
 
 SHIPPED = {
     "single_turn_agent": "agents.loops.single_turn_agent.SingleTurnAgentLoop",
@@ -58,7 +61,7 @@ def read_loops(path: Path) -> list[LoopSpec]:
     return list(loops.values())
 
 
-def loop_class(spec: LoopSpec) -> Any:
+def loop_class(spec: LoopSpec) -> type[AgentLoopBase]:
     """Import the class of a loop; raises TaskError when it is none."""
     from agents.agent_loop import AgentLoopBase
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,6 +24,24 @@ SOLVED = 0.01
 COMPARE_THE_BATCH = ("gae", "reinforce_plus_plus")
 """Estimators that compare all episodes of a batch; the others compare those of one task."""
 REMEDY = "take tasks that the model solves now and then, a scorer that gives part marks, or a larger buffer.group_size"
+
+
+class GenerationTotals(Protocol):
+    """Totals of the generate loop since its start (`mocked_server.generation.GenerationStats`)."""
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def constrained(self) -> int: ...
+    @property
+    def aborted(self) -> int: ...
+    def busy_until(self, now: float) -> float:
+        """Seconds with at least one generation under way."""
+        ...
 
 
 class History:
@@ -51,7 +69,9 @@ class History:
         self.warm_start: Mapping[str, float] = {}
         self._final: dict[str, Any] = {}
 
-    def add(self, batch: TrainBatch, metrics: Mapping[str, float], *, version: int, stats: Any) -> dict[str, float]:
+    def add(
+        self, batch: TrainBatch, metrics: Mapping[str, float], *, version: int, stats: GenerationTotals
+    ) -> dict[str, float]:
         """One step trained `batch` at `version`; returns all of its figures by metric name."""
         now = self._clock()
         if self._first_step_at is None:

@@ -36,6 +36,11 @@ class Continuation:
     cause: BranchCause | None = None
     """Why the latest answer in the history could not be continued; None when it was, or when this is the first round."""
 
+    @property
+    def parent_index(self) -> int | None:
+        """Index of the stored round that is continued; None: there is none, or it is not stored."""
+        return None if self.parent is None else self.parent.round_index
+
     def prompt_ids(self) -> Int32:
         """[P] the exact prompt for the engine."""
         return self.tail_ids if self.parent is None else np.concatenate([self.parent.chain_ids(), self.tail_ids])
@@ -92,12 +97,12 @@ def tail_of(rendered_ids: Sequence[int], *, end: int, num_turns_closed: int, par
 
 
 def longest_prefix(live: LiveEpisode, ids: Int32) -> LiveRound | None:
-    """The longest earlier round, the latest of equals, that these ids start with and go beyond."""
+    """The longest earlier round, the latest of equals, that these ids start with."""
     best: LiveRound | None = None
     open_ = [(root, 0) for root in live.roots]
     while open_:
         node, start = open_.pop(0)
-        if node.total >= len(ids) or not np.array_equal(ids[start : node.total], node.ids):
+        if node.total > len(ids) or not np.array_equal(ids[start : node.total], node.ids):
             continue
         if best is None or node.total >= best.total:
             best = node
@@ -106,7 +111,7 @@ def longest_prefix(live: LiveEpisode, ids: Int32) -> LiveRound | None:
 
 
 def continue_tokens(
-    live: LiveEpisode, rendered_ids: Sequence[int], *, chat: Conversation | None = None
+    live: LiveEpisode, rendered_ids: Sequence[int] | Int32, *, chat: Conversation | None = None
 ) -> Continuation:
     """Continue the longest earlier round that these ids start with, or start a new branch. `cause` is left to the caller."""
     ids = np.array(rendered_ids, np.int32)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from buffers.errors import EpisodeClosed, EpisodeError, StorageFull, UnknownEpisode
 from mocked_server.conversation.live_episodes import Episodes
@@ -48,7 +48,7 @@ class Attribution:
     paths to `others`."""
 
     def __init__(
-        self, models: Any, *, others: Any, keys: KeyRing, episodes: Episodes, is_full: Callable[[], bool] = bool
+        self, models: ASGIApp, *, others: ASGIApp, keys: KeyRing, episodes: Episodes, is_full: Callable[[], bool] = bool
     ) -> None:
         """`is_full`: nothing more can be recorded for now."""
         self._models = models

@@ -28,8 +28,8 @@ from mocked_server.http.request_limits import (
     told_length,
 )
 from mocked_server.http.request_memory import BodyRoom, RequestMemory
-from mocked_server.request_context import Call, current_call
 from mocked_server.parser_names import tools_need_a_parser
+from mocked_server.request_context import Call, current_call
 
 logger = logging.getLogger(__name__)
 

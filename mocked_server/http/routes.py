@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Annotated, Any, Protocol, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request
@@ -35,7 +35,7 @@ from buffers.errors import (
     UnderstudyError,
     UnknownEpisode,
 )
-from buffers.records import ScoreDetail
+from buffers.records import LeasedEpisode, ScoreDetail
 from buffers.tasks.task_pool import PoolClosed
 from mocked_server.http.dialects import RETRY_AFTER_S
 from mocked_server.keys import KeyRing
@@ -52,7 +52,7 @@ class EpisodeService(Protocol):
 
     keys: KeyRing
 
-    async def lease_episode(self, *, wait_s: float, worker: str = "") -> Leased | None: ...
+    async def lease_episode(self, *, wait_s: float, worker: str = "") -> LeasedEpisode | None: ...
     async def add_tasks(self, rows: list[dict[str, Any]]) -> int: ...
     async def notify_score(self, episode_id: str, score: float, *, detail: ScoreDetail | None = None) -> bool: ...
     async def fail(self, episode_id: str, reason: str) -> None: ...
@@ -61,20 +61,6 @@ class EpisodeService(Protocol):
     def check_storage(self) -> None:
         """Raises StorageFull while the disk takes nothing."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leased:
-    """An episode handed to an agent; the body of `GET /tasks`."""
-
-    episode_id: str
-    api_key: str
-    task: dict[str, Any]
-    """Without the ground truth."""
-    env_address: str = ""
-    """HOST:PORT of the environment, where there is one."""
-    seed: int = 0
-    """What the episode's environment starts from: the same for all episodes of a group."""
 
 
 class ScoreBody(BaseModel):

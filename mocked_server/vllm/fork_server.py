@@ -1,7 +1,8 @@
-"""How engines' processes are started: they end with their server, and are forked of a process that has imported what takes seconds.
+"""How engines' processes are started: as forks of a process that has imported vLLM, which takes seconds.
 
-The latter is Python's own fork server (`multiprocessing.forkserver`), but forked of this process, which has imported the engine,
-instead of started anew to import it once more. Called by `mocked_server.vllm.engine`.
+That process is Python's own fork server (`multiprocessing.forkserver`), forked of this process, which has imported the engine.
+Started anew with `set_forkserver_preload`, it would import vLLM once more: 7 s of a core at each start and each restart of a run.
+Called by `mocked_server.vllm.engine`.
 Invariants: an engine ends as soon as the process that started it has ended, however it did, also while it still starts. One that is
 forked has the environment that this process has when it starts the engine, as a new process would. Without `start`, and where there
 is a GPU (CUDA may not be forked), engines are started as vLLM does it by itself.
@@ -14,10 +15,9 @@ import select
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import connection, forkserver, process
+from multiprocessing import forkserver, process
 from multiprocessing.context import (
     ForkContext,
     ForkProcess,
@@ -27,6 +27,8 @@ from multiprocessing.context import (
     SpawnProcess,
 )
 from typing import Any
+
+from configs.process_fork import fork_server
 
 _owner: int | None = None
 """The process that started it."""
@@ -39,32 +41,15 @@ def start() -> None:
     global _owner
     if sys.platform != "linux" or sys.version_info >= (3, 14):  # its `main` takes other arguments there
         return
-    with socket.socket(socket.AF_UNIX) as listener:
-        address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
-        listener.bind(address)
-        os.chmod(address, 0o600)
-        listener.listen()
-        alive_r, alive_w = os.pipe()
-        if (pid := os.fork()) == 0:
-            os.close(alive_w)
-            _serve(listener.detach(), alive_r)
-        os.close(alive_r)
+    forked = fork_server(_serve)
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive_w, pid
+    server._forkserver_address, server._forkserver_alive_fd = forked.address, forked.alive
+    server._forkserver_pid = forked.pid
     _owner = os.getpid()
 
 
-def _serve(listener: int, alive: int) -> None:
-    """For ever in the forked process, and until those that hold the other end of `alive` have ended."""
-    code = 1
-    try:
-        forkserver.main(listener, alive, [])
-    except SystemExit:
-        code = 0
-    finally:
-        if code != 0:
-            traceback.print_exc()
-        os._exit(code)
+def _serve(listener: socket.socket, alive: int) -> None:
+    forkserver.main(listener.detach(), alive, [])
 
 
 @contextmanager

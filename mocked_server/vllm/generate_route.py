@@ -11,7 +11,6 @@ effect. `POST /sleep` and `POST /wake_up` (worker's key) are the engine's, where
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -19,8 +18,8 @@ import msgspec
 
 from buffers.did_you_mean import one_of
 from buffers.errors import RequestRefused
-from mocked_server.generation import Recorder
 from mocked_server.http.dialects import GENERATE, error_body
+from mocked_server.request_context import AnswerPart
 from mocked_server.vllm.engine import refusal_of
 
 
@@ -55,7 +54,7 @@ class Client(Protocol):
     model_config: Any
     sleeper: Sleeper | None
 
-    def generate_tokens(self, prompt_ids: list[int], params: Any, *, request_id: str) -> AsyncIterator[Any]: ...
+    async def generate_tokens(self, prompt_ids: list[int], params: Any, *, request_id: str) -> AnswerPart: ...
 
 
 class TokenRoute:
@@ -71,8 +70,8 @@ class TokenRoute:
 
         try:
             prompt_ids, params = self._read(await request.body())
-            outputs = self._client.generate_tokens(prompt_ids, params, request_id=f"generate-{uuid4().hex}")
-            return JSONResponse(await self._collect(outputs))
+            answer = await self._client.generate_tokens(prompt_ids, params, request_id=f"generate-{uuid4().hex}")
+            return JSONResponse(_body_of(answer))
         except (ValueError, TypeError) as error:
             refusal = error if isinstance(error, RequestRefused) else RequestRefused(str(error))
             body = error_body(
@@ -95,21 +94,6 @@ class TokenRoute:
         if self._client.sleeper is not None:
             await self._client.sleeper.wake_up()
         return Response(status_code=200)
-
-    async def _collect(self, outputs: Any) -> dict[str, Any]:
-        recorder = Recorder("")
-        preempted = 0
-        async for output in outputs:
-            recorder.add(output)
-            preempted = getattr(output.metrics, "num_preemptions", 0) if output.metrics is not None else 0
-        found = recorder.responses(version=0)[0]
-        return {
-            "token_ids": found.sampled_ids.tolist(),
-            "log_probs": found.logprobs.tolist(),
-            "versions": found.versions.tolist(),
-            "stop_reason": STOP_REASONS.get(found.finish_reason, found.finish_reason),
-            "num_preempted": preempted,
-        }
 
     def _read(self, body: bytes) -> tuple[list[int], Any]:
         from vllm.exceptions import VLLMClientError
@@ -144,3 +128,15 @@ class TokenRoute:
             return ids, SamplingParams(**honoured, output_kind=RequestOutputKind.FINAL_ONLY)
         except (msgspec.ValidationError, VLLMClientError, ValueError, TypeError, OverflowError) as error:
             raise refusal_of(error) from error
+
+
+def _body_of(answer: AnswerPart) -> dict[str, Any]:
+    assert answer.responses is not None
+    (found,), metrics = answer.responses, answer.output.metrics
+    return {
+        "token_ids": found.sampled_ids.tolist(),
+        "log_probs": found.logprobs.tolist(),
+        "versions": found.versions.tolist(),
+        "stop_reason": STOP_REASONS.get(found.finish_reason, found.finish_reason),
+        "num_preempted": 0 if metrics is None else getattr(metrics, "num_preemptions", 0),
+    }

@@ -10,20 +10,22 @@ Seams relied on (checked by tests/mocked_server/vllm/test_vllm_seams.py): the se
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from buffers.errors import EngineError
 from buffers.prompt_queue import Prompt, PromptQueue, Response
+from buffers.records import Int32
 from configs.schema import RolloutConfig
 from mocked_server.conversation.continuation import Continuation, continue_tokens
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
 from mocked_server.conversation.restored_rounds import memo_of
 from mocked_server.http.dialects import GENERATE, ROUTES, SLEEP, WAKE_UP
 from mocked_server.http.failures import FAILURES, failure_of
-from mocked_server.request_context import Call, PendingReply, Sampling, current_call
+from mocked_server.request_context import AnswerPart, Call, PendingReply, Sampling, current_call
 from mocked_server.vllm.exact_rendering import ExactRendering
 from mocked_server.vllm.generate_route import Sleeper, TokenRoute
 from mocked_server.vllm.reply_parser import ReplyParser
@@ -37,46 +39,6 @@ T = TypeVar("T")
 
 PASSED_ON = ("reasoning_ended", "reasoning_parser_kwargs", "lora_request")
 """Arguments of `generate` that the engine needs too."""
-
-
-class Heard:
-    """What the agent was told in one answer, for the next round's continuation."""
-
-    def __init__(self) -> None:
-        self._ids: dict[int, list[int]] = {}
-        self._text: dict[int, str] = {}
-        self._reason: dict[int, str] = {}
-        self._stop: dict[int, str] = {}
-        self._recorded: dict[int, int] = {}
-        self.finished = False
-
-    def add(self, output: Any) -> None:
-        """One engine output, delta or whole."""
-        for completion in output.outputs:
-            self._ids.setdefault(completion.index, []).extend(completion.token_ids)
-            self._text[completion.index] = self._text.get(completion.index, "") + completion.text
-            self._reason[completion.index] = completion.finish_reason or "abort"
-            if isinstance(completion.stop_reason, str):
-                self._stop[completion.index] = completion.stop_reason
-        self.finished = output.finished
-        self._recorded = getattr(output, "recorded", {})  # set by the generate loop; the RFC's rollout has none
-
-    def remember(self, live: LiveEpisode, plan: Continuation) -> None:
-        """Make each completion a round that a later request can continue."""
-        for index, ids in self._ids.items():
-            sampled = np.array(ids, np.int32)
-            live_round = LiveRound(
-                parent=plan.parent,
-                ids=np.concatenate([plan.tail_ids, sampled]),
-                num_sampled=len(sampled),
-                finish_reason=self._reason[index],
-                text=self._text[index],
-                stop=self._stop.get(index, ""),
-                asked=plan.chat.asked if plan.chat else None,
-                cause=plan.cause,
-                round_index=self._recorded.get(index),
-            )
-            live.add_round(live_round, chat=plan.chat)
 
 
 class QueueClient:
@@ -127,17 +89,11 @@ class QueueClient:
         first_trained = self._rules.apply(sampling_params, prompt_len=len(exact), live=call.live)
         if call.extra_args:
             sampling_params.extra_args = {**(sampling_params.extra_args or {}), **call.extra_args}
-        item = Prompt(
-            request_id=request_id,
-            episode_id=call.live.episode_id,
-            prompt_token_ids=exact,
-            sampling=Sampling(params=sampling_params, extra=extra),
-            reply=PendingReply(lambda response: self._output(request_id, response)),
-            memo=memo_of(plan.chat),
-            first_trained=first_trained,
-        )
         call.generates = True
-        return self._answer(item, rendered=rendered, plan=plan, call=call)
+        sampling = Sampling(params=sampling_params, extra=extra)
+        return self._outputs(
+            request_id, exact, sampling, call=call, plan=plan, first_trained=first_trained, rendered=rendered
+        )
 
     async def ask(self, live: LiveEpisode, messages: list[dict[str, Any]], *, request_id: str) -> str:
         """One generation without an HTTP request: a plain prompt of a task file. Returns the text."""
@@ -145,86 +101,158 @@ class QueueClient:
 
         tokenizer = self.renderer.get_tokenizer()
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        ids = np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
         params = SamplingParams(max_tokens=self._rollout.max_tokens, output_kind=RequestOutputKind.FINAL_ONLY)
         self._rules.apply(params, prompt_len=len(ids), live=live)
-        item = Prompt(
-            request_id=request_id,
-            episode_id=live.episode_id,
-            prompt_token_ids=np.array(ids, np.int32),
-            sampling=Sampling(params=params, extra={}),
-            reply=PendingReply(lambda response: self._output(request_id, response)),
-        )
-        answer = self._answer(item, rendered=ids, plan=continue_tokens(live, ids), call=Call(live))
-        return "".join([output.outputs[0].text async for output in answer])
+        sampling, plan = Sampling(params=params, extra={}), continue_tokens(live, ids)
+        answer = await self._whole(request_id, ids, sampling, live=live, plan=plan)
+        return str(answer.output.outputs[0].text)
 
-    def generate_tokens(self, prompt_ids: list[int], params: Any, *, request_id: str) -> AsyncIterator[Any]:
-        """Sample after exactly these ids: for the current call's episode, or for nobody's records without one."""
+    async def generate_tokens(self, prompt_ids: list[int], params: Any, *, request_id: str) -> AnswerPart:
+        """Sample after exactly these ids: for the current call's episode, or unrecorded without one."""
         call = current_call.get()
-        plan = continue_tokens(call.live, prompt_ids) if call is not None else None
-        if call is not None:
-            call.live.check_room()
-        first_trained = self._rules.apply(params, prompt_len=len(prompt_ids), live=call.live if call else None)
-        item = Prompt(
-            request_id=request_id,
-            episode_id=call.live.episode_id if call is not None else None,
-            prompt_token_ids=np.array(prompt_ids, np.int32),
-            sampling=Sampling(params=params, extra={}),
-            reply=PendingReply(lambda response: self._output(request_id, response)),
-            first_trained=first_trained,
-        )
-        return self._answer(item, rendered=prompt_ids, plan=plan, call=call)
+        live = None if call is None else call.live
+        ids = np.array(prompt_ids, np.int32)
+        plan = None if live is None else continue_tokens(live, ids)
+        if live is not None:
+            live.check_room()
+        first_trained = self._rules.apply(params, prompt_len=len(ids), live=live)
+        sampling = Sampling(params=params, extra={})
+        return await self._whole(request_id, ids, sampling, live=live, plan=plan, first_trained=first_trained)
 
-    async def _answer(
-        self, item: Prompt, *, rendered: list[int], plan: Continuation | None, call: Call | None
+    async def _outputs(
+        self,
+        request_id: str,
+        ids: Int32,
+        sampling: Sampling,
+        *,
+        call: Call,
+        plan: Continuation,
+        first_trained: int | None,
+        rendered: list[int],
     ) -> AsyncIterator[Any]:
-        reply = cast(PendingReply, item.reply)
-        heard = Heard()
+        """Queue a prompt and yield its outputs as they come. `rendered`: the prompt as vLLM's layer made it."""
         has_begun = False
+        reply: PendingReply | None = None
         try:
-            self._queue.put(item)
-            async for output in reply.outputs():
+            reply = self._put(request_id, ids, sampling, live=call.live, plan=plan, first_trained=first_trained)
+            async for part in reply.parts():
                 has_begun = True
-                heard.add(output)
-                if output.finished and call is not None and plan is not None:
-                    heard.remember(call.live, plan)
+                output = part.output if part.responses is None else self._ended(part, live=call.live, plan=plan).output
                 # vLLM's reasoning parsers look at the prompt: they must see this request's rendering, not earlier thoughts.
                 output.prompt_token_ids = rendered
                 yield output
         except FAILURES as error:
-            if call is not None and not has_begun:
+            if not has_begun:
                 call.failure = error
             raise
         finally:
-            if not heard.finished:
+            if reply is not None:
                 reply.abandon()
 
-    def _output(self, request_id: str, response: Response) -> Any:
-        """vLLM's form of an answer that came as tokens only (the RFC's rollout)."""
-        from vllm.outputs import CompletionOutput, RequestOutput
+    async def _whole(
+        self,
+        request_id: str,
+        ids: Int32,
+        sampling: Sampling,
+        *,
+        live: LiveEpisode | None,
+        plan: Continuation | None,
+        first_trained: int | None = 0,
+    ) -> AnswerPart:
+        """Queue a prompt that is answered in one part, and wait for that."""
+        reply = self._put(request_id, ids, sampling, live=live, plan=plan, first_trained=first_trained)
+        try:
+            *_, last = [part async for part in reply.parts()]
+            return self._ended(last, live=live, plan=plan)
+        finally:
+            reply.abandon()
 
-        ids = response.sampled_ids.tolist()
-        completion = CompletionOutput(
-            index=0,
-            text=self.renderer.get_tokenizer().decode(ids, skip_special_tokens=True),
-            token_ids=ids,
-            cumulative_logprob=None,
-            logprobs=None,
-            finish_reason=response.finish_reason,
-        )
-        return RequestOutput(
+    def _put(
+        self,
+        request_id: str,
+        ids: Int32,
+        sampling: Sampling,
+        *,
+        live: LiveEpisode | None,
+        plan: Continuation | None,
+        first_trained: int | None,
+    ) -> PendingReply:
+        reply = PendingReply()
+        prompt = Prompt(
             request_id=request_id,
-            prompt=None,
-            prompt_token_ids=[],
-            prompt_logprobs=None,
-            outputs=[completion],
-            finished=True,
+            episode_id=None if live is None else live.episode_id,
+            prompt_token_ids=ids,
+            sampling=sampling,
+            reply=reply,
+            parent=None if plan is None else plan.parent_index,
+            memo=b"" if plan is None else memo_of(plan.chat),
+            first_trained=first_trained,
         )
+        self._queue.put(prompt)
+        return reply
+
+    def _ended(self, last: AnswerPart, *, live: LiveEpisode | None, plan: Continuation | None) -> AnswerPart:
+        """The last part with vLLM's form of the answer. Its completions become rounds that a later request can continue."""
+        responses = [self._decoded(response) for response in last.responses or ()]
+        if live is not None and plan is not None:
+            remember(live, plan, responses)
+        output = last.output if last.output is not None else _output_of(responses)
+        return AnswerPart(output, tuple(responses))
+
+    def _decoded(self, response: Response) -> Response:
+        """An answer that came as tokens only (the RFC's rollout) gets its text here."""
+        if response.text is not None:
+            return response
+        text = self.renderer.get_tokenizer().decode(response.sampled_ids.tolist(), skip_special_tokens=True)
+        return replace(response, text=text)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"vLLM's serving layer asked the engine client for {name!r}, which this version does not offer"
         )
+
+
+def remember(live: LiveEpisode, plan: Continuation, responses: Sequence[Response]) -> None:
+    """Make each completion of an answer a round that a later request can continue."""
+    for response in responses:
+        live_round = LiveRound(
+            parent=plan.parent,
+            ids=np.concatenate([plan.tail_ids, response.sampled_ids]),
+            num_sampled=len(response.sampled_ids),
+            finish_reason=response.finish_reason,
+            text=response.text or "",
+            stop=response.stop,
+            asked=plan.chat.asked if plan.chat else None,
+            cause=plan.cause,
+            round_index=response.round_index,
+        )
+        live.add_round(live_round, chat=plan.chat)
+
+
+def _output_of(responses: Sequence[Response]) -> Any:
+    """vLLM's form of an answer that no engine output came with."""
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    completions = [
+        CompletionOutput(
+            index=index,
+            text=response.text or "",
+            token_ids=response.sampled_ids.tolist(),
+            cumulative_logprob=None,
+            logprobs=None,
+            finish_reason=response.finish_reason,
+        )
+        for index, response in enumerate(responses)
+    ]
+    return RequestOutput(
+        request_id=responses[0].request_id,
+        prompt=None,
+        prompt_token_ids=[],
+        prompt_logprobs=None,
+        outputs=completions,
+        finished=True,
+    )
 
 
 async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:

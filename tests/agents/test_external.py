@@ -14,12 +14,11 @@ import pytest
 from agents import external
 from agents.external import AgentPerEpisode, AgentPlace
 from buffers.errors import AgentError, EpisodeClosed, ScoreError
-from buffers.records import Task
+from buffers.records import LeasedEpisode, Task
 from buffers.tasks.parquet import write_tasks
 from buffers.tasks.task_pool import PoolClosed
 from env_adapters.scoring.rewards import Rewards
 from env_adapters.scoring.scorers import SCORERS, ProgramOutput
-from mocked_server.http.routes import Leased
 from tests.env_adapters.scoring.test_rewards import scoring_server
 from tests.support.run_parts import assert_nothing_left, start
 
@@ -38,14 +37,14 @@ class Desk:
         self.early: dict[str, float] = {}
         """Scores that somebody else reports while the episode's program still runs."""
 
-    async def lease_episode(self, *, wait_s: float) -> Leased | None:
+    async def lease_episode(self, *, wait_s: float) -> LeasedEpisode | None:
         if not self._tasks:
             raise PoolClosed("no more")
         task = self._tasks.pop(0)
         self._live[task.task_id], self._ended[task.task_id] = task, asyncio.Event()
         if task.task_id in self.early:
             await self.settle(task.task_id, self.early[task.task_id])
-        return Leased(episode_id=task.task_id, api_key=f"key-{task.task_id}", task=task.public(), seed=99)
+        return LeasedEpisode(episode_id=task.task_id, api_key=f"key-{task.task_id}", task=task.public(), seed=99)
 
     async def settle(self, episode_id: str, score: float) -> bool:
         self._end(episode_id)

@@ -26,22 +26,25 @@ class FakeReply:
         self.response: Response | None = None
         self.error: Exception | None = None
 
-    def finish(self, response: Response) -> None:
-        assert self.response is None and self.error is None
-        self.response = response
+    def finish(self, *responses: Response, last: Any = None) -> None:
+        assert self.response is None and self.error is None and last is None
+        (self.response,) = responses
 
     def fail(self, error: Exception) -> None:
         assert self.response is None and self.error is None
         self.error = error
 
 
-def make_prompt(name: str, *, episode_id: str | None = None, ids: tuple[int, ...] = (1, 2)) -> Prompt:
+def make_prompt(
+    name: str, *, episode_id: str | None = None, ids: tuple[int, ...] = (1, 2), parent: int | None = None
+) -> Prompt:
     return Prompt(
         request_id=name,
         episode_id=episode_id,
         prompt_token_ids=np.array(ids, dtype=np.int32),
         sampling={"n": name},
         reply=FakeReply(),
+        parent=parent,
     )
 
 
@@ -200,8 +203,9 @@ def test_the_demo_of_rfc_1172_runs() -> None:
     batch.union([make_response("r1", ids=(7, 8)), make_response("r2")])
     train_dataset.put_batch(batch)
     assert first.reply.response.sampled_ids.tolist() == [7, 8] and plain.reply.response.request_id == "r2"
+    assert first.reply.response.round_index == 0 and plain.reply.response.round_index is None
 
-    prompt_queue.put(make_prompt("r3", episode_id="ep", ids=(1, 2, 7, 8, 3)))
+    prompt_queue.put(make_prompt("r3", episode_id="ep", ids=(1, 2, 7, 8, 3), parent=0))
     train_dataset.put_batch(next(prompt_dataloader_iter).union([make_response("r3", ids=(9,), version=1)]))
     assert train_dataset.buffer.qsize() == 0
     assert train_dataset.notify_score("ep", 0.5) is True
@@ -220,9 +224,9 @@ def test_the_demo_of_rfc_1172_runs() -> None:
 def test_rounds_of_a_pool_episode_go_to_its_own_group_even_after_its_tree_was_forgotten() -> None:
     with Ledger(None) as ledger:
         (episode,) = open_running(ledger, task=0)
-        for name, ids in (("a", (1, 2)), ("b", (1, 2, 7, 8, 3))):
+        for name, ids, parent in (("a", (1, 2), None), ("b", (1, 2, 7, 8, 3), 0)):
             dataset = MultiRoundBufferDataset(ledger)  # a new one: its memory of the episode is empty
-            batch = PromptBatch([make_prompt(name, episode_id=episode.episode_id, ids=ids)])
+            batch = PromptBatch([make_prompt(name, episode_id=episode.episode_id, ids=ids, parent=parent)])
             dataset.put_batch(batch.union([make_response(name)]))
         assert [(r.round_index, r.parent) for r in ledger.rounds(episode.episode_id).result()] == [(0, None), (1, 0)]
         assert ledger.counts()["groups/open"] == 1
@@ -242,12 +246,30 @@ def test_a_request_of_an_ended_episode_fails_alone() -> None:
         assert isinstance(late.reply.error, EpisodeClosed) and late.reply.response is None
         assert isinstance(bad.reply.error, EpisodeError) and "finite" in str(bad.reply.error)
         assert good.reply.response is not None and good.reply.error is None
-        for name, ids in (("d", (1, 2, 9, 9)), ("e", (1, 2, 7, 8))):
-            batch = PromptBatch([make_prompt(name, episode_id=running.episode_id, ids=ids)])
+        for name, ids, parent in (("d", (1, 2, 9, 9), None), ("e", (1, 2, 7, 8), 1)):
+            batch = PromptBatch([make_prompt(name, episode_id=running.episode_id, ids=ids, parent=parent)])
             dataset.put_batch(batch.union([make_response(name)]))
         stored = ledger.rounds(running.episode_id).result()
-        # What was refused is nobody's parent: "d" starts anew, "e" goes on from "c".
         assert [(round_.round_index, round_.parent) for round_ in stored] == [(1, None), (2, None), (3, 1)]
+
+
+@pytest.mark.parametrize("parent", [0, 1, 2], ids=["refused by the ledger", "other ids", "not there"])
+def test_a_prompt_with_a_wrong_parent_fails_alone(parent: int) -> None:
+    with Ledger(None) as ledger:
+        dataset = MultiRoundBufferDataset(ledger)
+        (episode,) = open_running(ledger, task=0)
+        begun = PromptBatch(
+            [make_prompt("a", episode_id=episode.episode_id), make_prompt("b", episode_id=episode.episode_id)]
+        )
+        dataset.put_batch(begun.union([make_response("a", logprob=np.nan), make_response("b")]))
+        wrong = make_prompt("c", episode_id=episode.episode_id, ids=(1, 2, 7, 9), parent=parent)
+        good = make_prompt("d", episode_id=episode.episode_id, ids=(1, 2, 7, 8, 9), parent=1)
+        batch = PromptBatch([wrong, good]).union([make_response("c"), make_response("d")])
+        with pytest.raises(UnderstudyError, match=f"must start with the ids of .* those of round {parent}"):
+            dataset.put_batch(batch)
+        assert wrong.reply.response is None and "give parent=None" in str(wrong.reply.error)
+        assert good.reply.response.round_index == 2
+        assert [(r.round_index, r.parent) for r in ledger.rounds(episode.episode_id).result()] == [(1, None), (2, 1)]
 
 
 def test_a_batch_without_responses_is_refused() -> None:

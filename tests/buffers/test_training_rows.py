@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from buffers.errors import UnderstudyError
 from buffers.records import EpisodeScores, Round, Row
 from buffers.token_tree import TokenTree
 from buffers.training_rows import episode_rows
@@ -121,24 +122,35 @@ def test_each_sampled_token_is_trained_once_and_ids_are_the_exact_path(rounds: l
         assert row.ids.tolist() == [i for r in path for part in (r.tail_ids, r.sampled_ids) for i in part.tolist()]
 
 
-def test_a_prompt_continues_the_longest_earlier_round_that_it_starts_with() -> None:
+def test_a_round_keeps_only_what_its_prompt_adds_to_the_verified_parent() -> None:
     tree = TokenTree("e")
 
-    def add(prompt: list[int], sampled: list[int], finish_reason: str = "stop") -> Round:
-        return tree.add(
+    def add(prompt: list[int], sampled: list[int], *, parent: int | None, finish_reason: str = "stop") -> list[int]:
+        round_ = tree.add(
             prompt_ids=np.array(prompt, dtype=np.int32),
+            parent=parent,
             sampled_ids=np.array(sampled, dtype=np.int32),
             logprobs=np.zeros(len(sampled), dtype=np.float32),
             versions=np.zeros(len(sampled), dtype=np.int32),
             finish_reason=finish_reason,
         )
+        assert round_.parent == parent
+        return [round_.round_index, *round_.tail_ids.tolist()]
 
-    assert add([1, 2], [3]).parent is None
-    assert add([1, 2, 3, 4], [5]).parent == 0
-    longest = add([1, 2, 3, 4, 5, 6], [7], "abort")
-    assert longest.parent == 1 and longest.tail_ids.tolist() == [6]
-    after_abort = add([1, 2, 3, 4, 5, 6, 7, 8], [9])
-    assert after_abort.parent == 1 and after_abort.tail_ids.tolist() == [6, 7, 8]
-    edited = add([1, 2, 99, 4], [5])
-    assert edited.parent is None and edited.tail_ids.tolist() == [1, 2, 99, 4]
-    assert edited.round_index == 4
+    assert add([1, 2], [3], parent=None) == [0, 1, 2]
+    assert add([1, 2, 3, 4], [5], parent=0) == [1, 4]
+    assert add([1, 2, 3, 4, 5, 6], [7], parent=1, finish_reason="abort") == [2, 6]
+    assert add([1, 2, 3, 4, 5], [6], parent=1) == [3]  # a prompt may add nothing
+    assert add([1, 2, 3, 4, 5], [6], parent=0) == [4, 4, 5]
+    refused = [
+        ([1, 2, 3, 4, 5, 6, 7], 2),  # aborted
+        ([1, 2, 3, 4, 5], 9),  # not there
+        ([1, 2, 99, 4, 5], 0),
+        ([9, 2, 3, 4, 5], 1),  # differs before the parent's own ids
+        ([1, 2, 3, 99, 5], 1),
+        ([1, 2, 3, 4], 1),  # ends before them
+    ]
+    for prompt, parent in refused:
+        with pytest.raises(UnderstudyError, match=f"start with those of round {parent}; give parent=None"):
+            add(prompt, [8], parent=parent)
+    assert add([1, 2], [3], parent=None) == [5, 1, 2]

@@ -62,10 +62,10 @@ def test_a_guarded_run_whose_own_process_is_killed_goes_on_by_itself(tmp_path: P
     run = start(tmp_path, "run.steps=8", "run.checkpoints.every=1", *SMALL, flags=("--keep-running",))
     run.wait_for_step(3)
     before = set(descendants(run.process.pid))
-    zygote = parent_of_learner(run)
+    warm_process = parent_of_learner(run)
     os.kill(parts(run.process.pid)["run"], signal.SIGKILL)
     run.wait_for_step(5)
-    assert parent_of_learner(run) == zygote, "it imported everything again"
+    assert parent_of_learner(run) == warm_process, "it imported everything again"
     code, output = run.wait(150)
     assert code == 0, output
     assert "the run's process died (SIGKILL); starting it again" in output and "going on after step" in output

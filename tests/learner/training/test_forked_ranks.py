@@ -20,9 +20,9 @@ from tests.support.child_process import child_process, gone
 ROOT = Path(__file__).parents[3]
 STARTING = """
 import json, os, sys
-from learner.training import forked_ranks as zygote
-zygote.start()
-print(json.dumps({"pid": os.getpid(), "launcher": zygote.launcher()}), flush=True)
+from learner.training import forked_ranks
+forked_ranks.start()
+print(json.dumps({"pid": os.getpid(), "launcher": forked_ranks.launcher()}), flush=True)
 sys.stdin.read()
 """
 ASKED_FOR = """
@@ -37,7 +37,7 @@ sys.exit(3 if sys.stdin.read() == "end" else 0)
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+def warm_process() -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """The process that started it, and the command that has something forked of it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with child_process([sys.executable, "-c", STARTING], stdin=subprocess.PIPE, env=environment) as process:
@@ -63,9 +63,9 @@ def asked(command: list[str], program: Path, **late: str) -> Iterator[tuple[subp
 
 
 def test_what_is_forked_has_what_was_imported_and_the_askers_arguments_environment_folder_and_streams(  # type: ignore[no-untyped-def]
-    zygote, program: Path
+    warm_process, program: Path
 ) -> None:
-    with asked(zygote[1], program, OMP_NUM_THREADS="1", LATE="2") as (process, said):
+    with asked(warm_process[1], program, OMP_NUM_THREADS="1", LATE="2") as (process, said):
         assert said["there"] == ["torch", "transformers", "learner.training.trainer"]
         assert said["pid"] != process.pid and said["name"] == "__main__"
         assert said["arguments"] == ["one", "two words"] and said["folder"] == str(program.parent)
@@ -76,8 +76,8 @@ def test_what_is_forked_has_what_was_imported_and_the_askers_arguments_environme
     assert gone(said["pid"])
 
 
-def test_who_asked_and_what_was_forked_end_together(zygote, program: Path) -> None:  # type: ignore[no-untyped-def]
-    with asked(zygote[1], program) as (process, said), asked(zygote[1], program) as (other, told):
+def test_who_asked_and_what_was_forked_end_together(warm_process, program: Path) -> None:  # type: ignore[no-untyped-def]
+    with asked(warm_process[1], program) as (process, said), asked(warm_process[1], program) as (other, told):
         process.kill()
         assert gone(said["pid"]), "what was forked lives on"
         assert other.poll() is None and not gone(told["pid"], within_s=0.0), "another one's fork ended"
@@ -85,8 +85,8 @@ def test_who_asked_and_what_was_forked_end_together(zygote, program: Path) -> No
         other.wait(timeout=20)
 
 
-def test_without_a_zygote_the_program_runs_all_the_same(zygote, program: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    with asked([*zygote[1][:-1], str(tmp_path / "nobody")], program) as (process, said):
+def test_without_a_warm_process_the_program_runs_all_the_same(warm_process, program: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    with asked([*warm_process[1][:-1], str(tmp_path / "nobody")], program) as (process, said):
         assert said["pid"] == process.pid and said["there"] == []
         process.communicate("end", timeout=20)
         assert process.returncode == 3
@@ -95,14 +95,14 @@ def test_without_a_zygote_the_program_runs_all_the_same(zygote, program: Path, t
 def test_it_is_not_started_where_ray_was_imported() -> None:
     import ray  # noqa: F401
 
-    from learner.training import forked_ranks as zygote
+    from learner.training import forked_ranks
 
-    zygote.start()
-    assert zygote.launcher() == {}
+    forked_ranks.start()
+    assert forked_ranks.launcher() == {}
 
 
-def test_it_ends_with_the_process_that_started_it(zygote, program: Path) -> None:  # type: ignore[no-untyped-def]
-    starter, command = zygote
+def test_it_ends_with_the_process_that_started_it(warm_process, program: Path) -> None:  # type: ignore[no-untyped-def]
+    starter, command = warm_process
     children = Path(f"/proc/{starter.pid}/task/{starter.pid}/children")
     (pid,) = map(int, children.read_text().split())
     starter.kill()

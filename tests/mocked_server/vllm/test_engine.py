@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from buffers.errors import EngineError
 from configs.tiny_model import make_tiny_model
-from mocked_server.generation import Recorder
+from mocked_server.answer_recorder import AnswerRecorder
 
 pytestmark = pytest.mark.engine
 
@@ -40,7 +40,7 @@ def sampling(num_tokens: int, *, seed: int):
 
 
 async def generate(engine, num_tokens: int, *, seed: int, on_token=None):
-    recorder = Recorder(f"r-{seed}")
+    recorder = AnswerRecorder(f"r-{seed}")
     outputs = engine.generate(PROMPT, sampling(num_tokens, seed=seed), request_id=f"r-{seed}-{time.monotonic_ns()}")
     async for output in outputs:
         recorder.add(output)

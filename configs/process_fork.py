@@ -1,0 +1,63 @@
+"""A process forked of this one that serves a Unix socket, and the end of a process that skips taking Python apart.
+
+Engines (`mocked_server.vllm.fork_server`) and the learner's ranks (`learner.training.forked_ranks`) are forked of such a process,
+which has imported what takes them seconds. It stands here because both may import this folder. Linux only; the caller is its
+process's main thread and has no other threads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedServer:
+    """A server that `fork_server` has started."""
+
+    address: str
+    """Path of its Unix socket; only this user may connect."""
+    alive: int
+    """A descriptor of this process: once all copies of it are closed, the server reads the end of its `alive`."""
+    pid: int
+
+
+def fork_server(serve: Callable[[socket.socket, int], None]) -> ForkedServer:
+    """Fork a process that runs `serve(listener, alive)` and ends with it. `alive`: readable when this process, and all that has
+    inherited its end, have ended. Whatever `serve` raises is printed: the fork never returns into the caller's program."""
+    from multiprocessing import connection  # not before it is needed: `--help` answers at once
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+        listener.bind(address)
+        os.chmod(address, 0o600)
+        listener.listen()
+        alive_r, alive_w = os.pipe()
+        if (pid := os.fork()) == 0:
+            os.close(alive_w)
+            code = 1
+            try:
+                serve(listener, alive_r)
+                code = 0
+            except SystemExit:
+                code = 0
+            finally:
+                if code != 0:
+                    traceback.print_exc()
+                os._exit(code)
+        os.close(alive_r)
+    return ForkedServer(address, alive_w, pid)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process, now that all is closed: for Python to take torch and vLLM apart takes over two seconds."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
