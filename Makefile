@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long agents faults check setup format clean
+.PHONY: demo test test-long agents faults check setup format docs clean
 
 demo: $(READY)  ## run the main job: the demo model learns, in a few minutes, without a GPU
 	$(PY) -m learner.run
@@ -41,6 +41,11 @@ $(READY): constraints.txt pyproject.toml scripts/setup.sh scripts/dependencies.p
 format: $(READY)
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
+
+docs: $(READY)  ## write the pages that are made from code and from the benchmarks' reports
+	$(PY) -m configs.keys --markdown > docs/configuration.md
+	$(PY) scripts/code_map.py > docs/code-map.md
+	$(PY) scripts/results_page.py --write
 
 clean:
 	rm -rf $(VENV) runs data .pytest_cache .mypy_cache .ruff_cache

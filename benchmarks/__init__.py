@@ -1,1 +1,1 @@
-"""What the product claims about speed, as programs: `python -m benchmarks.<name> [--quick] [--json PATH]`."""
+"""What the product claims about speed, as programs: `python -m benchmarks.NAME [--quick] [--json PATH]`."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 AGENT = '''\
 """The agent: any program that asks a model. It gets a task on standard input; what it prints is judged by data.scorer."""
+
 import json, os, sys, openai
 
 task = json.load(sys.stdin)
@@ -20,6 +21,7 @@ print(reply.choices[0].message.content)
 '''
 TASKS = '''\
 """Writes tasks.parquet, in verl's columns: what the agent gets, and the truth, which only the scorer sees."""
+
 import pyarrow, pyarrow.parquet
 
 asked = ["Say a word with an m.", "Name a word with an m.", "Write a word with an m.", "Find a word with an m."]

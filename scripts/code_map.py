@@ -17,9 +17,9 @@ FOLDERS = ("learner", "mocked_server", "buffers", "agents", "env_adapters", "con
 HEAD = """\
 # Code map
 
-Every module, with the first sentence of its docstring; `python scripts/code_map.py > docs/code-map.md` writes this page. To
-read the code in the order in which it runs: `learner/run.py`, `learner/session.py`, `learner/pipeline.py`, `learner/learn_loop.py`,
-`learner/training/trainer.py`; then `mocked_server/server.py`, `mocked_server/generation.py`, `buffers/ledger/ledger.py`.
+Every module, with the first sentence of its docstring; `make docs` writes this page. To read the code in the order in which it
+runs: `learner/run.py`, `learner/session.py`, `learner/pipeline.py`, `learner/learn_loop.py`, `learner/training/trainer.py`; then
+`mocked_server/server.py`, `mocked_server/generation.py`, `buffers/ledger/ledger.py`.
 """
 
 

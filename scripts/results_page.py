@@ -1,4 +1,5 @@
-"""Writes docs/results.md, one number a row, from benchmarks/results/*.json; `--short`: the rows that the README shows.
+"""Prints docs/results.md, one number a row, from benchmarks/results/*.json; `--short`: the rows that the README shows;
+`--write`: writes both where they belong.
 
 A benchmark's own report (`--json PATH`) has many more figures; `figures.json` says of each claim where it comes from.
 """
@@ -15,7 +16,7 @@ HEAD = """\
 # Results
 
 One number a row, each seen on this project's code by the command beside it. Two CPU cores that others used too, no GPU: take
-ratios, not seconds. `python scripts/results_page.py > docs/results.md` writes this page from `benchmarks/results/`.
+ratios, not seconds. `make docs` writes this page from `benchmarks/results/`.
 
 | what | figure | of | command | seen |
 |---|---|---|---|---|"""
@@ -41,5 +42,16 @@ def short() -> str:
     return "\n".join(["| what | figure | command |", "|---|---|---|", *lines]) + "\n"
 
 
+def write() -> None:
+    """docs/results.md, and the table between the README's markers."""
+    (ROOT / "docs" / "results.md").write_text(page(), encoding="utf-8")
+    readme = ROOT / "README.md"
+    before, _, rest = readme.read_text(encoding="utf-8").partition("<!-- results -->\n")
+    readme.write_text(f"{before}<!-- results -->\n{short()}<!-- /results -->{rest.partition('<!-- /results -->')[2]}")
+
+
 if __name__ == "__main__":
+    if "--write" in sys.argv[1:]:
+        write()
+        sys.exit()
     print(short() if "--short" in sys.argv[1:] else page(), end="")

@@ -19,23 +19,17 @@ from buffers.tasks.parquet import read_tasks
 from configs.keys import all_keys, all_sections, markdown, nearest_key
 from configs.load import load_config
 from configs.schema import Config
+from learner.cli import COMMANDS
+from learner.new_project import FILES
 from learner.reporting.run_metrics import History
 
 ROOT = Path(__file__).parents[2]
-DOCS = [
-    "README.md",
-    "CONTRIBUTING.md",
-    "CHANGELOG.md",
-    "SECURITY.md",
-    "docs/architecture.md",
-    "docs/metrics.md",
-    "docs/configuration.md",
-]
+ROOT_DOCS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
+DOCS = ROOT_DOCS + sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+README_LINES = 180
 FOLDERS = ["agents", "benchmarks", "buffers", "configs", "env_adapters", "learner", "mocked_server", "scripts"]
-LISTED = (".py", ".yaml", ".sh")
-"""Endings of the files in those folders that the README's tree lists."""
-OTHER_DOTTED = {"env.log", "server.key"}
-"""Not configuration keys, whatever they look like; nor are our modules, such as `learner.run`."""
+OTHER_DOTTED = {"env.log", "server.key", "rollout.n"}
+"""Not configuration keys, whatever they look like; nor are our modules, such as `learner.run`. `rollout.n` is verl's."""
 METRIC_GROUPS = (
     "agent_loop|batch|critic|generation|learner|ledger|policy|pool|reward|staleness|throughput|time|tracker|val|"
     "warm_start"
@@ -65,33 +59,27 @@ def words(name: str) -> list[str]:
     return re.findall(r"`([^`\n]+)`", text(name))
 
 
-def tree() -> dict[str, str]:
-    """The README's file tree: path -> comment. A folder stands at the margin, its files below it."""
-    found, folder = {}, ""
-    (listing,) = [block for block in blocks("README.md", "text") if block.startswith("agents/")]
-    for line in listing.splitlines():
-        path, _, comment = line.strip().partition(" ")
-        if line.startswith(" "):
-            path = folder + path
-        elif path.endswith("/"):
-            folder = path
-        found[path] = comment.strip()
-    return found
+def generated(*command: str) -> str:
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-def test_the_file_tree_is_complete_and_says_what_each_file_is():
-    listed = tree()
-    there = {
-        path.relative_to(ROOT).as_posix()
-        for folder in FOLDERS
-        for path in (ROOT / folder).rglob("*")
-        if path.suffix in LISTED and path.name != "__init__.py"
-    }
-    files = {path for path in listed if not path.endswith("/") and path.split("/")[0] in FOLDERS}
-    assert sorted(files - there) == [], "listed, and not there"
-    assert sorted(there - files) == [], "there, and not listed"
-    assert [path for path in listed if not (ROOT / path).exists()] == []
-    assert [path for path, comment in listed.items() if not comment] == []
+def test_the_code_map_is_what_the_docstrings_say():
+    assert text("docs/code-map.md") == generated("scripts/code_map.py"), "write it: make docs"
+
+
+def test_the_results_are_what_the_benchmarks_reports_say():
+    assert text("docs/results.md") == generated("scripts/results_page.py"), "write it: make docs"
+    (block,) = re.findall(r"^<!-- results -->\n(.*?)^<!-- /results -->$", text("README.md"), flags=re.M | re.S)
+    assert block == generated("scripts/results_page.py", "--short"), "write it: make docs"
+
+
+def test_the_readme_is_one_page():
+    assert len(text("README.md").splitlines()) <= README_LINES
+
+
+def test_every_page_is_in_the_index():
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", text("docs/README.md")))
+    assert linked == {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
 
 
 @pytest.mark.parametrize("name", DOCS)
@@ -147,7 +135,7 @@ def test_configuration_keys_that_a_document_names_exist(name):
     known = {*all_keys(), *all_sections()}
     for word in words(name):
         found = re.fullmatch(rf"((?:{'|'.join(Config.model_fields)})(?:\.\w+)+)(=\S*|: \S+| > \d+)?", word)
-        if found is None or word in OTHER_DOTTED or is_of_a_module(found[1]):
+        if found is None or word in OTHER_DOTTED or word.endswith(".py") or is_of_a_module(found[1]):
             continue
         assert found[1] in known, f"{name} names `{word}`, which is no key; {nearest_key(found[1])}"
 
@@ -156,11 +144,27 @@ def test_the_page_of_keys_is_what_the_schema_says():
     assert text("docs/configuration.md") == markdown(), "write it: python -m configs.keys --markdown"
 
 
-def test_the_readmes_configuration_loads(tmp_path):
-    block = blocks("README.md", "yaml")[0]
+def test_the_readmes_project_is_what_init_writes():
+    """Its agent, tasks and configuration; `tests/learner/test_cli.py` trains them."""
+    shown = {}
+    for kind in ("python", "yaml"):
+        for block in blocks("README.md", kind):
+            name, _, rest = block.removeprefix("# ").partition("\n")
+            shown[name] = rest
+    assert shown == FILES
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_understudys_commands_that_a_document_names_exist(name):
+    named = set(re.findall(r"(?:`|^ {4})understudy ([a-z]+)", text(name), flags=re.M))
+    assert sorted(named - set(COMMANDS)) == []
+
+
+def test_the_configuration_of_the_page_on_environments_loads(tmp_path):
+    (block,) = blocks("docs/environments.md", "yaml")
     path = tmp_path / "my.yaml"
     path.write_text(block)
-    (command,) = [line for line in blocks("README.md", "bash")[0].splitlines() if "learner.run" in line]
+    (command,) = [line for line in blocks("docs/environments.md", "bash")[0].splitlines() if "understudy run" in line]
     overrides = [word for word in command.split() if "=" in word]
     config = load_config(path, overrides)
     assert config.agents.processes == 0 and config.agents.command == ["{python}", "my_agent.py"]
@@ -168,9 +172,9 @@ def test_the_readmes_configuration_loads(tmp_path):
     assert set(yaml.safe_load(block)) <= set(Config.model_fields)
 
 
-def test_names_that_the_readmes_programs_import_exist():
+def test_names_that_the_documents_programs_import_exist():
     imported = 0
-    for block in blocks("README.md", "python"):
+    for block in [block for name in DOCS for block in blocks(name, "python")]:
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FOLDERS:
                 defined = ast.parse(text(f"{(node.module or '').replace('.', '/')}.py")).body
@@ -233,7 +237,7 @@ def test_every_figure_of_the_summary_is_explained():
     }
     history = History(load_config())
     history.finish({}, {})
-    written = {*history.summary(), "stopped"}
+    written = {*history.summary(), "stopped", "error"}
     assert sorted(written - explained) == [], "written, and not explained"
     assert sorted(explained - written) == [], "explained, and not written"
 
@@ -249,12 +253,12 @@ def test_the_help_text_names_files_that_exist():
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(400)
-def test_the_readmes_own_agent_trains(tmp_path):
-    """The programs and the configuration of the README, as they stand there, for two steps."""
-    for block in blocks("README.md", "python"):
+def test_the_documented_environment_trains_the_documented_agent(tmp_path):
+    """The programs and the configuration of docs/environments.md, as they stand there, for two steps."""
+    for block in blocks("docs/environments.md", "python"):
         if named := re.match(r"# (my_\w+\.py)\n", block):
             (tmp_path / named[1]).write_text(block)
-    (tmp_path / "my.yaml").write_text(blocks("README.md", "yaml")[0])
+    (tmp_path / "my.yaml").write_text(blocks("docs/environments.md", "yaml")[0])
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "my_tasks.py"], cwd=tmp_path, env=environment, check=True)
     assert next(read_tasks(tmp_path / "my_tasks.parquet")).ground_truth == "3"

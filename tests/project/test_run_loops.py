@@ -53,10 +53,10 @@ def test_a_tool_agent_trains_from_the_shipped_problems_on_the_real_engine(tmp_pa
     assert_nothing_left(run)
 
 
-def test_the_readmes_own_loops_train(tmp_path):
-    """The loop, its YAML and its tools as they stand in the README, two steps."""
+def test_the_documented_loops_train(tmp_path):
+    """The loop, its YAML and its tools as they stand in docs/agent-loops.md, two steps."""
     for kind, mark in (("python", r"# (my_loops\.py)\n"), ("yaml", r"# (my_\w+\.yaml)[,:]")):
-        for block in blocks("README.md", kind):
+        for block in blocks("docs/agent-loops.md", kind):
             if named := re.match(mark, block):
                 (tmp_path / named[1]).write_text(block)
     rows = [{"prompt": "12 + 30 =", "agent_name": name} for name in ("second_thought", "tool_agent", "env_agent", None)]
