@@ -113,7 +113,7 @@ def test_the_readme_names_the_two_commands():
 def test_modules_that_a_document_runs_exist(name):
     modules = {
         module for module in re.findall(r"python -m ([a-z_][\w.]*\w)", text(name)) if module.split(".")[0] in FOLDERS
-    }
+    } - {"benchmarks.NAME"}
     files = {module: ROOT / module.replace(".", "/") for module in modules}
     runs = {
         module
