@@ -96,12 +96,15 @@ class Life:
             self.end(event)
 
     def _event(self, *, within_s: float) -> str | None:
+        until = time.monotonic() + within_s
         try:
-            event = self._raised.told(until=time.monotonic() + within_s)
+            event = self._raised.told(until=until)
+            while event is not None and event["by"] != self.pid:  # the last words of the life before
+                event = self._raised.told(until=until)
         except AssertionError as error:  # of the nursery: its child has ended by itself
             self._is_gone = True
             return f"the server's process ended: {str(error)[:300]}"
-        if event is None or event["by"] != self.pid:
+        if event is None:
             return None
         what = f"the {event['died']} died" if "died" in event else f"the loop ended: {event.get('ended_loop')}"
         return f"{what}: {event.get('why', '')}"
