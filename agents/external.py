@@ -69,8 +69,8 @@ class EpisodeService(Protocol):
         """The episodes that this worker leased with its key ended without a score."""
         ...
 
-    async def settle(self, episode_id: str, score: float) -> object:
-        """Store a score. Raises EpisodeError when the episode takes none any more."""
+    async def notify_score(self, episode_id: str, score: float, *, wait_for_disk: bool = False) -> object:
+        """Store a score; `wait_for_disk`: a full disk is waited for. Raises EpisodeError when the episode takes none any more."""
         ...
 
     def episode_view(self, episode_key: str) -> dict[str, Any]:
@@ -251,7 +251,8 @@ class AgentPerEpisode:
         try:
             task = Task(**self._desk.episode_view(leased.api_key)["task"])
             if self._judge is not None and self._judge.judges(task, exit_code=output.exit_code):
-                await self._desk.settle(leased.episode_id, await self._judge.score(task, output))
+                score = await self._judge.score(task, output)
+                await self._desk.notify_score(leased.episode_id, score, wait_for_disk=True)
                 return
         except EpisodeError:
             return  # it ended meanwhile; or no model call of it was recorded, for which it has failed by now

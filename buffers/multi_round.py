@@ -44,14 +44,23 @@ class ReadyEpisodes:
 class MultiRoundBufferDataset(torch.utils.data.IterableDataset[TrainBatch]):  # type: ignore[misc]
     """See the module."""
 
-    def __init__(self, ledger: Ledger | None = None, *, batch_size: int | None = None, group_size: int = 1) -> None:
-        """`batch_size`: episodes of one item, in whole groups of `group_size`; None: all that is ready, at least one."""
+    def __init__(
+        self,
+        ledger: Ledger | None = None,
+        *,
+        batch_size: int | None = None,
+        group_size: int = 1,
+        max_attempts: int = 1,
+    ) -> None:
+        """`batch_size`: episodes of one item, in whole groups of `group_size`; None: all that is ready, at least one.
+        `max_attempts`: how often an episode is tried that is scored before any model call."""
         if batch_size is not None and (batch_size < 1 or batch_size % group_size):
             raise UnderstudyError(
                 f"batch_size must be a multiple of group_size={group_size}, got {batch_size}; batches hold whole groups"
             )
         self.ledger = Ledger(None) if ledger is None else ledger
         self.buffer = ReadyEpisodes(self.ledger)
+        self._max_attempts = max_attempts
         self._num_groups = None if batch_size is None else batch_size // group_size
         self._trees: OrderedDict[str, TokenTree] = OrderedDict()
         self._trees_lock = threading.Lock()
@@ -60,7 +69,10 @@ class MultiRoundBufferDataset(torch.utils.data.IterableDataset[TrainBatch]):  # 
 
     def notify_score(self, episode_id: str, score: float, *, detail: ScoreDetail | None = None) -> bool:
         """Store a score; blocks until it is on disk. Returns and raises as `Ledger.notify_score`."""
-        stored = self.ledger.notify_score(episode_id, score, detail=detail or ScoreDetail()).result()
+        future = self.ledger.notify_score(
+            episode_id, score, max_attempts=self._max_attempts, detail=detail or ScoreDetail()
+        )
+        stored = future.result()
         if detail is None:
             self._drop_tree(episode_id)
         return stored

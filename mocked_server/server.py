@@ -237,7 +237,7 @@ class MockedServer:
             players=players,
             others=self._others,
             open_episode=self.open_episode,
-            notify_score=self.settle,
+            notify_score=partial(self.notify_score, wait_for_disk=True),
             fail=self.fail,
             wait_ended=self.wait_ended,
         )
@@ -274,22 +274,24 @@ class MockedServer:
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         remember(self.episodes.get(episode.episode_id), rounds, decode=decode)
 
-    async def notify_score(self, episode_id: str, score: float, *, detail: ScoreDetail | None = None) -> bool:
+    async def notify_score(
+        self, episode_id: str, score: float, *, detail: ScoreDetail | None = None, wait_for_disk: bool = False
+    ) -> bool:
         """Store a score; True when it is new, False when the same was stored before. Durable when this returns. `detail`:
-        what it is of and whose, for a `notify_score_fn` that takes it."""
+        what it is of and whose, for a `notify_score_fn` that takes it. `wait_for_disk`: while the disk is full try again
+        instead of raising StorageFull."""
         more = {} if detail is None else {"detail": detail}
-        stored = await asyncio.to_thread(self._notify_score, episode_id, score, **more)
+        while True:
+            try:
+                stored = await asyncio.to_thread(self._notify_score, episode_id, score, **more)
+                break
+            except StorageFull:
+                if not wait_for_disk:
+                    raise
+            await asyncio.sleep(FULL_S)
         if stored is not False:
             self.num_scored += 1
         return stored is not False
-
-    async def settle(self, episode_id: str, score: float) -> None:
-        """`notify_score` for those in this process who have nobody to try again: waits while the disk is full."""
-        while True:
-            with suppress(StorageFull):
-                await self.notify_score(episode_id, score)
-                return
-            await asyncio.sleep(FULL_S)  # nobody tells when there is room again
 
     async def fail(self, episode_id: str, reason: str) -> None:
         """End an episode without a score; it is tried again while attempts are left. No effect on an ended one."""

@@ -199,14 +199,6 @@ class TaskPool:
         self._slots[episode_id] = self._start_timer(episode_id)
         return True
 
-    async def finish(self, episode_id: str, score: float) -> bool:
-        """Store an episode's score and release its slot. Returns and raises as `Ledger.notify_score`."""
-        stored = await asyncio.wrap_future(
-            self._ledger.notify_score(episode_id, score, max_attempts=self._max_attempts)
-        )
-        self._release(episode_id, reason=EpisodeState.SCORED)
-        return stored
-
     def mask_tokens(self, episode_id: str, trained: Mapping[int, UInt8]) -> Future[None]:
         """See `Ledger.mask_tokens`."""
         return self._ledger.mask_tokens(episode_id, trained)

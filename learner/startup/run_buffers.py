@@ -85,7 +85,9 @@ async def open_run_buffers(
     return RunBuffers(
         ledger=ledger,
         pool=pool,
-        rounds=MultiRoundBufferDataset(ledger, group_size=config.buffer.group_size),
+        rounds=MultiRoundBufferDataset(
+            ledger, group_size=config.buffer.group_size, max_attempts=config.agents.max_attempts
+        ),
         opened=opened,
         num_replays=num_replays,
         running=list(zip(episodes, rounds, strict=True)),

@@ -52,7 +52,7 @@ async def test_staleness_is_bounded_and_the_books_balance_whatever_agents_do(tmp
                     if fate < 0.05:
                         await pool.fail(episode.episode_id, "crash")
                     elif fate < 0.98:  # the rest is forgotten: the deadline ends it
-                        await pool.finish(episode.episode_id, rng.random())
+                        await asyncio.wrap_future(ledger.notify_score(episode.episode_id, rng.random(), max_attempts=2))
                 except EpisodeClosed:
                     continue  # too old, or its group was given up
 

@@ -343,7 +343,7 @@ async def test_validation_goes_on_beside_training_and_the_last_weights_are_valid
             assert episode is not None and episode.greedy and episode.task.task_id.startswith("val/")
             ledger.put_round(make_round(episode.episode_id))
             await until(lambda: setup.loop.step == 3)  # training does not wait for it
-            await setup.pool.finish(episode.episode_id, score)
+            await asyncio.wrap_future(ledger.notify_score(episode.episode_id, score))
 
     async with learning(tmp_path, ledger, steps=3, validation=validation) as setup:
         setup.ranks.gate.set()

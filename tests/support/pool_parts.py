@@ -65,7 +65,15 @@ class Setup:
 
     async def play(self, episode: Episode, *, score: float = 1.0, version: int = 0) -> None:
         self.ledger.put_round(make_round(episode.episode_id, version=version))
-        assert await self.pool.finish(episode.episode_id, score) is True
+        assert await self.score(episode, score) is True
+
+    async def score(self, episode: Episode, score: float) -> bool:
+        """Report it as a server does, and wait until the pool has seen that."""
+        stored = await asyncio.wrap_future(self.ledger.notify_score(episode.episode_id, score, max_attempts=3))
+        async with asyncio.timeout(LONG_S):
+            while (episode.episode_id, "scored") not in self.closed and not self.runner.done():
+                await asyncio.sleep(0.001)
+        return stored
 
 
 @asynccontextmanager

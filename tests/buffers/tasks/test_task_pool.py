@@ -147,7 +147,7 @@ async def test_an_evicted_group_makes_room_for_another() -> None:
         assert (await setup.lease()).episode_id == "2-0-0"
         assert setup.closed == [(first.episode_id, "failed"), (second.episode_id, "failed")]
         with pytest.raises(EpisodeClosed, match="group given up"):
-            await setup.pool.finish(second.episode_id, 1.0)
+            await setup.score(second, 1.0)
 
 
 async def test_a_new_version_ends_episodes_that_are_too_old() -> None:
@@ -161,7 +161,7 @@ async def test_a_new_version_ends_episodes_that_are_too_old() -> None:
         await setup.pool.set_version(2)
         assert setup.closed == [(old.episode_id, "scored"), (mate.episode_id, "stale")]
         assert setup.ledger.counts()["evicted/stale"] == 1
-        assert await setup.pool.finish(young.episode_id, 1.0) is True
+        assert await setup.score(young, 1.0) is True
 
 
 async def test_an_episode_past_its_deadline_fails_and_is_tried_again_first() -> None:
@@ -176,7 +176,7 @@ async def test_an_episode_past_its_deadline_fails_and_is_tried_again_first() -> 
         retry = await setup.lease()
         assert (retry.episode_id, retry.attempt, retry.task) == ("1-0-1", 1, make_task(0))
         with pytest.raises(EpisodeClosed, match="deadline"):
-            await setup.pool.finish(first.episode_id, 1.0)
+            await setup.score(first, 1.0)
         await setup.play(retry)
         setup.clock.advance(100.0)
         assert setup.closed == [("1-0-0", "failed"), ("1-0-1", "scored")]
@@ -210,7 +210,7 @@ async def test_an_episode_that_sampled_nothing_is_tried_again() -> None:
         await setup.pool.put([make_task(0)])
         episode = await setup.lease()
         with pytest.raises(EpisodeClosed, match="got none"):
-            await setup.pool.finish(episode.episode_id, 1.0)
+            await setup.score(episode, 1.0)
         assert (await setup.lease()).episode_id == "1-0-1"
         assert setup.closed == [("1-0-0", "failed")]
 

@@ -175,7 +175,7 @@ def test_a_score_of_a_player_in_this_process_waits_for_room(served, monkeypatch)
 
     monkeypatch.setattr("mocked_server.server.FULL_S", 0.0)
     monkeypatch.setattr(served.server, "_notify_score", while_full)
-    served.call(served.server.settle(episode, 0.5))
+    served.call(served.server.notify_score(episode, 0.5, wait_for_disk=True))
     row = row_of(served.ledger, episode)
     assert (row.episode_id, row.score, refusals) == (episode, 0.5, [])
 
