@@ -177,20 +177,6 @@ class EpisodeScores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadyGroup:
-    """A group that could be claimed, as selectors see it."""
-
-    group_id: int
-    min_version: int
-    """The oldest policy version among its trained tokens."""
-    num_episodes: int
-    num_tokens: int
-    """Trained tokens."""
-    uses: int
-    """Steps that trained it already."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One branch (root-to-leaf path) of an episode's token tree: one training row of T tokens."""
 

@@ -8,7 +8,6 @@ stored. The rules ask for nothing else: no files, no SQL, no threads.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -31,7 +30,7 @@ class Buffer(Protocol):
     def balance(self) -> dict[str, int]: ...
     def put_tasks(self, tasks: Iterable[Task]) -> Future[int]: ...
     def open_group(
-        self, task_id: str, *, instance: int, group_size: int, min_size: int | None = None, max_uses: int = 1
+        self, task_id: str, *, instance: int, group_size: int, min_size: int | None = None
     ) -> Future[list[Episode]]: ...
     def start_episode(self, episode_id: str, *, version: int) -> Future[None]: ...
     def start_pending(self, *, limit: int, version: int) -> Future[list[Episode]]: ...
@@ -45,8 +44,7 @@ class Buffer(Protocol):
         detail: ScoreDetail = ScoreDetail(),  # noqa: B008
     ) -> Future[bool]: ...
     def fail_episode(self, episode_id: str, reason: str, *, max_attempts: int) -> Future[Episode | None]: ...
-    def claim(self, num_groups: int, *, min_version: int, ttl_s: float | None = None) -> Future[TrainBatch | None]: ...
-    def heartbeat(self, lease_id: int, *, ttl_s: float) -> Future[None]: ...
+    def claim(self, num_groups: int, *, min_version: int) -> Future[TrainBatch | None]: ...
     def commit_step(self, lease_id: int, *, step: int, version: int) -> Future[int]: ...
     def release(self, lease_id: int) -> Future[int]: ...
     def evict_stale(self, min_version: int) -> Future[list[str]]: ...
@@ -190,21 +188,6 @@ def a_batch_that_was_given_back_is_claimed_first_and_as_it_was(site: Site) -> No
         assert claimed(buffer, number=2).group_ids == second.group_ids
 
 
-def a_lease_without_a_heartbeat_expires_and_cannot_commit(site: Site) -> None:
-    with site.open() as buffer:
-        ready(buffer, task=0)
-        first = buffer.claim(1, min_version=0, ttl_s=0.05).result()
-        assert first is not None
-        second, until = None, time.monotonic() + PATIENCE_S
-        while second is None and time.monotonic() < until:
-            second = buffer.claim(1, min_version=0, ttl_s=PATIENCE_S).result()
-        assert second is not None and second.group_ids == first.group_ids and second.lease_id != first.lease_id
-        refused(LeaseError, lambda: buffer.commit_step(first.lease_id, step=1, version=1))
-        refused(LeaseError, lambda: buffer.heartbeat(first.lease_id, ttl_s=1.0))
-        buffer.heartbeat(second.lease_id, ttl_s=PATIENCE_S).result()
-        assert buffer.commit_step(second.lease_id, step=1, version=1).result() == 1
-
-
 def a_step_is_committed_once_and_answers_again(site: Site) -> None:
     with site.open() as buffer:
         ready(buffer, task=0)
@@ -214,15 +197,6 @@ def a_step_is_committed_once_and_answers_again(site: Site) -> None:
         refused(LeaseError, lambda: buffer.commit_step(first.lease_id, step=2, version=2))
         refused(LeaseError, lambda: buffer.commit_step(second.lease_id, step=1, version=1))
         assert buffer.balance()["trained"] == 1 and buffer.balance()["leased"] == 1
-
-
-def a_group_is_trained_as_often_as_it_may_be(site: Site) -> None:
-    with site.open() as buffer:
-        (episode,) = running(buffer, task=0, size=1, max_uses=2)
-        score(buffer, episode, value=1.0)
-        for step in (1, 2):
-            buffer.commit_step(claimed(buffer, number=1).lease_id, step=step, version=step).result()
-        assert buffer.claim(1, min_version=0).result() is None
 
 
 def a_stale_token_never_enters_a_batch(site: Site) -> None:
@@ -294,12 +268,10 @@ def a_round(
     )
 
 
-def running(
-    buffer: Buffer, *, task: int, size: int, version: int = 0, min_size: int | None = None, max_uses: int = 1
-) -> list[Episode]:
+def running(buffer: Buffer, *, task: int, size: int, version: int = 0, min_size: int | None = None) -> list[Episode]:
     """A group whose members run."""
     buffer.put_tasks([Task(task_id=f"t:{task}", prompt=[{"role": "user", "content": "?"}])]).result()
-    sizes: dict[str, Any] = {"group_size": size, "min_size": min_size, "max_uses": max_uses}
+    sizes: dict[str, Any] = {"group_size": size, "min_size": min_size}
     episodes = buffer.open_group(f"t:{task}", instance=0, **sizes).result()
     for episode in episodes:
         buffer.start_episode(episode.episode_id, version=version).result()
@@ -353,9 +325,7 @@ RULES: tuple[Rule, ...] = (
     a_group_may_go_on_without_a_lost_member,
     the_oldest_groups_are_claimed_first_and_a_batch_is_full_or_none,
     a_batch_that_was_given_back_is_claimed_first_and_as_it_was,
-    a_lease_without_a_heartbeat_expires_and_cannot_commit,
     a_step_is_committed_once_and_answers_again,
-    a_group_is_trained_as_often_as_it_may_be,
     a_stale_token_never_enters_a_batch,
     going_back_gives_back_what_was_trained_after_the_checkpoint,
     what_was_acknowledged_survives_closing_and_a_lease_does_not,

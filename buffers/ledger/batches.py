@@ -1,14 +1,12 @@
 """Operations on batches: claim, commit, release, eviction. Functions over the ledger's connection, in its transaction.
 
 Called by `Ledger`, one at a time. Invariants: a batch holds complete groups only, all of them fresh enough; a
-group is trained at most `max_uses` times in a lineage; a lease that expired, was superseded or released cannot commit.
-Deadlines of leases are times of one monotonic clock: the caller's `now`.
+group is trained at most once in a lineage; a lease that was superseded or released cannot commit.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,31 +15,20 @@ from buffers.errors import LeaseError, UnderstudyError
 from buffers.ledger.episodes import evict_group, read_episode
 from buffers.ledger.round_codec import decode
 from buffers.ledger.scores import scores_of
-from buffers.ledger.selectors import Selector
-from buffers.records import EpisodeState, ReadyGroup, Round, Row, TrainBatch
+from buffers.records import EpisodeState, Round, Row, TrainBatch
 from buffers.training_rows import episode_rows
 
 STALE = "stale"
 
 
-def claim(
-    db: sqlite3.Connection,
-    *,
-    num_groups: int,
-    min_version: int,
-    now: float,
-    ttl_s: float | None = None,
-    selector: Selector | None = None,
-) -> TrainBatch | None:
-    """Lease `num_groups` ready groups, those that were given back first, then by `selector` (None: the oldest); before that,
-    evict ready groups with a token older than `min_version`. The lease expires after `ttl_s` unless it is renewed."""
-    expire_leases(db, now=now)
+def claim(db: sqlite3.Connection, *, num_groups: int, min_version: int) -> TrainBatch | None:
+    """Lease `num_groups` ready groups, those that were given back first, then the oldest; before that, evict ready groups with a
+    token older than `min_version`."""
     _evict_ready(db, min_version=min_version)
-    group_ids = _next_groups(db, num_groups=num_groups, selector=selector)
+    group_ids = _next_groups(db, num_groups=num_groups)
     if len(group_ids) < num_groups:
         return None
-    deadline = None if ttl_s is None else now + ttl_s
-    lease_id = int(db.execute("INSERT INTO lease(state, deadline) VALUES ('active', ?)", (deadline,)).lastrowid or 0)
+    lease_id = int(db.execute("INSERT INTO lease(state) VALUES ('active')").lastrowid or 0)
     db.executemany(
         "UPDATE grp SET state = 'leased', lease_id = ?, replay = NULL WHERE group_id = ?",
         [(lease_id, gid) for gid in group_ids],
@@ -50,27 +37,7 @@ def claim(
     return TrainBatch(rows=rows, lease_id=lease_id, group_ids=group_ids)
 
 
-def heartbeat(db: sqlite3.Connection, *, lease_id: int, now: float, ttl_s: float) -> None:
-    """The lease lives until `now + ttl_s`."""
-    expire_leases(db, now=now)
-    _check_active(db, lease_id=lease_id)
-    db.execute("UPDATE lease SET deadline = ? WHERE lease_id = ?", (now + ttl_s, lease_id))
-
-
-def expire_leases(db: sqlite3.Connection, *, now: float) -> None:
-    """The groups of leases past their deadline are ready again, and claimed first."""
-    found = db.execute("SELECT lease_id FROM lease WHERE state = 'active' AND deadline <= ?", (now,)).fetchall()
-    for (lease_id,) in found:
-        _give_back(db, lease_id=lease_id, state="expired")
-
-
-def next_deadline(db: sqlite3.Connection) -> float | None:
-    """When the next lease expires."""
-    (deadline,) = db.execute("SELECT min(deadline) FROM lease WHERE state = 'active'").fetchone()
-    return None if deadline is None else float(deadline)
-
-
-def commit_step(db: sqlite3.Connection, *, lease_id: int, step: int, version: int, now: float) -> int:
+def commit_step(db: sqlite3.Connection, *, lease_id: int, step: int, version: int) -> int:
     """The lease's groups are trained; returns how many. The same (lease, step) again gives the same answer."""
     row = db.execute("SELECT step, num_groups FROM step WHERE lease_id = ?", (lease_id,)).fetchone()
     if row is not None:
@@ -83,7 +50,6 @@ def commit_step(db: sqlite3.Connection, *, lease_id: int, step: int, version: in
         raise LeaseError(
             f"step {step} is committed by lease {other[0]}, got lease {lease_id}; use the next step number"
         )
-    expire_leases(db, now=now)
     _check_active(db, lease_id=lease_id)
     cursor = db.execute(
         "INSERT INTO step(lineage, step, lease_id, version, num_groups) "
@@ -92,10 +58,7 @@ def commit_step(db: sqlite3.Connection, *, lease_id: int, step: int, version: in
     )
     db.execute("INSERT INTO trained SELECT ?, group_id FROM grp WHERE lease_id = ?", (cursor.lastrowid, lease_id))
     db.execute("UPDATE lease SET state = 'committed' WHERE lease_id = ?", (lease_id,))
-    used = "UPDATE grp SET uses = uses + 1, state = {} WHERE lease_id = ? AND uses + 1 {} max_uses"
-    trained = db.execute(used.format("'trained'", "="), (lease_id,)).rowcount
-    again = db.execute(used.format("'ready', lease_id = NULL", "<"), (lease_id,)).rowcount
-    return trained + again
+    return db.execute("UPDATE grp SET state = 'trained' WHERE lease_id = ?", (lease_id,)).rowcount
 
 
 def release(db: sqlite3.Connection, *, lease_id: int) -> int:
@@ -139,7 +102,7 @@ def current_lineage(db: sqlite3.Connection) -> int:
     return int(lineage)
 
 
-def _next_groups(db: sqlite3.Connection, *, num_groups: int, selector: Selector | None) -> tuple[int, ...]:
+def _next_groups(db: sqlite3.Connection, *, num_groups: int) -> tuple[int, ...]:
     """Up to `num_groups` ready groups in the order of training: a batch that was given back is claimed as it was."""
     found = db.execute(  # named: the planner would walk all ready groups instead
         "SELECT group_id FROM grp INDEXED BY grp_replay "
@@ -147,25 +110,10 @@ def _next_groups(db: sqlite3.Connection, *, num_groups: int, selector: Selector 
         (num_groups,),
     ).fetchall()
     wanted = num_groups - len(found)
-    if wanted and selector is not None:
-        chosen = selector(_ready_groups(db))
-        return (*(group_id for (group_id,) in found), *(group.group_id for group in chosen[:wanted]))
     found += db.execute(
         "SELECT group_id FROM grp WHERE state = 'ready' AND replay IS NULL ORDER BY group_id LIMIT ?", (wanted,)
     ).fetchall()
     return tuple(group_id for (group_id,) in found)
-
-
-def _ready_groups(db: sqlite3.Connection) -> Sequence[ReadyGroup]:
-    found = db.execute(
-        "SELECT grp.group_id, grp.min_version, grp.num_scored, sum(episode.num_tokens), grp.uses "
-        "FROM grp JOIN episode USING (group_id) WHERE grp.state = 'ready' AND grp.replay IS NULL "
-        "AND episode.state = 'scored' GROUP BY grp.group_id ORDER BY grp.group_id"
-    ).fetchall()
-    return [
-        ReadyGroup(group_id=gid, min_version=version, num_episodes=episodes, num_tokens=tokens, uses=uses)
-        for gid, version, episodes, tokens, uses in found
-    ]
 
 
 def _give_back(db: sqlite3.Connection, *, lease_id: int, state: str) -> int:

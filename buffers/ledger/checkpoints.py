@@ -3,7 +3,7 @@
 Called by `Ledger`, one at a time. A checkpoint is named by (run id, lineage, step). Going back to it starts a new
 lineage: what its own steps trained stays trained, every other trained group is ready again, in the order in which it was
 last trained; a validation under way is given up. Invariant: within a lineage and those it came from, a group is trained at
-most `max_uses` times. It restores no weights.
+most once. It restores no weights.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def restore(db: sqlite3.Connection, *, target: Position) -> int:
         "INSERT INTO lineage VALUES (?, ?, ?)",
         (here.lineage + 1, target.lineage, target.step),
     )
-    _restore_uses(db)
+    _restore_groups(db)
     for (group_id,) in db.execute("SELECT group_id FROM grp WHERE state = 'validating'").fetchall():
         evict_group(db, group_id=group_id, reason=RESTART, member_state=EpisodeState.FAILED, member_reason=RESTART)
     (num_replays,) = db.execute("SELECT count(*) FROM grp WHERE replay IS NOT NULL AND state = 'ready'").fetchone()
@@ -60,25 +60,22 @@ def times_opened(db: sqlite3.Connection) -> dict[str, int]:
     return dict(found.fetchall())
 
 
-def _restore_uses(db: sqlite3.Connection) -> None:
-    """Each group was used by the kept steps and no others; one that may be used again is ready."""
-    db.execute("CREATE TEMP TABLE IF NOT EXISTS kept_use(group_id INTEGER PRIMARY KEY, uses INTEGER, lease_id INTEGER)")
-    db.execute("DELETE FROM temp.kept_use")
+def _restore_groups(db: sqlite3.Connection) -> None:
+    """Groups that the kept steps trained are trained, and no others."""
+    db.execute("CREATE TEMP TABLE IF NOT EXISTS kept_group(group_id INTEGER PRIMARY KEY, lease_id INTEGER)")
+    db.execute("DELETE FROM temp.kept_group")
     db.execute(
-        "INSERT INTO temp.kept_use SELECT group_id, count(*), max(lease_id) "
+        "INSERT INTO temp.kept_group SELECT group_id, max(lease_id) "
         "FROM trained JOIN temp.kept USING (step_id) JOIN step USING (step_id) GROUP BY group_id"
     )
-    kept = "coalesce((SELECT {} FROM temp.kept_use WHERE kept_use.group_id = grp.group_id), 0)"
-    uses, lease_id = kept.format("uses"), kept.format("lease_id")
     db.execute(
-        f"UPDATE grp SET state = 'ready', replay = lease_id, lease_id = NULL, uses = {uses} "
-        f"WHERE state = 'trained' AND {uses} < max_uses"
+        "UPDATE grp SET state = 'ready', replay = lease_id, lease_id = NULL "
+        "WHERE state = 'trained' AND group_id NOT IN (SELECT group_id FROM temp.kept_group)"
     )
-    db.execute(  # used up by the target's own steps, and given back by a later lineage
-        f"UPDATE grp SET state = 'trained', replay = NULL, uses = max_uses, lease_id = {lease_id} "
-        f"WHERE state = 'ready' AND {uses} = max_uses"
+    db.execute(  # trained by the target's own steps, and given back by a later lineage
+        "UPDATE grp SET state = 'trained', replay = NULL, lease_id = kept_group.lease_id FROM temp.kept_group "
+        "WHERE grp.group_id = kept_group.group_id AND grp.state = 'ready'"
     )
-    db.execute(f"UPDATE grp SET uses = {uses} WHERE state = 'ready' AND uses != {uses}")
 
 
 def _keep_steps(db: sqlite3.Connection, *, lineage: int, step: int) -> None:

@@ -81,16 +81,14 @@ def put_tasks(db: sqlite3.Connection, *, rows: Sequence[tuple[str, str]]) -> int
     return num_new
 
 
-def open_group(
-    db: sqlite3.Connection, *, task_id: str, instance: int, group_size: int, min_size: int, max_uses: int = 1
-) -> list[Episode]:
+def open_group(db: sqlite3.Connection, *, task_id: str, instance: int, group_size: int, min_size: int) -> list[Episode]:
     """The pending episodes of a new group; none when this instance of the task was opened before."""
     task = read_task(db, task_id=task_id)
     if db.execute("SELECT 1 FROM grp WHERE task_id = ? AND instance = ?", (task_id, instance)).fetchone():
         return []
     cursor = db.execute(
-        "INSERT INTO grp(task_id, instance, size, min_size, max_uses) VALUES (?, ?, ?, ?, ?)",
-        (task_id, instance, group_size, min_size, max_uses),
+        "INSERT INTO grp(task_id, instance, size, min_size) VALUES (?, ?, ?, ?)",
+        (task_id, instance, group_size, min_size),
     )
     group_id = int(cursor.lastrowid or 0)
     return [

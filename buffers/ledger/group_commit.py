@@ -61,8 +61,7 @@ class _Job:
 
 class GroupCommit:
     """`read_news` runs at the end of each transaction and `publish` gets its answer once the transaction is on disk.
-    `when_idle` runs by itself once the time that `idle_s` gives is over (None: never), if nothing else came. `probe` opens
-    each transaction while the disk is full: it stores enough to show that there is room again."""
+    `probe` opens each transaction while the disk is full: it stores enough to show that there is room again."""
 
     def __init__(
         self,
@@ -72,8 +71,6 @@ class GroupCommit:
         read_news: Callable[[sqlite3.Connection], Any],
         keep_news: Callable[[Any], None],
         publish: Publish,
-        idle_s: Callable[[], float | None],
-        when_idle: Operation[Any],
         probe: Operation[Any],
     ) -> None:
         self._db = db
@@ -81,8 +78,6 @@ class GroupCommit:
         self._read_news = read_news
         self._keep_news = keep_news
         self._publish = publish
-        self._idle_s = idle_s
-        self._when_idle = when_idle
         self._probe = probe
         self._durable = True
         self._kept: list[_Job] = []
@@ -108,8 +103,8 @@ class GroupCommit:
     ) -> Future[T]:
         """Queue `operation`; blocks while the queue is full. Raises UnderstudyError after `close`. `refusable`: it fails with
         StorageFull while the disk is full, instead of waiting. `passing`: what it writes means nothing after a crash, so its
-        future need not wait for the disk (what is stored later makes it durable, too). `here`: the caller would wait for it, and
-        it does not change what `idle_s` gives: what is queued is committed before this returns, if this thread may."""
+        future need not wait for the disk (what is stored later makes it durable, too). `here`: the caller would wait for it:
+        what is queued is committed before this returns, if this thread may."""
         job = _Job(operation, Future(), refusable, passing)
         with self._lock:
             while len(self._waiting) >= _MAX_WAITING and not self._closed:
@@ -156,14 +151,11 @@ class GroupCommit:
     def _run(self) -> None:
         try:
             while not self._draining:
-                is_idle = self._wait()
+                self._wait()
                 with self._turn:
                     if self._is_broken:
                         return
-                    jobs = self._collect()
-                    if is_idle:
-                        jobs.append(_Job(self._when_idle, Future()))
-                    if jobs:
+                    if jobs := self._collect():
                         self._commit(jobs)
         finally:
             with self._turn:
@@ -173,15 +165,11 @@ class GroupCommit:
                     self._room.notify_all()
                 self._db.close()
 
-    def _wait(self) -> bool:
-        """Until there may be something to do; True when the time for the idle operation has come first."""
+    def _wait(self) -> None:
+        """Wait until there may be something to do: an operation, or another try on a full disk."""
         with self._lock:
-            while not self._is_stirred:
-                idle_s = _RETRY_S if self.full else self._idle_s()
-                if not self._stirred.wait(None if idle_s is None else max(idle_s, 0.0)):
-                    return True
+            self._stirred.wait_for(lambda: self._is_stirred, timeout=_RETRY_S if self.full else None)
             self._is_stirred = False
-            return False
 
     def _collect(self) -> list[_Job]:
         """All that has piled up, up to a limit."""
@@ -235,7 +223,7 @@ class GroupCommit:
         for job in jobs:
             if job.refusable or self._draining or len(self._kept) >= _MAX_KEPT:
                 job.future.set_exception(refusal)
-            elif job.operation is not self._when_idle:
+            else:
                 self._kept.append(job)
 
     def _apply(self, job: _Job) -> Any:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ from buffers.ledger.encode import checked_score, stored_round, task_payload
 from buffers.ledger.episodes import ClosedEpisode, StoredRound
 from buffers.ledger.group_commit import GroupCommit
 from buffers.ledger.schema import open_database
-from buffers.ledger.selectors import Selector
 from buffers.records import Episode, EpisodeState, Position, Round, ScoreDetail, Task, TrainBatch, UInt8, Validated
 
 T = TypeVar("T")
@@ -48,8 +46,6 @@ class LedgerEvent:
 
     closed: tuple[ClosedEpisode, ...]
     counts: dict[str, int]
-    next_deadline: float | None = None
-    """When the next lease expires, by the ledger's clock."""
 
 
 class Ledger:
@@ -62,26 +58,22 @@ class Ledger:
         drop_zero_variance: bool = False,
         keep_running: bool = False,
         keep_leases: bool = False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open or make the file. Leased groups of a dead process are ready again or, with `keep_leases`, stay with their learner,
         which has outlived it; its running episodes are retried or, with `keep_running`, go on.
 
         `drop_zero_variance`: evict a group whose episodes all scored the same, instead of training it (DAPO,
-        arXiv:2503.14476). `clock`: for leases; must never go back.
+        arXiv:2503.14476).
         """
-        self._clock = clock
         db, self._owner = open_database(path)
         db.execute("BEGIN IMMEDIATE")
         episodes.recover(db, keep_running=keep_running, keep_leases=keep_leases)
         news = _read_news(db)
         db.execute("COMMIT")
         self._begin(path, drop_zero_variance=drop_zero_variance, counts=news.counts)
-        self._next_deadline = news.next_deadline
         name = "in memory" if path is None else str(path)
         self._writer = GroupCommit(
-            db, name=name, read_news=_read_news, keep_news=self._keep, publish=self._publish,
-            idle_s=self._until_next_deadline, when_idle=self._expire_leases, probe=_probe,
+            db, name=name, read_news=_read_news, keep_news=self._keep, publish=self._publish, probe=_probe,
         )  # fmt: skip
 
     def _begin(self, path: Path | None, *, drop_zero_variance: bool, counts: dict[str, int]) -> None:
@@ -166,17 +158,15 @@ class Ledger:
         *,
         refusable: bool = False,
         passing: bool = False,
-        timed: bool = False,
         repeatable: bool = False,
         here: bool = False,
     ) -> Future[T]:
         """Queue a function of `buffers.ledger_*`, with all its arguments but the connection; all methods below do it through this.
 
-        `timed`: it takes `now`, by the ledger's clock. `repeatable`: it may run again where its answer was lost (nothing is lost
+        `repeatable`: it may run again where its answer was lost (nothing is lost
         here, see `remote_ledger`). Others: see `GroupCommit.submit`.
         """
-        apply = (lambda db: operation(db, now=self._clock())) if timed else operation
-        return self._writer.submit(apply, refusable=refusable, passing=passing, here=here)
+        return self._writer.submit(operation, refusable=refusable, passing=passing, here=here)
 
     def put_tasks(self, tasks: Iterable[Task]) -> Future[int]:
         """Store tasks; how many were new. Raises TaskError for one that JSON cannot hold."""
@@ -184,18 +174,17 @@ class Ledger:
         return self.submit(partial(episodes.put_tasks, rows=rows))
 
     def open_group(
-        self, task_id: str, *, instance: int, group_size: int, min_size: int | None = None, max_uses: int = 1
+        self, task_id: str, *, instance: int, group_size: int, min_size: int | None = None
     ) -> Future[list[Episode]]:
         """The pending episodes of a new group; an empty list when (task_id, instance) was opened before.
 
-        `min_size`: members that must score when others have no attempt left (None: all); `max_uses`: steps that may train it.
+        `min_size`: members that must score when others have no attempt left (None: all).
         """
         _require(group_size >= 1, f"group_size must be >= 1, got {group_size}")
         min_size = group_size if min_size is None else min_size
         _require(1 <= min_size <= group_size, f"min_size must be between 1 and group_size={group_size}, got {min_size}")
-        _require(max_uses >= 1, f"max_uses must be >= 1, got {max_uses}")
         operation = partial(episodes.open_group, task_id=task_id, instance=instance)
-        return self.submit(partial(operation, group_size=group_size, min_size=min_size, max_uses=max_uses))
+        return self.submit(partial(operation, group_size=group_size, min_size=min_size))
 
     def open_validation(
         self, tasks: Iterable[Task], *, group_size: int, greedy: bool, min_size: int | None = None
@@ -291,25 +280,15 @@ class Ledger:
             )
         )
 
-    def claim(
-        self, num_groups: int, *, min_version: int, ttl_s: float | None = None, selector: Selector | None = None
-    ) -> Future[TrainBatch | None]:
-        """Lease a full batch of ready groups, the oldest or those that `selector` prefers; None when there are fewer.
+    def claim(self, num_groups: int, *, min_version: int) -> Future[TrainBatch | None]:
+        """Lease a full batch of ready groups, the oldest first; None when there are fewer.
 
-        Ready groups that hold a trained token older than `min_version` are evicted first. Without a `heartbeat` within
-        `ttl_s` the lease expires: its groups are ready again, and it cannot commit. None: it lives as long as the process.
+        Ready groups that hold a trained token older than `min_version` are evicted first. A lease lives as long as the process.
         """
         _require(num_groups >= 1, f"num_groups must be >= 1, got {num_groups}")
-        _require(ttl_s is None or ttl_s > 0.0, f"ttl_s must be > 0, got {ttl_s}")
         operation = partial(batches.claim, num_groups=num_groups, min_version=min_version)
         # A lease ends with the process, so that a claim need not outlive it.
-        return self.submit(partial(operation, ttl_s=ttl_s, selector=selector), passing=True, timed=True)
-
-    def heartbeat(self, lease_id: int, *, ttl_s: float) -> Future[None]:
-        """The lease's holder is alive: it expires `ttl_s` from now. Raises LeaseError when it is not active any more."""
-        _require(ttl_s > 0.0, f"ttl_s must be > 0, got {ttl_s}")
-        operation = partial(batches.heartbeat, lease_id=lease_id, ttl_s=ttl_s)
-        return self.submit(operation, timed=True, repeatable=True)
+        return self.submit(operation, passing=True)
 
     def commit_step(self, lease_id: int, *, step: int, version: int) -> Future[int]:
         """The leased groups are trained by `step`, which made policy `version`; how many. Raises LeaseError.
@@ -318,7 +297,7 @@ class Ledger:
         """
         _require(self.imbalance() == 0, f"scored episodes must all be in a group's books, {self.imbalance()} are not")
         operation = partial(batches.commit_step, lease_id=lease_id, step=step, version=version)
-        return self.submit(operation, timed=True, repeatable=True)
+        return self.submit(operation, repeatable=True)
 
     def release(self, lease_id: int) -> Future[int]:
         """Give a batch back untrained: its groups are ready again; how many. Raises LeaseError."""
@@ -344,13 +323,6 @@ class Ledger:
     def _keep(self, news: LedgerEvent) -> None:
         """Before the futures are done, so that a caller finds its own change in `counts`."""
         self._counts = news.counts
-        self._next_deadline = news.next_deadline
-
-    def _until_next_deadline(self) -> float | None:
-        return None if self._next_deadline is None else self._next_deadline - self._clock()
-
-    def _expire_leases(self, db: sqlite3.Connection) -> None:
-        batches.expire_leases(db, now=self._clock())
 
     def _publish(self, news: LedgerEvent, *, again: bool) -> None:
         states = _states(news.counts)
@@ -371,7 +343,7 @@ def _read_news(db: sqlite3.Connection) -> LedgerEvent:
     if closed:
         db.execute("DELETE FROM temp.closed")
     counts = dict(db.execute("SELECT name, n FROM tally").fetchall())
-    return LedgerEvent(closed=closed, counts=counts, next_deadline=batches.next_deadline(db))
+    return LedgerEvent(closed=closed, counts=counts)
 
 
 def _probe(db: sqlite3.Connection) -> None:

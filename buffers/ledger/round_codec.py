@@ -12,8 +12,6 @@ cut, altered or of an unknown format version is refused. It knows nothing of epi
     16      u32    R, number of runs of equal versions: one, unless weights changed while it was sampled
     20      u32    crc32 of everything but this field
     24      i32[P] tail ids, i32[S] sampled ids, f32[S] logprobs, (u32 tokens, i32 version)[R]
-
-Format 1, which is still read, had no R, and i32[S] versions.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from buffers.records import Float32, Int32
 MAGIC = b"USRB"
 FORMAT_VERSION = 2
 _FORMAT = struct.Struct("<4sHH")
-_HEADERS = {1: struct.Struct("<4sHHII"), 2: struct.Struct("<4sHHIII")}
+_HEADER = struct.Struct("<4sHHIII")
 _CRC = struct.Struct("<I")
 _RUN = struct.Struct("<Ii")
 
@@ -55,7 +53,7 @@ def encode(body: RoundBody) -> bytes:
         runs,
     )
     sizes = len(body.tail_ids), len(body.sampled_ids), len(runs) // _RUN.size
-    header = _HEADERS[FORMAT_VERSION].pack(MAGIC, FORMAT_VERSION, 0, *sizes)
+    header = _HEADER.pack(MAGIC, FORMAT_VERSION, 0, *sizes)
     crc = zlib.crc32(header)
     for part in parts:
         crc = zlib.crc32(part, crc)
@@ -66,31 +64,29 @@ def decode(data: bytes) -> RoundBody:
     """The arrays in `data`, read-only and, but for the versions, without a copy; raises UnderstudyError for a damaged or foreign
     body."""
     magic, version, _ = _FORMAT.unpack_from(data) if len(data) >= _FORMAT.size else (MAGIC, FORMAT_VERSION, 0)
-    if magic != MAGIC or version not in _HEADERS:
+    if magic != MAGIC or version != FORMAT_VERSION:
         raise UnderstudyError(
-            f"round body must be {MAGIC!r} version {' or '.join(map(str, _HEADERS))}, got {magic!r} version {version}; "
+            f"round body must be {MAGIC!r} version {FORMAT_VERSION}, got {magic!r} version {version}; "
             f"open it with the release that wrote it"
         )
-    header = _HEADERS[version]
-    start = header.size + _CRC.size
+    start = _HEADER.size + _CRC.size
     if len(data) < start:
         raise UnderstudyError(f"round body must have a header of {start} bytes, got {len(data)} bytes; it is damaged")
-    _, _, _, num_tail, num_sampled, *num_runs = header.unpack_from(data)
-    expected = start + 4 * (num_tail + 2 * num_sampled) + (_RUN.size * num_runs[0] if num_runs else 4 * num_sampled)
+    _, _, _, num_tail, num_sampled, num_runs = _HEADER.unpack_from(data)
+    expected = start + 4 * (num_tail + 2 * num_sampled) + _RUN.size * num_runs
     if len(data) != expected:
         raise UnderstudyError(f"round body must have {expected} bytes, got {len(data)}; it is damaged")
-    (stored,) = _CRC.unpack_from(data, header.size)
-    actual = zlib.crc32(memoryview(data)[start:], zlib.crc32(data[: header.size]))
+    (stored,) = _CRC.unpack_from(data, _HEADER.size)
+    actual = zlib.crc32(memoryview(data)[start:], zlib.crc32(data[: _HEADER.size]))
     if stored != actual:
         raise UnderstudyError(f"round body must have checksum {stored:#010x}, got {actual:#010x}; it is damaged")
     words = np.frombuffer(data, dtype="<i4", offset=start)
     sampled_end = num_tail + num_sampled
-    rest = words[sampled_end + num_sampled :]
     return RoundBody(
         tail_ids=words[:num_tail],
         sampled_ids=words[num_tail:sampled_end],
         logprobs=words[sampled_end : sampled_end + num_sampled].view("<f4"),
-        versions=_versions(rest, number=num_sampled) if num_runs else rest,
+        versions=_versions(words[sampled_end + num_sampled :], number=num_sampled),
     )
 
 

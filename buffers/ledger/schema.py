@@ -12,10 +12,9 @@ import sqlite3
 from pathlib import Path
 
 from buffers.errors import UnderstudyError
-from buffers.ledger import migration
 from buffers.records import EpisodeState, GroupState
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 MAX_SCORE = 1e30
 
 
@@ -35,7 +34,6 @@ CREATE TABLE task(task_id TEXT PRIMARY KEY, payload TEXT NOT NULL);
 -- task_id is NULL for an episode that was opened by its first request: there is no task to try again.
 -- replay: the lease that took it before it was given back; it is claimed again in that order, before all others.
 -- min_size: members that must score; up to size - min_size may be lost, and the group is trained without them.
--- uses: steps of this lineage that trained it, of max_uses that may.
 CREATE TABLE grp(
     group_id    INTEGER PRIMARY KEY AUTOINCREMENT,
     task_id     TEXT REFERENCES task(task_id),
@@ -44,8 +42,6 @@ CREATE TABLE grp(
     min_size    INTEGER NOT NULL CHECK (min_size BETWEEN 1 AND size),
     num_scored  INTEGER NOT NULL DEFAULT 0 CHECK (num_scored BETWEEN 0 AND size),
     num_lost    INTEGER NOT NULL DEFAULT 0 CHECK (num_lost BETWEEN 0 AND size),
-    max_uses    INTEGER NOT NULL DEFAULT 1 CHECK (max_uses >= 1),
-    uses        INTEGER NOT NULL DEFAULT 0 CHECK (uses BETWEEN 0 AND max_uses),
     min_version INTEGER,
     state       TEXT NOT NULL DEFAULT 'open' CHECK (state IN {_one_of(GroupState)}),
     reason      TEXT,
@@ -55,7 +51,6 @@ CREATE TABLE grp(
     opened_at   REAL DEFAULT ({_NOW}),
     CHECK (state NOT IN ('ready', 'leased', 'trained', 'validated')
            OR (num_scored + num_lost = size AND num_scored >= min_size)),
-    CHECK (state != 'trained' OR uses = max_uses),
     CHECK ((state IN ('leased', 'trained')) = (lease_id IS NOT NULL)),
     UNIQUE (task_id, instance)
 );
@@ -113,13 +108,11 @@ CREATE TABLE score(
 );
 CREATE INDEX score_by_episode ON score(episode_id, part);
 
--- deadline: by the monotonic clock of the process that has the file open; a lease without one lives as long as that.
+-- A lease lives as long as the process that has the file open.
 CREATE TABLE lease(
     lease_id INTEGER PRIMARY KEY AUTOINCREMENT,
-    state    TEXT NOT NULL CHECK (state IN ('active', 'committed', 'released', 'expired', 'superseded')),
-    deadline REAL
+    state    TEXT NOT NULL CHECK (state IN ('active', 'committed', 'released', 'superseded'))
 );
-CREATE INDEX lease_deadline ON lease(deadline) WHERE state = 'active';
 
 -- Lineage n goes on after step `step` of lineage `parent`; steps of the parent beyond it are not part of it.
 CREATE TABLE lineage(
@@ -275,14 +268,11 @@ def _prepare(db: sqlite3.Connection, *, name: str) -> None:
     db.execute("ROLLBACK")
     if num_tables == 0:
         _create(db)
-    elif (version := _read_version(db)) == migration.FROM:
-        migration.convert(db, tables=_TABLES, triggers=_TRIGGERS, version=SCHEMA_VERSION)
-    elif version != str(SCHEMA_VERSION):
+    elif (version := _read_version(db)) != str(SCHEMA_VERSION):
         raise UnderstudyError(
-            f"ledger {name} must have schema version {SCHEMA_VERSION} or {migration.FROM}, got {version}; "
+            f"ledger {name} must have schema version {SCHEMA_VERSION}, got {version}; "
             f"open it with the release that wrote it"
         )
-    db.execute("DROP TRIGGER IF EXISTS main.round_put")  # early files of this version counted rounds by it
     db.executescript(_NEWS)
 
 

@@ -119,15 +119,13 @@ def _closed(db: sqlite3.Connection, *, row: EpisodeRow, before: float | None, sc
     """Why an ended episode takes no score; None while it takes late ones and revisions: until its group is in a batch."""
     if row.state != EpisodeState.SCORED:
         return refusal(row, verb="score")
-    state, uses, replay = db.execute(
-        "SELECT state, uses, replay FROM grp WHERE group_id = ?", (row.group_id,)
-    ).fetchone()
-    if state in ("open", "ready", "validating") and uses == 0 and replay is None:
+    state, replay = db.execute("SELECT state, replay FROM grp WHERE group_id = ?", (row.group_id,)).fetchone()
+    if state in ("open", "ready", "validating") and replay is None:
         return None
     if before is not None:
         return _conflict(row, before=before, score=score)
     return EpisodeClosed(
-        f"cannot score episode {row.episode_id}: its group {'was in a batch' if uses or replay else 'is ' + state}; "
+        f"cannot score episode {row.episode_id}: its group {'was in a batch' if replay else 'is ' + state}; "
         f"report scores before it is trained"
     )
 

@@ -46,7 +46,6 @@ class Job:
     operation: Callable[..., Any]
     refusable: bool
     passing: bool
-    timed: bool
     repeatable: bool
 
 
@@ -162,7 +161,7 @@ class LedgerHost:
             operation = _Once(operation, caller=caller, number=number, place=place)
         assert self._ledger is not None
         try:
-            return self._ledger.submit(operation, refusable=job.refusable, passing=job.passing, timed=job.timed)
+            return self._ledger.submit(operation, refusable=job.refusable, passing=job.passing)
         except UnderstudyError as error:  # closed
             refused: Future[Any] = Future()
             refused.set_exception(error)

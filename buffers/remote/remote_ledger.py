@@ -125,11 +125,10 @@ class RemoteLedger(Ledger):
         *,
         refusable: bool = False,
         passing: bool = False,
-        timed: bool = False,
         repeatable: bool = False,
         here: bool = False,
     ) -> Future[T]:
-        job = Job(operation=operation, refusable=refusable, passing=passing, timed=timed, repeatable=repeatable)
+        job = Job(operation=operation, refusable=refusable, passing=passing, repeatable=repeatable)
         return self._post(Outgoing(future=Future(), job=job))
 
     def put_round(self, round_: Round, /) -> Future[None]:

@@ -301,8 +301,12 @@ def _checked(entry: Any) -> list[Any]:
     """What a header says of one round, if each part is of its kind: SQLite takes a text for a number. Raises EndpointError."""
     match entry:
         case [str(), int(), int() | None, str() as reason, int(), int(), int() | None] if len(reason) <= MAX_REASON:
-            numbers = [part for part in entry if isinstance(part, int)]
-            if all(type(number) is int and 0 <= number <= _MAX_NUMBER for number in numbers):
+            numbers = [part for part in entry[1:3] if part is not None]  # a negative one is the ledger's to refuse
+            sizes = [part for part in entry[4:] if part is not None]
+            if (
+                all(type(number) is int and abs(number) <= _MAX_NUMBER for number in [*numbers, *sizes])
+                and min(sizes) >= 0
+            ):
                 return list(entry)
     raise EndpointError(
         f"a frame's rounds must be an episode's id, the round's and its parent's number, why it ended, and three sizes, got "

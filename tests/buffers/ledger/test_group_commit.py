@@ -24,7 +24,7 @@ class Books:
         self.writer = GroupCommit(
             db, name="test", read_news=lambda db: db.execute("SELECT count(*) FROM line").fetchone()[0],
             keep_news=lambda _: None, publish=lambda news, again: self.published.append(news),
-            idle_s=lambda: None, when_idle=lambda _: None, probe=lambda _: None,
+            probe=lambda _: None,
         )  # fmt: skip
 
     def put(self, text, *, here=False):

@@ -7,7 +7,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,51 +112,6 @@ def test_a_second_owner_is_refused(tmp_path: Path) -> None:
     assert "must be a ledger file that no other process has open" in second.stderr
 
 
-def test_a_file_of_the_version_before_is_converted_with_all_that_it_holds(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.db"
-    db = sqlite3.connect(path)
-    db.executescript((ROOT / "tests" / "ledgers" / "version-2.sql").read_text(encoding="utf-8"))
-    db.close()
-    with Ledger(path) as ledger:
-        counts = ledger.counts()
-        kept = ("ready", "trained", "evicted", "leased", "open")
-        assert [counts[f"groups/{state}"] for state in kept] == [2, 1, 1, 0, 1]
-        assert [counts[f"scored/{state}"] for state in kept] == [4, 2, 1, 0, 1] and counts["lost/failed"] == 1
-        assert counts["failed/restart"] == 1 and ledger.imbalance() == 0
-        assert ledger.notify_score("2-0-0", 0.5).result() is False
-        told = [(entry["value"], entry["verdict"]) for entry in ledger.score_history("5-0-0").result()]
-        assert told == [(1.0, "stored"), (3.0, "conflict")]
-        batch = ledger.claim(2, min_version=0).result()
-        assert batch is not None and batch.group_ids == (2, 3)  # the one that was leased comes first
-        assert [row.score for row in batch.rows] == [0.5, 0.5, 1.0, 1.0]
-        assert ledger.commit_step(batch.lease_id, step=2, version=2).result() == 2
-        assert ledger.restore(replace(ledger.position().result(), step=0)).result() == 3
-        open_running(ledger, task=9)
-        assert ledger.counts()["groups/open"] == 2
-    with Ledger(path):
-        pass
-    with sqlite3.connect(path) as db:
-        assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-        assert db.execute("PRAGMA foreign_key_check").fetchall() == []
-        names = {name for (name,) in db.execute("SELECT name FROM sqlite_schema")}
-        assert "grp_moved" in names and not [name for name in names if name.startswith("old_")]
-    db.close()
-
-
-def test_a_file_that_cannot_be_converted_stays_as_it_was(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.db"
-    db = sqlite3.connect(path)
-    db.executescript((ROOT / "tests" / "ledgers" / "version-2.sql").read_text(encoding="utf-8"))
-    db.execute("PRAGMA ignore_check_constraints = ON")
-    db.execute("UPDATE grp SET num_scored = 9 WHERE group_id = 1")  # no later schema takes this
-    db.commit()
-    with pytest.raises(UnderstudyError, match="CHECK constraint failed"):
-        Ledger(path)
-    assert db.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone() == ("2",)
-    assert db.execute("SELECT count(*) FROM grp").fetchone() == (5,)
-    db.close()
-
-
 def test_a_file_of_another_schema_version_is_refused_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "ledger.db"
     Ledger(path).close()
@@ -165,7 +119,7 @@ def test_a_file_of_another_schema_version_is_refused_in_one_line(tmp_path: Path)
     db.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
     db.commit()
     db.close()
-    with pytest.raises(UnderstudyError, match=r"ledger\.db must have schema version 3 or 2, got 99") as refusal:
+    with pytest.raises(UnderstudyError, match=r"ledger\.db must have schema version 4, got 99") as refusal:
         Ledger(path)
     assert "\n" not in str(refusal.value)
 

@@ -48,14 +48,6 @@ def test_versions_take_no_space_to_speak_of() -> None:
     assert len(encode(make_body([], [*one, (5, -0.5, 8), *one]))) == 24 + 8 * 2001 + 3 * 8
 
 
-def test_a_body_of_the_first_format_is_read() -> None:
-    header = struct.pack("<4sHHII", b"USRB", 1, 0, 1, 2)
-    payload = struct.pack("<iiiffii", 9, 1, 2, -0.5, -1.0, 3, 4)
-    body = decode(header + struct.pack("<I", zlib.crc32(payload, zlib.crc32(header))) + payload)
-    assert [body.tail_ids.tolist(), body.sampled_ids.tolist()] == [[9], [1, 2]]
-    assert [body.logprobs.tolist(), body.versions.tolist()] == [[-0.5, -1.0], [3, 4]]
-
-
 @pytest.mark.parametrize("counts", [(0, 2), (3, -1), (1, 2), (2**31 - 1, 2**31 - 1)])
 def test_runs_that_are_not_those_of_the_sampled_tokens_are_refused(counts: tuple[int, int]) -> None:
     header = struct.pack("<4sHHIII", b"USRB", 2, 0, 0, 2, 2)

@@ -93,7 +93,7 @@ def test_the_doctor_finds_what_is_wrong(run: Path, tmp_path: Path, capsys: pytes
         "books: rounds is 7, counted 6": "UPDATE tally SET n = n + 1 WHERE name = 'rounds'",
         "books: a group counts other scored members": "UPDATE grp SET min_size = 1, num_lost = 1, num_scored = 1 "
         "WHERE group_id = 1",
-        "books: a group was trained more often": "INSERT INTO lease VALUES (9, 'committed', NULL); "
+        "books: a group was trained more than once": "INSERT INTO lease VALUES (9, 'committed'); "
         "INSERT INTO step VALUES (9, 0, 2, 9, 4, 1); INSERT INTO trained VALUES (9, 1)",
         "books: an episode's score is not the mean": "UPDATE episode SET score = 7 WHERE episode_id = '3-0-0'",
         "reference: row": "PRAGMA foreign_keys = OFF; UPDATE round SET episode_id = 'x' WHERE episode_id = '3-0-0'",

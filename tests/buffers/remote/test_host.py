@@ -22,7 +22,7 @@ from buffers.remote.host import Job, LedgerGone
 from buffers.remote.outbox import Outgoing, frames, parcels
 from buffers.remote.remote_ledger import RemoteLedger
 from buffers.remote.round_socket import MAX_FRAME_BYTES
-from tests.support.buffer_parts import make_ready, make_round, make_task, open_running
+from tests.support.buffer_parts import make_round, make_task, open_running
 from tests.support.in_process_remote_ledger import SECRET, Nearby, open_nearby
 
 
@@ -76,19 +76,6 @@ def test_a_change_that_was_made_before_the_process_died_is_made_once_and_answere
     with closing(read_database(tmp_path / "ledger.sqlite")) as db:
         assert findings(db) == []
         assert db.execute("SELECT count(*) FROM meta WHERE key GLOB 'call:*'").fetchone() == (0,)
-
-
-def test_a_batch_whose_lease_expired_before_it_was_answered_is_not_given_out(
-    ledger: RemoteLedger, handle: Nearby
-) -> None:
-    group_id = make_ready(ledger, task=0)
-    handle.dies_after_next = True
-    handle.before_answer = lambda: threading.Event().wait(0.1)
-    batch = ledger.claim(1, min_version=0, ttl_s=0.05).result(30)
-    handle.before_answer = lambda: None
-    assert batch is not None and batch.group_ids == (group_id,)
-    states = [ledger.commit_step(lease, step=1, version=1).exception() is None for lease in (1, batch.lease_id)]
-    assert batch.lease_id == 2 and states[0] is False
 
 
 def test_a_refused_operation_is_refused_again(ledger: RemoteLedger, handle: Nearby) -> None:
@@ -166,7 +153,7 @@ def test_a_round_overtakes_operations_of_other_episodes_only() -> None:
     def mail(name: str, *, is_round: bool) -> Outgoing:
         if is_round:
             return Outgoing(future=Future(), rounds=[stored_round(make_round(name))], single=True)
-        flags = {"refusable": False, "passing": False, "timed": False, "repeatable": False}
+        flags = {"refusable": False, "passing": False, "repeatable": False}
         return Outgoing(future=Future(), job=Job(operation=partial(print, episode_id=name), **flags))
 
     order = [mail("a", is_round=False), mail("b", is_round=True), mail("b", is_round=False), mail("a", is_round=True)]
