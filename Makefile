@@ -10,14 +10,18 @@ export OMP_NUM_THREADS ?= 1
 demo: $(READY)  ## run the main job: the demo model learns, in a few minutes, without a GPU
 	$(PY) -m learner.run
 
-test: $(READY)  ## all tests, with the real engine
-	$(PY) -m pytest -q tests
+WORKERS ?= 2
+# Each worker boots an engine of its own; the tests of a file stay together, and share it.
+PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist loadfile
+
+test: $(READY)  ## the tests, with the real engine
+	$(PYTEST) tests
 
 agents: $(READY)  ## agents and environments of others, with the real engine; needs node and 2 GB
 	$(PY) -m pytest -q tests -m outside
 
-test-long: $(READY)  ## what takes many minutes: thousands of hostile requests to the real engine
-	$(PY) -m pytest -q tests -m long
+test-long: $(READY)  ## what takes long: runs that are killed again and again, thousands of hostile requests, small benchmarks
+	$(PYTEST) -m long tests
 
 KILLS ?= 1000
 CASES ?= 5000

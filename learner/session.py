@@ -166,7 +166,7 @@ def report(console: Console, rewards: list[float], *, summary: dict[str, Any], f
     files = {"curve": "reward.png", "figures": "summary.json", "checkpoint": "checkpoint", "tensorboard": "tensorboard"}
     for name, file in files.items():
         if (folder / file).exists():
-            console.print(f"{name:>12}: {folder / file}", highlight=False)
+            console.print(f"{name:>12}: {folder / file}", highlight=False, markup=False, soft_wrap=True)
 
 
 def how_to_go_on(folder: Path, *, began: bool, program: str) -> str:

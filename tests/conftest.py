@@ -13,7 +13,9 @@ set_process_environment()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs a server with parsers is not part of the fast tier."""
+    """What needs a server with parsers is not part of the fast tier. Whole runs come first, so that no worker is left with them
+    at the end."""
+    items.sort(key=lambda item: "tests/project/" not in item.path.as_posix())
     for item in items:
         if "tools_server" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)

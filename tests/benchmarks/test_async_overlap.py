@@ -196,6 +196,7 @@ def test_the_command_line_writes_what_it_shows(
     assert "long_tail" in (shown := capsys.readouterr().out) and "4.00x" in shown
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(300)

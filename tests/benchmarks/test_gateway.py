@@ -28,6 +28,7 @@ def test_neighbours_in_time_are_compared():
     assert compared["p50_added_ms"] == pytest.approx(0.0)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_both_servers_answer_the_same_agents(settings, tiny_model, tmp_path):

@@ -113,6 +113,7 @@ def test_without_a_gpu_the_gpu_benchmark_says_so(
     assert "benchmarks.gpu needs an NVIDIA GPU, got torch" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_small_benchmarks_run_for_real(tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def drawn(is_it: Callable[[Request], bool]) -> Iterator[int]:
     return (number for number in itertools.count(len(CASES)) if is_it(request(number, seed=0)))
 
 
+@pytest.mark.long
 @pytest.mark.engine
 @pytest.mark.timeout(400)
 def test_of_many_requests_the_one_that_ends_a_server_is_named(tmp_path: Path) -> None:

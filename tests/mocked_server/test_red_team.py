@@ -311,6 +311,7 @@ def hostile(number: int) -> tuple[str, dict[str, Any]]:
     )[number % 10]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_thousand_hostile_requests_cost_a_bounded_memory_that_ends_with_their_episode(real):
     process = psutil.Process()
@@ -330,6 +331,7 @@ def test_a_thousand_hostile_requests_cost_a_bounded_memory_that_ends_with_their_
     assert is_freed() is None
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_request_that_deafens_every_engine_is_found_and_its_episode_ended_while_the_others_are_served(
     real, rollout, tiny_model, monkeypatch

@@ -52,8 +52,13 @@ def test_each_part_may_die_and_the_run_makes_all_its_steps(tmp_path: Path) -> No
 
 
 def parent_of_learner(run: Run) -> int:
-    below = descendants(run.process.pid)
-    (parent,) = {parent for parent, line in below.values() if PARTS["learner"] in line}
+    while True:  # a rank of a run that was just killed may still be there, as an orphan
+        below = descendants(run.process.pid)
+        parents = {parent for parent, line in below.values() if PARTS["learner"] in line}
+        if len(parents) == 1 and parents <= set(below):
+            (parent,) = parents
+            break
+        time.sleep(0.05)
     assert " -m learner.run " in below[parent][1], "the learner was not forked of the run"
     return parent
 

@@ -68,6 +68,7 @@ def kill_run(run: Run) -> None:
     assert left == []
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_again_and_again_makes_its_steps_with_the_same_bits(tmp_path: Path) -> None:
     knobs = ("run.checkpoints.every=2", "run.checkpoints.keep=50", *SMALL)
     first = start(tmp_path, "run.steps=40", *knobs, resume="auto")  # nothing there yet: a fresh run

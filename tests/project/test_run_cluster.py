@@ -59,6 +59,7 @@ def assert_nothing_left_in(nodes: Nodes) -> None:
     assert left_in(nodes) == []
 
 
+@pytest.mark.long
 def test_a_run_goes_on_when_its_ledgers_process_dies_and_ends_it_in_the_end(
     nodes: Nodes, knobs: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -82,6 +83,7 @@ def test_a_run_goes_on_when_its_ledgers_process_dies_and_ends_it_in_the_end(
     assert_nothing_left_in(nodes)
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_leaves_its_ledger_and_the_next_one_takes_it_over(
     nodes: Nodes, knobs: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -102,6 +102,7 @@ def test_a_run_goes_on_among_neighbours_and_its_agents_are_given_no_keys_of_the_
     assert not folder.exists()
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed_leaves_nothing_of_ray_behind_once_it_has_gone_on(tmp_path: Path) -> None:
     first = start(tmp_path, "run.steps=3", "run.checkpoints.every=1", *SMALL, resume="auto")
     first.wait_for_step(1, timeout_s=250)
