@@ -14,7 +14,9 @@ import asyncio
 import logging
 import os
 import re
+import shutil
 import signal
+import tempfile
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
@@ -71,6 +73,7 @@ def set_process_environment() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("VLLM_XGRAMMAR_CACHE_MB", "64")  # compiled grammars, of which agents may send ever new ones
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"  # nothing that arrives at the engine is unpickled
     if has_gpu():
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -167,6 +170,7 @@ class VLLMEngine:
         self._vllm_config = vllm_config
         self._count_preemptions = count_preemptions
         self._llm: Any = None
+        self._sockets: Path | None = None
         self._up = asyncio.Event()
         self._weights = weights
         """(folder, version) that it has, or is to have once it is back."""
@@ -254,8 +258,9 @@ class VLLMEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         _numbers_only_where_asked()
+        self._sockets = Path(tempfile.mkdtemp(prefix="understudy-engine-", dir=_folder_for_sockets()))
         try:
-            with interrupts_blocked(), engines_of_ours():
+            with interrupts_blocked(), engines_of_ours(), _sockets_in(self._sockets):
                 self._llm = AsyncLLM.from_vllm_config(
                     self._vllm_config,
                     disable_log_stats=True,
@@ -353,6 +358,27 @@ class VLLMEngine:
             # On a CPU it has nothing to give back: no need to wait a second for its own end.
             await asyncio.to_thread(self._llm.shutdown, None if has_gpu() else 0.0)
             self._llm = None
+        if self._sockets is not None:
+            shutil.rmtree(self._sockets, ignore_errors=True)
+
+
+def _folder_for_sockets() -> str:
+    """The folder for temporary files, or /tmp where its name is too long for the path of a Unix socket (107 bytes)."""
+    folder = tempfile.gettempdir()
+    return folder if len(folder) <= 40 else "/tmp"
+
+
+@contextmanager
+def _sockets_in(folder: Path) -> Iterator[None]:
+    """vLLM's processes meet in this folder, which no other user can enter. By itself vLLM leaves two sockets at each start in the
+    folder for temporary files."""
+    from vllm import envs
+
+    envs.VLLM_RPC_BASE_PATH = str(folder)
+    try:
+        yield
+    finally:
+        del envs.VLLM_RPC_BASE_PATH  # vLLM's own value is there again
 
 
 def refusal_of(error: Exception) -> RequestRefused:

@@ -138,7 +138,11 @@ def test_what_waits_for_an_engine_that_is_replaced_is_told_and_the_next_one_answ
             await asyncio.wait_for(running, 20)
         return await generate(engine, 8, seed=2)
 
+    before = engine._sockets
     response = rollout.wait(replace_midway())
+    assert not before.exists(), "the sockets of the engine that was replaced are left"
+    assert len([path for path in engine._sockets.iterdir() if path.is_socket()]) >= 2
+    assert engine._sockets.stat().st_mode & 0o777 == 0o700, "no other user may enter"
     assert (recomputed(tiny_model, response) - torch.tensor(response.logprobs)).abs().max() < TOLERANCE
 
 

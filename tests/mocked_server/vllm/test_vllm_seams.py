@@ -107,3 +107,25 @@ def test_tool_parsers_are_made_by_name_and_say_how_a_call_begins():
     parser = ToolParserManager.get_tool_parser("hermes")
     assert parameters(parser.extract_tool_calls)[1:] == ["model_output", "request"]
     assert "<tool_call>" in [getattr(parser, name, None) for name in MARKS]
+
+
+def test_what_reaches_the_engines_sockets_is_not_unpickled(tmp_path):
+    """vLLM's messages may carry pickles, unless VLLM_ALLOW_INSECURE_SERIALIZATION is off."""
+    import pickle
+
+    from msgspec import msgpack
+    from vllm import envs
+    from vllm.v1 import serial_utils
+    from vllm.v1.engine import EngineCoreOutputs
+
+    class Touch:
+        def __reduce__(self):
+            return type(tmp_path).touch, (tmp_path / "touched",)
+
+    assert not envs.VLLM_ALLOW_INSECURE_SERIALIZATION
+    for kind in (serial_utils.CUSTOM_TYPE_PICKLE, serial_utils.CUSTOM_TYPE_CLOUDPICKLE):
+        message = msgpack.encode([0, [], None, 0.0, msgpack.Ext(kind, pickle.dumps(Touch()))])
+        for expected in (None, EngineCoreOutputs):
+            with pytest.raises((NotImplementedError, ValueError)):
+                serial_utils.MsgpackDecoder(expected).decode([message])
+    assert not (tmp_path / "touched").exists()
