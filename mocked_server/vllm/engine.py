@@ -21,6 +21,7 @@ from argparse import Namespace
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,8 @@ class VLLMEngine:
         self._count_preemptions = count_preemptions
         self._llm: Any = None
         self._sockets: Path | None = None
+        self._processes: list[BaseProcess] = []
+        """What the last boot has started, or is starting."""
         self._up = asyncio.Event()
         self._weights = weights
         """(folder, version) that it has, or is to have once it is back."""
@@ -184,7 +187,12 @@ class VLLMEngine:
     async def start(self) -> None:
         """Boot the engine process; raises EngineError when it does not come up."""
         self.life += 1
-        await asyncio.to_thread(self._boot)
+        booting = asyncio.create_task(asyncio.to_thread(self._boot), name="boot the engine")
+        try:
+            await asyncio.shield(booting)
+        except asyncio.CancelledError:
+            await self._give_up(booting)
+            raise
         if not await self._while_alive(self._prepare()):
             raise EngineDied("the engine process died while it started; see its own log")
         self._up.set()
@@ -203,6 +211,16 @@ class VLLMEngine:
         )
         for process in llm.engine_core.resources.engine_manager.processes:
             process.kill()
+
+    async def _give_up(self, booting: asyncio.Task[None]) -> None:
+        """A thread cannot be cancelled; but vLLM waits no longer for an engine whose process has ended."""
+        while not booting.done():
+            for process in self._processes:
+                if process.pid is not None:
+                    process.kill()
+            await asyncio.wait({booting}, timeout=LOOK_S)
+        if (error := booting.exception()) is not None:
+            logger.info("the engine's start was given up: %s", error)
 
     async def _prepare(self) -> None:
         if self._weights is not None:
@@ -260,7 +278,7 @@ class VLLMEngine:
         _numbers_only_where_asked()
         self._sockets = Path(tempfile.mkdtemp(prefix="understudy-engine-", dir=_folder_for_sockets()))
         try:
-            with interrupts_blocked(), engines_of_ours(), _sockets_in(self._sockets):
+            with interrupts_blocked(), engines_of_ours() as self._processes, _sockets_in(self._sockets):
                 self._llm = AsyncLLM.from_vllm_config(
                     self._vllm_config,
                     disable_log_stats=True,

@@ -53,15 +53,17 @@ def _serve(listener: socket.socket, alive: int) -> None:
 
 
 @contextmanager
-def engines_of_ours() -> Iterator[None]:
-    """vLLM's engines that are started inside end with this process. They are forked, if `start` was called."""
+def engines_of_ours() -> Iterator[list[process.BaseProcess]]:
+    """vLLM's engines that are started inside end with this process. They are forked, if `start` was called. Yields a list to which
+    each one is added before it starts."""
     from vllm.v1.engine import utils
 
     before = utils.get_mp_context
     get = ForkServerContext if _owner == os.getpid() else before
-    utils.get_mp_context = lambda: ending_with_us(get())
+    started: list[process.BaseProcess] = []
+    utils.get_mp_context = lambda: ending_with_us(get(), started)
     try:
-        yield
+        yield started
     finally:
         utils.get_mp_context = before
 
@@ -139,9 +141,15 @@ _KINDS: dict[str, tuple[type[Any], type[_Engine]]] = {
 }
 
 
-def ending_with_us(context: Any) -> Any:
-    """A context of multiprocessing as this one, whose processes end with this process."""
+def ending_with_us(context: Any, made: list[process.BaseProcess]) -> Any:
+    """A context of multiprocessing as this one, whose processes end with this process, and are added to `made`."""
     kind, engine = _KINDS[context.get_start_method()]
+
+    def make(*args: Any, **options: Any) -> _Engine:
+        one = engine(*args, **options)
+        made.append(one)
+        return one
+
     ours = kind()
-    ours.Process = engine
+    ours.Process = make
     return ours

@@ -29,7 +29,7 @@ def main():
     fork_server.start()
     os.environ["LATE"] = "2"
     del os.environ["EARLY"]
-    context = fork_server.ending_with_us(multiprocessing.get_context("forkserver"))
+    context = fork_server.ending_with_us(multiprocessing.get_context("forkserver"), [])
     here, there = context.Pipe()
     child = context.Process(target=say_what_is_there, args=(there,))
     child.start()

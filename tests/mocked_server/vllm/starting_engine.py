@@ -1,5 +1,5 @@
 """A server that starts a real engine once it is told to, for tests/mocked_server/vllm/test_fork_server.py: which is
-killed meanwhile."""
+killed meanwhile, or gives it up."""
 
 import asyncio
 import os
@@ -33,8 +33,21 @@ def main(model: str, method: str) -> None:
     engine = VLLMEngine(make_vllm_config(make_args(settings)))
     print("ready", flush=True)
     sys.stdin.readline()
-    asyncio.run(engine.start())
-    print("up", flush=True)
+    asyncio.run(start(engine))
+
+
+async def start(engine) -> None:
+    starting = asyncio.create_task(engine.start())
+    told = asyncio.create_task(asyncio.to_thread(sys.stdin.readline))
+    await asyncio.wait({starting, told}, return_when=asyncio.FIRST_COMPLETED)
+    if starting.done():
+        starting.result()
+        print("up", flush=True)
+        return
+    starting.cancel()
+    await asyncio.wait({starting})
+    await engine.close()
+    print("given up", flush=True)
 
 
 if __name__ == "__main__":

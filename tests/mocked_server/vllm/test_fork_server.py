@@ -62,7 +62,7 @@ def test_without_it_processes_are_started_as_vllm_does_it(monkeypatch: pytest.Mo
         monkeypatch.setitem(vars(envs), "VLLM_WORKER_MULTIPROC_METHOD", method)
         with engines_of_ours():
             assert utils.get_mp_context().get_start_method() == method
-            assert issubclass(utils.get_mp_context().Process, before().Process)
+            assert isinstance(utils.get_mp_context().Process(), before().Process)
     assert utils.get_mp_context is before
 
 
@@ -83,6 +83,26 @@ def test_an_engine_that_still_starts_ends_with_its_server_that_is_killed(tiny_mo
         process.wait()
         assert gone(engine, within_s=60), "the engine outlived its server"
         assert "up\n" not in process.stdout.readlines(), "it had started already"
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("method", ["fork server", "spawn"])
+def test_an_engine_whose_start_is_given_up_ends(tiny_model: Path, method: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(STARTING), str(tiny_model), method]
+    with child_process(command, stdin=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None and process.stdin is not None
+        server = psutil.Process(process.pid)
+        assert process.stdout.readline() == "ready\n"
+        there = set(server.children(recursive=True))
+        process.stdin.write("go on\n")
+        process.stdin.flush()
+        engine = booting(server, there)
+        process.stdin.write("give up\n")
+        process.stdin.flush()
+        assert gone(engine, within_s=60), "the engine outlived its start"
+        assert process.stdout.readline() == "given up\n"
+        assert process.wait(60) == 0
 
 
 def booting(server: psutil.Process, there: set[psutil.Process]) -> int:
