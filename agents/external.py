@@ -129,11 +129,11 @@ class LongLivedAgents:
     """`processes` programs that lease tasks until there are none; crashed ones are started again."""
 
     def __init__(
-        self, command: Sequence[str], *, place: AgentPlace, desk: EpisodeService, processes: int, concurrency: int
+        self, command: Sequence[str], *, place: AgentPlace, service: EpisodeService, processes: int, concurrency: int
     ) -> None:
         self._command = check_command(command)
         self._place = place
-        self._desk = desk
+        self._service = service
         self._processes = processes
         self._concurrency = concurrency
         self.crashes = 0
@@ -149,7 +149,7 @@ class LongLivedAgents:
         share = max(1, self._concurrency // self._processes)
         name = f"agent-{index}"
         env = self._place.program_environment(self._place.worker_key(name)) | {"CONCURRENCY": str(share)}
-        in_a_row, scored = 0, self._desk.num_scored
+        in_a_row, scored = 0, self._service.num_scored
         while True:
             child = await Child.start(self._command, env=env, cwd=folder, log=folder / "log.txt")
             try:
@@ -159,9 +159,9 @@ class LongLivedAgents:
             if code == 0:
                 return
             self.crashes += 1
-            await self._desk.fail_all(f"agent exited with code {code}", worker=name)
-            in_a_row = in_a_row + 1 if self._desk.num_scored == scored else 1
-            scored = self._desk.num_scored
+            await self._service.fail_all(f"agent exited with code {code}", worker=name)
+            in_a_row = in_a_row + 1 if self._service.num_scored == scored else 1
+            scored = self._service.num_scored
             logger.warning("agent %d ended with code %d; its log: %s", index, code, child.log)
             if in_a_row >= MAX_CRASHES:
                 raise AgentError(
@@ -179,13 +179,13 @@ class AgentPerEpisode:
         command: Sequence[str],
         *,
         place: AgentPlace,
-        desk: EpisodeService,
+        service: EpisodeService,
         concurrency: int,
         judge: Judge | None = None,
     ) -> None:
         self._command = check_command(command)
         self._place = place
-        self._desk = desk
+        self._service = service
         self._concurrency = concurrency
         self._judge = judge
         self.crashes = 0
@@ -200,7 +200,7 @@ class AgentPerEpisode:
         folder = self._place.folder / f"lane-{index}"
         with suppress(PoolClosed):
             while True:
-                leased = await self._desk.lease_episode(wait_s=LEASE_WAIT_S)
+                leased = await self._service.lease_episode(wait_s=LEASE_WAIT_S)
                 if leased is not None:
                     await self._play(leased, folder)
 
@@ -249,22 +249,22 @@ class AgentPerEpisode:
         """Judge an episode that still runs. One that was scored, or is past its deadline, stays as it is."""
         reason = f"agent exited with code {output.exit_code} before a score was reported"
         try:
-            task = Task(**self._desk.episode_view(leased.api_key)["task"])
+            task = Task(**self._service.episode_view(leased.api_key)["task"])
             if self._judge is not None and self._judge.judges(task, exit_code=output.exit_code):
                 score = await self._judge.score(task, output)
-                await self._desk.notify_score(leased.episode_id, score, wait_for_disk=True)
+                await self._service.notify_score(leased.episode_id, score, wait_for_disk=True)
                 return
         except EpisodeError:
             return  # it ended meanwhile; or no model call of it was recorded, for which it has failed by now
         except ScoreError as error:
             logger.warning("episode=%s was not scored: %s", leased.episode_id, error)
             reason = f"scorer: {error}"
-        await self._desk.fail(leased.episode_id, reason)
+        await self._service.fail(leased.episode_id, reason)
 
     async def _exit_code(self, child: Child, episode_id: str) -> int:
         """How the program ended. One that goes on after its episode (scored, deadline, stale) has a moment to end by itself."""
         exited = asyncio.create_task(child.wait())
-        ended = asyncio.create_task(self._desk.wait_ended(episode_id))
+        ended = asyncio.create_task(self._service.wait_ended(episode_id))
         try:
             await asyncio.wait({exited, ended}, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait({exited}, timeout=STOP_GRACE_S)

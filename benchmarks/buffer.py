@@ -113,7 +113,7 @@ def reopen_figure(folder: Path, *, tokens: int, size: int) -> dict[str, float]:
         assert child.stdout is not None and child.stdout.readline() == "full\n"
         os.kill(child.pid, signal.SIGKILL)
     began = time.perf_counter()
-    with Ledger(path, keep_running=True) as ledger:
+    with Ledger(path, resume_episodes=True) as ledger:
         ledger.position().result()
         seconds = time.perf_counter() - began
     figures = {"reopen_s": seconds, "reopen_bytes": float(path.stat().st_size)}

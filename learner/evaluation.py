@@ -53,7 +53,7 @@ class Evaluation:
         """Play every task; returns when all episodes have ended."""
         tasks = await asyncio.to_thread(self._read_tasks)
         self.num_tasks = len(tasks)
-        self._pool.begin()
+        self._pool.unpause()
         reporting = asyncio.create_task(self._report(), name="report")
         try:
             self.found = await play(self._ledger, tasks, samples=self._samples, fewest=1)

@@ -12,98 +12,99 @@ played meanwhile only if they will still be fresh enough then. When only the lea
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Protocol
 
 from buffers.errors import LeaseError
-from buffers.ledger.ledger import Ledger
-from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import Position, TrainBatch
-from buffers.tasks.task_pool import TaskPool
 from configs.schema import BufferConfig, RunConfig
 from learner.algorithms.overlong_penalty import with_overlong_penalty
-from learner.checkpoints.store import WEIGHTS, Checkpoint, CheckpointError, CheckpointStore
+from learner.checkpoints.store import Checkpoint, CheckpointError, CheckpointStore
+from learner.checkpoints.weight_sync import Engine, WeightSync
 from learner.recovery.restart_limit import RestartLimit
 from learner.reporting.display import Display
 from learner.reporting.episode_samples import Traces
 from learner.reporting.run_metrics import GenerationTotals, History
 from learner.reporting.tracker import Tracker
+from learner.startup.run_buffers import RunBuffers
 from learner.training.ranks import LearnerRanks, RankDied
 from learner.validation import Validation
 
 
-class Engine(Protocol):
-    """What the loop asks of the engine."""
+class Learner(Protocol):
+    """The learner's processes: `learner.recovery.learner_processes.LearnerProcesses`."""
 
-    async def load_weights(self, folder: Path, *, version: int) -> None: ...
+    ranks: LearnerRanks
+
+    async def restart(self, death: RankDied, checkpoint: Checkpoint | None) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Which steps are made, from what."""
+
+    run: RunConfig
+    buffer: BufferConfig
+    start: int = 0
+    """The step after which this run resumes."""
+    overlong_tokens: int | None = None
+    """The most tokens of a generation, where long ones are penalised; None: they are not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """Where a step's figures go."""
+
+    history: History
+    tracker: Tracker
+    display: Display
+    generated: GenerationTotals
+    """Totals of the generate loop."""
+    more_figures: Callable[[], dict[str, float]] = dict
+    """Figures of other parts, for each step's line."""
+    traces: Traces | None = None
 
 
 class LearnLoop:
-    """`start`: the step after which this run goes on; `num_replays`: groups given back by a restore. `generated`: the totals
-    of the generate loop. `weights`: a fast folder through which weights reach the engine. `shaping`: the most tokens of a
-    generation, where long ones are penalised; None: they are not. `more_figures`: of others, for each step's line.
-    `started`: the learner's start, which this waits for. `prepare`: gives learner processes that have just started the weights of
-    a checkpoint, or of the start. `checkpoint`: the one that this run goes on from, whose weights the engine has."""
+    """`starting`: the start of the learner's processes, which `run` waits for. `checkpoint`: the one that this run resumes from,
+    whose weights the engine has."""
 
     def __init__(
         self,
+        schedule: Schedule,
         *,
-        run: RunConfig,
-        buffer: BufferConfig,
-        ledger: Ledger,
-        rounds: MultiRoundBufferDataset,
-        pool: TaskPool,
-        ranks: LearnerRanks,
+        buffers: RunBuffers,
+        learner: Learner,
+        starting: Awaitable[None],
         engine: Engine,
-        generated: GenerationTotals,
+        weights: WeightSync,
         store: CheckpointStore,
-        weights: Path,
-        history: History,
-        tracker: Tracker,
-        display: Display,
+        outputs: Outputs,
+        restart_limit: RestartLimit,
         validation: Validation | None = None,
-        shaping: int | None = None,
-        start: int = 0,
-        num_replays: int = 0,
-        more_figures: Callable[[], dict[str, float]] = dict,
-        traces: Traces | None = None,
-        restart_limit: RestartLimit | None = None,
-        started: Awaitable[None] | None = None,
-        prepare: Callable[[Checkpoint | None], Awaitable[None]] | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        self._run = run
-        self._buffer = buffer
-        self._ledger = ledger
-        self._rounds = rounds
-        self._pool = pool
-        self._ranks = ranks
+        self._schedule = schedule
+        self._ledger = buffers.ledger
+        self._rounds = buffers.rounds
+        self._pool = buffers.pool
+        self._num_replays = buffers.num_replays
+        self._learner = learner
+        self._starting = starting
         self._engine = engine
-        self._generated = generated
-        self._store = store
         self._weights = weights
-        self._history = history
-        self._tracker = tracker
-        self._display = display
+        self._store = store
+        self._out = outputs
+        self._restart_limit = restart_limit
         self._validation = validation
-        self._shaping = shaping
-        self._start = self.step = start
-        """Steps trained; the policy version in the engine, unless steps are being made again."""
-        self._done = start
-        """Steps that were trained, reported and published at least once."""
-        self._num_replays = num_replays
-        self._more_figures = more_figures
-        self._traces = traces
-        self._restart_limit = restart_limit or RestartLimit()
-        self._started = started
-        self._prepare = prepare
         self._checkpoint = checkpoint
-        self._published: Path | None = None
+        self.step = schedule.start
+        """Steps trained; the policy version in the engine, unless steps are being made again."""
+        self._done = schedule.start
+        """Steps that were trained, reported and published at least once."""
         self._batch: TrainBatch | None = None
         self._sampling: asyncio.Task[TrainBatch] | None = None
         self._saving: asyncio.Task[None] | None = None
@@ -116,13 +117,15 @@ class LearnLoop:
             self._validation.cancel()
         if self._sampling is not None:
             self._sampling.cancel()
-        return self._sampling is not None or self.step > self._start
+        return self._sampling is not None or self.step > self._schedule.start
 
     async def run(self) -> None:
         """Takes a full batch (waits: enough scored, fresh groups), gives new weights; unblocked by scores. Finite."""
         await self._begin()
         self._validate()
-        if self.step == 0 and self._run.checkpoints.every and self._history.warm_start:  # which takes long to do again
+        if (
+            self.step == 0 and self._schedule.run.checkpoints.every and self._out.history.warm_start
+        ):  # which takes long to do again
             self._saving = asyncio.create_task(self._save(), name="save")
         try:
             while True:
@@ -130,7 +133,7 @@ class LearnLoop:
                     await self._learn()
                     await self._saved()
                     await self._finish_validation()
-                    with self._display.phase("saving the checkpoint"):
+                    with self._out.display.phase("saving the checkpoint"):
                         await self._save()
                     return
                 except RankDied as death:
@@ -144,22 +147,21 @@ class LearnLoop:
     async def _begin(self) -> None:
         """Until the learner has started. Episodes may be played meanwhile, unless more steps are to be made again first than
         those may be old."""
-        again = self._num_replays // self._buffer.groups_per_step
-        if self._checkpoint is not None and again <= self._buffer.max_policy_lag:
-            self._pool.begin()
-        if self._started is not None:
-            with self._display.phase("starting the learner"):
-                await self._started
+        again = self._num_replays // self._schedule.buffer.groups_per_step
+        if self._checkpoint is not None and again <= self._schedule.buffer.max_policy_lag:
+            self._pool.unpause()
+        with self._out.display.phase("starting the learner"):
+            await self._starting
         while self._checkpoint is None:
             try:
-                return await self.publish()
+                return await self._publish()
             except RankDied as death:
                 await self._recover(death)
 
     async def _learn(self) -> None:
         """Steps, until they are made or the run is told to stop."""
-        every = self._run.checkpoints.every
-        for step in range(self.step + 1, self._run.steps + 1):
+        every = self._schedule.run.checkpoints.every
+        for step in range(self.step + 1, self._schedule.run.steps + 1):
             waited = time.monotonic()
             if (batch := await self._sample()) is None:
                 return
@@ -177,17 +179,15 @@ class LearnLoop:
             }
             if step > self._done:
                 self._done = step
-                self._restart_limit.progress()
+                self._restart_limit.reset()
                 self._report(batch, {**metrics, **times})
                 self._validate()
-            if every and step % every == 0 and step < self._run.steps:
+            if every and step % every == 0 and step < self._schedule.run.steps:
                 self._saving = asyncio.create_task(self._save(), name="save")
 
     async def _recover(self, death: RankDied) -> None:
         """The learner's processes died: new ones, with the state of the newest checkpoint. What was trained since is trained
         again; until then the engine keeps its weights, which are those that this leads to."""
-        if self._prepare is None:
-            raise death
         if self._saving is not None:
             self._saving.cancel()
             await asyncio.gather(self._saving, return_exceptions=True)
@@ -195,33 +195,22 @@ class LearnLoop:
         with suppress(LeaseError):  # its step was committed, or there is none
             if self._batch is not None:
                 await asyncio.wrap_future(self._ledger.release(self._batch.lease_id))
-        while True:
-            self._restart_limit.note("learner", death)
-            try:
-                await self._ranks.start()
-                await self._prepare(self._checkpoint)
-                break
-            except RankDied as again:
-                death = again
+        await self._learner.restart(death, self._checkpoint)
         here = await asyncio.wrap_future(self._ledger.position())
         start = Position(run_id=here.run_id, lineage=here.lineage, step=0)
         target = self._checkpoint.position if self._checkpoint else start
         self._num_replays = await asyncio.wrap_future(self._ledger.restore(target))
         self.step = target.step
 
-    async def publish(self) -> None:
-        """New weights: learner -> file -> engine, which pauses for the copy only. The file stays until the next one: an engine
-        that is started again takes it from there."""
-        folder = Path(tempfile.mkdtemp(prefix=f"version-{self.step}-", dir=self._weights))
-        await self._ranks.publish(folder / WEIGHTS)
-        await self._engine.load_weights(folder, version=self.step)
-        if self._published is not None:
-            shutil.rmtree(self._published)
-        self._published = folder
+    async def _publish(self) -> None:
+        await self._weights.publish(self._learner.ranks, self._engine, version=self.step)
 
     async def _sample(self) -> TrainBatch | None:
         """The next full batch; None when the run was told to stop."""
-        num_groups, min_version = self._buffer.groups_per_step, self.step - self._buffer.max_policy_lag
+        num_groups, min_version = (
+            self._schedule.buffer.groups_per_step,
+            self.step - self._schedule.buffer.max_policy_lag,
+        )
         if self._stopped:
             return None
         if self._num_replays >= num_groups:
@@ -230,9 +219,9 @@ class LearnLoop:
             if batch is not None:
                 return batch
         self._num_replays = 0
-        self._pool.begin()
+        self._pool.unpause()
         self._sampling = asyncio.create_task(self._rounds.sample(num_groups, min_version=min_version))
-        dying = asyncio.create_task(self._ranks.until_dead())  # a learner that dies now is started again now
+        dying = asyncio.create_task(self._learner.ranks.until_dead())  # a learner that dies now is started again now
         try:
             await asyncio.wait({self._sampling, dying}, return_when=asyncio.FIRST_COMPLETED)
             if self._sampling.done():
@@ -250,31 +239,31 @@ class LearnLoop:
     async def _train(self, batch: TrainBatch, *, step: int) -> dict[str, float]:
         """Train, record the step, publish what the engine does not have yet."""
         penalty = {}
-        if self._shaping is not None:
-            batch, mean = with_overlong_penalty(batch, max_tokens=self._shaping)
+        if self._schedule.overlong_tokens is not None:
+            batch, mean = with_overlong_penalty(batch, max_tokens=self._schedule.overlong_tokens)
             penalty = {"reward/overlong": mean}
-        metrics = penalty | await self._ranks.train_step(batch, version=self.step)
+        metrics = penalty | await self._learner.ranks.train_step(batch, version=self.step)
         await asyncio.wrap_future(self._ledger.commit_step(batch.lease_id, step=step, version=step))
         began = time.monotonic()
         self.step = step
         if step >= self._done:  # the last one that is made again too: rounding may differ
-            await self.publish()
+            await self._publish()
             await self._pool.set_version(step)
         metrics["time/publish_s"] = time.monotonic() - began
-        if self._traces is not None and step > self._done:
-            await asyncio.to_thread(self._traces.add, batch, step=step)
+        if self._out.traces is not None and step > self._done:
+            await asyncio.to_thread(self._out.traces.add, batch, step=step)
         return metrics
 
     def _validate(self) -> None:
-        if self._validation is not None and self.step < self._run.steps:
+        if self._validation is not None and self.step < self._schedule.run.steps:
             self._validation.begin(self.step)
 
     async def _finish_validation(self) -> None:
         """The last weights are validated whatever is under way; after Ctrl-C nobody waits for it."""
-        self._pool.begin()
+        self._pool.unpause()
         if self._validation is None or self._stopped:
             return
-        with self._display.phase("waiting for the last validation"):
+        with self._out.display.phase("waiting for the last validation"):
             self._log_validation(await self._validation.finish())
             if not self._stopped:
                 self._validation.begin(self.step, last=True)
@@ -283,7 +272,7 @@ class LearnLoop:
     def _log_validation(self, figures: dict[str, float]) -> None:
         """No step's line is left for them."""
         if figures:
-            self._tracker.log(self.step, figures)
+            self._out.tracker.log(self.step, figures)
             self._show_validation(figures)
 
     async def _saved(self) -> None:
@@ -296,8 +285,8 @@ class LearnLoop:
         position = await asyncio.wrap_future(self._ledger.position())
         try:
             scratch = await asyncio.to_thread(self._store.scratch, position.step)
-            await self._ranks.save(scratch / "learner")
-            await self._ranks.save_pretrained(scratch / "model")
+            await self._learner.ranks.save(scratch / "learner")
+            await self._learner.ranks.save_pretrained(scratch / "model")
             score = self._score()
             self._checkpoint = await asyncio.to_thread(self._store.commit, scratch, position=position, score=score)
         except OSError as error:
@@ -308,20 +297,20 @@ class LearnLoop:
 
     def _show_validation(self, figures: dict[str, float]) -> None:
         if "val/mean" in figures:
-            self._display.validated(int(figures["val/step"]), mean=figures["val/mean"], best=figures["val/best"])
+            self._out.display.validated(int(figures["val/step"]), mean=figures["val/mean"], best=figures["val/best"])
 
     def _score(self) -> float | None:
         validated = None if self._validation is None else self._validation.last_mean
-        return self._history.recent_reward() if validated is None else validated
+        return self._out.history.recent_reward() if validated is None else validated
 
     def _report(self, batch: TrainBatch, metrics: dict[str, float]) -> None:
-        figures = self._history.add(batch, metrics, version=self.step - 1, stats=self._generated)
-        figures |= self._pool.metrics() | self._restart_limit.figures() | self._more_figures()
+        figures = self._out.history.add(batch, metrics, version=self.step - 1, stats=self._out.generated)
+        figures |= self._pool.metrics() | self._restart_limit.figures() | self._out.more_figures()
         if self._validation is not None:
             figures |= self._validation.take()
             self._show_validation(figures)
-        self._tracker.log(self.step, figures)
-        self._display.update(
+        self._out.tracker.log(self.step, figures)
+        self._out.display.update(
             self.step,
             reward=figures["reward/mean"],
             mean_lag=figures["staleness/mean"],

@@ -22,15 +22,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
-from collections.abc import Callable, Mapping, Sequence, Set
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from agents.external import AgentPerEpisode, AgentPlace, LongLivedAgents, check_command
-from agents.workers.config import read_loops
 from agents.workers.manager import AgentLoopManager
 from buffers.errors import TaskError
 from buffers.ledger.ledger import Ledger
@@ -38,12 +37,14 @@ from buffers.records import Task
 from buffers.tasks.task_order import endless_tasks, task_list
 from configs.schema import Config
 from env_adapters.child_process import Child, resolve_command, start_environment
-from env_adapters.scoring.rewards import Rewards
 from learner.checkpoints.store import Checkpoint, CheckpointStore
+from learner.checkpoints.weight_sync import WeightSync
 from learner.evaluation import Evaluation, EvaluationPlan
-from learner.learn_loop import LearnLoop
+from learner.learn_loop import LearnLoop, Outputs, Schedule
+from learner.players import Players, make_players
 from learner.recovery.failure_report import why_episodes_fail
 from learner.recovery.failure_watch import watch
+from learner.recovery.learner_processes import LearnerProcesses
 from learner.recovery.restart_limit import RestartLimit
 from learner.recovery.restarts import Environment, end_silent, ended, restart_engine_when_dead, start_engine
 from learner.reporting.display import Display
@@ -52,11 +53,11 @@ from learner.reporting.run_metrics import History
 from learner.reporting.tracker import Tracker
 from learner.startup import ray_cluster
 from learner.startup.key_files import environment_files
-from learner.startup.model_and_tasks import prepare_files, saved_weights, weights_folder
+from learner.startup.model_and_tasks import prepare_files
 from learner.startup.run_buffers import RunBuffers, open_run_buffers
-from learner.training.ranks import LearnerRanks, RankDied
+from learner.training.ranks import LearnerRanks
 from learner.validation import Validation
-from mocked_server.dispatch import PLAIN, Others
+from mocked_server.dispatch import Others
 from mocked_server.generation import Generation
 from mocked_server.http.uvicorn_server import bind
 from mocked_server.keys import KeyRing, round_secret, secret_of_run
@@ -78,23 +79,45 @@ MAX_NUM_SEQS = 256
 """Most generations in one engine step."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where the server listens, and the keys that open it."""
+
+    keys: KeyRing
+    socket: socket.socket
+
+    @property
+    def url(self) -> str:
+        host, port = self.socket.getsockname()[:2]
+        return f"http://{host}:{port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What answers agents: engine and server, and the ledger that records them."""
+
+    engine: VLLMEngine
+    server: MockedServer
+    buffers: RunBuffers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """What a run is made of, once built."""
 
-    books: RunBuffers
+    players: Players
     engine: VLLMEngine
     server: MockedServer
+    buffers: RunBuffers
     generation: Generation
+    environment: Environment | None
     main: LearnLoop | Evaluation
-    env: Environment | None = None
-    background: list[asyncio.Task[None]] = field(default_factory=list)
 
 
 class Pipeline:
     """One run. `await run()` returns when `run.steps` steps are trained, or after `stop()`.
 
-    `resume`: the folder holds an earlier run's ledger, which goes on from `checkpoint`, or from its start without one.
+    `resume`: the folder holds an earlier run's ledger, which is resumed from `checkpoint`, or from its start without one.
     `evaluates`: there is no learner; the tasks are played by the model as it is, and `evaluation` has what they scored.
     """
 
@@ -115,10 +138,8 @@ class Pipeline:
         self._tracker = tracker
         self._resume = resume
         self._checkpoint = checkpoint
-        self._start = checkpoint.position.step if checkpoint else 0
-        self._ranks: LearnerRanks
-        self._learn: LearnLoop | None = None
         self._evaluates = evaluates
+        self._learn: LearnLoop | None = None
         self.failures: dict[str, int] = {}
         """Attempts that failed, by reason, at the end."""
         self.evaluation: Evaluation | None = None
@@ -136,159 +157,103 @@ class Pipeline:
         async with AsyncExitStack() as stack:
             parts = await self._build(stack)
             async with asyncio.TaskGroup() as loops:
-                parts.background = self._start_loops(loops, parts)
+                background = self._start_loops(loops, parts)
                 await loops.create_task(parts.main.run(), name="evaluate" if self._evaluates else "learn")
-                for task in parts.background:
+                for task in background:
                     task.cancel()
-            counts = parts.books.ledger.counts()
+            counts = parts.buffers.ledger.counts()
             self.failures = {
                 name.removeprefix("failed/"): number for name, number in counts.items() if name.startswith("failed/")
             }
             self.history.finish(counts, parts.server.status(), self._restart_limit.figures())
 
-    # Building
+    # Building: each step returns what it has built, and leaves on `stack` how that ends.
 
     async def _build(self, stack: AsyncExitStack) -> Parts:
         config = self._config
         if config.agents.command:
             check_command(config.agents.command)
-        scorer, manager = config.data.scorer, config.data.reward_manager
-        self._rewards = Rewards(scorer, batch=manager == "batch") if scorer else None
-        self._loops = self._make_loops()
-        self._keys = KeyRing(secret_of_run(self._folder, host=config.server.host))
-        self._socket = bind(config.server.host, config.server.port)
-        stack.callback(self._socket.close)
+        players = make_players(config)
+        address = self._bind(stack)
         with self._display.phase("preparing model and tasks"):
-            model = await prepare_files(config, folder=self._folder, make=_make_data, players=self._players())
+            model = await prepare_files(config, folder=self._folder, make=_make_data, players=players.names)
         set_process_environment()
-        weights = weights_folder(self._folder)
-        stack.callback(shutil.rmtree, weights, ignore_errors=True)
+        weights = WeightSync(self._folder)
+        stack.callback(weights.close)
         with self._display.phase("starting engine and server"):
-            learner, (engine, server, books) = await self._start_heavy(stack, model, weights)
+            ray = self._start_ray(stack)
+            learner, starting = self._start_learner(stack, ray, model=model)
+            serving = await self._start_serving(
+                stack, ray, model=model, players=players, address=address, weights=weights
+            )
+        engine, server, buffers = serving.engine, serving.server, serving.buffers
         generation = Generation(
-            engine, queue=server.prompt_queue, rounds=books.ledger, blame=partial(self._end_killer, server)
+            engine, queue=server.prompt_queue, rounds=buffers.ledger, blame=partial(self._end_killer, server)
         )
         server.on_ended = generation.forget
-        for episode, rounds in books.running:
+        for episode, rounds in buffers.running:
             generation.resume(episode.episode_id, rounds)
         if self._evaluates:
-            main: LearnLoop | Evaluation = self._make_evaluation(self._evaluates, books)
+            main: LearnLoop | Evaluation = self._make_evaluation(self._evaluates, players=players, buffers=buffers)
         else:
-            main = self._learn = self._make_learn_loop(stack, learner, engine, server, books, generation, weights)
-        parts = Parts(books=books, engine=engine, server=server, generation=generation, main=main)
-        if config.env.command:
-            env = {"SERVER_URL": server.base_url, "SCORER_KEY": server.keys.scorer}
-            start = partial(
-                start_environment,
-                config.env.command, env=env, cwd=Path.cwd(), log=self._folder / "env.log", deadline_s=ENV_START_S,
-            )  # fmt: skip
-            parts.env = Environment(start, lost=partial(environment_lost, server))
-            stack.push_async_callback(parts.env.stop)
-            server.env_address = await parts.env.start(restart_limit=self._restart_limit)
+            traces = Traces(self._folder, decode=server.decode, start=self._start)
+            stack.callback(traces.close)
+            main = self._learn = LearnLoop(
+                Schedule(
+                    run=config.run,
+                    buffer=config.buffer,
+                    start=self._start,
+                    overlong_tokens=config.rollout.max_tokens if config.data.reward_manager == "dapo" else None,
+                ),
+                buffers=buffers,
+                learner=learner,
+                starting=starting,
+                engine=engine,
+                weights=weights,
+                store=CheckpointStore(self._folder / "checkpoints", keep=config.run.checkpoints.keep),
+                outputs=Outputs(
+                    history=self.history,
+                    tracker=self._tracker,
+                    display=self._display,
+                    generated=generation.stats,
+                    more_figures=players.figures,
+                    traces=traces,
+                ),
+                restart_limit=self._restart_limit,
+                validation=self._make_validation(players, buffers.ledger),
+                checkpoint=self._checkpoint,
+            )
+        environment = await self._start_environment(stack, server)
         stack.enter_context(environment_files(self._folder, server))
-        return parts
-
-    def _make_learn_loop(
-        self,
-        stack: AsyncExitStack,
-        learner: asyncio.Task[None],
-        engine: VLLMEngine,
-        server: MockedServer,
-        books: RunBuffers,
-        generation: Generation,
-        weights: Path,
-    ) -> LearnLoop:
-        config = self._config
-        return LearnLoop(
-            run=config.run, buffer=config.buffer,
-            ledger=books.ledger, rounds=books.rounds, pool=books.pool,
-            ranks=self._ranks, engine=engine, generated=generation.stats,
-            store=CheckpointStore(self._folder / "checkpoints", keep=config.run.checkpoints.keep),
-            weights=weights, history=self.history, tracker=self._tracker, display=self._display,
-            validation=self._validation(books.ledger),
-            shaping=config.rollout.max_tokens if config.data.reward_manager == "dapo" else None,
-            start=self._start, num_replays=books.num_replays,
-            more_figures=self._loops.figures.take if self._loops else dict,
-            traces=self._open_traces(stack, server),
-            restart_limit=self._restart_limit, started=learner, prepare=self._prepare_learner, checkpoint=self._checkpoint,
+        return Parts(
+            players=players, engine=engine, server=server, buffers=buffers, generation=generation,
+            environment=environment, main=main,
         )  # fmt: skip
 
-    def _make_evaluation(self, plan: EvaluationPlan, books: RunBuffers) -> Evaluation:
-        config = self._config
-        paths = [Path(path) for path in config.data.task_files]
+    @property
+    def _start(self) -> int:
+        return self._checkpoint.position.step if self._checkpoint else 0
 
-        def read_tasks() -> list[Task]:
-            return [task for path in paths for task in task_list(path, agent_name=self._default_agent())][: plan.limit]
-
-        self.evaluation = Evaluation(
-            books.ledger,
-            pool=books.pool,
-            read_tasks=read_tasks,
-            samples=config.data.validation.samples,
-            display=self._display,
+    def _bind(self, stack: AsyncExitStack) -> Address:
+        server = self._config.server
+        address = Address(
+            keys=KeyRing(secret_of_run(self._folder, host=server.host)), socket=bind(server.host, server.port)
         )
-        return self.evaluation
+        stack.callback(address.socket.close)
+        return address
 
-    def _end_killer(self, server: MockedServer, episode_id: str) -> None:
-        """The engine died of this episode's requests, again and again: it ends, the engine goes on."""
-        self._restart_limit.excuse("engine")
-        server.fail_soon(episode_id, "killed the engine")
+    def _start_ray(self, stack: AsyncExitStack) -> asyncio.Task[None]:
+        start = asyncio.to_thread(interrupts_blocked()(ray_cluster.start), self._config.buffer.node)
+        ray = asyncio.create_task(start, name="start ray")
+        stack.push_async_callback(ray_cluster.stop_after, ray)
+        return ray
 
-    def _open_traces(self, stack: AsyncExitStack, server: MockedServer) -> Traces:
-        traces = Traces(self._folder, decode=server.decode, start=self._start)
-        stack.callback(traces.close)
-        return traces
-
-    def _make_loops(self) -> AgentLoopManager | None:
+    def _start_learner(
+        self, stack: AsyncExitStack, ray: asyncio.Task[None], *, model: Path
+    ) -> tuple[LearnerProcesses, asyncio.Task[None]]:
+        """The learner and its start, which goes on: the learn loop waits for it, agents do not."""
         config = self._config
-        if not config.agents.loops:
-            return None
-        return AgentLoopManager(
-            read_loops(Path(config.agents.loops)),
-            num_workers=max(1, config.agents.processes),
-            score_fn=self._rewards.score if self._rewards else None,
-            temperature=config.rollout.temperature,
-        )
-
-    def _players(self) -> Set[str] | None:
-        """Who may play a row, where nobody but our own loops does."""
-        config = self._config
-        if self._loops is None or config.agents.command or config.env.command:
-            return None
-        return self._loops.names | ({PLAIN} if config.data.scorer else set())
-
-    async def _start_heavy(
-        self, stack: AsyncExitStack, model: Path, weights: Path
-    ) -> tuple[asyncio.Task[None], tuple[VLLMEngine, MockedServer, RunBuffers]]:
-        """Engine and server are started, the learner is still starting: the learn loop waits for it, agents do not."""
-        ray_start = asyncio.to_thread(interrupts_blocked()(ray_cluster.start), self._config.buffer.node)
-        ray_started = asyncio.create_task(ray_start, name="start ray")
-        stack.push_async_callback(ray_cluster.stop_after, ray_started)
-        self._ranks = self._make_ranks(model)
-        stack.push_async_callback(self._ranks.close)
-        learner = asyncio.create_task(self._start_learner(ray_started), name="start learner")
-        stack.push_async_callback(ended, learner)
-        async with asyncio.TaskGroup() as tasks:
-            engine = tasks.create_task(self._start_engine(stack, model, weights, ray_started), name="start engine")
-            if self._loops is not None:
-                await asyncio.shield(ray_started)
-                await self._start_loop_workers(self._loops, stack, model)
-        return learner, engine.result()
-
-    async def _start_loop_workers(self, loops: AgentLoopManager, stack: AsyncExitStack, model: Path) -> None:
-        rollout, host = self._config.rollout, self._config.server.host
-        stack.push_async_callback(loops.close)
-        await loops.start(
-            model_path=str(model),
-            server_urls=[f"http://{host}:{self._socket.getsockname()[1]}"],
-            worker_key=self._keys.worker,
-            prompt_length=rollout.max_model_len - rollout.max_tokens,
-            response_length=rollout.max_tokens,
-        )
-
-    def _make_ranks(self, model: Path) -> LearnerRanks:
-        config = self._config
-        return LearnerRanks(
+        ranks = LearnerRanks(
             config.learner,
             model_path=str(model),
             dtype=config.model.dtype,
@@ -297,87 +262,138 @@ class Pipeline:
             keep_versions=config.buffer.max_policy_lag + 1,
             gpus_per_rank=1.0 if has_gpu() else 0.0,
         )
-
-    async def _start_learner(self, ray_started: asyncio.Task[None]) -> None:
-        await asyncio.shield(ray_started)
-        self.on_ray_started()
-        while not self._evaluates:
-            try:
-                await self._ranks.start()
-                return await self._prepare_learner(self._checkpoint)
-            except RankDied as death:
-                self._restart_limit.note("learner", death)
-            except asyncio.CancelledError:
-                self._ranks.kill()  # `close` would wait for the end of the warm start
-                raise
-
-    async def _prepare_learner(self, checkpoint: Checkpoint | None) -> None:
-        """The state of a checkpoint; that of the start, without one."""
-        warm = self._config.warm_start
-        if checkpoint is not None:
-            await self._ranks.load(checkpoint.learner)
-        elif warm.demonstrations:
-            seed = self._config.run.seed
-            metrics = await self._ranks.warm_start(Path(warm.demonstrations), steps=warm.steps, lr=warm.lr, seed=seed)
-            if not self.history.warm_start:
-                self.history.warm_start = metrics
-                self._tracker.log(0, {f"warm_start/{name}": value for name, value in metrics.items()})
-
-    async def _start_engine(
-        self, stack: AsyncExitStack, model: Path, weights: Path, ray_started: asyncio.Task[None]
-    ) -> tuple[VLLMEngine, MockedServer, RunBuffers]:
-        config = self._config
-        warms_up = config.warm_start.demonstrations and self._checkpoint is None and not has_gpu()
-        if config.buffer.node or warms_up:  # which takes longest: nothing gets in the way of its Ray
-            await asyncio.shield(ray_started)
-        books = await open_run_buffers(
-            config, stack, folder=self._folder, secret=partial(round_secret, self._folder),
-            resume=self._resume, checkpoint=self._checkpoint,
-        )  # fmt: skip
-        settings = EngineSettings(
-            model_path=model, served_name="policy", dtype=config.model.dtype,
-            rollout=config.rollout, server=config.server, seed=config.run.seed,
-            max_num_seqs=min(MAX_NUM_SEQS, config.agents.concurrency),
-        )  # fmt: skip
-        args = await asyncio.to_thread(make_args, settings)
-        vllm_config = await asyncio.to_thread(make_vllm_config, args)
-        first = (saved_weights(self._checkpoint, weights), self._start) if self._checkpoint else None
-        engine = VLLMEngine(
-            vllm_config,
-            count_preemptions=self._loops is not None,
-            weights=first,
-            timeout_s=config.rollout.engine_timeout_s,
+        learner = LearnerProcesses(
+            ranks,
+            warm_start=config.warm_start,
+            seed=config.run.seed,
+            restart_limit=self._restart_limit,
+            on_warm_start=self._keep_warm_start,
         )
-        stack.push_async_callback(engine.close)
-        await start_engine(engine, restart_limit=self._restart_limit)
-        server = MockedServer(
-            args=args, vllm_config=vllm_config, rollout=config.rollout, server=config.server,
-            pool=books.pool, notify_score_fn=books.rounds.notify_score,
-            score_fn=self._rewards.score if self._rewards else None,
-            loops=self._loops, sock=self._socket, keys=self._keys,
-            others=Others(agents=self._players() is None, default=self._default_agent()),
-        )  # fmt: skip
-        server.attach_engine(engine)
-        for episode, rounds in books.running:
-            server.resume_episode(episode, rounds)
-        await server.start()
-        stack.push_async_callback(server.close)
-        return engine, server, books
+        stack.push_async_callback(ranks.close)
 
-    def _validation(self, ledger: Ledger) -> Validation | None:
+        async def start() -> None:
+            await asyncio.shield(ray)
+            self.on_ray_started()
+            if not self._evaluates:
+                await learner.start(self._checkpoint)
+
+        starting = asyncio.create_task(start(), name="start learner")
+        stack.push_async_callback(ended, starting)
+        return learner, starting
+
+    def _keep_warm_start(self, metrics: dict[str, float]) -> None:
+        if not self.history.warm_start:
+            self.history.warm_start = metrics
+            self._tracker.log(0, {f"warm_start/{name}": value for name, value in metrics.items()})
+
+    async def _start_serving(
+        self,
+        stack: AsyncExitStack,
+        ray: asyncio.Task[None],
+        *,
+        model: Path,
+        players: Players,
+        address: Address,
+        weights: WeightSync,
+    ) -> Serving:
+        """Ledger, engine and server, and the workers of agent loops beside them."""
+        config = self._config
+        async with asyncio.TaskGroup() as tasks:
+            if players.loops is not None:
+                tasks.create_task(
+                    self._start_loop_workers(stack, ray, players.loops, model=model, address=address),
+                    name="start loops",
+                )
+            warms_up = config.warm_start.demonstrations and self._checkpoint is None and not has_gpu()
+            if config.buffer.node or warms_up:  # which takes longest: nothing gets in the way of its Ray
+                await asyncio.shield(ray)
+            buffers = await open_run_buffers(
+                config, stack, folder=self._folder, secret=partial(round_secret, self._folder),
+                resume=self._resume, checkpoint=self._checkpoint,
+            )  # fmt: skip
+            settings = EngineSettings(
+                model_path=model, served_name="policy", dtype=config.model.dtype,
+                rollout=config.rollout, server=config.server, seed=config.run.seed,
+                max_num_seqs=min(MAX_NUM_SEQS, config.agents.concurrency),
+            )  # fmt: skip
+            args = await asyncio.to_thread(make_args, settings)
+            vllm_config = await asyncio.to_thread(make_vllm_config, args)
+            engine = VLLMEngine(
+                vllm_config,
+                count_preemptions=players.loops is not None,
+                weights=weights.saved(self._checkpoint) if self._checkpoint else None,
+                timeout_s=config.rollout.engine_timeout_s,
+            )
+            stack.push_async_callback(engine.close)
+            await start_engine(engine, restart_limit=self._restart_limit)
+            server = MockedServer(
+                args=args, vllm_config=vllm_config, rollout=config.rollout, server=config.server,
+                pool=buffers.pool, notify_score_fn=buffers.rounds.notify_score,
+                score_fn=players.rewards.score if players.rewards else None,
+                loops=players.loops, sock=address.socket, keys=address.keys,
+                others=Others(agents=players.names is None, default=players.default),
+            )  # fmt: skip
+            server.attach_engine(engine)
+            for episode, rounds in buffers.running:
+                server.resume_episode(episode, rounds)
+            await server.start()
+            stack.push_async_callback(server.close)
+        return Serving(engine=engine, server=server, buffers=buffers)
+
+    async def _start_loop_workers(
+        self, stack: AsyncExitStack, ray: asyncio.Task[None], loops: AgentLoopManager, *, model: Path, address: Address
+    ) -> None:
+        rollout = self._config.rollout
+        await asyncio.shield(ray)
+        stack.push_async_callback(loops.close)
+        await loops.start(
+            model_path=str(model),
+            server_urls=[address.url],
+            worker_key=address.keys.worker,
+            prompt_length=rollout.max_model_len - rollout.max_tokens,
+            response_length=rollout.max_tokens,
+        )
+
+    def _make_evaluation(self, plan: EvaluationPlan, *, players: Players, buffers: RunBuffers) -> Evaluation:
+        data = self._config.data
+        paths = [Path(path) for path in data.task_files]
+
+        def read_tasks() -> list[Task]:
+            return [task for path in paths for task in task_list(path, agent_name=players.default)][: plan.limit]
+
+        self.evaluation = Evaluation(
+            buffers.ledger,
+            pool=buffers.pool,
+            read_tasks=read_tasks,
+            samples=data.validation.samples,
+            display=self._display,
+        )
+        return self.evaluation
+
+    def _make_validation(self, players: Players, ledger: Ledger) -> Validation | None:
         validation = self._config.data.validation
         if not validation.tasks:
             return None
-        read = partial(task_list, Path(validation.tasks), agent_name=self._default_agent())
+        read = partial(task_list, Path(validation.tasks), agent_name=players.default)
         return Validation(ledger, tasks=read, every=validation.every, samples=validation.samples)
 
-    def _default_agent(self) -> str | None:
-        """Who plays rows that name no agent: the agent; without one the first loop; as in verl, nobody has to when there is a
-        scorer."""
-        config = self._config
-        if config.agents.command:
+    async def _start_environment(self, stack: AsyncExitStack, server: MockedServer) -> Environment | None:
+        command = self._config.env.command
+        if not command:
             return None
-        return self._loops.first if self._loops is not None else PLAIN if config.data.scorer else None
+        env = {"SERVER_URL": server.base_url, "SCORER_KEY": server.keys.scorer}
+        start = partial(
+            start_environment, command, env=env, cwd=Path.cwd(), log=self._folder / "env.log", deadline_s=ENV_START_S
+        )
+        environment = Environment(start, lost=partial(environment_lost, server))
+        stack.push_async_callback(environment.stop)
+        server.env_address = await environment.start(restart_limit=self._restart_limit)
+        return environment
+
+    def _end_killer(self, server: MockedServer, episode_id: str) -> None:
+        """The engine died of this episode's requests, again and again: the episode ends, the engine is restarted."""
+        self._restart_limit.excuse("engine")
+        server.fail_soon(episode_id, "killed the engine")
 
     # Loops
 
@@ -394,17 +410,19 @@ class Pipeline:
         if (silence_s := config.agents.silence_s) is not None:
             silent = end_silent(parts.server.episodes.silent, fail=parts.server.fail, seconds=silence_s)
             started.append(loops.create_task(silent, name="end the silent"))
-        if parts.env is not None:
+        if parts.environment is not None:
             started.append(
-                loops.create_task(parts.env.keep(restart_limit=self._restart_limit), name="keep the environment")
+                loops.create_task(
+                    parts.environment.keep(restart_limit=self._restart_limit), name="keep the environment"
+                )
             )
         if config.data.task_files and not self._evaluates:
-            parts.books.pool.add_source(
+            parts.buffers.pool.add_source(
                 endless_tasks(
                     {Path(path): weight for path, weight in config.data.task_files.items()},
                     seed=config.run.seed,
-                    opened=parts.books.opened,
-                    agent_name=self._default_agent(),
+                    opened=parts.buffers.opened,
+                    agent_name=parts.players.default,
                 )
             )
         if config.agents.command:
@@ -422,12 +440,12 @@ class Pipeline:
         many = config.agents.concurrency
         if config.agents.processes == 0:
             return AgentPerEpisode(
-                config.agents.command, place=place, desk=parts.server, concurrency=many, judge=self._rewards
+                config.agents.command, place=place, service=parts.server, concurrency=many, judge=parts.players.rewards
             )
         return LongLivedAgents(
             config.agents.command,
             place=place,
-            desk=parts.server,
+            service=parts.server,
             processes=config.agents.processes,
             concurrency=many,
         )
@@ -439,26 +457,28 @@ class Pipeline:
         def show() -> None:
             self._display.queues(
                 prompts_waiting=parts.server.prompt_queue.qsize() + parts.generation.stats.running,
-                episodes_running=int(parts.books.pool.metrics()["pool/running"]),
-                groups_ready=parts.books.ledger.counts()["groups/ready"],
+                episodes_running=int(parts.buffers.pool.metrics()["pool/running"]),
+                groups_ready=parts.buffers.ledger.counts()["groups/ready"],
             )
             if news := self.history.news():
                 self._display.note(news)
 
-        def why(counts: Mapping[str, int]) -> str:
+        async def why(counts: Mapping[str, int]) -> str:
+            details = await asyncio.wrap_future(parts.buffers.ledger.failure_details())
             return why_episodes_fail(
                 counts,
+                details=details,
                 refused=parts.server.model_requests.refused,
                 agents=self._folder / "agents",
                 env_log=self._folder / "env.log" if self._config.env.command else None,
             )
 
         await watch(
-            counts=parts.books.ledger.counts,
+            counts=parts.buffers.ledger.counts,
             groups_per_step=self._config.buffer.groups_per_step,
             show=show,
             say=self._display.note,
-            pool=parts.books.pool.metrics,
+            pool=parts.buffers.pool.metrics,
             is_starting=lambda: self._display.is_starting,
             why=why,
         )

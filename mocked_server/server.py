@@ -1,4 +1,4 @@
-"""MockedServer: the model API that agents call, its task desk and its score desk, on one event loop.
+"""MockedServer: the model API that agents call, the episode routes for agents and scorers, on one event loop.
 
 The pipeline starts it on its own loop (`start`, `close`); `create_and_launch_task_pool` starts it in a thread, as in RFC #1172.
 It needs no engine: prompts wait in `prompt_queue` until somebody generates for them (`mocked_server.generation`, or the RFC's
@@ -35,7 +35,7 @@ from mocked_server.conversation.restored_rounds import remember
 from mocked_server.dispatch import AGENTS, PLAIN, Dispatch, Others, Play, ScoreFn
 from mocked_server.http.attribution import Attribution
 from mocked_server.http.model_requests import ModelRequests
-from mocked_server.http.request_limits import MAX_BODY_BYTES, MAX_DESK_BYTES, BodyLimit, PortRouter
+from mocked_server.http.request_limits import MAX_BODY_BYTES, MAX_EPISODE_ROUTE_BYTES, BodyLimit, PortRouter
 from mocked_server.http.routes import build_admin_app, build_app
 from mocked_server.http.uvicorn_server import PatientProtocol, QuietServer, ServerError, bind
 from mocked_server.keys import KeyRing
@@ -173,12 +173,12 @@ class MockedServer:
             self._dispatching = asyncio.create_task(self._dispatch.run(), name="dispatch")
 
     def _front(self) -> PortRouter:
-        """What listens: the model API, the desks and, on its own port, the administrator's."""
-        desks = BodyLimit(build_app(self), max_bytes=MAX_DESK_BYTES)
+        """What listens: the model API, the episode routes and, on a port of its own, the administrator's."""
+        episode_routes = BodyLimit(build_app(self), max_bytes=MAX_EPISODE_ROUTE_BYTES)
         return PortRouter(
             Attribution(
                 self.model_requests,
-                others=desks,
+                others=episode_routes,
                 keys=self.keys,
                 episodes=self.episodes,
                 is_full=lambda: self.pool.is_full,
@@ -218,7 +218,7 @@ class MockedServer:
         assert self._loop is not None, "start() first"
         asyncio.run_coroutine_threadsafe(self.close(), self._loop).result()
 
-    # The task desk: what agents and scorers ask for, in Python; `mocked_server.http.routes` has the same over HTTP.
+    # What agents and scorers ask for, in Python; `mocked_server.http.routes` has the same over HTTP.
 
     async def lease_episode(self, *, wait_s: float, worker: str = "") -> LeasedEpisode | None:
         """Lease the next episode; None when there is none within `wait_s`. Raises PoolClosed when there are no more."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from buffers.errors import LeaseError, UnderstudyError
 from buffers.ledger.episodes import evict_group, read_episode
+from buffers.ledger.group_commit import operation
 from buffers.ledger.round_codec import decode
 from buffers.ledger.scores import scores_of
 from buffers.records import EpisodeState, Round, Row, TrainBatch
@@ -21,6 +22,7 @@ from buffers.training_rows import episode_rows
 STALE = "stale"
 
 
+@operation(transient=True)
 def claim(db: sqlite3.Connection, *, num_groups: int, min_version: int) -> TrainBatch | None:
     """Lease `num_groups` ready groups, those that were given back first, then the oldest; before that, evict ready groups with a
     token older than `min_version`."""
@@ -37,6 +39,7 @@ def claim(db: sqlite3.Connection, *, num_groups: int, min_version: int) -> Train
     return TrainBatch(rows=rows, lease_id=lease_id, group_ids=group_ids)
 
 
+@operation(repeatable=True)
 def commit_step(db: sqlite3.Connection, *, lease_id: int, step: int, version: int) -> int:
     """The lease's groups are trained; returns how many. The same (lease, step) again gives the same answer."""
     row = db.execute("SELECT step, num_groups FROM step WHERE lease_id = ?", (lease_id,)).fetchone()
@@ -81,6 +84,7 @@ def evict_stale(db: sqlite3.Connection, *, min_version: int) -> list[str]:
     return ended
 
 
+@operation(repeatable=True)
 def read_rounds(db: sqlite3.Connection, *, episode_id: str) -> list[Round]:
     """All rounds of an episode, in order."""
     read_episode(db, episode_id=episode_id)

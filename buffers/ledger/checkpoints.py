@@ -13,9 +13,11 @@ import sqlite3
 from buffers.errors import UnderstudyError
 from buffers.ledger.batches import current_lineage
 from buffers.ledger.episodes import RESTART, evict_group
+from buffers.ledger.group_commit import operation
 from buffers.records import EpisodeState, Position
 
 
+@operation(repeatable=True)
 def position(db: sqlite3.Connection) -> Position:
     """Where the books stand now."""
     lineage = current_lineage(db)
@@ -54,6 +56,7 @@ def restore(db: sqlite3.Connection, *, target: Position) -> int:
     return int(num_replays)
 
 
+@operation(repeatable=True)
 def times_opened(db: sqlite3.Connection) -> dict[str, int]:
     """How many groups of each task were opened: the position in the task files."""
     found = db.execute("SELECT task_id, max(instance) + 1 FROM grp WHERE task_id IS NOT NULL GROUP BY task_id")

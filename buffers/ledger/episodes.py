@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from buffers.errors import EpisodeClosed, EpisodeError, TaskError, UnknownEpisode
+from buffers.ledger.group_commit import operation
 from buffers.records import Episode, EpisodeState, GroupState, Task
 from buffers.training_rows import ABORTED, is_trainable
 
@@ -126,6 +127,7 @@ def start_pending(db: sqlite3.Connection, *, limit: int, version: int) -> list[E
     return [as_episode(db, row=row) for row in rows]
 
 
+@operation(repeatable=True)
 def running_episodes(db: sqlite3.Connection) -> list[Episode]:
     """The episodes under way that have a task, the oldest first."""
     found = db.execute(
@@ -135,6 +137,14 @@ def running_episodes(db: sqlite3.Connection) -> list[Episode]:
     return [as_episode(db, row=EpisodeRow(*values)) for values in found.fetchall()]
 
 
+@operation(repeatable=True)
+def failure_details(db: sqlite3.Connection) -> dict[str, str]:
+    """Kind of failure -> the most frequent reason of that kind, with its detail."""
+    found = db.execute("SELECT reason FROM episode WHERE state = 'failed' GROUP BY reason ORDER BY count(*)")
+    return {reason.partition(":")[0]: reason for (reason,) in found}
+
+
+@operation(repeatable=True)
 def ended(db: sqlite3.Connection, *, episode_ids: Sequence[str]) -> list[ClosedEpisode]:
     """Those of these episodes that have ended."""
     rows = [read_episode(db, episode_id=episode_id) for episode_id in episode_ids]
@@ -189,6 +199,7 @@ def put_round(db: sqlite3.Connection, *, stored: StoredRound) -> None:
         ) from error
 
 
+@operation(inline=True)
 def put_rounds(db: sqlite3.Connection, *, rounds: Sequence[StoredRound]) -> list[EpisodeError | None]:
     """Store each round or say why not; one that is there already, bit for bit, is stored."""
     if _put_together(db, rounds=rounds):
@@ -307,14 +318,14 @@ def complete_group(db: sqlite3.Connection, *, group_id: int, drop_zero_variance:
         db.execute("UPDATE grp SET state = 'ready', min_version = ? WHERE group_id = ?", (min_version, group_id))
 
 
-def recover(db: sqlite3.Connection, *, keep_running: bool, keep_leases: bool = False) -> None:
+def recover(db: sqlite3.Connection, *, resume_episodes: bool, keep_leases: bool = False) -> None:
     """After a process died: leased groups are ready again or, with `keep_leases`, stay with their learner, which has outlived it.
-    Episodes under way failed and are tried again or, with `keep_running`, go on: those whose agents have outlived it."""
+    Episodes under way failed and are tried again or, with `resume_episodes`, go on: those whose agents have outlived it."""
     db.execute("UPDATE meta SET value = value + 1 WHERE key = 'epoch'")
     if not keep_leases:
         db.execute("UPDATE lease SET state = 'superseded' WHERE state = 'active'")
         db.execute("UPDATE grp SET state = 'ready', replay = lease_id, lease_id = NULL WHERE state = 'leased'")
-    if keep_running:
+    if resume_episodes:
         return
     interrupted = db.execute(
         f"SELECT {_COLUMNS} FROM episode WHERE state IN ('pending', 'running') ORDER BY seq"

@@ -1,6 +1,6 @@
 """Commits whatever has piled up for a SQLite connection as one transaction (group commit).
 
-A thread of its own does it, or the caller: one that waits anyway may do it `here`, if nothing is being committed just then, since
+A thread of its own does it. The caller of an operation that is `inline` does it itself if nothing is being committed just then:
 handing over to another thread and back takes as long as a small transaction. The main thread never does: a signal's handler may
 raise in the midst of it.
 Called by `Ledger`. Invariants: one transaction at a time; operations run in the order of `submit`; a future is done only after
@@ -22,8 +22,47 @@ from typing import Any, Protocol, TypeVar
 from buffers.errors import StorageFull, UnderstudyError
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 Operation = Callable[[sqlite3.Connection], T | UnderstudyError]
 """Runs in whichever thread commits. Raising undoes it; *returning* an error keeps what it wrote and raises in the caller."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How an operation may be stored; declared with `@operation` where the operation is defined."""
+
+    refusable: bool = False
+    """It fails with StorageFull while the disk is full, instead of waiting: its caller sends it again."""
+    transient: bool = False
+    """What it writes means nothing after a crash: its future does not wait for the disk. What is stored later makes it durable."""
+    repeatable: bool = False
+    """It may run again when its answer was lost on the way from another process (`buffers.remote`)."""
+    inline: bool = False
+    """Its callers wait for it: what is queued is committed before `submit` returns, if the calling thread may."""
+
+
+DEFAULT_RULES = Rules()
+
+
+def operation(
+    *, refusable: bool = False, transient: bool = False, repeatable: bool = False, inline: bool = False
+) -> Callable[[F], F]:
+    """Declare the rules of a function over the ledger's connection. Without this it has none of them."""
+
+    def declare(function: F) -> F:
+        function.rules = Rules(  # type: ignore[attr-defined]
+            refusable=refusable, transient=transient, repeatable=repeatable, inline=inline
+        )
+        return function
+
+    return declare
+
+
+def rules_of(function: Callable[..., Any]) -> Rules:
+    """What `operation` declared for this function."""
+    rules: Rules = getattr(function, "rules", DEFAULT_RULES)
+    return rules
+
 
 # What a bad argument can raise; the caller gets it, the neighbours go on. Anything else is a bug and stops the writer.
 _REFUSALS = (
@@ -40,8 +79,8 @@ _REFUSALS = (
 
 
 class Publish(Protocol):
-    def __call__(self, news: Any, *, again: bool) -> None:
-        """`again`: storing works again, after a full disk."""
+    def __call__(self, event: Any, *, recovered: bool) -> None:
+        """`recovered`: storing works again, after a full disk."""
         ...
 
 
@@ -55,12 +94,11 @@ _RETRY_S = 1.0
 class _Job:
     operation: Operation[Any]
     future: Future[Any]
-    refusable: bool = False
-    passing: bool = False
+    rules: Rules
 
 
 class GroupCommit:
-    """`read_news` runs at the end of each transaction and `publish` gets its answer once the transaction is on disk.
+    """`read_event` runs at the end of each transaction and `publish` gets its answer once the transaction is on disk.
     `probe` opens each transaction while the disk is full: it stores enough to show that there is room again."""
 
     def __init__(
@@ -68,15 +106,15 @@ class GroupCommit:
         db: sqlite3.Connection,
         *,
         name: str,
-        read_news: Callable[[sqlite3.Connection], Any],
-        keep_news: Callable[[Any], None],
+        read_event: Callable[[sqlite3.Connection], Any],
+        keep_event: Callable[[Any], None],
         publish: Publish,
         probe: Operation[Any],
     ) -> None:
         self._db = db
         self._name = name
-        self._read_news = read_news
-        self._keep_news = keep_news
+        self._read_event = read_event
+        self._keep_event = keep_event
         self._publish = publish
         self._probe = probe
         self._durable = True
@@ -98,30 +136,25 @@ class GroupCommit:
         self._thread = threading.Thread(target=self._run, name=f"ledger-writer:{name}", daemon=True)
         self._thread.start()
 
-    def submit(
-        self, operation: Operation[T], *, refusable: bool = False, passing: bool = False, here: bool = False
-    ) -> Future[T]:
-        """Queue `operation`; blocks while the queue is full. Raises UnderstudyError after `close`. `refusable`: it fails with
-        StorageFull while the disk is full, instead of waiting. `passing`: what it writes means nothing after a crash, so its
-        future need not wait for the disk (what is stored later makes it durable, too). `here`: the caller would wait for it:
-        what is queued is committed before this returns, if this thread may."""
-        job = _Job(operation, Future(), refusable, passing)
+    def submit(self, operation: Operation[T], *, rules: Rules = DEFAULT_RULES) -> Future[T]:
+        """Queue `operation`; blocks while the queue is full. Raises UnderstudyError after `close`."""
+        job = _Job(operation, Future(), rules)
         with self._lock:
             while len(self._waiting) >= _MAX_WAITING and not self._closed:
                 self._room.wait()
             if self._closed:
                 raise UnderstudyError(f"ledger {self._name} must be open, got an operation after it was closed")
             self._waiting.append(job)
-            if not here:
+            if not rules.inline:
                 self._stir()
-        if here:
-            self._commit_here()
+        if rules.inline:
+            self._commit_inline()
             if not job.future.done():
                 with self._lock:
                     self._stir()
         return job.future
 
-    def _commit_here(self) -> None:
+    def _commit_inline(self) -> None:
         """Commit what waits, if nobody else does and this thread may."""
         if self.full or threading.current_thread() is threading.main_thread() or not self._turn.acquire(blocking=False):
             return
@@ -188,12 +221,12 @@ class GroupCommit:
     def _commit(self, jobs: list[_Job]) -> None:
         jobs = [job for job in jobs if job.future.running() or job.future.set_running_or_notify_cancel()]
         try:
-            self._set_durable(not all(job.passing for job in jobs))
+            self._set_durable(not all(job.rules.transient for job in jobs))
             self._db.execute("BEGIN IMMEDIATE")
             if self.full:
                 self._probe(self._db)
             outcomes = [self._apply(job) for job in jobs]
-            news = self._read_news(self._db)
+            event = self._read_event(self._db)
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
             # A full or failing disk: nothing of this transaction is stored.
@@ -202,13 +235,13 @@ class GroupCommit:
             self._refuse(jobs, error=error)
             return
         was_full, self.full = self.full, False
-        self._keep_news(news)
+        self._keep_event(event)
         for job, outcome in zip(jobs, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 job.future.set_exception(outcome)
             else:
                 job.future.set_result(outcome)
-        self._publish(news, again=was_full)
+        self._publish(event, recovered=was_full)
 
     def _set_durable(self, durable: bool) -> None:
         if durable != self._durable:
@@ -221,7 +254,7 @@ class GroupCommit:
             f"ledger {self._name} could not store: {error}; free space on its disk, it goes on by itself; send again later"
         )
         for job in jobs:
-            if job.refusable or self._draining or len(self._kept) >= _MAX_KEPT:
+            if job.rules.refusable or self._draining or len(self._kept) >= _MAX_KEPT:
                 job.future.set_exception(refusal)
             else:
                 self._kept.append(job)

@@ -21,16 +21,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from buffers.errors import EpisodeError, UnderstudyError
 from buffers.ledger import batches, checkpoints, episodes, scores, validation
 from buffers.ledger.encode import checked_score, stored_round, task_payload
 from buffers.ledger.episodes import ClosedEpisode, StoredRound
-from buffers.ledger.group_commit import GroupCommit
+from buffers.ledger.group_commit import GroupCommit, Rules, rules_of
 from buffers.ledger.schema import open_database
 from buffers.records import Episode, EpisodeState, Position, Round, ScoreDetail, Task, TrainBatch, UInt8, Validated
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _MAX_REASON = 500
@@ -56,24 +57,24 @@ class Ledger:
         path: Path | None,
         *,
         drop_zero_variance: bool = False,
-        keep_running: bool = False,
+        resume_episodes: bool = False,
         keep_leases: bool = False,
     ) -> None:
         """Open or make the file. Leased groups of a dead process are ready again or, with `keep_leases`, stay with their learner,
-        which has outlived it; its running episodes are retried or, with `keep_running`, go on.
+        which has outlived it; its running episodes are retried or, with `resume_episodes`, go on.
 
         `drop_zero_variance`: evict a group whose episodes all scored the same, instead of training it (DAPO,
         arXiv:2503.14476).
         """
         db, self._owner = open_database(path)
         db.execute("BEGIN IMMEDIATE")
-        episodes.recover(db, keep_running=keep_running, keep_leases=keep_leases)
-        news = _read_news(db)
+        episodes.recover(db, resume_episodes=resume_episodes, keep_leases=keep_leases)
+        event = _read_event(db)
         db.execute("COMMIT")
-        self._begin(path, drop_zero_variance=drop_zero_variance, counts=news.counts)
+        self._begin(path, drop_zero_variance=drop_zero_variance, counts=event.counts)
         name = "in memory" if path is None else str(path)
         self._writer = GroupCommit(
-            db, name=name, read_news=_read_news, keep_news=self._keep, publish=self._publish, probe=_probe,
+            db, name=name, read_event=_read_event, keep_event=self._keep, publish=self._publish, probe=_probe,
         )  # fmt: skip
 
     def _begin(self, path: Path | None, *, drop_zero_variance: bool, counts: dict[str, int]) -> None:
@@ -152,26 +153,23 @@ class Ledger:
 
         return unwatch
 
-    def submit(
-        self,
-        operation: Callable[..., T | UnderstudyError],
-        *,
-        refusable: bool = False,
-        passing: bool = False,
-        repeatable: bool = False,
-        here: bool = False,
-    ) -> Future[T]:
-        """Queue a function of `buffers.ledger_*`, with all its arguments but the connection; all methods below do it through this.
+    def run(self, operation: Callable[[sqlite3.Connection], T | UnderstudyError], *, rules: Rules) -> Future[T]:
+        """Queue an operation of `buffers.ledger` whose arguments are bound; every method below does it through this."""
+        return self._writer.submit(operation, rules=rules)
 
-        `repeatable`: it may run again where its answer was lost (nothing is lost
-        here, see `remote_ledger`). Others: see `GroupCommit.submit`.
-        """
-        return self._writer.submit(operation, refusable=refusable, passing=passing, here=here)
+    def _call(
+        self,
+        operation: Callable[Concatenate[sqlite3.Connection, P], T | UnderstudyError],
+        *arguments: P.args,
+        **options: P.kwargs,
+    ) -> Future[T]:
+        # The operations take all but the connection by name, so that `arguments` is empty.
+        return self.run(partial(operation, *arguments, **options), rules=rules_of(operation))  # type: ignore[arg-type]
 
     def put_tasks(self, tasks: Iterable[Task]) -> Future[int]:
         """Store tasks; how many were new. Raises TaskError for one that JSON cannot hold."""
         rows = [(task.task_id, task_payload(task)) for task in tasks]
-        return self.submit(partial(episodes.put_tasks, rows=rows))
+        return self._call(episodes.put_tasks, rows=rows)
 
     def open_group(
         self, task_id: str, *, instance: int, group_size: int, min_size: int | None = None
@@ -183,8 +181,9 @@ class Ledger:
         _require(group_size >= 1, f"group_size must be >= 1, got {group_size}")
         min_size = group_size if min_size is None else min_size
         _require(1 <= min_size <= group_size, f"min_size must be between 1 and group_size={group_size}, got {min_size}")
-        operation = partial(episodes.open_group, task_id=task_id, instance=instance)
-        return self.submit(partial(operation, group_size=group_size, min_size=min_size))
+        return self._call(
+            episodes.open_group, task_id=task_id, instance=instance, group_size=group_size, min_size=min_size
+        )
 
     def open_validation(
         self, tasks: Iterable[Task], *, group_size: int, greedy: bool, min_size: int | None = None
@@ -196,55 +195,58 @@ class Ledger:
         """
         tasks = list(tasks)
         self.put_tasks(tasks)
-        operation = validation.open_validation
         task_ids = [task.task_id for task in tasks]
         min_size = group_size if min_size is None else min_size
-        return self.submit(
-            partial(operation, task_ids=task_ids, group_size=group_size, min_size=min_size, greedy=greedy)
+        return self._call(
+            validation.open_validation, task_ids=task_ids, group_size=group_size, min_size=min_size, greedy=greedy
         )
 
     def validated(self, group_ids: Sequence[int]) -> Future[list[Validated]]:
         """What these groups scored; without those that were given up."""
-        return self.submit(partial(validation.validated, group_ids=group_ids), repeatable=True)
+        return self._call(validation.validated, group_ids=group_ids)
 
     def adopt_episode(self, episode_id: str) -> Future[bool]:
         """Open and start an episode of nobody's task, in a group of one; False when the id is known already."""
-        return self.submit(partial(episodes.adopt_episode, episode_id=episode_id))
+        return self._call(episodes.adopt_episode, episode_id=episode_id)
 
     def start_episode(self, episode_id: str, *, version: int) -> Future[None]:
         """PENDING -> RUNNING, under policy `version`."""
-        return self.submit(partial(episodes.start_episode, episode_id=episode_id, version=version))
+        return self._call(episodes.start_episode, episode_id=episode_id, version=version)
 
     def start_pending(self, *, limit: int, version: int) -> Future[list[Episode]]:
         """Start up to `limit` pending episodes, retries first, then the oldest."""
-        return self.submit(partial(episodes.start_pending, limit=limit, version=version))
+        return self._call(episodes.start_pending, limit=limit, version=version)
 
     def running_episodes(self) -> Future[list[Episode]]:
-        """The episodes of tasks that are under way; after `keep_running` those of the process before."""
-        return self.submit(episodes.running_episodes, repeatable=True)
+        """The episodes of tasks that are under way; after `resume_episodes` those of the process before."""
+        return self._call(episodes.running_episodes)
+
+    def failure_details(self) -> Future[dict[str, str]]:
+        """Kind of failure, as in `counts` -> the most frequent reason of that kind, with its detail."""
+        return self._call(episodes.failure_details)
 
     def ended(self, episode_ids: Sequence[str]) -> Future[list[ClosedEpisode]]:
         """Those of these episodes that have ended."""
-        return self.submit(partial(episodes.ended, episode_ids=episode_ids), repeatable=True)
+        return self._call(episodes.ended, episode_ids=episode_ids)
 
     def put_round(self, round_: Round, /) -> Future[None]:
         """Store a round of a running episode. Raises EpisodeError for numbers that could not be trained."""
-        return self.submit(partial(episodes.put_round, stored=stored_round(round_)))
+        return self._call(episodes.put_round, stored=stored_round(round_))
 
     def mask_tokens(self, episode_id: str, trained: Mapping[int, UInt8]) -> Future[None]:
         """Some tokens that a running episode sampled are not to be trained: round index -> [S] 1 where they are, else 0."""
         flags = {index: each.astype("uint8").tobytes() for index, each in trained.items()}
-        return self.submit(partial(episodes.mask_tokens, episode_id=episode_id, trained=flags))
+        return self._call(episodes.mask_tokens, episode_id=episode_id, trained=flags)
 
     def put_rounds(self, rounds: Sequence[StoredRound]) -> Future[list[EpisodeError | None]]:
         """Store rounds of running episodes in one go: why each was refused, None for those that are stored. A round that is
         there already, bit for bit, counts as stored: whoever was not told may send it again. For threads that wait: unless this
         is the main one, they may be stored when it returns."""
-        return self.submit(partial(episodes.put_rounds, rounds=rounds), here=True)
+        return self._call(episodes.put_rounds, rounds=rounds)
 
     def rounds(self, episode_id: str) -> Future[list[Round]]:
         """The rounds of an episode, in order."""
-        return self.submit(partial(batches.read_rounds, episode_id=episode_id), repeatable=True)
+        return self._call(batches.read_rounds, episode_id=episode_id)
 
     def notify_score(
         self, episode_id: str, score: float, *, max_attempts: int = 1, detail: ScoreDetail = _WHOLE
@@ -257,12 +259,18 @@ class Ledger:
         has had fewer than `max_attempts`.
         """
         value = checked_score(score, episode_id=episode_id)
-        operation = partial(scores.notify_score, max_attempts=max_attempts, drop_zero_variance=self._drop_equal)
-        return self.submit(partial(operation, episode_id=episode_id, score=value, detail=detail), refusable=True)
+        return self._call(
+            scores.notify_score,
+            episode_id=episode_id,
+            score=value,
+            detail=detail,
+            max_attempts=max_attempts,
+            drop_zero_variance=self._drop_equal,
+        )
 
     def score_history(self, episode_id: str) -> Future[list[dict[str, Any]]]:
         """Every score that was reported of an episode, with its judge and what became of it."""
-        return self.submit(partial(scores.score_history, episode_id=episode_id), repeatable=True)
+        return self._call(scores.score_history, episode_id=episode_id)
 
     def fail_episode(self, episode_id: str, reason: str, *, max_attempts: int) -> Future[Episode | None]:
         """End an episode as failed: its next attempt, or None when it has none left. Then the group goes on without it if
@@ -270,14 +278,12 @@ class Ledger:
 
         `reason`: a short kind, then optionally a colon and the detail; kinds are counted.
         """
-        return self.submit(
-            partial(
-                episodes.fail_episode,
-                episode_id=episode_id,
-                reason=reason[:_MAX_REASON],
-                max_attempts=max_attempts,
-                drop_zero_variance=self._drop_equal,
-            )
+        return self._call(
+            episodes.fail_episode,
+            episode_id=episode_id,
+            reason=reason[:_MAX_REASON],
+            max_attempts=max_attempts,
+            drop_zero_variance=self._drop_equal,
         )
 
     def claim(self, num_groups: int, *, min_version: int) -> Future[TrainBatch | None]:
@@ -286,9 +292,7 @@ class Ledger:
         Ready groups that hold a trained token older than `min_version` are evicted first. A lease lives as long as the process.
         """
         _require(num_groups >= 1, f"num_groups must be >= 1, got {num_groups}")
-        operation = partial(batches.claim, num_groups=num_groups, min_version=min_version)
-        # A lease ends with the process, so that a claim need not outlive it.
-        return self.submit(operation, passing=True)
+        return self._call(batches.claim, num_groups=num_groups, min_version=min_version)
 
     def commit_step(self, lease_id: int, *, step: int, version: int) -> Future[int]:
         """The leased groups are trained by `step`, which made policy `version`; how many. Raises LeaseError.
@@ -296,46 +300,45 @@ class Ledger:
         Also raises UnderstudyError when the books do not balance: nothing may be trained from a broken ledger.
         """
         _require(self.imbalance() == 0, f"scored episodes must all be in a group's books, {self.imbalance()} are not")
-        operation = partial(batches.commit_step, lease_id=lease_id, step=step, version=version)
-        return self.submit(operation, repeatable=True)
+        return self._call(batches.commit_step, lease_id=lease_id, step=step, version=version)
 
     def release(self, lease_id: int) -> Future[int]:
         """Give a batch back untrained: its groups are ready again; how many. Raises LeaseError."""
-        return self.submit(partial(batches.release, lease_id=lease_id))
+        return self._call(batches.release, lease_id=lease_id)
 
     def evict_stale(self, min_version: int) -> Future[list[str]]:
         """Evict ready and open groups that hold a token older than `min_version`; the episodes that this ended."""
-        return self.submit(partial(batches.evict_stale, min_version=min_version))
+        return self._call(batches.evict_stale, min_version=min_version)
 
     def position(self) -> Future[Position]:
         """Where the books stand; a checkpoint stores it."""
-        return self.submit(checkpoints.position, repeatable=True)
+        return self._call(checkpoints.position)
 
     def restore(self, target: Position) -> Future[int]:
         """Go back to a checkpoint, in a new lineage: groups trained after it are ready again, in the order in which they
         were trained. Returns how many groups that were given back will be claimed first."""
-        return self.submit(partial(checkpoints.restore, target=target))
+        return self._call(checkpoints.restore, target=target)
 
     def times_opened(self) -> Future[dict[str, int]]:
         """How many groups of each task were opened so far: the position in the task files."""
-        return self.submit(checkpoints.times_opened, repeatable=True)
+        return self._call(checkpoints.times_opened)
 
-    def _keep(self, news: LedgerEvent) -> None:
+    def _keep(self, event: LedgerEvent) -> None:
         """Before the futures are done, so that a caller finds its own change in `counts`."""
-        self._counts = news.counts
+        self._counts = event.counts
 
-    def _publish(self, news: LedgerEvent, *, again: bool) -> None:
-        states = _states(news.counts)
-        if not again and not news.closed and states == self._announced:
+    def _publish(self, event: LedgerEvent, *, recovered: bool) -> None:
+        states = _states(event.counts)
+        if not recovered and not event.closed and states == self._announced:
             return
         self._announced = states
         with self._watchers_lock:
             watchers = list(self._watchers)
         for watcher in watchers:
-            watcher(news)
+            watcher(event)
 
 
-def _read_news(db: sqlite3.Connection) -> LedgerEvent:
+def _read_event(db: sqlite3.Connection) -> LedgerEvent:
     closed = tuple(
         ClosedEpisode(episode_id=episode_id, state=EpisodeState(state), reason=reason)
         for episode_id, state, reason in db.execute("SELECT episode_id, state, reason FROM temp.closed")

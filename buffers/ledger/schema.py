@@ -179,7 +179,7 @@ END;
 """
 
 # Of this connection only, in memory: which episodes ended in the transaction at hand. Rolled back with it.
-_NEWS = """
+_CLOSED = """
 CREATE TEMP TABLE closed(episode_id TEXT NOT NULL, state TEXT NOT NULL, reason TEXT);
 CREATE TEMP TRIGGER episode_closed AFTER UPDATE OF state ON main.episode
 WHEN NEW.state IN ('scored', 'failed', 'stale') BEGIN
@@ -273,7 +273,7 @@ def _prepare(db: sqlite3.Connection, *, name: str) -> None:
             f"ledger {name} must have schema version {SCHEMA_VERSION}, got {version}; "
             f"open it with the release that wrote it"
         )
-    db.executescript(_NEWS)
+    db.executescript(_CLOSED)
 
 
 def _create(db: sqlite3.Connection) -> None:

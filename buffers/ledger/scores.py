@@ -14,6 +14,7 @@ from typing import Any
 
 from buffers.errors import EpisodeClosed, EpisodeError, ScoreConflict, ScoreError, UnderstudyError
 from buffers.ledger.episodes import EpisodeRow, complete_group, fail_episode, read_episode, refusal
+from buffers.ledger.group_commit import operation
 from buffers.records import EpisodeScores, EpisodeState, ScoreDetail
 
 NO_ROUNDS = "no rounds"
@@ -22,6 +23,7 @@ MAX_REPORTS = 4096
 _COUNTS = "verdict IN ('stored', 'revised')"
 
 
+@operation(refusable=True)
 def notify_score(
     db: sqlite3.Connection,
     *,
@@ -87,6 +89,7 @@ def scores_of(db: sqlite3.Connection, *, episode_id: str) -> EpisodeScores:
     return EpisodeScores(whole=whole, branches=parts["branch"], rounds=parts["round"])
 
 
+@operation(repeatable=True)
 def score_history(db: sqlite3.Connection, *, episode_id: str) -> list[dict[str, Any]]:
     """Every score that was reported of an episode, in order: part, round_index, judge, value, verdict, told_at."""
     read_episode(db, episode_id=episode_id)

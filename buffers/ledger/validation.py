@@ -10,6 +10,7 @@ import sqlite3
 from collections.abc import Sequence
 
 from buffers.ledger.episodes import open_group
+from buffers.ledger.group_commit import operation
 from buffers.records import GroupState, Validated
 
 
@@ -32,6 +33,7 @@ def open_validation(
     return tuple(group_ids)
 
 
+@operation(repeatable=True)
 def validated(db: sqlite3.Connection, *, group_ids: Sequence[int]) -> list[Validated]:
     """The groups' scores by sample; groups that were given up, or are not done, are not among them."""
     found = []

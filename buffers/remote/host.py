@@ -1,7 +1,7 @@
 """The process that owns a ledger for others: its file, its endpoint for rows, and what `remote_ledger` asks of it.
 
 Plain, on one event loop; `ray_actor` makes a Ray actor of it. Invariants: operations are applied in the order in which
-`apply` gets them; a call that comes again is answered again; nobody misses news without being told so. Rounds come by
+`apply` gets them; a call that comes again is answered again; a caller that misses events is told so. Rounds come by
 the endpoint.
 """
 
@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from buffers.errors import UnderstudyError
+from buffers.ledger.group_commit import DEFAULT_RULES, Rules
 from buffers.ledger.idempotency import forget, idempotent
 from buffers.ledger.ledger import Ledger, LedgerEvent
 from buffers.remote.round_socket import RoundServer
 
 OPEN_S = 30.0
 """For a process that has the file open to end."""
-_MAX_NEWS = 1024
+_MAX_EVENTS = 1024
 
 
 class LedgerGone(UnderstudyError):
@@ -41,12 +42,10 @@ class AnswerLost(UnderstudyError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One operation, as `Ledger.submit` takes it."""
+    """One operation, as `Ledger.run` takes it."""
 
     operation: Callable[..., Any]
-    refusable: bool
-    passing: bool
-    repeatable: bool
+    rules: Rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,19 +54,19 @@ class LedgerAddress:
 
     node_id: str
     address: tuple[str, int]
-    """Of its endpoint."""
+    """Host and port of the round socket."""
     pid: int
-    place: tuple[str, int]
-    """In the news: which life of the process, and how much there was in it."""
+    cursor: tuple[str, int]
+    """Position in the events: (id of the process's start, number of events so far)."""
     state: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventPage:
-    """News after a place, and the place after them. `lost`: there were others, which nobody has any more."""
+    """Events after a cursor, and the cursor after them. `lost`: earlier ones are no longer kept."""
 
-    news: list[LedgerEvent]
-    place: tuple[str, int]
+    events: list[LedgerEvent]
+    cursor: tuple[str, int]
     lost: bool
     state: dict[str, Any]
 
@@ -83,7 +82,7 @@ class LedgerHost:
         secret: bytes,
         host: str,
         drop_zero_variance: bool = False,
-        keep_running: bool = False,
+        resume_episodes: bool = False,
         is_new: bool = False,
         node_id: str = "",
         again: bool = False,
@@ -96,16 +95,16 @@ class LedgerHost:
         self._ledger: Ledger | None = None
         self._life = secrets.token_hex(8)
         self._lock = threading.Lock()
-        self._news: deque[LedgerEvent] = deque(maxlen=_MAX_NEWS)
-        self._num_news = 0
+        self._events: deque[LedgerEvent] = deque(maxlen=_MAX_EVENTS)
+        self._num_events = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
-        self._asked = time.monotonic()
+        self._asked_at = time.monotonic()
         self._closed = False
         if again:
-            self._open(keep_running=True, keep_leases=True)
+            self._open(resume_episodes=True, keep_leases=True)
         else:
-            self._settings = {"keep_running": keep_running, "is_new": is_new}
+            self._settings = {"resume_episodes": resume_episodes, "is_new": is_new}
 
     async def open(self) -> None:
         """Open the file, once this is made: what is wrong with it is raised here. Idempotent."""
@@ -117,22 +116,25 @@ class LedgerHost:
                 f"run.name"
             )
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._open(keep_running=self._settings["keep_running"], keep_leases=False)
+        self._open(resume_episodes=self._settings["resume_episodes"], keep_leases=False)
 
-    def _open(self, *, keep_running: bool, keep_leases: bool) -> None:
+    def _open(self, *, resume_episodes: bool, keep_leases: bool) -> None:
         until = time.monotonic() + OPEN_S
         while self._ledger is None:
             try:
                 self._ledger = Ledger(
-                    self._path, drop_zero_variance=self._drop_equal, keep_running=keep_running, keep_leases=keep_leases
+                    self._path,
+                    drop_zero_variance=self._drop_equal,
+                    resume_episodes=resume_episodes,
+                    keep_leases=keep_leases,
                 )
             except UnderstudyError:
                 # Opening waits a second for a process that has it open: one that is dying, if nobody made a mistake.
                 if time.monotonic() > until or not keep_leases:
                     raise
-        self._ledger.watch(self._on_news)
+        self._ledger.watch(self._on_event)
         if not keep_leases:
-            self._ledger.submit(partial(forget, caller="*"))  # they are no more
+            self._ledger.run(partial(forget, caller="*"), rules=DEFAULT_RULES)  # those callers have ended
         self._endpoint = RoundServer(self._ledger, secret=self._secret, host=self._host, state=self._state)
 
     async def where(self) -> LedgerAddress:
@@ -140,7 +142,7 @@ class LedgerHost:
             node_id=self._node_id,
             address=self._endpoint.address,
             pid=os.getpid(),
-            place=(self._life, self._num_news),
+            cursor=(self._life, self._num_events),
             state=self._state(),
         )
 
@@ -157,43 +159,43 @@ class LedgerHost:
 
     def _submit(self, job: Job, *, caller: str, number: int, place: int) -> Future[Any]:
         operation = job.operation
-        if not job.repeatable:
+        if not job.rules.repeatable:
             operation = _Once(operation, caller=caller, number=number, place=place)
         assert self._ledger is not None
         try:
-            return self._ledger.submit(operation, refusable=job.refusable, passing=job.passing)
+            return self._ledger.run(operation, rules=job.rules)
         except UnderstudyError as error:  # closed
             refused: Future[Any] = Future()
             refused.set_exception(error)
             return refused
 
-    async def news(self, place: tuple[str, int], *, wait_s: float) -> EventPage:
-        """What changed after `place`; waits up to `wait_s` for something. Raises UnderstudyError once it is closed."""
+    async def events(self, cursor: tuple[str, int], *, wait_s: float) -> EventPage:
+        """The events after `cursor`; waits up to `wait_s` for something. Raises UnderstudyError once it is closed."""
         self._loop = asyncio.get_running_loop()
-        self._asked = time.monotonic()
-        life, number = place
+        self._asked_at = time.monotonic()
+        life, number = cursor
         self._changed.clear()
-        if life == self._life and number == self._num_news:
+        if life == self._life and number == self._num_events:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), wait_s)
         if self._closed:
-            raise UnderstudyError(f"ledger {self._path} must be open, got a question for news after it was closed")
+            raise UnderstudyError(f"ledger {self._path} must be open, got a request for events after it was closed")
         with self._lock:
-            end, kept = self._num_news, list(self._news)
+            end, kept = self._num_events, list(self._events)
         state = self._state()
         if life != self._life or end - number > len(kept):
-            return EventPage(news=[], place=(self._life, end), lost=True, state=state)
-        return EventPage(news=kept[len(kept) - (end - number) :], place=(self._life, end), lost=False, state=state)
+            return EventPage(events=[], cursor=(self._life, end), lost=True, state=state)
+        return EventPage(events=kept[len(kept) - (end - number) :], cursor=(self._life, end), lost=False, state=state)
 
     async def idle_s(self) -> float:
-        """How long nobody has asked for news."""
-        return time.monotonic() - self._asked
+        """Seconds since the last request for events."""
+        return time.monotonic() - self._asked_at
 
     async def forget(self, caller: str) -> None:
         """This caller has all its answers and has left."""
         if self._ledger is not None:
             with suppress(UnderstudyError):  # closed meanwhile: a few lines are left in its file
-                self._ledger.submit(partial(forget, caller=caller))
+                self._ledger.run(partial(forget, caller=caller), rules=DEFAULT_RULES)
 
     async def close(self) -> None:
         """Store what was submitted and close the file."""
@@ -214,11 +216,11 @@ class LedgerHost:
                 "room": self._ledger.has_room(),
             }
 
-    def _on_news(self, news: LedgerEvent) -> None:
+    def _on_event(self, event: LedgerEvent) -> None:
         """In the thread that committed."""
         with self._lock:
-            self._news.append(news)
-            self._num_news += 1
+            self._events.append(event)
+            self._num_events += 1
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._changed.set)
 

@@ -18,7 +18,7 @@ from buffers.remote.round_socket import MAX_FRAME_BYTES, MAX_HEADER_BYTES
 
 _MAX_FRAME_ROUNDS = 1024
 _ENTRY_BYTES = 128
-"""Of a round in a frame's header, beside its episode's name."""
+"""Bytes of a round in a frame's header, beside its episode's name."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,27 +33,27 @@ class Outgoing:
 
     @property
     def episode_id(self) -> str | None:
-        """Whose operation it is; None: nobody's, or everybody's."""
+        """The episode that the operation belongs to; None where it belongs to none, or to several."""
         keywords = getattr(self.job and self.job.operation, "keywords", {})
         name: str | None = keywords.get("episode_id")
         return name
 
 
-def parcels(mails: Sequence[Outgoing]) -> Iterator[tuple[list[Outgoing], list[Outgoing]]]:
-    """Mails in their order as (rounds, then operations): a round goes ahead of operations of other episodes only, so that many
+def parcels(items: Sequence[Outgoing]) -> Iterator[tuple[list[Outgoing], list[Outgoing]]]:
+    """Items in their order as (rounds, then operations): a round goes ahead of operations of other episodes only, so that many
     episodes at once need few turns."""
     rounds: list[Outgoing] = []
     operations: list[Outgoing] = []
     named: set[str | None] = set()
-    for mail in mails:
-        if mail.job is None:
-            if any(stored.episode_id in named for stored in mail.rounds):
+    for item in items:
+        if item.job is None:
+            if any(stored.episode_id in named for stored in item.rounds):
                 yield rounds, operations
                 rounds, operations, named = [], [], set()
-            rounds.append(mail)
+            rounds.append(item)
         else:
-            operations.append(mail)
-            named.add(mail.episode_id)
+            operations.append(item)
+            named.add(item.episode_id)
     yield rounds, operations
 
 

@@ -26,7 +26,7 @@ from buffers.remote.round_socket import STILL_S
 NAMESPACE = "understudy"
 START_S = 120.0
 IN_USE_S = 5.0
-"""A ledger that nobody asked for news for so long has no user."""
+"""A ledger that has had no request for events for so long has no user."""
 
 
 class LedgerActor(LedgerHost):
@@ -66,9 +66,9 @@ class ActorHandle:
             except GetTimeoutError:
                 while_waiting()
 
-    def news(self, place: tuple[str, int], *, wait_s: float) -> EventPage:
-        """See `LedgerHost.news`. Raises AnswerLost."""
-        page: EventPage = self._get(self._actor.news.remote(place, wait_s=wait_s), timeout_s=None)
+    def events(self, cursor: tuple[str, int], *, wait_s: float) -> EventPage:
+        """See `LedgerHost.events`. Raises AnswerLost."""
+        page: EventPage = self._get(self._actor.events.remote(cursor, wait_s=wait_s), timeout_s=None)
         return page
 
     def forget(self, caller: str) -> None:
@@ -119,7 +119,7 @@ def start_actor(
     secret: bytes,
     environment: Mapping[str, str],
     drop_zero_variance: bool = False,
-    keep_running: bool = False,
+    resume_episodes: bool = False,
     is_new: bool = False,
 ) -> ActorHandle:
     """Start the actor of the ledger at `path` on this node; one that an earlier process left behind is ended first.
@@ -133,7 +133,7 @@ def start_actor(
         name=_name(path, node_id=node_id), namespace=NAMESPACE, lifetime="detached", num_cpus=0, max_restarts=-1,
         scheduling_strategy=affinity, runtime_env={"env_vars": dict(environment)},
     ).remote(
-        path, secret=secret, host=host, drop_zero_variance=drop_zero_variance, keep_running=keep_running, is_new=is_new
+        path, secret=secret, host=host, drop_zero_variance=drop_zero_variance, resume_episodes=resume_episodes, is_new=is_new
     )  # fmt: skip
     handle = ActorHandle(actor)
     try:

@@ -27,6 +27,7 @@ from typing import Any, Protocol, TypeVar
 from buffers.errors import EpisodeError, StorageFull, UnderstudyError
 from buffers.ledger.encode import stored_round
 from buffers.ledger.episodes import StoredRound
+from buffers.ledger.group_commit import Rules
 from buffers.ledger.ledger import Ledger, LedgerEvent
 from buffers.records import Episode, Round
 from buffers.remote.host import AnswerLost, EventPage, Job, LedgerAddress, LedgerGone
@@ -39,10 +40,10 @@ T = TypeVar("T")
 
 _MAX_WAITING = 4096
 _MAX_JOBS = 1024
-_NEWS_S = 1.0
-"""How long one question for news waits: the age of what is known of the disk."""
+_POLL_S = 1.0
+"""How long one poll for events waits: the age of what is known of the disk."""
 _UNREACHABLE_S = 60.0
-_AGAIN_S = 0.2
+_RETRY_S = 0.2
 
 
 class Handle(Protocol):
@@ -52,7 +53,7 @@ class Handle(Protocol):
     def apply(
         self, jobs: list[Job], *, caller: str, number: int, while_waiting: Callable[[], None]
     ) -> tuple[list[Any], dict[str, Any]]: ...
-    def news(self, place: tuple[str, int], *, wait_s: float) -> EventPage: ...
+    def events(self, cursor: tuple[str, int], *, wait_s: float) -> EventPage: ...
     def forget(self, caller: str) -> None: ...
     def end(self) -> None: ...
 
@@ -74,18 +75,18 @@ class RemoteLedger(Ledger):
         self._state_lock = threading.Lock()
         self._state: dict[str, Any] = {"number": -1}
         self._keep_state(self._where.state)
-        self._mail: deque[Outgoing] = deque()
+        self._outbox: deque[Outgoing] = deque()
         self._moved = threading.Condition()
         self._begun = self._finished = 0
         """Parcels that the sender took up, and those whose futures are done."""
         self._closing = False
         self._broken: UnderstudyError | None = None
         self._stopped = threading.Event()
-        self._going: set[str] = set()
-        """Episodes that somebody here started, and nobody was told that they ended."""
-        self._place = self._where.place
+        self._running_ids: set[str] = set()
+        """Episodes that this process started and whose end was not published yet."""
+        self._cursor = self._where.cursor
         self._sender = threading.Thread(target=self._send_all, name="ledger sender", daemon=True)
-        self._listener = threading.Thread(target=self._listen, name="ledger news", daemon=True)
+        self._listener = threading.Thread(target=self._listen, name="ledger events", daemon=True)
         self._sender.start()
         self._listener.start()
 
@@ -117,19 +118,10 @@ class RemoteLedger(Ledger):
             self._rows.close()
         if self._owns:
             self._actor.end()
-        self._listener.join(2 * _NEWS_S)
+        self._listener.join(2 * _POLL_S)
 
-    def submit(
-        self,
-        operation: Callable[..., T | UnderstudyError],
-        *,
-        refusable: bool = False,
-        passing: bool = False,
-        repeatable: bool = False,
-        here: bool = False,
-    ) -> Future[T]:
-        job = Job(operation=operation, refusable=refusable, passing=passing, repeatable=repeatable)
-        return self._post(Outgoing(future=Future(), job=job))
+    def run(self, operation: Callable[..., T | UnderstudyError], *, rules: Rules) -> Future[T]:
+        return self._post(Outgoing(future=Future(), job=Job(operation=operation, rules=rules)))
 
     def put_round(self, round_: Round, /) -> Future[None]:
         stored = stored_round(round_)
@@ -158,30 +150,30 @@ class RemoteLedger(Ledger):
 
     def _note(self, done: Future[Any], episode_ids: Sequence[str] | None = None) -> None:
         if not done.cancelled() and done.exception() is None:
-            self._going.update(
+            self._running_ids.update(
                 [episode.episode_id for episode in done.result()] if episode_ids is None else episode_ids
             )
 
     # The sender's thread
 
-    def _post(self, mail: Outgoing) -> Future[Any]:
+    def _post(self, item: Outgoing) -> Future[Any]:
         with self._moved:
-            self._moved.wait_for(lambda: len(self._mail) < _MAX_WAITING or self._closing or self._broken)
+            self._moved.wait_for(lambda: len(self._outbox) < _MAX_WAITING or self._closing or self._broken)
             if self._broken is not None:
                 raise self._broken
             if self._closing:
                 raise UnderstudyError(f"ledger {self.path} must be open, got an operation after it was closed")
-            self._mail.append(mail)
+            self._outbox.append(item)
             self._moved.notify_all()
-        return mail.future
+        return item.future
 
     def _send_all(self) -> None:
         why = "its sender stopped before this was stored"
-        mails: list[Outgoing] = []
+        items: list[Outgoing] = []
         try:
             while self._wait():
-                mails = self._collect()
-                for rounds, operations in parcels(mails):
+                items = self._collect()
+                for rounds, operations in parcels(items):
                     self._put(rounds)
                     self._apply(operations)
                 with self._moved:
@@ -191,24 +183,24 @@ class RemoteLedger(Ledger):
             why = str(gone)
             logger.error("%s", gone)
         finally:
-            self._break(LedgerGone(f"ledger {self.path}: {why}"), mails)
+            self._break(LedgerGone(f"ledger {self.path}: {why}"), items)
 
     def _wait(self) -> bool:
         """Until there is something to send; False when closed and all is sent."""
         with self._moved:
-            self._moved.wait_for(lambda: self._mail or self._closing)
-            return bool(self._mail)
+            self._moved.wait_for(lambda: self._outbox or self._closing)
+            return bool(self._outbox)
 
     def _collect(self) -> list[Outgoing]:
         with self._moved:
-            mails = [self._mail.popleft() for _ in range(min(len(self._mail), _MAX_JOBS))]
+            items = [self._outbox.popleft() for _ in range(min(len(self._outbox), _MAX_JOBS))]
             self._begun += 1
             self._moved.notify_all()
-        return [mail for mail in mails if mail.future.set_running_or_notify_cancel()]
+        return [item for item in items if item.future.set_running_or_notify_cancel()]
 
-    def _put(self, mails: Sequence[Outgoing]) -> None:
+    def _put(self, items: Sequence[Outgoing]) -> None:
         """Store rounds, in frames, however often the connection breaks."""
-        rounds = [stored for mail in mails for stored in mail.rounds]
+        rounds = [stored for item in items for stored in item.rounds]
         outcomes: list[UnderstudyError | None] = []
         for frame in frames(rounds):
             try:
@@ -218,18 +210,18 @@ class RemoteLedger(Ledger):
             except UnderstudyError as error:  # none of this frame
                 outcomes += [error] * len(frame)
         done = iter(outcomes)
-        for mail in mails:
-            errors = [next(done) for _ in mail.rounds]
+        for item in items:
+            errors = [next(done) for _ in item.rounds]
             refusal = next(
-                (e for e in errors if e is not None and (mail.single or not isinstance(e, EpisodeError))), None
+                (e for e in errors if e is not None and (item.single or not isinstance(e, EpisodeError))), None
             )
             if refusal is not None:
-                mail.future.set_exception(refusal)
+                item.future.set_exception(refusal)
             else:
-                mail.future.set_result(None if mail.single else errors)
+                item.future.set_result(None if item.single else errors)
 
-    def _apply(self, mails: Sequence[Outgoing]) -> None:
-        jobs = [mail.job for mail in mails if mail.job is not None]
+    def _apply(self, items: Sequence[Outgoing]) -> None:
+        jobs = [item.job for item in items if item.job is not None]
         if not jobs:
             return
         self._number += 1
@@ -239,11 +231,11 @@ class RemoteLedger(Ledger):
             )
         )
         self._keep_state(state)
-        for mail, (answer, error) in zip(mails, outcomes, strict=True):
+        for item, (answer, error) in zip(items, outcomes, strict=True):
             if error is None:
-                mail.future.set_result(answer)
+                item.future.set_result(answer)
             else:
-                mail.future.set_exception(error)
+                item.future.set_exception(error)
 
     def _until_answered(self, ask: Callable[[], T]) -> T:
         """Ask until there is an answer. Raises LedgerGone when the actor is gone, or cannot be reached for a minute."""
@@ -258,8 +250,8 @@ class RemoteLedger(Ledger):
                 self._rows.close()
                 self._rows = None
             where, now = self._actor.where(), time.monotonic()
-            if where.place[0] != life:
-                since, life = now, where.place[0]
+            if where.cursor[0] != life:
+                since, life = now, where.cursor[0]
             elif now - since > _UNREACHABLE_S:
                 raise LedgerGone(
                     f"the ledger's endpoint at {where.address[0]}:{where.address[1]} must be reachable, but for "
@@ -267,7 +259,7 @@ class RemoteLedger(Ledger):
                 ) from last
             self._where = where
             self._keep_state(where.state)
-            self._stopped.wait(_AGAIN_S)
+            self._stopped.wait(_RETRY_S)
 
     def _client(self) -> RoundClient:
         if self._rows is None:
@@ -286,35 +278,35 @@ class RemoteLedger(Ledger):
         if self._closing:
             raise LedgerGone("it was closed while its disk was full, and what waited is not stored")
         with self._moved:
-            refused = [mail for mail in self._mail if mail.job is not None and mail.job.refusable]
-            for mail in refused:
-                self._mail.remove(mail)
-        for mail in refused:
-            if mail.future.set_running_or_notify_cancel():
-                mail.future.set_exception(
+            refused = [item for item in self._outbox if item.job is not None and item.job.rules.refusable]
+            for item in refused:
+                self._outbox.remove(item)
+        for item in refused:
+            if item.future.set_running_or_notify_cancel():
+                item.future.set_exception(
                     StorageFull(
                         f"ledger {self.path} could not store: its disk is full; free space on it, it goes on by itself; send "
                         f"again later"
                     )
                 )
 
-    def _break(self, gone: LedgerGone, mails: Sequence[Outgoing]) -> None:
+    def _break(self, gone: LedgerGone, items: Sequence[Outgoing]) -> None:
         with self._moved:
-            self._broken = None if self._closing and not self._mail else gone
-            waiting = [*mails, *self._mail]
-            self._mail.clear()
+            self._broken = None if self._closing and not self._outbox else gone
+            waiting = [*items, *self._outbox]
+            self._outbox.clear()
             self._finished = self._begun
             self._moved.notify_all()
-        for mail in waiting:
-            if not mail.future.done():
-                mail.future.set_exception(gone)
+        for item in waiting:
+            if not item.future.done():
+                item.future.set_exception(gone)
 
     # The listener's thread
 
     def _listen(self) -> None:
         while not self._stopped.is_set():
             try:
-                page = self._actor.news(self._place, wait_s=_NEWS_S)
+                page = self._actor.events(self._cursor, wait_s=_POLL_S)
                 self._tell(page)
             except AnswerLost:
                 try:
@@ -327,22 +319,22 @@ class RemoteLedger(Ledger):
 
     def _tell(self, page: EventPage) -> None:
         self._keep_state(page.state)
-        self._place = page.place
+        self._cursor = page.cursor
         if page.lost:
-            closed = tuple(self.ended(sorted(self._going)).result())
+            closed = tuple(self.ended(sorted(self._running_ids)).result())
             self._publish_one(LedgerEvent(closed=closed, counts=self.counts()))
             return
-        if page.news:
+        if page.events:
             # What the sender is waiting for may be older than the news: first its futures are done.
             with self._moved:
                 begun = self._begun
                 self._moved.wait_for(lambda: self._finished >= begun)
-        for news in page.news:
-            self._publish_one(news)
+        for event in page.events:
+            self._publish_one(event)
 
-    def _publish_one(self, news: LedgerEvent) -> None:
-        self._going.difference_update(episode.episode_id for episode in news.closed)
-        self._publish(news, again=True)
+    def _publish_one(self, event: LedgerEvent) -> None:
+        self._running_ids.difference_update(episode.episode_id for episode in event.closed)
+        self._publish(event, recovered=True)
 
     def _keep_state(self, state: dict[str, Any]) -> None:
         with self._state_lock:

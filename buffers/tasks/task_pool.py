@@ -64,14 +64,14 @@ class TaskPool:
         min_group_size: int | None = None,
         version: int = 0,
         times_opened: Mapping[str, int] | None = None,
-        held: bool = False,
+        paused: bool = False,
         on_closed: Callable[[str, str], None] | None = None,
         call_later: Callable[[float, Callable[[], None]], Timer] | None = None,
         has_room: Callable[[], bool] | None = None,
     ) -> None:
         """`max_policy_lag=None`: no learner drives versions, admission is unlimited. `min_group_size`: see `Ledger.open_group`.
         `times_opened`: groups of each task that
-        an earlier process of this run opened. `held`: nothing starts before `begin`. `on_closed(episode_id, reason)` is
+        an earlier process of this run opened. `paused`: nothing starts before `unpause`. `on_closed(episode_id, reason)` is
         called on the pool's loop when a started episode ends. `call_later` and `has_room` stand in for the loop's and the
         ledger's, in tests."""
         self._ledger = ledger
@@ -100,7 +100,7 @@ class TaskPool:
         self._overdue: list[str] = []
         self._released: Counter[str] = Counter()
         self._num_started = 0
-        self._held = held
+        self._paused = paused
         self._sealed = False
         self._closed = False
 
@@ -150,9 +150,9 @@ class TaskPool:
             number += len(some)
         return number
 
-    def begin(self) -> None:
+    def unpause(self) -> None:
         """From here on episodes may start, if the pool was made to hold them."""
-        self._held = False
+        self._paused = False
         self._wake()
 
     def seal(self) -> None:
@@ -255,7 +255,7 @@ class TaskPool:
             if self._pop_waiter(give=episode):
                 del self._unclaimed[episode_id]
         self._waiting = deque(waiter for waiter in self._waiting if not waiter.done())
-        if self._closed or self._held or not self._waiting or not self._has_disk():
+        if self._closed or self._paused or not self._waiting or not self._has_disk():
             return 0
         return min(len(self._waiting), self._max_running - len(self._slots))
 

@@ -20,7 +20,7 @@ MEANINGS = {
     CONSTRAINED: "each model call of the agent constrained what is sampled (response_format, logit_bias, a forced tool)",
     "deadline": "an episode took longer than agents.deadline_s",
     "silent agent": "an agent sent no request for agents.silence_s",
-    "scorer": "data.scorer gave no score for what the agent printed; log.txt says what it got",
+    "scorer": "data.scorer gave no score for what the agent printed",
     "agent exited with code 0 before a score was reported": (
         "the agent ended without an error, and nobody reported a score: env.command must report one (POST /scores), or "
         "data.scorer must be set"
@@ -53,14 +53,21 @@ def in_short(counts: Mapping[str, int]) -> str:
 
 
 def why_episodes_fail(
-    counts: Mapping[str, int], *, refused: Mapping[str, int], agents: Path, env_log: Path | None
+    counts: Mapping[str, int],
+    *,
+    details: Mapping[str, str],
+    refused: Mapping[str, int],
+    agents: Path,
+    env_log: Path | None,
 ) -> str:
-    """Several lines. `refused`: message of a refused model request -> how often; `agents`: folder of their logs; `env_log`: that of
-    the environment, if there is one."""
+    """Several lines. `details`: reason -> an example of it with its detail; `refused`: message of a refused model request -> how
+    often; `agents`: folder of their logs; `env_log`: that of the environment, if there is one."""
     lines = ["episodes failed because:"]
     for reason, number in reasons(counts).items():
         meaning = f": {MEANINGS[reason]}" if reason in MEANINGS else ""
         lines.append(f"  {number} x {reason}{meaning}")
+        if (detail := details.get(reason, reason)) != reason:
+            lines.append(f"    most often: {detail.removeprefix(reason).removeprefix(':').strip()}")
     if refused:
         lines.append("model requests were refused because:")
         lines += [f"  {number} x {why}" for why, number in sorted(refused.items(), key=lambda item: -item[1])]

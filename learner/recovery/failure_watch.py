@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from buffers.errors import AgentError
 from learner.recovery.failure_report import in_short
@@ -30,7 +30,7 @@ async def watch(
     say: Callable[[str], None],
     pool: Callable[[], Mapping[str, float]],
     is_starting: Callable[[], bool],
-    why: Callable[[Mapping[str, int]], str],
+    why: Callable[[Mapping[str, int]], Awaitable[str]],
 ) -> None:
     """For ever. Raises AgentError when every episode fails or scores the same.
 
@@ -47,9 +47,8 @@ async def watch(
         now = counts()
         line = quiet.line(now, pool=pool(), at=time.monotonic(), is_starting=is_starting())
         if failures.lasts(now):
-            raise AgentError(
-                f"{failures.patience} groups in a row were given up without one scored episode; {why(quiet.since_score(now))}"
-            )
+            reasons = await why(quiet.since_score(now))
+            raise AgentError(f"{failures.patience} groups in a row were given up without one scored episode; {reasons}")
         if equals.lasts(now):
             raise AgentError(
                 f"data.reward_manager=dapo needs groups with different scores, got {equals.patience} in a row with equal "

@@ -1,4 +1,5 @@
-"""What of a run died and was started again. Called by the learn loop and by `learner.recovery.failure_watch`.
+"""Counts the restarts of a run's parts, and ends the run when one keeps dying. Called by the learn loop and by
+`learner.recovery.restarts`.
 
 A process that dies now and then (out of memory, a node's hiccup) costs what it was doing; one that dies again and again,
 without a step in between, has a cause that a restart does not mend, and ends the run.
@@ -22,8 +23,8 @@ class RestartLimit:
         self._total: Counter[str] = Counter()
         self._in_a_row: Counter[str] = Counter()
 
-    def note(self, part: str, error: Exception) -> None:
-        """`part` died. Raises `error` when it may not be started again."""
+    def record(self, part: str, error: Exception) -> None:
+        """Count a death of `part`. Raises `error` when it may not be started again."""
         self._in_a_row[part] += 1
         if self._in_a_row[part] > MAX_IN_A_ROW:
             raise error
@@ -31,11 +32,11 @@ class RestartLimit:
         logger.warning("the %s died and is started again: %s", part, error)
 
     def excuse(self, part: str) -> None:
-        """What `part` died of was found and ended: it may be started again as often as before."""
+        """The cause of `part`'s deaths was found and ended: count its restarts in a row anew."""
         self._in_a_row.pop(part, None)
 
-    def progress(self) -> None:
-        """A step was made."""
+    def reset(self) -> None:
+        """A step was made: count all restarts in a row anew."""
         self._in_a_row.clear()
 
     def figures(self) -> dict[str, float]:

@@ -49,7 +49,7 @@ async def start_engine(engine: Startable, *, restart_limit: RestartLimit) -> Non
             await engine.start()
             return
         except EngineDied as death:
-            restart_limit.note("engine", death)
+            restart_limit.record("engine", death)
 
 
 async def restart_engine_when_dead(engine: Restartable, *, restart_limit: RestartLimit) -> None:
@@ -64,7 +64,7 @@ async def restart_engine(engine: Restartable, *, restart_limit: RestartLimit) ->
     """Start a dead engine again. Raises EngineError when it dies too often."""
     error = EngineError("the engine process died; see the run's log. Scored episodes are in the ledger.")
     while True:
-        restart_limit.note("engine", error)
+        restart_limit.record("engine", error)
         try:
             await engine.restart()
             return
@@ -106,7 +106,7 @@ class Environment:
                 self._child, address = await self._start()
                 return address
             except EnvDied as death:
-                restart_limit.note("environment", death)
+                restart_limit.record("environment", death)
 
     async def keep(self, *, restart_limit: RestartLimit) -> None:
         """Start it again when it has ended. Raises EnvError."""
@@ -118,7 +118,7 @@ class Environment:
                 f"{self._child.log_tail()}"
             )
             while True:
-                restart_limit.note("environment", error)
+                restart_limit.record("environment", error)
                 try:
                     await self._lost(await self.start(restart_limit=restart_limit))
                     break

@@ -25,12 +25,12 @@ class RowSecret(Protocol):
 
 
 async def open_ledger(
-    folder: Path, *, node: str, secret: RowSecret, drop_zero_variance: bool, keep_running: bool, is_new: bool
+    folder: Path, *, node: str, secret: RowSecret, drop_zero_variance: bool, resume_episodes: bool, is_new: bool
 ) -> Ledger:
     """The ledger of the run in `folder`, which on another node is the folder of the same name. See `Ledger`."""
     if not node:
-        return Ledger(folder / LEDGER, drop_zero_variance=drop_zero_variance, keep_running=keep_running)
-    settings = {"drop_zero_variance": drop_zero_variance, "keep_running": keep_running, "is_new": is_new}
+        return Ledger(folder / LEDGER, drop_zero_variance=drop_zero_variance, resume_episodes=resume_episodes)
+    settings = {"drop_zero_variance": drop_zero_variance, "resume_episodes": resume_episodes, "is_new": is_new}
     opening = asyncio.ensure_future(
         asyncio.to_thread(_open_remote, folder.resolve(), node=node, secret=secret, **settings)
     )
@@ -44,7 +44,7 @@ async def open_ledger(
 
 
 def _open_remote(
-    folder: Path, *, node: str, secret: RowSecret, is_new: bool, drop_zero_variance: bool, keep_running: bool
+    folder: Path, *, node: str, secret: RowSecret, is_new: bool, drop_zero_variance: bool, resume_episodes: bool
 ) -> Ledger:
     node_id, address = find_node(node)
     key = secret(host=address)
@@ -55,7 +55,7 @@ def _open_remote(
         secret=key,
         environment={"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
         drop_zero_variance=drop_zero_variance,
-        keep_running=keep_running,
+        resume_episodes=resume_episodes,
         is_new=is_new,
     )
     return RemoteLedger(actor, path=folder / LEDGER, secret=key, drop_zero_variance=drop_zero_variance, owns=True)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import os
-import shutil
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from pathlib import Path
 
@@ -14,7 +10,6 @@ from buffers.did_you_mean import one_of
 from buffers.errors import TaskError
 from configs.schema import Config
 from configs.tiny_model import make_tiny_model
-from learner.checkpoints.store import WEIGHTS, Checkpoint
 from learner.startup.input_check import check_model, check_tasks
 
 
@@ -48,22 +43,3 @@ def _check_agent_names(path: Path, names: Mapping[str, int], known: Set[str]) ->
     for name, row in names.items():
         if name not in known:
             raise TaskError(f"{path}, row {row}: agent_name must be {one_of(name, known)}; or name it in agents.loops")
-
-
-def weights_folder(run: Path) -> Path:
-    """Weights pass through it at every step: in shared memory where the system has it. Empty; one that a killed process of this
-    run left is removed."""
-    shm = Path("/dev/shm")
-    place = shm if sys.platform == "linux" and shm.is_dir() else run
-    folder = place / f"understudy-{hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700)
-    return folder
-
-
-def saved_weights(checkpoint: Checkpoint, weights: Path) -> Path:
-    """A folder in `weights` with a checkpoint's for the engine, without what lies beside them."""
-    folder = weights / "saved"
-    folder.mkdir()
-    (folder / WEIGHTS).symlink_to((checkpoint.model / WEIGHTS).resolve())
-    return folder

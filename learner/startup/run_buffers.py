@@ -1,4 +1,4 @@
-"""A run's books: the ledger in its folder, back at the checkpoint that is resumed, and its views.
+"""A run's buffers: the ledger in its folder, back at the checkpoint that is resumed, and its views.
 
 Called by `learner.pipeline`. Invariant: what the ledger says of an earlier process of this run holds: which tasks were
 opened, which groups wait, and, where agents outlive the run's process, which episodes are under way.
@@ -56,7 +56,7 @@ async def open_run_buffers(
         node=config.buffer.node,
         secret=secret,
         drop_zero_variance=config.data.reward_manager == "dapo",
-        keep_running=resume and agents_outlive(config),
+        resume_episodes=resume and agents_outlive(config),
         is_new=not resume,
     )
     stack.callback(ledger.close)
@@ -79,7 +79,7 @@ async def open_run_buffers(
         deadline_s=config.agents.deadline_s,
         version=checkpoint.position.step if checkpoint else 0,
         times_opened=opened,
-        held=True,
+        paused=True,
     )
     pool.adopt_running(episodes)
     return RunBuffers(

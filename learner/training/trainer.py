@@ -334,7 +334,7 @@ class Trainer:
         for optimizer in filter(None, (self._optimizer, self._critic_optimizer)):
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * warmth
-        tally = StepMetrics()
+        step_metrics = StepMetrics()
         rng = np.random.default_rng((self._seed, self._steps))
         for _ in range(self._config.epochs):
             for rows in split_minibatches(table.episodes, num=self._config.minibatches, rng=rng):
@@ -343,10 +343,12 @@ class Trainer:
                 weights = table.weights(rows, mode=self._config.loss_agg).to(self._device)
                 shares = table.weights(rows, mode="token-mean").to(self._device)
                 goals = replace(targets, weights=weights, shares=shares)
-                self._update_once(table.sequences, targets=goals, rows=rows, tally=tally)
-        return tally.metrics() | {"learner/lr": self._config.lr * warmth}
+                self._update_once(table.sequences, targets=goals, rows=rows, step_metrics=step_metrics)
+        return step_metrics.metrics() | {"learner/lr": self._config.lr * warmth}
 
-    def _update_once(self, sequences: Sequences, *, targets: Targets, rows: Sequence[int], tally: StepMetrics) -> None:
+    def _update_once(
+        self, sequences: Sequences, *, targets: Targets, rows: Sequence[int], step_metrics: StepMetrics
+    ) -> None:
         steps = self._plan(sequences, rows=rows)
         for number, piles in enumerate(steps):
             micro = sequences.micro_batch(piles[self._rank], device=self._device)
@@ -354,12 +356,12 @@ class Trainer:
                 fsdp.sync_gradients(model, enabled=number == len(steps) - 1)
             loss = self._loss(micro, goals=targets.take(micro.index))
             (loss.total * self._world_size).backward()  # FSDP averages over ranks; the sum is wanted
-            tally.add(means=loss.means, maxima=loss.maxima)
+            step_metrics.add(means=loss.means, maxima=loss.maxima)
         norm = fsdp.update(self._policy, optimizer=self._optimizer, clip=self._config.grad_clip)
         critic_norm = 0.0
         if self._critic is not None and self._critic_optimizer is not None:
             critic_norm = fsdp.update(self._critic, optimizer=self._critic_optimizer, clip=self._config.grad_clip)
-        tally.end_update(norm, critic=critic_norm)
+        step_metrics.end_update(norm, critic=critic_norm)
 
     def _loss(self, micro: MicroBatch, *, goals: Targets) -> Loss:
         config = self._config

@@ -146,12 +146,12 @@ async def check(
 ) -> Report:
     """Run the agent once, see `AgentTrial.try_out`. Raises UnderstudyError when the server or the engine does not
     start."""
-    async with rehearsal_server() as rehearsal:
-        return await rehearsal.try_out(command, task=task, timeout_s=timeout_s, output=output, named=named)
+    async with trial_server() as trial:
+        return await trial.try_out(command, task=task, timeout_s=timeout_s, output=output, named=named)
 
 
 @asynccontextmanager
-async def rehearsal_server() -> AsyncIterator[AgentTrial]:
+async def trial_server() -> AsyncIterator[AgentTrial]:
     """A server with a tiny model that says what `scripted_replies` chose. Raises UnderstudyError when it does not start."""
     from transformers import AutoTokenizer
 

@@ -18,7 +18,7 @@ from mocked_server.http.dialects import error_body
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 """Of a model call, or of tasks that are added."""
-MAX_DESK_BYTES = 1024 * 1024
+MAX_EPISODE_ROUTE_BYTES = 1024 * 1024
 """Of everything else: scores are small."""
 MAX_HELD_BYTES = 32 * 1024 * 1024
 MAX_DEPTH = 128

@@ -118,14 +118,14 @@ STATUS_OF: dict[type[UnderstudyError], int] = {
 }
 
 
-def build_app(desk: EpisodeService) -> FastAPI:
+def build_app(service: EpisodeService) -> FastAPI:
     """The routes of agents and scorers."""
-    return _app_of(_open_routes(), _worker_routes(desk), _scorer_routes(desk))
+    return _app_of(_open_routes(), _worker_routes(service), _scorer_routes(service))
 
 
-def build_admin_app(desk: EpisodeService) -> FastAPI:
+def build_admin_app(service: EpisodeService) -> FastAPI:
     """The administrator's routes."""
-    return _app_of(_open_routes(), _admin_routes(desk))
+    return _app_of(_open_routes(), _admin_routes(service))
 
 
 def _app_of(*routers: APIRouter) -> FastAPI:
@@ -157,12 +157,12 @@ def _error(status: int, *, kind: str, message: str) -> JSONResponse:
     )
 
 
-def _requires(desk: EpisodeService, opens: Callable[[KeyRing, str], str | None], name: str) -> Any:
+def _requires(service: EpisodeService, opens: Callable[[KeyRing, str], str | None], name: str) -> Any:
     """A dependency that lets one kind of key through: what `opens` says of the given one, unless that is None."""
 
     def check(authorization: Annotated[str, Header()] = "") -> str:
         given = authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
-        whose = opens(desk.keys, given)
+        whose = opens(service.keys, given)
         if whose is None:
             raise _Unauthorized(f"this route needs the {name} key as `Authorization: Bearer <key>`")
         return whose
@@ -211,8 +211,8 @@ def _open_routes() -> APIRouter:
     return router
 
 
-def _worker_routes(desk: EpisodeService) -> APIRouter:
-    its_worker = _requires(desk, KeyRing.worker_of, "worker")
+def _worker_routes(service: EpisodeService) -> APIRouter:
+    its_worker = _requires(service, KeyRing.worker_of, "worker")
     router = APIRouter(dependencies=[its_worker])
 
     @router.get("/tasks")
@@ -221,43 +221,43 @@ def _worker_routes(desk: EpisodeService) -> APIRouter:
         wait: Annotated[float, Query(ge=0.0, le=MAX_WAIT_S, allow_inf_nan=False)] = 0.0,
         worker: str = its_worker,
     ) -> Response:
-        leased = await _unless_gone(request, desk.lease_episode(wait_s=wait, worker=worker))
+        leased = await _unless_gone(request, service.lease_episode(wait_s=wait, worker=worker))
         return Response(status_code=204) if leased is None else JSONResponse(asdict(leased))
 
     return router
 
 
-def _scorer_routes(desk: EpisodeService) -> APIRouter:
-    router = APIRouter(dependencies=[_requires(desk, _is_scorer, "scorer")])
+def _scorer_routes(service: EpisodeService) -> APIRouter:
+    router = APIRouter(dependencies=[_requires(service, _is_scorer, "scorer")])
 
     @router.post("/scores")
     async def scores(body: ScoreBody) -> dict[str, Any]:
-        desk.check_storage()
+        service.check_storage()
         if body.score is None:
-            await desk.fail(body.episode_id, body.failed or "no reason given")
+            await service.fail(body.episode_id, body.failed or "no reason given")
             return {"episode_id": body.episode_id, "stored": True}
         return {
             "episode_id": body.episode_id,
-            "stored": await desk.notify_score(body.episode_id, body.score, detail=body.detail()),
+            "stored": await service.notify_score(body.episode_id, body.score, detail=body.detail()),
         }
 
     @router.get("/episode")
     async def episode(x_episode_key: Annotated[str, Header()]) -> dict[str, Any]:
-        return desk.episode_view(x_episode_key)
+        return service.episode_view(x_episode_key)
 
     return router
 
 
-def _admin_routes(desk: EpisodeService) -> APIRouter:
-    router = APIRouter(dependencies=[_requires(desk, _is_admin, "admin")])
+def _admin_routes(service: EpisodeService) -> APIRouter:
+    router = APIRouter(dependencies=[_requires(service, _is_admin, "admin")])
 
     @router.post("/tasks")
     async def add_tasks(body: TasksBody) -> dict[str, int]:
-        desk.check_storage()
-        return {"added": await desk.add_tasks(body.tasks)}
+        service.check_storage()
+        return {"added": await service.add_tasks(body.tasks)}
 
     @router.get("/status")
     async def status() -> dict[str, Any]:
-        return desk.status()
+        return service.status()
 
     return router

@@ -9,8 +9,10 @@ Seams relied on (checked by tests/mocked_server/vllm/test_vllm_seams.py): the se
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -264,7 +266,8 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
     _leave_tool_calls_free()
 
     tasks = ("generate",)
-    app: FastAPI = build_app(args, tasks, client.model_config)
+    with _root_level_kept():
+        app: FastAPI = build_app(args, tasks, client.model_config)
     await init_app_state(client, app.state, args, tasks)
     client.rendering.parse = ReplyParser(
         app.state.online_renderer.parser, tokenizer=client.renderer.get_tokenizer(), model_config=client.model_config
@@ -282,6 +285,17 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
     messages.create_messages = _telling(messages.create_messages)
     messages.count_tokens = _telling(messages.count_tokens)
     return app
+
+
+@contextmanager
+def _root_level_kept() -> Iterator[None]:
+    """vLLM's server imports a library that sets the root logger's level to ERROR, which would hide this program's warnings."""
+    root = logging.getLogger()
+    level = root.level
+    try:
+        yield
+    finally:
+        root.setLevel(level)
 
 
 def _leave_tool_calls_free() -> None:

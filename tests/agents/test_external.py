@@ -25,7 +25,7 @@ from tests.support.run_parts import assert_nothing_left, start
 TASK = Task(task_id="t", prompt=[{"role": "user", "content": "?"}], ground_truth="42", data_source="sums")
 
 
-class Desk:
+class ScriptedService:
     """Hands the tasks out once, and remembers how their episodes ended. `on_lease`: called with each lease."""
 
     def __init__(self, *tasks: Task) -> None:
@@ -77,14 +77,14 @@ class Desk:
 
 async def play(
     folder: Path, script: str, *, scorer: str | dict[str, str] | None = None, task: Task = TASK, **early: float
-) -> Desk:
+) -> ScriptedService:
     """One episode of a shell script."""
-    desk = Desk(task)
-    desk.early = early
+    service = ScriptedService(task)
+    service.early = early
     place = AgentPlace(environment=lambda key: {"OPENAI_API_KEY": key}, worker_key="w", folder=folder)
     judge = Rewards(scorer) if scorer else None
-    await AgentPerEpisode(["sh", "-c", script], place=place, desk=desk, concurrency=1, judge=judge).run()
-    return desk
+    await AgentPerEpisode(["sh", "-c", script], place=place, service=service, concurrency=1, judge=judge).run()
+    return service
 
 
 async def test_an_agent_gets_what_programs_need_and_what_is_named_and_no_key_of_the_operators(
@@ -108,7 +108,9 @@ async def test_an_agent_gets_what_programs_need_and_what_is_named_and_no_key_of_
     place = AgentPlace(
         environment=lambda key: {"OPENAI_API_KEY": key}, worker_key=lambda _: "w", folder=tmp_path, named=("JUDGE_URL",)
     )
-    await AgentPerEpisode(["sh", "-c", "env -0 > seen"], place=place, desk=Desk(TASK), concurrency=1).run()
+    await AgentPerEpisode(
+        ["sh", "-c", "env -0 > seen"], place=place, service=ScriptedService(TASK), concurrency=1
+    ).run()
     seen = dict(entry.split("=", 1) for entry in (tmp_path / "lane-0" / "seen").read_text().rstrip("\0").split("\0"))
     assert {name: seen.get(name) for name in kept} == kept
     assert set(secret) & set(seen) == set() and "HTTPS_PROXY" not in seen
@@ -137,8 +139,8 @@ async def test_the_task_is_on_stdin_and_in_the_environment_with_the_groups_seed(
 
 async def test_a_large_task_is_on_stdin_and_in_a_file_and_need_not_be_read(tmp_path: Path) -> None:
     task = Task(task_id="t", prompt=[{"role": "user", "content": "x" * 300_000}])
-    desk = await play(tmp_path, 'wc -c < "$TASK_FILE"; test -z "$TASK_JSON"', task=task, scorer="exit_code")
-    assert desk.scores == {"t": 1.0} and int(log_of(tmp_path)) > 300_000
+    service = await play(tmp_path, 'wc -c < "$TASK_FILE"; test -z "$TASK_JSON"', task=task, scorer="exit_code")
+    assert service.scores == {"t": 1.0} and int(log_of(tmp_path)) > 300_000
 
 
 @pytest.mark.parametrize(
@@ -158,8 +160,8 @@ async def test_a_large_task_is_on_stdin_and_in_a_file_and_need_not_be_read(tmp_p
 async def test_a_program_that_ended_without_a_score_is_judged(
     tmp_path: Path, scorer: str | dict[str, str], script: str, score: float
 ) -> None:
-    desk = await play(tmp_path, script, scorer=scorer)
-    assert desk.scores == {"t": score} and desk.failed == {}
+    service = await play(tmp_path, script, scorer=scorer)
+    assert service.scores == {"t": score} and service.failed == {}
 
 
 def by_length(task: Task, answer: str) -> float:
@@ -179,19 +181,19 @@ def by_length(task: Task, answer: str) -> float:
 async def test_what_cannot_be_judged_is_a_failure_with_its_reason(
     tmp_path: Path, scorer: Any, script: str, reason: str
 ) -> None:
-    desk = await play(tmp_path, script, scorer=scorer)
-    assert desk.scores == {} and desk.failed["t"].startswith(reason)
+    service = await play(tmp_path, script, scorer=scorer)
+    assert service.scores == {} and service.failed["t"].startswith(reason)
 
 
 async def test_a_score_that_was_reported_stays(tmp_path: Path) -> None:
-    desk = await play(tmp_path, "exit 0", scorer="exit_code", t=0.5)
-    assert desk.scores == {"t": 0.5} and desk.failed == {}
+    service = await play(tmp_path, "exit 0", scorer="exit_code", t=0.5)
+    assert service.scores == {"t": 0.5} and service.failed == {}
 
 
 async def test_a_remote_scorer_gets_the_truth_the_output_and_the_exit_code(tmp_path: Path) -> None:
     with scoring_server() as (url, asked):
-        desk = await play(tmp_path, "printf 12345; exit 2", scorer=url)
-    assert desk.scores == {"t": 5.0}
+        service = await play(tmp_path, "printf 12345; exit 2", scorer=url)
+    assert service.scores == {"t": 5.0}
     assert asked == [{"items": [{"task": TASK.private(), "answer": "12345", "exit_code": 2}]}]
 
 
@@ -199,8 +201,8 @@ async def test_a_program_that_prints_a_hundred_megabytes_is_judged_by_its_end_an
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     script = "yes 0123456789abcde | head -c 100000000; echo; echo '{\"score\": 0.5}'"
     with scoring_server() as (url, asked):
-        desk = await play(tmp_path, script, scorer=url)
-    assert desk.scores == {"t": float(external.OUTPUT_BYTES)}
+        service = await play(tmp_path, script, scorer=url)
+    assert service.scores == {"t": float(external.OUTPUT_BYTES)}
     assert asked[0]["items"][0]["answer"].endswith('{"score": 0.5}\n')
     assert os.path.getsize(tmp_path / "lane-0" / "log.txt") == 100_000_000 + 1 + len('{"score": 0.5}\n')
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 50_000
@@ -210,8 +212,8 @@ async def test_output_that_a_left_behind_process_holds_open_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(external, "OUTPUT_WAIT_S", 0.2)
-    desk = await play(tmp_path, "echo 42; setsid sleep 3 & exit 0", scorer="exit_code")
-    assert desk.scores == {"t": 1.0}
+    service = await play(tmp_path, "echo 42; setsid sleep 3 & exit 0", scorer="exit_code")
+    assert service.scores == {"t": 1.0}
 
 
 def test_a_line_counts_when_it_is_an_object_with_a_finite_number() -> None:

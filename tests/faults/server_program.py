@@ -52,7 +52,7 @@ BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError, openai.APIConnectionErr
 def serve(channel: Channel, *, model: str, folder: str, port: int, slots: int) -> None:
     """Serves and learns until it is killed."""
     place = Path(folder)
-    ledger = Ledger(place / "ledger.sqlite", keep_running=True)
+    ledger = Ledger(place / "ledger.sqlite", resume_episodes=True)
     served = ServerThread(
         Path(model),
         rollout=ROLLOUT,

@@ -57,10 +57,10 @@ class ToldRestartLimit(RestartLimit):
         super().__init__()
         self._channel = channel
 
-    def note(self, part: str, error: Exception) -> None:
+    def record(self, part: str, error: Exception) -> None:
         """As ever; a mended engine is a death all the same."""
         self._channel.tell(died=part, why=str(error)[:MAX_TOLD])
-        super().note(part, error)
+        super().record(part, error)
 
 
 def serve(channel: Channel, *, model: str, folder: str) -> None:
@@ -117,7 +117,7 @@ async def _parts(
     vllm_config = make_vllm_config(args)
     engine = VLLMEngine(vllm_config)
     await start_engine(engine, restart_limit=restart_limit)
-    ledger = Ledger(folder / "ledger.sqlite", keep_running=True)
+    ledger = Ledger(folder / "ledger.sqlite", resume_episodes=True)
     pool = TaskPool(
         ledger, group_size=1, groups_per_step=1, max_policy_lag=None, max_running=1024, deadline_s=DEADLINE_S,
         max_attempts=1,

@@ -109,7 +109,7 @@ def check(path: Path, *, model: Path, rounds: dict[str, int]) -> float:
     """Largest difference between a recorded log-probability and that of the model. Raises AssertionError where an answer that the
     witness got is not in the ledger."""
     rows: list[Row] = []
-    with Ledger(path, keep_running=True) as ledger:
+    with Ledger(path, resume_episodes=True) as ledger:
         for episode_id, answered in rounds.items():
             stored = [part for part in ledger.rounds(episode_id).result() if part.finish_reason != ABORTED]
             assert len(stored) >= answered, (

@@ -19,13 +19,16 @@ from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import TrainBatch
 from buffers.tasks.task_pool import TaskPool
 from configs.load import load_config
-from configs.schema import BufferConfig, RunConfig
+from configs.schema import BufferConfig, RunConfig, WarmStartConfig
 from learner.checkpoints.store import Checkpoint, CheckpointError, CheckpointStore
-from learner.learn_loop import LearnLoop
-from learner.recovery.restart_limit import MAX_IN_A_ROW
+from learner.checkpoints.weight_sync import WeightSync
+from learner.learn_loop import LearnLoop, Outputs, Schedule
+from learner.recovery.learner_processes import LearnerProcesses
+from learner.recovery.restart_limit import MAX_IN_A_ROW, RestartLimit
 from learner.reporting.display import Display
 from learner.reporting.run_metrics import History
 from learner.reporting.tracker import Tracker
+from learner.startup.run_buffers import RunBuffers
 from learner.training.ranks import RankDied, RankFailed
 from learner.validation import Validation
 from mocked_server.generation import GenerationStats
@@ -46,6 +49,13 @@ class FakeRanks:
 
     async def start(self) -> None:
         self.told.append("start")
+
+    async def warm_start(self, traces: Path, *, steps: int, lr: float, seed: int) -> dict[str, float]:
+        self.told.append(("prepare", 0))
+        return {}
+
+    async def load(self, folder: Path) -> None:
+        self.told.append(("prepare", int(folder.parent.name.partition("-")[2].partition("-")[0])))
 
     def _maybe_die(self, call: str) -> None:
         if self.dies_in[:1] == [call]:
@@ -115,27 +125,50 @@ async def learning(
 ) -> AsyncIterator[Setup]:
     pool = TaskPool(
         ledger, group_size=1, groups_per_step=1, max_policy_lag=LAG, max_running=8, deadline_s=60.0, max_attempts=1,
-        version=start, held=replays > 0 or started is not None,
+        version=start, paused=replays > 0 or started is not None,
     )  # fmt: skip
+    rounds = MultiRoundBufferDataset(ledger)
+    buffers = RunBuffers(ledger=ledger, pool=pool, rounds=rounds, opened={}, num_replays=replays, running=[])
     running = asyncio.create_task(pool.run())
     store = CheckpointStore(tmp_path / "checkpoints", keep=9)
     ranks: Any = FakeRanks(dies_in=list(dies_in))
 
-    async def prepare(checkpoint: Checkpoint | None) -> None:
-        ranks.told.append(("prepare", checkpoint.position.step if checkpoint else 0))
-
-    (tmp_path / "weights").mkdir(exist_ok=True)
+    weights = WeightSync(tmp_path)
+    restart_limit = RestartLimit()
+    warm_start = WarmStartConfig(demonstrations="traces.parquet")
+    learner = LearnerProcesses(
+        ranks, warm_start=warm_start, seed=0, restart_limit=restart_limit, on_warm_start=lambda metrics: None
+    )
+    if started is None:
+        started = asyncio.get_running_loop().create_future()
+        started.set_result(None)
     with Tracker(tmp_path, start=start) as tracker:
         loop = LearnLoop(
-            run=RunConfig(**run), buffer=BufferConfig(groups_per_step=1, group_size=1, max_policy_lag=LAG),
-            ledger=ledger, rounds=MultiRoundBufferDataset(ledger), pool=pool, ranks=ranks, engine=FakeEngine(),
-            generated=GenerationStats(), store=store, weights=tmp_path / "weights", history=History(load_config()),
-            tracker=tracker, display=Display(9, console=Console(file=io.StringIO())), start=start, num_replays=replays,
-            validation=validation, prepare=prepare, started=started, checkpoint=checkpoint,
-        )  # fmt: skip
+            Schedule(
+                run=RunConfig(**run),
+                buffer=BufferConfig(groups_per_step=1, group_size=1, max_policy_lag=LAG),
+                start=start,
+            ),
+            buffers=buffers,
+            learner=learner,
+            starting=started,
+            engine=FakeEngine(),
+            weights=weights,
+            store=store,
+            outputs=Outputs(
+                history=History(load_config()),
+                tracker=tracker,
+                display=Display(9, console=Console(file=io.StringIO())),
+                generated=GenerationStats(),
+            ),
+            restart_limit=restart_limit,
+            validation=validation,
+            checkpoint=checkpoint,
+        )
         yield Setup(loop, ranks, ledger, pool, store)
     pool.close()
     await running
+    weights.close()
 
 
 async def until(true: Any) -> None:

@@ -21,7 +21,7 @@ def episode(number, agent_name):
     return Episode(episode_id=f"e{number}", task=task, group_id=number, sample_index=0)
 
 
-class Desk:
+class ScriptedService:
     """A pool that gives out these episodes, and a store that remembers what it was told."""
 
     def __init__(self, *episodes):
@@ -49,21 +49,21 @@ class Desk:
         await self.ended[episode_id].wait()
 
 
-def dispatch(desk, *, agents=True, default=None, **players):
+def dispatch(service, *, agents=True, default=None, **players):
     return Dispatch(
-        desk,
+        service,
         players=players,
         others=Others(agents=agents, default=default),
         open_episode=lambda each: each.episode_id,
-        notify_score=desk.notify_score,
-        fail=desk.fail,
-        wait_ended=desk.wait_ended,
+        notify_score=service.notify_score,
+        fail=service.fail,
+        wait_ended=service.wait_ended,
     )
 
 
-async def run(desk, **given):
-    await asyncio.wait_for(dispatch(desk, **given).run(), 5)
-    return desk.told
+async def run(service, **given):
+    await asyncio.wait_for(dispatch(service, **given).run(), 5)
+    return service.told
 
 
 async def plays(score):
@@ -76,30 +76,30 @@ async def plays(score):
 
 
 async def test_a_player_that_fails_ends_its_own_episode_and_the_others_are_played():
-    desk = Desk(episode(1, "bad"), episode(2, "good"))
-    told = await run(desk, bad=await plays(AgentError("no score")), good=await plays(0.5))
+    service = ScriptedService(episode(1, "bad"), episode(2, "good"))
+    told = await run(service, bad=await plays(AgentError("no score")), good=await plays(0.5))
     assert sorted(told) == [("e1", "no score"), ("e2", 0.5)]
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), RecursionError("deep"), type("Own", (Exception,), {})("mine")])
 async def test_whatever_a_player_raises_ends_its_own_episode(error):
-    desk = Desk(episode(1, "bad"), episode(2, "good"))
-    told = await run(desk, bad=await plays(error), good=await plays(0.5))
+    service = ScriptedService(episode(1, "bad"), episode(2, "good"))
+    told = await run(service, bad=await plays(error), good=await plays(0.5))
     assert sorted(told) == [("e1", f"{type(error).__name__}: {error}"), ("e2", 0.5)]
 
 
 async def test_episodes_for_agents_that_nobody_asks_for_hold_no_player_up():
-    desk = Desk(*[episode(number, None) for number in range(5)], episode(5, "good"))
-    assert await run(desk, good=await plays(0.5)) == [("e5", 0.5)]
+    service = ScriptedService(*[episode(number, None) for number in range(5)], episode(5, "good"))
+    assert await run(service, good=await plays(0.5)) == [("e5", 0.5)]
 
 
 async def test_an_agent_that_asks_gets_what_was_held_with_a_deadline_that_begins_anew():
-    desk = Desk(*[episode(number, None) for number in range(3)])
-    made = dispatch(desk)
+    service = ScriptedService(*[episode(number, None) for number in range(3)])
+    made = dispatch(service)
     await made.run()
-    desk.ended["e0"].set()  # failed meanwhile: nobody is given it
+    service.ended["e0"].set()  # failed meanwhile: nobody is given it
     assert (await made.lease(wait_s=1)).episode_id == "e1"
-    assert set(desk.renewed) == {"e0", "e1", "e2"}  # and those that wait go on waiting, as somebody asks
+    assert set(service.renewed) == {"e0", "e1", "e2"}  # and those that wait go on waiting, as somebody asks
     assert (await made.lease(wait_s=1)).episode_id == "e2"
     for _ in range(2):
         with pytest.raises(PoolClosed):
@@ -107,19 +107,19 @@ async def test_an_agent_that_asks_gets_what_was_held_with_a_deadline_that_begins
 
 
 async def test_an_agent_that_asks_in_vain_is_told_so():
-    assert await dispatch(Desk()).lease(wait_s=0) is None
+    assert await dispatch(ScriptedService()).lease(wait_s=0) is None
 
 
 async def test_what_nobody_plays_is_refused_when_it_is_added_and_fails_where_it_is_there():
-    desk = Desk(episode(1, "nobody"), episode(2, "good"))
-    told = await run(desk, agents=False, good=await plays(0.5))
+    service = ScriptedService(episode(1, "nobody"), episode(2, "good"))
+    told = await run(service, agents=False, good=await plays(0.5))
     assert sorted(told) == [("e1", "nobody plays it: agent_name 'nobody'"), ("e2", 0.5)]
-    made = dispatch(desk, agents=False, default="good", good=await plays(0.5))
+    made = dispatch(service, agents=False, default="good", good=await plays(0.5))
     tasks = [episode(1, None).task, episode(2, "good").task]
     assert [task.agent_name for task in made.checked(tasks)] == ["good", "good"]
     with pytest.raises(TaskError, match=r"agent_name of task 't3' must be one of \['good'\], got 'godo'; did you mean"):
         made.checked([*tasks, episode(3, "godo").task])
-    assert [task.agent_name for task in dispatch(desk).checked([*tasks, episode(3, "any").task])] == [
+    assert [task.agent_name for task in dispatch(service).checked([*tasks, episode(3, "any").task])] == [
         None,
         "good",
         "any",
@@ -127,17 +127,17 @@ async def test_what_nobody_plays_is_refused_when_it_is_added_and_fails_where_it_
 
 
 async def test_an_episode_that_ended_otherwise_is_played_no_further_and_reports_nothing():
-    desk = Desk(episode(1, "slow"))
+    service = ScriptedService(episode(1, "slow"))
     stopped = asyncio.Event()
 
     async def play(*_):
-        desk.ended["e1"].set()
+        service.ended["e1"].set()
         try:
             await asyncio.Event().wait()
         finally:
             stopped.set()
 
-    assert await run(desk, slow=play) == []
+    assert await run(service, slow=play) == []
     assert stopped.is_set()
 
 

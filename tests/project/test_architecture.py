@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """Folder -> the other folders of ours that it may import."""
 OURS = [*MAY_IMPORT, "benchmarks", "scripts", "tests"]
-PARTS_MEET = {"learner/run.py", "learner/cli.py", "learner/pipeline.py"}
+PARTS_MEET = {"learner/run.py", "learner/cli.py", "learner/pipeline.py", "learner/players.py"}
 """May import every folder of MAY_IMPORT."""
 STANDS_ALONE = "agents/examples/"
 """Programs as a user writes them: they import nothing of ours."""

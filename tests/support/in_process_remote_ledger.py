@@ -26,7 +26,7 @@ class Nearby:
         self.run(self.host.open())
         self.dies_after_next = False
         """The next operations are stored, and the process dies before it can say so."""
-        self.on_news: Callable[[EventPage], None] = lambda page: None
+        self.on_events: Callable[[EventPage], None] = lambda page: None
         self.before_answer: Callable[[], None] = lambda: None
 
     def run(self, work: Any) -> Any:
@@ -56,9 +56,9 @@ class Nearby:
             raise AnswerLost("died")
         return outcomes
 
-    def news(self, place: tuple[str, int], *, wait_s: float) -> EventPage:
-        page = self.run(self.host.news(place, wait_s=wait_s))
-        self.on_news(page)
+    def events(self, cursor: tuple[str, int], *, wait_s: float) -> EventPage:
+        page = self.run(self.host.events(cursor, wait_s=wait_s))
+        self.on_events(page)
         return page
 
     def forget(self, caller: str) -> None:

@@ -153,7 +153,7 @@ def rescore(path: Path, *, options: argparse.Namespace, open_ledger: Callable[..
     print(f"{len(found)} episodes, {len(changed)} with another score", file=sys.stderr)
     if options.revise:
         revision, stored = ScoreDetail(revise=True), 0
-        with open_ledger(path, keep_running=True) as ledger:
+        with open_ledger(path, resume_episodes=True) as ledger:
             for entry in changed:
                 if entry["group"] in ("open", "ready"):
                     ledger.notify_score(entry["episode_id"], entry["score"], detail=revision).result()

@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 
 from buffers.errors import UnderstudyError
-from buffers.ledger.group_commit import GroupCommit
+from buffers.ledger.group_commit import GroupCommit, Rules
 
 PUTS = 200
 
@@ -22,17 +22,17 @@ class Books:
         db.execute("CREATE TABLE line(number INTEGER PRIMARY KEY, text TEXT)")
         self.published = []
         self.writer = GroupCommit(
-            db, name="test", read_news=lambda db: db.execute("SELECT count(*) FROM line").fetchone()[0],
-            keep_news=lambda _: None, publish=lambda news, again: self.published.append(news),
+            db, name="test", read_event=lambda db: db.execute("SELECT count(*) FROM line").fetchone()[0],
+            keep_event=lambda _: None, publish=lambda event, recovered: self.published.append(event),
             probe=lambda _: None,
         )  # fmt: skip
 
-    def put(self, text, *, here=False):
+    def put(self, text, *, inline=False):
         def operation(db):
             db.execute("INSERT INTO line(text) VALUES (?)", (text,))
             return threading.current_thread()
 
-        return self.writer.submit(operation, here=here)
+        return self.writer.submit(operation, rules=Rules(inline=inline))
 
     def texts(self):
         return self.writer.submit(lambda db: [text for (text,) in db.execute("SELECT text FROM line ORDER BY number")])
@@ -53,14 +53,14 @@ def elsewhere(work):
 
 def test_a_caller_commits_itself_when_nobody_else_does(books):
     def work():
-        return [books.put(str(n), here=True).result() for n in range(PUTS)], threading.current_thread()
+        return [books.put(str(n), inline=True).result() for n in range(PUTS)], threading.current_thread()
 
     threads, own = elsewhere(work)
     assert set(threads) == {own}
 
 
 def test_the_main_thread_never_commits(books):
-    threads = {books.put(str(n), here=True).result() for n in range(PUTS)}
+    threads = {books.put(str(n), inline=True).result() for n in range(PUTS)}
     assert threads == {books.writer._thread}
 
 
@@ -79,7 +79,7 @@ def test_a_caller_that_may_not_commit_leaves_it_to_the_thread(books):
 
     books.writer.submit(hold)
     assert held.wait(10)
-    future = elsewhere(lambda: books.put("later", here=True))
+    future = elsewhere(lambda: books.put("later", inline=True))
     assert not future.done()
     let_go.set()
     assert future.result(10) is books.writer._thread
@@ -89,7 +89,7 @@ def test_many_callers_keep_their_order_and_lose_nothing(books):
     def work(name):
         for n in range(0, PUTS, 2):
             books.put(f"{name} {n}")
-            books.put(f"{name} {n + 1}", here=True).result()
+            books.put(f"{name} {n + 1}", inline=True).result()
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, "abcdefgh"))
@@ -106,7 +106,7 @@ def test_a_defect_in_an_operation_that_a_caller_commits_stops_the_writer(books):
         raise AttributeError("a defect")
 
     with pytest.raises(AttributeError, match="a defect"):
-        elsewhere(lambda: books.writer.submit(broken, here=True))
+        elsewhere(lambda: books.writer.submit(broken, rules=Rules(inline=True)))
     books.writer._thread.join(10)
     with pytest.raises(UnderstudyError, match="must be open"):
         books.put("late")
@@ -120,7 +120,7 @@ def test_closing_while_callers_commit_stores_all_that_was_taken(tmp_path):
         def work(books=books, taken=taken):
             for n in count():
                 try:
-                    future = books.put(str(n), here=True)
+                    future = books.put(str(n), inline=True)
                 except UnderstudyError:
                     return
                 future.result()

@@ -15,6 +15,7 @@ import pytest
 from buffers.conformance.rules import RULES, Rule, Site
 from buffers.errors import EpisodeClosed, EpisodeError, StorageFull
 from buffers.ledger.encode import stored_round
+from buffers.ledger.group_commit import DEFAULT_RULES
 from buffers.ledger.ledger import LedgerEvent
 from buffers.ledger.schema import read_database
 from buffers.ledger.tools.doctor import findings
@@ -97,7 +98,7 @@ def test_watchers_hear_of_a_commit_after_its_futures_are_done(ledger: RemoteLedg
             done.set()
 
     ledger.watch(watcher)
-    handle.on_news = lambda page: arrived.set() if any(news.closed for news in page.news) else None
+    handle.on_events = lambda page: arrived.set() if any(event.closed for event in page.events) else None
     entered, gate = threading.Event(), threading.Event()
     handle.before_answer = lambda: entered.set() or gate.wait(10)
     ledger.position()  # what comes behind it is sent together
@@ -150,13 +151,12 @@ def _lift(handle: Nearby) -> None:
 
 
 def test_a_round_overtakes_operations_of_other_episodes_only() -> None:
-    def mail(name: str, *, is_round: bool) -> Outgoing:
+    def item(name: str, *, is_round: bool) -> Outgoing:
         if is_round:
             return Outgoing(future=Future(), rounds=[stored_round(make_round(name))], single=True)
-        flags = {"refusable": False, "passing": False, "repeatable": False}
-        return Outgoing(future=Future(), job=Job(operation=partial(print, episode_id=name), **flags))
+        return Outgoing(future=Future(), job=Job(operation=partial(print, episode_id=name), rules=DEFAULT_RULES))
 
-    order = [mail("a", is_round=False), mail("b", is_round=True), mail("b", is_round=False), mail("a", is_round=True)]
+    order = [item("a", is_round=False), item("b", is_round=True), item("b", is_round=False), item("a", is_round=True)]
     found = [(list(map(order.index, rounds)), list(map(order.index, others))) for rounds, others in parcels(order)]
     assert found == [([1], [0, 2]), ([3], [])]
 

@@ -198,7 +198,7 @@ def test_a_second_run_does_not_take_a_ledger_that_is_in_use_but_one_that_was_lef
         first._owns = False  # as after a crash of its run: the actor stays
     with pytest.raises(UnderstudyError, match="must be a new file"):
         open_remote(path, node_id=nodes.disk, is_new=True)
-    with open_remote(path, node_id=nodes.disk, keep_running=True) as second:
+    with open_remote(path, node_id=nodes.disk, resume_episodes=True) as second:
         assert [each.episode_id for each in second.running_episodes().result()] == [episode.episode_id]
 
 
@@ -211,4 +211,4 @@ def kill(ledger: RemoteLedger) -> None:
     """The ledger's process, at once; returns when Ray has started it again."""
     before = ledger._actor.where()
     os.kill(before.pid, signal.SIGKILL)
-    assert ledger._actor.where().place[0] != before.place[0]
+    assert ledger._actor.where().cursor[0] != before.cursor[0]

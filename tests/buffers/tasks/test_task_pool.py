@@ -39,12 +39,12 @@ async def test_nothing_to_do_is_none_after_the_wait() -> None:
 
 
 async def test_a_pool_that_is_held_gives_out_nothing_before_it_begins() -> None:
-    async with running_pool(held=True, times_opened={"t:0": 3}) as setup:
+    async with running_pool(paused=True, times_opened={"t:0": 3}) as setup:
         await setup.pool.put([make_task(0)])
         assert await setup.pool.lease(wait_s=SHORT_S) is None
         waiting = asyncio.create_task(setup.lease())
         await asyncio.sleep(0)
-        setup.pool.begin()
+        setup.pool.unpause()
         assert (await waiting).task.task_id == "t:0"
         assert setup.ledger.times_opened().result() == {"t:0": 4}  # three were opened by an earlier process
 
@@ -387,7 +387,7 @@ async def test_a_pool_takes_over_what_an_earlier_process_started(tmp_path: Path)
         async with running_pool(ledger=ledger) as setup:
             await setup.pool.put([make_task(0)])
             episode = await setup.lease()
-    with Ledger(path, keep_running=True) as ledger:
+    with Ledger(path, resume_episodes=True) as ledger:
         async with running_pool(ledger=ledger, max_running=1) as setup:
             setup.pool.adopt_running(ledger.running_episodes().result())
             assert setup.pool.metrics()["pool/running"] == 1

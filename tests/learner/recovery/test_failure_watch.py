@@ -60,11 +60,19 @@ def test_an_error_of_another_language_and_a_log_without_one_are_told_too(tmp_pat
 def test_the_final_error_names_what_was_refused_and_only_logs_that_are_there(tmp_path: Path) -> None:
     log(tmp_path / "agents", lane=0, words=CAUSE)
     told = why_episodes_fail(
-        counts(**{"failed__no rounds": 3}), refused={"rare": 1, "often": 9}, agents=tmp_path / "agents", env_log=None
+        counts(**{"failed__no rounds": 3, "failed__scorer": 2}),
+        details={"no rounds": "no rounds", "scorer": "scorer: data.scorer judge failed: ValueError: no"},
+        refused={"rare": 1, "often": 9},
+        agents=tmp_path / "agents",
+        env_log=None,
     )
+    assert (
+        "2 x scorer: data.scorer gave no score" in told and "most often: data.scorer judge failed: ValueError" in told
+    )
+    assert told.count("most often:") == 1
     assert "3 x no rounds: the agent made no model call with its key; does it use OPENAI_BASE_URL" in told
     assert told.index("9 x often") < told.index("1 x rare") and CAUSE in told and "env.log" not in told
-    alone = why_episodes_fail(counts(), refused={}, agents=tmp_path / "none", env_log=tmp_path / "env.log")
+    alone = why_episodes_fail(counts(), details={}, refused={}, agents=tmp_path / "none", env_log=tmp_path / "env.log")
     assert "started no agents" in alone and str(tmp_path / "env.log") in alone
 
 

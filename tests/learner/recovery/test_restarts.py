@@ -53,7 +53,7 @@ async def test_an_engine_that_keeps_dying_ends_it_with_its_error_and_a_step_forg
         await restart_engine(Mortal(), restart_limit=restart_limit)
     with pytest.raises(EngineError, match="the engine process died"):
         await restart_engine(Mortal(), restart_limit=restart_limit)
-    restart_limit.progress()
+    restart_limit.reset()
     await restart_engine(Mortal(EngineError("again")), restart_limit=restart_limit)
     assert restart_limit.figures() == {"restarts/engine": MAX_IN_A_ROW + 2.0}
 

@@ -30,7 +30,7 @@ async def test_a_group_goes_on_without_a_member_where_fewest_members_allows_it(
             config, stack, folder=tmp_path, secret=no_secret, resume=False, checkpoint=None
         )  # fmt: skip
         running = asyncio.create_task(buffers.pool.run())
-        buffers.pool.begin()
+        buffers.pool.unpause()
         await buffers.pool.put([make_task(0)])
         episodes: list[Episode] = []
         while len(episodes) < 3:

@@ -14,11 +14,11 @@ from mocked_server.keys import KeyRing, make_secret
 from tests.support.server_parts import ServerThread, whole_prompt
 
 
-def serve(model: Path, folder: Path, *, keep_running: bool) -> ServerThread:
+def serve(model: Path, folder: Path, *, resume_episodes: bool) -> ServerThread:
     thread = ServerThread(
         model,
         rollout=RolloutConfig(max_tokens=32, max_model_len=512),
-        ledger=Ledger(folder / "ledger.sqlite", keep_running=keep_running),
+        ledger=Ledger(folder / "ledger.sqlite", resume_episodes=resume_episodes),
         keys=KeyRing(make_secret(folder / "server.key")),
     )
     thread.start()
@@ -29,7 +29,7 @@ def serve(model: Path, folder: Path, *, keep_running: bool) -> ServerThread:
 def test_running_episodes_go_on_after_a_restart_with_the_same_key_and_the_exact_tokens(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    first = serve(tiny_model, tmp_path, keep_running=False)
+    first = serve(tiny_model, tmp_path, resume_episodes=False)
     episode, client = first.lease()
     scored, done = first.lease()
     # Letter by letter: no tokenizer would write the answer like this again.
@@ -43,7 +43,7 @@ def test_running_episodes_go_on_after_a_restart_with_the_same_key_and_the_exact_
         assert http.post("/scores", json={"episode_id": scored, "score": 1.0}).status_code == 200
     first.stop()
 
-    second = serve(tiny_model, tmp_path, keep_running=True)
+    second = serve(tiny_model, tmp_path, resume_episodes=True)
     again = client.with_options(base_url=f"{second.server.base_url}/v1")
     messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And then?"}]
     again.chat.completions.create(model="policy", messages=messages)

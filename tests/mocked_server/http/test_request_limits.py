@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffers.errors import StorageFull
-from mocked_server.http.request_limits import MAX_BODY_BYTES, MAX_DEPTH, MAX_DESK_BYTES, depth_of
+from mocked_server.http.request_limits import MAX_BODY_BYTES, MAX_DEPTH, MAX_EPISODE_ROUTE_BYTES, depth_of
 from mocked_server.http.routes import build_admin_app, build_app
 from mocked_server.http.uvicorn_server import MAX_HEAD_BYTES, bind
 from mocked_server.keys import (
@@ -69,7 +69,7 @@ def test_large_and_deep_bodies_are_refused_on_every_kind_of_route(served) -> Non
     _, client = served.lease()
     keys, url = served.server.keys, served.server.base_url
     chat = "/v1/chat/completions"
-    for path, key, limit in (("/scores", keys.scorer, MAX_DESK_BYTES), (chat, client.api_key, MAX_BODY_BYTES)):
+    for path, key, limit in (("/scores", keys.scorer, MAX_EPISODE_ROUTE_BYTES), (chat, client.api_key, MAX_BODY_BYTES)):
         assert post(url, key=key, path=path, body=b" " * (limit + 1)).status_code == 413
         assert post(url, key=key, path=path, body=b'{"a": ' * 100_000).status_code == 400
     many = iter([b" " * 65536] * 300)  # chunked: no length is told

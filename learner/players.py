@@ -1,0 +1,60 @@
+"""Who plays a run's tasks and who judges them, as the configuration says. Called by `learner.pipeline`."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from pathlib import Path
+
+from agents.workers.config import read_loops
+from agents.workers.manager import AgentLoopManager
+from configs.schema import Config
+from env_adapters.scoring.rewards import Rewards
+from mocked_server.dispatch import PLAIN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Players:
+    """Agent loops and scorers of a run."""
+
+    rewards: Rewards | None
+    """`data.scorer`."""
+    loops: AgentLoopManager | None
+    """`agents.loops`, before their workers are started."""
+    names: Set[str] | None
+    """The names that a row's `agent_name` may have; None: any, because agents of others may play."""
+    default: str | None
+    """Who plays the rows that name no agent; None: any agent that asks."""
+
+    def figures(self) -> dict[str, float]:
+        """Figures of the agent loops since the last call, for a step's line."""
+        return self.loops.figures.take() if self.loops else {}
+
+
+def make_players(config: Config) -> Players:
+    """Raises TaskError for a scorer, AgentError for a loop that cannot be used."""
+    scorer = config.data.scorer
+    rewards = Rewards(scorer, batch=config.data.reward_manager == "batch") if scorer else None
+    loops = None
+    if config.agents.loops:
+        loops = AgentLoopManager(
+            read_loops(Path(config.agents.loops)),
+            num_workers=max(1, config.agents.processes),
+            score_fn=rewards.score if rewards else None,
+            temperature=config.rollout.temperature,
+        )
+    plain = {PLAIN} if scorer else set()
+    only_loops = loops is not None and not config.agents.command and not config.env.command
+    return Players(
+        rewards=rewards,
+        loops=loops,
+        names=loops.names | plain if loops is not None and only_loops else None,
+        default=_default(config, loops),
+    )
+
+
+def _default(config: Config, loops: AgentLoopManager | None) -> str | None:
+    """The agent's command; without one the first loop; as in verl, no agent at all where there is a scorer."""
+    if config.agents.command:
+        return None
+    return loops.first if loops is not None else PLAIN if config.data.scorer else None
