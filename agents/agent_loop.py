@@ -1,4 +1,4 @@
-"""verl's agent-loop interface, by its names: what whoever writes an agent inside this project implements.
+"""verl's agent-loop interface, by its names: what an agent inside this project implements.
 
     @register("my_agent")
     class MyAgentLoop(AgentLoopBase):
@@ -10,7 +10,7 @@ changed: the constructor, `init_class`, `apply_chat_template`, `config`, `server
 `rollout_trace_op` are those of verl's `verl/experimental/agent_loop` and its helpers. `agents.workers.worker` makes one
 object for each episode and runs it.
 
-Invariant: a token with mask 1 was sampled by `server_manager.generate`; nobody else can say what its log-probability was.
+Invariant: a token with mask 1 was sampled by `server_manager.generate`; no other caller knows its log-probability.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class AgentLoopOutput(BaseModel):
 
 
 class AgentLoopBase(ABC):
-    """One episode's agent. Made anew for each episode; what all share is set up once, in `init_class`."""
+    """One episode's agent. Made for each episode; what all share is set up once, in `init_class`."""
 
     _class_initialized: ClassVar[bool] = False
     sees_ground_truth: ClassVar[bool] = False

@@ -50,7 +50,7 @@ def _text_after_answer(tokenizer: Any, messages: Sequence[Message], *, tools: Se
 
 
 def _text_after_calls(tokenizer: Any, messages: Sequence[Message], *, tools: Sequence[Any] | None) -> str:
-    """For templates that take a tool's result only after a call: what they write beyond the call."""
+    """The text of these messages after a call, for templates that take a tool's result only after one."""
     calls: list[Message] = []
     answers: list[Message] = []
     for number, message in enumerate(messages):

@@ -1,4 +1,4 @@
-"""Runs agents that nobody here wrote: child programs with our base URL in their environment.
+"""Runs agents of others: child programs with our base URL in their environment.
 
 Called by the pipeline. Two ways, by `agents.processes`: long-lived programs that lease tasks themselves (`TASKS_URL`),
 or a fresh process for each episode (its task in `TASK_JSON` and on its standard input, its key in `OPENAI_API_KEY`). Each
@@ -7,7 +7,7 @@ the OpenAI Agents SDK.
 
 A program of one episode that ends without a score having been reported is scored by a `Judge` (`data.scorer`), on what it
 printed and its exit code, where there is one. A program that crashes is data: its episodes fail with a reason, it is started
-again, and the run goes on. One that keeps crashing without finishing an episode ends the run with its log.
+again, and the run continues. One that keeps crashing without finishing an episode ends the run with its log.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ LEASE_WAIT_S = 3600.0
 LARGE_TASK_BYTES = 100_000
 """A larger task is not in the environment, where a variable holds at most 128 KiB on Linux."""
 OUTPUT_BYTES = 65_536
-"""As much of the end of a program's standard output is judged; all of it is in the log."""
+"""Bytes of the end of a program's standard output that are judged; all of it is in the log."""
 OUTPUT_WAIT_S = 5.0
-"""After a program has ended: a process that it left behind may hold its output open."""
+"""Seconds after a program has ended: a process that it left behind may hold its output open."""
 
 
 class Judge(Protocol):
-    """Who scores a program that ended without a score."""
+    """The scorer of a program that ended without a score."""
 
     def judges(self, task: Task, *, exit_code: int) -> bool:
         """Whether such an end is judged at all; else the episode failed."""
@@ -78,7 +78,7 @@ class EpisodeService(Protocol):
         ...
 
     async def wait_ended(self, episode_id: str) -> None:
-        """Until the episode has ended, however it did."""
+        """Wait until the episode has ended, in any way."""
         ...
 
     @property
@@ -89,7 +89,7 @@ class EpisodeService(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentPlace:
-    """Where an agent finds its model, and where it runs."""
+    """An agent's surroundings: its model's address and key, and its folder."""
 
     environment: Callable[[str], dict[str, str]]
     """API key -> the variables that its clients read (the server's)."""
@@ -139,7 +139,7 @@ class LongLivedAgents:
         self.crashes = 0
 
     async def run(self) -> None:
-        """Until every program ended with exit code 0. Cancelling stops the programs."""
+        """Runs until every program ended with exit code 0. Cancelling stops the programs."""
         async with asyncio.TaskGroup() as tasks:
             for index in range(self._processes):
                 tasks.create_task(self._keep_running(index), name=f"agent {index}")
@@ -191,7 +191,7 @@ class AgentPerEpisode:
         self.crashes = 0
 
     async def run(self) -> None:
-        """Until there are no more tasks. Cancelling stops the programs."""
+        """Runs until the tasks have ended. Cancelling stops the programs."""
         async with asyncio.TaskGroup() as tasks:
             for index in range(self._concurrency):
                 tasks.create_task(self._lane(index), name=f"agent lane {index}")
@@ -262,7 +262,7 @@ class AgentPerEpisode:
         await self._service.fail(leased.episode_id, reason)
 
     async def _exit_code(self, child: Child, episode_id: str) -> int:
-        """How the program ended. One that goes on after its episode (scored, deadline, stale) has a moment to end by itself."""
+        """How the program ended. One that still runs after its episode (scored, deadline, stale) has a moment to end by itself."""
         exited = asyncio.create_task(child.wait())
         ended = asyncio.create_task(self._service.wait_ended(episode_id))
         try:

@@ -80,7 +80,7 @@ class _Place:
     server: AsyncLLMServer
     running: int = 0
     failed_at: float | None = None
-    """When it was last seen to fail; None: it is well."""
+    """Time of its last failure; None: it is well."""
     probe: asyncio.Task[bool] | None = None
 
 
@@ -188,7 +188,7 @@ class AsyncLLMServerManager:
     async def _recover(self, place: _Place) -> bool:
         """Ask for its health until it is well; not at once: a server whose disk is full is healthy, and refuses all the same."""
         await asyncio.sleep(PROBE_S)
-        while not await self._probe(place):  # noqa: ASYNC110  another program's health: nobody tells us when it changes
+        while not await self._probe(place):  # noqa: ASYNC110  another program's health: no event says when it changes
             await asyncio.sleep(PROBE_S)
         return True
 

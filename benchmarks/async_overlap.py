@@ -29,9 +29,10 @@ from benchmarks.whole_run import RunFailed, run_to_end
 from env_adapters.walk.game import MAX_MOVES
 
 ASYNC_LAG = 12
-"""Of the asynchronous runs. A slow episode lasts up to SLOW_STEPS steps: at 12 hardly any becomes too old to train."""
+"""Bound of the asynchronous runs, in versions. A slow episode lasts up to SLOW_STEPS steps: at 12 hardly any becomes too old to
+train."""
 BOUND_LAG = 2
-"""Of the learner-bound run, where generation is always that far ahead."""
+"""Bound of the learner-bound run, where generation is always that far ahead."""
 SLOW_STEPS = 8.0
 """Length of a slow episode that plays all moves, in steps of the run without latency: 80 ms for an ordinary move where a step
 takes 4 s, a quick tool call, and 4 s for a move of the long tail."""
@@ -98,7 +99,7 @@ def epochs_for(step_s: float, *, epoch_s: float) -> int:
 
 
 def compare(bench: Bench, *, shape: Shape, move_ms: float, seeds: range) -> dict[str, Any]:
-    """Both flows, in turn, once per seed; medians of each figure, and the quotient of the medians of the step times."""
+    """Runs both flows in turn, once per seed: medians of each figure, and the quotient of the medians of the step times."""
     sync, overlapped = [], []
     for seed in seeds:
         sync.append(bench.run(shape, lag=0, move_ms=move_ms, seed=seed))

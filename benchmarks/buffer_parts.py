@@ -50,7 +50,7 @@ def open_episodes(ledger: Ledger, *, number: int, first: int = 0) -> list[str]:
 
 
 def put_rows(address: tuple[str, int], *, episodes: list[str], size: int, tokens: int) -> list[float]:
-    """From this process, over the endpoint: each put is on disk when it is answered."""
+    """Sends rounds from this process over the round socket: each put is on disk when it is answered."""
     seconds = []
     with RoundClient(address, secret=SECRET) as client:
         for start in range(0, len(episodes) - size + 1, size):

@@ -45,9 +45,9 @@ class Outcome:
     reward: float
     wall_s: float
     kills: list[tuple[float, str]]
-    """After so many seconds, which part."""
+    """(seconds since the start, part that was killed)."""
     restarts: dict[str, float]
-    """As the run's own process counted them since it was last started."""
+    """Counts of the run's own process since its last start."""
     max_logprob_diff: float
 
 
@@ -152,7 +152,7 @@ def line_of(outcome: Outcome) -> str:
 
 @contextmanager
 def _folder(kept: Path | None, *, name: str) -> Iterator[Path]:
-    """For one run: a new one that is kept, or one that is removed."""
+    """A folder for one run: a new one that is kept, or one that is removed."""
     if kept is None:
         with tempfile.TemporaryDirectory(prefix="understudy-faults-") as folder:
             yield Path(folder)

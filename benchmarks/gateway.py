@@ -140,7 +140,7 @@ def servers(settings: Settings, *, folder: Path, kinds: Sequence[str] = KINDS) -
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port that is free now."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
@@ -161,7 +161,7 @@ class Words:
 
 
 def throughput(settings: Settings, words: Words, *, folder: Path, quick: bool, repeats: int) -> dict[str, Any]:
-    """Both servers on the real engine, in turn."""
+    """Measures both servers on the real engine, in turn."""
     counts = [16, 64] if quick else list(ROUNDS_AT)
     episodes = 16 + repeats * sum(counts)
     seen: dict[int, dict[str, list[dict[str, Any]]]] = {count: {kind: [] for kind in KINDS} for count in counts}
@@ -240,7 +240,7 @@ def streams(settings: Settings, *, folder: Path, count: int) -> dict[str, Any]:
 
 
 def long_prompt(settings: Settings, words: Words, *, folder: Path, repeats: int) -> dict[str, Any]:
-    """One stream of a token every 10 ms, alone and while somebody sends 128k tokens."""
+    """One stream of a token every 10 ms, alone and while another client sends 128k tokens."""
     own = replace(settings, engine=False, token_ms=10.0, max_model_len=2 * LONG_PROMPT_TOKENS)
     own = replace(own, episodes=4 * repeats + 2, max_tokens=400)
     alone, beside, tokens = [], [], 0

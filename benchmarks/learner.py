@@ -43,7 +43,7 @@ TRL_SIDE = ROOT / "benchmarks" / "rivals" / "trl_side.py"
 SIDE_LIMIT_S = 1200.0
 GROUP_SIZE = 8
 MEDIAN_TOKENS, SPREAD = 150, 1.1
-"""Of the rows' log-normal lengths: one in ten is over four times the median."""
+"""Sigma of the rows' log-normal lengths: one in ten is over four times the median."""
 SAMPLED, OBSERVED = 24, 16
 """Tokens of a round that the policy sampled, and that the environment answered."""
 

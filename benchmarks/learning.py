@@ -21,7 +21,7 @@ from benchmarks.report import Report, end_on_sigterm, parser_of
 from benchmarks.whole_run import RunFailed, run_to_end
 
 TARGET = 0.9
-"""Of the optimum, as a mean over the last WINDOW steps: the demo's target."""
+"""Share of the optimum, as a mean over the last WINDOW steps: the demo's target."""
 WINDOW = 5
 METHODS = {
     "grpo": ("learner.advantage=grpo", "learner.critic=none"),
@@ -91,7 +91,7 @@ def _line(run: Learned) -> str:
 
 
 def summarise(runs: list[Learned]) -> dict[str, Any]:
-    """Of each method: its worst last reward, and how many seeds reached the target with their last steps."""
+    """Each method's worst last reward, and how many seeds reached the target with their last steps."""
     methods: dict[str, list[Learned]] = {}
     for run in runs:
         methods.setdefault(run.method, []).append(run)

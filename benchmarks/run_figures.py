@@ -36,7 +36,7 @@ class RunFigures:
     made_per_used: float
     """Episodes scored for each one trained. Below 1: a stock from the first step was used up."""
     stale_share: float
-    """Of the episodes that ended: those whose work was thrown away as too old."""
+    """Share of the episodes that ended whose work was thrown away as too old."""
     startup_s: float
     load_before: float
     load_after: float

@@ -1,1 +1,1 @@
-"""Where data waits: tasks, prompts, rounds and scored episodes, kept in one SQLite ledger per run."""
+"""Data that waits: tasks, prompts, rounds and scored episodes, kept in one SQLite ledger per run."""

@@ -78,7 +78,7 @@ class BufferDataset(torch.utils.data.IterableDataset[PromptBatch]):  # type: ign
 
 
 def require_main_process(name: str) -> None:
-    """Raise in a DataLoader's worker process: what waits there is a copy that nobody fills."""
+    """Raise in a DataLoader's worker process: what waits there is a copy that is never filled."""
     if torch.utils.data.get_worker_info() is not None:
         raise UnderstudyError(
             f"{name} must be read in the process that fills it; use DataLoader(dataset, num_workers=0)"

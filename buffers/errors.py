@@ -77,7 +77,7 @@ class RequestRefused(UnderstudyError, ValueError):
 
 
 class RequestFailed(UnderstudyError):
-    """One model call failed, and not by what it asked for (500). Everything else goes on."""
+    """One model call failed, and not by what it asked for (500). Other calls are served."""
 
 
 class AgentError(UnderstudyError):

@@ -2,7 +2,7 @@
 
 The generation loop puts batches, environments notify scores, the learner iterates it (directly, through a stock
 `DataLoader(dataset)`, or by `await sample(...)`). Invariants: an item is a full batch under one lease; a reply reaches
-its agent only once its round is stored; nobody polls. The learner ends a lease by `ledger.commit_step` or
+its agent only once its round is stored; there is no polling. The learner ends a lease by `ledger.commit_step` or
 `ledger.release`.
 """
 
@@ -27,7 +27,7 @@ from buffers.records import ScoreDetail, TrainBatch
 from buffers.token_tree import TokenTree
 
 _MAX_TREES = 4096
-"""Token trees kept in memory; others are rebuilt from the ledger when their episode goes on."""
+"""Token trees kept in memory; others are rebuilt from the ledger at the next round of their episode."""
 
 
 class ReadyEpisodes:

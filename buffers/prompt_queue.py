@@ -1,6 +1,6 @@
 """The queue of prompts that wait for a generation, and the records that pass through it.
 
-The server puts (from its event loop), whoever generates takes: blocking in another thread, or awaiting on any loop.
+The server puts (from its event loop), the generate loop takes: blocking in another thread, or awaiting on any loop.
 Invariants: first in, first out; each prompt is given out once; the queue is bounded and never blocks the putter; nobody
 polls. It does not look into `sampling`.
 """
@@ -98,7 +98,7 @@ class Prompt:
     parent: int | None = None
     """Index of the stored round that this prompt continues; None: it starts a branch. The buffer verifies it."""
     memo: bytes = b""
-    """As in `Round`."""
+    """See `Round`."""
     first_trained: int | None = 0
     """Sampled tokens before this one are not trained: the request changed the distribution that they are sampled from. None: no
     token is."""
@@ -173,7 +173,7 @@ class PromptQueue:
                     self._awaiting.pop(waiter, None)
 
     def close(self) -> list[Prompt]:
-        """End the queue, from any thread; waiters raise QueueClosed. Returns the prompts that nobody took."""
+        """End the queue, from any thread; waiters raise QueueClosed. Returns the prompts that were not taken."""
         with self._changed:
             self._closed = True
             left = self._pop(None)

@@ -104,7 +104,7 @@ class LeasedEpisode:
     episode_id: str
     api_key: str
     task: dict[str, Any]
-    """Without the ground truth."""
+    """The task as agents see it: without the ground truth."""
     env_address: str = ""
     """HOST:PORT of the environment, where there is one."""
     seed: int = 0
@@ -171,9 +171,9 @@ class EpisodeScores:
 
     whole: float
     branches: dict[int, float] = field(default_factory=dict)
-    """By a round that the branch trains; the last of several counts."""
+    """Scores by a round that the branch trains; the last of several counts."""
     rounds: dict[int, float] = field(default_factory=dict)
-    """By round."""
+    """Scores by round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,10 +227,10 @@ class Validated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where a run's books stand, as a checkpoint remembers it."""
+    """A position in a run's ledger, as a checkpoint stores it."""
 
     run_id: str
-    """Of the ledger."""
+    """Id of the ledger's run."""
     lineage: int
     """0, then one more for each time that the run went back to a checkpoint."""
     step: int

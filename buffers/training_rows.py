@@ -47,7 +47,7 @@ def episode_rows(rounds: Sequence[Round], *, group_id: int, scores: EpisodeScore
 
 
 def _trains(round_: Round) -> bool:
-    """At least one token."""
+    """Whether the round trains at least one token."""
     return len(round_.sampled_ids) > 0 if round_.trained is None else bool(round_.trained.any())
 
 

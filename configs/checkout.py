@@ -1,4 +1,4 @@
-"""Where our packages lie, for processes that Ray starts: they import our folders whatever directory they begin in."""
+"""The folder of our packages, for processes that Ray starts: they import them from any working directory."""
 
 from __future__ import annotations
 

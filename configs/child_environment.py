@@ -25,7 +25,7 @@ PROXIES = frozenset({"http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_
 
 
 def clean_environment(extra: Mapping[str, str], *, named: Sequence[str] = ()) -> dict[str, str]:
-    """Of this process's environment what programs need to run (`PASSED_ON`) and what is `named`; plus `extra`.
+    """The part of this process's environment that programs need to run (`PASSED_ON`) and that is `named`; plus `extra`.
 
     The rest stays here: other people's programs have no use for our keys and tokens, nor for what would put the checkout on their
     import path. A proxy's address that holds a password is passed on only where it is named.

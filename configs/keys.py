@@ -41,7 +41,7 @@ class Key:
     """One key that can be set."""
 
     name: str
-    """With dots: `learner.kl.coef`."""
+    """The key with dots: `learner.kl.coef`."""
     default: Any
     kind: str
     """What values it takes, in words."""
@@ -55,7 +55,7 @@ class Key:
 
     @property
     def default_text(self) -> str:
-        """As YAML, on one line."""
+        """The default as YAML, on one line."""
         return json.dumps(self.default, ensure_ascii=False)
 
 

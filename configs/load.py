@@ -18,7 +18,7 @@ from configs.schema import Config
 
 FOLDER = Path(__file__).resolve().parent
 PACKAGES = "{understudy}"
-"""In a value: the folder that our packages lie in, so that what is shipped is found from any folder."""
+"""Stands in a value for the folder of our packages, so that what is shipped is found from any folder."""
 DEFAULT = FOLDER / "demo.yaml"
 MOVED = {
     "agents.episode_deadline_s": "agents.deadline_s (of a whole episode) and agents.silence_s (without a request)",

@@ -44,7 +44,7 @@ class RunConfig(Section):
     """Seed of everything that draws: the order of tasks, sampling, weights that are made here."""
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "swanlab"]] = ["tensorboard"]
-    """Where figures go, beside metrics.jsonl. All but tensorboard must be installed first."""
+    """Destinations of figures, beside metrics.jsonl. All but tensorboard must be installed first."""
     reward_optimum: float | None = None
     """The best mean score that the task allows; drawn in the reward curve and reported in the summary."""
 
@@ -75,7 +75,7 @@ class DataConfig(Section):
     make: list[str] = Field(default_factory=list)
     """Command that writes `tasks` (and `warm_start.demonstrations`) when the file is missing. `{python}` is this interpreter."""
     scorer: str | dict[str, str] = ""
-    """Who scores plain prompts (rows with `agent_name: single_turn_agent`, or with none where no agent is set), and programs
+    """The scorer of plain prompts (rows with `agent_name: single_turn_agent`, or with none where no agent is set), and programs
     (`agents.processes: 0`) that ended without a score: a name in env_adapters/scoring/scorers.py, `module.function`, a
     URL, or `model:FOLDER` (a reward model); or one of these for each data_source, `default` for the others."""
     reward_manager: Literal["naive", "batch", "dapo"] = "naive"
@@ -84,7 +84,7 @@ class DataConfig(Section):
 
     @property
     def task_files(self) -> dict[str, float]:
-        """File -> weight; none when tasks are only added while the run goes on."""
+        """File -> weight; none when tasks are only added while the run lives."""
         if isinstance(self.tasks, str):
             return {self.tasks: 1.0} if self.tasks else {}
         return dict(self.tasks)
@@ -93,7 +93,7 @@ class DataConfig(Section):
 class AgentsConfig(Section):
     command: list[str] = Field(default_factory=list)
     """The agent: any program. `{python}` is this interpreter, `{understudy}` the folder that our packages lie in. Empty: agents are
-    started by somebody else."""
+    started by the user."""
     loops: str = ""
     """YAML list of agent loops (verl's `agent_loop_config_path`): rows whose `agent_name` is one of them are played by it, rows
     without a name by the first one, if there is no `command`. See agents/workers/config.py."""
@@ -132,8 +132,9 @@ class ServerConfig(Section):
     reasoning_parser: str | None = None
     """A reasoning parser of vLLM by name (qwen3, deepseek_r1, ...). None: no reasoning content."""
     replay_match: Literal["tolerant", "strict"] = "tolerant"
-    """When a request continues an earlier round. tolerant: its history says the same (arguments spelled in another way, reasoning
-    left out); the prompt keeps what was sampled. strict: the chat template writes the history as the exact tokens sampled."""
+    """The rule by which a request continues an earlier round. tolerant: its history says the same (arguments spelled in another
+    way, reasoning left out); the prompt keeps what was sampled. strict: the chat template writes the history as the exact
+    tokens sampled."""
 
 
 class RolloutConfig(Section):

@@ -5,7 +5,7 @@ deadline.
 reset once, stepped until it says done, asked for its score, and closed. Invariants of `WithDeadlines`, whatever is
 inside it: no call takes longer than its deadline; every failure is an `EnvError` with a short reason; what comes out is
 checked (messages with a role and a text, a finite score). A library that blocks runs in an `WorkerThread`, one for each
-adapter, so that a call that hangs holds up nobody else. It does not generate, and it knows no tokens.
+adapter, so that a call that hangs delays no other. It does not generate, and it knows no tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Step:
     """What the environment says next, each with `role` and `content`; may be empty when it is done."""
     done: bool
     reward: float | None = None
-    """Of this step alone, where the environment has such a thing; the episode's is `score`."""
+    """Reward of this step alone, where the environment has one; the episode's is `score`."""
 
 
 class EnvAdapter(ABC):
@@ -100,7 +100,7 @@ class WithDeadlines(EnvAdapter):
         raise self._failure("score", f"must give a finite number, got {score!r:.100}", what="wrong answer")
 
     async def close(self) -> None:
-        """As the others, but it may follow a failure."""
+        """See `Adapter.close`; it may follow a failure."""
         self._broken = ""
         await self._call("close", self._adapter.close())
 
@@ -136,7 +136,7 @@ class WithDeadlines(EnvAdapter):
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._given_up.discard(task)
         if not task.cancelled():
-            task.exception()  # marks it as seen: nobody waits for it
+            task.exception()  # marks it as seen: nothing waits for it
 
     def _failure(self, name: str, complaint: str, *, what: str) -> EnvError:
         kind = type(self._adapter).__name__

@@ -2,7 +2,7 @@
 
 Called by `agents.loops.env_agent`. What may be made is what a configuration names, here or as `module.Class`, and
 nothing else: a task's row never names code. An adapter's module is imported when it is made, so that an environment
-nobody plays needs no package.
+is not played needs no package.
 """
 
 from __future__ import annotations

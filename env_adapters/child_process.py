@@ -21,7 +21,7 @@ from buffers.errors import EnvDied, EnvError
 
 STOP_GRACE_S = 5.0
 ENDING_S = 1.0
-"""Between the end of a program's output and its own."""
+"""Seconds between the end of a program's output and the program's end."""
 LOG_TAIL_CHARS = 2000
 CHUNK_BYTES = 65_536
 
@@ -124,7 +124,7 @@ class Child:
     async def stop(self) -> None:
         """End the program's process group: SIGTERM, then SIGKILL after a grace period. Safe to call twice."""
         self._signal(signal.SIGTERM)
-        # Not wait_for: Python 3.11's loses a cancellation that comes as the process ends, and its task would go on for ever.
+        # Not wait_for: Python 3.11's loses a cancellation that comes as the process ends, and its task would never end.
         with suppress(TimeoutError):
             async with asyncio.timeout(STOP_GRACE_S):
                 await self._process.wait()
@@ -132,7 +132,7 @@ class Child:
         await self._process.wait()
 
     def close(self) -> None:
-        """Read no more of standard output."""
+        """Stop reading standard output."""
         if self._stdout is not None:
             self._stdout.transport.close()
 

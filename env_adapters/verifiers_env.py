@@ -2,7 +2,7 @@
 
 Made by `env_adapters.catalog`; `python -m env_adapters.verifiers_env --taskset ID --out FILE` writes its tasks as a task file. The
 only owner of verifiers, which is an extra of its own. The environment's `run(task, agents)` is left as it is: it gets a seat
-(`env_adapters.verifiers_seat`) in place of the package's agent, and what it says to that seat is what the model is told.
+(`env_adapters.verifiers_seat`) in place of the package's agent, and what it says to that seat becomes the model's messages.
 Invariants: the row is the task's `extra_info.index`; the score is the sum of the weighted rewards of its trace, after its
 `finalize`. Not supported, and refused by name: several agents, tool servers, and tasks or rewards that need a sandbox.
 """
@@ -57,7 +57,7 @@ class VerifiersEnv(EnvAdapter):
         return await self._next()
 
     async def score(self) -> float:
-        """Before the end: the exchange is cut, and what there is of it is scored."""
+        """The score; before the environment's end the exchange is cut, and what exists of it is scored."""
         assert self._playing is not None, "reset() first"
         self._channel.cut()
         return await self._playing

@@ -1,4 +1,4 @@
-"""A seat in a `verifiers` environment, taken by whoever plays it from outside.
+"""A seat in a `verifiers` environment that is played from outside.
 
 Used by `env_adapters.verifiers_env`. The package's agents run a model; a seat hands each turn through a `Channel` to the
 model under training and waits for its text. It stands for the package's `Agent`, `Interaction` and rollout as an
@@ -19,7 +19,7 @@ from env_adapters.adapter import Message
 
 
 class Channel:
-    """Where a seat's turns leave, and the model's texts arrive: one at a time, in turn."""
+    """The channel of a seat's turns and the model's texts: one at a time, in turn."""
 
     def __init__(self) -> None:
         self._said: asyncio.Queue[list[Message]] = asyncio.Queue(maxsize=1)
@@ -34,7 +34,7 @@ class Channel:
         return await self._answers.get()
 
     async def said(self) -> list[Message]:
-        """What the seat is told next."""
+        """The next messages to the seat."""
         return await self._said.get()
 
     def answer(self, text: str) -> None:
@@ -156,7 +156,7 @@ def opening(data: Any) -> list[Any]:
 
 
 def plain(messages: list[Any]) -> list[Message]:
-    """As an adapter gives them: role and text."""
+    """Messages as an adapter gives them: role and text."""
     from verifiers.v1.types import content_text
 
     return [{"role": one.role, "content": content_text(one.content)} for one in messages]

@@ -28,7 +28,7 @@ commands, each with a --help of its own:
   demo [section.key=value ...]              a small model learns a game in about three minutes, on two CPU cores
   init [FOLDER]                             write a small project of your own: an agent, its tasks, a configuration
   run [--config FILE] [section.key=value]   train; FILE is yours, or a shipped one by its name, such as walk_env
-  resume [RUN] [section.key=value ...]      go on with a run, from its newest checkpoint: runs/NAME, or a checkpoint in it
+  resume [RUN] [section.key=value ...]      resume a run from its newest checkpoint: runs/NAME, or a checkpoint in it
   check -- COMMAND ...                      run your agent once against a tiny model: can it be trained?
   ledger COMMAND RUN ...                    every task, episode, round and score of a run: inspect, doctor, export, ...
   eval [--config FILE] [--checkpoint RUN]   play a task file without a learner: mean, pass@k, failures by reason
@@ -74,7 +74,7 @@ def resume(words: list[str]) -> int:
     import argparse
 
     parser = argparse.ArgumentParser(
-        prog="understudy resume", description="Go on with a run, with the configuration that it was started with."
+        prog="understudy resume", description="Resume a run with the configuration that it was started with."
     )
     parser.add_argument("run", nargs="?", default="", metavar="RUN", help="runs/NAME, or a checkpoint in its folder")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to its configuration")

@@ -141,7 +141,7 @@ def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Calla
             say(f"error: {error}", style="bold red")
         if code or pipeline.evaluation is None:
             if code == 130:
-                say("stopped; an evaluation begins anew: run the same command again")
+                say("stopped; an evaluation cannot be resumed: run the same command again")
             return code or 1
         played = pipeline.evaluation
         figures = figures_of(played.found, num_tasks=played.num_tasks, samples=samples, failures=pipeline.failures)

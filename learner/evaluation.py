@@ -25,7 +25,7 @@ class EvaluationPlan:
     """What an evaluation plays."""
 
     limit: int | None = None
-    """Only so many tasks, the first of the file. None: all."""
+    """Number of tasks, the first of the file. None: all."""
 
 
 class Evaluation:

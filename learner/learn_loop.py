@@ -6,7 +6,7 @@ step number is the policy version. Saving happens while the next batch is awaite
 next update waits for it.
 
 After a crash the batches that were trained beyond the checkpoint are trained again, as they were and in their order. Episodes are
-played meanwhile only if they will still be fresh enough then. When only the learner's processes died, generation goes on.
+played meanwhile only if they will still be fresh enough then. When only the learner's processes died, generation continues.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """Where a step's figures go."""
+    """Destinations of a step's figures."""
 
     history: History
     tracker: Tracker
@@ -145,7 +145,7 @@ class LearnLoop:
                 self._validation.cancel()
 
     async def _begin(self) -> None:
-        """Until the learner has started. Episodes may be played meanwhile, unless more steps are to be made again first than
+        """Wait until the learner has started. Episodes may be played meanwhile, unless more steps are to be made again first than
         those may be old."""
         again = self._num_replays // self._schedule.buffer.groups_per_step
         if self._checkpoint is not None and again <= self._schedule.buffer.max_policy_lag:
@@ -159,7 +159,7 @@ class LearnLoop:
                 await self._recover(death)
 
     async def _learn(self) -> None:
-        """Steps, until they are made or the run is told to stop."""
+        """Make steps until all are made or the run is to stop."""
         every = self._schedule.run.checkpoints.every
         for step in range(self.step + 1, self._schedule.run.steps + 1):
             waited = time.monotonic()
@@ -206,7 +206,7 @@ class LearnLoop:
         await self._weights.publish(self._learner.ranks, self._engine, version=self.step)
 
     async def _sample(self) -> TrainBatch | None:
-        """The next full batch; None when the run was told to stop."""
+        """The next full batch; None when the run is to stop."""
         num_groups, min_version = (
             self._schedule.buffer.groups_per_step,
             self.step - self._schedule.buffer.max_policy_lag,
@@ -259,7 +259,7 @@ class LearnLoop:
             self._validation.begin(self.step)
 
     async def _finish_validation(self) -> None:
-        """The last weights are validated whatever is under way; after Ctrl-C nobody waits for it."""
+        """Validate the last weights, after a validation that is under way; after Ctrl-C neither is waited for."""
         self._pool.unpause()
         if self._validation is None or self._stopped:
             return
@@ -276,7 +276,7 @@ class LearnLoop:
             self._show_validation(figures)
 
     async def _saved(self) -> None:
-        """Until the checkpoint that is being written, if any, is on disk."""
+        """Wait until the checkpoint that is being written, if any, is on disk."""
         if self._saving is not None:
             await self._saving
             self._saving = None
@@ -292,7 +292,7 @@ class LearnLoop:
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint of step {position.step} could not be written to {self._store.folder}: {error}; free space "
-                f"there, then go on with --resume auto"
+                f"there, then resume with --resume auto"
             ) from error
 
     def _show_validation(self, figures: dict[str, float]) -> None:

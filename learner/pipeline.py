@@ -81,7 +81,7 @@ MAX_NUM_SEQS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where the server listens, and the keys that open it."""
+    """The server's socket, and the keys that open it."""
 
     keys: KeyRing
     socket: socket.socket
@@ -251,7 +251,7 @@ class Pipeline:
     def _start_learner(
         self, stack: AsyncExitStack, ray: asyncio.Task[None], *, model: Path
     ) -> tuple[LearnerProcesses, asyncio.Task[None]]:
-        """The learner and its start, which goes on: the learn loop waits for it, agents do not."""
+        """The learner and its start, which is not awaited here: the learn loop waits for it, agents do not."""
         config = self._config
         ranks = LearnerRanks(
             config.learner,

@@ -1,4 +1,4 @@
-"""Who plays a run's tasks and who judges them, as the configuration says. Called by `learner.pipeline`."""
+"""The agent loops that play a run's tasks and the scorers that judge them, as configured. Called by `learner.pipeline`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Players:
     names: Set[str] | None
     """The names that a row's `agent_name` may have; None: any, because agents of others may play."""
     default: str | None
-    """Who plays the rows that name no agent; None: any agent that asks."""
+    """The player of rows that name no agent; None: any agent that asks."""
 
     def figures(self) -> dict[str, float]:
         """Figures of the agent loops since the last call, for a step's line."""

@@ -1,7 +1,7 @@
 """`python -m learner.run`: the command line. Parses arguments, checks the configuration and what it names, hands over to the
 pipeline.
 
-Heavy imports come last: `--help` answers at once, and a file that is missing is told in about a second, with nothing written.
+Heavy imports come last: `--help` answers at once, and a missing file is reported in about a second, with nothing written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ examples:
   python -m learner.run                                       the demo: learns in about three minutes on two CPU cores
   python -m learner.run learner.lr=1e-4 run.name=slow         any key of the configuration, as section.key=value
   python -m learner.run --config my.yaml                      another file; keys: configs/schema.py
-  python -m learner.run --resume auto                         goes on after Ctrl-C, a crash or kill -9
+  python -m learner.run --resume auto                         resumes after Ctrl-C, a crash or kill -9
 results: runs/<run.name>/ holds summary.json, reward.png, metrics.jsonl, tensorboard/, ledger.sqlite, checkpoints/, and
 checkpoint/ (the newest weights as a Hugging Face folder)
 """
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None, *, program: str = PROGRAM) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration overrides")
     parser.add_argument(
         "--resume", default="", metavar="auto|FOLDER",
-        help="go on with run.name from its newest checkpoint (auto; a new run if there is none) or from that one",
+        help="resume run.name from its newest checkpoint (auto; a new run if there is none) or from that one",
     )  # fmt: skip
     parser.add_argument(
         "--keep-running", action="store_true",

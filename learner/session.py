@@ -50,7 +50,7 @@ def run_session(
         say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
         say(f"understudy: run '{config.run.name}', {config.run.steps} steps, results in {folder}, log in {log}")
         if again:
-            say(f"going on after step {start}, from {checkpoint.folder if checkpoint else 'the start'}")
+            say(f"resuming after step {start}, from {checkpoint.folder if checkpoint else 'the start'}")
         prepare()
         with (
             Tracker(
@@ -170,7 +170,7 @@ def report(console: Console, rewards: list[float], *, summary: dict[str, Any], f
 
 
 def how_to_go_on(folder: Path, *, began: bool, program: str) -> str:
-    """After Ctrl-C, or an error after the first step: the command that goes on."""
+    """The command that resumes the run, for the end after Ctrl-C or an error after the first step."""
     if not began:
         return "stopped before anything was trained; run the same command again"
-    return f"stopped. To go on:\n  {program} --config {folder / CONFIG} --resume auto"
+    return f"stopped. To resume:\n  {program} --config {folder / CONFIG} --resume auto"

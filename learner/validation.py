@@ -1,4 +1,4 @@
-"""Validation: tasks of their own, played by the same agents in the same environment while training goes on; never trained.
+"""Validation: tasks of their own, played by the same agents in the same environment beside the training; never trained.
 
 Used by `learner.learn_loop`. The ledger opens groups that no batch takes (`buffers.ledger.validation`); agents lease
 their episodes like any other, between the training ones. Invariant: at most one validation is under way; one that is
@@ -19,7 +19,7 @@ from buffers.ledger.ledger import Ledger, LedgerEvent
 from buffers.records import Task, Validated
 
 PREFIX = "val/"
-"""Of the ids of validation tasks: the same file may be trained on under its own ids."""
+"""Prefix of the ids of validation tasks: the same file may be trained on under its own ids."""
 
 
 class Validation:

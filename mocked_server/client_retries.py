@@ -2,7 +2,7 @@
 
 The OpenAI and Anthropic clients send a request again when their connection breaks or times out. An `Answer` runs the
 application once, in a task of its own; connections attach to it. A retry attaches to the answer of the attempt before
-it: while that runs, or after it ended. An answer that nobody waits for is given up after a moment (`GRACE_S`), which
+it: while that runs, or after it ended. An answer that no client waits for is given up after a moment (`GRACE_S`), which
 aborts its generation.
 
 What is kept is small: the last few complete answers of a running episode, as bytes, and few bytes.
@@ -23,15 +23,15 @@ from buffers.errors import UnderstudyError
 logger = logging.getLogger(__name__)
 
 GRACE_S = 0.75
-"""How long a generation goes on without a client. The clients' first retry comes within 0.5 s."""
+"""Seconds that a generation continues without a client. The clients' first retry comes within 0.5 s."""
 KEPT_S = 30.0
 """How long a complete answer can be replayed; the clients wait at most 8 s between attempts."""
 KEPT_ANSWERS = 16
 """Complete answers kept for one episode, the latest."""
 KEPT_DELIVERED = 1
-"""Of those, how many that reached their client: it asks again only if it gave up in that very moment."""
+"""Those of them that may have been delivered already: their client asks again only if it gave up in that moment."""
 KEPT_BYTES = 4 * 1024 * 1024
-"""Of an episode's complete answers together, the latest. A larger one is not kept."""
+"""Bytes of an episode's latest complete answers together. A larger one is not kept."""
 
 
 class TakenOver(UnderstudyError):
@@ -43,13 +43,13 @@ class Answer:
 
     def __init__(self) -> None:
         self.attempt = 0
-        """Of the last connection that asked for it."""
+        """Number of the last connection that asked for it."""
         self.ended_at: float | None = None
         self.delivered = False
         self.replayable = True
         """False once it cannot be given to another connection: an error, a stream that has begun, or given up."""
         self.num_bytes = 0
-        """Of what is kept of it."""
+        """Bytes that are kept of it."""
         self._messages: list[Message] = []
         self._streams = False
         self._body: bytes | None = None
@@ -131,7 +131,7 @@ class Answer:
         self.num_bytes = 0
 
     def _lost(self) -> None:
-        """The connection ended. Nobody else can continue a stream that has begun; for all else a retry may come."""
+        """The connection ended. No other connection can continue a stream that has begun; for all else a retry may come."""
         if self._task is None or self._task.done():
             return
         if self.replayable:
@@ -167,7 +167,7 @@ class Answers:
         return max(found, key=lambda answer: not answer.delivered, default=None)
 
     def keep(self, key: bytes, answer: Answer) -> None:
-        """Remember an answer that was started; forget those that nobody will ask for any more."""
+        """Remember an answer that was started; forget those that will not be asked for any more."""
         self._answers.append((key, answer))
         self.forget()
 

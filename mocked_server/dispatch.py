@@ -1,10 +1,10 @@
-"""Who plays an episode: an agent that asks for it, or somebody in this project, by its row's `agent_name`.
+"""Gives each episode to its player: an agent that asks for it, or a loop of this project, by its row's `agent_name`.
 
 Where there is such a player, the server puts this between the task pool and the agents: it leases every episode, has
 those that a player names played, and hands the others on. So one task file, one batch and one capacity rule hold all of
 them. Two kinds of players exist: plain prompts (`single_turn_agent`: one generation in this process, scored by a
 function), and agent loops, which the pipeline hands in. Invariant: an episode is either played here or given to exactly
-one agent; one that ends otherwise (deadline, stale) is played no further; whatever a player raises ends its own episode.
+one agent; one that ends otherwise (deadline, stale) is played no further; what a player raises ends its own episode only.
 No kind of player waits for another: an episode for an agent is held, in its slot, until one asks. It fails when none asks for
 as long as an episode may take, or at once where no agent ever asks.
 """
@@ -36,22 +36,22 @@ Play = Callable[[Episode, LeasedEpisode], Awaitable[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Others:
-    """Who plays rows that name none of the players."""
+    """The players of rows that name none of ours."""
 
     agents: bool = True
-    """Programs may ask for them. False: nobody will, and such a row is refused."""
+    """Whether programs may ask for them. False: none will, and such a row is refused."""
     default: str | None = None
-    """The player of added rows that name nobody; None: agents."""
+    """The player of added rows that name none; None: agents."""
 
 
 AGENTS = Others()
 MAX_UNASKED = 16
-"""Episodes for agents that lie here while nobody asks for them: so many do not hold up those that others play."""
+"""Most episodes that wait here for agents that ask: they leave slots to those of other players."""
 
 
 class Dispatch:
     """`players`: by `agent_name`; `others`: who plays what names none of them. `open_episode` lets an episode's key open the
-    model API; `notify_score` and `fail` end it; `wait_ended` returns when it ended, whoever did it."""
+    model API; `notify_score` and `fail` end it; `wait_ended` returns when it has ended in any way."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Dispatch:
         self._watching: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Until the pool is closed: takes each episode; has it played, or gives it to `lease`."""
+        """Runs until the pool is closed: takes each episode and has it played, or gives it to `lease`."""
         async with asyncio.TaskGroup() as playing:
             with suppress(PoolClosed):
                 while True:
@@ -95,25 +95,25 @@ class Dispatch:
                         self._for_agents.put_nowait(episode)
                     else:
                         await self._fail(
-                            episode.episode_id, f"nobody plays it: agent_name {episode.task.agent_name!r:.60}"
+                            episode.episode_id, f"no player for it: agent_name {episode.task.agent_name!r:.60}"
                         )
             self._for_agents.put_nowait(None)
 
     async def _until_wanted(self) -> None:
-        """Until few more episodes lie here for agents than agents ask for: one that nobody asks for ends by its deadline and is
-        tried again, which must not go on for ever."""
+        """Wait until few more episodes lie here for agents than agents ask for: one that is not asked for ends by its deadline
+        and is retried, which must not repeat without end."""
         while self._for_agents.qsize() > self._asking + MAX_UNASKED:
             self._changed.clear()
             await self._changed.wait()
 
     def checked(self, tasks: Sequence[Task]) -> list[Task]:
-        """Tasks that are added, each with somebody who may play it. Raises TaskError for the first without."""
+        """Tasks that are added, each with a player. Raises TaskError for the first without."""
         named = [task if task.agent_name else replace(task, agent_name=self._others.default) for task in tasks]
         for task in named if not self._others.agents else ():
             if task.agent_name not in self._players:
                 rule = one_of(task.agent_name or "", self._players)
                 raise TaskError(
-                    f"agent_name of task {task.task_id!r:.100} must be {rule}; nobody else plays in this run"
+                    f"agent_name of task {task.task_id!r:.100} must be {rule}; there is no other player in this run"
                 )
         return named
 

@@ -10,5 +10,5 @@ class EpisodeMemory:
     """What the requests of one episode hold now."""
 
     in_flight_bytes: int = 0
-    """Of bodies that are being read or answered."""
+    """Bytes of bodies that are being read or answered."""
     in_flight_requests: int = 0

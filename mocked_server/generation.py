@@ -3,8 +3,8 @@
 Loop row: takes a prompt from `BufferDataset` (waits: one prompt); gives a reply to its connection and a `Round` to the buffer;
 unblocked by agents' requests. Every generation of every dialect is recorded here, and only here.
 
-Invariants: a round is on disk before its last output leaves for the agent: what an agent was told is known after a crash; no
-request ends the loop, or another request, whatever it holds.
+Invariants: a round is on disk before its last output leaves for the agent: what an agent received is known after a crash; no
+request, whatever it holds, ends the loop or another request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mocked_server.answer_recorder import AnswerRecorder
 logger = logging.getLogger(__name__)
 
 DEATHS_TOGETHER = 2
-"""After so many deaths of the engine, an episode whose requests were under way at each is generated for apart from other such
+"""Deaths of the engine after which an episode whose requests were under way at each is generated for apart from other such
 ones: so the one that kills it is found."""
 
 
@@ -130,14 +130,15 @@ class Generation:
         self._blame = blame
         self._trees: dict[str, TokenTree] = {}
         self._deaths: dict[str, set[int]] = {}
-        """By episode: the lives of the engine that ended while it had a request under way; until it is served alone."""
+        """Episode -> the lives of the engine that ended while it had a request under way; until it is served alone."""
         self._alone = asyncio.Lock()
         """Held by the one suspect that is generated for."""
         self.stats = GenerationStats()
 
     async def run(self) -> None:
-        """Until the queue is closed. What an engine was doing when it died is generated again once it is back, unless some of it
-        was told already. One that does not come back ends the loop with EngineError; the waiting agents get errors first."""
+        """Runs until the queue is closed. What an engine was doing when it died is generated again once it is back, unless some
+        of it was delivered already. One that does not come back ends the loop with EngineError; the waiting agents get errors
+        first."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 try:
@@ -151,8 +152,8 @@ class Generation:
     async def serve(self, prompt: Prompt) -> None:
         """Generate for one prompt, stream the outputs to its connection, record its rounds.
 
-        The border around one request: whatever it causes is answered and logged here, its round is recorded as aborted, and nothing
-        leaves this call but the end of the engine itself (EngineError) and its own cancelling.
+        The border around one request: every error that it causes is answered and logged here, its round is recorded as aborted,
+        and nothing leaves this call but the end of the engine itself (EngineError) and its own cancelling.
         """
         reply = prompt.reply
         answer = _Answer(prompt)
@@ -171,12 +172,12 @@ class Generation:
             logger.info("request %s of episode %s is refused: %s", prompt.request_id, prompt.episode_id, error)
             self._abort(answer)
             reply.fail(error)
-        except Exception as error:  # a defect, of ours or of vLLM's: this request's end and nobody else's
+        except Exception as error:  # a defect, of ours or of vLLM's: it ends this request and no other
             logger.exception("request %s of episode %s failed", prompt.request_id, prompt.episode_id)
             self._abort(answer)
             reply.fail(RequestFailed(f"the server failed on this request ({type(error).__name__}); see its log"))
         finally:
-            # Whatever went wrong, the connection is answered; an answer that ended before is not changed by this.
+            # The connection is answered in any case; an answer that ended before is not changed by this.
             reply.fail(
                 EngineError(f"generation for request {prompt.request_id} ended; the engine or the server is going down")
             )
@@ -240,7 +241,7 @@ class Generation:
         answer.recorder.end(as_)
         try:
             self._store(answer)
-        except UnderstudyError as error:  # the request has an answer already, or gets one from whoever called
+        except UnderstudyError as error:  # the request has an answer already, or gets one from the caller
             logger.info("request %s leaves no round: %s", answer.prompt.request_id, error)
 
     def _count(self, prompt: Prompt, output: Any) -> None:
@@ -274,7 +275,7 @@ class Generation:
         return self._trees.setdefault(prompt.episode_id, TokenTree(prompt.episode_id))
 
     def resume(self, episode_id: str, rounds: Sequence[Round]) -> None:
-        """An episode of an earlier process goes on after these rounds."""
+        """Take over an episode of an earlier process, which has these rounds."""
         self._trees[episode_id] = TokenTree(episode_id, rounds=rounds)
 
     def forget(self, episode_id: str) -> None:
@@ -302,7 +303,7 @@ def _engine_refusal(prompt: Prompt) -> RequestRefused | RequestFailed:
 
 
 async def _on_disk(stored: Future[None] | None) -> None:
-    """Until it is stored, or refused. Cancelling this does not take it back."""
+    """Wait until it is stored, or refused. Cancelling this does not take it back."""
     if stored is None:
         return
     loop, done = asyncio.get_running_loop(), asyncio.Event()

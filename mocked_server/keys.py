@@ -87,7 +87,8 @@ def is_loopback(host: str) -> bool:
 
 
 def check_host(host: str, *, secret: Path, key: str = "server.host", otherwise: str = "127.0.0.1") -> None:
-    """Raises SecretError when others could reach what listens there and nobody made a secret for it. `key`: says where."""
+    """Raises SecretError when other machines could reach what listens there and there is no secret for it. `key`: its
+    configuration key."""
     if not is_loopback(host) and not secret.is_file():
         raise SecretError(
             f"{key}={host} can be reached by others, it needs a secret of yours in {secret}, got none; make one with "
@@ -102,7 +103,7 @@ def read_secret(path: Path) -> bytes:
     secret = path.read_bytes()
     if len(secret) < SECRET_BYTES:
         raise SecretError(
-            f"{path} must hold {SECRET_BYTES} random bytes, got {len(secret)}; remove it and make it anew"
+            f"{path} must hold {SECRET_BYTES} random bytes, got {len(secret)}; remove it, and make a new one"
         )
     return secret
 

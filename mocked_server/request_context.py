@@ -27,7 +27,7 @@ class Call:
     generates: bool = False
     """A generation was begun for it."""
     extra_args: dict[str, Any] = field(default_factory=dict)
-    """For the engine, in `SamplingParams.extra_args`: what an observer of requests has to tell it."""
+    """What an observer of requests passes to the engine, in `SamplingParams.extra_args`."""
     failure: Exception | None = None
     """Why nothing was generated for it: a dialect's route may make an answer of its own of that."""
     num_choices: int = 0
@@ -60,7 +60,7 @@ class AnswerPart:
     output: Any
     """vLLM's RequestOutput; None: the responses are the whole answer."""
     responses: tuple[Response, ...] | None = None
-    """With the last part: what was sampled in all, a response for each completion."""
+    """The responses of all completions; set in the last part."""
 
 
 class PendingReply:

@@ -1,7 +1,7 @@
 """MockedServer: the model API that agents call, the episode routes for agents and scorers, on one event loop.
 
 The pipeline starts it on its own loop (`start`, `close`); `create_and_launch_task_pool` starts it in a thread, as in RFC #1172.
-It needs no engine: prompts wait in `prompt_queue` until somebody generates for them (`mocked_server.generation`, or the RFC's
+It needs no engine: prompts wait in `prompt_queue` until a generate loop takes them (`mocked_server.generation`, or the RFC's
 `rollout.generate_sequences`), and the answer goes back on the same connection.
 """
 
@@ -46,7 +46,7 @@ from mocked_server.vllm.serving import QueueClient, build_serving_app
 logger = logging.getLogger(__name__)
 
 FULL_S = 1.0
-"""Between two tries to store a score while the disk is full."""
+"""Seconds between two tries to store a score while the disk is full."""
 
 
 class ScoreSink(Protocol):
@@ -114,7 +114,7 @@ class MockedServer:
 
     @property
     def admin_url(self) -> str:
-        """Root of the administrator's routes; on this machine only, whatever `server.host` is."""
+        """Root of the administrator's routes; on this machine only, for any `server.host`."""
         return f"http://127.0.0.1:{self._admin_socket.getsockname()[1]}"
 
     @property
@@ -188,7 +188,7 @@ class MockedServer:
         )
 
     async def wait(self) -> None:
-        """Until the server is closed; raises when the pool's loop or the HTTP server failed."""
+        """Wait until the server is closed; raises when the pool's loop or the HTTP server failed."""
         assert self._serving is not None and self._pooling is not None, "start() first"
         running = {task for task in (self._serving, self._pooling, self._dispatching) if task is not None}
         done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
@@ -268,7 +268,7 @@ class MockedServer:
         )  # fmt: skip
 
     def resume_episode(self, episode: Episode, rounds: Sequence[Round]) -> None:
-        """An episode of an earlier process goes on: its key opens the model API again, which continues these rounds."""
+        """Take over an episode of an earlier process: its key opens the model API again, which continues these rounds."""
         self.open_episode(episode)
         tokenizer = self._client.renderer.get_tokenizer()
         decode = partial(tokenizer.decode, skip_special_tokens=True)
@@ -317,7 +317,7 @@ class MockedServer:
         self.on_ended(episode_id)
 
     async def wait_ended(self, episode_id: str) -> None:
-        """Until the episode has ended, however it did."""
+        """Wait until the episode has ended, in any way."""
         with suppress(EpisodeError):
             self.episodes.get(episode_id)
             await self._endings.setdefault(episode_id, asyncio.Event()).wait()

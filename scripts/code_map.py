@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("learner", "mocked_server", "buffers", "agents", "env_adapters", "configs", "benchmarks", "scripts")
-"""In the order in which a reader meets them."""
+"""The folders in the order in which a reader meets them."""
 HEAD = """\
 # Code map
 

@@ -2,7 +2,7 @@
 
     reset -> prompt -> generate -> step -> observation -> generate -> step -> ... -> score
 
-The environment is an adapter of `env_adapters` that the loop's entry in `agents.loops` names, made anew for each episode,
+The environment is an adapter of `env_adapters` that the loop's entry in `agents.loops` names, made for each episode,
 with a deadline for each of its calls. It is reset with the task, ground truth included, and with the group's seed, so the
 members of a group start alike. An episode ends when the environment says so, after `max_steps` answers, or when the
 response is full; the reward is the environment's score, also of an episode that was cut short. Observations are never
@@ -44,9 +44,9 @@ class EnvAgentSettings(BaseModel):
     response_length: Annotated[int, Field(ge=1)] | None = None
     """Most tokens after the prompt, observations included. None: what `rollout.max_model_len` leaves."""
     max_observation_chars: Annotated[int, Field(ge=1)] = 8192
-    """Of one message of the environment; the middle of a longer one is cut out."""
+    """Most characters of one message of the environment; the middle of a longer one is cut out."""
     deadline_s: Annotated[float, Field(gt=0)] = 30.0
-    """Of one call of the environment."""
+    """Seconds for one call of the environment."""
 
 
 @register("env_agent")
@@ -92,7 +92,7 @@ class _Episode:
         self._step_rewards: list[float] = []
 
     async def play(self, row: Mapping[str, Any]) -> AgentLoopOutput:
-        """From reset to score."""
+        """Play one episode, from reset to score."""
         began = time.monotonic()
         messages = await self._adapter.reset(_task(row), seed=int(row.get("seed") or 0))
         self._trajectory.metrics.tool_calls += time.monotonic() - began

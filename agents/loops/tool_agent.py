@@ -50,7 +50,7 @@ class ToolAgentSettings(BaseModel):
     on_tool_error: Literal["return", "end"] = "return"
     """Unreadable calls and failing tools: tell the model, or end the episode (as it is, with its score)."""
     tool_deadline_s: Annotated[float, Field(gt=0)] = 30.0
-    """Of one call; a tool's own `deadline_s` goes first."""
+    """Seconds for one call; a tool's own `deadline_s` goes first."""
 
 
 @register("tool_agent")
@@ -112,7 +112,7 @@ class _Episode:
         self._error: str | None = None
 
     async def play(self, messages: list[dict[str, Any]]) -> None:
-        """From the prompt to the last answer."""
+        """Play one episode, from the prompt to the last answer."""
         await self._trajectory.begin(messages)
         while (calls := await self._calls(await self._answer())) is not None:
             results = await self._call_all(calls)

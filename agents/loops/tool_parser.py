@@ -1,7 +1,7 @@
 """Tool calls in a sampled text, read by vLLM's parsers, by their names there (hermes, llama3_json, qwen3_xml, mistral, ...).
 
 `ToolParser.get_tool_parser(name, tokenizer)` and `extract_tool_calls(ids)` are verl's names. vLLM is imported when the
-first parser is made. What looks like a call and is none is told apart from an answer without calls: the model shall
+first parser is made. A malformed call is distinguished from an answer without calls: the model shall
 learn of it.
 """
 
@@ -48,6 +48,6 @@ class ToolParser:
         return any(mark in text for mark in self._parser.marks)
 
     def _text(self, ids: Sequence[int]) -> str:
-        """Without the end of the turn; other control tokens stay, as some models begin a call with one."""
+        """The text without the end of the turn; other control tokens stay, as some models begin a call with one."""
         ids = list(ids)
         return str(self._tokenizer.decode(ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id else ids))

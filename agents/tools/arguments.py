@@ -1,7 +1,7 @@
 """What a model wrote as a call's arguments: read as JSON, and held against the schema that the model was shown.
 
-Used by `agents.tools.episode_tools`. Invariants: whatever comes out is a dict that fits the tool's schema; everything else is a
-BadArguments with words that the model can act on. A check ends within about `CHECK_S` of processor time, whatever schema and
+Used by `agents.tools.episode_tools`. Invariants: the result is a dict that fits the tool's schema; everything else is a
+BadArguments with words that the model can act on. A check ends within about `CHECK_S` of processor time, for any schema and
 arguments are (a pattern that backtracks, alternatives of alternatives). References to schemas elsewhere are never fetched.
 """
 
@@ -27,7 +27,7 @@ from buffers.errors import ToolError
 
 MAX_RULE_CHARS = 300
 CHECK_S = 2.0
-"""Of one thread's processor time; a check that ends well takes a thousandth of it."""
+"""Seconds of one thread's processor time; a check that ends well takes a thousandth of it."""
 SPEC = "https://json-schema.org/draft/2020-12"
 
 
@@ -101,7 +101,7 @@ def check_arguments(arguments: dict[str, Any], *, schema: OpenAIFunctionToolSche
 
 
 _ends: ContextVar[float] = ContextVar("_ends")
-"""When the check at hand has to end, by this thread's processor time."""
+"""The time at which the present check has to end, by this thread's processor time."""
 Keyword = Callable[[Any, Any, Any, Any], Iterable[ValidationError] | None]
 
 
@@ -160,7 +160,7 @@ def _additional_properties(
 
 
 def _unique_items(validator: Any, unique: bool, instance: object, _: object) -> Iterator[ValidationError]:
-    """In linear time."""
+    """Checks for equal items in linear time."""
     if unique and isinstance(instance, list) and len({_key(item) for item in instance}) < len(instance):
         yield ValidationError(f"{instance!r:.200} has non-unique elements")
 

@@ -1,7 +1,7 @@
 """The interface of a tool, by verl's names (`verl/tools/base_tool.py`): a class written for verl runs with its imports changed.
 
 Implemented by the shipped tools and by a user's own; called by `agents.tools.toolbox` only. One object serves all episodes of a
-worker at once: `create` opens an instance of its state for one episode, `release` closes it. Invariant: whatever a tool keeps for
+worker at once: `create` opens an instance of its state for one episode, `release` closes it. Invariant: what a tool keeps for
 an episode lies under its instance_id. Deadlines, bad arguments and exceptions are the toolbox's matter.
 """
 

@@ -152,7 +152,7 @@ class EpisodeTools:
         if tool is None or tool.tool_schema is None:
             raise _Fault(ToolFault.UNKNOWN_TOOL, f"there is no tool {name!r:.100}; {nearest(str(name), self._tools)}")
         try:
-            # In a thread: what a model writes may take seconds to check, and other episodes go on.
+            # In a thread: what a model writes may take seconds to check, and other episodes continue.
             arguments = await asyncio.to_thread(_checked_arguments, given, tool.tool_schema)
         except BadArguments as error:
             raise _Fault(ToolFault.BAD_ARGUMENTS if error.is_json else ToolFault.BAD_JSON, f"{name}: {error}") from None
@@ -179,7 +179,7 @@ class EpisodeTools:
                 # Early tools of verl return the id alone.
                 created = ended.value[0] if isinstance(ended.value, tuple) and ended.value else ended.value
                 if not isinstance(created, str):
-                    await self._release(tool, self._instances.pop(tool.name))  # whatever was made of it
+                    await self._release(tool, self._instances.pop(tool.name))  # as far as it was made
                     raise self._fault(tool, ended)
                 self._instances[tool.name] = created
             return self._instances[tool.name]
@@ -235,12 +235,12 @@ def _checked_arguments(given: str | Mapping[str, Any], schema: OpenAIFunctionToo
 
 
 def _clean(text: str) -> str:
-    """Without halves of surrogate pairs, which no tokenizer takes."""
+    """The text without halves of surrogate pairs, which no tokenizer takes."""
     return text.encode(errors="replace").decode()
 
 
 def _short(value: object, show: Callable[[object], str]) -> str:
-    """In words, which a tool's own class may refuse to give."""
+    """The error in words, which a tool's own class may refuse to give."""
     with CaughtException() as caught:
         text = show(value)
     if caught.error is not None:

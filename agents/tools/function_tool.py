@@ -1,6 +1,6 @@
 """A plain typed function as a tool: `@function_tool` above it, or `function: module.function` in the tools' YAML.
 
-Used by whoever writes a function that the model may call; loaded by `agents.tools.tool_file`. The schema comes from the signature
+Used by authors of functions that the model may call; loaded by `agents.tools.tool_file`. The schema comes from the signature
 (pydantic) and the docstring (plain, Google, NumPy or reST): its first part describes the tool, its parameters' lines theirs.
 Invariant: the function gets arguments of the types that it annotates, or is not called. A sync function runs in a thread. It keeps
 nothing between calls: state for an episode needs a class (`agents.tools.base_tool`).
@@ -28,7 +28,7 @@ Function = Callable[..., Any]
 
 
 class _Untitled(GenerateJsonSchema):
-    """Without the title that pydantic makes of each name: the model would read everything twice."""
+    """The schema without the title that pydantic makes of each name: the model would read everything twice."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""The border to code that nobody here wrote: whatever a tool raises becomes data, and no tool is waited for beyond its deadline.
+"""The border to code of others: what a tool raises becomes data, and no tool is waited for beyond its deadline.
 
 Used by `agents.tools.toolbox` around every call of a tool, and by `agents.tools.function_tool` for plain functions. Invariant:
 nothing but a cancellation of the caller leaves `call_with_deadline`, and Ctrl-C, which only the main thread is sent. A
@@ -26,8 +26,8 @@ THREADS = 64
 
 
 class CaughtException:
-    """`with Caught() as caught:` keeps what the block raises in `caught.error`, whatever its class. Ctrl-C passes, and so does
-    cancellation, unless `in_thread`: nobody cancels a thread, so there it is the function's own."""
+    """`with Caught() as caught:` keeps what the block raises in `caught.error`, of any class. Ctrl-C passes, and so does
+    cancellation, unless `in_thread`: a thread cannot be cancelled, so there it is the function's own."""
 
     def __init__(self, *, in_thread: bool = False) -> None:
         self.error: BaseException | None = None

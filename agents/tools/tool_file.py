@@ -41,7 +41,7 @@ class _Entry(BaseModel):
     function: str | None = None
     mcp: McpEntry | None = None
     name: str | None = None
-    """Of a function, if it shall be called by another."""
+    """Name of a function, if it shall be called by another."""
     config: dict[str, Any] = Field(default_factory=dict)
     tool_schema: OpenAIFunctionToolSchema | None = None
 

@@ -1,7 +1,7 @@
 """The tools of a worker, and their life in one episode: open, call, rewards, released.
 
 Built by an agent loop (or the program that starts it) from a YAML file or from tools themselves; one Toolbox serves all episodes of
-a worker at once. Invariants: `call` never raises but for cancellation, whatever the model or the tool does: what went wrong is in
+a worker at once. Invariants: `call` never raises but for cancellation: what went wrong is in
 its outcome, in words that the model can act on; every instance that was created is released, also when the episode is cancelled;
 an episode reaches its own instances only.
 
@@ -85,7 +85,7 @@ class Toolbox:
 
     @property
     def names(self) -> list[str]:
-        """In the order in which they were given."""
+        """The tools in the order in which they were given."""
         return list(self._tools)
 
     @asynccontextmanager

@@ -13,7 +13,7 @@ MARK = "(truncated)"
 
 
 def truncate(text: str, *, limit: int, side: Side) -> str:
-    """At most `limit` characters of `text`, and a mark where something is missing."""
+    """Cuts `text` to at most `limit` characters, with a mark where something is missing."""
     if len(text) <= limit:
         return text
     if side == "left":

@@ -10,7 +10,7 @@ from agents.workers.worker import LoopResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Of one episode. Times in seconds, lengths in tokens."""
+    """Figures of one episode. Times in seconds, lengths in tokens."""
 
     generate_sequences: float
     tool_calls: float
@@ -20,7 +20,7 @@ class Figures:
     prompt_length: float
     response_length: float
     total: float
-    """From its start to its score."""
+    """Time from its start to its score."""
 
     @classmethod
     def of(cls, result: LoopResult, *, score_s: float) -> Figures:
@@ -40,7 +40,7 @@ class Figures:
 
 
 class LoopFigures:
-    """Collects episodes until somebody takes their figures."""
+    """Collects episodes until their figures are taken."""
 
     def __init__(self) -> None:
         self._episodes: list[Figures] = []

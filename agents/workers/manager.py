@@ -173,7 +173,7 @@ class AgentLoopManager:
             worker.starting = asyncio.ensure_future(worker.actor.ready.remote())
 
     async def _least_loaded(self) -> _Worker:
-        """Of the workers that are there; waits while all of them are being started again."""
+        """One of the living workers; waits while all of them are being restarted."""
         while not (there := [each for each in self._workers if each.starting is None or each.starting.done()]):
             await asyncio.wait(
                 {each.starting for each in self._workers if each.starting is not None},

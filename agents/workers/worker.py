@@ -1,8 +1,8 @@
 """`AgentLoopWorker`: runs agent loops, many at once, on the event loop of one process.
 
 `agents.workers.manager` starts some of them as Ray actors; the class itself is plain. It has the model's tokenizer and
-a client of the run's server, not the model. Invariant: whatever happens in a loop is an answer of `run_agent_loop`,
-with the trajectories or the reason why there are none; the others go on.
+a client of the run's server, not the model. Invariant: every outcome of a loop is an answer of `run_agent_loop`,
+with the trajectories or the reason why there are none; other episodes continue.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class AgentLoopWorker:
 
         self._settings = settings
         self.tokenizer = AutoTokenizer.from_pretrained(settings.model_path)
-        # Token ids as a list, as verl's loops expect it, whatever this transformers gives by default.
+        # Token ids as a list, as verl's loops expect it, not as this transformers gives them by default.
         self.tokenizer.apply_chat_template = partial(self.tokenizer.apply_chat_template, return_dict=False)
         # A class of its own for each entry: two entries of one class share nothing.
         self._classes: dict[str, type[AgentLoopBase]] = {
@@ -86,9 +86,7 @@ class AgentLoopWorker:
         """Play one episode. `row`: the task's columns, with `raw_prompt`; `api_key`: the episode's, under which it is
         recorded."""
         began = time.monotonic()
-        with (
-            CaughtException() as caught
-        ):  # a loop is somebody's program: what it raises ends its episode, with a reason
+        with CaughtException() as caught:  # a loop is a user's program: what it raises ends its episode, with a reason
             outputs, answer = await self._run(agent_name, row, sampling_params=sampling_params, api_key=api_key)
             return LoopResult(outputs=outputs, answer=answer, seconds=time.monotonic() - began)
         logger.warning("agent loop %s failed: %r", agent_name, caught.error)

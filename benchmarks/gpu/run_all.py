@@ -30,11 +30,11 @@ from learner.training.packing import Sequences, plan
 
 NO_GPU = 2
 TARGET_SHARE = 0.4
-"""Of the matrix-product rate, at models 1,000 wide and up."""
+"""Share of the matrix-product rate, at models 1,000 wide and up."""
 MOST_NORM_DIFFERENCE = 1e-3
 """Relative difference of gradient norms in float32 between NCCL and gloo."""
 MOST_MEAN_LOGPROB_DIFFERENCE = 0.02
-"""In nats: bfloat16 has 8 bits, and a logit of 5 an error of 0.02."""
+"""Difference in nats: bfloat16 has 8 bits, and a logit of 5 an error of 0.02."""
 PART_LIMIT_S = 1800.0
 
 
@@ -44,7 +44,7 @@ class PartFailed(UnderstudyError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Where the parts run. `small`: sizes for a CPU."""
+    """The device that the parts run on. `small`: sizes for a CPU."""
 
     device: str
     dtype: str

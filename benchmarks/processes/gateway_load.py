@@ -38,11 +38,11 @@ class Plan:
 
 @dataclass(slots=True)
 class Figures:
-    """Of one plan."""
+    """Figures of one plan."""
 
     latencies_s: list[float] = field(default_factory=list)
     prompt_tokens: list[list[int]] = field(default_factory=list)
-    """For each round number: of each agent."""
+    """Tokens of each agent's prompt, by round number."""
     cached_tokens: list[list[int]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     conversations: count[int] = field(default_factory=count)

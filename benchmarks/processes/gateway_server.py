@@ -39,7 +39,7 @@ class Settings:
     engine: bool
     """False: the engine does nothing."""
     token_ms: float = 0.0
-    """Of the do-nothing engine: time for each token; 0: the whole answer at once."""
+    """The do-nothing engine's time for each token; 0: the whole answer at once."""
     max_model_len: int = 8192
     max_tokens: int = 256
     max_num_seqs: int = 256
@@ -86,7 +86,7 @@ class NoEngine:
 
 @cache
 def _logprobs(count: int) -> Any:
-    """Of `count` tokens, as the real engine gives them when only the sampled ones are asked for."""
+    """Log-probabilities of `count` tokens, as the real engine gives them when only the sampled ones are asked for."""
     from vllm.logprobs import FlatLogprobs
 
     table = FlatLogprobs()
@@ -155,7 +155,7 @@ def _engine_settings(settings: Settings, rollout: RolloutConfig) -> EngineSettin
 
 
 async def serve_understudy(settings: Settings) -> None:
-    """As the pipeline has it: the ledger on disk, one episode open for each key."""
+    """The dataset as the pipeline has it: the ledger on disk, one episode open for each key."""
     from buffers.ledger.ledger import Ledger
     from buffers.multi_round import MultiRoundBufferDataset
     from buffers.records import Task

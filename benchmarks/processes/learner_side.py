@@ -77,7 +77,7 @@ class Rows:
         np.savez(path, **{name: getattr(self, name) for name in self.__annotations__})
 
     def batch(self) -> TrainBatch:
-        """As the buffer would hand them over; recorded log-probabilities are made up and not used."""
+        """Rows as the buffer would hand them over; recorded log-probabilities are made up and not used."""
         ends = np.cumsum(self.lengths)[:-1]
         parts = zip(np.split(self.ids, ends), np.split(self.mask, ends), strict=True)
         return TrainBatch(rows=[self._row(number, ids=ids, mask=mask) for number, (ids, mask) in enumerate(parts)])

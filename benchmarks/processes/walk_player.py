@@ -22,7 +22,7 @@ from buffers.records import Row, Task
 from env_adapters.walk.game import WalkGame
 
 MAX_TOKENS = 4
-"""Of one move, as in the demo."""
+"""Most tokens of one move, as in the demo."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -63,7 +63,7 @@ class GivenRows(GRPOTrainer):
     old_logprobs_s: list[float]
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
-        """With vLLM, TRL computes the log-probabilities before the update here; that pass is timed, its result not used."""
+        """TRL with vLLM computes the log-probabilities before the update here; that pass is timed, its result not used."""
         started = time.perf_counter()
         batch = {name: value.to(self.accelerator.device) for name, value in self.given.items()}
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)

@@ -19,7 +19,7 @@ from buffers.records import EpisodeState, Position
 
 @operation(repeatable=True)
 def position(db: sqlite3.Connection) -> Position:
-    """Where the books stand now."""
+    """The ledger's present position."""
     lineage = current_lineage(db)
     (run_id,) = db.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
     (start,) = db.execute("SELECT step FROM lineage WHERE lineage = ?", (lineage,)).fetchone()

@@ -74,7 +74,7 @@ def stored_body(
     trained: bytes | None = None,
     body: bytes | None = None,
 ) -> StoredRound:
-    """As `stored_round`, of a round that is there as arrays. `body`: their encoded form, where it is known."""
+    """Makes what `stored_round` makes from a round's arrays. `body`: their encoded form, where it is known."""
     if np.count_nonzero(np.isfinite(arrays.logprobs)) < arrays.logprobs.size:
         raise EpisodeError(
             f"round {round_index} of episode {episode_id}: logprobs must be finite, got nan or inf; record it with "

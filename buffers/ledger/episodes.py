@@ -156,7 +156,7 @@ def ended(db: sqlite3.Connection, *, episode_ids: Sequence[str]) -> list[ClosedE
 
 
 def mask_tokens(db: sqlite3.Connection, *, episode_id: str, trained: Mapping[int, bytes]) -> None:
-    """Of these rounds of a running episode only some tokens are to be trained: a byte for each sampled one, 0 or 1."""
+    """Marks the tokens of a running episode's rounds that are trained: a byte for each sampled token, 0 or 1."""
     row = read_episode(db, episode_id=episode_id)
     if row.state != EpisodeState.RUNNING:
         raise refusal(row, verb="change what is trained of")
@@ -235,7 +235,7 @@ def _put_together(db: sqlite3.Connection, *, rounds: Sequence[StoredRound]) -> b
 
 
 def _insert(db: sqlite3.Connection, rounds: Sequence[StoredRound]) -> int:
-    """With their episodes' figures and the books'; how many were of running episodes and can be trained."""
+    """Inserts rounds and adds to the figures of their episodes; returns how many were of running episodes and can be trained."""
     db.executemany(_INSERT, map(tuple, rounds))  # exact tuples are bound faster
     trainable = (one for one in rounds if is_trainable(one.finish_reason, num_trained=one.num_trained))
     grown = db.executemany(_GROW, ((one.min_version, one.episode_id, one.num_trained) for one in trainable))
@@ -249,7 +249,7 @@ def _insert(db: sqlite3.Connection, rounds: Sequence[StoredRound]) -> int:
 def fail_episode(
     db: sqlite3.Connection, *, episode_id: str, reason: str, max_attempts: int, drop_zero_variance: bool = False
 ) -> Episode | None:
-    """End an episode as failed: its next attempt, or None when it has none left. Then its group goes on without it, or is given
+    """End an episode as failed: its next attempt, or None when it has none left. Then its group is trained without it, or is given
     up with it when too few members would be left."""
     row = read_episode(db, episode_id=episode_id)
     if row.state in _ENDED:
@@ -319,8 +319,8 @@ def complete_group(db: sqlite3.Connection, *, group_id: int, drop_zero_variance:
 
 
 def recover(db: sqlite3.Connection, *, resume_episodes: bool, keep_leases: bool = False) -> None:
-    """After a process died: leased groups are ready again or, with `keep_leases`, stay with their learner, which has outlived it.
-    Episodes under way failed and are tried again or, with `resume_episodes`, go on: those whose agents have outlived it."""
+    """Cleans up after a process that died: leased groups are ready again or, with `keep_leases`, stay with their learner, which
+    lives. Running episodes fail and are retried or, with `resume_episodes`, stay running, because their agents live."""
     db.execute("UPDATE meta SET value = value + 1 WHERE key = 'epoch'")
     if not keep_leases:
         db.execute("UPDATE lease SET state = 'superseded' WHERE state = 'active'")
@@ -332,7 +332,7 @@ def recover(db: sqlite3.Connection, *, resume_episodes: bool, keep_leases: bool 
     ).fetchall()
     for values in interrupted:
         row = EpisodeRow(*values)
-        # A restart is nobody's fault: it never gives a group up.
+        # A restart uses up no attempt: it never gives a group up.
         fail_episode(db, episode_id=row.episode_id, reason=RESTART, max_attempts=row.attempt + 2)
 
 

@@ -1,12 +1,12 @@
-"""Commits whatever has piled up for a SQLite connection as one transaction (group commit).
+"""Commits all operations that wait for a SQLite connection as one transaction (group commit).
 
 A thread of its own does it. The caller of an operation that is `inline` does it itself if nothing is being committed just then:
 handing over to another thread and back takes as long as a small transaction. The main thread never does: a signal's handler may
 raise in the midst of it.
 Called by `Ledger`. Invariants: one transaction at a time; operations run in the order of `submit`; a future is done only after
 the transaction that holds its operation is on disk; an operation that is refused leaves nothing behind and does not disturb its
-neighbours. While the disk is full operations wait, in order, and a new try is made every second; those that somebody will
-send again are refused with StorageFull instead. It does not know what the operations mean.
+neighbours. While the disk is full operations wait, in order, and a new try is made every second; those that are
+sent again by their callers are refused with StorageFull instead. It does not know what the operations mean.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def rules_of(function: Callable[..., Any]) -> Rules:
     return rules
 
 
-# What a bad argument can raise; the caller gets it, the neighbours go on. Anything else is a bug and stops the writer.
+# What a bad argument can raise; the caller gets it, other operations are stored. Anything else is a bug and stops the writer.
 _REFUSALS = (
     UnderstudyError,
     ArithmeticError,
@@ -99,7 +99,7 @@ class _Job:
 
 class GroupCommit:
     """`read_event` runs at the end of each transaction and `publish` gets its answer once the transaction is on disk.
-    `probe` opens each transaction while the disk is full: it stores enough to show that there is room again."""
+    `probe` opens each transaction while the disk is full: it stores enough to prove that the disk has room again."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class GroupCommit:
         self._turn = threading.Lock()
         """Held by the thread that commits; the connection is used under it."""
         self._lock = threading.Lock()
-        """For what follows; held for a moment only."""
+        """Guards the fields below; held for a moment only."""
         self._stirred = threading.Condition(self._lock)
         self._room = threading.Condition(self._lock)
         self._waiting: deque[_Job] = deque()
@@ -155,7 +155,7 @@ class GroupCommit:
         return job.future
 
     def _commit_inline(self) -> None:
-        """Commit what waits, if nobody else does and this thread may."""
+        """Commit what waits, if no other thread does and this one may."""
         if self.full or threading.current_thread() is threading.main_thread() or not self._turn.acquire(blocking=False):
             return
         self._is_broken = True
@@ -177,7 +177,7 @@ class GroupCommit:
         self._thread.join()
 
     def _stir(self) -> None:
-        """The thread looks what there is to do, after whoever commits now."""
+        """Wake the thread, which looks for work after the present commit."""
         self._is_stirred = True
         self._stirred.notify()
 
@@ -251,7 +251,7 @@ class GroupCommit:
     def _refuse(self, jobs: list[_Job], *, error: sqlite3.Error) -> None:
         self.full = True
         refusal = StorageFull(
-            f"ledger {self._name} could not store: {error}; free space on its disk, it goes on by itself; send again later"
+            f"ledger {self._name} could not store: {error}; free space on its disk, storing resumes by itself; send again later"
         )
         for job in jobs:
             if job.rules.refusable or self._draining or len(self._kept) >= _MAX_KEPT:

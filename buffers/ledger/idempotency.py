@@ -23,7 +23,7 @@ _KEY = "call:"
 def idempotent(
     db: sqlite3.Connection, *, caller: str, number: int, place: int, operation: Callable[[sqlite3.Connection], Any]
 ) -> Any:
-    """What `operation` answers, now or when this call came first. Of a caller and a place the newest number is kept."""
+    """Runs `operation`, or returns the stored answer if this call ran before. Keeps the newest call per (caller, place)."""
     key = f"{_KEY}{caller}:{place}"
     found = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
     if found is not None and (told := json.loads(found[0]))["number"] == number:
@@ -77,5 +77,5 @@ def _episode(db: sqlite3.Connection, episode_id: str) -> Episode:
 
 
 def _is_active(db: sqlite3.Connection, *, lease_id: int) -> bool:
-    """A batch whose lease ended meanwhile is nobody's: another one is claimed."""
+    """Whether the lease still holds; a batch whose lease has ended belongs to no learner, and another one is claimed."""
     return db.execute("SELECT 1 FROM lease WHERE lease_id = ? AND state = 'active'", (lease_id,)).fetchone() is not None

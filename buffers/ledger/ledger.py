@@ -5,7 +5,7 @@ returns a future: `.result()`, or `await asyncio.wrap_future(future)`. Operation
 and a future is done once its operation is on disk: an acknowledged score implies that the episode's earlier rounds are
 stored.
 The books balance at every commit: scored episodes = scored in open + ready + leased + trained + evicted groups.
-While the disk is full, scores are refused with StorageFull and all else waits; it goes on by itself once there is room.
+While the disk is full, scores are refused with StorageFull and all else waits; storing resumes by itself once there is room.
 With `path=None` the same code runs in memory and promises nothing beyond the process.
 
 It does not schedule (`task_pool`), does not wait for batches (`multi_round`) and knows no tensors.
@@ -61,7 +61,7 @@ class Ledger:
         keep_leases: bool = False,
     ) -> None:
         """Open or make the file. Leased groups of a dead process are ready again or, with `keep_leases`, stay with their learner,
-        which has outlived it; its running episodes are retried or, with `resume_episodes`, go on.
+        which has outlived it; its running episodes are retried or, with `resume_episodes`, stay running.
 
         `drop_zero_variance`: evict a group whose episodes all scored the same, instead of training it (DAPO,
         arXiv:2503.14476).
@@ -119,7 +119,7 @@ class Ledger:
         return dict(self._counts)
 
     def balance(self) -> dict[str, int]:
-        """Where the scored episodes are, by what became of their group; `difference` is 0 unless the ledger is broken."""
+        """The scored episodes by the state of their group; `difference` is 0 unless the ledger is broken."""
         counts = self._counts
         dead = counts.get("lost/failed", 0)
         states = ("open", "ready", "leased", "trained")
@@ -141,7 +141,7 @@ class Ledger:
         """Call `watcher` after each commit that moved a group or an episode; returns the call that ends this.
 
         It runs in whichever thread committed, after the futures of that commit are done: it must return at once, must not
-        raise, and must neither wait for the ledger nor for somebody who does.
+        raise, and must neither wait for the ledger nor for a thread that does.
         """
         with self._watchers_lock:
             self._watchers.append(watcher)
@@ -206,7 +206,7 @@ class Ledger:
         return self._call(validation.validated, group_ids=group_ids)
 
     def adopt_episode(self, episode_id: str) -> Future[bool]:
-        """Open and start an episode of nobody's task, in a group of one; False when the id is known already."""
+        """Open and start an episode without a task, in a group of one; False when the id is known already."""
         return self._call(episodes.adopt_episode, episode_id=episode_id)
 
     def start_episode(self, episode_id: str, *, version: int) -> Future[None]:
@@ -240,8 +240,8 @@ class Ledger:
 
     def put_rounds(self, rounds: Sequence[StoredRound]) -> Future[list[EpisodeError | None]]:
         """Store rounds of running episodes in one go: why each was refused, None for those that are stored. A round that is
-        there already, bit for bit, counts as stored: whoever was not told may send it again. For threads that wait: unless this
-        is the main one, they may be stored when it returns."""
+        there already, bit for bit, counts as stored: a caller that got no answer may send it again. For threads that wait:
+        unless this is the main one, they may be stored when it returns."""
         return self._call(episodes.put_rounds, rounds=rounds)
 
     def rounds(self, episode_id: str) -> Future[list[Round]]:
@@ -273,7 +273,7 @@ class Ledger:
         return self._call(scores.score_history, episode_id=episode_id)
 
     def fail_episode(self, episode_id: str, reason: str, *, max_attempts: int) -> Future[Episode | None]:
-        """End an episode as failed: its next attempt, or None when it has none left. Then the group goes on without it if
+        """End an episode as failed: its next attempt, or None when it has none left. Then the group is trained without it if
         enough members are left, or is given up (its members are closed).
 
         `reason`: a short kind, then optionally a colon and the detail; kinds are counted.
@@ -311,7 +311,7 @@ class Ledger:
         return self._call(batches.evict_stale, min_version=min_version)
 
     def position(self) -> Future[Position]:
-        """Where the books stand; a checkpoint stores it."""
+        """The ledger's present position; a checkpoint stores it."""
         return self._call(checkpoints.position)
 
     def restore(self, target: Position) -> Future[int]:
@@ -324,7 +324,7 @@ class Ledger:
         return self._call(checkpoints.times_opened)
 
     def _keep(self, event: LedgerEvent) -> None:
-        """Before the futures are done, so that a caller finds its own change in `counts`."""
+        """Keeps the counts before the futures are done, so that a caller finds its own change in `counts`."""
         self._counts = event.counts
 
     def _publish(self, event: LedgerEvent, *, recovered: bool) -> None:

@@ -15,7 +15,8 @@ from buffers.errors import UnderstudyError
 from buffers.records import EpisodeState, GroupState
 
 SCHEMA_VERSION = 4
-MAX_SCORE = 1e30
+MAX_SCORE = 1e9
+"""The estimators of advantages square scores in float32: from about 1e19 on one judge would silence a whole batch."""
 
 
 # Seconds since 1970. For people who look at the books: nothing is decided by it, as clocks jump.
@@ -114,7 +115,7 @@ CREATE TABLE lease(
     state    TEXT NOT NULL CHECK (state IN ('active', 'committed', 'released', 'superseded'))
 );
 
--- Lineage n goes on after step `step` of lineage `parent`; steps of the parent beyond it are not part of it.
+-- Lineage n continues after step `step` of lineage `parent`; steps of the parent beyond it are not part of it.
 CREATE TABLE lineage(
     lineage INTEGER PRIMARY KEY,
     parent  INTEGER REFERENCES lineage(lineage),
@@ -132,7 +133,7 @@ CREATE TABLE step(
     UNIQUE (lineage, step)
 );
 
--- Which groups a step trained; kept for ever, as a group may be trained again in a later lineage.
+-- Which groups a step trained; kept, as a group may be trained again in a later lineage.
 CREATE TABLE trained(
     step_id  INTEGER NOT NULL REFERENCES step(step_id),
     group_id INTEGER NOT NULL REFERENCES grp(group_id),

@@ -1,7 +1,7 @@
 """Operations on validation tasks: their groups, and what these scored. Functions over the ledger's connection.
 
 Called by `Ledger`, one at a time. Invariant: a group that is opened here is validating until all its members are
-scored, and then validated for ever; no state of it leads to a batch, and it takes none of the room of training groups.
+scored, and then validated; no state of it leads to a batch, and it takes none of the room of training groups.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The process that owns a ledger for others: its file, its endpoint for rows, and what `remote_ledger` asks of it.
 
 Plain, on one event loop; `ray_actor` makes a Ray actor of it. Invariants: operations are applied in the order in which
-`apply` gets them; a call that comes again is answered again; a caller that misses events is told so. Rounds come by
+`apply` gets them; a call that comes again is answered again; a caller that misses events learns that. Rounds come by
 the endpoint.
 """
 
@@ -28,7 +28,7 @@ from buffers.ledger.ledger import Ledger, LedgerEvent
 from buffers.remote.round_socket import RoundServer
 
 OPEN_S = 30.0
-"""For a process that has the file open to end."""
+"""Seconds for a process that has the file open to end."""
 _MAX_EVENTS = 1024
 
 
@@ -50,7 +50,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerAddress:
-    """Where the ledger is now."""
+    """The ledger's present process and addresses."""
 
     node_id: str
     address: tuple[str, int]
@@ -112,7 +112,7 @@ class LedgerHost:
             return
         if self._settings["is_new"] and self._path.exists():
             raise UnderstudyError(
-                f"ledger {self._path} must be a new file, got one of an earlier run; go on with --resume auto, or set another "
+                f"ledger {self._path} must be a new file, got one of an earlier run; resume with --resume auto, or set another "
                 f"run.name"
             )
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ class LedgerHost:
                     keep_leases=keep_leases,
                 )
             except UnderstudyError:
-                # Opening waits a second for a process that has it open: one that is dying, if nobody made a mistake.
+                # Opening waits a second for a process that has it open, which usually is one that is dying.
                 if time.monotonic() > until or not keep_leases:
                     raise
         self._ledger.watch(self._on_event)
@@ -217,7 +217,7 @@ class LedgerHost:
             }
 
     def _on_event(self, event: LedgerEvent) -> None:
-        """In the thread that committed."""
+        """Called in the thread that committed."""
         with self._lock:
             self._events.append(event)
             self._num_events += 1

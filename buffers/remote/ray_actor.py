@@ -2,7 +2,7 @@
 
 Started by `learner.startup.ledger_location`, used through `remote_ledger`. The actor owns the file and a `RoundServer`.
 Invariants: it never leaves its node; when its process dies Ray starts it again there, and what was acknowledged is in
-the file: running episodes and leases go on. Rounds come by the endpoint; what Ray carries (operations and their
+the file: running episodes and leases stay. Rounds come by the endpoint; what Ray carries (operations and their
 answers, between the cluster's own processes) is in the file too, or its caller sends it again: Ray's object store is
 never the only place where something is.
 """
@@ -30,7 +30,7 @@ IN_USE_S = 5.0
 
 
 class LedgerActor(LedgerHost):
-    """In its Ray actor."""
+    """The host in its Ray actor."""
 
     def __init__(self, path: Path, **settings: Any) -> None:
         context = ray.get_runtime_context()
@@ -50,7 +50,7 @@ class ActorHandle:
             where: LedgerAddress = ray.get(self._actor.where.options(max_task_retries=-1).remote(), timeout=START_S)
         except RayError as error:  # also: its node died, no answer within that time
             raise LedgerGone(
-                f"the ledger's process must run, but ended for good: {error}; go on with --resume auto"
+                f"the ledger's process must run, but ended for good: {error}; resume with --resume auto"
             ) from error
         return where
 
@@ -75,7 +75,7 @@ class ActorHandle:
         self._actor.forget.remote(caller)
 
     def idle_s(self) -> float:
-        """How long nobody has used it."""
+        """Seconds since its last use."""
         idle_s = START_S  # if it is dead, or stuck
         with suppress(AnswerLost, GetTimeoutError):
             idle_s = self._get(self._actor.idle_s.options(max_task_retries=-1).remote(), timeout_s=START_S)

@@ -92,7 +92,7 @@ class RemoteLedger(Ledger):
 
     @property
     def where(self) -> LedgerAddress:
-        """Where the ledger is, as last known."""
+        """The ledger's address, as last known."""
         return self._where
 
     @property
@@ -100,11 +100,11 @@ class RemoteLedger(Ledger):
         return bool(self._state["full"])
 
     def has_room(self) -> bool:
-        """As a second ago at most."""
+        """See `Ledger.has_room`; at most a second old."""
         return bool(self._state["room"])
 
     def close(self) -> None:
-        """As `Ledger.close`; while the disk is full, what waits is not stored."""
+        """See `Ledger.close`; while the disk is full, what waits is not stored."""
         with self._moved:
             self._closing = True
             self._moved.notify_all()
@@ -186,7 +186,7 @@ class RemoteLedger(Ledger):
             self._break(LedgerGone(f"ledger {self.path}: {why}"), items)
 
     def _wait(self) -> bool:
-        """Until there is something to send; False when closed and all is sent."""
+        """Wait until there is something to send; False when closed and all is sent."""
         with self._moved:
             self._moved.wait_for(lambda: self._outbox or self._closing)
             return bool(self._outbox)
@@ -255,7 +255,7 @@ class RemoteLedger(Ledger):
             elif now - since > _UNREACHABLE_S:
                 raise LedgerGone(
                     f"the ledger's endpoint at {where.address[0]}:{where.address[1]} must be reachable, but for "
-                    f"{_UNREACHABLE_S:.0f} s: {last}; open that way, then go on with --resume auto"
+                    f"{_UNREACHABLE_S:.0f} s: {last}; open that way, then resume with --resume auto"
                 ) from last
             self._where = where
             self._keep_state(where.state)
@@ -267,12 +267,12 @@ class RemoteLedger(Ledger):
         return self._rows
 
     def _hear(self, state: dict[str, Any]) -> None:
-        """With each answer of the endpoint, and every second while it has none."""
+        """Called with each answer of the round socket, and every second while it has none."""
         self._keep_state(state)
         self._refuse_waiting()
 
     def _refuse_waiting(self) -> None:
-        """While the disk is full, what may be refused does not wait behind what may not."""
+        """Refuse what may be refused while the disk is full, instead of having it wait behind what may not."""
         if not self.is_full:
             return
         if self._closing:
@@ -285,7 +285,7 @@ class RemoteLedger(Ledger):
             if item.future.set_running_or_notify_cancel():
                 item.future.set_exception(
                     StorageFull(
-                        f"ledger {self.path} could not store: its disk is full; free space on it, it goes on by itself; send "
+                        f"ledger {self.path} could not store: its disk is full; free space on it, storing resumes by itself; send "
                         f"again later"
                     )
                 )
@@ -314,7 +314,7 @@ class RemoteLedger(Ledger):
                 except LedgerGone:
                     return
             except UnderstudyError as error:  # closed, or gone: the sender tells
-                logger.info("no more news of the ledger: %s", error)
+                logger.info("no more events of the ledger: %s", error)
                 return
 
     def _tell(self, page: EventPage) -> None:

@@ -1,7 +1,7 @@
 """Rows from other processes and machines: a socket that takes rounds as the bytes in which they are stored.
 
 `RoundServer` listens beside a `Ledger`, in threads of its own; `RoundClient` is what a process on another node holds. A
-frame is answered once its rounds are on disk; until then the client is told every second that they wait. Both sides
+frame is answered once its rounds are on disk; until then the client hears every second that they wait. Both sides
 prove with each frame that they know the secret: HMAC-SHA256 over the connection's nonces, the frame's number and its
 content, so that nothing can be forged, changed, repeated or taken from another connection; what is said is not secret.
 Invariants: nothing is unpickled or evaluated; no frame is larger than `MAX_FRAME_BYTES`; a body is decoded and checked
@@ -37,13 +37,13 @@ logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 MAX_HEADER_BYTES = 1024 * 1024
 RECEIVE_S = 30.0
-"""For the rest of a frame that has begun."""
+"""Seconds for the rest of a frame that has begun."""
 HELLO_S = 10.0
-"""For the whole of a proof, by whoever connects."""
+"""Seconds for the whole of a client's proof."""
 MAX_UNPROVEN = 64
 """Connections that have proven nothing yet. A further one takes the place of the oldest: a proof takes milliseconds."""
 STILL_S = 1.0
-"""How often somebody who waits is told that the ledger still waits for its disk."""
+"""Seconds between two messages to a waiting client that the ledger still waits for its disk."""
 MAX_REASON = 100
 """Characters of why a round ended."""
 _NONCE = 32
@@ -262,7 +262,7 @@ class RoundClient:
         self.close()
 
     def put_rounds(self, rounds: Iterable[Round]) -> list[EpisodeError | None]:
-        """As `put_stored`. Raises EpisodeError for numbers that could not be trained."""
+        """Sends rounds as `put_stored`. Raises EpisodeError for numbers that could not be trained."""
         return self.put_stored([stored_round(round_) for round_ in rounds])
 
     def put_stored(self, rounds: Sequence[StoredRound]) -> list[EpisodeError | None]:
@@ -315,7 +315,7 @@ def _checked(entry: Any) -> list[Any]:
 
 
 def _shut(sock: socket.socket) -> None:
-    """Whoever waits for it is told; it closes it."""
+    """Wakes what waits for the connection, which closes it."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 

@@ -32,7 +32,7 @@ from buffers.records import Task
 Message = dict[str, Any]
 T = TypeVar("T")
 MAX_CELL_BYTES = 1 << 24
-"""As JSON, as of a model call: no prompt that is longer could be asked."""
+"""Most bytes of a prompt as JSON, which are those of a model call: no longer prompt could be asked."""
 MAX_DEPTH = 100
 MAX_NAME_CHARS = 500
 _SLICE = 1024
@@ -89,7 +89,7 @@ def _ids_given_twice(path: Path) -> set[str]:
 
 
 class TaskFile:
-    """A task file by its row groups, for whoever takes its rows in another order. Nothing is kept but the footer's sizes."""
+    """A task file by its row groups, for reading its rows in another order. Nothing is kept but the footer's sizes."""
 
     def __init__(self, path: Path) -> None:
         """Raises TaskError for a file that cannot be used."""

@@ -7,7 +7,7 @@ Built by `learner.pipeline`, read by the task pool in a thread. The order follow
    memory, as arrow columns; a file that is no larger is shuffled as a whole.
 2. *Between files*, the next row comes from the file that is furthest behind its share by weight (the first such one).
 
-Invariant: a run that goes on takes the rows that it had not taken, from how often each task was opened before. That costs a
+Invariant: a run that is resumed takes the rows that it had not taken, from how often each task was opened before. That costs a
 pass over the task ids: no other column of a row that was taken is read.
 """
 
@@ -34,9 +34,9 @@ def task_list(path: Path, *, agent_name: str | None = None) -> list[Task]:
 def endless_tasks(
     files: Mapping[Path, float], *, seed: int, opened: Mapping[str, int], agent_name: str | None = None
 ) -> Iterator[Task]:
-    """The rows for ever, without the first `opened[task_id]` turns of each task. `files`: path -> weight.
+    """The rows in endless turns, without the first `opened[task_id]` turns of each task. `files`: path -> weight.
 
-    Of several files, whose names must differ, a row's own task id is told apart by the file's name: `name::id`.
+    With several files, whose names must differ, a row's task id is preceded by the file's name: `name::id`.
     """
     streams = [_Stream(path, seed=seed, opened=opened, alone=len(files) == 1) for path in files]
     weights = [weight / sum(files.values()) for weight in files.values()]
@@ -47,7 +47,7 @@ def endless_tasks(
 
 
 class _Stream:
-    """The rows of one file for ever. `num_taken` counts those of earlier processes too."""
+    """The rows of one file in endless turns. `num_taken` counts those of earlier processes too."""
 
     def __init__(self, path: Path, *, seed: int, opened: Mapping[str, int], alone: bool) -> None:
         self._file = TaskFile(path)

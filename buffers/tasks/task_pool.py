@@ -8,7 +8,7 @@ Agents (or the server on their behalf) lease episodes from it; `run()` is its lo
 Room (AReaL's capacity rule, arXiv:2505.24298): groups opened - groups evicted < (version + 1 + max_policy_lag) *
 groups_per_step, so that what is trained is rarely older than `max_policy_lag`; and at most `max_running` episodes at once.
 Invariant: an episode that starts takes a slot, and the slot is released exactly once, with a reason: scored, failed or
-stale (or closed, with the pool). What the ledger says decides, whoever ended the episode. The pool trains nothing and
+stale (or closed, with the pool). The ledger's state decides, however the episode ended. The pool trains nothing and
 speaks no HTTP.
 """
 
@@ -151,7 +151,7 @@ class TaskPool:
         return number
 
     def unpause(self) -> None:
-        """From here on episodes may start, if the pool was made to hold them."""
+        """Let episodes start, if the pool was made `paused`."""
         self._paused = False
         self._wake()
 
@@ -185,13 +185,14 @@ class TaskPool:
         return None
 
     def adopt_running(self, episodes: Iterable[Episode]) -> None:
-        """Episodes that an earlier process started, whose agents go on: each takes a slot, and its deadline begins anew."""
+        """Take over episodes that an earlier process started and whose agents live: each takes a slot, and its deadline starts
+        now."""
         for episode in episodes:
             self._num_started += 1
             self._slots[episode.episode_id] = self._start_timer(episode.episode_id)
 
     def renew(self, episode_id: str) -> bool:
-        """The deadline of an episode begins anew; False when it has ended."""
+        """Start an episode's deadline now; False when it has ended."""
         timer = self._slots.get(episode_id)
         if timer is None:
             return False
@@ -244,13 +245,13 @@ class TaskPool:
         """Give episodes to those who wait while there is room: pending ones first, then new groups."""
         while (room := self._room()) > 0:
             started = self._ledger.start_pending(limit=room, version=self._version)
-            # Registered by whoever commits: the slot exists before any news of the episode's end can arrive.
+            # Registered in the thread that commits: the slot exists before any event of the episode's end can arrive.
             started.add_done_callback(partial(self._post, self._on_started))
             if not await asyncio.wrap_future(started) and not await self._open_groups(-(-room // self._group_size)):
                 return
 
     def _room(self) -> int:
-        """Episodes that may start now for somebody who waits."""
+        """Episodes that may start now for agents that wait."""
         for episode_id, episode in list(self._unclaimed.items()):
             if self._pop_waiter(give=episode):
                 del self._unclaimed[episode_id]
@@ -260,12 +261,12 @@ class TaskPool:
         return min(len(self._waiting), self._max_running - len(self._slots))
 
     def _has_disk(self) -> bool:
-        """A disk that runs full stops new episodes first; nobody tells when it has space again."""
+        """Whether the disk has room for new episodes; asked again and again, since no event says when it has."""
         if self._has_room():
             return True
         if self._looking is None:
             logger.warning(
-                "the ledger's disk is nearly full: no new episode starts; free some space, it goes on by itself"
+                "the ledger's disk is nearly full: no new episode starts; free some space, episodes start again by themselves"
             )
             self._looking = self._call_later(_LOOK_S, self._look_again)
         return False
@@ -350,7 +351,7 @@ class TaskPool:
         self._wake()
 
     def _on_news(self, news: LedgerEvent) -> None:
-        """In the ledger's thread, after each commit that moved something."""
+        """Called in the ledger's thread, after each commit that moved an episode or a group."""
         self._post(self._apply_news, news)
 
     def _apply_news(self, news: LedgerEvent) -> None:
@@ -378,7 +379,7 @@ class TaskPool:
 
     def _post(self, call: Callable[..., None], *arguments: Any) -> None:
         """Run `call` on the pool's loop, in the order of posting."""
-        with suppress(RuntimeError):  # the loop has ended: nobody waits for this any more
+        with suppress(RuntimeError):  # the loop has ended, and what waited with it
             self._loop.call_soon_threadsafe(call, *arguments)
 
     def _end(self) -> None:

@@ -1,9 +1,9 @@
 """Scores of plain prompts, agent loops and programs: which scorer judges a task, in a thread or over HTTP, one answer at a
 time or many.
 
-Built by `learner.pipeline` from `data.scorer` and `data.reward_manager`; whoever has an answer awaits `score`.
-Invariants: only scorers that the configuration names are called; the event loop never waits for one, nor does other work when
-one hangs: they have `THREADS` threads of their own, and a hanging one keeps its thread; a scorer that fails, whatever it raises,
+Built by `learner.players` from `data.scorer` and `data.reward_manager`; callers with an answer await `score`.
+Invariants: only scorers that the configuration names are called; the event loop never waits for one, and other work does not when
+one hangs: they have `THREADS` threads of their own, and a hanging one keeps its thread; a scorer that fails, with any exception,
 fails its own episodes (ScoreError), and a number that is none is refused by the ledger. It does not look at lengths or
 groups: that is done where batches are made.
 
@@ -38,7 +38,7 @@ THREADS = 32
 TRIES = 3
 TIMEOUT_S = 30.0
 PAUSE_S = 0.5
-"""Before the second try of a remote scorer; doubled before each further one."""
+"""Seconds before the second try of a remote scorer; doubled before each further one."""
 
 Batch = Callable[[Sequence[Task], Sequence[str]], list[float]]
 """Scores of some tasks' answers; blocks."""
@@ -130,9 +130,9 @@ class _Collector:
         try:
             await asyncio.wait({judging})
         finally:
-            judging.add_done_callback(_seen)  # of one that was given up nobody asks
+            judging.add_done_callback(_seen)  # the result of one that was given up is not read
             await thread.end(_nothing)
-        if (error := judging.exception()) is not None:  # somebody's program, and an answer that a model wrote
+        if (error := judging.exception()) is not None:  # a user's program, and an answer that a model wrote
             raise ScoreError(
                 f"data.scorer {self._name} failed on task {tasks[0].task_id}: {type(error).__name__}: {error}"
             ) from error

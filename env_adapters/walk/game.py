@@ -2,7 +2,7 @@
 
 Called by `env_adapters.walk.server` (which plays it with an agent) and `env_adapters.walk.make_data` (which writes its
 tasks and its warm-start traces). The invariant: the same task and the same answers give the same transcript, on every
-machine; following each hint always reaches the exit, so the best mean score is 1.0. It talks to nobody and knows no
+machine; following each hint always reaches the exit, so the best mean score is 1.0. It does no I/O and knows no
 model.
 """
 

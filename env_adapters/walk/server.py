@@ -29,7 +29,7 @@ from env_adapters.walk.game import WalkGame
 
 HTTP_ATTEMPTS = 4
 HELLO_S = 10.0
-"""Who connects names an episode within this time, or is sent away: anybody on this machine may connect."""
+"""Seconds in which a connection must name an episode, or is closed: any program on this machine may connect."""
 
 
 class ScoreClient:
@@ -96,7 +96,7 @@ class WalkServer:
         """Those that are being played."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, from its key to its last line. A bad one is logged and closed; the others go on."""
+        """One connection, from its key to its last line. A bad one is logged and closed; the others stay."""
         task = asyncio.current_task()
         assert task is not None
         self._playing.add(task)
@@ -161,7 +161,7 @@ class WalkServer:
 
 
 def tail_draw(episode_id: str, *, seed: int) -> float:
-    """In 0..1; below the tail's share the episode is slow. A hash, so that a second run has the same stragglers."""
+    """A number in 0..1; below the tail's share the episode is slow. A hash, so that a second run has the same stragglers."""
     return int.from_bytes(hashlib.sha256(f"{seed} {episode_id}".encode()).digest()[:8], "big") / 2**64
 
 

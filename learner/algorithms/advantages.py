@@ -1,4 +1,4 @@
-"""From scores to advantages: pure torch functions, one table of estimators by name.
+"""Advantages from scores: pure torch functions, one table of estimators by name.
 
 Called by `learner.training.trainer` once per batch, on every rank with the same numbers, after values are known.
 Invariants: a token with mask 0 gets advantage 0 and neither decays nor carries value; a group of one, or of equal
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 MIN_DEVIATION = 0.1
-"""In units of the score (about 1). A batch in which all succeed leaves only the critic's errors: scaled up to 1, they
-would be trained on like evidence."""
+"""Smallest spread, in units of the score (about 1). A batch in which all succeed leaves only the critic's errors: scaled up to
+1, they would be trained on like evidence."""
 HINT_LIMIT = math.log(2.0)
 """Largest advantage that a hint gives a token under `cpo`: a hint that doubles its probability, or more."""
 
@@ -182,7 +182,7 @@ def remax(scores: Tensor, *, baselines: Tensor) -> Tensor:
 
 
 def difficulty(scores: Tensor, *, groups: Tensor) -> Tensor:
-    """[U] int64 -1: nobody in the group succeeded (score > 0); 1: everybody did; 0: some did."""
+    """[U] int64 -1: no member of the group succeeded (score > 0); 1: all did; 0: some did."""
     levels = torch.zeros_like(groups)
     for group in torch.unique(groups):
         solved = scores[groups == group] > 0
@@ -191,7 +191,7 @@ def difficulty(scores: Tensor, *, groups: Tensor) -> Tensor:
 
 
 def _members(groups: Tensor) -> list[Tensor]:
-    """The units of each group that has at least two: there is nobody to compare a lone one with."""
+    """The units of each group that has at least two: a lone one has none to be compared with."""
     found = [torch.nonzero(groups == group).squeeze(1) for group in torch.unique(groups)]
     return [members for members in found if len(members) > 1]
 

@@ -24,7 +24,7 @@ from torch import Tensor
 LOG_RATIO_LIMIT = 20.0
 """exp() of anything beyond is treated as this: float32 stays finite."""
 LARGEST_ERROR = 0.2
-"""By how much of itself the adaptive coefficient changes in one horizon at most."""
+"""Largest relative change of the adaptive coefficient in one horizon."""
 
 
 def _k3(difference: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class KLCoefficient:
         self._horizon = horizon
 
     def update(self, mean_kl: float, *, num_episodes: int) -> None:
-        """After a step with this mean KL over its tokens."""
+        """Adapt the coefficient after a step with this mean KL over its tokens."""
         if self._target is not None:
             error = min(max(mean_kl / self._target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)
             self.value *= 1.0 + error * num_episodes / self._horizon

@@ -2,7 +2,7 @@
 
 Called by `learner.training.trainer` for every micro-batch. All tensors are [m], one entry per trained token; a
 micro-batch holds whole rows. Invariants: `shares` sum to 1 over the whole mini-batch (all micro-batches of all ranks),
-so sums of the metrics returned here are mini-batch means whatever the number of ranks, and `weights` are scaled alike;
+so sums of the metrics returned here are mini-batch means for any number of ranks, and `weights` are scaled alike;
 a token of weight 0 changes nothing. A micro-batch of no tokens gives 0 with a graph behind it. No model and no
 communication here.
 """
@@ -44,9 +44,9 @@ class Targets:
     sequences: Tensor
     """int64 row of each token."""
     weights: Tensor
-    """Of the policy's loss, by `token_weights`."""
+    """Weights of the policy's loss, by `token_weights`."""
     shares: Tensor
-    """Of the value loss and the metrics: `token_weights` by token-mean."""
+    """Weights of the value loss and the metrics: `token_weights` by token-mean."""
 
     def take(self, index: Tensor) -> Targets:
         return Targets(**{field.name: getattr(self, field.name)[index] for field in fields(self)})

@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run lie, which of them are complete, and which are kept.
+"""The checkpoints of a run: their folders, which of them are complete, and which are kept.
 
 Called by `learner.learn_loop`, and by `learner.session` to find the one to resume from. A checkpoint is written into a
 scratch folder beside the others, flushed to disk and renamed: a folder `step-*` is complete, whenever the run was killed.
@@ -8,7 +8,7 @@ What a crash left behind is removed with the next checkpoint. It writes no tenso
     <run>/checkpoint -> the newest one's model/
     <run>/checkpoints/step-000020/
         run.json        position in the ledger, policy version, score
-        learner/        torch DCP: everything that training needs to go on
+        learner/        torch DCP: everything that training needs to resume
         model/          Hugging Face folder: what transformers and vLLM load
 """
 
@@ -26,7 +26,7 @@ from buffers.records import Position
 
 RECORD = "run.json"
 WEIGHTS = "model.safetensors"
-"""In a folder that engines load."""
+"""File name in a folder that engines load."""
 FORMAT = 1
 _PREFIX = "step-"
 
@@ -42,7 +42,7 @@ class Checkpoint:
     folder: Path
     position: Position
     score: float | None
-    """By which the best one is kept: the last validation's mean score, or else the batch's."""
+    """The figure by which the best one is kept: the last validation's mean score, or else the batch's."""
 
     @property
     def learner(self) -> Path:

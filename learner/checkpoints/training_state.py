@@ -25,7 +25,7 @@ COUNTERS = "counters.json"
 COPY, RANDOM = "copy", "random"
 """First parts of the names of kept weight copies and of random states."""
 OPTIMIZER = "#"
-"""Between a parameter's name and the name of what its optimizer keeps for it."""
+"""Separates a parameter's name from the name of its optimizer state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ def join(address: str, *, rank: int, world_size: int, device: torch.device) -> D
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     host, _, port = address.rpartition(":")
-    # A store that makes its own socket listens on every interface, and asks nobody who they are.
+    # A store that makes its own socket listens on every interface, without authentication.
     listening = {"master_listen_fd": socket.create_server((host, int(port))).detach()} if rank == 0 else {}
     store = dist.TCPStore(host, int(port), world_size, is_master=rank == 0, timeout=PATIENCE, **listening)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)

@@ -19,7 +19,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 PEFT_PREFIX = "base_model.model."
-"""Before each name in an adapter file, as `peft.PeftModel.from_pretrained` expects it."""
+"""Prefix of each name in an adapter file, as `peft.PeftModel.from_pretrained` expects it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""Restarts whatever died, and ends a run that cannot succeed."""
+"""Restarts parts that died, and ends a run that cannot succeed."""

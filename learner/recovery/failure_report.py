@@ -22,13 +22,13 @@ MEANINGS = {
     "silent agent": "an agent sent no request for agents.silence_s",
     "scorer": "data.scorer gave no score for what the agent printed",
     "agent exited with code 0 before a score was reported": (
-        "the agent ended without an error, and nobody reported a score: env.command must report one (POST /scores), or "
+        "the agent ended without an error, and no score was reported: env.command must report one (POST /scores), or "
         "data.scorer must be set"
     ),
 }
-"""Reason of a failed episode -> what it says to somebody who sees it for the first time."""
+"""Reason of a failed episode -> what it means, for readers who see it for the first time."""
 LOG_BYTES = 65_536
-"""Of the end of each log."""
+"""Bytes that are read of the end of each log."""
 MAX_LOGS = 64
 EXCERPT_LINES = 8
 MAX_LINE_CHARS = 240

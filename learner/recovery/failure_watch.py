@@ -14,7 +14,7 @@ from learner.recovery.failure_report import in_short
 
 WATCH_S = 1.0
 QUIET_S = 30.0
-"""Without a scored episode until that is said; twice as long until it is said again, and so on."""
+"""Seconds without a scored episode until that is reported; twice as long until it is reported again, and so on."""
 FAILING_BATCHES = 2
 """Batches of groups given up in a row, without one score in between, that end the run."""
 EQUAL_BATCHES = 20
@@ -32,7 +32,7 @@ async def watch(
     is_starting: Callable[[], bool],
     why: Callable[[Mapping[str, int]], Awaitable[str]],
 ) -> None:
-    """For ever. Raises AgentError when every episode fails or scores the same.
+    """Runs until it is cancelled. Raises AgentError when every episode fails or scores the same.
 
     `show` updates the display; `say` prints a line; `pool`: figures of the task pool; `is_starting`: no episode can start yet;
     `why(counts)` says why episodes failed, given the counts since the last score.

@@ -47,7 +47,7 @@ class LearnerProcesses:
                 raise
 
     async def restart(self, death: RankDied, checkpoint: Checkpoint | None) -> None:
-        """After `death`. Raises as `start`."""
+        """Start them again after `death`. Raises as `start`."""
         self._restart_limit.record("learner", death)
         await self.start(checkpoint)
 

@@ -32,11 +32,11 @@ class RestartLimit:
         logger.warning("the %s died and is started again: %s", part, error)
 
     def excuse(self, part: str) -> None:
-        """The cause of `part`'s deaths was found and ended: count its restarts in a row anew."""
+        """The cause of `part`'s deaths was found and ended: its restarts in a row are counted from 0 again."""
         self._in_a_row.pop(part, None)
 
     def reset(self) -> None:
-        """A step was made: count all restarts in a row anew."""
+        """A step was made: all restarts in a row are counted from 0 again."""
         self._in_a_row.clear()
 
     def figures(self) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""Loops that start what has died again (the engine, the environment), or give up what nobody plays any more.
+"""Loops that restart what has died (the engine, the environment), or fail episodes whose agents are silent.
 
-Run by `learner.pipeline`, each for ever. The learner's processes are the learn loop's, agents are `agents.external`'s. What keeps
-dying ends the run (`RestartLimit`).
+Run by `learner.pipeline` until they are cancelled. The learner's processes are the learn loop's, agents are
+`agents.external`'s. What keeps dying ends the run (`RestartLimit`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def start_engine(engine: Startable, *, restart_limit: RestartLimit) -> Non
 
 
 async def restart_engine_when_dead(engine: Restartable, *, restart_limit: RestartLimit) -> None:
-    """What it was generating is generated again, by `mocked_server.generation`. Raises EngineError."""
+    """Restart the engine whenever it dies; interrupted generations run again (`mocked_server.generation`). Raises EngineError."""
     engine.is_supervised = True
     while True:
         await engine.until_dead()

@@ -1,7 +1,7 @@
 """A guard process for a run whose own process may die: `python -m learner.run --keep-running`.
 
 The run is a forked child, so that what takes seconds to import is there already when it is started again. When the child is
-killed, all that it left behind (engine, learner, agents) is ended too, and a new child goes on from the newest checkpoint. The
+killed, all that it left behind (engine, learner, agents) is ended too, and a new child resumes from the newest checkpoint. The
 guard holds no state: all is in the run's folder. A run that ends with an error has a cause that starting again does not mend:
 it stays ended. Linux only.
 """
@@ -22,9 +22,9 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def keep_running(run: Callable[[str], int], *, resume: str, lines: Path) -> int:
-    """`run(resume)` until it ends by itself or was told to; its exit code. After too many deaths without a new line in `lines` in
-    between: 1. What `run` imports was imported before, without starting threads: a fork would lose them. Children that there are
-    already are not the run's: they stay."""
+    """Calls `run(resume)` in a child until it ends by itself or is stopped; returns its exit code. After too many deaths
+    without a new line in `lines` in between: 1. What `run` imports was imported before, without starting threads: a fork would
+    lose them. Earlier children are not the run's: they stay."""
     kept = set(_children())
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become ours
     in_a_row, reached = 0, 0
@@ -55,8 +55,8 @@ def _fork() -> int:
 
 
 def _wait(child: int, *, kept: set[int]) -> int:
-    """The child's exit code; negative: the signal that ended it. What tells the guard to stop is told to the child, which saves
-    first; Ctrl-C reaches it anyway."""
+    """The child's exit code; negative: the signal that ended it. A signal that asks the supervisor to stop is passed to the
+    child, which saves first; Ctrl-C reaches it anyway."""
     asked = False
 
     def forward(number: int, _: object) -> None:

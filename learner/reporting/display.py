@@ -1,4 +1,4 @@
-"""`Display`: what a person sees while a run goes on.
+"""`Display`: the terminal output of a live run.
 
 Called by the pipeline from its event loop. On a terminal it is a live panel, redrawn four times a second by rich's own
 thread; elsewhere it is one plain line per step. The invariant: a call only stores numbers (or prints one line), so the

@@ -24,7 +24,7 @@ PER_STEP = 2
 
 
 class Traces:
-    """`decode`: token ids -> text, control tokens included. `start`: the step after which the run goes on."""
+    """`decode`: token ids -> text, control tokens included. `start`: the step after which the run is resumed."""
 
     def __init__(self, folder: Path, *, decode: Callable[[Sequence[int]], str], start: int = 0) -> None:
         self._decode = decode

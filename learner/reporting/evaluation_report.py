@@ -17,7 +17,7 @@ from rich.table import Table
 from buffers.records import Validated
 
 RESAMPLES = 10_000
-"""Of the tasks, with replacement, for an interval."""
+"""Draws of the tasks, with replacement, for an interval."""
 
 
 def figures_of(

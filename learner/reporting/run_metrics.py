@@ -111,7 +111,7 @@ class History:
         return float(np.mean(self.rewards[-LAST_STEPS:])) if self.rewards else None
 
     def news(self) -> str:
-        """A line when nothing was learned for some steps: after 3 in a row, and each time that there are twice as many."""
+        """A line when nothing was learned for some steps: after 3 in a row, and at each doubling."""
         number = self._num_equal()
         if number < EQUAL_STEPS:
             self._told_at = 0
@@ -121,7 +121,7 @@ class History:
         return self._nothing_learned(number)
 
     def verdicts(self) -> list[str]:
-        """At the end of a run: what a person should know who looks at its reward only."""
+        """Remarks at the end of a run, for readers who look at its reward only."""
         number, steps = self._num_equal(), len(self.rewards)
         if number >= EQUAL_STEPS:
             return [self._nothing_learned(number)]
@@ -210,7 +210,7 @@ def _equal_groups(batch: TrainBatch) -> float:
 
 
 def _share(steps: list[dict[str, float]], name: str) -> float | None:
-    """Of the time of the steps that have this figure."""
+    """Share that a figure in seconds has in the time of the steps that have it; None: no step has it."""
     known = [s for s in steps if name in s]
     total = sum(s["time/step_s"] for s in known)
     return sum(s[name] for s in known) / total if total else None

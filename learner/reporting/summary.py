@@ -33,7 +33,7 @@ class Curve:
     label: str
     steps: Sequence[int]
     rewards: Sequence[float]
-    """Of each step."""
+    """Mean reward of each step."""
     validations: Sequence[tuple[float, float]] = ()
     """(step, mean score)."""
 

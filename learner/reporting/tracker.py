@@ -36,7 +36,7 @@ class Sink(Protocol):
 class Tracker:
     """Owns `<folder>/metrics.jsonl` and its sinks. Use it as a context manager, or call `close`.
 
-    `start`: the run goes on after this step; later lines of the file belong to steps that are made again, and are dropped.
+    `start`: the run is resumed after this step; later lines of the file belong to steps that are made again, and are dropped.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ def refusal(check: Callable[[], None]) -> str:
 
 
 def _answer(check: Callable[[], None], writing: int) -> None:
-    """In the fork: a defect (of a scorer's module, for example) is printed with its traceback."""
+    """Runs in the fork, where a defect (of a scorer's module, for example) is printed with its traceback."""
     code = 1
     try:
         check()
@@ -86,7 +86,7 @@ def check_tasks(key: str, path: str, *, first: int | None = None) -> Mapping[str
 
 
 def _named(key: str, path: str, read: Callable[[Path], T]) -> T:
-    """What `read` gives of this file. Its error is told with the key."""
+    """What `read` gives of this file. Its error is raised with the key's name."""
     try:
         return read(Path(path).absolute())
     except TaskError as error:

@@ -1,7 +1,7 @@
-"""The keys of a run, for programs that somebody starts by hand: `set -a; . runs/<name>/agent.env; python my_agent.py`.
+"""The keys of a run, for programs that are started by hand: `set -a; . runs/<name>/agent.env; python my_agent.py`.
 
 Written by `learner.pipeline` once the server listens, removed when it ends: the keys open nothing afterwards. The files are
-readable by their owner only (SECURITY.md: whoever reads them is the agent, the scorer or the administrator).
+readable by their owner only (SECURITY.md: a reader of them is the agent, the scorer or the administrator).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 
 
 class Keys(Protocol):
-    """Who may call what."""
+    """The keys of a run, by what they may call."""
 
     worker: str
     scorer: str
@@ -36,7 +36,8 @@ class Server(Protocol):
 
 @contextmanager
 def environment_files(folder: Path, server: Server) -> Iterator[None]:
-    """For agents, scorers and the administrator a file each, with variables as shell assignments; there while the context lasts."""
+    """Writes a file each for agents, scorers and the administrator, with variables as shell assignments; removes them in the
+    end."""
     paths = []
     try:
         for name, variables in _files_of(server).items():

@@ -1,6 +1,6 @@
-"""Where a run's ledger is: in the run's own process, or in an actor on the Ray node that `buffer.node` names.
+"""The place of a run's ledger: the run's own process, or an actor on the Ray node that `buffer.node` names.
 
-Called by `learner.startup.run_buffers`. Invariant: whoever opens a ledger here closes it: then nothing of it runs any
+Called by `learner.startup.run_buffers`. Invariant: the caller that opens a ledger here closes it: then nothing of it runs any
 more. A run that was killed leaves its actor behind, with all that was acknowledged; the next one takes its place.
 """
 
@@ -36,7 +36,7 @@ async def open_ledger(
     )
     try:
         return await asyncio.shield(opening)
-    except asyncio.CancelledError:  # the thread goes on: what it starts is ended
+    except asyncio.CancelledError:  # the thread cannot be cancelled: what it starts is ended
         await asyncio.wait({opening})
         if opening.exception() is None:
             opening.result().close()

@@ -1,8 +1,8 @@
 """The run's Ray: one of its own on this machine, or the cluster that has the node of its ledger.
 
-Called by `learner.pipeline` and `learner.startup.ledger_location`. Invariants: whoever starts it here ends its part of
-it with `stop`: a Ray of its own ends with that, a cluster goes on. A Ray of its own answers only who has its token,
-which is drawn anew for each run and lies with Ray's sockets and logs in a folder that no other user can enter. The
+Called by `learner.pipeline` and `learner.startup.ledger_location`. Invariants: the process that starts it here ends its part of
+it with `stop`: a Ray of its own ends with that, a cluster stays. A Ray of its own answers only who has its token,
+which is drawn for each run and lies with Ray's sockets and logs in a folder that no other user can enter. The
 folder is removed at the end; that of a run that was killed, by the next one. What a cluster asks for is its owner's
 affair.
 """
@@ -30,11 +30,12 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "understudy-ray-"
 MAX_TEMP_CHARS = 30
-"""Of the folder for temporary files: the name of a Unix socket has at most 107 bytes, of which Ray's own need 64."""
+"""Most characters of the folder for temporary files: the name of a Unix socket has at most 107 bytes, of which Ray's own need
+64."""
 LAST_WORDS_CHARS = 2000
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _folder: Path | None = None
-"""Of the Ray that this process has started."""
+"""Folder of the Ray that this process has started."""
 _lock: int | None = None
 """Held as long as that folder is in use, by this process's life."""
 
@@ -69,8 +70,8 @@ def _start_local() -> None:
     with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
     with _authenticated_by(token):
-        # Without an address Ray would join whatever runs on this machine. A folder below ours, as Ray makes its own open to all.
-        # Nor does it start workers before somebody asks for one: an environment of its own is what each of ours has.
+        # Without an address Ray would join any cluster of this machine. A folder below ours, as Ray makes its own open to all.
+        # No prestarted workers: each of our actors has a runtime environment of its own, so that none could be reused.
         _init(
             address="local", include_dashboard=False, _temp_dir=str(_folder / "ray"),
             _system_config={"prestart_worker_first_driver": False},
@@ -105,7 +106,7 @@ def _authenticated_by(token: Path) -> Iterator[None]:
 
 
 def temp_folder() -> Path:
-    """Where Ray's folder can be: that for temporary files (TMPDIR), if its name is short enough for sockets; else /tmp."""
+    """The place for Ray's folder: the folder for temporary files (TMPDIR), if its name is short enough for sockets; else /tmp."""
     usual = Path(tempfile.gettempdir()).resolve()
     return usual if len(os.fsencode(usual)) <= MAX_TEMP_CHARS else Path("/tmp")
 

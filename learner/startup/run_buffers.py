@@ -36,7 +36,7 @@ class RunBuffers:
 
 
 def agents_outlive(config: Config) -> bool:
-    """Whether agents go on when the run's process dies: somebody else started them, and finds the server where it was."""
+    """Whether agents live on when the run's process dies: the user started them, and the server keeps its address."""
     return not config.agents.command and not config.agents.loops and config.server.port != 0
 
 
@@ -49,8 +49,8 @@ async def open_run_buffers(
     resume: bool,
     checkpoint: Checkpoint | None,
 ) -> RunBuffers:
-    """Open the folder's ledger, until `stack` ends. `resume`: it is an earlier run's, which goes on from `checkpoint`, or from its
-    start. `secret`: for rows from other machines."""
+    """Open the folder's ledger, until `stack` ends. `resume`: it is an earlier run's, which is resumed from `checkpoint`, or
+    from its start. `secret`: for rows from other machines."""
     ledger = await open_ledger(
         folder,
         node=config.buffer.node,

@@ -1,4 +1,4 @@
-"""A run's folder: whether it holds a run to go on with, and an empty one for a new run.
+"""A run's folder: whether it holds a run to resume, and an empty one for a new run.
 
 Called by `learner.run` before anything starts and by `learner.session`. Invariant: an earlier run is moved aside, never
 overwritten.
@@ -18,7 +18,7 @@ CONFIG = "config.yaml"
 
 
 def find_resume(folder: Path, *, resume: str, elsewhere: bool = False) -> tuple[bool, Checkpoint | None]:
-    """Whether `folder` holds a run to go on with, and from which checkpoint (None: from its start). Raises CheckpointError.
+    """Whether `folder` holds a run to resume, and from which checkpoint (None: from its start). Raises CheckpointError.
 
     `resume`: nothing (a fresh run), `auto` (the newest checkpoint; a fresh run when there is no run yet), or a checkpoint.
     `elsewhere`: the ledger is on another node's disk.

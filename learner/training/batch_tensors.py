@@ -2,7 +2,7 @@
 
 Called by `learner.training.trainer` once per step, on every rank alike. Invariants: flat arrays [M] list the trained
 tokens row by row, as `sequences` numbers them; a row of the batch that trains nothing, or was sampled greedily, is not
-in the table; `fresh` is false for each token that is too old by its own version, whatever its row. No model and no
+in the table; `fresh` is false for each token that is too old by its own version. No model and no
 mathematics here.
 """
 

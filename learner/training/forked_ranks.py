@@ -58,9 +58,9 @@ def launcher() -> dict[str, str]:
 
 
 def _serve(listener: socket.socket, alive: int) -> None:
-    """In the warm process: until nobody holds the other end of `alive`, which are `start`'s process and what it forked."""
+    """Run the warm process, until `start`'s process and all that it forked, which hold the other end of `alive`, have ended."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for the run, which ends the ranks
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what is forked
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not waited for
     while alive not in select.select([listener.fileno(), alive], [], [])[0]:
         request, _ = listener.accept()
         if os.fork() == 0:
@@ -72,7 +72,7 @@ def _serve(listener: socket.socket, alive: int) -> None:
 
 
 def _become(launcher: socket.socket) -> NoReturn:
-    """In the fork: run the program that the launcher was started with, and end."""
+    """Run, in the fork, the program that the launcher was asked to run, and end."""
     import random
     import runpy
     import threading
@@ -101,7 +101,7 @@ def _become(launcher: socket.socket) -> NoReturn:
 
 
 def _receive(launcher: socket.socket) -> list[str]:
-    """In the fork: take over streams, environment and folder of `_launch`; returns the program's arguments."""
+    """Take over, in the fork, streams, environment and folder of `_launch`; returns the program's arguments."""
     with launcher.makefile("rb") as lines:
         _, streams, *_ = socket.recv_fds(launcher, 1, len(STREAMS))
         line = lines.readline()

@@ -28,7 +28,7 @@ def hinted_sequences(sequences: Sequences, *, hints: Sequence[str | None], token
 
 
 def _place(ids: list[int], *, first: int, prefix: list[int]) -> int:
-    """Before the generation prompt of the answer that starts at `first`, or at `first` when there is none."""
+    """The position before the generation prompt of the answer that starts at `first`, or `first` when there is none."""
     start = first - len(prefix)
     return start if start >= 0 and ids[start:first] == prefix else first
 

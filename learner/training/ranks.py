@@ -1,7 +1,7 @@
 """All ranks of the learner as one object: Ray actors, each a plain `Trainer` in its own process.
 
 Used by `learner.pipeline`, on its event loop. Invariant: a call reaches all ranks or none is left running: when one
-fails or dies, the error names the rank and the others are ended (they would wait in a collective for ever). No
+fails or dies, the error names the rank and the others are ended (they would wait in a collective without end). No
 training logic here.
 """
 
@@ -26,15 +26,15 @@ from learner.training.forked_ranks import launcher
 from learner.training.trainer import Trainer
 
 GRACE_S = 5.0
-"""After a first failure, how long others may still tell theirs: a peer's complaint can beat the news of a death."""
+"""Seconds after a first failure in which others may still report theirs: a peer's complaint can precede a death."""
 
 
 PORTS = range(20_000, 30_000)
-"""Where ranks meet. Ports for outgoing connections begin at 32768 on Linux."""
+"""Ports where ranks meet. Ports for outgoing connections begin at 32768 on Linux."""
 WARM_START_BATCH = 32
 """Traces in one update of the warm start."""
 LOOK_S = 0.2
-"""Between looks at whether they live."""
+"""Seconds between looks at whether they live."""
 _READY = "__ray_ready__"
 """Ray's own method, which answers once the actor is built."""
 
@@ -73,7 +73,7 @@ class LearnerRanks:
         self._gpus_per_rank = gpus_per_rank
         self._actors: list[Any] = []
         self._death: RankDied | None = None
-        """Why there are none: whoever asks them next is told as well."""
+        """Why there are none; the next call raises it as well."""
 
     async def start(self) -> None:
         """Starts the processes, again after a failure, on this node: they share files with the run; returns when every rank has its
@@ -94,7 +94,7 @@ class LearnerRanks:
         await self._all(_READY)
 
     async def until_dead(self) -> None:
-        """While nothing is asked of them: raises RankDied as soon as a rank has died."""
+        """Watches ranks that have nothing to do: raises RankDied as soon as one has died."""
         while True:
             await asyncio.sleep(LOOK_S)
             await self._all(_READY)
@@ -165,15 +165,15 @@ class LearnerRanks:
         raise failure from cause
 
     def kill(self) -> None:
-        """Ends the processes, whatever they are busy with."""
+        """Ends the processes at once."""
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
 
 
 def _free_address() -> str:
-    """A loopback port that is free, for rank 0 to bind. Of those that no system gives to connections, or to whoever asks for any
-    port: another process would have it before rank 0 is there."""
+    """A loopback port that is free, for rank 0 to bind. Of those that no system gives to connections, or to programs that ask
+    for any port: another process would have it before rank 0 is there."""
     for port in random.SystemRandom().sample(PORTS, k=len(PORTS)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

@@ -168,7 +168,7 @@ class Trainer:
             )
 
     def save(self, folder: Path) -> None:
-        """Writes all that `load` needs to go on bit for bit. All ranks call this."""
+        """Writes all that `load` needs to resume bit for bit. All ranks call this."""
         copies = {str(version): shards for version, shards in self._history.items()}
         if self._reference is not None:
             copies[REFERENCE] = self._reference
@@ -182,7 +182,7 @@ class Trainer:
         )
 
     def load(self, folder: Path) -> None:
-        """Goes on from what `save` wrote, on any number of ranks. All ranks call this. Raises ValueError, before any change,
+        """Resumes from what `save` wrote, on any number of ranks. All ranks call this. Raises ValueError, before any change,
         for a checkpoint of another shape."""
         counters, copies = training_state.load(folder, learned=self._learned(), rank=self._rank)
         self._reference = copies.pop(REFERENCE, None)

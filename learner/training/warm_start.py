@@ -1,7 +1,7 @@
 """Supervised learning on traces: teaches a fresh model the protocol (who speaks when, where a turn ends), not the task.
 
 Called by `learner.training.trainer.Trainer.warm_start` on every rank. Invariant: the ids are those of real multi-round
-play: whatever the policy would have sampled (an assistant turn with the token that ends it) is tokenized on its own, as
+play: all that the policy would have sampled (an assistant turn with the token that ends it) is tokenized on its own, as
 is all text between two such turns, so no token spans the border; only sampled tokens are trained. Does not sample,
 score or write files.
 """

@@ -1,6 +1,6 @@
 """The command line: `python -m mocked_server.check --help`, and `understudy check`.
 
-Heavy imports come last: `--help` answers at once, and a command or a task that is not there is told at once.
+Heavy imports come last: `--help` answers at once, and a missing command or task is reported at once.
 """
 
 from __future__ import annotations

@@ -86,11 +86,11 @@ class Report:
     advice: list[str] = field(default_factory=list)
 
     def as_json(self) -> str:
-        """For machines."""
+        """The report as JSON, for programs."""
         return json.dumps(asdict(self), indent=2)
 
     def as_text(self) -> str:
-        """For people."""
+        """The report as text, for people."""
         lines = [
             f"agent      {' '.join(self.command)} (exit code {self.exit_code}, {self.seconds:.1f} s)",
             f"dialects   {_counts({NAMES.get(path, path): n for path, n in self.dialects.items()})}",

@@ -25,7 +25,7 @@ class StandInEnvironment:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[StandInEnvironment]:
-        """On a free port of loopback, until the context ends."""
+        """Serve on a free port of loopback until the context ends."""
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=MAX_BODY_BYTES)
         host, port = server.sockets[0].getsockname()
         self.address = f"{host}:{port}"

@@ -38,9 +38,9 @@ MAX_LEN, MAX_TOKENS = 131072, 1024  # tokens of the tiny model: each is about tw
 MAX_ERRORS = 20
 CHUNK_BYTES = 65_536
 OUTPUT_WAIT_S = 5.0
-"""After the agent's end: something that it left behind in another session may hold its output open."""
+"""Seconds after the agent's end: a process that it left behind in another session may hold its output open."""
 LAST_BYTES = 4000
-"""Of what the agent printed: its last words, should it fail."""
+"""Characters of what the agent printed last, which are shown if it fails."""
 
 
 class RequestLog:
@@ -52,7 +52,7 @@ class RequestLog:
         self.errors: list[tuple[str, int, str]] = []
 
     def request(self, call: Call, path: str, body: bytes) -> None:
-        """Count what the request uses; a malformed one goes on as it is."""
+        """Count what the request uses; a malformed one is passed on as it is."""
         self.dialects[path] += 1
         try:
             fields = json.loads(body)
@@ -252,7 +252,7 @@ async def run_agent(
 
 
 def _copy(reading: int, sink: int) -> str:
-    """Until nobody can write any more; the end of it."""
+    """Copy until no process can write any more; returns the end of what was written."""
     last = b""
     with os.fdopen(reading, "rb", buffering=0) as source:
         while chunk := source.read(CHUNK_BYTES):

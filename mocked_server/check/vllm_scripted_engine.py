@@ -75,7 +75,7 @@ class TrialEngine:
     async def generate(
         self, prompt_token_ids: list[int], params: Any, *, request_id: str, **extra: Any
     ) -> AsyncGenerator[Any, None]:
-        """As `VLLMEngine.generate`, with the words of the request's line."""
+        """Generates as `VLLMEngine.generate`, with the words of the request's line."""
         line = (params.extra_args or {}).pop(LINE, None)
         if line is not None:
             self._num_lines += 1

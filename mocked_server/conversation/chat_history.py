@@ -30,7 +30,7 @@ class ChatOptions:
     identity: bytes
     """Equal for requests that are rendered and parsed alike."""
     num_chars: int = 0
-    """Of `template_kwargs` as JSON."""
+    """Characters of `template_kwargs` as JSON."""
 
     @classmethod
     def of(cls, template_kwargs: dict[str, Any], tool_choice: Any) -> ChatOptions:

@@ -26,7 +26,7 @@ Parse = Callable[[str, ChatOptions], ParsedReply]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """Where a round's prompt comes from."""
+    """The origin of a round's prompt."""
 
     parent: LiveRound | None
     tail_ids: Int32
@@ -67,7 +67,7 @@ def find_parent(live: LiveEpisode, chat: Conversation, parse: Parse) -> tuple[Li
         if chat.messages[k].get("role") != "assistant":
             continue
         for candidate in reversed(live.by_history.get(chat.digests[k], ())):
-            if candidate.asked is not None:  # of an earlier process it is digests only, until somebody asks alike again
+            if candidate.asked is not None:  # after a restart only digests are known, until an equal request comes
                 candidate.asked = live.known(candidate.asked)
             asked_alike = candidate.asked is not None and candidate.asked.inputs == chat.asked.inputs
             if asked_alike and is_reply(chat.messages[k], candidate, parse):

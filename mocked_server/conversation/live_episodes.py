@@ -25,9 +25,9 @@ from mocked_server.conversation.message_match import ParsedReply
 from mocked_server.episode_memory import EpisodeMemory
 
 MAX_KEPT_BYTES = 64 * 1024 * 1024
-"""Of one episode, for continuation: about 7,000 rounds of an ordinary agent."""
+"""Bytes kept of one episode for continuation: about 7,000 rounds of an ordinary agent."""
 ROUND_BYTES = 1024
-"""Of a round besides its ids and texts."""
+"""Bytes of a round besides its ids and texts."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
@@ -45,11 +45,11 @@ class LiveRound:
     asked: ChatOptions | None = None
     """None: not a chat."""
     cause: BranchCause | None = None
-    """Why it is a branch of its own; None: it is the first, or the only one that goes on from its parent."""
+    """Why it is a branch of its own; None: it is the first, or the only one that continues its parent."""
     said: ParsedReply | None = None
-    """The text as the API showed it, once somebody needed to know."""
+    """The text as the API showed it, once it was needed."""
     round_index: int | None = None
-    """In the buffer; None: somebody else generates and records."""
+    """Index in the buffer; None: another program generates and records."""
     total: int = 0
     """Number of ids of the whole chain, this round included."""
     children: list[LiveRound] = field(default_factory=list)
@@ -67,7 +67,7 @@ class LiveRound:
         return np.concatenate([live.ids for live in self.chain()])
 
     def chain(self) -> list[LiveRound]:
-        """From the root to this round."""
+        """The rounds from the root to this one."""
         path = [self]
         while (parent := path[-1].parent) is not None:
             path.append(parent)
@@ -80,11 +80,11 @@ class LiveEpisode:
 
     episode: Episode
     worker: str | None = None
-    """Who leased it: a worker's name, empty for those without one; None: it is played in this project."""
+    """Name of the worker that leased it, empty for those without one; None: it is played in this project."""
     requests: int = 0
     """Being answered now."""
     heard: float = field(default_factory=time.monotonic)
-    """When its agent was last heard: an answer ended, or it was leased."""
+    """Time of its agent's last sign of life: an answer ended, or it was leased."""
     rounds: list[LiveRound] = field(default_factory=list)
     roots: list[LiveRound] = field(default_factory=list)
     by_history: dict[bytes, list[LiveRound]] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class LiveEpisode:
     constrained: Counter[str] = field(default_factory=Counter)
     """How often a request changed the distribution that it is sampled from, by field."""
     answers: Answers = field(default_factory=Answers)
-    """For automatic retries."""
+    """Answers kept for automatic retries."""
     kept_bytes: int = 0
     """About what the rounds below take in memory."""
     memory: EpisodeMemory = field(default_factory=EpisodeMemory)
@@ -196,7 +196,7 @@ class Episodes:
         raise UnknownEpisode(f"no episode {episode_id}; use the api_key that came with the task")
 
     def ids(self, *, worker: str | None = None) -> list[str]:
-        """Of the running ones: all, or those that this worker leased."""
+        """Ids of the running episodes: all, or those that this worker leased."""
         return [name for name, live in self._live.items() if worker is None or live.worker == worker]
 
     def silent(self, seconds: float) -> list[str]:

@@ -42,7 +42,7 @@ class LoopOutcome(Protocol):
 
 
 class LoopPlayer(Protocol):
-    """Who plays rows that name an agent loop (the pipeline hands in `agents.workers.manager`)."""
+    """The player of rows that name an agent loop (the pipeline hands in `agents.workers.manager`)."""
 
     @property
     def names(self) -> frozenset[str]: ...

@@ -1,4 +1,4 @@
-"""What an agent was told in one answer, and whether a message that it sends back later is that answer.
+"""The content of one answer to an agent, and whether a message that it sends back later is that answer.
 
 Pure functions over chat messages. Clients never send an answer back byte for byte: they serialise tool arguments again,
 add or drop null fields, wrap text in content parts, trim it, drop the reasoning. All of that is the same answer; other

@@ -22,7 +22,7 @@ from mocked_server.request_context import Call, current_call
 PATH_PREFIX = "/e/"
 OPEN_TO_ALL_KEYS = frozenset({MODELS})
 OPEN_TO_WORKERS = frozenset({GENERATE, SLEEP, WAKE_UP})
-"""Without an episode: what is generated then belongs to whoever asked, and is not recorded."""
+"""Paths that a worker's key opens without an episode: what is generated is the caller's own, and is not recorded."""
 _FULL = StorageFull("nothing more can be recorded for now, the server's disk is full; send the request again later")
 CLOSED_TO_EPISODES = frozenset({SLEEP, WAKE_UP})
 

@@ -29,14 +29,14 @@ class Failure:
     retry_after_s: int | None = None
 
     def headers(self, body: bytes) -> list[tuple[bytes, bytes]]:
-        """Of the answer with this body."""
+        """Headers of the answer with this body."""
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         if self.retry_after_s is not None:
             return [*headers, (b"retry-after", str(self.retry_after_s).encode())]
         return headers if self.status >= 500 else [*headers, (b"x-should-retry", b"false")]
 
     def body(self, path: str) -> bytes:
-        """In the dialect of `path`."""
+        """The error's body in the dialect of `path`."""
         return error_body(path, status=self.status, message=self.message, code=self.code, param=self.param)
 
 
@@ -95,7 +95,7 @@ class StreamStart:
             await self._send(each)
 
     async def fail(self, failure: Failure) -> None:
-        """There will be no more of it."""
+        """The answer is complete."""
         if self._is_over:
             return
         self._is_over = True

@@ -38,7 +38,7 @@ RETRY_COUNT = b"x-stainless-retry-count"
 MAX_RETRY_DIGITS = 6
 """A count with more is none: no client retries that often."""
 NO_PARSER = b"--tool-call-parser"
-"""In vLLM's answer to a request with tools when no parser is set: an option of its own command line."""
+"""Part of vLLM's answer to a request with tools when no parser is set: an option of its own command line."""
 REFUSED = frozenset(range(400, 500)) - {403}
 """Statuses that are counted; 403 follows from the end of an episode."""
 MAX_REASONS = 32
@@ -48,7 +48,7 @@ UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, Recu
 
 
 class Observer(Protocol):
-    """Who reports on agents (`mocked_server.check.trial`)."""
+    """Receives every request, for reports on agents (`mocked_server.check.trial`)."""
 
     def request(self, call: Call, path: str, body: bytes) -> None:
         """Sees each request first, and may put something into its `call`."""
@@ -114,7 +114,7 @@ class ModelRequests:
         answer = call.live.answers.find(key, attempt=attempt)
         if answer is None:
             answer = Answer()
-            # The body is held as long as it is answered, also when nobody waits any more.
+            # The body is held as long as it is answered, also when its client has gone.
             held.callback(call.live.answers.forget)
             ended = held.pop_all().close
             scope = {**scope, "headers": _with_length(headers, body)}

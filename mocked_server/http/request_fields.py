@@ -25,7 +25,7 @@ class Refused:
 
 
 MAX_MESSAGES = 20_000
-"""Of a conversation: reading them takes the event loop's time, and no model reads so many."""
+"""Most messages of a conversation: reading them takes the event loop's time, and no model reads so many."""
 _ESCAPED_ASCII = re.compile(rb"\\u00[2-7]")
 """`\\u0065` for `e`: such a body may name a field that its bytes do not show."""
 
@@ -131,7 +131,7 @@ def servable(path: str, body: bytes) -> bytes:
 
 
 def _without_nulls(body: bytes) -> bytes:
-    """Without the fields that say null: they are as if they were not there."""
+    """The body without the fields that say null, which count as missing."""
     fields = _parsed(body)
     if not isinstance(fields, dict) or None not in fields.values():
         return body

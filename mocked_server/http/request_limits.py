@@ -1,7 +1,7 @@
 """What every request must pass before anything looks at it: which port it came in by, how large its body is, how deep.
 
 Pure ASGI, put by `mocked_server.server` around all that it serves; `model_requests` reads the bodies of model calls by
-the same rules. Invariants: a body is read only as far as it may be large; what nobody has shown a key for yet is at
+the same rules. Invariants: a body is read only as far as it may be large; what has shown no key yet is at
 most `MAX_HELD_BYTES` in all. It checks no keys: every route does.
 """
 
@@ -17,12 +17,12 @@ from buffers.errors import UnderstudyError
 from mocked_server.http.dialects import error_body
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
-"""Of a model call, or of tasks that are added."""
+"""Most bytes of a model call, or of tasks that are added."""
 MAX_EPISODE_ROUTE_BYTES = 1024 * 1024
-"""Of everything else: scores are small."""
+"""Most bytes of every other request: scores are small."""
 MAX_HELD_BYTES = 32 * 1024 * 1024
 MAX_DEPTH = 128
-"""Of brackets in a JSON body."""
+"""Most nested brackets in a JSON body."""
 
 
 class BodyRefused(UnderstudyError):
@@ -42,7 +42,7 @@ class PortRouter:
         self._admin_port = admin_port
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Of the socket that took the connection, not of a header: nobody can forge it.
+        # Of the socket that took the connection, not of a header: it cannot be forged.
         app = self._admin if scope["server"][1] == self._admin_port else self._public
         await app(scope, receive, send)
 
@@ -83,7 +83,7 @@ async def read_body(
 ) -> bytes | None:
     """The whole body; None when the client went away before it was sent. Raises BodyRefused.
 
-    `hold` is told of each part before it is kept."""
+    `hold` is called with the size of each part before it is kept."""
     told_length(scope, max_bytes=max_bytes)
     parts, size = [], 0
     more = True

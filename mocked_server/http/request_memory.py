@@ -14,11 +14,11 @@ from mocked_server.episode_memory import EpisodeMemory
 from mocked_server.http.request_limits import MAX_BODY_BYTES, BodyRefused
 
 MAX_EPISODE_BYTES = 32 * 1024 * 1024
-"""Of bodies of one episode that are being read or answered."""
+"""Most bytes of one episode's bodies that are being read or answered."""
 MAX_EPISODE_REQUESTS = 256
-"""Of one episode that are being read or answered."""
+"""Most requests of one episode that are being read or answered."""
 MAX_BODIES_BYTES = 512 * 1024 * 1024
-"""Of bodies of all episodes. What would go beyond waits, unread."""
+"""Most bytes of the bodies of all episodes. What would exceed it waits, unread."""
 SMALL_BYTES = 64 * 1024
 """A body that is no larger does not wait: its connection may have it in its buffer already."""
 
@@ -54,7 +54,7 @@ class BodyRoom:
             raise
 
     def give(self, size: int) -> None:
-        """So many bytes are free again. Of those who wait, the one whose episode holds least is next: nobody gets before
+        """So many bytes are free again. Of the requests that wait, the one whose episode holds least is next: none gets before
         others by asking for more."""
         self.num_bytes -= size
         self._waiting = [each for each in self._waiting if not each[2].done()]

@@ -186,7 +186,7 @@ STATUS_OF[_Unauthorized] = 401
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """Its outcome; None when the client hangs up before: then it is cancelled, as nobody would take what it gives."""
+    """Its outcome; None when the client hangs up before: then it is cancelled, as its result could not be delivered."""
     working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -2,7 +2,7 @@
 
 A request must be there, whole, within `RECEIVE_S` of its connection or its first byte, and its head must be small; who reads
 nothing of a long answer for `SEND_S` is cut off; beyond `MAX_CONNECTIONS` the one that has been idle longest is closed. uvicorn
-itself waits for ever. Used by `mocked_server.server`. Invariant: a client that sends or reads slowly, or not at all, holds a
+itself waits without end. Used by `mocked_server.server`. Invariant: a client that sends or reads slowly, or not at all, holds a
 connection for that long and no longer; one that waits for an answer is never cut off. It knows nothing of what is asked.
 """
 
@@ -29,7 +29,7 @@ MAX_HEAD_BYTES = 64 * 1024
 its own, with what follows it."""
 FRAME_RATIO = 8
 MAX_CONNECTIONS = 8192
-"""At most half of the files that the process may open: the rest is for the ledger, checkpoints and the engine."""
+"""Most connections: half of the files that the process may open; the rest is for the ledger, checkpoints and the engine."""
 MAX_FILES = 65536
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
@@ -40,7 +40,7 @@ class ServerError(UnderstudyError):
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket, or ServerError naming the port in use. It listens at once: who connects waits until it is served, and
-    nobody else is given the port (the kernel shares one that is only bound, if both sides said SO_REUSEADDR; gRPC does)."""
+    no other process is given the port (the kernel shares one that is only bound, if both sides said SO_REUSEADDR; gRPC does)."""
     # asyncio switches Nagle's algorithm off only where the protocol is named: each answer would take 40 ms more.
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, proto=socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -170,7 +170,7 @@ class PatientProtocol(HttpToolsProtocol):
             self._expect()  # it waits for us: for its answer, or until its body is read
 
     def _close(self) -> None:
-        """Also when its client never reads what was sent."""
+        """Close the connection, also when its client never reads what was sent."""
         self.transport.close()
         self.loop.call_later(SEND_S, self.transport.abort)
 

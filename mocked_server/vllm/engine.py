@@ -36,12 +36,12 @@ logger = logging.getLogger(__name__)
 NUMBERS_ONLY = "numbers_only"
 """Key in a request's `extra_args`: its log-probabilities need no texts."""
 MAX_MESSAGE_CHARS = 600
-"""Of vLLM's errors: some repeat the value that they refuse."""
+"""Most characters of vLLM's errors: some repeat the value that they refuse."""
 LOOK_S = 0.1
-"""Between looks at whether the engine lives."""
+"""Seconds between looks at whether the engine lives."""
 CPU_KV_CACHE_GB = 0.25
 GPU_SHARE = 0.4
-"""Of a card's memory, which the engine shares with the learner."""
+"""Share of a card's memory, which the engine shares with the learner."""
 _BY_SIGNAL = re.compile(r"Failed core proc.*: -\d")
 """vLLM names exit codes: a negative one is the signal that ended the process."""
 WORKER_EXTENSION = "mocked_server.vllm.worker_extension.WorkerExtension"
@@ -178,7 +178,7 @@ class VLLMEngine:
         self._weights = weights
         """(folder, version) that it has, or is to have once it is back."""
         self.is_supervised = False
-        """Somebody restarts it when it dies."""
+        """It is restarted when it dies."""
         self.version = 0
         self.life = 0
         self._silence = EngineSilence(timeout_s)
@@ -205,7 +205,7 @@ class VLLMEngine:
         try:
             await self._silence.lasting(llm.is_sleeping)
         except EngineDeadError:
-            return  # whoever waits for it was told already
+            return  # what waits for it has the error already
         logger.error(
             "the engine gave no sign of life for %.0f s with requests waiting: it is killed", self._silence.timeout_s
         )
@@ -226,18 +226,18 @@ class VLLMEngine:
         if self._weights is not None:
             await self._load(*self._weights)
         await self._llm.update_weight_version(str(self.version))
-        # vLLM keeps the answer: else the first request would ask, and wait for ever if the engine died then.
+        # vLLM keeps the answer: else the first request would ask, and wait without end if the engine died then.
         await self._llm.get_supported_tasks()
 
     async def restart(self) -> None:
         """Start a new process in place of the dead one, with the weights that were loaded last; their folder must still be
-        there. What waits in `load_weights` and `wait_restarted` goes on. Raises as `start`."""
+        there. What waits in `load_weights` and `wait_restarted` continues. Raises as `start`."""
         self._up.clear()
         await self.close()
         await self.start()
 
     async def wait_restarted(self) -> bool:
-        """Wait until an engine that died runs again; False when nobody restarts it."""
+        """Wait until an engine that died runs again; False when it is not restarted."""
         if self.is_supervised:
             if self.dead:
                 self._up.clear()
@@ -245,7 +245,7 @@ class VLLMEngine:
         return self.is_supervised
 
     async def until_dead(self) -> None:
-        """Until the engine's process that there is now is gone, or replaced."""
+        """Wait until the engine's present process is gone, or replaced."""
         await self._until_gone(self._llm)
 
     async def _until_gone(self, llm: Any) -> None:
@@ -316,7 +316,7 @@ class VLLMEngine:
             raise
 
     async def load_weights(self, folder: Path, *, version: int) -> None:
-        """Swap in the weights of `folder` as `version`. Running requests freeze and go on; none is dropped.
+        """Swap in the weights of `folder` as `version`. Running requests freeze and continue; none is dropped.
 
         The KV cache is cleared: what stays in flight is recomputed under the new weights, as its next tokens are. An engine
         that is down gets them when it is back.
@@ -345,7 +345,7 @@ class VLLMEngine:
         await self._while_alive(self._llm.sleep(level=1) if self._may_sleep else self._llm.reset_prefix_cache())
 
     async def wake_up(self) -> None:
-        """As before `sleep`. No effect on an engine that is awake."""
+        """Undo `sleep`. No effect on an engine that is awake."""
         await self._up.wait()
         if self._may_sleep:
             await self._while_alive(self._llm.wake_up())
@@ -406,7 +406,7 @@ def refusal_of(error: Exception) -> RequestRefused:
 
 
 def _silent_logger() -> Any:
-    """With a logger of any kind vLLM keeps statistics of each request; this one says nothing."""
+    """A logger that logs nothing: with a logger of any kind vLLM keeps statistics of each request."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class SilentLogger(StatLoggerBase):  # type: ignore[misc]
@@ -419,7 +419,7 @@ def _silent_logger() -> Any:
 
 def _numbers_only_where_asked() -> None:
     """vLLM decodes every sampled token once more for its entry in the log-probabilities. Requests with NUMBERS_ONLY in their
-    `extra_args` do without: nobody reads those texts, and they are a tenth of this process's time."""
+    `extra_args` do without: those texts are not read, and they are a tenth of this process's time."""
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
     original = LogprobsProcessor.from_new_request
@@ -434,7 +434,7 @@ def _numbers_only_where_asked() -> None:
 
 
 def has_gpu() -> bool:
-    """To ask does not start CUDA: whoever asks may fork later."""
+    """Whether there is a GPU. This does not start CUDA, so that the caller may fork later."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 

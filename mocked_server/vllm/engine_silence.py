@@ -55,8 +55,8 @@ class EngineSilence:
         self._last_heard = self._clock()
 
     async def lasting(self, probe: Callable[[], Awaitable[object]]) -> None:
-        """Until the engine is deaf. `probe` asks it something that it answers between two steps; what that raises says that the
-        engine's end is known already, and nothing is left to find out."""
+        """Wait until the engine is deaf. `probe` asks it something that it answers between two steps; what that raises says
+        that the engine's end is known already, and nothing is left to find out."""
         while True:
             await self._begun.wait()
             left = self._last_heard + self._patience() / 2 - self._clock()

@@ -46,7 +46,7 @@ class ExactRendering:
         renderer.render_chat_async = self.render_chat_async
 
     async def render_chat_async(self, conversations: Any, chat_params: Any, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's; the continuation is left on the current `Call`."""
+        """Renders as vLLM's method; the continuation is left on the current `Call`."""
         call = current_call.get()
         if call is None or len(conversations) != 1:
             return await self._render(conversations, chat_params, *args, **kwargs)

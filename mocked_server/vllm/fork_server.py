@@ -1,11 +1,11 @@
 """How engines' processes are started: as forks of a process that has imported vLLM, which takes seconds.
 
 That process is Python's own fork server (`multiprocessing.forkserver`), forked of this process, which has imported the engine.
-Started anew with `set_forkserver_preload`, it would import vLLM once more: 7 s of a core at each start and each restart of a run.
-Called by `mocked_server.vllm.engine`.
-Invariants: an engine ends as soon as the process that started it has ended, however it did, also while it still starts. One that is
-forked has the environment that this process has when it starts the engine, as a new process would. Without `start`, and where there
-is a GPU (CUDA may not be forked), engines are started as vLLM does it by itself.
+Started with `set_forkserver_preload` instead, it would import vLLM once more: 7 s of a core at each start and each restart of a
+run. Called by `mocked_server.vllm.engine`. Invariants: an engine ends as soon as the process that started it has ended, however
+it did, also while it still starts. One that is forked has the environment that this process has when it starts the engine, as a
+new process would. Without `start`, and where there is a GPU (CUDA may not be forked), engines are started as vLLM does it by
+itself.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def end_with(pid: int) -> None:
 
 
 def _begin(kind: type[_Engine], server: int) -> _Engine:
-    """In a new interpreter: the first thing that it reads of an engine. What it reads next imports vLLM, for seconds."""
+    """Called first in a new interpreter that becomes an engine. What it unpickles next imports vLLM, for seconds."""
     end_with(server)
     engine = kind.__new__(kind)
     engine._watches = True

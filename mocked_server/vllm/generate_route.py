@@ -5,7 +5,7 @@
 
 With an episode's key the generation is a round of that episode, like any other; with the worker's key nothing is
 recorded. Temperature and the rest of the distribution are the run's: what loops pass for them is accepted and has no
-effect. `POST /sleep` and `POST /wake_up` (worker's key) are the engine's, where somebody gave the server one.
+effect. `POST /sleep` and `POST /wake_up` (worker's key) are the engine's, where the server has one.
 """
 
 from __future__ import annotations

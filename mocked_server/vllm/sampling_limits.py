@@ -3,7 +3,7 @@ policy's own choice.
 
 Called by the engine client (`mocked_server.vllm.serving`) with vLLM's `SamplingParams` before a request is queued. Pure
 functions that read attributes; vLLM's own rules (ranges, vocabulary) are checked after these. Invariant: what passes
-costs the engine and the event loop a bounded time, whatever its values are.
+costs the engine and the event loop a bounded time, for any values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is sampled for a model call: the run's distribution, whatever the agent asks for, and only what vLLM will take.
+"""The sampling parameters of a model call: always those of the run's distribution, and only what vLLM accepts.
 
 Called by `mocked_server.vllm.serving` for every request before it is queued. Invariants: a request that passes has the
 types, ranges and sizes that the engine's process expects, which does not check them itself and would end, or never
@@ -38,7 +38,7 @@ class SamplingRules:
         """Pin `params` (vLLM's SamplingParams, changed in place) to the run's sampling; the first token that may be trained
         (None: no token). Raises RequestRefused naming the field.
 
-        `live`: whose episode it is; None: nobody's, and nothing is recorded."""
+        `live`: its episode; None: it has none, and nothing is recorded."""
         self._check_types(params)
         self._pin(params, prompt_len, live=live)
         check_sampling(params)

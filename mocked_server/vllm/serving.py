@@ -299,9 +299,10 @@ def _root_level_kept() -> Iterator[None]:
 
 
 def _leave_tool_calls_free() -> None:
-    """With `tool_choice: auto` vLLM forces calls of tools that say `strict` into their schema, which is not the policy's choice
-    then; OpenAI's SDKs say it of every tool. Here the policy chooses freely, and learns from what comes of it. Forced calls
-    (`required`, or a tool by name) stay forced, and are not trained (`mocked_server.vllm.sampling_limits`)."""
+    """Leaves tool calls of `tool_choice: auto` to the policy. By itself vLLM forces calls of tools that say `strict` into their
+    schema, which is not the policy's choice then; OpenAI's SDKs say it of every tool. Here the policy chooses freely, and
+    learns from what comes of it. Forced calls (`required`, or a tool by name) stay forced, and are not trained
+    (`mocked_server.vllm.sampling_limits`)."""
     from vllm.parser import abstract_parser
 
     original = abstract_parser.resolve_tool_strictness
@@ -315,7 +316,7 @@ def _leave_tool_calls_free() -> None:
 
 
 def _telling(serve: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
-    """As `serve`, one of Anthropic's routes; its call knows why there is no answer, of which vLLM's route makes a 500."""
+    """Wraps `serve`, one of Anthropic's routes; its call knows why there is no answer, of which vLLM's route makes a 500."""
 
     async def telling(*args: Any, **kwargs: Any) -> T:
         try:

@@ -113,7 +113,7 @@ async def test_an_agent_that_asks_in_vain_is_told_so():
 async def test_what_nobody_plays_is_refused_when_it_is_added_and_fails_where_it_is_there():
     service = ScriptedService(episode(1, "nobody"), episode(2, "good"))
     told = await run(service, agents=False, good=await plays(0.5))
-    assert sorted(told) == [("e1", "nobody plays it: agent_name 'nobody'"), ("e2", 0.5)]
+    assert sorted(told) == [("e1", "no player for it: agent_name 'nobody'"), ("e2", 0.5)]
     made = dispatch(service, agents=False, default="good", good=await plays(0.5))
     tasks = [episode(1, None).task, episode(2, "good").task]
     assert [task.agent_name for task in made.checked(tasks)] == ["good", "good"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import textwrap
 import threading
 import weakref
@@ -23,6 +24,7 @@ import psutil
 import pytest
 import torch
 from openai import OpenAI
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from buffers.records import Task
@@ -412,6 +414,42 @@ def test_a_run_whose_agent_attacks_in_every_episode_ends_with_all_its_steps(tmp_
     assert summary["max_logprob_diff"] < 1e-4, "no token of a changed distribution is trained"
     steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert max(step.get("generation/constrained_share", 0.0) for step in steps) > 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("advantage", [pytest.param("gae", marks=pytest.mark.long), "grpo"])
+def test_a_run_whose_judge_is_broken_learns_from_what_it_says_at_times(tmp_path, advantage):
+    write_tasks(tmp_path / "tasks.parquet", [Task(task_id=f"judged-{n}", prompt=HI) for n in range(9)])
+    run = start(
+        tmp_path,
+        "run.steps=3",
+        "model.path=tiny",
+        "model.dtype=float32",
+        f"data.tasks={tmp_path / 'tasks.parquet'}",
+        "data.scorer=tests.support.scoring.broken",
+        'data.validation.tasks=""',
+        "agents.max_attempts=8",
+        "agents.concurrency=8",
+        "rollout.max_tokens=6",
+        "rollout.max_model_len=128",
+        "buffer.groups_per_step=2",
+        "buffer.group_size=4",
+        f"learner.advantage={advantage}",
+        f"learner.critic={'shared' if advantage == 'gae' else 'none'}",
+        config="configs/gsm8k.yaml",
+    )
+    code, output = run.wait(280)
+    assert code == 0, output
+    steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [step for step in steps if "reward/mean" in step]
+    assert len(steps) == 3 and max(step["reward/max"] for step in steps) > 9e8
+    assert all(math.isfinite(value) for step in steps for value in step.values())
+    assert sum(step["learner/updates"] for step in steps) > 0 and max(step["policy/grad_norm"] for step in steps) > 0.0
+    weights = load_file(run.folder / "checkpoint" / "model.safetensors")
+    assert all(bool(weight.isfinite().all()) for weight in weights.values())
+    log = (run.folder / "log.txt").read_text()
+    assert "must be a finite number below 1e+09 in size, got nan" in log and "ValueError: no" in log
+    assert run.summary()["restarts"] == {}
 
 
 def test_keys_are_what_the_attacker_has(real):

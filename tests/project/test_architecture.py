@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -326,3 +327,48 @@ def test_help_answers_at_once():
     used_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before_s
     assert "section.key=value" in done.stdout
     assert used_s < HELP_CPU_S, f"--help must take under {HELP_CPU_S} s of CPU, got {used_s:.2f} s"
+
+
+PREPOSITIONS = {
+    "Of",
+    "In",
+    "As",
+    "For",
+    "By",
+    "With",
+    "Without",
+    "Where",
+    "When",
+    "After",
+    "Until",
+    "Before",
+    "Between",
+    "Who",
+}
+"""Docstrings that begin so are neither sentences nor noun phrases."""
+RIDDLES = re.compile(r"\b(?:whoever|somebody|that there (?:is|are)|is told|are told|goes on|nor does)\b", re.IGNORECASE)
+"""Name who it is (the caller, the agent, another process) and what happens (continues, resumes, receives)."""
+
+
+def docstrings(path: Path) -> Iterator[ast.Constant]:
+    for node in ast.walk(tree(path)):
+        body = getattr(node, "body", [])
+        for said in body if isinstance(body, list) else []:
+            if (
+                isinstance(said, ast.Expr)
+                and isinstance(said.value, ast.Constant)
+                and isinstance(said.value.value, str)
+            ):
+                yield said.value
+
+
+def test_docstrings_begin_with_a_sentence_or_a_noun_phrase_in_the_words_of_the_field():
+    wrong = []
+    for name, path in PRODUCT.items():
+        for said in docstrings(path):
+            first = str(said.value).split()[:1]
+            if first and first[0].strip(",:") in PREPOSITIONS:
+                wrong.append(f"{name}:{said.lineno} begins with {first[0]!r}")
+        for number, line in enumerate(path.read_text().split("\n"), 1):
+            wrong += [f"{name}:{number} {found!r}" for found in RIDDLES.findall(line)]
+    assert not wrong, "\n".join(wrong)

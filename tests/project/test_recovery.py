@@ -73,7 +73,7 @@ def test_a_guarded_run_whose_own_process_is_killed_goes_on_by_itself(tmp_path: P
     assert parent_of_learner(run) == warm_process, "it imported everything again"
     code, output = run.wait(150)
     assert code == 0, output
-    assert "the run's process died (SIGKILL); starting it again" in output and "going on after step" in output
+    assert "the run's process died (SIGKILL); starting it again" in output and "resuming after step" in output
     summary = run.summary()
     assert summary["steps"] == 8 and summary["buffer"]["groups/trained"] == 8 * 4
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]

@@ -84,7 +84,7 @@ def test_a_run_that_is_killed_again_and_again_makes_its_steps_with_the_same_bits
     third = start(tmp_path, f"run.steps={last}", *knobs, resume=str(folder / "step-000002.1"))
     code, output = third.wait(200)
     assert code == 0, output
-    assert "going on after step 2" in output
+    assert "resuming after step 2" in output
     after = lines(third)
     assert sorted(after) == list(range(1, last + 1))
     for step in range(1, last + 1):

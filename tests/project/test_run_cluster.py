@@ -94,7 +94,7 @@ def test_a_run_that_is_killed_leaves_its_ledger_and_the_next_one_takes_it_over(
     second = start(tmp_path, "run.steps=4", "run.checkpoints.every=1", *knobs, resume="auto")
     code, output = second.wait(240)
     assert code == 0, output
-    assert "going on after step" in output and second.summary()["steps"] == 4
+    assert "resuming after step" in output and second.summary()["steps"] == 4
     books_balance(second, steps=4)
     assert_nothing_left(second)
     assert_nothing_left_in(nodes)

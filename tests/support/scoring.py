@@ -1,6 +1,9 @@
-"""A score function for whole runs, as a user names one in a configuration: the random model's texts differ in it."""
+"""Score functions for whole runs, as a user names them in a configuration: one by which random texts differ, and a broken one."""
 
 from __future__ import annotations
+
+import itertools
+from typing import Any
 
 from buffers.records import Task
 
@@ -9,3 +12,34 @@ def early_letters(task: Task, answer: str) -> float:
     """1 when most letters of the answer are of the first half of the alphabet."""
     letters = [letter for letter in answer.lower() if letter.isalpha()]
     return float(sum(letter < "n" for letter in letters) * 2 > len(letters))
+
+
+LARGE = 999_999_999.0
+_BROKEN = itertools.cycle(
+    [
+        1.0,
+        float("nan"),
+        0.0,
+        float("inf"),
+        LARGE,
+        "x",
+        -LARGE,
+        None,
+        0.5,
+        10**400,
+        0.0,
+        1e9,
+        1.0,
+        True,
+        -1.0,
+        ValueError("no"),
+    ]
+)
+
+
+def broken(task: Task, answer: str) -> Any:
+    """Every second call is no score; of the others some are as large as a score may be."""
+    value = next(_BROKEN)
+    if isinstance(value, ValueError):
+        raise value
+    return value

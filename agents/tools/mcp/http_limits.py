@@ -12,7 +12,7 @@ import httpx2
 
 MAX_BODY_BYTES = 4 << 20
 HEADERS = {"Accept-Encoding": "identity"}
-"""To be sent with each request: of a compressed body nobody knows the size."""
+"""Headers of each request: the size of a compressed body is not known before it is read."""
 
 
 async def bound(response: httpx2.Response) -> None:

@@ -25,10 +25,10 @@ from buffers.errors import ToolError
 
 CLOSE_DEADLINE_S = 10.0
 MAX_TOOLS = 1000
-"""Of one server; also pages of its list, which may be empty."""
+"""Most tools of one server; also pages of its list, which may be empty."""
 MAX_LIST_BYTES = 16 << 20
 HTTP_S = 30.0
-"""To connect and to send; an answer has the call's own deadline."""
+"""Seconds to connect and to send; an answer has the call's own deadline."""
 
 
 class McpSession:

@@ -2,7 +2,7 @@
 
 Used by `agents.tools.mcp.session` as the `mcp` package's transport; the package's own keeps a line without end in memory and leaves
 behind what a server started. Invariants: at most `MAX_MESSAGE_BYTES` of what a server writes are kept; one that writes more in one
-message, or too much that nobody asked for, is killed, and `fault` says so; when the connection ends, nothing of the server's
+message, or too much unrequested output, is killed, and `fault` says so; when the connection ends, nothing of the server's
 process group is alive, and it ends with this process (`agents.tools.mcp.child`). A grandchild that made itself a group of its own
 is out of reach. It neither knows what a message means nor starts a dead server again.
 """
@@ -36,9 +36,9 @@ MAX_REQUESTS = 100
 CHUNK_BYTES = 1 << 16
 LAST_WORDS_BYTES = 2000
 GRACE_S = 2.0
-"""To end by itself when its input ends; and again after SIGTERM."""
+"""Seconds for the server to end by itself when its input ends; and again after SIGTERM."""
 ENDING_S = 1.0
-"""For output that still lies in the pipes when the process has ended; what it left behind may hold them open."""
+"""Seconds for output that still lies in the pipes when the process has ended; what it left behind may hold them open."""
 
 
 class _Breach(Exception):

@@ -1,1 +1,1 @@
-"""Where a program that the model wrote may run: the protocol, and a fenced child process."""
+"""Sandboxes for programs that the model wrote: the protocol, and a fenced child process."""

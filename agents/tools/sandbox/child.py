@@ -196,7 +196,7 @@ def refuse_calls(*, attributes: bool) -> bool:
     if attributes:
         numbers = {**numbers, **ATTRIBUTES[platform.machine()], **NEW_ATTRIBUTES}
     for name, number in {**numbers, **EVERYWHERE}.items():
-        # clone3 hides its flags: told that there is none, libc takes clone.
+        # clone3 hides its flags: where it is missing, libc takes clone.
         refusal = (RETURN, 0, 0, REFUSE | (ENOSYS if name == "clone3" else EPERM))
         if name in unless:
             test, value = unless[name]

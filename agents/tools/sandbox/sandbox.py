@@ -1,6 +1,6 @@
 """Runs code that a model wrote: what a sandbox is (`Sandbox`), and the one that is shipped (`ChildSandbox`).
 
-Used by `agents.tools.shipped.python`; whoever has a real sandbox (a container, a virtual machine, a service) writes a
+Used by `agents.tools.shipped.python`; users of a real sandbox (a container, a virtual machine, a service) write a
 class with `run` and names it in the tool's config. Invariants of ChildSandbox: code never outlives its deadline; its
 output is kept up to a limit, and it ends when it prints more; nothing of it stays on disk; where the kernel cannot keep
 it from the network, other files or other processes, it is not run at all, unless `weak` allows that.

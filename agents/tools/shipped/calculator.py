@@ -1,7 +1,7 @@
 """`calculator`: arithmetic that a model writes, without running anything: the expression's syntax tree is walked.
 
 Named in a tools' YAML as `function: agents.tools.shipped.calculator.calculator`. Invariant: only numbers and what is
-listed here are computed, and no result has more than BITS bits, so an expression costs microseconds whatever it is.
+listed here are computed, and no result has more than BITS bits, so any expression costs microseconds.
 Raises ValueError, ArithmeticError or OverflowError with words for the model.
 """
 
@@ -16,10 +16,10 @@ Number = int | float
 
 MAX_CHARS = 500
 BITS = 4096
-"""Of a whole number: 1233 digits."""
+"""Most bits of a whole number: 1233 digits."""
 MAX_FACTORIAL = 400
 DIGITS = 15
-"""Of a broken number's result, so that 0.1 + 0.2 reads 0.3."""
+"""Digits of a broken number's result, so that 0.1 + 0.2 reads 0.3."""
 
 
 def calculator(expression: str) -> str:

@@ -2,7 +2,7 @@
 
 Named in a tools' YAML as `class_name: agents.tools.shipped.file_search.FileSearchTool`, with `config: {root: folder}`
 (absolute, or below the working directory). Invariants: nothing outside the root is opened: folders are walked by their
-descriptors and no link is followed, whoever changes the tree meanwhile; an answer has at most `max_hits` lines, and a
+descriptors and no link is followed, even if the tree changes meanwhile; an answer has at most `max_hits` lines, and a
 search ends at `deadline_s`. It reads text files of UTF-8, and searches text, not patterns.
 """
 

@@ -1,7 +1,7 @@
 """`python`: runs a program that the model wrote, in a sandbox, and answers what it printed.
 
 Named in a tools' YAML as `class_name: agents.tools.shipped.python.PythonTool`. Invariant: code is only ever run by a
-`Sandbox`, each call anew in an empty folder: no state goes from call to call or from episode to episode. What the
+`Sandbox`, each call in a new, empty folder: no state goes from call to call or from episode to episode. What the
 program did wrong (an exception, too much time or output) is an answer like any other; only a sandbox that does not work
 is a failing tool.
 
@@ -25,7 +25,9 @@ from buffers.errors import ToolError
 CODE_DEADLINE_S = 10.0
 MARGIN_S = 30.0
 """What a call may wait for its turn, and for the sandbox, beyond the program's own time."""
-DESCRIPTION = "Runs a Python program and returns what it prints. Each call starts anew; no network, no files are kept."
+DESCRIPTION = (
+    "Runs a Python program and returns what it prints. Each call starts from nothing; no network, no files are kept."
+)
 SCHEMA: dict[str, Any] = {
     "type": "function",
     "function": {

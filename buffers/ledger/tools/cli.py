@@ -1,6 +1,6 @@
 """`python -m buffers.ledger inspect|export|doctor|backup|rescore RUN`: a run's ledger, for its operator.
 
-RUN is a run's folder or a ledger file. Everything but `rescore --revise` only reads, and may be used while the run goes on:
+RUN is a run's folder or a ledger file. Everything but `rescore --revise` only reads, and may be used while the run lives:
 each command sees the books as of one commit. It trains nothing and repairs nothing.
 """
 
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         "inspect": (inspect, "counts, ages and staleness of each state; with --episode, one as text and tokens"),
         "export": (export, "training rows of all scored episodes, as a parquet file"),
         "doctor": (doctor, "checks the file, every checksum and the books"),
-        "backup": (backup, "a copy of the ledger, while the run goes on"),
+        "backup": (backup, "a copy of the ledger, also of a live run"),
         "rescore": (None, "replays stored episodes through another scorer"),
     }
     for name, (act, words) in every.items():

@@ -110,7 +110,9 @@ def test_concurrent_copies_of_a_score_store_one(ledger: Ledger) -> None:
     assert ledger.counts()["scored/ready"] == 1
 
 
-@pytest.mark.parametrize("score", [float("nan"), float("inf"), -float("inf"), 1e30, 10**400, True, "1", None, [1.0]])
+@pytest.mark.parametrize(
+    "score", [float("nan"), float("inf"), -float("inf"), 1e9, -1e9, 1e30, 10**400, True, "1", None, [1.0]]
+)
 def test_a_score_that_is_not_a_finite_number_is_refused(ledger: Ledger, score: Any) -> None:
     (episode,) = open_running(ledger, task=0)
     ledger.put_round(make_round(episode.episode_id))
