@@ -11,7 +11,6 @@ import importlib.util
 import json
 import math
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -104,22 +103,18 @@ class TensorBoardSink:
     """Event files in `<folder>/tensorboard/`."""
 
     def __init__(self, *, folder: Path, name: str, config: dict[str, Any], start: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from torch.utils.tensorboard import SummaryWriter
 
-        self._event, self._summary = Event, Summary
-        self._events = EventFileWriter(str(folder / "tensorboard"))
-        if start:  # TensorBoard hides what earlier files say about this step and later ones
-            self._events.add_event(Event(step=start + 1, session_log=SessionLog(status=SessionLog.START)))
+        # `purge_step`: TensorBoard hides what earlier files say about this step and later ones.
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
-        self._events.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
-        self._events.flush()
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
 
     def close(self) -> None:
-        self._events.close()
+        self._writer.close()
 
 
 class WandbSink:

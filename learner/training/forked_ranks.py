@@ -22,6 +22,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 STREAMS = (0, 1, 2)
+PID_BYTES = 8
 _address: str | None = None
 
 
@@ -85,6 +86,7 @@ def _become(launcher: socket.socket) -> NoReturn:
     code = 1
     try:
         arguments = _receive(launcher)
+        launcher.sendall(os.getpid().to_bytes(PID_BYTES))
         threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
         random.seed()
         if threads := os.environ.get("OMP_NUM_THREADS"):  # torch read it when it was imported
@@ -133,7 +135,9 @@ def _launch(address: str, arguments: list[str]) -> None:
             server.sendall(json.dumps(request).encode() + b"\n")
         except OSError:
             os.execv(sys.executable, [sys.executable, *arguments])
-        server.recv(1)
+        if len(pid := server.recv(PID_BYTES)) == PID_BYTES:
+            with suppress(ProcessLookupError):  # it has ended already
+                select.select([server.fileno(), os.pidfd_open(int.from_bytes(pid))], [], [])
 
 
 if __name__ == "__main__":
