@@ -10,9 +10,10 @@ export OMP_NUM_THREADS ?= 1
 demo: $(READY)  ## run the main job: the demo model learns, in a few minutes, without a GPU
 	$(PY) -m learner.run
 
-WORKERS ?= 2
-# Each worker boots an engine of its own; the tests of a file stay together, and share it.
-PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist loadfile
+WORKERS ?= 3
+# Each worker boots an engine of its own; the tests of a file stay together, and share it. A run waits for much: three workers
+# keep two cores busy.
+PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(READY)  ## the tests, with the real engine
 	$(PYTEST) tests

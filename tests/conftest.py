@@ -14,12 +14,13 @@ set_process_environment()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs a server with parsers is not part of the fast tier. Whole runs come first, so that no worker is left with them
-    at the end."""
-    items.sort(key=lambda item: "tests/project/" not in item.path.as_posix())
+    """What needs a server with parsers is not part of the fast tier. Files with whole runs come first, then those with slow tests,
+    so that no worker is left with them at the end."""
     for item in items:
         if "tools_server" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: ("tests/project/" not in item.path.as_posix(), item.path not in slow))
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ import pytest
 
 from buffers.records import Task
 from mocked_server.check.command_line import TASK
-from mocked_server.check.trial import rehearsal_server
+from mocked_server.check.trial import trial_server
 from tests.outside.agent_environments import npm_program, python_with
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(700)]
@@ -39,7 +39,7 @@ def try_out() -> Iterator[Any]:
     def wait(work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, loop).result()
 
-    context = rehearsal_server()
+    context = trial_server()
     rehearsal = wait(context.__aenter__())
     number = iter(range(1000))
 

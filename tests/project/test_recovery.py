@@ -53,6 +53,7 @@ def test_each_part_may_die_and_the_run_makes_all_its_steps(tmp_path: Path) -> No
 
 def parent_of_learner(run: Run) -> int:
     while True:  # a rank of a run that was just killed may still be there, as an orphan
+        assert run.process.poll() is None, f"the run ended: {run.process.communicate()[0]}"
         below = descendants(run.process.pid)
         parents = {parent for parent, line in below.values() if PARTS["learner"] in line}
         if len(parents) == 1 and parents <= set(below):
@@ -64,7 +65,7 @@ def parent_of_learner(run: Run) -> int:
 
 
 def test_a_guarded_run_whose_own_process_is_killed_goes_on_by_itself(tmp_path: Path) -> None:
-    run = start(tmp_path, "run.steps=8", "run.checkpoints.every=1", *SMALL, flags=("--keep-running",))
+    run = start(tmp_path, "run.steps=20", "run.checkpoints.every=1", *SMALL, flags=("--keep-running",))
     run.wait_for_step(3)
     before = set(descendants(run.process.pid))
     warm_process = parent_of_learner(run)
@@ -75,9 +76,9 @@ def test_a_guarded_run_whose_own_process_is_killed_goes_on_by_itself(tmp_path: P
     assert code == 0, output
     assert "the run's process died (SIGKILL); starting it again" in output and "resuming after step" in output
     summary = run.summary()
-    assert summary["steps"] == 8 and summary["buffer"]["groups/trained"] == 8 * 4
+    assert summary["steps"] == 20 and summary["buffer"]["groups/trained"] == 20 * 4
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if line["step"]] == list(range(1, 9))
+    assert [line["step"] for line in lines if line["step"]] == list(range(1, 21))
     assert_nothing_left(run)
     assert not [pid for pid in before if Path(f"/proc/{pid}").exists()], "what it left behind was ended"
 

@@ -20,6 +20,7 @@ from tests.support.run_parts import ROOT, assert_nothing_left, refusal, start
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
+@pytest.mark.long
 def test_a_tool_agent_trains_from_the_shipped_problems_on_the_real_engine(tmp_path):
     run = start(
         tmp_path,

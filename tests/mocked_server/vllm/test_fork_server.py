@@ -67,7 +67,7 @@ def test_without_it_processes_are_started_as_vllm_does_it(monkeypatch: pytest.Mo
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("method", ["fork server", "fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork server", pytest.param("fork", marks=pytest.mark.long), "spawn"])
 def test_an_engine_that_still_starts_ends_with_its_server_that_is_killed(tiny_model: Path, method: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(STARTING), str(tiny_model), method]
@@ -86,7 +86,7 @@ def test_an_engine_that_still_starts_ends_with_its_server_that_is_killed(tiny_mo
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("method", ["fork server", "spawn"])
+@pytest.mark.parametrize("method", ["fork server", pytest.param("spawn", marks=pytest.mark.long)])
 def test_an_engine_whose_start_is_given_up_ends(tiny_model: Path, method: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(STARTING), str(tiny_model), method]
