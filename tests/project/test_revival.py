@@ -40,7 +40,13 @@ def add_task(served, name: str) -> None:
 def test_what_the_engine_was_generating_when_it_died_is_generated_again(mortal) -> None:
     episode, client = mortal.lease()
     mortal.engine.dies = True
-    threading.Timer(0.3, setattr, (mortal.engine, "dies", False)).start()
+
+    def come_back() -> None:
+        while not mortal.engine.prompts:
+            time.sleep(0.01)
+        mortal.engine.dies = False
+
+    threading.Thread(target=come_back).start()
     answer = client.with_options(max_retries=0).chat.completions.create(**BODY)
     assert answer.choices[0].message.content == "ok" and rounds(mortal, episode) == ["stop"]
     assert len(mortal.engine.prompts) > 1

@@ -172,6 +172,10 @@ for line in sys.stdin:
                   "serverInfo": {"name": "hostile", "version": "1"}}
     elif asked["method"] == "tools/list":
         result = json.loads(sys.argv[1])
+    elif "id" in asked:
+        unknown = {"code": -32601, "message": "Method not found"}
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "error": unknown}), flush=True)
+        continue
     else:
         continue
     print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)

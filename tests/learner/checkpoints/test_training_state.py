@@ -118,7 +118,8 @@ async def _ranks(model: Path, *, num: int) -> LearnerRanks:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_cluster")
-@pytest.mark.parametrize("num", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("num", [1, 2])
 async def test_four_steps_are_two_steps_and_two_more_in_new_processes(model: Path, tmp_path: Path, num: int) -> None:
     first = await _ranks(model, num=num)
     for version, batch in enumerate(batches()):

@@ -49,7 +49,12 @@ def _batches() -> list[TrainBatch]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "knobs", [{}, {"lora": {"rank": 4, "alpha": 8.0}, "gradient_checkpointing": True}], ids=["all", "lora"]
+    "knobs",
+    [
+        {},
+        pytest.param({"lora": {"rank": 4, "alpha": 8.0}, "gradient_checkpointing": True}, marks=pytest.mark.long),
+    ],
+    ids=["all", "lora"],
 )
 async def test_two_ranks_compute_what_one_computes(model: Path, tmp_path: Path, knobs: dict[str, Any]) -> None:
     single = make_trainer(model, **KNOBS, **knobs)
