@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tools_server" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("engine")}
     items.sort(key=lambda item: ("tests/project/" not in item.path.as_posix(), item.path not in slow))
 
 

@@ -245,6 +245,7 @@ print(json.dumps({"score": len(text) % 5, "file": task["task_id"].split(":")[0]}
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(400)
+@pytest.mark.long
 def test_a_run_of_an_unmodified_program_on_two_weighted_files(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     for name in ("large", "small"):

@@ -83,6 +83,7 @@ def test_a_guarded_run_whose_own_process_is_killed_goes_on_by_itself(tmp_path: P
     assert not [pid for pid in before if Path(f"/proc/{pid}").exists()], "what it left behind was ended"
 
 
+@pytest.mark.long
 def test_what_dies_again_and_again_ends_the_run_with_its_error(tmp_path: Path) -> None:
     run = start(
         tmp_path, "run.steps=40", *SMALL, 'env.command=["{python}",-c,"print(\\"ready 127.0.0.1:9\\",flush=True)"]'

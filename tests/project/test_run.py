@@ -234,6 +234,7 @@ def test_help_answers_at_once():
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_an_agent_that_is_started_by_hand_is_trained(tmp_path):
     small = ("warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=4")
     run = start(tmp_path, "run.steps=2", "agents.command=[]", *small)

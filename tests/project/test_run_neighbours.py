@@ -72,6 +72,7 @@ def listening(run: Run) -> dict[int, str]:
     return found
 
 
+@pytest.mark.long
 def test_a_run_goes_on_among_neighbours_and_its_agents_are_given_no_keys_of_the_operators(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

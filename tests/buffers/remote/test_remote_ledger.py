@@ -64,6 +64,7 @@ def test_the_ledger_is_on_the_node_with_the_disk_before_and_after_its_process_di
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.long
 def test_a_client_plays_and_trains_through_kills_of_the_ledgers_process(
     nodes: Nodes, ledger: RemoteLedger, tmp_path: Path
 ) -> None:
