@@ -137,7 +137,7 @@ def play(folder: Path, *, seed: int, mean_s: float | None, knobs: list[str]) -> 
         wrong = findings(db)
     db.close()
     if wrong:
-        raise SystemExit(f"the books of seed {seed} are wrong: {wrong}")
+        raise SystemExit(f"the counts of seed {seed} are wrong: {wrong}")
     summary = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
     return Outcome(
         seed=seed, reward=summary["reward_last"], wall_s=wall_s, kills=killer.kills if killer else [],

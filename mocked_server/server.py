@@ -415,6 +415,6 @@ def _run_until_closed(
 
 
 def _ledger_behind(notify_score_fn: ScoreSink) -> Ledger:
-    """The ledger of the dataset whose `notify_score` this is, so that tasks and scores share their books; else a new one."""
+    """The ledger of the dataset whose `notify_score` this is, so that tasks and scores share it; else a new one."""
     owner = getattr(notify_score_fn, "__self__", None)
     return owner.ledger if isinstance(owner, MultiRoundBufferDataset) else Ledger(None)

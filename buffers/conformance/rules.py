@@ -308,10 +308,10 @@ def refused(kind: type[Exception], act: Callable[[], Future[Any]]) -> None:
 
 
 def balanced(buffer: Buffer) -> None:
-    """Every scored episode is in one book."""
-    books = buffer.balance()
+    """Every scored episode is counted once."""
+    balance = buffer.balance()
     places = ("open", "ready", "leased", "trained", "evicted", "dead", "validation")
-    assert books["scored"] == sum(books[place] for place in places) and books["difference"] == 0, books
+    assert balance["scored"] == sum(balance[place] for place in places) and balance["difference"] == 0, balance
 
 
 RULES: tuple[Rule, ...] = (

@@ -1,4 +1,4 @@
-"""Operations that tie the books to checkpoints: where a run stands, and going back to a checkpoint.
+"""Operations that tie the ledger to checkpoints: its position, and going back to a checkpoint.
 
 Called by `Ledger`, one at a time. A checkpoint is named by (run id, lineage, step). Going back to it starts a new
 lineage: what its own steps trained stays trained, every other trained group is ready again, in the order in which it was
@@ -30,7 +30,7 @@ def position(db: sqlite3.Connection) -> Position:
 def restore(db: sqlite3.Connection, *, target: Position) -> int:
     """Go back to `target` in a new lineage. Returns how many ready groups were given back and are claimed first.
 
-    Raises UnderstudyError when these are the books of another run, or lack a step of the target.
+    Raises UnderstudyError when this is the ledger of another run, or lack a step of the target.
     """
     here = position(db)
     if target.run_id != here.run_id:

@@ -241,7 +241,8 @@ def _insert(db: sqlite3.Connection, rounds: Sequence[StoredRound]) -> int:
     grown = db.executemany(_GROW, ((one.min_version, one.episode_id, one.num_trained) for one in trainable))
     tokens = sum(one.num_sampled for one in rounds)
     db.execute(
-        "UPDATE tally SET n = n + iif(name = 'rounds', ?, ?) WHERE name IN ('rounds', 'tokens')", (len(rounds), tokens)
+        "UPDATE counter SET n = n + iif(name = 'rounds', ?, ?) WHERE name IN ('rounds', 'tokens')",
+        (len(rounds), tokens),
     )
     return grown.rowcount
 

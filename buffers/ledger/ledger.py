@@ -4,7 +4,7 @@ Called by the task pool, the server and the learner, from any thread. Each chang
 returns a future: `.result()`, or `await asyncio.wrap_future(future)`. Operations are applied in the order of the calls,
 and a future is done once its operation is on disk: an acknowledged score implies that the episode's earlier rounds are
 stored.
-The books balance at every commit: scored episodes = scored in open + ready + leased + trained + evicted groups.
+The counts balance at every commit: scored episodes = scored in open + ready + leased + trained + evicted groups.
 While the disk is full, scores are refused with StorageFull and all else waits; storing resumes by itself once there is room.
 With `path=None` the same code runs in memory and promises nothing beyond the process.
 
@@ -110,7 +110,7 @@ class Ledger:
         return not self.is_full and usage.free >= min(_RESERVE_BYTES, usage.total // 20)
 
     def counts(self) -> dict[str, int]:
-        """The books after the latest commit; costs nothing.
+        """The counts after the latest commit; costs nothing.
 
         `groups/<state>`, `episodes/<state>`, `scored/<group state>` (scored episodes by the state of their group),
         `evicted/<kind>`, `failed/<kind>` (a reason up to its first colon), `lost/<kind>` (scored episodes of evicted
@@ -133,7 +133,7 @@ class Ledger:
         }
 
     def imbalance(self) -> int:
-        """Scored episodes that are in no group's books; 0 unless the ledger is broken."""
+        """Scored episodes that no group counts; 0 unless the ledger is broken."""
         counts = self._counts
         return counts["episodes/scored"] - sum(n for name, n in counts.items() if name.startswith("scored/"))
 
@@ -297,9 +297,9 @@ class Ledger:
     def commit_step(self, lease_id: int, *, step: int, version: int) -> Future[int]:
         """The leased groups are trained by `step`, which made policy `version`; how many. Raises LeaseError.
 
-        Also raises UnderstudyError when the books do not balance: nothing may be trained from a broken ledger.
+        Also raises UnderstudyError when the counts do not balance: nothing may be trained from a broken ledger.
         """
-        _require(self.imbalance() == 0, f"scored episodes must all be in a group's books, {self.imbalance()} are not")
+        _require(self.imbalance() == 0, f"each scored episode must be counted with a group, {self.imbalance()} are not")
         return self._call(batches.commit_step, lease_id=lease_id, step=step, version=version)
 
     def release(self, lease_id: int) -> Future[int]:
@@ -345,7 +345,7 @@ def _read_event(db: sqlite3.Connection) -> LedgerEvent:
     )
     if closed:
         db.execute("DELETE FROM temp.closed")
-    counts = dict(db.execute("SELECT name, n FROM tally").fetchall())
+    counts = dict(db.execute("SELECT name, n FROM counter").fetchall())
     return LedgerEvent(closed=closed, counts=counts)
 
 

@@ -1,8 +1,8 @@
 """The ledger's tables, and opening a ledger file.
 
-Called by `Ledger` only. Invariants: one process at a time has a file open; ids are never reused; `tally` holds the
+Called by `Ledger` only. Invariants: one process at a time has a file open; ids are never reused; `counter` holds the
 number of groups and episodes in each state, kept by triggers in the same transaction as the state itself (and the number
-of rounds and tokens, kept by what inserts them), so that reading the books never scans. A file of the schema before is
+of rounds and tokens, kept by what inserts them), so that reading the counts never scans. A file of the schema before is
 converted (`migration`), any other is refused.
 """
 
@@ -19,7 +19,7 @@ MAX_SCORE = 1e9
 """The estimators of advantages square scores in float32: from about 1e19 on one judge would silence a whole batch."""
 
 
-# Seconds since 1970. For people who look at the books: nothing is decided by it, as clocks jump.
+# Seconds since 1970. For people who look at the ledger: nothing is decided by it, as clocks jump.
 _NOW = "(julianday('now') - 2440587.5) * 86400.0"
 
 
@@ -140,17 +140,17 @@ CREATE TABLE trained(
     PRIMARY KEY (step_id, group_id)
 ) WITHOUT ROWID;
 
-CREATE TABLE tally(name TEXT PRIMARY KEY, n INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE counter(name TEXT PRIMARY KEY, n INTEGER NOT NULL) WITHOUT ROWID;
 """
 
-_COUNT = "INSERT INTO tally VALUES ({name}, {n}) ON CONFLICT (name) DO UPDATE SET n = n + excluded.n;"
+_COUNT = "INSERT INTO counter VALUES ({name}, {n}) ON CONFLICT (name) DO UPDATE SET n = n + excluded.n;"
 
 
 def _count(name: str, n: str = "1") -> str:
     return _COUNT.format(name=name, n=n)
 
 
-# A reason is a short kind, then optionally ": detail"; the books count kinds.
+# A reason is a short kind, then optionally ": detail"; kinds are counted.
 _KIND = "substr(NEW.reason, 1, instr(NEW.reason || ':', ':') - 1)"
 
 _TRIGGERS = f"""
@@ -280,9 +280,9 @@ def _prepare(db: sqlite3.Connection, *, name: str) -> None:
 def _create(db: sqlite3.Connection) -> None:
     names = [f"episodes/{state}" for state in EpisodeState]
     names += [f"{kind}/{state}" for kind in ("groups", "scored") for state in GroupState]
-    tallies = ", ".join(f"('{name}', 0)" for name in [*names, "rounds", "tokens"])
+    counters = ", ".join(f"('{name}', 0)" for name in [*names, "rounds", "tokens"])
     db.executescript(
-        f"BEGIN IMMEDIATE; {_TABLES} {_TRIGGERS} INSERT INTO tally VALUES {tallies}; "
+        f"BEGIN IMMEDIATE; {_TABLES} {_TRIGGERS} INSERT INTO counter VALUES {counters}; "
         f"INSERT INTO meta VALUES ('schema_version', '{SCHEMA_VERSION}'), ('epoch', '0'), ('run_id', lower(hex(randomblob(8)))); "
         f"INSERT INTO lineage VALUES (0, NULL, 0); COMMIT;"
     )

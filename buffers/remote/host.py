@@ -147,7 +147,7 @@ class LedgerHost:
         )
 
     async def apply(self, jobs: list[Job], *, caller: str, number: int) -> tuple[list[Any], dict[str, Any]]:
-        """Run operations in their order: what each answered or raised, as (answer, None) or (None, error), and the books then.
+        """Run operations in their order: what each answered or raised, as (answer, None) or (None, error), and the counts then.
         The same number again is the same call."""
         futures = [
             asyncio.wrap_future(self._submit(job, caller=caller, number=number, place=place))
@@ -206,7 +206,7 @@ class LedgerHost:
             await asyncio.to_thread(self._ledger.close)
 
     def _state(self) -> dict[str, Any]:
-        """The books, numbered: a higher number is as new or newer, across restarts on this machine too."""
+        """The counts, numbered: a higher number is as new or newer, across restarts on this machine too."""
         assert self._ledger is not None
         with self._lock:
             return {

@@ -230,7 +230,7 @@ class TaskPool:
         return max(0, (self._version + 1 + self._max_policy_lag) * self._groups_per_step - admitted)
 
     def metrics(self) -> dict[str, float]:
-        """Started and released episodes (in total), slots in use, agents that wait, groups that may open; the ledger's books."""
+        """Started and released episodes (in total), slots in use, agents that wait, groups that may open; the ledger's counts."""
         admissible = self.admissible()
         return {
             "pool/started": self._num_started,

@@ -37,9 +37,9 @@ async def watch(
     `show` updates the display; `say` prints a line; `pool`: figures of the task pool; `is_starting`: no episode can start yet;
     `why(counts)` says why episodes failed, given the counts since the last score.
     """
-    failures = Streak("evicted/failed", breaks=("episodes/scored",), patience=FAILING_BATCHES * groups_per_step)
+    failures = Streak("evicted/failed", ended_by=("episodes/scored",), patience=FAILING_BATCHES * groups_per_step)
     equals = Streak(
-        "evicted/no variance", breaks=("groups/ready", "groups/trained"), patience=EQUAL_BATCHES * groups_per_step
+        "evicted/no variance", ended_by=("groups/ready", "groups/trained"), patience=EQUAL_BATCHES * groups_per_step
     )
     quiet = Quiet(counts(), at=time.monotonic())
     while True:
@@ -61,18 +61,18 @@ async def watch(
 
 
 class Streak:
-    """A count that grew by `patience` while none of `breaks` grew."""
+    """A count that grew by `patience` while none of `ended_by` grew."""
 
-    def __init__(self, name: str, *, breaks: tuple[str, ...], patience: int) -> None:
+    def __init__(self, name: str, *, ended_by: tuple[str, ...], patience: int) -> None:
         self._name = name
-        self._breaks = breaks
+        self._ended_by = ended_by
         self.patience = patience
         self._since = 0
         self._seen = 0
 
     def lasts(self, counts: Mapping[str, int]) -> bool:
         """Look at the present counts."""
-        seen = sum(counts.get(name, 0) for name in self._breaks)
+        seen = sum(counts.get(name, 0) for name in self._ended_by)
         if seen > self._seen:
             self._since = counts.get(self._name, 0)
         self._seen = max(seen, self._seen)

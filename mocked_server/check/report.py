@@ -49,7 +49,7 @@ class TrialObservations:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Break:
+class BranchReport:
     """A round that could not continue the answer before it, or that branches off on purpose."""
 
     round: int
@@ -76,7 +76,7 @@ class Report:
     tokens_trained_share: float
     max_logprob_diff: float | None
     """Largest difference between a sampled token's recorded log-probability and the learner's; None: not computed."""
-    breaks: list[Break]
+    branch_causes: list[BranchReport]
     dialects: dict[str, int]
     features: dict[str, int]
     errors: list[str]
@@ -101,8 +101,8 @@ class Report:
         ]
         if self.max_logprob_diff is not None and self.tokens_trained:
             lines.append(f"exactness  log-probabilities computed again differ by at most {self.max_logprob_diff:.1e}")
-        lines += [f"break      round {b.round}: {b.cause}" for b in self.breaks if not b.expected]
-        lines += [f"branch     round {b.round}: {b.cause}" for b in self.breaks if b.expected]
+        ordered = sorted(self.branch_causes, key=lambda one: one.expected)
+        lines += [f"branch     round {b.round}: {b.cause}{'' if b.expected else ', unexpected'}" for b in ordered]
         if self.env_messages:
             lines.append(
                 f"env        {self.env_messages} messages to ENV_ADDRESS, answered by a stand-in with {json.dumps(ANSWER)}"
@@ -124,8 +124,8 @@ def make_report(
     max_logprob_diff: float | None = None,
 ) -> Report:
     """`stored`: the episode's rounds; `rows`: its training rows; `causes`: of each round that was not aborted, in order."""
-    breaks = [
-        Break(round=number, cause=cause.value, expected=cause in EXPECTED, remedy=REMEDY[cause])
+    causes_seen = [
+        BranchReport(round=number, cause=cause.value, expected=cause in EXPECTED, remedy=REMEDY[cause])
         for number, cause in enumerate(causes, 1)
         if cause is not None
     ]
@@ -146,18 +146,18 @@ def make_report(
         tokens_masked=tokens - trained,
         tokens_trained_share=round(trained / tokens, 4) if tokens else 0.0,
         max_logprob_diff=max_logprob_diff,
-        breaks=breaks,
+        branch_causes=causes_seen,
         dialects=dict(seen.dialects),
         features=dict(seen.features),
         errors=[f"{path}: {status}: {message}" for path, status, message in seen.errors],
         needs=[NEEDS_PARSER] if seen.features["tools"] else [],
         env_messages=seen.env_messages,
-        advice=_advice(seen, kept=len(kept), breaks=breaks, temperature=temperature),
+        advice=_advice(seen, kept=len(kept), causes=causes_seen, temperature=temperature),
     )
 
 
-def _advice(seen: TrialObservations, *, kept: int, breaks: Sequence[Break], temperature: float) -> list[str]:
-    advice = list(dict.fromkeys(f"{b.cause}: {b.remedy}" for b in breaks if not b.expected))
+def _advice(seen: TrialObservations, *, kept: int, causes: Sequence[BranchReport], temperature: float) -> list[str]:
+    advice = list(dict.fromkeys(f"{b.cause}: {b.remedy}" for b in causes if not b.expected))
     if seen.exit_code == TIMED_OUT:
         advice.append("the agent did not end in time: it was stopped; --timeout gives it longer")
     elif seen.exit_code != 0:

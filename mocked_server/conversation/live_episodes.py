@@ -92,7 +92,7 @@ class LiveEpisode:
     """Digests of the first messages seen."""
     longest: int = 0
     """Messages in the longest history seen."""
-    breaks: dict[BranchCause, int] = field(default_factory=dict)
+    branch_causes: dict[BranchCause, int] = field(default_factory=dict)
     """How often a round could not continue the one before it, by cause."""
     constrained: Counter[str] = field(default_factory=Counter)
     """How often a request changed the distribution that it is sampled from, by field."""
@@ -145,7 +145,7 @@ class LiveEpisode:
         if live.cause is None and siblings:
             live.cause = self._why_beside(live, siblings, chat)
         if live.cause is not None:
-            self.breaks[live.cause] = self.breaks.get(live.cause, 0) + 1
+            self.branch_causes[live.cause] = self.branch_causes.get(live.cause, 0) + 1
         self.rounds.append(live)
         siblings.append(live)
         if chat is not None and len(chat) > 0:

@@ -2,7 +2,7 @@
 
 Each number is how many processes are killed with SIGKILL at random moments: owners of a ledger (`ledger_program`),
 servers and agents at work (`server_faults`), and any process of a whole run (`run_faults`). After each kill the
-promises are checked: no acknowledged score is lost, no group is trained twice, the books balance, every checksum holds.
+promises are checked: no acknowledged score is lost, no group is trained twice, the counts balance, every checksum holds.
 The witness: a kill counts only if the process was alive and had acknowledged something.
 """
 
@@ -71,7 +71,7 @@ class Log:
             parts.append(f"{self.runs} whole runs came to their end with all their steps")
         else:
             parts += [f"{len(self.scores)} acknowledged scores", f"{len(self.steps)} steps"]
-        return ", ".join(parts) + "; nothing lost, nothing trained twice, books balanced after each"
+        return ", ".join(parts) + "; nothing lost, nothing trained twice, counts balanced after each"
 
     def take(self, line: str) -> str:
         """One line of a process; the kind of it."""

@@ -1,6 +1,6 @@
 """Whole runs whose processes are killed at random moments: the run itself, its engine, its learner, its environment, its agent.
 
-`run_faults` plays runs under a guard (`--keep-running`) until so many kills were made; the books are read after each kill, and
+`run_faults` plays runs under a guard (`--keep-running`) until so many kills were made; the counts are read after each kill, and
 at the end of a run all its steps are in them. A run that says that it was killed too often without a step is gone on with.
 """
 

@@ -131,7 +131,7 @@ def run(served, program, tmp_path, timeout_s=60.0, number=[0]):  # noqa: B006
 )
 def test_an_agent_with_tools_gives_one_row(tools_server, tmp_path, program, path, features):
     report = run(tools_server, program, tmp_path)
-    assert (report.exit_code, report.errors, report.breaks, report.trainable) == (0, [], [], True)
+    assert (report.exit_code, report.errors, report.branch_causes, report.trainable) == (0, [], [], True)
     assert (report.rounds, report.branches, report.rows) == (4, 1, 1)
     assert (report.dialects, report.features) == ({path: 4}, features)
     assert report.tokens == report.tokens_trained + report.tokens_masked
@@ -155,7 +155,7 @@ def test_an_agent_gets_the_environment_that_it_gets_in_a_run(tools_server, tmp_p
 def test_sub_agents_are_branches_and_no_faults(tools_server, tmp_path):
     report = run(tools_server, "chat_async_stream.py", tmp_path)
     assert (report.rounds, report.branches, report.rows) == (6, 3, 3)
-    assert [(b.cause, b.expected) for b in report.breaks] == [("new_conversation", True)] * 2
+    assert [(b.cause, b.expected) for b in report.branch_causes] == [("new_conversation", True)] * 2
     assert report.advice == []
 
 
@@ -174,7 +174,7 @@ client.close()
 def test_an_agent_that_edits_its_history_is_told_so(tools_server, tmp_path):
     report = run(tools_server, EDITS, tmp_path)
     assert (report.rounds, report.rows) == (3, 3)
-    assert [(b.round, b.cause) for b in report.breaks] == [(2, "content_edited"), (3, "content_edited")]
+    assert [(b.round, b.cause) for b in report.branch_causes] == [(2, "content_edited"), (3, "content_edited")]
     assert any(REMEDY[BranchCause.CONTENT_EDITED] in advice for advice in report.advice)
     assert any("temperature 1" in advice for advice in report.advice)
 
@@ -244,6 +244,6 @@ def test_the_command_line_with_the_real_engine():
     done = subprocess.run(words, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(done.stdout)
-    assert (report["rounds"], report["rows"], report["breaks"], report["errors"]) == (4, 1, [], [])
+    assert (report["rounds"], report["rows"], report["branch_causes"], report["errors"]) == (4, 1, [], [])
     assert report["tokens_trained"] > 50
     assert 0 < report["max_logprob_diff"] < 1e-4

@@ -72,7 +72,7 @@ def test_an_edited_history_starts_a_new_branch(served):
     chat(client, [*HELLO, {"role": "assistant", "content": "something else"}, *HELLO])
     assert [r.parent for r in served.stored(episode)] == [None, None]
     live = served.server.episodes.get(episode)
-    assert live.breaks == {"content_edited": 1}
+    assert live.branch_causes == {"content_edited": 1}
 
 
 def test_content_parts_and_null_fields_are_the_same_history(served):

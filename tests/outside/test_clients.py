@@ -58,7 +58,7 @@ def assert_exact(report: Any, *, rounds: int) -> None:
     """Several rounds, every answer continued, every sampled token trained with the learner's own log-probability."""
     assert (report.exit_code, report.errors) == (0, []), report.as_text()
     assert report.rounds >= rounds, report.as_text()
-    assert [b for b in report.breaks if not b.expected] == [], report.as_text()
+    assert [b for b in report.branch_causes if not b.expected] == [], report.as_text()
     assert report.branches == report.rows < report.rounds, report.as_text()
     assert report.tokens_trained > 0 and 0 < report.max_logprob_diff < MAX_DRIFT, report.as_text()
 
@@ -93,7 +93,7 @@ def test_an_agent_that_rewrites_its_answers_and_forces_calls_is_trained_exactly_
     python = python_with("frameworks", *FRAMEWORKS)
     report = try_out([str(python), str(CLIENTS / "smolagents_agent.py")])
     assert (report.exit_code, report.errors) == (0, [])
-    assert {b.cause for b in report.breaks if not b.expected} == {"content_edited"}
+    assert {b.cause for b in report.branch_causes if not b.expected} == {"content_edited"}
     assert report.features["forced tools"] > 0 and 1 <= report.rows < report.rounds
     assert report.tokens_trained > 0 and 0 < report.max_logprob_diff < MAX_DRIFT
 

@@ -57,6 +57,6 @@ def make_ready(ledger: Ledger, *, task: int, group_size: int = 1, version: int =
 
 
 def scored_by_group_state(ledger: Ledger) -> int:
-    """The right-hand side of the books: scored episodes, by what became of their group."""
+    """The right-hand side of the balance: scored episodes, by what became of their group."""
     counts = ledger.counts()
     return sum(n for name, n in counts.items() if name.startswith("scored/"))

@@ -1,7 +1,7 @@
 """`python -m buffers.ledger inspect|export|doctor|backup|rescore RUN`: a run's ledger, for its operator.
 
 RUN is a run's folder or a ledger file. Everything but `rescore --revise` only reads, and may be used while the run lives:
-each command sees the books as of one commit. It trains nothing and repairs nothing.
+each command sees the ledger as of one commit. It trains nothing and repairs nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     every = {
         "inspect": (inspect, "counts, ages and staleness of each state; with --episode, one as text and tokens"),
         "export": (export, "training rows of all scored episodes, as a parquet file"),
-        "doctor": (doctor, "checks the file, every checksum and the books"),
+        "doctor": (doctor, "checks the file, every checksum and the counts"),
         "backup": (backup, "a copy of the ledger, also of a live run"),
         "rescore": (None, "replays stored episodes through another scorer"),
     }
@@ -119,7 +119,7 @@ def doctor(db: sqlite3.Connection, *, path: Path, options: argparse.Namespace) -
     wrong = findings(db)
     for line in wrong:
         print(line)
-    print(f"{path}: " + (f"{len(wrong)} findings" if wrong else "sound: file, checksums, references and books"))
+    print(f"{path}: " + (f"{len(wrong)} findings" if wrong else "sound: file, checksums, references and counts"))
     return 1 if wrong else 0
 
 

@@ -1,4 +1,4 @@
-"""Looks for what could be wrong in a ledger: the file, its references, every round's checksum, and the books.
+"""Looks for what could be wrong in a ledger: the file, its references, every round's checksum, and the counts.
 
 Called by `tools.cli` and by the fault tests, with a connection that only reads. Invariant: a ledger without findings
 holds what was acknowledged, bit for bit, and its counts are those of its rows. It repairs nothing.
@@ -62,17 +62,17 @@ def _checksums(db: sqlite3.Connection) -> list[str]:
 
 
 def _books(db: sqlite3.Connection) -> list[str]:
-    tally = dict(db.execute("SELECT name, n FROM tally").fetchall())
+    counts = dict(db.execute("SELECT name, n FROM counter").fetchall())
     counted = dict(db.execute(_COUNTED).fetchall())
     kinds = ("groups/", "scored/", "episodes/", "rounds", "tokens")
     lines = [
-        f"books: {name} is {n}, counted {counted.get(name, 0)}"
-        for name, n in tally.items()
+        f"counts: {name} is {n}, counted {counted.get(name, 0)}"
+        for name, n in counts.items()
         if name.startswith(kinds) and n != counted.get(name, 0)
     ]
-    scored = sum(n for name, n in tally.items() if name.startswith("scored/"))
-    if scored != tally["episodes/scored"]:
-        lines.append(f"books: {tally['episodes/scored']} episodes are scored, {scored} are in a group's books")
+    scored = sum(n for name, n in counts.items() if name.startswith("scored/"))
+    if scored != counts["episodes/scored"]:
+        lines.append(f"counts: {counts['episodes/scored']} episodes are scored, {scored} are counted with a group")
     for what, query in _NEVER.items():
-        lines += [f"books: {what}: {name}" for (name, *_) in db.execute(query)]
+        lines += [f"counts: {what}: {name}" for (name, *_) in db.execute(query)]
     return lines

@@ -1,4 +1,4 @@
-"""What the ledger promises of groups, scores and its books; the same in memory and on disk."""
+"""What the ledger promises of groups, scores and its counts; the same in memory and on disk."""
 
 from __future__ import annotations
 

@@ -90,12 +90,12 @@ def test_the_doctor_finds_what_is_wrong(run: Path, tmp_path: Path, capsys: pytes
     damages = {
         "checksum: round 0 of episode 1-0-0": "UPDATE round SET body = "
         "CAST(substr(body, 1, 30) || x'ff' || substr(body, 32) AS BLOB) WHERE episode_id = '1-0-0'",
-        "books: rounds is 7, counted 6": "UPDATE tally SET n = n + 1 WHERE name = 'rounds'",
-        "books: a group counts other scored members": "UPDATE grp SET min_size = 1, num_lost = 1, num_scored = 1 "
+        "counts: rounds is 7, counted 6": "UPDATE counter SET n = n + 1 WHERE name = 'rounds'",
+        "counts: a group counts other scored members": "UPDATE grp SET min_size = 1, num_lost = 1, num_scored = 1 "
         "WHERE group_id = 1",
-        "books: a group was trained more than once": "INSERT INTO lease VALUES (9, 'committed'); "
+        "counts: a group was trained more than once": "INSERT INTO lease VALUES (9, 'committed'); "
         "INSERT INTO step VALUES (9, 0, 2, 9, 4, 1); INSERT INTO trained VALUES (9, 1)",
-        "books: an episode's score is not the mean": "UPDATE episode SET score = 7 WHERE episode_id = '3-0-0'",
+        "counts: an episode's score is not the mean": "UPDATE episode SET score = 7 WHERE episode_id = '3-0-0'",
         "reference: row": "PRAGMA foreign_keys = OFF; UPDATE round SET episode_id = 'x' WHERE episode_id = '3-0-0'",
     }
     for number, (expected, damage) in enumerate(damages.items()):

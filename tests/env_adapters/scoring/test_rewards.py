@@ -259,7 +259,7 @@ def test_groups_with_equal_scores_are_dropped_and_counted_when_asked() -> None:
 
 
 def test_a_streak_is_broken_by_progress() -> None:
-    streak = Streak("evicted/x", breaks=("groups/trained",), patience=3)
+    streak = Streak("evicted/x", ended_by=("groups/trained",), patience=3)
     assert not streak.lasts({"evicted/x": 2, "groups/trained": 0})
     assert not streak.lasts({"evicted/x": 4, "groups/trained": 1})
     assert not streak.lasts({"evicted/x": 6, "groups/trained": 1})

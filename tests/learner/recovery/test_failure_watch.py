@@ -116,7 +116,7 @@ def test_failures_that_pass_between_two_looks_are_no_idle_time() -> None:
 
 
 def test_a_streak_lasts_until_it_is_broken() -> None:
-    streak = Streak("evicted/failed", breaks=("episodes/scored",), patience=3)
+    streak = Streak("evicted/failed", ended_by=("episodes/scored",), patience=3)
     assert not streak.lasts({"evicted/failed": 2})
     assert not streak.lasts({"evicted/failed": 4, "episodes/scored": 1})
     assert streak.lasts({"evicted/failed": 7, "episodes/scored": 1})

@@ -118,4 +118,4 @@ def test_no_sampled_token_is_lost_or_trained_twice(tools_server, seed):
     live = tools_server.server.episodes.get(agent.episode)
     heads = sum(r.parent is None for r in rounds) - 1
     siblings = sum(n - 1 for parent, n in Counter(r.parent for r in rounds).items() if parent is not None)
-    assert sum(live.breaks.values()) >= heads + siblings  # each branch has a cause
+    assert sum(live.branch_causes.values()) >= heads + siblings  # each branch has a cause

@@ -71,7 +71,7 @@ def play(served, answers, edit=lambda message: message, *, stream=False, tools=T
         messages = [*messages, edit(json.loads(json.dumps(message))), *results]
     rounds = served.stored(episode)
     assert [whole_prompt(rounds, r).tolist() for r in rounds] == served.engine.prompts
-    return rounds, served.server.episodes.get(episode).breaks
+    return rounds, served.server.episodes.get(episode).branch_causes
 
 
 def ask(client, messages, *, stream, tools):
@@ -174,7 +174,7 @@ def conversation(served, requests, answer="ok", **options):
     episode, client = served.lease()
     for messages, more in requests:
         client.chat.completions.create(model="policy", messages=messages, **{**options, **more})
-    return [r.parent for r in served.stored(episode)], served.server.episodes.get(episode).breaks
+    return [r.parent for r in served.stored(episode)], served.server.episodes.get(episode).branch_causes
 
 
 SYSTEM = [{"role": "system", "content": "Add numbers."}]
@@ -234,7 +234,7 @@ def test_strict_names_tokens_that_a_tokenizer_would_not_give(strict):
     client.chat.completions.create(model="policy", messages=[USER])
     client.chat.completions.create(model="policy", messages=[USER, {**OK, "content": "north"}, NEXT])
     assert [r.parent for r in strict.stored(episode)] == [None, None]
-    assert strict.server.episodes.get(episode).breaks == {"retokenized": 1}
+    assert strict.server.episodes.get(episode).branch_causes == {"retokenized": 1}
 
 
 @pytest.mark.parametrize(("mark", "breaks"), [("</code>", {}), ("", {}), ("</end>", {"content_edited": 1})])
@@ -250,7 +250,7 @@ def test_a_stop_string_may_be_put_back_or_left_out(tolerant, mark, breaks):
     finally:
         engine.stop = ""
     live = tolerant.server.episodes.get(episode_client[0])
-    assert {cause.value: number for cause, number in live.breaks.items()} == breaks
+    assert {cause.value: number for cause, number in live.branch_causes.items()} == breaks
     first, second = tolerant.stored(episode_client[0])
     assert second.parent == (None if breaks else 0)
     if not breaks:

@@ -110,7 +110,7 @@ def test_tools_and_reasoning_continue_token_for_token(served, dialect, stream):
     TURNS[dialect](served, client, stream=stream)
     rounds = served.stored(episode)
     live = served.server.episodes.get(episode)
-    assert ([r.parent for r in rounds], live.breaks) == ([None, 0, 1, 2], {})
+    assert ([r.parent for r in rounds], live.branch_causes) == ([None, 0, 1, 2], {})
     assert [whole_prompt(rounds, r).tolist() for r in rounds] == served.engine.prompts
     assert [r.sampled_ids.tolist() for r in rounds] == [served.ids(answer) for answer in ANSWERS]
     assert {float(p) for r in rounds for p in r.logprobs} == {LOGPROB}
