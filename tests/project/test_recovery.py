@@ -64,6 +64,7 @@ def parent_of_learner(run: Run) -> int:
     return parent
 
 
+@pytest.mark.long
 def test_a_guarded_run_whose_own_process_is_killed_goes_on_by_itself(tmp_path: Path) -> None:
     run = start(tmp_path, "run.steps=14", "run.checkpoints.every=1", *SMALL, flags=("--keep-running",))
     run.wait_for_step(3)

@@ -52,10 +52,11 @@ def _batches() -> list[TrainBatch]:
     "knobs",
     [
         {},
-        pytest.param({"lora": {"rank": 4, "alpha": 8.0}, "gradient_checkpointing": True}, marks=pytest.mark.long),
+        {"lora": {"rank": 4, "alpha": 8.0}, "gradient_checkpointing": True},
     ],
     ids=["all", "lora"],
 )
+@pytest.mark.long
 async def test_two_ranks_compute_what_one_computes(model: Path, tmp_path: Path, knobs: dict[str, Any]) -> None:
     single = make_trainer(model, **KNOBS, **knobs)
     alone = [single.train_step(batch, version=version) for version, batch in enumerate(_batches())]
@@ -80,6 +81,7 @@ async def test_two_ranks_compute_what_one_computes(model: Path, tmp_path: Path, 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 async def test_death_of_a_rank_names_it_and_ends_the_others(model: Path) -> None:
     ranks = _ranks(model, num=2)
     await ranks.start()
@@ -93,6 +95,7 @@ async def test_death_of_a_rank_names_it_and_ends_the_others(model: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.long
 async def test_error_of_a_rank_reaches_the_caller_with_its_cause(model: Path) -> None:
     ranks = _ranks(model, num=1)
     await ranks.start()
