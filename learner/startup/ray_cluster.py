@@ -72,10 +72,18 @@ def _start_local() -> None:
     with _authenticated_by(token):
         # Without an address Ray would join any cluster of this machine. A folder below ours, as Ray makes its own open to all.
         # No prestarted workers: each of our actors has a runtime environment of its own, so that none could be reused.
-        _init(
-            address="local", include_dashboard=False, _temp_dir=str(_folder / "ray"),
-            _system_config={"prestart_worker_first_driver": False},
-        )  # fmt: skip
+        try:
+            _init(
+                address="local", include_dashboard=False, _temp_dir=str(_folder / "ray"),
+                _system_config={"prestart_worker_first_driver": False},
+            )  # fmt: skip
+        except (
+            Exception
+        ) as error:  # Ray raises nothing more special, when its processes take more than 30 s for example
+            raise UnderstudyError(
+                f"Ray must start on this machine, but did not: {error} End other programs if it is busy, then run the same "
+                f"command again"
+            ) from error
 
 
 def _own_folder(temp: Path) -> tuple[Path, int]:

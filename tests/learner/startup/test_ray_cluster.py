@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from buffers.errors import UnderstudyError
 from learner.startup import ray_cluster
 from tests.support.child_process import child_process, gone
 
@@ -136,3 +137,15 @@ def test_a_folder_that_is_too_deep_for_sockets_is_not_taken(tmp_path: Path, monk
     assert ray_cluster.temp_folder() == Path("/tmp")
     monkeypatch.setattr("tempfile.tempdir", "/dev/shm")
     assert ray_cluster.temp_folder() == Path("/dev/shm")
+
+
+def test_a_ray_that_does_not_start_is_one_line_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", fail)
+    with pytest.raises(UnderstudyError, match=r"Ray must start .* timed out during startup\. End other programs"):
+        ray_cluster.start("")
+    folder = ray_cluster._folder
+    ray_cluster.stop()
+    assert folder is not None and not folder.exists()
