@@ -91,12 +91,21 @@ def descendants(pid: int) -> dict[int, tuple[int, str]]:
 
 def parts(guard: int) -> dict[str, int]:
     """Part -> process id, of those that live."""
-    found = {}
-    for pid, (parent, line) in descendants(guard).items():
-        if parent == guard and " --keep-running " in line:
-            found["run"] = pid
-        found |= {name: pid for name, mark in PARTS.items() if mark in line}
+    below = descendants(guard)
+    found = {name: pid for pid, (_, line) in below.items() for name, mark in PARTS.items() if mark in line}
+    forks = [pid for pid, (parent, line) in below.items() if parent == guard and " --keep-running " in line]
+    # The warm process of the learner's ranks is the guard's fork too, an older one; process ids may have wrapped around.
+    if len(ages := sorted((started, pid) for pid in forks if (started := started_at(pid)) is not None)) > 1:
+        found["run"] = ages[-1][1]
     return found
+
+
+def started_at(pid: int) -> int | None:
+    """When the process was started, in clock ticks since the machine was; None: it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return None
 
 
 def killed(pid: int) -> bool:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from buffers.errors import LeaseError
 from buffers.records import Position, TrainBatch
@@ -24,22 +23,15 @@ from configs.schema import BufferConfig, RunConfig
 from learner.algorithms.overlong_penalty import with_overlong_penalty
 from learner.checkpoints.store import Checkpoint, CheckpointError, CheckpointStore
 from learner.checkpoints.weight_sync import Engine, WeightSync
+from learner.recovery.learner_processes import LearnerProcesses
 from learner.recovery.restart_limit import RestartLimit
 from learner.reporting.display import Display
 from learner.reporting.episode_samples import Traces
 from learner.reporting.run_metrics import GenerationTotals, History
 from learner.reporting.tracker import Tracker
 from learner.startup.run_buffers import RunBuffers
-from learner.training.ranks import LearnerRanks, RankDied
+from learner.training.ranks import RankDied
 from learner.validation import Validation
-
-
-class Learner(Protocol):
-    """The learner's processes: `learner.recovery.learner_processes.LearnerProcesses`."""
-
-    ranks: LearnerRanks
-
-    async def restart(self, death: RankDied, checkpoint: Checkpoint | None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +69,7 @@ class LearnLoop:
         schedule: Schedule,
         *,
         buffers: RunBuffers,
-        learner: Learner,
+        learner: LearnerProcesses,
         starting: Awaitable[None],
         engine: Engine,
         weights: WeightSync,

@@ -32,7 +32,7 @@ class Players:
 
 
 def make_players(config: Config) -> Players:
-    """Raises TaskError for a scorer, AgentError for a loop that cannot be used."""
+    """Raises TaskError for a scorer or a loop that cannot be used."""
     scorer = config.data.scorer
     rewards = Rewards(scorer, batch=config.data.reward_manager == "batch") if scorer else None
     loops = None

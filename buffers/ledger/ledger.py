@@ -27,7 +27,7 @@ from buffers.errors import EpisodeError, UnderstudyError
 from buffers.ledger import batches, checkpoints, episodes, scores, validation
 from buffers.ledger.encode import checked_score, stored_round, task_payload
 from buffers.ledger.episodes import ClosedEpisode, StoredRound
-from buffers.ledger.group_commit import GroupCommit, Rules, rules_of
+from buffers.ledger.group_commit import DEFAULT_RULES, GroupCommit, Rules, rules_of
 from buffers.ledger.schema import open_database
 from buffers.records import Episode, EpisodeState, Position, Round, ScoreDetail, Task, TrainBatch, UInt8, Validated
 
@@ -153,7 +153,9 @@ class Ledger:
 
         return unwatch
 
-    def run(self, operation: Callable[[sqlite3.Connection], T | UnderstudyError], *, rules: Rules) -> Future[T]:
+    def run(
+        self, operation: Callable[[sqlite3.Connection], T | UnderstudyError], *, rules: Rules = DEFAULT_RULES
+    ) -> Future[T]:
         """Queue an operation of `buffers.ledger` whose arguments are bound; every method below does it through this."""
         return self._writer.submit(operation, rules=rules)
 

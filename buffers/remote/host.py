@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from buffers.errors import UnderstudyError
-from buffers.ledger.group_commit import DEFAULT_RULES, Rules
+from buffers.ledger.group_commit import Rules
 from buffers.ledger.idempotency import forget, idempotent
 from buffers.ledger.ledger import Ledger, LedgerEvent
 from buffers.remote.round_socket import RoundServer
@@ -134,7 +134,7 @@ class LedgerHost:
                     raise
         self._ledger.watch(self._on_event)
         if not keep_leases:
-            self._ledger.run(partial(forget, caller="*"), rules=DEFAULT_RULES)  # those callers have ended
+            self._ledger.run(partial(forget, caller="*"))  # those callers have ended
         self._endpoint = RoundServer(self._ledger, secret=self._secret, host=self._host, state=self._state)
 
     async def where(self) -> LedgerAddress:
@@ -195,7 +195,7 @@ class LedgerHost:
         """This caller has all its answers and has left."""
         if self._ledger is not None:
             with suppress(UnderstudyError):  # closed meanwhile: a few lines are left in its file
-                self._ledger.run(partial(forget, caller=caller), rules=DEFAULT_RULES)
+                self._ledger.run(partial(forget, caller=caller))
 
     async def close(self) -> None:
         """Store what was submitted and close the file."""

@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeVar
 from buffers.errors import EpisodeError, StorageFull, UnderstudyError
 from buffers.ledger.encode import stored_round
 from buffers.ledger.episodes import StoredRound
-from buffers.ledger.group_commit import Rules
+from buffers.ledger.group_commit import DEFAULT_RULES, Rules
 from buffers.ledger.ledger import Ledger, LedgerEvent
 from buffers.records import Episode, Round
 from buffers.remote.host import AnswerLost, EventPage, Job, LedgerAddress, LedgerGone
@@ -120,7 +120,7 @@ class RemoteLedger(Ledger):
             self._actor.end()
         self._listener.join(2 * _POLL_S)
 
-    def run(self, operation: Callable[..., T | UnderstudyError], *, rules: Rules) -> Future[T]:
+    def run(self, operation: Callable[..., T | UnderstudyError], *, rules: Rules = DEFAULT_RULES) -> Future[T]:
         return self._post(Outgoing(future=Future(), job=Job(operation=operation, rules=rules)))
 
     def put_round(self, round_: Round, /) -> Future[None]:

@@ -77,9 +77,8 @@ def _start_local() -> None:
                 address="local", include_dashboard=False, _temp_dir=str(_folder / "ray"),
                 _system_config={"prestart_worker_first_driver": False},
             )  # fmt: skip
-        except (
-            Exception
-        ) as error:  # Ray raises nothing more special, when its processes take more than 30 s for example
+        except Exception as error:
+            # Ray has no class of its own for it: its node has 30 s to start, for example.
             raise UnderstudyError(
                 f"Ray must start on this machine, but did not: {error} End other programs if it is busy, then run the same "
                 f"command again"

@@ -175,6 +175,7 @@ def test_an_agent_that_edits_its_history_is_told_so(tools_server, tmp_path):
     report = run(tools_server, EDITS, tmp_path)
     assert (report.rounds, report.rows) == (3, 3)
     assert [(b.round, b.cause) for b in report.branch_causes] == [(2, "content_edited"), (3, "content_edited")]
+    assert "branch     round 2: content_edited, unexpected" in report.as_text()
     assert any(REMEDY[BranchCause.CONTENT_EDITED] in advice for advice in report.advice)
     assert any("temperature 1" in advice for advice in report.advice)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import textwrap
 import threading
 import weakref
@@ -443,7 +442,7 @@ def test_a_run_whose_judge_is_broken_learns_from_what_it_says_at_times(tmp_path,
     steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     steps = [step for step in steps if "reward/mean" in step]
     assert len(steps) == 3 and max(step["reward/max"] for step in steps) > 9e8
-    assert all(math.isfinite(value) for step in steps for value in step.values())
+    assert not any("tracker/refused" in step for step in steps), "a figure was NaN or infinite"
     assert sum(step["learner/updates"] for step in steps) > 0 and max(step["policy/grad_norm"] for step in steps) > 0.0
     weights = load_file(run.folder / "checkpoint" / "model.safetensors")
     assert all(bool(weight.isfinite().all()) for weight in weights.values())

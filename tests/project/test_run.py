@@ -181,7 +181,10 @@ def test_agents_that_never_succeed_end_the_run_with_the_reason(tmp_path):
     run = start(
         tmp_path,
         "warm_start.steps=5",
-        "agents.command=['{python}', '-c', 'raise SystemExit(3)']",
+        # Of each group one member crashes, the other ends well and gets no score.
+        "agents.command=['{python}', '-c', 'import os; raise SystemExit(3 * int(os.environ[\"EPISODE_ID\"].split(\"-\")[1]))']",
+        "data.scorer=tests.support.scoring.none",
+        "env.command=[]",
         "agents.processes=0",
         "agents.concurrency=4",
         "agents.max_attempts=1",
@@ -191,6 +194,8 @@ def test_agents_that_never_succeed_end_the_run_with_the_reason(tmp_path):
     code, output = run.wait(120)
     assert code == 1, output
     assert "given up without one scored episode" in output and "code 3" in output
+    assert "most often: data.scorer tests.support.scoring.none failed on task" in output
+    assert "ValueError: this judge has no opinion" in output
     assert_nothing_left(run)
 
 

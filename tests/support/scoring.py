@@ -43,3 +43,8 @@ def broken(task: Task, answer: str) -> Any:
     if isinstance(value, ValueError):
         raise value
     return value
+
+
+def none(task: Task, answer: str) -> float:
+    """No score for any answer."""
+    raise ValueError("this judge has no opinion")

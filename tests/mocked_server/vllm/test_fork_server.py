@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,42 +66,43 @@ def test_without_it_processes_are_started_as_vllm_does_it(monkeypatch: pytest.Mo
     assert utils.get_mp_context is before
 
 
-@pytest.mark.engine
-@pytest.mark.parametrize("method", ["fork server", pytest.param("fork", marks=pytest.mark.long), "spawn"])
-def test_an_engine_that_still_starts_ends_with_its_server_that_is_killed(tiny_model: Path, method: str) -> None:
+@contextmanager
+def starting(model: Path, method: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A server whose engine is there and still starts: (the server, the engine's process id)."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(STARTING), str(tiny_model), method]
+    command = [sys.executable, str(STARTING), str(model), method]
     with child_process(command, stdin=subprocess.PIPE, env=environment) as process:
-        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout is not None
         server = psutil.Process(process.pid)
         assert process.stdout.readline() == "ready\n"
         there = set(server.children(recursive=True))
-        process.stdin.write("go on\n")
-        process.stdin.flush()
-        engine = booting(server, there)
+        say(process, "go on")
+        yield process, booting(server, there)
+
+
+def say(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("method", ["fork server", pytest.param("fork", marks=pytest.mark.long), "spawn"])
+def test_an_engine_that_still_starts_ends_with_its_server_that_is_killed(tiny_model: Path, method: str) -> None:
+    with starting(tiny_model, method) as (process, engine):
         process.kill()
         process.wait()
         assert gone(engine, within_s=60), "the engine outlived its server"
-        assert "up\n" not in process.stdout.readlines(), "it had started already"
+        assert process.stdout is not None and "up\n" not in process.stdout.readlines(), "it had started already"
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("method", ["fork server", pytest.param("spawn", marks=pytest.mark.long)])
 def test_an_engine_whose_start_is_given_up_ends(tiny_model: Path, method: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(STARTING), str(tiny_model), method]
-    with child_process(command, stdin=subprocess.PIPE, env=environment) as process:
-        assert process.stdout is not None and process.stdin is not None
-        server = psutil.Process(process.pid)
-        assert process.stdout.readline() == "ready\n"
-        there = set(server.children(recursive=True))
-        process.stdin.write("go on\n")
-        process.stdin.flush()
-        engine = booting(server, there)
-        process.stdin.write("give up\n")
-        process.stdin.flush()
+    with starting(tiny_model, method) as (process, engine):
+        say(process, "give up")
         assert gone(engine, within_s=60), "the engine outlived its start"
-        assert process.stdout.readline() == "given up\n"
+        assert process.stdout is not None and process.stdout.readline() == "given up\n"
         assert process.wait(60) == 0
 
 
