@@ -61,7 +61,9 @@ class AgentLoopOutput(BaseModel):
     routed_experts: None = None
     """verl's; experts are not replayed here."""
     reward_score: float | None = None
-    """None: `data.scorer` judges, or the tools do."""
+    """The trajectory's own score. None: `data.scorer` judges, or the tools do; or it shares that of the others."""
+    step_rewards: list[float] | None = None
+    """One reward for each answer of the model, in order, beside the score: credited to that answer and those before it."""
     num_turns: int = 0
     """Chat turns, prompt included: user, assistant, tool."""
     metrics: AgentLoopMetrics = Field(default_factory=AgentLoopMetrics)

@@ -32,7 +32,11 @@ from env_adapters.scoring.scorers import ProgramOutput
 logger = logging.getLogger(__name__)
 
 MAX_CRASHES = 5
-"""Crashes of a long-lived program in a row, with no episode finished in between, that end the run."""
+"""Ends of a long-lived program in a row, with no episode finished in between, that end the run."""
+ASK_AGAIN = (
+    "such a program asks TASKS_URL for one task after the other until it answers 410: agents.processes=0 starts a fresh "
+    "program for each episode; "
+)
 LEASE_WAIT_S = 3600.0
 LARGE_TASK_BYTES = 100_000
 """A larger task is not in the environment, where a variable holds at most 128 KiB on Linux."""
@@ -86,6 +90,11 @@ class EpisodeService(Protocol):
         """Episodes scored so far."""
         ...
 
+    @property
+    def has_ended(self) -> bool:
+        """No more tasks will be given out."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentPlace:
@@ -126,7 +135,8 @@ def check_command(command: Sequence[str]) -> list[str]:
 
 
 class LongLivedAgents:
-    """`processes` programs that lease tasks until there are none; crashed ones are started again."""
+    """`processes` programs that lease tasks until there are none. One that ends before, with any exit code, is started again;
+    one that does so again and again without a score in between ends the run."""
 
     def __init__(
         self, command: Sequence[str], *, place: AgentPlace, service: EpisodeService, processes: int, concurrency: int
@@ -139,7 +149,7 @@ class LongLivedAgents:
         self.crashes = 0
 
     async def run(self) -> None:
-        """Runs until every program ended with exit code 0. Cancelling stops the programs."""
+        """Runs until there are no more tasks and every program has ended. Cancelling stops the programs."""
         async with asyncio.TaskGroup() as tasks:
             for index in range(self._processes):
                 tasks.create_task(self._keep_running(index), name=f"agent {index}")
@@ -156,7 +166,7 @@ class LongLivedAgents:
                 code = await child.wait()
             finally:
                 await child.stop()
-            if code == 0:
+            if code == 0 and self._service.has_ended:
                 return
             self.crashes += 1
             await self._service.fail_all(f"agent exited with code {code}", worker=name)
@@ -166,7 +176,7 @@ class LongLivedAgents:
             if in_a_row >= MAX_CRASHES:
                 raise AgentError(
                     f"agents.command ended {in_a_row} times in a row without finishing an episode (exit code {code}); "
-                    f"its log {child.log} ends:\n{child.log_tail()}"
+                    f"{ASK_AGAIN if code == 0 else ''}its log {child.log} ends:\n{child.log_tail()}"
                 )
 
 

@@ -107,8 +107,8 @@ def _fates(ledger: Path) -> dict[str, str]:
 
 
 def _fate(state: str, *, group: str, reason: str | None) -> str:
-    if state in ("stale", "failed"):
-        return state
+    if state == "failed":
+        return "failed"
     if group == "evicted":
         return "stale" if reason == "stale" else "failed"
     return "trained" if group == "trained" else "unfinished"

@@ -125,7 +125,7 @@ class MultiRoundBufferDataset(torch.utils.data.IterableDataset[TrainBatch]):  # 
             self._waiting.remove(woken)
 
     async def sample(self, num_groups: int, *, min_version: int) -> TrainBatch:
-        """Wait for a full batch of `num_groups` groups without a token older than `min_version`."""
+        """Wait for a full batch of `num_groups` groups, each with a token of `min_version` or later."""
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
 

@@ -20,13 +20,12 @@ UInt8 = npt.NDArray[np.uint8]
 
 
 class EpisodeState(StrEnum):
-    """PENDING -> RUNNING -> SCORED | FAILED | STALE. A failed episode may be retried as a new attempt (a new episode)."""
+    """PENDING -> RUNNING -> SCORED | FAILED. A failed episode may be retried as a new attempt (a new episode)."""
 
     PENDING = "pending"
     RUNNING = "running"
     SCORED = "scored"
     FAILED = "failed"
-    STALE = "stale"
 
 
 class GroupState(StrEnum):
@@ -44,8 +43,8 @@ class GroupState(StrEnum):
     VALIDATED = "validated"
 
 
-HIDDEN = frozenset({"answer", "ground_truth", "interaction_kwargs", "reward_model", "solution", "tools_kwargs"})
-"""Keys of `extra_info` that hold the answer in verl's data sets: for scorers, environments and tools in this project."""
+HIDDEN = frozenset({"answer", "ground_truth", "hint", "interaction_kwargs", "reward_model", "solution", "tools_kwargs"})
+"""Keys of `extra_info` that hold the answer in verl's data sets, or a hint at it: not for agents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +52,7 @@ class Task:
     """One parquet row, in verl's columns."""
 
     task_id: str
-    """Unique in the run: `<file stem>:<row number>` unless the row has an `extra_info.index`-free id of its own."""
+    """Unique in the run: `<file stem>:<row number>` unless the row has a `task_id` of its own."""
     prompt: list[dict[str, Any]]
     """Chat messages, each with `role` and `content`."""
     data_source: str = "unknown"
@@ -159,6 +158,8 @@ class ScoreDetail:
     """False: other judges of the episode follow, it does not end yet."""
     revise: bool = False
     """Replaces what this judge said before, while the episode's group is not in a batch."""
+    hint: str = ""
+    """What this judge would have told the policy before it answered; `learner.advantage=cpo` learns from it."""
 
     def __post_init__(self) -> None:
         if self.round_index is not None and self.branch is not None:
@@ -174,6 +175,10 @@ class EpisodeScores:
     """Scores by a round that the branch trains; the last of several counts."""
     rounds: dict[int, float] = field(default_factory=dict)
     """Scores by round."""
+    judges: dict[str, float] = field(default_factory=dict)
+    """Scores of the whole episode by judge."""
+    hint: str | None = None
+    """The judges' hint, the last one of several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +208,11 @@ class Row:
     greedy: bool = False
     """Sampled at temperature 0: the baseline of its group, never trained."""
     hint: str | None = None
-    """A hint for the task, which the policy did not see."""
+    """A hint for the task, which the policy did not see: of a judge, or of the task's `extra_info`."""
+    judges: dict[str, float] = field(default_factory=dict)
+    """The episode's score by judge; `score` is their mean."""
+    truncated: bool = False
+    """An answer that this row trains was cut off at its largest number of tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -250,12 +259,13 @@ class TrainBatch:
 
     @property
     def scores(self) -> Float32:
-        """[E] one score per episode, in first-seen order."""
+        """[E] one score per episode that is trained, in first-seen order."""
         seen: dict[str, float] = {}
         for row in self.rows:
-            seen.setdefault(row.episode_id, row.score)
+            if not row.greedy:
+                seen.setdefault(row.episode_id, row.score)
         return np.array(list(seen.values()), dtype=np.float32)
 
     @property
     def num_trained_tokens(self) -> int:
-        return sum(row.num_trained for row in self.rows)
+        return sum(row.num_trained for row in self.rows if not row.greedy)

@@ -11,12 +11,15 @@ has mask 1 exactly once, and `ids` is the exact concatenation of tail and sample
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from buffers.records import EpisodeScores, Round, Row
 
 ABORTED = "abort"
+CUT = "length"
+"""The answer reached its largest number of tokens."""
 ABANDONED = "abandoned"
 """The agent hung up after it had read some of the answer: what was sampled is trained, as an answer that ended there."""
 
@@ -26,7 +29,7 @@ def is_trainable(finish_reason: str, *, num_trained: int) -> bool:
     return finish_reason != ABORTED and num_trained > 0
 
 
-def episode_rows(rounds: Sequence[Round], *, group_id: int, scores: EpisodeScores) -> list[Row]:
+def episode_rows(rounds: Sequence[Round], *, group_id: int, scores: EpisodeScores, greedy: bool = False) -> list[Row]:
     """The training rows of one episode, in order of arrival of their leaves; rows that train nothing are dropped.
 
     `rounds`: all rounds of the episode in any order. Raises ValueError when a parent is missing or was aborted.
@@ -41,7 +44,11 @@ def episode_rows(rounds: Sequence[Round], *, group_id: int, scores: EpisodeScore
             trained |= fresh
             branches.append((path, fresh))
     return [
-        _row(path, fresh=fresh, group_id=group_id, scores=scores, loss_weight=1.0 / len(branches))
+        replace(
+            _row(path, fresh=fresh, group_id=group_id, scores=scores),
+            loss_weight=1.0 / len(branches),
+            greedy=greedy,
+        )
         for path, fresh in branches
     ]
 
@@ -69,7 +76,7 @@ def _path(leaf: Round, *, rounds: dict[int, Round]) -> list[Round]:
     return path[::-1]
 
 
-def _row(path: list[Round], *, fresh: set[int], group_id: int, scores: EpisodeScores, loss_weight: float) -> Row:
+def _row(path: list[Round], *, fresh: set[int], group_id: int, scores: EpisodeScores) -> Row:
     num_tokens = sum(len(round_.tail_ids) + len(round_.sampled_ids) for round_ in path)
     ids = np.empty(num_tokens, dtype=np.int32)
     mask = np.zeros(num_tokens, dtype=np.uint8)
@@ -98,9 +105,11 @@ def _row(path: list[Round], *, fresh: set[int], group_id: int, scores: EpisodeSc
         logprobs=logprobs,
         versions=versions,
         rounds=indices,
-        loss_weight=loss_weight,
         branch_score=next(
             (scores.branches[index] for index in sorted(fresh, reverse=True) if index in scores.branches), None
         ),
         round_scores={index: scores.rounds[index] for index in sorted(fresh) if index in scores.rounds},
+        hint=scores.hint,
+        judges=scores.judges,
+        truncated=any(round_.finish_reason == CUT for round_ in path if round_.round_index in fresh),
     )

@@ -36,7 +36,8 @@ class Step:
     """What the environment says next, each with `role` and `content`; may be empty when it is done."""
     done: bool
     reward: float | None = None
-    """Reward of this step alone, where the environment has one; the episode's is `score`."""
+    """The part of the episode's `score` that this step earned, where the environment has one: answers after it are not credited
+    with it."""
 
 
 class EnvAdapter(ABC):

@@ -4,7 +4,7 @@ Loop row: takes a prompt from `BufferDataset` (waits: one prompt); gives a reply
 unblocked by agents' requests. Every generation of every dialect is recorded here, and only here.
 
 Invariants: a round is on disk before its last output leaves for the agent: what an agent received is known after a crash; no
-request, whatever it holds, ends the loop or another request.
+request, whatever it holds, ends the loop or another request; nothing is generated for an episode that failed.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from buffers.errors import EngineError, EpisodeError, RequestFailed, RequestRefused, UnderstudyError
+from buffers.errors import EngineError, EpisodeClosed, EpisodeError, RequestFailed, RequestRefused, UnderstudyError
 from buffers.prompt_queue import Prompt, PromptQueue, QueueClosed, Response
-from buffers.records import Round
+from buffers.records import EpisodeState, Round
 from buffers.token_tree import TokenTree
 from buffers.training_rows import ABANDONED, ABORTED
 from mocked_server.answer_recorder import AnswerRecorder
@@ -67,6 +68,8 @@ class _Answer:
     is_sent: bool = False
     """Some of it has left for the agent."""
     is_stored: bool = False
+    task: asyncio.Task[None] | None = None
+    """What serves it."""
 
     def __post_init__(self) -> None:
         self.restart()
@@ -129,6 +132,8 @@ class Generation:
         self._rounds = rounds
         self._blame = blame
         self._trees: dict[str, TokenTree] = {}
+        self._answers: defaultdict[str, list[_Answer]] = defaultdict(list)
+        """Episode -> its answers that are generated now."""
         self._deaths: dict[str, set[int]] = {}
         """Episode -> the lives of the engine that ended while it had a request under way; until it is served alone."""
         self._alone = asyncio.Lock()
@@ -157,6 +162,8 @@ class Generation:
         """
         reply = prompt.reply
         answer = _Answer(prompt)
+        answer.task = asyncio.current_task()
+        self._answers[prompt.episode_id or ""].append(answer)
         self.stats.started(time.monotonic())
         try:
             await self._answer(answer)
@@ -182,6 +189,9 @@ class Generation:
                 EngineError(f"generation for request {prompt.request_id} ended; the engine or the server is going down")
             )
             self._deaths.pop(prompt.request_id, None)
+            self._answers[prompt.episode_id or ""].remove(answer)
+            if not self._answers[prompt.episode_id or ""]:
+                del self._answers[prompt.episode_id or ""]
             self.stats.ended(time.monotonic())
 
     async def _answer(self, answer: _Answer) -> None:
@@ -278,10 +288,18 @@ class Generation:
         """Take over an episode of an earlier process, which has these rounds."""
         self._trees[episode_id] = TokenTree(episode_id, rounds=rounds)
 
-    def forget(self, episode_id: str) -> None:
-        """The episode ended: its token tree is in the buffer."""
+    def forget(self, episode_id: str, reason: str) -> None:
+        """The episode ended: its token tree is in the buffer. Unless it was scored, what is generated for it now is given up."""
         self._trees.pop(episode_id, None)
         self._deaths.pop(episode_id, None)
+        if reason == EpisodeState.SCORED:  # its agent may still read the end of its last answer
+            return
+        for answer in self._answers.get(episode_id, ()):
+            if not answer.is_stored and answer.task is not None:
+                answer.is_stored = True  # there is no episode to store it for
+                self.stats.late += 1
+                answer.prompt.reply.fail(EpisodeClosed(f"episode {episode_id} ended ({reason}); lease a new one"))
+                answer.task.cancel()
 
     def _stored(self, future: Future[None]) -> None:
         error = future.exception()

@@ -30,7 +30,7 @@ from buffers.tasks.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
 from mocked_server.conversation.live_episodes import Episodes
-from mocked_server.conversation.loop_trajectories import LoopPlayer, left_out
+from mocked_server.conversation.loop_trajectories import LoopPlayer, left_out, part_scores
 from mocked_server.conversation.restored_rounds import remember
 from mocked_server.dispatch import AGENTS, PLAIN, Dispatch, Others, Play, ScoreFn
 from mocked_server.http.attribution import Attribution
@@ -85,8 +85,8 @@ class MockedServer:
         self.env_address = ""
         """HOST:PORT of the environment, told to agents with each lease."""
         self.num_scored = 0
-        self.on_ended: Callable[[str], object] = lambda _: None
-        """Called with the id of each episode that ended, however it did."""
+        self.on_ended: Callable[[str, str], object] = lambda *_: None
+        """Called with the id of each episode that ended, and how it did: scored, failed or closed."""
         self._endings: dict[str, asyncio.Event] = {}
         self._failing: set[asyncio.Task[None]] = set()
         self._args = args
@@ -257,6 +257,8 @@ class MockedServer:
         played = await self._loops.play(episode.task, api_key=leased.api_key, seed=episode.seed)
         if some := left_out(live, played.outputs):
             await asyncio.wrap_future(self.pool.mask_tokens(episode.episode_id, some))
+        tell = partial(self.notify_score, episode.episode_id, wait_for_disk=True)
+        await asyncio.gather(*(tell(score, detail=detail) for score, detail in part_scores(live, played.outputs)))
         return played.score
 
     def open_episode(self, episode: Episode, *, worker: str | None = None) -> LeasedEpisode:
@@ -289,7 +291,8 @@ class MockedServer:
                 if not wait_for_disk:
                     raise
             await asyncio.sleep(FULL_S)
-        if stored is not False:
+        ends = detail is None or (detail.final and detail.round_index is None and detail.branch is None)
+        if stored is not False and ends:
             self.num_scored += 1
         return stored is not False
 
@@ -310,11 +313,16 @@ class MockedServer:
             await self.fail(episode_id, reason)
 
     def close_episode(self, episode_id: str, reason: str) -> None:
-        """The pool says that an episode ended (scored, failed, stale): its key opens nothing any more."""
+        """The pool says that an episode ended (scored, failed): its key opens nothing any more."""
         self.episodes.close(episode_id, reason)
         if (ended := self._endings.pop(episode_id, None)) is not None:
             ended.set()
-        self.on_ended(episode_id)
+        self.on_ended(episode_id, reason)
+
+    @property
+    def has_ended(self) -> bool:
+        """No more tasks will be given out."""
+        return self.pool.is_closed
 
     async def wait_ended(self, episode_id: str) -> None:
         """Wait until the episode has ended, in any way."""

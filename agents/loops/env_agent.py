@@ -112,7 +112,7 @@ class _Episode:
         step = await self._adapter.step(text)
         self._trajectory.metrics.tool_calls += time.monotonic() - began
         self._num_steps += 1
-        self._step_rewards += [] if step.reward is None else [step.reward]
+        self._step_rewards.append(step.reward or 0.0)
         return step
 
     async def _output(self, *, done: bool) -> AgentLoopOutput:
@@ -121,13 +121,19 @@ class _Episode:
         self._trajectory.metrics.compute_score = time.monotonic() - began
         return self._trajectory.output(
             reward_score=score,
+            step_rewards=_beside(self._step_rewards),
             num_turns=2 * self._num_steps,
-            extra_fields={"step_rewards": self._step_rewards, "env_done": done},
+            extra_fields={"turn_scores": self._step_rewards, "env_done": done},
         )
 
     def _short(self, messages: list[Message]) -> list[Message]:
         most = self._settings.max_observation_chars
         return [{**message, "content": truncate(message["content"], limit=most, side="middle")} for message in messages]
+
+
+def _beside(rewards: list[float]) -> list[float]:
+    """Rewards that are parts of the score as rewards beside it: earned at their steps, and taken off at the last one again."""
+    return [*rewards[:-1], rewards[-1] - sum(rewards)]
 
 
 def _task(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -109,6 +109,7 @@ class _Episode:
         self._user_turns = 0
         self._assistant_turns = 0
         self._turn_scores: list[float] = []
+        self._step_rewards: list[float] = []
         self._error: str | None = None
 
     async def play(self, messages: list[dict[str, Any]]) -> None:
@@ -126,11 +127,13 @@ class _Episode:
         """The trajectory so far."""
         return self._trajectory.output(
             num_turns=1 + self._user_turns + self._assistant_turns,
+            step_rewards=self._step_rewards,
             extra_fields={"turn_scores": self._turn_scores, "tool_rewards": rewards, "tool_error": self._error},
         )
 
     async def _answer(self) -> list[int]:
         self._assistant_turns += 1
+        self._step_rewards.append(0.0)
         return await self._trajectory.generate()
 
     async def _calls(self, answer: list[int]) -> list[FunctionCall] | None:
@@ -164,4 +167,5 @@ class _Episode:
         if not outcome.ok:
             self._error = f"{call.name}: {outcome.error}"
         self._turn_scores.append(outcome.reward)
+        self._step_rewards[-1] += outcome.reward
         return outcome.text

@@ -88,9 +88,14 @@ class Trajectory:
         return len(self._mask) >= self._room
 
     def output(
-        self, *, num_turns: int, reward_score: float | None = None, extra_fields: dict[str, Any]
+        self,
+        *,
+        num_turns: int,
+        step_rewards: Sequence[float],
+        reward_score: float | None = None,
+        extra_fields: dict[str, Any],
     ) -> AgentLoopOutput:
-        """The trajectory so far."""
+        """The trajectory so far. `step_rewards`: one for each answer."""
         split = len(self._ids) - len(self._mask)
         return AgentLoopOutput(
             prompt_ids=self._ids[:split],
@@ -98,6 +103,7 @@ class Trajectory:
             response_mask=self._mask,
             response_logprobs=self._logprobs,
             reward_score=reward_score,
+            step_rewards=list(step_rewards) if any(step_rewards) else None,
             num_turns=num_turns,
             metrics=self.metrics,
             extra_fields=extra_fields,

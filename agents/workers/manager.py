@@ -33,7 +33,7 @@ ScoreFn = Callable[[Task, str], float | Awaitable[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopOutcome:
-    """An episode that a loop has played."""
+    """An episode that a loop has played. `score`: the mean of its trajectories', where they have scores of their own."""
 
     score: float
     outputs: tuple[AgentLoopOutput, ...]
@@ -184,8 +184,8 @@ class AgentLoopManager:
     async def _judge(self, task: Task, result: LoopResult) -> float:
         """The loop's own reward, or the scorer's, or what the tools say."""
         last = result.outputs[-1]
-        if last.reward_score is not None:
-            return last.reward_score
+        if own := [each.reward_score for each in result.outputs if each.reward_score is not None]:
+            return sum(own) / len(own)
         if self._score_fn is not None:
             outcome = self._score_fn(task, result.answer)
             return await outcome if isinstance(outcome, Awaitable) else outcome

@@ -47,7 +47,7 @@ class Buffer(Protocol):
     def claim(self, num_groups: int, *, min_version: int) -> Future[TrainBatch | None]: ...
     def commit_step(self, lease_id: int, *, step: int, version: int) -> Future[int]: ...
     def release(self, lease_id: int) -> Future[int]: ...
-    def evict_stale(self, min_version: int) -> Future[list[str]]: ...
+    def evict_stale(self, min_version: int) -> Future[int]: ...
     def position(self) -> Future[Position]: ...
     def restore(self, target: Position) -> Future[int]: ...
 
@@ -199,17 +199,24 @@ def a_step_is_committed_once_and_answers_again(site: Site) -> None:
         assert buffer.balance()["trained"] == 1 and buffer.balance()["leased"] == 1
 
 
-def a_stale_token_never_enters_a_batch(site: Site) -> None:
+def a_group_whose_tokens_are_all_too_old_never_enters_a_batch(site: Site) -> None:
     with site.open() as buffer:
         ready(buffer, task=0, version=0)
         fresh = ready(buffer, task=1, version=2)
         batch = buffer.claim(1, min_version=1).result()
         assert batch is not None and batch.group_ids == (fresh,)
-        old, other = running(buffer, task=2, size=2)
-        buffer.put_round(a_round(old)).result()
-        assert sorted(buffer.evict_stale(1).result()) == sorted([old.episode_id, other.episode_id])
-        refused(EpisodeClosed, lambda: buffer.notify_score(other.episode_id, 1.0))
         assert buffer.balance()["evicted"] == 1
+        old, long = running(buffer, task=2, size=2)
+        score(buffer, old, value=1.0)
+        buffer.put_round(a_round(long)).result()
+        assert buffer.evict_stale(1).result() == 0, "what it samples from now on is fresh"
+        buffer.put_round(a_round(long, index=1, parent=0, version=1)).result()
+        buffer.notify_score(long.episode_id, 0.0).result()
+        assert buffer.evict_stale(1).result() == 0
+        batch = buffer.claim(1, min_version=1).result()
+        assert batch is not None and {version for row in batch.rows for version in row.versions.tolist()} == {-1, 0, 1}
+        ready(buffer, task=3, version=1)
+        assert buffer.evict_stale(2).result() == 1
         balanced(buffer)
 
 
@@ -326,7 +333,7 @@ RULES: tuple[Rule, ...] = (
     the_oldest_groups_are_claimed_first_and_a_batch_is_full_or_none,
     a_batch_that_was_given_back_is_claimed_first_and_as_it_was,
     a_step_is_committed_once_and_answers_again,
-    a_stale_token_never_enters_a_batch,
+    a_group_whose_tokens_are_all_too_old_never_enters_a_batch,
     going_back_gives_back_what_was_trained_after_the_checkpoint,
     what_was_acknowledged_survives_closing_and_a_lease_does_not,
 )

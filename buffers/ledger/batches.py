@@ -24,19 +24,27 @@ STALE = "stale"
 
 @operation(transient=True)
 def claim(db: sqlite3.Connection, *, num_groups: int, min_version: int) -> TrainBatch | None:
-    """Lease `num_groups` ready groups, those that were given back first, then the oldest; before that, evict ready groups with a
-    token older than `min_version`."""
-    _evict_ready(db, min_version=min_version)
-    group_ids = _next_groups(db, num_groups=num_groups)
-    if len(group_ids) < num_groups:
+    """Lease `num_groups` ready groups, those that were given back first, then the oldest; before that, evict ready groups whose
+    tokens are all older than `min_version`."""
+    evict_stale(db, min_version=min_version)
+    while len(group_ids := _next_groups(db, num_groups=num_groups)) == num_groups:
+        rows = {group_id: group_rows(db, group_id=group_id) for group_id in group_ids}
+        # Tokens may have been left out since they were counted.
+        stale = [group_id for group_id in group_ids if not _is_fresh(rows[group_id], min_version=min_version)]
+        if not stale:
+            break
+        for group_id in stale:
+            _evict(db, group_id=group_id)
+    else:
         return None
     lease_id = int(db.execute("INSERT INTO lease(state) VALUES ('active')").lastrowid or 0)
     db.executemany(
         "UPDATE grp SET state = 'leased', lease_id = ?, replay = NULL WHERE group_id = ?",
         [(lease_id, gid) for gid in group_ids],
     )
-    rows = [row for group_id in group_ids for row in group_rows(db, group_id=group_id)]
-    return TrainBatch(rows=rows, lease_id=lease_id, group_ids=group_ids)
+    return TrainBatch(
+        rows=[row for group_id in group_ids for row in rows[group_id]], lease_id=lease_id, group_ids=group_ids
+    )
 
 
 @operation(repeatable=True)
@@ -70,18 +78,17 @@ def release(db: sqlite3.Connection, *, lease_id: int) -> int:
     return _give_back(db, lease_id=lease_id, state="released")
 
 
-def evict_stale(db: sqlite3.Connection, *, min_version: int) -> list[str]:
-    """Evict ready and open groups with a token older than `min_version`; returns the episodes that this ended."""
-    _evict_ready(db, min_version=min_version)
-    found = db.execute(
-        "SELECT DISTINCT grp.group_id FROM grp JOIN episode USING (group_id) WHERE grp.state = 'open' "
-        "AND episode.state IN ('running', 'scored') AND episode.min_version < ? ORDER BY grp.group_id",
+def evict_stale(db: sqlite3.Connection, *, min_version: int) -> int:
+    """Evict ready groups whose tokens are all older than `min_version`; returns how many. Open groups stay: what their running
+    members sample from now on is fresh."""
+    found = db.execute(  # named: the planner would walk all ready groups instead
+        "SELECT group_id FROM grp INDEXED BY grp_ready_by_version "
+        "WHERE state = 'ready' AND max_version < ? ORDER BY group_id",
         (min_version,),
     ).fetchall()
-    ended: list[str] = []
     for (group_id,) in found:
-        ended += _evict(db, group_id=group_id)
-    return ended
+        _evict(db, group_id=group_id)
+    return len(found)
 
 
 @operation(repeatable=True)
@@ -128,19 +135,12 @@ def _give_back(db: sqlite3.Connection, *, lease_id: int, state: str) -> int:
     return cursor.rowcount
 
 
-def _evict_ready(db: sqlite3.Connection, *, min_version: int) -> None:
-    # Named: the planner would walk all ready groups instead.
-    found = db.execute(
-        "SELECT group_id FROM grp INDEXED BY grp_ready_by_version "
-        "WHERE state = 'ready' AND min_version < ? ORDER BY group_id",
-        (min_version,),
-    ).fetchall()
-    for (group_id,) in found:
-        _evict(db, group_id=group_id)
+def _is_fresh(rows: list[Row], *, min_version: int) -> bool:
+    return any(bool((row.versions >= min_version).any()) for row in rows if not row.greedy)
 
 
-def _evict(db: sqlite3.Connection, *, group_id: int) -> list[str]:
-    return evict_group(db, group_id=group_id, reason=STALE, member_state=EpisodeState.STALE, member_reason=STALE)
+def _evict(db: sqlite3.Connection, *, group_id: int) -> None:
+    evict_group(db, group_id=group_id, reason=STALE, member_state=EpisodeState.FAILED, member_reason=STALE)
 
 
 def _check_active(db: sqlite3.Connection, *, lease_id: int) -> None:
@@ -151,13 +151,20 @@ def _check_active(db: sqlite3.Connection, *, lease_id: int) -> None:
 
 
 def group_rows(db: sqlite3.Connection, *, group_id: int) -> list[Row]:
+    """The rows of a group's scored members, with the hint of the task or of a judge."""
+    greedy, hint = db.execute(
+        "SELECT greedy, json_extract(payload, '$.extra_info.hint') FROM grp LEFT JOIN task USING (task_id) WHERE group_id = ?",
+        (group_id,),
+    ).fetchone()
     members = db.execute(
-        "SELECT episode_id FROM episode WHERE group_id = ? AND state = 'scored' ORDER BY sample_index", (group_id,)
+        "SELECT episode_id, sample_index FROM episode WHERE group_id = ? AND state = 'scored' ORDER BY sample_index",
+        (group_id,),
     ).fetchall()
     rows: list[Row] = []
-    for (episode_id,) in members:
+    for episode_id, sample_index in members:
         rounds, scores = read_rounds(db, episode_id=episode_id), scores_of(db, episode_id=episode_id)
-        rows += episode_rows(rounds, group_id=group_id, scores=scores)
+        scores = replace(scores, hint=scores.hint or (hint if isinstance(hint, str) and hint else None))
+        rows += episode_rows(rounds, group_id=group_id, scores=scores, greedy=sample_index < greedy)
     return rows
 
 

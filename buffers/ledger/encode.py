@@ -81,10 +81,10 @@ def stored_body(
             f"finish_reason abort and none"
         )
     num_sampled = len(arrays.sampled_ids)
-    min_version = int(arrays.versions.min()) if num_sampled else None
-    if min_version is not None and min_version < 0:
+    max_version = int(arrays.versions.max()) if num_sampled else None
+    if num_sampled and (oldest := int(arrays.versions.min())) < 0:
         raise EpisodeError(
-            f"round {round_index} of episode {episode_id}: versions must be >= 0, got {min_version}; stamp every sampled token"
+            f"round {round_index} of episode {episode_id}: versions must be >= 0, got {oldest}; stamp every sampled token"
         )
     if trained is not None and len(trained) != num_sampled:
         raise EpisodeError(
@@ -94,7 +94,7 @@ def stored_body(
     stored = encode(arrays) if body is None else body
     # By place: a put of many rounds spends a fiftieth of its time on names.
     return StoredRound(
-        episode_id, round_index, parent, num_sampled, min_version, finish_reason, stored, memo or None, trained
+        episode_id, round_index, parent, num_sampled, max_version, finish_reason, stored, memo or None, trained
     )
 
 

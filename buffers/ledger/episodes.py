@@ -22,7 +22,7 @@ RESTART = "restart"
 GIVEN_UP = "group given up"
 NO_VARIANCE = "no variance"
 """All episodes of the group have the same score: there is nothing to learn from comparing them."""
-_ENDED = (EpisodeState.SCORED, EpisodeState.FAILED, EpisodeState.STALE)
+_ENDED = (EpisodeState.SCORED, EpisodeState.FAILED)
 _COLUMNS = "episode_id, group_id, sample_index, attempt, state, reason, score, num_rounds"
 
 
@@ -41,13 +41,13 @@ class EpisodeRow:
 
 
 class StoredRound(NamedTuple):
-    """A round on its way into the table: its columns, but `min_version` is the episode's."""
+    """A round on its way into the table: its columns, but `max_version` is the episode's."""
 
     episode_id: str
     round_index: int
     parent: int | None
     num_sampled: int
-    min_version: int | None
+    max_version: int | None
     finish_reason: str
     body: bytes
     memo: bytes | None
@@ -82,14 +82,17 @@ def put_tasks(db: sqlite3.Connection, *, rows: Sequence[tuple[str, str]]) -> int
     return num_new
 
 
-def open_group(db: sqlite3.Connection, *, task_id: str, instance: int, group_size: int, min_size: int) -> list[Episode]:
-    """The pending episodes of a new group; none when this instance of the task was opened before."""
+def open_group(
+    db: sqlite3.Connection, *, task_id: str, instance: int, group_size: int, min_size: int, num_greedy: int = 0
+) -> list[Episode]:
+    """The pending episodes of a new group; none when this instance of the task was opened before. The first `num_greedy` of them
+    are sampled at temperature 0."""
     task = read_task(db, task_id=task_id)
     if db.execute("SELECT 1 FROM grp WHERE task_id = ? AND instance = ?", (task_id, instance)).fetchone():
         return []
     cursor = db.execute(
-        "INSERT INTO grp(task_id, instance, size, min_size) VALUES (?, ?, ?, ?)",
-        (task_id, instance, group_size, min_size),
+        "INSERT INTO grp(task_id, instance, size, min_size, greedy) VALUES (?, ?, ?, ?, ?)",
+        (task_id, instance, group_size, min_size, num_greedy),
     )
     group_id = int(cursor.lastrowid or 0)
     return [
@@ -177,10 +180,10 @@ def mask_tokens(db: sqlite3.Connection, *, episode_id: str, trained: Mapping[int
 
 _INSERT = "INSERT INTO round VALUES (?1, ?2, ?3, ?4, ?6, ?7, ?8, ?9)"
 """Its placeholders are the fields of a StoredRound, in order."""
-# min(x, NULL) is NULL in SQLite.
+# max(x, NULL) is NULL in SQLite.
 _GROW = (
     "UPDATE episode SET num_rounds = num_rounds + 1, num_tokens = num_tokens + ?3, "
-    "min_version = min(coalesce(min_version, ?1), ?1) WHERE episode_id = ?2 AND state = 'running'"
+    "max_version = max(coalesce(max_version, ?1), ?1) WHERE episode_id = ?2 AND state = 'running'"
 )
 
 
@@ -238,7 +241,7 @@ def _insert(db: sqlite3.Connection, rounds: Sequence[StoredRound]) -> int:
     """Inserts rounds and adds to the figures of their episodes; returns how many were of running episodes and can be trained."""
     db.executemany(_INSERT, map(tuple, rounds))  # exact tuples are bound faster
     trainable = (one for one in rounds if is_trainable(one.finish_reason, num_trained=one.num_trained))
-    grown = db.executemany(_GROW, ((one.min_version, one.episode_id, one.num_trained) for one in trainable))
+    grown = db.executemany(_GROW, ((one.max_version, one.episode_id, one.num_trained) for one in trainable))
     tokens = sum(one.num_sampled for one in rounds)
     db.execute(
         "UPDATE counter SET n = n + iif(name = 'rounds', ?, ?) WHERE name IN ('rounds', 'tokens')",
@@ -256,11 +259,11 @@ def fail_episode(
     if row.state in _ENDED:
         raise refusal(row, verb="fail")
     _end(db, episode_id=episode_id, state=EpisodeState.FAILED, reason=reason)
-    task_id, spare = db.execute(
-        "SELECT task_id, size - num_lost - min_size FROM grp WHERE group_id = ?", (row.group_id,)
+    task_id, spare, greedy = db.execute(
+        "SELECT task_id, size - num_lost - min_size, greedy FROM grp WHERE group_id = ?", (row.group_id,)
     ).fetchone()
     if task_id is None or row.attempt + 1 >= max_attempts:
-        if spare > 0:
+        if spare > 0 and row.sample_index >= greedy:  # without their baseline the others cannot be trained
             db.execute("UPDATE grp SET num_lost = num_lost + 1 WHERE group_id = ?", (row.group_id,))
             complete_group(db, group_id=row.group_id, drop_zero_variance=drop_zero_variance)
         else:
@@ -305,18 +308,29 @@ def complete_group(db: sqlite3.Connection, *, group_id: int, drop_zero_variance:
     ).fetchone()
     if missing > 0:
         return
-    number, low, high, min_version = db.execute(
-        "SELECT count(*), min(score), max(score), min(min_version) FROM episode WHERE group_id = ? AND state = 'scored'",
-        (group_id,),
+    (max_version,) = db.execute(
+        "SELECT max(max_version) FROM episode WHERE group_id = ? AND state = 'scored'", (group_id,)
     ).fetchone()
     if state == GroupState.VALIDATING:
         db.execute("UPDATE grp SET state = 'validated' WHERE group_id = ?", (group_id,))
-    elif drop_zero_variance and number > 1 and low == high:
+    elif drop_zero_variance and _all_alike(db, group_id=group_id):
         evict_group(
             db, group_id=group_id, reason=NO_VARIANCE, member_state=EpisodeState.FAILED, member_reason=NO_VARIANCE
         )
     else:
-        db.execute("UPDATE grp SET state = 'ready', min_version = ? WHERE group_id = ?", (min_version, group_id))
+        db.execute("UPDATE grp SET state = 'ready', max_version = ? WHERE group_id = ?", (max_version, group_id))
+
+
+def _all_alike(db: sqlite3.Connection, *, group_id: int) -> bool:
+    """Whether several episodes of the group have one and the same score, and none has a score of a branch or of a round."""
+    number, low, high = db.execute(
+        "SELECT count(*), min(score), max(score) FROM episode WHERE group_id = ? AND state = 'scored'", (group_id,)
+    ).fetchone()
+    parts = (
+        "SELECT 1 FROM score JOIN episode USING (episode_id) WHERE group_id = ? AND state = 'scored' AND part != 'whole' "
+        "AND verdict IN ('stored', 'revised') LIMIT 1"
+    )
+    return number > 1 and low == high and db.execute(parts, (group_id,)).fetchone() is None
 
 
 def recover(db: sqlite3.Connection, *, resume_episodes: bool, keep_leases: bool = False) -> None:
@@ -371,7 +385,7 @@ def as_episode(db: sqlite3.Connection, *, row: EpisodeRow) -> Episode:
     return Episode(
         episode_id=row.episode_id,
         task=read_task(db, task_id=task_id),
-        greedy=bool(greedy),
+        greedy=row.sample_index < greedy,
         group_id=row.group_id,
         sample_index=row.sample_index,
         attempt=row.attempt,

@@ -174,17 +174,23 @@ class Ledger:
         return self._call(episodes.put_tasks, rows=rows)
 
     def open_group(
-        self, task_id: str, *, instance: int, group_size: int, min_size: int | None = None
+        self, task_id: str, *, instance: int, group_size: int, min_size: int | None = None, num_greedy: int = 0
     ) -> Future[list[Episode]]:
         """The pending episodes of a new group; an empty list when (task_id, instance) was opened before.
 
-        `min_size`: members that must score when others have no attempt left (None: all).
+        `min_size`: members that must score when others have no attempt left (None: all). `num_greedy`: the first so many are
+        sampled at temperature 0: the baseline of the others, without which the group is given up.
         """
         _require(group_size >= 1, f"group_size must be >= 1, got {group_size}")
         min_size = group_size if min_size is None else min_size
         _require(1 <= min_size <= group_size, f"min_size must be between 1 and group_size={group_size}, got {min_size}")
         return self._call(
-            episodes.open_group, task_id=task_id, instance=instance, group_size=group_size, min_size=min_size
+            episodes.open_group,
+            task_id=task_id,
+            instance=instance,
+            group_size=group_size,
+            min_size=min_size,
+            num_greedy=num_greedy,
         )
 
     def open_validation(
@@ -291,7 +297,7 @@ class Ledger:
     def claim(self, num_groups: int, *, min_version: int) -> Future[TrainBatch | None]:
         """Lease a full batch of ready groups, the oldest first; None when there are fewer.
 
-        Ready groups that hold a trained token older than `min_version` are evicted first. A lease lives as long as the process.
+        Ready groups whose trained tokens are all older than `min_version` are evicted first. A lease lives as long as the process.
         """
         _require(num_groups >= 1, f"num_groups must be >= 1, got {num_groups}")
         return self._call(batches.claim, num_groups=num_groups, min_version=min_version)
@@ -308,8 +314,8 @@ class Ledger:
         """Give a batch back untrained: its groups are ready again; how many. Raises LeaseError."""
         return self._call(batches.release, lease_id=lease_id)
 
-    def evict_stale(self, min_version: int) -> Future[list[str]]:
-        """Evict ready and open groups that hold a token older than `min_version`; the episodes that this ended."""
+    def evict_stale(self, min_version: int) -> Future[int]:
+        """Evict ready groups whose trained tokens are all older than `min_version`; how many."""
         return self._call(batches.evict_stale, min_version=min_version)
 
     def position(self) -> Future[Position]:

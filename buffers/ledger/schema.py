@@ -2,8 +2,7 @@
 
 Called by `Ledger` only. Invariants: one process at a time has a file open; ids are never reused; `counter` holds the
 number of groups and episodes in each state, kept by triggers in the same transaction as the state itself (and the number
-of rounds and tokens, kept by what inserts them), so that reading the counts never scans. A file of the schema before is
-converted (`migration`), any other is refused.
+of rounds and tokens, kept by what inserts them), so that reading the counts never scans. A file of another schema is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 from buffers.errors import UnderstudyError
 from buffers.records import EpisodeState, GroupState
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 MAX_SCORE = 1e9
 """The estimators of advantages square scores in float32: from about 1e19 on one judge would silence a whole batch."""
 
@@ -35,6 +34,8 @@ CREATE TABLE task(task_id TEXT PRIMARY KEY, payload TEXT NOT NULL);
 -- task_id is NULL for an episode that was opened by its first request: there is no task to try again.
 -- replay: the lease that took it before it was given back; it is claimed again in that order, before all others.
 -- min_size: members that must score; up to size - min_size may be lost, and the group is trained without them.
+-- greedy: the first so many members are sampled at temperature 0. In a group that is trained they are the others' baseline.
+-- max_version: the newest policy version among the members' trainable tokens.
 CREATE TABLE grp(
     group_id    INTEGER PRIMARY KEY AUTOINCREMENT,
     task_id     TEXT REFERENCES task(task_id),
@@ -43,7 +44,7 @@ CREATE TABLE grp(
     min_size    INTEGER NOT NULL CHECK (min_size BETWEEN 1 AND size),
     num_scored  INTEGER NOT NULL DEFAULT 0 CHECK (num_scored BETWEEN 0 AND size),
     num_lost    INTEGER NOT NULL DEFAULT 0 CHECK (num_lost BETWEEN 0 AND size),
-    min_version INTEGER,
+    max_version INTEGER,
     state       TEXT NOT NULL DEFAULT 'open' CHECK (state IN {_one_of(GroupState)}),
     reason      TEXT,
     lease_id    INTEGER REFERENCES lease(lease_id),
@@ -56,11 +57,11 @@ CREATE TABLE grp(
     UNIQUE (task_id, instance)
 );
 CREATE INDEX grp_by_state ON grp(state, group_id);
-CREATE INDEX grp_ready_by_version ON grp(min_version) WHERE state = 'ready';
+CREATE INDEX grp_ready_by_version ON grp(max_version) WHERE state = 'ready';
 CREATE INDEX grp_by_lease ON grp(lease_id) WHERE lease_id IS NOT NULL;
 CREATE INDEX grp_replay ON grp(replay, group_id) WHERE replay IS NOT NULL;
 
--- min_version: the oldest policy version among its trainable tokens; num_rounds and num_tokens count trainable ones.
+-- max_version: the newest policy version among its trainable tokens; num_rounds and num_tokens count trainable ones.
 -- score: the mean of its judges'.
 CREATE TABLE episode(
     seq          INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -72,7 +73,7 @@ CREATE TABLE episode(
     reason       TEXT,
     score        REAL CHECK (score IS NULL OR abs(score) < {MAX_SCORE}),
     version      INTEGER,
-    min_version  INTEGER,
+    max_version  INTEGER,
     num_rounds   INTEGER NOT NULL DEFAULT 0,
     num_tokens   INTEGER NOT NULL DEFAULT 0,
     started_at   REAL,
@@ -103,6 +104,7 @@ CREATE TABLE score(
     judge       TEXT NOT NULL DEFAULT '',
     value       REAL NOT NULL CHECK (abs(value) < {MAX_SCORE}),
     verdict     TEXT NOT NULL CHECK (verdict IN ('stored', 'revised', 'conflict', 'closed', 'no rounds')),
+    hint        TEXT,  -- what the judge would have told the policy
     told_at     REAL DEFAULT ({_NOW}),
     CHECK ((part = 'whole') = (round_index IS NULL)),
     FOREIGN KEY (episode_id, round_index) REFERENCES round(episode_id, round_index)
@@ -183,7 +185,7 @@ END;
 _CLOSED = """
 CREATE TEMP TABLE closed(episode_id TEXT NOT NULL, state TEXT NOT NULL, reason TEXT);
 CREATE TEMP TRIGGER episode_closed AFTER UPDATE OF state ON main.episode
-WHEN NEW.state IN ('scored', 'failed', 'stale') BEGIN
+WHEN NEW.state IN ('scored', 'failed') BEGIN
     INSERT INTO closed VALUES (NEW.episode_id, NEW.state, NEW.reason);
 END;
 """

@@ -86,7 +86,18 @@ def scores_of(db: sqlite3.Connection, *, episode_id: str) -> EpisodeScores:
     )
     for part, round_index, value in found:
         parts[part][round_index] = value
-    return EpisodeScores(whole=whole, branches=parts["branch"], rounds=parts["round"])
+    judges = db.execute(
+        "SELECT judge, value FROM score WHERE score_id IN (SELECT max(score_id) FROM score "
+        f"WHERE episode_id = ? AND part = 'whole' AND {_COUNTS} GROUP BY judge) ORDER BY judge",
+        (episode_id,),
+    ).fetchall()
+    hint = db.execute(
+        f"SELECT hint FROM score WHERE episode_id = ? AND hint IS NOT NULL AND {_COUNTS} ORDER BY score_id DESC LIMIT 1",
+        (episode_id,),
+    ).fetchone()
+    return EpisodeScores(
+        whole=whole, branches=parts["branch"], rounds=parts["round"], judges=dict(judges), hint=hint and hint[0]
+    )
 
 
 @operation(repeatable=True)
@@ -184,6 +195,6 @@ def _latest(db: sqlite3.Connection, *, episode_id: str, detail: ScoreDetail) -> 
 def _record(db: sqlite3.Connection, *, row: EpisodeRow, score: float, detail: ScoreDetail, verdict: str) -> None:
     part, round_index = _part(detail)
     db.execute(
-        "INSERT INTO score(episode_id, part, round_index, judge, value, verdict) VALUES (?, ?, ?, ?, ?, ?)",
-        (row.episode_id, part, round_index, detail.judge, score, verdict),
+        "INSERT INTO score(episode_id, part, round_index, judge, value, verdict, hint) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (row.episode_id, part, round_index, detail.judge, score, verdict, detail.hint or None),
     )

@@ -24,11 +24,12 @@ def open_validation(
         (instance,) = db.execute(
             "SELECT coalesce(max(instance) + 1, 0) FROM grp WHERE task_id = ?", (task_id,)
         ).fetchone()
-        members = open_group(db, task_id=task_id, instance=instance, group_size=group_size, min_size=min_size)
+        members = open_group(
+            db, task_id=task_id, instance=instance, group_size=group_size, min_size=min_size,
+            num_greedy=group_size if greedy else 0,
+        )  # fmt: skip
         group_id = members[0].group_id
-        db.execute(
-            "UPDATE grp SET state = ?, greedy = ? WHERE group_id = ?", (GroupState.VALIDATING, int(greedy), group_id)
-        )
+        db.execute("UPDATE grp SET state = ? WHERE group_id = ?", (GroupState.VALIDATING, group_id))
         group_ids.append(group_id)
     return tuple(group_ids)
 

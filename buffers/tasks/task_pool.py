@@ -7,8 +7,8 @@ Agents (or the server on their behalf) lease episodes from it; `run()` is its lo
 
 Room (AReaL's capacity rule, arXiv:2505.24298): groups opened - groups evicted < (version + 1 + max_policy_lag) *
 groups_per_step, so that what is trained is rarely older than `max_policy_lag`; and at most `max_running` episodes at once.
-Invariant: an episode that starts takes a slot, and the slot is released exactly once, with a reason: scored, failed or
-stale (or closed, with the pool). The ledger's state decides, however the episode ended. The pool trains nothing and
+Invariant: an episode that starts takes a slot, and the slot is released exactly once, with a reason: scored or failed
+(or closed, with the pool). The ledger's state decides, however the episode ended. The pool trains nothing and
 speaks no HTTP.
 """
 
@@ -62,6 +62,7 @@ class TaskPool:
         deadline_s: float,
         max_attempts: int,
         min_group_size: int | None = None,
+        num_greedy: int = 0,
         version: int = 0,
         times_opened: Mapping[str, int] | None = None,
         paused: bool = False,
@@ -69,7 +70,8 @@ class TaskPool:
         call_later: Callable[[float, Callable[[], None]], Timer] | None = None,
         has_room: Callable[[], bool] | None = None,
     ) -> None:
-        """`max_policy_lag=None`: no learner drives versions, admission is unlimited. `min_group_size`: see `Ledger.open_group`.
+        """`max_policy_lag=None`: no learner drives versions, admission is unlimited. `min_group_size`, `num_greedy`: see
+        `Ledger.open_group`; greedy members come beside the `group_size` others.
         `times_opened`: groups of each task that
         an earlier process of this run opened. `paused`: nothing starts before `unpause`. `on_closed(episode_id, reason)` is
         called on the pool's loop when a started episode ends. `call_later` and `has_room` stand in for the loop's and the
@@ -82,7 +84,8 @@ class TaskPool:
         self._max_running = max_running
         self._deadline_s = deadline_s
         self._max_attempts = max_attempts
-        self._min_group_size = min_group_size
+        self._num_greedy = num_greedy
+        self._min_group_size = group_size if min_group_size is None else min_group_size
         self._has_room = has_room or ledger.has_room
         self._looking: Timer | None = None
         self._version = version
@@ -108,6 +111,11 @@ class TaskPool:
     def is_full(self) -> bool:
         """The ledger's disk takes nothing more for now."""
         return self._ledger.is_full
+
+    @property
+    def is_closed(self) -> bool:
+        """Nothing is given out any more."""
+        return self._closed
 
     async def run(self) -> None:
         """Serve until `close`, or until `seal` and nothing is left to do. Takes, waits, gives: see the module."""
@@ -215,9 +223,7 @@ class TaskPool:
         """A new policy is in place: what is too old is evicted, and there is room for new groups."""
         self._version = version
         if self._max_policy_lag is not None:
-            ended = await asyncio.wrap_future(self._ledger.evict_stale(version - self._max_policy_lag))
-            for episode_id in ended:
-                self._release(episode_id, reason=EpisodeState.STALE)
+            await asyncio.wrap_future(self._ledger.evict_stale(version - self._max_policy_lag))
         self._wake()
 
     def admissible(self) -> int | None:
@@ -236,7 +242,7 @@ class TaskPool:
             "pool/started": self._num_started,
             "pool/running": len(self._slots),
             "pool/agents_waiting": sum(not waiter.done() for waiter in self._waiting),
-            **{f"pool/{reason}": self._released[reason] for reason in ("scored", "failed", "stale", "closed")},
+            **{f"pool/{reason}": self._released[reason] for reason in ("scored", "failed", "closed")},
             **({} if admissible is None else {"pool/admissible_groups": admissible}),
             **{f"ledger/{name}": number for name, number in self._ledger.balance().items()},
         }
@@ -285,7 +291,11 @@ class TaskPool:
             self._times_opened[task_id] += 1
             opened.append(
                 self._ledger.open_group(
-                    task_id, instance=instance, group_size=self._group_size, min_size=self._min_group_size
+                    task_id,
+                    instance=instance,
+                    group_size=self._group_size + self._num_greedy,
+                    min_size=self._min_group_size + self._num_greedy,
+                    num_greedy=self._num_greedy,
                 )
             )
         for group in opened:

@@ -78,9 +78,12 @@ class History:
             self._first_step_at = now
         scores = batch.scores
         busy_s = stats.busy_until(now)
-        lags = np.concatenate([version - row.versions[row.mask == 1] for row in batch.rows])
+        rows = [row for row in batch.rows if not row.greedy]
+        lags = np.concatenate([version - row.versions[row.mask == 1] for row in rows])
+        lags = lags[lags <= self._config.buffer.max_policy_lag]  # older tokens are not trained
         figures = {
             **metrics,
+            **_baseline(batch),
             "reward/mean": float(scores.mean()),
             "reward/min": float(scores.min()),
             "reward/max": float(scores.max()),
@@ -89,10 +92,10 @@ class History:
             "staleness/max": float(lags.max()),
             "batch/episodes": float(len(scores)),
             "batch/equal_groups": _equal_groups(batch),
-            "batch/rows": float(len(batch)),
-            "batch/tokens": float(sum(row.num_tokens for row in batch.rows)),
+            "batch/rows": float(len(rows)),
+            "batch/tokens": float(sum(row.num_tokens for row in rows)),
             "batch/trained_tokens": float(batch.num_trained_tokens),
-            "agent_loop/rounds_mean": float(np.mean([len(np.unique(row.rounds[row.mask == 1])) for row in batch.rows])),
+            "agent_loop/rounds_mean": float(np.mean([len(np.unique(row.rounds[row.mask == 1])) for row in rows])),
             "throughput/tokens_per_s": (stats.tokens - self._last_tokens) / max(now - self._last, 1e-9),
             "throughput/cached_share": stats.cached_tokens / max(stats.prompt_tokens, 1),
             "generation/aborted": float(stats.aborted),
@@ -201,11 +204,19 @@ class History:
         }
 
 
+def _baseline(batch: TrainBatch) -> dict[str, float]:
+    """Mean score of the greedy episodes, where there are some."""
+    scores = {row.episode_id: row.score for row in batch.rows if row.greedy}
+    return {"reward/greedy": sum(scores.values()) / len(scores)} if scores else {}
+
+
 def _equal_groups(batch: TrainBatch) -> float:
-    """Share of the groups whose episodes all scored the same: estimators that compare them learn nothing there."""
-    scores: dict[int, set[float]] = {}
+    """Share of the groups whose episodes all scored the same, in their branches and rounds too: estimators that compare them learn
+    nothing there."""
+    scores: dict[int, set[tuple[float, ...]]] = {}
     for row in batch.rows:
-        scores.setdefault(row.group_id, set()).add(row.score)
+        parts = (() if row.branch_score is None else (row.branch_score,)) + tuple(row.round_scores.values())
+        scores.setdefault(row.group_id, set()).add((row.score, *parts))
     return sum(len(some) == 1 for some in scores.values()) / len(scores)
 
 

@@ -76,6 +76,7 @@ async def open_run_buffers(
         max_running=config.agents.concurrency,
         max_attempts=config.agents.max_attempts,
         min_group_size=config.agents.fewest_members,
+        num_greedy=int(config.learner.advantage == "remax"),  # its baseline, arXiv:2310.10505
         deadline_s=config.agents.deadline_s,
         version=checkpoint.position.step if checkpoint else 0,
         times_opened=opened,

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from buffers.errors import AgentError
-from buffers.records import Int32, Task, UInt8
+from buffers.records import Int32, ScoreDetail, Task, UInt8
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
 
 Flags = npt.NDArray[np.bool_]
@@ -30,6 +30,10 @@ class Trajectory(Protocol):
     def response_ids(self) -> list[int]: ...
     @property
     def response_mask(self) -> list[int]: ...
+    @property
+    def reward_score(self) -> float | None: ...
+    @property
+    def step_rewards(self) -> list[float] | None: ...
 
 
 class LoopOutcome(Protocol):
@@ -70,6 +74,35 @@ def left_out(live: LiveEpisode, outputs: Sequence[Trajectory]) -> dict[int, UInt
         for live_round in live.rounds
         if live_round.round_index is not None and not trained[id(live_round)].all()
     }
+
+
+def part_scores(live: LiveEpisode, outputs: Sequence[Trajectory]) -> list[tuple[float, ScoreDetail]]:
+    """Scores of parts of the episode, beside its own: of each trajectory where several have one, and of single answers.
+
+    Raises AgentError when `step_rewards` are not one for each answer, or not finite."""
+    found = []
+    several = sum(output.reward_score is not None for output in outputs) > 1
+    for number, output in enumerate(outputs):
+        answers = _answers(live, np.array(output.prompt_ids + output.response_ids, np.int32))
+        rewards = output.step_rewards or [0.0] * len(answers)
+        if len(rewards) != len(answers):
+            raise AgentError(
+                f"trajectory {number}: step_rewards must hold one reward for each of its {len(answers)} answers, got "
+                f"{len(rewards)}; write 0.0 where there is none"
+            )
+        found += [(reward, ScoreDetail(round_index=at)) for at, reward in zip(answers, rewards, strict=True) if reward]
+        if several and output.reward_score is not None and answers:
+            found.append((output.reward_score, ScoreDetail(branch=answers[-1])))
+    return found
+
+
+def _answers(live: LiveEpisode, ids: Int32) -> list[int]:
+    """The rounds whose answers these ids hold, in order."""
+    longest: dict[int, tuple[int, int]] = {}
+    for live_round, start, alike in _rounds_of(live, ids):
+        if live_round.round_index is not None:
+            longest[start] = max(longest.get(start, (0, 0)), (alike, live_round.round_index))
+    return [longest[start][1] for start in sorted(longest)]
 
 
 def _check(mask: Flags, *, sampled: Flags, ids: Int32, what: str, prompt_length: int) -> None:

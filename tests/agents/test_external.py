@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agents import external
-from agents.external import AgentPerEpisode, AgentPlace
+from agents.external import MAX_CRASHES, AgentPerEpisode, AgentPlace, LongLivedAgents
 from buffers.errors import AgentError, EpisodeClosed, ScoreError
 from buffers.records import LeasedEpisode, Task
 from buffers.tasks.parquet import write_tasks
@@ -51,6 +51,10 @@ class ScriptedService:
         self.scores[episode_id] = score
         return True
 
+    async def fail_all(self, reason: str, *, worker: str | None = None) -> None:
+        for episode_id in list(self._live):
+            await self.fail(episode_id, reason)
+
     async def fail(self, episode_id: str, reason: str) -> None:
         if episode_id in self._live:
             self._end(episode_id)
@@ -68,6 +72,10 @@ class ScriptedService:
     @property
     def num_scored(self) -> int:
         return len(self.scores)
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._tasks
 
     def _end(self, episode_id: str) -> None:
         if self._live.pop(episode_id, None) is None:
@@ -121,6 +129,23 @@ async def test_an_agent_gets_what_programs_need_and_what_is_named_and_no_key_of_
 def test_a_variable_that_is_named_and_not_set_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(AgentError, match=r"agents\.environment must name variables that are set, got NO_SUCH_VARIABLE"):
         AgentPlace(environment=lambda _: {}, worker_key=str, folder=tmp_path, named=("PATH", "NO_SUCH_VARIABLE"))
+
+
+async def test_a_program_that_ends_before_the_tasks_is_started_again_and_one_that_does_nothing_ends_the_run(
+    tmp_path: Path,
+) -> None:
+    place = AgentPlace(environment=lambda _: {}, worker_key=str, folder=tmp_path)
+    service = ScriptedService(TASK)
+
+    def agents(script: str) -> LongLivedAgents:
+        return LongLivedAgents(["sh", "-c", script], place=place, service=service, processes=1, concurrency=1)
+
+    reason = r"ended 5 times in a row without finishing an episode \(exit code 0\); such a program"
+    with pytest.RaisesGroup(pytest.RaisesExc(AgentError, match=reason)):
+        await agents("echo started >> ../starts; exit 0").run()
+    assert (tmp_path / "starts").read_text().count("started") == MAX_CRASHES
+    await service.lease_episode(wait_s=0.0)  # the last one
+    await agents("exit 0").run()
 
 
 def log_of(folder: Path) -> str:

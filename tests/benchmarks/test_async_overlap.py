@@ -63,8 +63,9 @@ def write_run(folder: Path) -> dict[str, int]:
         assert batch is not None
         ledger.commit_step(batch.lease_id, step=1, version=1).result()
         stale = open_running(ledger, task=1, group_size=3)
-        ledger.put_round(make_round(stale[0].episode_id)).result()
-        ledger.notify_score(stale[0].episode_id, 1.0).result()
+        for episode in stale:
+            ledger.put_round(make_round(episode.episode_id)).result()
+            ledger.notify_score(episode.episode_id, 1.0).result()
         ledger.evict_stale(1).result()
         (failed,) = open_running(ledger, task=2)
         ledger.fail_episode(failed.episode_id, "deadline", max_attempts=1).result()

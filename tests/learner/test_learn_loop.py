@@ -156,7 +156,7 @@ async def learning(
             weights=weights,
             store=store,
             outputs=Outputs(
-                history=History(load_config()),
+                history=History(load_config(overrides=[f"buffer.max_policy_lag={LAG}"])),
                 tracker=tracker,
                 display=Display(9, console=Console(file=io.StringIO())),
                 generated=GenerationStats(),

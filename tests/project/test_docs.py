@@ -36,7 +36,7 @@ METRIC_GROUPS = (
 )
 METRIC_SOURCES = ["learner/**/*.py", "buffers/tasks/task_pool.py", "agents/workers/episode_timing.py"]
 COMPOSED = {"warm_start/first_loss", "warm_start/last_loss", "warm_start/seconds"} | {
-    f"pool/{reason}" for reason in ("scored", "failed", "stale", "closed")
+    f"pool/{reason}" for reason in ("scored", "failed", "closed")
 }
 """Metrics whose names the code puts together from parts."""
 BOOKS = ("scored", "open", "ready", "leased", "trained", "evicted", "dead", "validation", "difference")

@@ -91,10 +91,10 @@ def inspect(db: sqlite3.Connection, *, path: Path, options: argparse.Namespace) 
     print(f"{path}: {steps} steps, policy version {version}, {lineages} lineage(s)")
     print(f"{'groups':<12}{'number':>8}{'scored':>8}{'oldest':>10}{'staleness':>11}")
     now = time.time()
-    for state, number, scored, opened_at, min_version in db.execute(
-        "SELECT state, count(*), sum(num_scored), min(opened_at), min(min_version) FROM grp GROUP BY state ORDER BY state"
+    for state, number, scored, opened_at, max_version in db.execute(
+        "SELECT state, count(*), sum(num_scored), min(opened_at), min(max_version) FROM grp GROUP BY state ORDER BY state"
     ):
-        stale = "" if min_version is None or state not in ("ready", "leased") else str(version - min_version)
+        stale = "" if max_version is None or state not in ("ready", "leased") else str(version - max_version)
         print(f"{state:<12}{number:>8}{scored:>8}{_age(now, since=opened_at):>10}{stale:>11}")
     print(f"{'episodes':<12}{'number':>8}{'tokens':>8}{'oldest':>10}")
     for state, number, tokens, started_at in db.execute(

@@ -56,7 +56,8 @@ async def test_a_trajectory_is_sampled_ids_and_rendered_observations_in_turn(tok
     assert output.response_logprobs == [LOGPROB if mask else 0.0 for ids, mask in parts for _ in ids]
     assert server.prompts[1] == output.prompt_ids + output.response_ids[: -len(parts[2][0])]
     assert (output.reward_score, output.num_turns) == (2.0, 4)
-    assert output.extra_fields == {"step_rewards": [0.5, 0.5], "env_done": True}
+    assert output.extra_fields == {"turn_scores": [0.5, 0.5], "env_done": True}
+    assert output.step_rewards == [0.5, -0.5], "parts of the score: earned at their steps, and counted once"
 
 
 async def test_an_answer_that_was_cut_short_is_closed_by_the_template(tokenizer):

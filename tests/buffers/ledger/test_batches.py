@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from buffers.errors import EpisodeClosed, LeaseError
+from buffers.errors import LeaseError
 from buffers.ledger.ledger import Ledger
 from tests.support.buffer_parts import make_ready, make_round, open_running
 
@@ -29,17 +30,32 @@ def test_only_full_batches_are_claimed_oldest_groups_first(ledger: Ledger) -> No
     assert ledger.counts()["groups/leased"] == 2 and ledger.counts()["groups/ready"] == 1
 
 
-def test_a_stale_token_never_enters_a_batch(ledger: Ledger) -> None:
-    (mixed,) = open_running(ledger, task=0)
-    ledger.put_round(make_round(mixed.episode_id, version=3))
-    ledger.put_round(make_round(mixed.episode_id, index=1, parent=0, version=2))  # one old token is enough
-    ledger.put_round(make_round(mixed.episode_id, index=2, parent=1, version=3))
-    ledger.notify_score(mixed.episode_id, 1.0).result()
-    fresh = make_ready(ledger, task=1, version=3)
+def test_a_group_is_stale_when_all_its_tokens_are_too_old(ledger: Ledger) -> None:
+    old, other = open_running(ledger, task=0, group_size=2)
+    for episode in (old, other):
+        ledger.put_round(make_round(episode.episode_id, version=2))
+        ledger.notify_score(episode.episode_id, 1.0).result()
+    long, mate = open_running(ledger, task=1, group_size=2)
+    ledger.put_round(make_round(long.episode_id, version=1))
+    ledger.put_round(make_round(long.episode_id, index=1, parent=0, version=3))  # its fresh tail is trained
+    ledger.put_round(make_round(mate.episode_id, version=1))
+    for episode in (long, mate):
+        ledger.notify_score(episode.episode_id, 1.0).result()
     batch = ledger.claim(1, min_version=3).result()
-    assert batch is not None and batch.group_ids == (fresh,)
+    assert batch is not None and batch.group_ids == (long.group_id,)
     assert ledger.counts()["evicted/stale"] == 1
-    assert min(int(row.versions[row.mask == 1].min()) for row in batch.rows) == 3
+    assert [sorted(set(row.versions[row.mask == 1].tolist())) for row in batch.rows] == [[1, 3], [1]]
+
+
+def test_a_group_whose_fresh_tokens_were_left_out_is_stale(ledger: Ledger) -> None:
+    (episode,) = open_running(ledger, task=0)
+    ledger.put_round(make_round(episode.episode_id, version=1))
+    ledger.put_round(newer := make_round(episode.episode_id, index=1, parent=0, version=3))
+    nothing = np.zeros(len(newer.sampled_ids), np.uint8)
+    ledger.mask_tokens(episode.episode_id, {1: nothing}).result()
+    ledger.notify_score(episode.episode_id, 1.0).result()
+    assert ledger.claim(1, min_version=3).result() is None
+    assert ledger.counts()["evicted/stale"] == 1
 
 
 def test_an_untrained_old_token_does_not_make_a_group_stale(ledger: Ledger) -> None:
@@ -50,26 +66,25 @@ def test_an_untrained_old_token_does_not_make_a_group_stale(ledger: Ledger) -> N
     assert ledger.claim(1, min_version=3).result() is not None
 
 
-def test_evicting_stale_groups_ends_their_running_episodes(ledger: Ledger) -> None:
-    old = open_running(ledger, task=0, group_size=3)
-    ledger.put_round(make_round(old[0].episode_id, version=0))
+def test_what_runs_is_never_stale(ledger: Ledger) -> None:
+    old = open_running(ledger, task=0, group_size=2)
+    for episode in old:
+        ledger.put_round(make_round(episode.episode_id, version=0))
     ledger.notify_score(old[0].episode_id, 1.0)
-    young = open_running(ledger, task=1)
-    ledger.put_round(make_round(young[0].episode_id, version=1))
     make_ready(ledger, task=2, version=0)
-    assert ledger.evict_stale(1).result() == [old[1].episode_id, old[2].episode_id]
+    assert ledger.evict_stale(1).result() == 1
     counts = ledger.counts()
-    assert counts["evicted/stale"] == 2 and counts["groups/open"] == 1 and counts["episodes/stale"] == 2
-    with pytest.raises(EpisodeClosed, match="stale"):
-        ledger.notify_score(old[1].episode_id, 1.0).result()
-    assert ledger.notify_score(young[0].episode_id, 1.0).result() is True
+    assert counts["evicted/stale"] == 1 and counts["groups/open"] == 1 and counts["episodes/running"] == 1
+    ledger.put_round(make_round(old[1].episode_id, index=1, parent=0, version=2))
+    assert ledger.notify_score(old[1].episode_id, 1.0).result() is True
+    assert ledger.claim(1, min_version=2).result() is not None
 
 
 def test_tokens_of_a_failed_attempt_do_not_make_a_group_stale(ledger: Ledger) -> None:
     (first,) = open_running(ledger, task=0)
     ledger.put_round(make_round(first.episode_id, version=0))
     ledger.fail_episode(first.episode_id, "lost", max_attempts=2)
-    assert ledger.evict_stale(1).result() == []
+    assert ledger.evict_stale(1).result() == 0
     (retry,) = ledger.start_pending(limit=1, version=1).result()
     ledger.put_round(make_round(retry.episode_id, version=1))
     ledger.notify_score(retry.episode_id, 1.0)

@@ -13,8 +13,9 @@ import pytest
 from agents.server_manager import ServerUnavailable
 from agents.workers.server_client import ModelServerClient
 from buffers.errors import AgentError, EpisodeError
+from buffers.records import ScoreDetail
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
-from mocked_server.conversation.loop_trajectories import left_out
+from mocked_server.conversation.loop_trajectories import left_out, part_scores
 from tests.support.server_parts import LOGPROB
 
 
@@ -141,8 +142,9 @@ def test_a_server_that_is_gone_is_told_apart_from_a_refusal(served):
 
 
 class Output:
-    def __init__(self, prompt_ids, response_ids, response_mask):
+    def __init__(self, prompt_ids, response_ids, response_mask, *, score=None, steps=None):
         self.prompt_ids, self.response_ids, self.response_mask = prompt_ids, response_ids, response_mask
+        self.reward_score, self.step_rewards = score, steps
 
 
 def live_of(*rounds):
@@ -188,3 +190,18 @@ def test_trajectories_are_what_was_sampled():
             left_out(live, [Output([1, 2], ids, mask)])
     with pytest.raises(AgentError, match="at least one token"):
         left_out(live, [Output([1, 2], [3, 4], [0, 0])])
+
+
+def test_rewards_of_steps_and_of_trajectories_are_scores_of_their_rounds_and_branches():
+    live = live_of((None, [1, 2], [3, 4]), (0, [5], [6, 7]), (0, [8], [9]))
+    whole = Output([1, 2], [3, 4, 5, 6, 7], [1, 1, 0, 1, 1], score=1.0, steps=[0.5, 0.0])
+    other = Output([1, 2], [3, 4, 8, 9], [1, 1, 0, 1], score=0.0, steps=[0.0, -0.25])
+    half, penalty = (0.5, ScoreDetail(round_index=10)), (-0.25, ScoreDetail(round_index=12))
+    assert part_scores(live, [whole]) == [half], "the only trajectory's score is the episode's"
+    branches = [(1.0, ScoreDetail(branch=11)), (0.0, ScoreDetail(branch=12))]
+    assert part_scores(live, [whole, other]) == [half, branches[0], penalty, branches[1]]
+    short = Output([1, 2], [3, 4, 5, 6, 7], [1, 1, 0, 1, 1], steps=[0.5])
+    with pytest.raises(
+        AgentError, match="trajectory 0: step_rewards must hold one reward for each of its 2 answers, got 1"
+    ):
+        part_scores(live, [short])
