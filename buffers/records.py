@@ -7,9 +7,10 @@ generation ends; a `Row` and a `TrainBatch` are assembled from rounds when the l
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -164,6 +165,27 @@ class ScoreDetail:
     def __post_init__(self) -> None:
         if self.round_index is not None and self.branch is not None:
             raise ValueError("a score is of a round or of a branch, got both; send two scores")
+
+
+class Verdict(float):
+    """A scorer's whole answer: the mean of its judges' scores, with what each of them said and a hint."""
+
+    judges: dict[str, float]
+    hint: str
+
+    def __new__(cls, judges: Mapping[str, float], *, hint: str = "") -> Self:
+        """`judges`: at least one score by name; the name of a single judge may be empty."""
+        verdict = super().__new__(cls, sum(judges.values()) / len(judges))
+        verdict.judges, verdict.hint = dict(judges), hint
+        return verdict
+
+    def reports(self) -> list[tuple[float, ScoreDetail]]:
+        """A score report for each judge; the last one ends the episode."""
+        last = len(self.judges) - 1
+        return [
+            (score, ScoreDetail(judge=name, final=number == last, hint=self.hint if number == last else ""))
+            for number, (name, score) in enumerate(self.judges.items())
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

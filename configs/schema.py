@@ -73,7 +73,8 @@ class DataConfig(Section):
     {file: weight}: each is shuffled and repeated on its own, and gives its share of the tasks."""
     validation: ValidationConfig = ValidationConfig()
     make: list[str] = Field(default_factory=list)
-    """Command that writes `tasks` (and `warm_start.demonstrations`) when the file is missing. `{python}` is this interpreter."""
+    """Command that writes the task files, validation tasks and `warm_start.demonstrations` when one of them is missing.
+    `{python}` is this interpreter."""
     scorer: str | dict[str, str] = ""
     """The scorer of plain prompts (rows with `agent_name: single_turn_agent`, or with none where no agent is set), and programs
     (`agents.processes: 0`) that ended without a score: a name in env_adapters/scoring/scorers.py, `module.function`, a

@@ -100,6 +100,8 @@ class LearnLoop:
         self._batch: TrainBatch | None = None
         self._sampling: asyncio.Task[TrainBatch] | None = None
         self._saving: asyncio.Task[None] | None = None
+        self._saved_at: dict[int, Checkpoint] = {}
+        """Step -> the checkpoint that was saved there."""
         self._stopped = False
 
     def stop(self) -> bool:
@@ -172,7 +174,7 @@ class LearnLoop:
             if step > self._done:
                 self._done = step
                 self._restart_limit.reset()
-                self._report(batch, {**metrics, **times})
+                await self._report(batch, {**metrics, **times})
                 self._validate()
             if every and step % every == 0 and step < self._schedule.run.steps:
                 self._saving = asyncio.create_task(self._save(), name="save")
@@ -256,16 +258,16 @@ class LearnLoop:
         if self._validation is None or self._stopped:
             return
         with self._out.display.phase("waiting for the last validation"):
-            self._log_validation(await self._validation.finish())
+            await self._log_validation(await self._validation.finish())
             if not self._stopped:
                 self._validation.begin(self.step, last=True)
-                self._log_validation(await self._validation.finish())
+                await self._log_validation(await self._validation.finish())
 
-    def _log_validation(self, figures: dict[str, float]) -> None:
+    async def _log_validation(self, figures: dict[str, float]) -> None:
         """No step's line is left for them."""
         if figures:
             self._out.tracker.log(self.step, figures)
-            self._show_validation(figures)
+            await self._take_validation(figures)
 
     async def _saved(self) -> None:
         """Wait until the checkpoint that is being written, if any, is on disk."""
@@ -279,28 +281,37 @@ class LearnLoop:
             scratch = await asyncio.to_thread(self._store.scratch, position.step)
             await self._learner.ranks.save(scratch / "learner")
             await self._learner.ranks.save_pretrained(scratch / "model")
-            score = self._score()
+            score = self._score(position.step)
             self._checkpoint = await asyncio.to_thread(self._store.commit, scratch, position=position, score=score)
+            self._saved_at[position.step] = self._checkpoint
+            await self._rescore(position.step)
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint of step {position.step} could not be written to {self._store.folder}: {error}; free space "
                 f"there, then resume with --resume auto"
             ) from error
 
-    def _show_validation(self, figures: dict[str, float]) -> None:
+    async def _take_validation(self, figures: dict[str, float]) -> None:
         if "val/mean" in figures:
             self._out.display.validated(int(figures["val/step"]), mean=figures["val/mean"], best=figures["val/best"])
+            await self._rescore(int(figures["val/step"]))
 
-    def _score(self) -> float | None:
-        validated = None if self._validation is None else self._validation.last_mean
-        return self._out.history.recent_reward() if validated is None else validated
+    def _score(self, step: int) -> float | None:
+        """What says how good the weights of `step` are; None: their validation has not ended."""
+        return self._out.history.recent_reward() if self._validation is None else self._validation.means.get(step)
 
-    def _report(self, batch: TrainBatch, metrics: dict[str, float]) -> None:
+    async def _rescore(self, step: int) -> None:
+        """The checkpoint of `step` gets its validation's score, which may have ended before it was saved or after."""
+        saved, score = self._saved_at.get(step), self._score(step)
+        if self._validation is not None and saved is not None and score is not None and saved.score != score:
+            self._saved_at[step] = await asyncio.to_thread(self._store.rescore, saved, score)
+
+    async def _report(self, batch: TrainBatch, metrics: dict[str, float]) -> None:
         figures = self._out.history.add(batch, metrics, version=self.step - 1, stats=self._out.generated)
         figures |= self._pool.metrics() | self._restart_limit.figures() | self._out.more_figures()
         if self._validation is not None:
             figures |= self._validation.take()
-            self._show_validation(figures)
+            await self._take_validation(figures)
         self._out.tracker.log(self.step, figures)
         self._out.display.update(
             self.step,

@@ -176,7 +176,9 @@ class Pipeline:
         players = make_players(config)
         address = self._bind(stack)
         with self._display.phase("preparing model and tasks"):
-            model = await prepare_files(config, folder=self._folder, make=_make_data, players=players.names)
+            model = await prepare_files(
+                config, folder=self._folder, make=_make_data, players=players.names, warms_up=self._warms_up
+            )
         set_process_environment()
         weights = WeightSync(self._folder)
         stack.callback(weights.close)
@@ -233,6 +235,11 @@ class Pipeline:
     @property
     def _start(self) -> int:
         return self._checkpoint.position.step if self._checkpoint else 0
+
+    @property
+    def _warms_up(self) -> bool:
+        """Whether demonstrations are learned from first."""
+        return bool(self._config.warm_start.demonstrations) and self._checkpoint is None and self._evaluates is None
 
     def _bind(self, stack: AsyncExitStack) -> Address:
         server = self._config.server
@@ -304,8 +311,9 @@ class Pipeline:
                     self._start_loop_workers(stack, ray, players.loops, model=model, address=address),
                     name="start loops",
                 )
-            warms_up = config.warm_start.demonstrations and self._checkpoint is None and not has_gpu()
-            if config.buffer.node or warms_up:  # which takes longest: nothing gets in the way of its Ray
+            if config.buffer.node or (
+                self._warms_up and not has_gpu()
+            ):  # which takes longest: nothing gets in the way of its Ray
                 await asyncio.shield(ray)
             buffers = await open_run_buffers(
                 config, stack, folder=self._folder, secret=partial(round_secret, self._folder),

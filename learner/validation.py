@@ -32,8 +32,8 @@ class Validation:
         self._samples = samples
         self._running: asyncio.Task[dict[str, float]] | None = None
         self._num_skipped = 0
-        self.last_mean: float | None = None
-        """Mean score of the last validation that ended."""
+        self.means: dict[int, float] = {}
+        """Step -> mean score of its weights, of the validations that ended."""
 
     def begin(self, step: int, *, last: bool = False) -> None:
         """Start to validate the weights of `step` if it is due; returns at once."""
@@ -49,7 +49,8 @@ class Validation:
         if self._running is None or not self._running.done():
             return {}
         figures, self._running = self._running.result(), None
-        self.last_mean = figures.get("val/mean", self.last_mean)
+        if "val/mean" in figures:
+            self.means[int(figures["val/step"])] = figures["val/mean"]
         return figures | {"val/skipped": float(self._num_skipped)}
 
     async def finish(self) -> dict[str, float]:

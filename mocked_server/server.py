@@ -24,7 +24,7 @@ from buffers.errors import EngineError, EpisodeClosed, EpisodeError, StorageFull
 from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.prompt_queue import PromptQueue
-from buffers.records import Episode, LeasedEpisode, Round, ScoreDetail
+from buffers.records import Episode, LeasedEpisode, Round, ScoreDetail, Verdict
 from buffers.tasks.parquet import tasks_of_rows
 from buffers.tasks.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
@@ -45,6 +45,7 @@ from mocked_server.vllm.serving import QueueClient, build_serving_app
 
 logger = logging.getLogger(__name__)
 
+WHOLE = ScoreDetail()
 FULL_S = 1.0
 """Seconds between two tries to store a score while the disk is full."""
 
@@ -282,7 +283,11 @@ class MockedServer:
         """Store a score; True when it is new, False when the same was stored before. Durable when this returns. `detail`:
         what it is of and whose, for a `notify_score_fn` that takes it. `wait_for_disk`: while the disk is full try again
         instead of raising StorageFull."""
-        more = {} if detail is None else {"detail": detail}
+        if isinstance(score, Verdict) and detail is None:
+            *others, (score, detail) = score.reports()
+            for other, judge in others:
+                await self.notify_score(episode_id, other, detail=judge, wait_for_disk=wait_for_disk)
+        more = {} if detail in (None, WHOLE) else {"detail": detail}
         while True:
             try:
                 stored = await asyncio.to_thread(self._notify_score, episode_id, score, **more)

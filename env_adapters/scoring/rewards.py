@@ -7,6 +7,9 @@ one hangs: they have `THREADS` threads of their own, and a hanging one keeps its
 fails its own episodes (ScoreError), and a number that is none is refused by the ledger. It does not look at lengths or
 groups: that is done where batches are made.
 
+A score is a number; or a mapping with verl's `score`, or with a score by the name of each judge (their mean counts, `gdpo` takes
+them apart); a mapping may have a `hint`, what the policy should have been told, which `cpo` learns from.
+
 A remote scorer gets `POST url {"items": [{"task": {...}, "answer": "..."}]}` and answers `{"scores": [0.5]}`. The task has
 its ground truth. Of a program the answer is what it printed, at most its last 64 KiB, and an item has its `exit_code` too.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +29,7 @@ import httpx
 
 from buffers.did_you_mean import one_of
 from buffers.errors import ScoreError, TaskError
-from buffers.records import Task
+from buffers.records import Task, Verdict
 from env_adapters.adapter import WorkerThread
 from env_adapters.scoring import reward_model
 from env_adapters.scoring.scorers import SCORERS, SEE_EXIT_CODE, ProgramOutput
@@ -33,6 +37,7 @@ from env_adapters.scoring.scorers import SCORERS, SEE_EXIT_CODE, ProgramOutput
 DEFAULT = "default"
 """The key of `data.scorer` for all other data sources."""
 MAX_BATCH = 256
+MAX_NAME_CHARS, MAX_HINT_CHARS = 100, 8192
 THREADS = 32
 """Calls of one scorer at once."""
 TRIES = 3
@@ -141,7 +146,24 @@ class _Collector:
             raise ScoreError(
                 f"data.scorer {self._name} must give one score for each of {len(tasks)}, got {scores!r:.100}"
             )
-        return scores
+        return [self._verdict(score) if isinstance(score, Mapping) else score for score in scores]
+
+    def _verdict(self, said: Mapping[Any, Any]) -> Verdict:
+        """What a scorer says as a mapping: verl's `score`, or a score by the name of each judge; and a `hint`."""
+        judges = {"": said["score"]} if "score" in said else {name: said[name] for name in said if name != "hint"}
+        hint = said.get("hint") or ""
+        good = all(isinstance(name, str) and len(name) <= MAX_NAME_CHARS for name in judges) and isinstance(hint, str)
+        if not judges or not good or not all(is_score(score) for score in judges.values()):
+            raise ScoreError(
+                f"data.scorer {self._name} must give a number, or a mapping of names to numbers with an optional hint, got "
+                f"{dict(said)!r:.100}"
+            )
+        return Verdict(judges, hint=hint[:MAX_HINT_CHARS])
+
+
+def is_score(value: object) -> bool:
+    """Whether it is a finite number, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _nothing() -> None: ...

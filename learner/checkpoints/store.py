@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ class Checkpoint:
     folder: Path
     position: Position
     score: float | None
-    """The figure by which the best one is kept: the last validation's mean score, or else the batch's."""
+    """The figure by which the best one is kept: the mean score that these weights had in their validation (None: they have none
+    yet); in a run without validation the mean of the last batches."""
 
     @property
     def learner(self) -> Path:
@@ -89,6 +90,20 @@ class CheckpointStore:
         self._point_to(target / "model")
         self._prune()
         return Checkpoint(folder=target, position=position, score=score)
+
+    def rescore(self, checkpoint: Checkpoint, score: float) -> Checkpoint:
+        """Write the score of weights that were validated after they were saved, durably."""
+        path = checkpoint.folder / RECORD
+        if not path.is_file():  # it was not kept
+            return checkpoint
+        record = json.loads(path.read_text(encoding="utf-8")) | {"score": score}
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())
+        unfinished.rename(path)
+        _flush_folder(checkpoint.folder)
+        return replace(checkpoint, score=score)
 
     def _point_to(self, model: Path) -> None:
         """`<run>/checkpoint` is the newest Hugging Face folder."""

@@ -64,15 +64,16 @@ def _answer(check: Callable[[], None], writing: int) -> None:
 def check_files(config: Config, *, resumes: bool) -> None:
     """Raises TaskError for a task file or a model that is not there or cannot be used. `resumes`: from a checkpoint, after the warm
     start."""
-    data, warm = config.data, config.warm_start.demonstrations
-    is_made = bool(data.make) and not all(Path(path).is_file() for path in data.task_files)
+    data, warm = config.data, "" if resumes else config.warm_start.demonstrations
+    named = [path for path in (*data.task_files, data.validation.tasks, warm) if path]
+    is_made = bool(data.make) and not all(Path(path).is_file() for path in named)
     files = {"data.tasks": list(data.task_files), "data.validation.tasks": [data.validation.tasks]}
     for key, paths in files.items():
         for path in filter(None, paths):
             if not is_made or Path(path).is_file():
                 check_tasks(key, path, first=FIRST_ROWS)
-    if warm and not resumes and not (is_made and not Path(warm).is_file()):
-        _named("warm_start.demonstrations", warm, lambda path: next(read_demonstrations(path)))
+    if warm and (not is_made or Path(warm).is_file()):
+        check_demonstrations(warm)
     check_model(config.model.path)
 
 
@@ -83,6 +84,11 @@ def check_tasks(key: str, path: str, *, first: int | None = None) -> Mapping[str
         return _named(key, path, agent_names)
     _named(key, path, lambda file: list(islice(read_tasks(file), first)))
     return {}
+
+
+def check_demonstrations(path: str) -> None:
+    """Reads the first demonstration. Raises TaskError."""
+    _named("warm_start.demonstrations", path, lambda file: next(read_demonstrations(file)))
 
 
 def _named(key: str, path: str, read: Callable[[Path], T]) -> T:

@@ -10,7 +10,7 @@ from buffers.did_you_mean import one_of
 from buffers.errors import TaskError
 from configs.schema import Config
 from configs.tiny_model import make_tiny_model
-from learner.startup.input_check import check_model, check_tasks
+from learner.startup.input_check import check_demonstrations, check_model, check_tasks
 
 
 async def prepare_files(
@@ -19,14 +19,18 @@ async def prepare_files(
     folder: Path,
     make: Callable[[Sequence[str], str, Path], Awaitable[None]],
     players: Set[str] | None,
+    warms_up: bool,
 ) -> Path:
-    """The model's folder; makes the tiny model and the task file where they are missing.
+    """The model's folder; makes the tiny model, and has the files made that are missing.
 
-    `make` runs `data.make`, as this file is missing, with a log file. `players`: a row's `agent_name` must be one of them, unless
-    None. Raises TaskError for a file that cannot be used: that is known before the engine starts.
+    `make` runs `data.make`, as this file is missing, with a log file. `warms_up`: the demonstrations are read. `players`: a row's
+    `agent_name` must be one of them, unless None. Raises TaskError for a file that cannot be used: that is known before the engine
+    starts.
     """
     files = config.data.task_files
-    if config.data.make and (missing := [path for path in files if not Path(path).is_file()]):
+    demonstrations = config.warm_start.demonstrations if warms_up else ""
+    named = [*files, config.data.validation.tasks, demonstrations]
+    if config.data.make and (missing := [path for path in named if path and not Path(path).is_file()]):
         await make(config.data.make, missing[0], folder / "data.log")
     keys = {path: "data.tasks" for path in files} | {config.data.validation.tasks: "data.validation.tasks"}
     for path, key in keys.items():
@@ -34,6 +38,8 @@ async def prepare_files(
             names = await asyncio.to_thread(check_tasks, key, path)
             if players is not None:
                 _check_agent_names(Path(path), names, players)
+    if demonstrations:
+        await asyncio.to_thread(check_demonstrations, demonstrations)
     if config.model.path == "tiny":
         return await asyncio.to_thread(make_tiny_model, folder / "model", seed=config.run.seed)
     return check_model(config.model.path)

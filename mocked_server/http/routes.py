@@ -63,6 +63,9 @@ class EpisodeService(Protocol):
         ...
 
 
+MAX_HINT_CHARS = 8192
+
+
 class ScoreBody(BaseModel):
     """Exactly one of `score` and `failed`. Without more the score is of the whole episode, which it ends."""
 
@@ -80,6 +83,8 @@ class ScoreBody(BaseModel):
     """False: scores of other judges follow."""
     revise: bool = False
     """Replaces what this judge said before; possible until the episode is in a batch."""
+    hint: Annotated[str, Field(max_length=MAX_HINT_CHARS)] = ""
+    """What the judge would have told the policy before it answered; learner.advantage=cpo learns from it."""
 
     @model_validator(mode="after")
     def _one(self) -> ScoreBody:
@@ -94,7 +99,12 @@ class ScoreBody(BaseModel):
     def detail(self) -> ScoreDetail | None:
         """None: nothing beyond the score is said."""
         detail = ScoreDetail(
-            round_index=self.round_index, branch=self.branch, judge=self.judge, final=self.final, revise=self.revise
+            round_index=self.round_index,
+            branch=self.branch,
+            judge=self.judge,
+            final=self.final,
+            revise=self.revise,
+            hint=self.hint,
         )
         return None if detail == ScoreDetail() else detail
 

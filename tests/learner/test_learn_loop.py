@@ -19,7 +19,7 @@ from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import TrainBatch
 from buffers.tasks.task_pool import TaskPool
 from configs.load import load_config
-from configs.schema import BufferConfig, RunConfig, WarmStartConfig
+from configs.schema import BufferConfig, CheckpointsConfig, RunConfig, WarmStartConfig
 from learner.checkpoints.store import Checkpoint, CheckpointError, CheckpointStore
 from learner.checkpoints.weight_sync import WeightSync
 from learner.learn_loop import LearnLoop, Outputs, Schedule
@@ -378,7 +378,8 @@ async def test_validation_goes_on_beside_training_and_the_last_weights_are_valid
             await until(lambda: setup.loop.step == 3)  # training does not wait for it
             await asyncio.wrap_future(ledger.notify_score(episode.episode_id, score))
 
-    async with learning(tmp_path, ledger, steps=3, validation=validation) as setup:
+    saving = CheckpointsConfig(every=2)
+    async with learning(tmp_path, ledger, steps=3, validation=validation, checkpoints=saving) as setup:
         setup.ranks.gate.set()
         running = asyncio.create_task(setup.loop.run())
         await play(0.0, 1.0)
@@ -387,6 +388,8 @@ async def test_validation_goes_on_beside_training_and_the_last_weights_are_valid
         assert len(setup.ranks.trained) == 3 and ledger.counts()["groups/validated"] == 4
         newest = setup.store.newest()
         assert newest is not None and newest.score == 0.75  # the best checkpoint is the best validated one
+        by_step = {saved.position.step: saved.score for saved in setup.store.all()}
+        assert by_step == {2: None, 3: 0.75}, "each by the validation of its own weights"
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     found = [(line["val/step"], line["val/mean"], line["val/skipped"]) for line in lines if "val/step" in line]
     assert found == [(0.0, 0.5, 1.0), (3.0, 0.75, 1.0)]  # that of step 2 was due while the first was under way

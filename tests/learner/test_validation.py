@@ -69,7 +69,7 @@ async def test_figures_come_once_and_a_validation_that_is_due_meanwhile_is_count
         "val/failed": 1,
         "val/skipped": 1,
     }
-    assert validation.take() == {} and validation.last_mean == 0.5
+    assert validation.take() == {} and validation.means == {2: 0.5}
     ledger.close()
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,7 @@ def test_what_is_resumed(tmp_path: Path) -> None:
 
 SAVER = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 from buffers.records import Position
 from learner.checkpoints.store import CheckpointStore
@@ -144,3 +146,14 @@ def test_whenever_the_process_is_killed_the_newest_checkpoint_is_whole(tmp_path:
             assert all(part.read_text() == str(one.position.step) * 1000 for part in parts)
         assert (tmp_path / "checkpoint" / "0").is_file()
         step = newest.position.step
+
+
+def test_weights_that_are_validated_after_they_were_saved_are_kept_by_that(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    good = save(store, step=1, score=None)
+    assert store.rescore(good, 0.5).score == 0.5 and read_checkpoint(good.folder).score == 0.5
+    save(store, step=2, score=0.25)
+    save(store, step=3, score=None)
+    assert [saved.position.step for saved in store.all()] == [1, 3]
+    gone = replace(good, folder=tmp_path / "checkpoints" / "step-000009")
+    assert store.rescore(gone, 1.0) == gone, "it was not kept"
