@@ -177,7 +177,12 @@ class Pipeline:
         address = self._bind(stack)
         with self._display.phase("preparing model and tasks"):
             model = await prepare_files(
-                config, folder=self._folder, make=_make_data, players=players.names, warms_up=self._warms_up
+                config,
+                folder=self._folder,
+                make=_make_data,
+                players=players,
+                warms_up=self._warms_up,
+                warn=self._display.note,
             )
         set_process_environment()
         weights = WeightSync(self._folder)
@@ -198,32 +203,14 @@ class Pipeline:
         if self._evaluates:
             main: LearnLoop | Evaluation = self._make_evaluation(self._evaluates, players=players, buffers=buffers)
         else:
-            traces = Traces(self._folder, decode=server.decode, start=self._start)
-            stack.callback(traces.close)
-            main = self._learn = LearnLoop(
-                Schedule(
-                    run=config.run,
-                    buffer=config.buffer,
-                    start=self._start,
-                    overlong_tokens=config.rollout.max_tokens if config.data.reward_manager == "dapo" else None,
-                ),
-                buffers=buffers,
+            main = self._learn = self._make_learn_loop(
+                stack,
+                serving,
+                players=players,
                 learner=learner,
                 starting=starting,
-                engine=engine,
                 weights=weights,
-                store=CheckpointStore(self._folder / "checkpoints", keep=config.run.checkpoints.keep),
-                outputs=Outputs(
-                    history=self.history,
-                    tracker=self._tracker,
-                    display=self._display,
-                    generated=generation.stats,
-                    more_figures=players.figures,
-                    traces=traces,
-                ),
-                restart_limit=self._restart_limit,
-                validation=self._make_validation(players, buffers.ledger),
-                checkpoint=self._checkpoint,
+                generation=generation,
             )
         environment = await self._start_environment(stack, server)
         stack.enter_context(environment_files(self._folder, server))
@@ -360,6 +347,46 @@ class Pipeline:
             worker_key=address.keys.worker,
             prompt_length=rollout.max_model_len - rollout.max_tokens,
             response_length=rollout.max_tokens,
+        )
+
+    def _make_learn_loop(
+        self,
+        stack: AsyncExitStack,
+        serving: Serving,
+        *,
+        players: Players,
+        learner: LearnerProcesses,
+        starting: asyncio.Task[None],
+        weights: WeightSync,
+        generation: Generation,
+    ) -> LearnLoop:
+        config = self._config
+        traces = Traces(self._folder, decode=serving.server.decode, start=self._start)
+        stack.callback(traces.close)
+        return LearnLoop(
+            Schedule(
+                run=config.run,
+                buffer=config.buffer,
+                start=self._start,
+                overlong_tokens=config.rollout.max_tokens if config.data.reward_manager == "dapo" else None,
+            ),
+            buffers=serving.buffers,
+            learner=learner,
+            starting=starting,
+            engine=serving.engine,
+            weights=weights,
+            store=CheckpointStore(self._folder / "checkpoints", keep=config.run.checkpoints.keep),
+            outputs=Outputs(
+                history=self.history,
+                tracker=self._tracker,
+                display=self._display,
+                generated=generation.stats,
+                more_figures=players.figures,
+                traces=traces,
+            ),
+            restart_limit=self._restart_limit,
+            validation=self._make_validation(players, serving.buffers.ledger),
+            checkpoint=self._checkpoint,
         )
 
     def _make_evaluation(self, plan: EvaluationPlan, *, players: Players, buffers: RunBuffers) -> Evaluation:

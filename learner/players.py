@@ -6,7 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from agents.workers.config import read_loops
+from agents.workers.config import SHIPPED, read_loops
 from agents.workers.manager import AgentLoopManager
 from configs.schema import Config
 from env_adapters.scoring.rewards import Rewards
@@ -25,6 +25,8 @@ class Players:
     """The names that a row's `agent_name` may have; None: any, because agents of others may play."""
     default: str | None
     """The player of rows that name no agent; None: any agent that asks."""
+    scored_by_environment: Set[str | None]
+    """Players (None: agents) whose environments score: `data.scorer` never judges what they do."""
 
     def figures(self) -> dict[str, float]:
         """Figures of the agent loops since the last call, for a step's line."""
@@ -35,21 +37,24 @@ def make_players(config: Config) -> Players:
     """Raises TaskError for a scorer or a loop that cannot be used."""
     scorer = config.data.scorer
     rewards = Rewards(scorer, batch=config.data.reward_manager == "batch") if scorer else None
-    loops = None
-    if config.agents.loops:
+    loops, specs = None, read_loops(Path(config.agents.loops)) if config.agents.loops else []
+    if specs:
         loops = AgentLoopManager(
-            read_loops(Path(config.agents.loops)),
+            specs,
             num_workers=max(1, config.agents.processes),
             score_fn=rewards.score if rewards else None,
             temperature=config.rollout.temperature,
         )
     plain = {PLAIN} if scorer else set()
+    environments = {spec.name for spec in specs if spec.target == SHIPPED["env_agent"]}
+    agents = {None} if config.agents.command and config.agents.processes else set()
     only_loops = loops is not None and not config.agents.command and not config.env.command
     return Players(
         rewards=rewards,
         loops=loops,
         names=loops.names | plain if loops is not None and only_loops else None,
         default=_default(config, loops),
+        scored_by_environment=environments | agents,
     )
 
 

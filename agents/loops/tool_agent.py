@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
+from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,6 +26,7 @@ from agents.loops.tool_parser import FunctionCall, ToolParser
 from agents.loops.trajectory import Trajectory, read_settings
 from agents.tools.episode_tools import EpisodeTools
 from agents.tools.toolbox import Toolbox
+from buffers.errors import AgentError
 
 MALFORMED = "error: the tool call could not be read. Write one JSON object with name and arguments for each call, as shown above."
 
@@ -51,6 +55,22 @@ class ToolAgentSettings(BaseModel):
     """Unreadable calls and failing tools: tell the model, or end the episode (as it is, with its score)."""
     tool_deadline_s: Annotated[float, Field(gt=0)] = 30.0
     """Seconds for one call; a tool's own `deadline_s` goes first."""
+
+
+@dataclass(slots=True, kw_only=True)
+class AgentData:
+    """The state of an episode, as tools get it that take `agent_data` (verl's name): to read, and `extra_fields` to write."""
+
+    messages: list[dict[str, Any]]
+    """The prompt."""
+    tools_kwargs: Mapping[str, Any]
+    request_id: str
+    user_turns: int = 0
+    assistant_turns: int = 0
+    turn_scores: list[float] = field(default_factory=list)
+    """The reward of each call so far."""
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+    """What tools leave here is in the output's `extra_fields`."""
 
 
 @register("tool_agent")
@@ -90,49 +110,68 @@ class ToolAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """See `AgentLoopBase.run`."""
         extra_info = kwargs.get("extra_info") or {}
-        selection = extra_info.get("tool_selection")
-        async with self.toolbox.open(selection, tools_kwargs=extra_info.get("tools_kwargs") or {}) as tools:
-            episode = _Episode(self, sampling_params, tools)
-            await episode.play(list(kwargs["raw_prompt"]))
+        data = AgentData(
+            messages=list(kwargs["raw_prompt"]), tools_kwargs=_tools_kwargs(extra_info), request_id=uuid4().hex
+        )
+        async with self.toolbox.open(
+            extra_info.get("tool_selection"), tools_kwargs=data.tools_kwargs, agent_data=data
+        ) as tools:
+            episode = _Episode(self, sampling_params, tools, data)
+            await episode.play()
             rewards = await tools.rewards()
         return episode.output(rewards)
+
+
+def _tools_kwargs(extra_info: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row's arguments for tools, unless it says that none are needed (verl's `need_tools_kwargs`)."""
+    needed, given = extra_info.get("need_tools_kwargs"), extra_info.get("tools_kwargs") or {}
+    if needed and not given:
+        raise AgentError(
+            "extra_info.tools_kwargs must hold the tools' arguments, as need_tools_kwargs is true, got none; add them"
+        )
+    return {} if needed is False else given
 
 
 class _Episode:
     """One episode: its trajectory, and how far it is."""
 
-    def __init__(self, loop: ToolAgentLoop, sampling_params: dict[str, Any], tools: EpisodeTools) -> None:
+    def __init__(
+        self, loop: ToolAgentLoop, sampling_params: dict[str, Any], tools: EpisodeTools, data: AgentData
+    ) -> None:
         self._loop = loop
         self._settings = loop.settings
         self._tools = tools
+        self._data = data
         self._trajectory = Trajectory(loop, sampling_params, room=loop.settings.response_length, tools=tools.schemas)
-        self._user_turns = 0
-        self._assistant_turns = 0
-        self._turn_scores: list[float] = []
         self._step_rewards: list[float] = []
         self._error: str | None = None
 
-    async def play(self, messages: list[dict[str, Any]]) -> None:
+    async def play(self) -> None:
         """Play one episode, from the prompt to the last answer."""
-        await self._trajectory.begin(messages)
+        await self._trajectory.begin(self._data.messages)
         while (calls := await self._calls(await self._answer())) is not None:
             results = await self._call_all(calls)
             if self._error is not None and self._settings.on_tool_error == "end":
                 return
             if not await self._trajectory.say(results):
                 return
-            self._user_turns += 1
+            self._data.user_turns += 1
 
     def output(self, rewards: dict[str, float]) -> AgentLoopOutput:
         """The trajectory so far."""
         return self._trajectory.output(
-            num_turns=1 + self._user_turns + self._assistant_turns,
+            num_turns=1 + self._data.user_turns + self._data.assistant_turns,
             step_rewards=self._step_rewards,
-            extra_fields={"turn_scores": self._turn_scores, "tool_rewards": rewards, "tool_error": self._error},
+            extra_fields={
+                **self._data.extra_fields,
+                "turn_scores": self._data.turn_scores,
+                "tool_rewards": rewards,
+                "tool_error": self._error,
+            },
         )
 
     async def _answer(self) -> list[int]:
-        self._assistant_turns += 1
+        self._data.assistant_turns += 1
         self._step_rewards.append(0.0)
         return await self._trajectory.generate()
 
@@ -141,9 +180,9 @@ class _Episode:
         settings = self._settings
         if self._trajectory.is_full or not answer:
             return None
-        if settings.max_assistant_turns and self._assistant_turns >= settings.max_assistant_turns:
+        if settings.max_assistant_turns and self._data.assistant_turns >= settings.max_assistant_turns:
             return None
-        if settings.max_user_turns and self._user_turns >= settings.max_user_turns:
+        if settings.max_user_turns and self._data.user_turns >= settings.max_user_turns:
             return None
         parser = self._loop.tool_parser
         _, calls = await parser.extract_tool_calls(answer, self._tools.schemas)
@@ -166,6 +205,6 @@ class _Episode:
         outcome = await self._tools.call(call.name, call.arguments)
         if not outcome.ok:
             self._error = f"{call.name}: {outcome.error}"
-        self._turn_scores.append(outcome.reward)
+        self._data.turn_scores.append(outcome.reward)
         self._step_rewards[-1] += outcome.reward
         return outcome.text

@@ -276,6 +276,10 @@ class Ledger:
             drop_zero_variance=self._drop_equal,
         )
 
+    def settle_scores(self, episode_id: str) -> Future[bool]:
+        """End a running episode with what its judges said without calling it final; False when none has."""
+        return self._call(scores.settle, episode_id=episode_id, drop_zero_variance=self._drop_equal)
+
     def score_history(self, episode_id: str) -> Future[list[dict[str, Any]]]:
         """Every score that was reported of an episode, with its judge and what became of it."""
         return self._call(scores.score_history, episode_id=episode_id)

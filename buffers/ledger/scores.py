@@ -75,6 +75,16 @@ def notify_score(
     return True
 
 
+def settle(db: sqlite3.Connection, *, episode_id: str, drop_zero_variance: bool = False) -> bool:
+    """End a running episode with the scores that its judges gave so far; False: none gave one, or it cannot be trained."""
+    row = read_episode(db, episode_id=episode_id)
+    said = f"SELECT 1 FROM score WHERE episode_id = ? AND part = 'whole' AND {_COUNTS} LIMIT 1"
+    if row.state != EpisodeState.RUNNING or row.num_rounds == 0 or not db.execute(said, (episode_id,)).fetchone():
+        return False
+    _apply(db, row=row, ends=True, drop_zero_variance=drop_zero_variance)
+    return True
+
+
 def scores_of(db: sqlite3.Connection, *, episode_id: str) -> EpisodeScores:
     """What counts for the rows of a scored episode."""
     (whole,) = db.execute("SELECT score FROM episode WHERE episode_id = ?", (episode_id,)).fetchone()

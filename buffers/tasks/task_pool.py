@@ -123,7 +123,7 @@ class TaskPool:
         try:
             while not self._closed:
                 self._woken.clear()  # before looking: what changes during the look is seen by the next one
-                await self._fail_overdue()
+                await self._end_overdue()
                 await self._serve()
                 if self._is_exhausted():
                     break
@@ -313,10 +313,13 @@ class TaskPool:
             task_ids += [task.task_id for task in some]
         return task_ids
 
-    async def _fail_overdue(self) -> None:
+    async def _end_overdue(self) -> None:
+        """Past its deadline an episode has the scores that its judges gave until now, or fails."""
         while self._overdue:
+            episode_id = self._overdue.pop()
             with suppress(EpisodeClosed):  # it ended in the same moment; the news of that releases the slot
-                await self.fail(self._overdue.pop(), "deadline")
+                if not await asyncio.wrap_future(self._ledger.settle_scores(episode_id)):
+                    await self.fail(episode_id, "deadline")
 
     def _countable(self, reason: str) -> str:
         """Failures are counted by kind, and all counts are read at each commit."""

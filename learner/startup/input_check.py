@@ -77,7 +77,7 @@ def check_files(config: Config, *, resumes: bool) -> None:
     check_model(config.model.path)
 
 
-def check_tasks(key: str, path: str, *, first: int | None = None) -> Mapping[str, int]:
+def check_tasks(key: str, path: str, *, first: int | None = None) -> Mapping[str | None, int]:
     """Reads the first rows of a task file, or all; the agents that they name, with the row that named each first. Raises
     TaskError."""
     if first is None:

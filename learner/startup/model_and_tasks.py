@@ -10,6 +10,7 @@ from buffers.did_you_mean import one_of
 from buffers.errors import TaskError
 from configs.schema import Config
 from configs.tiny_model import make_tiny_model
+from learner.players import Players
 from learner.startup.input_check import check_demonstrations, check_model, check_tasks
 
 
@@ -18,14 +19,15 @@ async def prepare_files(
     *,
     folder: Path,
     make: Callable[[Sequence[str], str, Path], Awaitable[None]],
-    players: Set[str] | None,
+    players: Players,
     warms_up: bool,
+    warn: Callable[[str], None],
 ) -> Path:
     """The model's folder; makes the tiny model, and has the files made that are missing.
 
-    `make` runs `data.make`, as this file is missing, with a log file. `warms_up`: the demonstrations are read. `players`: a row's
-    `agent_name` must be one of them, unless None. Raises TaskError for a file that cannot be used: that is known before the engine
-    starts.
+    `make` runs `data.make`, as this file is missing, with a log file. `warms_up`: the demonstrations are read. A row's
+    `agent_name` must be one of `players`. `warn` gets a line for what has no effect. Raises TaskError for a file that cannot be
+    used: that is known before the engine starts.
     """
     files = config.data.task_files
     demonstrations = config.warm_start.demonstrations if warms_up else ""
@@ -33,11 +35,18 @@ async def prepare_files(
     if config.data.make and (missing := [path for path in named if path and not Path(path).is_file()]):
         await make(config.data.make, missing[0], folder / "data.log")
     keys = {path: "data.tasks" for path in files} | {config.data.validation.tasks: "data.validation.tasks"}
+    agents: set[str | None] = set()
     for path, key in keys.items():
         if path:
             names = await asyncio.to_thread(check_tasks, key, path)
-            if players is not None:
-                _check_agent_names(Path(path), names, players)
+            agents |= names.keys()
+            if players.names is not None:
+                _check_agent_names(Path(path), names, players.names)
+    if agents and config.data.scorer and {name or players.default for name in agents} <= players.scored_by_environment:
+        warn(
+            "data.scorer is never asked: environments score all rows of the task files; leave it out, or name a player in "
+            "agent_name that has none"
+        )
     if demonstrations:
         await asyncio.to_thread(check_demonstrations, demonstrations)
     if config.model.path == "tiny":
@@ -45,7 +54,7 @@ async def prepare_files(
     return check_model(config.model.path)
 
 
-def _check_agent_names(path: Path, names: Mapping[str, int], known: Set[str]) -> None:
+def _check_agent_names(path: Path, names: Mapping[str | None, int], known: Set[str]) -> None:
     for name, row in names.items():
-        if name not in known:
+        if name is not None and name not in known:
             raise TaskError(f"{path}, row {row}: agent_name must be {one_of(name, known)}; or name it in agents.loops")

@@ -32,7 +32,9 @@ class SecretTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict]:
-        return ToolResponse(text=self.secrets[instance_id] * parameters["repeat"]), 0.0, {}
+        kwargs["agent_data"].extra_fields["asked_in_turn"] = kwargs["agent_data"].assistant_turns
+        reward = -0.25 if parameters["repeat"] > 1 else 0.0  # once is enough
+        return ToolResponse(text=self.secrets[instance_id] * parameters["repeat"]), reward, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         return float("".join(c for c in self.secrets[instance_id] if c.isdigit()) or 0)

@@ -181,6 +181,24 @@ async def test_hundreds_of_episodes_keep_their_secrets_apart(tokenizer, tools_ya
     assert loop.toolbox._tools["secret"].secrets == {}, "every instance was released"
 
 
+async def test_rewards_of_calls_are_their_answers_and_tools_see_the_episodes_state(tokenizer, tools_yaml):
+    greedy, modest = call("secret", repeat=2), call("secret", repeat=1)
+    kwargs = {"secret": {"create_kwargs": {"secret": "ab"}}}
+    _, output = await play(
+        tokenizer, [greedy + greedy, modest, "done"], tools_yaml, extra_info={"tools_kwargs": kwargs}
+    )
+    assert output.step_rewards == [-0.5, 0.0, 0.0] and output.extra_fields["turn_scores"] == [-0.25, -0.25, 0.0]
+    assert output.extra_fields["asked_in_turn"] == 2
+
+
+async def test_a_row_says_whether_its_tools_need_arguments(tokenizer, tools_yaml):
+    row = {"need_tools_kwargs": False, "tools_kwargs": {"secret": {"create_kwargs": {"secret": "ab"}}}}
+    _, output = await play(tokenizer, [call("secret", repeat=1), "x"], tools_yaml, extra_info=row)
+    assert "ab" not in text_of(tokenizer, output, mask=0)
+    with pytest.raises(AgentError, match="tools_kwargs must hold the tools' arguments, as need_tools_kwargs is true"):
+        await play(tokenizer, ["x"], tools_yaml, extra_info={"need_tools_kwargs": True})
+
+
 async def test_only_the_rows_tools_are_offered(tokenizer, tools_yaml):
     server, _ = await play(tokenizer, ["hi"], tools_yaml, extra_info={"tool_selection": ["add"]})
     prompt = tokenizer.decode(server.prompts[0])

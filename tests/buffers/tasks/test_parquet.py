@@ -198,7 +198,7 @@ def test_every_row_is_checked_before_the_first_is_used(tmp_path: Path) -> None:
     good = pa.Table.from_pylist(rows)
     path = tmp_path / "tasks.parquet"
     pq.write_table(good, path, row_group_size=1000, compression="none", use_dictionary=False)
-    assert agent_names(path) == {}
+    assert agent_names(path) == {None: 0}
     data = bytearray(path.read_bytes())
     at = data.rindex(b"2500")
     data[at - 400 : at] = b"\xff" * 400  # lengths and texts of a page; the footer is fine
@@ -212,7 +212,7 @@ def test_every_row_is_checked_before_the_first_is_used(tmp_path: Path) -> None:
 
 def test_an_id_names_one_task_and_a_column_stands_once(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "tasks.parquet", [{"prompt": text, "task_id": "a"} for text in ("x", "x")])
-    assert agent_names(path) == {}
+    assert agent_names(path) == {None: 0}
     write_rows(path, [{"prompt": text, "task_id": name} for text, name in (("x", "a"), ("z", "b"), ("y", "a"))])
     with pytest.raises(TaskError, match=r"row 2: column 'task_id' must name one task, got 'a' as in row 0 with other"):
         agent_names(path)
@@ -268,6 +268,6 @@ def test_the_agents_that_a_file_names_are_known_with_their_first_rows(tmp_path):
     path = tmp_path / "tasks.parquet"
     rows = [{"prompt": "a", "agent_name": name} for name in (None, "tool_agent", "tool_agent", "other", None)]
     pq.write_table(pa.Table.from_pylist(rows), path)
-    assert agent_names(path) == {"tool_agent": 1, "other": 3}
+    assert agent_names(path) == {None: 0, "tool_agent": 1, "other": 3}
     pq.write_table(pa.Table.from_pylist([{"prompt": "a"}]), path)
-    assert agent_names(path) == {}
+    assert agent_names(path) == {None: 0}

@@ -14,7 +14,7 @@ import pytest
 
 from buffers.errors import EpisodeClosed, TaskError
 from buffers.ledger.ledger import Ledger
-from buffers.records import Task
+from buffers.records import ScoreDetail, Task
 from buffers.tasks.parquet import write_tasks
 from buffers.tasks.task_pool import PoolClosed
 from tests.support.buffer_parts import make_round, make_task
@@ -182,6 +182,18 @@ async def test_an_episode_past_its_deadline_fails_and_is_tried_again_first() -> 
         assert setup.closed == [("1-0-0", "failed"), ("1-0-1", "scored")]
 
 
+async def test_an_episode_past_its_deadline_has_the_scores_that_came_until_then() -> None:
+    async with running_pool(deadline_s=10.0) as setup:
+        await setup.pool.put([make_task(0)])
+        episode = await setup.lease()
+        setup.ledger.put_round(make_round(episode.episode_id))
+        setup.ledger.notify_score(episode.episode_id, 0.5, detail=ScoreDetail(judge="style", final=False)).result()
+        setup.clock.advance(10.1)
+        assert await setup.closings.get() == (episode.episode_id, "scored")
+        batch = setup.ledger.claim(1, min_version=0).result()
+        assert batch is not None and [(row.score, row.judges) for row in batch.rows] == [(0.5, {"style": 0.5})]
+
+
 async def test_a_straggler_does_not_hold_up_other_groups() -> None:
     async with running_pool(group_size=2) as setup:
         await setup.pool.put([make_task(number) for number in range(3)])
@@ -342,7 +354,6 @@ async def test_metrics_count_slots_by_what_became_of_them() -> None:
             "pool/agents_waiting": 0,
             "pool/scored": 1,
             "pool/failed": 1,
-            "pool/stale": 0,
             "pool/closed": 0,
             "pool/admissible_groups": 1,
             "ledger/scored": 1,

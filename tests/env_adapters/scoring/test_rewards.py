@@ -14,7 +14,7 @@ import pytest
 
 from buffers.errors import ScoreError, TaskError
 from buffers.ledger.ledger import Ledger
-from buffers.records import Task, TrainBatch
+from buffers.records import ScoreDetail, Task, TrainBatch, Verdict
 from env_adapters.scoring import rewards
 from env_adapters.scoring.rewards import Rewards
 from env_adapters.scoring.scorers import SCORERS
@@ -127,6 +127,28 @@ started, gate = threading.Event(), threading.Event()
 
 async def test_a_function_is_called_by_its_dotted_name() -> None:
     assert await Rewards("tests.env_adapters.scoring.test_rewards.length").score(task(), "four") == 4.0
+
+
+def several(task: Task, answer: str) -> dict[str, object]:
+    return {
+        "judges": {"form": 1.0, "truth": 0.0, "hint": "count again"},
+        "verl": {"score": 0.5, "acc": True},
+        "words": {"score": "much"},
+        "none": {"hint": "x"},
+    }[answer]
+
+
+async def test_a_scorer_may_say_what_each_judge_thinks_and_a_hint() -> None:
+    rewards = Rewards(f"{__name__}.several")
+    verdict = await rewards.score(task(), "judges")
+    assert verdict == 0.5 and isinstance(verdict, Verdict)
+    ends = ScoreDetail(judge="truth", hint="count again")
+    assert verdict.reports() == [(1.0, ScoreDetail(judge="form", final=False)), (0.0, ends)]
+    verdict = await rewards.score(task(), "verl")
+    assert isinstance(verdict, Verdict) and verdict.reports() == [(0.5, ScoreDetail())]
+    for answer in ("words", "none"):
+        with pytest.raises(ScoreError, match="must give a number, or a mapping of names to numbers"):
+            await rewards.score(task(), answer)
 
 
 async def test_a_batch_function_gets_all_answers_that_piled_up() -> None:
