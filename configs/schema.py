@@ -148,6 +148,9 @@ class RolloutConfig(Section):
     engine_timeout_s: Seconds = 120.0
     """An engine that gives no sign of life for so long while requests wait is killed and restarted: its process may live and be
     deaf. One that is busy with a long step answers between two of them. Loading weights may take ten times as long."""
+    sleep: bool = False
+    """Free the engine's memory while the learner updates, for both on one card: vLLM's sleep mode on a GPU, the prefix cache on a
+    CPU. Only with `buffer.max_policy_lag=0`, where nothing is generated meanwhile."""
     kv_cache_gb: Positive | None = None
     """KV-cache memory of the engine, in GiB. None: 0.25 on CPU; on a GPU the engine takes 40 % of the card in all."""
 
@@ -300,6 +303,11 @@ class Config(Section):
             raise ValueError(
                 f"each learner rank needs an episode: buffer.groups_per_step * buffer.group_size must be >= learner.ranks, "
                 f"got {self.buffer.groups_per_step} * {self.buffer.group_size} < {learner.ranks}"
+            )
+        if self.rollout.sleep and self.buffer.max_policy_lag > 0:
+            raise ValueError(
+                f"rollout.sleep needs the synchronous flow, got buffer.max_policy_lag={self.buffer.max_policy_lag}, which "
+                f"generates while the learner updates; set buffer.max_policy_lag=0"
             )
         if self.rollout.max_tokens >= self.rollout.max_model_len:
             raise ValueError(

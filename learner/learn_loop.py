@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from buffers.errors import LeaseError
@@ -44,6 +44,8 @@ class Schedule:
     """The step after which this run resumes."""
     overlong_tokens: int | None = None
     """The most tokens of a generation, where long ones are penalised; None: they are not."""
+    sleep: bool = False
+    """The engine's memory is freed while the learner updates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +238,9 @@ class LearnLoop:
         if self._schedule.overlong_tokens is not None:
             batch, mean = with_overlong_penalty(batch, max_tokens=self._schedule.overlong_tokens)
             penalty = {"reward/overlong": mean}
-        metrics = penalty | await self._learner.ranks.train_step(batch, version=self.step)
+        async with self._asleep() as times:
+            metrics = penalty | await self._learner.ranks.train_step(batch, version=self.step)
+        metrics |= times
         await asyncio.wrap_future(self._ledger.commit_step(batch.lease_id, step=step, version=step))
         began = time.monotonic()
         self.step = step
@@ -247,6 +251,23 @@ class LearnLoop:
         if self._out.traces is not None and step > self._done:
             await asyncio.to_thread(self._out.traces.add, batch, step=step)
         return metrics
+
+    @asynccontextmanager
+    async def _asleep(self) -> AsyncIterator[dict[str, float]]:
+        """Frees the engine's memory in the block, with `rollout.sleep`; gives the time that falling asleep and waking took."""
+        times: dict[str, float] = {}
+        if not self._schedule.sleep:
+            yield times
+            return
+        began = time.monotonic()
+        await self._engine.sleep()
+        asleep = time.monotonic()
+        try:
+            yield times
+        finally:
+            waking = time.monotonic()
+            await self._engine.wake_up()
+            times["time/sleep_s"] = asleep - began + time.monotonic() - waking
 
     def _validate(self) -> None:
         if self._validation is not None and self.step < self._schedule.run.steps:

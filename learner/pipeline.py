@@ -368,6 +368,7 @@ class Pipeline:
                 run=config.run,
                 buffer=config.buffer,
                 start=self._start,
+                sleep=config.rollout.sleep,
                 overlong_tokens=config.rollout.max_tokens if config.data.reward_manager == "dapo" else None,
             ),
             buffers=serving.buffers,

@@ -29,9 +29,11 @@ class Learner(Protocol):
 
 
 class Engine(Protocol):
-    """Loads the weights of a folder: `mocked_server.vllm.engine.VLLMEngine`."""
+    """Loads the weights of a folder, and frees its memory between: `mocked_server.vllm.engine.VLLMEngine`."""
 
     async def load_weights(self, folder: Path, *, version: int) -> None: ...
+    async def sleep(self) -> None: ...
+    async def wake_up(self) -> None: ...
 
 
 class WeightSync:

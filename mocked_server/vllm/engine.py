@@ -128,6 +128,8 @@ def make_args(settings: EngineSettings) -> Namespace:
     if not has_gpu():
         words += ["--enforce-eager", "--distributed-executor-backend", "uni"]
         kv_cache_gb = kv_cache_gb or CPU_KV_CACHE_GB
+    elif rollout.sleep:
+        words += ["--enable-sleep-mode"]
     if kv_cache_gb is not None:
         words += ["--kv-cache-memory-bytes", str(int(kv_cache_gb * 2**30))]
     args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
@@ -339,10 +341,11 @@ class VLLMEngine:
                 await llm.resume_generation()
 
     async def sleep(self) -> None:
-        """Give memory back: vLLM's sleep level 1 where the engine was built for it; elsewhere (CPU) the prefix cache. An engine
-        that dies meanwhile has none left."""
+        """Give memory back: vLLM's sleep level 1 with `rollout.sleep` on a GPU, where running requests freeze until `wake_up`;
+        elsewhere the prefix cache. An engine that dies meanwhile has none left."""
         await self._up.wait()
-        await self._while_alive(self._llm.sleep(level=1) if self._may_sleep else self._llm.reset_prefix_cache())
+        llm = self._llm
+        await self._while_alive(llm.sleep(level=1, mode="keep") if self._may_sleep else llm.reset_prefix_cache())
 
     async def wake_up(self) -> None:
         """Undo `sleep`. No effect on an engine that is awake."""

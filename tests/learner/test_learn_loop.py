@@ -94,8 +94,18 @@ class FakeRanks:
 
 
 class FakeEngine:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
     async def load_weights(self, folder: Path, *, version: int) -> None:
         assert folder.name.startswith(f"version-{version}-")
+        self.calls.append(f"load {version}")
+
+    async def sleep(self) -> None:
+        self.calls.append("sleep")
+
+    async def wake_up(self) -> None:
+        self.calls.append("wake up")
 
 
 @dataclass
@@ -105,6 +115,7 @@ class Setup:
     ledger: Ledger
     pool: TaskPool
     store: CheckpointStore
+    engine: FakeEngine
 
 
 LAG = 9
@@ -121,6 +132,7 @@ async def learning(
     dies_in: tuple[str, ...] = (),
     started: asyncio.Future[None] | None = None,
     checkpoint: Checkpoint | None = None,
+    sleep: bool = False,
     **run: Any,
 ) -> AsyncIterator[Setup]:
     pool = TaskPool(
@@ -133,7 +145,7 @@ async def learning(
     store = CheckpointStore(tmp_path / "checkpoints", keep=9)
     ranks: Any = FakeRanks(dies_in=list(dies_in))
 
-    weights = WeightSync(tmp_path)
+    engine, weights = FakeEngine(), WeightSync(tmp_path)
     restart_limit = RestartLimit()
     warm_start = WarmStartConfig(demonstrations="traces.parquet")
     learner = LearnerProcesses(
@@ -148,11 +160,12 @@ async def learning(
                 run=RunConfig(**run),
                 buffer=BufferConfig(groups_per_step=1, group_size=1, max_policy_lag=LAG),
                 start=start,
+                sleep=sleep,
             ),
             buffers=buffers,
             learner=learner,
             starting=started,
-            engine=FakeEngine(),
+            engine=engine,
             weights=weights,
             store=store,
             outputs=Outputs(
@@ -165,7 +178,7 @@ async def learning(
             validation=validation,
             checkpoint=checkpoint,
         )
-        yield Setup(loop, ranks, ledger, pool, store)
+        yield Setup(loop, ranks, ledger, pool, store, engine)
     pool.close()
     await running
     weights.close()
@@ -350,6 +363,19 @@ async def test_a_disk_that_is_full_ends_the_run_with_the_remedy(tmp_path: Path) 
         with pytest.raises(CheckpointError, match=r"step 1 could not be written .*No space left.*; free space"):
             await setup.loop.run()
         assert setup.store.all() == []
+    ledger.close()
+
+
+async def test_the_engine_sleeps_while_the_learner_updates_where_it_is_to(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    for task in range(2):
+        make_ready(ledger, task=task)
+    async with learning(tmp_path, ledger, steps=2, sleep=True) as setup:
+        setup.ranks.gate.set()
+        await setup.loop.run()
+        assert setup.engine.calls == ["load 0", "sleep", "wake up", "load 1", "sleep", "wake up", "load 2"]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all("time/sleep_s" in line for line in lines if "reward/mean" in line)
     ledger.close()
 
 

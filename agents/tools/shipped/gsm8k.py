@@ -1,4 +1,4 @@
-"""`calc_gsm8k_reward`: tells the model whether its answer to a GSM8K task is right, by verl's rules; scores the episode without a scorer.
+"""`calc_gsm8k_reward`: tells the model whether its answer to a GSM8K task is right; its reward counts where no scorer is set.
 
 Named in configs/tools/gsm8k.yaml. A task gives the truth in `tools_kwargs: {calc_gsm8k_reward: {create_kwargs: {ground_truth}}}`;
 the model never sees it. A step's reward is 0 where the answer is better than the one before, and -0.05 where it is not; the

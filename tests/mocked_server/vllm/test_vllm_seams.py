@@ -6,6 +6,10 @@ import inspect
 
 import pytest
 
+from configs.schema import RolloutConfig, ServerConfig
+from mocked_server.vllm import engine
+from mocked_server.vllm.engine import EngineSettings, make_args
+
 
 def parameters(function):
     return list(inspect.signature(function).parameters)
@@ -129,3 +133,19 @@ def test_what_reaches_the_engines_sockets_is_not_unpickled(tmp_path):
             with pytest.raises((NotImplementedError, ValueError)):
                 serial_utils.MsgpackDecoder(expected).decode([message])
     assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize(("gpu", "sleep", "enabled"), [(True, True, True), (True, False, False), (False, True, False)])
+def test_the_engine_can_sleep_where_it_is_told_to_and_there_is_a_gpu(tmp_path, monkeypatch, gpu, sleep, enabled):
+    monkeypatch.setattr(engine, "has_gpu", lambda: gpu)
+    rollout, server = RolloutConfig(sleep=sleep), ServerConfig()
+    settings = EngineSettings(
+        model_path=tmp_path, served_name="policy", dtype="float32", rollout=rollout, server=server
+    )
+    assert make_args(settings).enable_sleep_mode is enabled
+
+
+def test_a_sleeping_engine_keeps_its_requests():
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    assert list(inspect.signature(AsyncLLM.sleep).parameters) == ["self", "level", "mode"]
