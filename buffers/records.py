@@ -204,6 +204,10 @@ class Row:
     """Sampled at temperature 0: the baseline of its group, never trained."""
     hint: str | None = None
     """A hint for the task, which the policy did not see."""
+    judges: dict[str, float] | None = None
+    """The episode's score of each judge, by name; `score` is their mean. None: not told apart."""
+    truncated: tuple[int, ...] = ()
+    """Rounds that this row trains and whose generation was cut at the most tokens (finish reason `length`)."""
 
     @property
     def num_tokens(self) -> int:

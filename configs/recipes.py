@@ -101,7 +101,7 @@ RECIPES: dict[str, Values] = {
         "loss_agg": "seq-mean-token-sum",
         "kl": {"coef": 0.05, "kind": "k1", "in_reward": True},
     },
-    # arXiv:2602.04879, section 5: the trust region is around the policy that sampled
+    # arXiv:2602.04879: the trust region is around the policy that sampled
     "dppo": {
         "advantage": "grpo",
         "critic": "none",
@@ -110,7 +110,7 @@ RECIPES: dict[str, Values] = {
         "clip": {"low": 0.15, "high": 0.15, "ratio_max": 20.0},
         "correction": "naive",
     },
-    # arXiv:2507.20673, section 4.1
+    # arXiv:2507.20673
     "gmpo": {
         "advantage": "grpo",
         "critic": "none",
@@ -118,7 +118,7 @@ RECIPES: dict[str, Values] = {
         "loss_agg": "seq-mean-token-mean",
         "clip": {"low": 0.4, "high": 0.4},
     },
-    # arXiv:2511.20347, equation 6
+    # arXiv:2511.20347
     "sapo": {
         "advantage": "grpo",
         "critic": "none",
@@ -126,7 +126,7 @@ RECIPES: dict[str, Values] = {
         "loss_agg": "seq-mean-token-mean",
         "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
     },
-    # arXiv:2504.02546, section 3
+    # arXiv:2504.02546
     "gpg": {"advantage": "gpg", "critic": "none", "loss": "gpg", "loss_agg": "token-mean"},
     # arXiv:2505.23585: exactly on policy, so one update of a batch
     "opo": {
@@ -137,7 +137,7 @@ RECIPES: dict[str, Values] = {
         "minibatches": 1,
         "epochs": 1,
     },
-    # arXiv:2601.05242, equations 4 to 6, in GRPO's loss
+    # arXiv:2601.05242, in GRPO's loss
     "gdpo": {
         "advantage": "gdpo",
         "critic": "none",
@@ -146,7 +146,7 @@ RECIPES: dict[str, Values] = {
         "loss_agg": "seq-mean-token-mean",
         "clip": CLIP,
     },
-    # arXiv:2505.22617, section 4.2
+    # arXiv:2505.22617
     "clip_cov": {
         "advantage": "grpo",
         "critic": "none",
@@ -155,7 +155,7 @@ RECIPES: dict[str, Values] = {
         "clip": CLIP,
         "cov": {"share": 2e-4, "low": 1.0, "high": 5.0},
     },
-    # arXiv:2505.22617, section 4.2
+    # arXiv:2505.22617
     "kl_cov": {
         "advantage": "grpo",
         "critic": "none",
