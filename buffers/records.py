@@ -231,10 +231,10 @@ class Row:
     """Sampled at temperature 0: the baseline of its group, never trained."""
     hint: str | None = None
     """A hint for the task, which the policy did not see: of a judge, or of the task's `extra_info`."""
-    judges: dict[str, float] = field(default_factory=dict)
-    """The episode's score by judge; `score` is their mean."""
-    truncated: bool = False
-    """An answer that this row trains was cut off at its largest number of tokens."""
+    judges: dict[str, float] | None = None
+    """The episode's score of each judge, by name; `score` is their mean. None: not told apart."""
+    truncated: tuple[int, ...] = ()
+    """Rounds that this row trains and whose generation was cut at the most tokens (finish reason `length`)."""
 
     @property
     def num_tokens(self) -> int:

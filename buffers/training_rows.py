@@ -110,6 +110,6 @@ def _row(path: list[Round], *, fresh: set[int], group_id: int, scores: EpisodeSc
         ),
         round_scores={index: scores.rounds[index] for index in sorted(fresh) if index in scores.rounds},
         hint=scores.hint,
-        judges=scores.judges,
-        truncated=any(round_.finish_reason == CUT for round_ in path if round_.round_index in fresh),
+        judges=scores.judges or None,
+        truncated=tuple(r.round_index for r in path if r.round_index in fresh and r.finish_reason == CUT),
     )

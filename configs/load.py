@@ -1,10 +1,12 @@
 """YAML file + dotted overrides -> `Config`, with errors that name key, rule, value and remedy in one line each.
 
-`extends: other.yaml` at the top of a file takes that file (same folder) as the base.
+`extends: other.yaml` at the top of a file takes that file (same folder) as the base. A `learner.recipe` in a later layer (a file
+that extends another, or the command line) takes the place of the algorithm in the layers below it.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ import yaml
 from pydantic import ValidationError
 
 from configs.keys import all_keys, all_sections, keys_below, nearest_key
+from configs.recipes import SYSTEM_KEYS
 from configs.schema import Config
 
 FOLDER = Path(__file__).resolve().parent
@@ -38,6 +41,8 @@ class ConfigError(ValueError):
 def load_config(path: Path = DEFAULT, overrides: Sequence[str] = ()) -> Config:
     """Read `path`, apply overrides such as `learner.kl.coef=0.1` (values in YAML), validate. Raises ConfigError."""
     tree = _read(path)
+    if any(_names_recipe(text) for text in overrides):
+        tree = _without_algorithm(tree)
     for text in overrides:
         _override(tree, text)
     checked = _check_keys(_filled(tree), prefix="", source=path)
@@ -73,7 +78,24 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold sections (run:, model:, ...), got {type(tree).__name__}")
     base = tree.pop("extends", None)
-    return _merge(_read(path.parent / str(base)), tree) if base else tree
+    if not base:
+        return tree
+    below, learner = _read(path.parent / str(base)), tree.get("learner")
+    named = isinstance(learner, dict) and learner.get("recipe")
+    return _merge(_without_algorithm(below) if named else below, tree)
+
+
+def _names_recipe(override: str) -> bool:
+    key, _, value = (part.strip() for part in override.partition("="))
+    return key == "learner.recipe" and value not in ("", "null", "~")
+
+
+def _without_algorithm(tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree with those keys of the learner alone that no recipe sets."""
+    learner = tree.get("learner")
+    if not isinstance(learner, dict):
+        return tree
+    return {**tree, "learner": {key: value for key, value in learner.items() if key in SYSTEM_KEYS}}
 
 
 def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
@@ -155,17 +177,22 @@ def _lines(errors: Sequence[Any]) -> list[str]:
     """One line for each key; a value that fits none of several types breaks a rule of each of them."""
     rules: dict[str, list[str]] = {}
     values: dict[str, str] = {}
+    near: dict[str, list[str]] = {}
     for error in errors:
         parts = [str(part) for part in error["loc"]]
         key = next((name for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in all_keys()), "")
         rule = re.sub("(Input|String) should", "must", str(error["msg"])).replace("Value error, ", "")
         rest = error["loc"][key.count(".") + 1 :] if key else ()
         place = f" (entry {rest[0] + 1})" if rest and type(rest[0]) is int else ""
+        if error["type"] == "literal_error":
+            options = re.findall("'([^']+)'", str(error["ctx"]["expected"]))
+            near[key] = difflib.get_close_matches(str(error["input"]), options, n=1)
         rules.setdefault(key, []).append(rule + place)
         values[key] = repr(error["input"])
+    meant = {key: f"did you mean {names[0]}? " for key, names in near.items() if names}
     return [
         " or ".join(rule)
         if not key
-        else f"{key} {' or '.join(rule)}, got {values[key]}; set {key}=<value> or edit the file"
+        else f"{key} {' or '.join(rule)}, got {values[key]}; {meant.get(key, '')}set {key}=<value> or edit the file"
         for key, rule in rules.items()
     ]

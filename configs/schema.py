@@ -7,9 +7,12 @@
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
+
+from configs.no_effect import refuse_unused
+from configs.recipes import RECIPES, filled, own_aggregation
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -178,9 +181,55 @@ class LoraConfig(Section):
 
 class ClipConfig(Section):
     low: Positive | None = None
-    """Ratios stay above 1 - low. None: the loss's own: 0.2 for ppo, 3e-4 for gspo, 1.0 for cispo."""
+    """Ratios stay above 1 - low (gmpo: above exp(-low); dppo_tv: a probability falls by at most low; dppo_kl: at most this KL).
+    None: the loss's own: 0.2 for ppo, 0.2 for clip_cov, 3e-4 for gspo, 1.0 for cispo, 0.4 for gmpo, 0.15 for dppo_tv, 0.05 for
+    dppo_kl. The other losses clip nothing."""
     high: Positive | None = None
-    """Ratios stay below 1 + high. None: the loss's own: 0.28 for ppo, 4e-4 for gspo, 4.0 for cispo."""
+    """Ratios stay below 1 + high (gmpo: below exp(high); dppo_tv: a probability rises by at most high; dppo_kl: at most this KL).
+    None: the loss's own: 0.28 for ppo, 0.2 for clip_cov, 4e-4 for gspo, 4.0 for cispo, 0.4 for gmpo, 0.15 for dppo_tv, 0.05 for
+    dppo_kl."""
+    ratio_max: Annotated[float, Field(gt=1.0)] | None = None
+    """The ratio beyond which a token weighs no more: for ppo where its advantage is negative (dual clip), for dppo_tv and dppo_kl
+    everywhere. None: the loss's own: 3 for ppo, 20 for dppo_tv and dppo_kl."""
+
+
+class SapoConfig(Section):
+    tau_pos: Positive = 1.0
+    """Steepness of the soft gate where the advantage is positive, with `loss: sapo`."""
+    tau_neg: Positive = 1.05
+    """The same where it is not; above `tau_pos`, so that tokens that are made less likely are held back sooner."""
+
+
+class CovConfig(Section):
+    share: Annotated[float, Field(gt=0.0, le=1.0)] = 2e-4
+    """Share of the trained tokens that `loss: clip_cov` or `kl_cov` picks by the covariance of log-probability and advantage; at
+    least one."""
+    low: float = 1.0
+    """clip_cov picks among tokens whose covariance is above this."""
+    high: Positive = 5.0
+    """clip_cov picks among tokens whose covariance is below this."""
+    kl_coef: NotNegative = 1.0
+    """Weight of the KL penalty on the tokens that kl_cov picks."""
+
+
+class CorrectionBoundsConfig(Section):
+    low: NotNegative | None = None
+    """Smallest importance ratio that icepop, mis and seq_mis keep. None: the correction's own: 0.5 for icepop, 0 for mis, 0 for
+    seq_mis."""
+    high: Positive | None = None
+    """Largest importance ratio: what is above is cut to it (tis, seq_tis) or dropped (icepop, mis, seq_mis). None: the correction's
+    own: 5 for icepop, 2 for the others."""
+
+
+class RejectionConfig(Section):
+    kind: Literal["none", "geo_mean", "k3_mean", "stale_negatives"] = "none"
+    """Rows to leave out of the loss, beside the correction's weights. geo_mean: the geometric mean of the row's importance ratios
+    is outside of low..high; k3_mean: the mean k3 estimate of its KL to the policy that sampled is above high; stale_negatives: its
+    advantage is negative and the mean log ratio of the policy that sampled to the present one is above high (DeepSeek-V3.2)."""
+    low: Positive | None = None
+    """Smallest geometric mean that is kept. None: 0.999."""
+    high: Positive | None = None
+    """Largest value that is kept. None: 1.001 for geo_mean, 0.01 for k3_mean, 0.5 for stale_negatives."""
 
 
 class KLConfig(Section):
@@ -188,15 +237,50 @@ class KLConfig(Section):
     """Weight of KL(policy || frozen reference). 0: there is no KL term, and no reference model is kept."""
     target: Positive | None = None
     """Adaptive KL: the weight begins at `coef` and is steered to a KL of so many nats per token. None: the weight is fixed."""
-    horizon: Positive = 10_000.0
-    """Episodes in which the adaptive weight changes by at most a fifth of itself."""
+    horizon: Positive = 500.0
+    """Episodes in which the adaptive weight changes by at most a fifth of itself: at 64 episodes a step it doubles in 28 steps."""
     kind: Literal["k1", "abs", "k2", "k3"] = "k3"
     """Estimator of the KL, see learner/algorithms/kl.py."""
     in_reward: bool = False
     """False: the KL is a term of the loss. True: it is taken off the rewards, token by token."""
 
 
+class AdaptiveEntropyConfig(Section):
+    target: Positive | None = None
+    """The bonus is in force while the mean entropy is at or below this, in nats per token; its weight begins at `entropy_coef`,
+    rises there and falls elsewhere (Skywork-OR1). None: the weight is fixed."""
+    step: Positive = 0.005
+    """Change of the weight in a step."""
+    most: Positive = 1.0
+    """Largest weight."""
+
+
 class LearnerConfig(Section):
+    recipe: (
+        Literal[
+            "ppo",
+            "grpo",
+            "dapo",
+            "dr_grpo",
+            "gspo",
+            "cispo",
+            "rloo",
+            "reinforce++",
+            "reinforce++_baseline",
+            "remax",
+            "dppo",
+            "gmpo",
+            "sapo",
+            "gpg",
+            "opo",
+            "gdpo",
+            "clip_cov",
+            "kl_cov",
+        ]
+        | None
+    ) = None
+    """An algorithm by name, see docs/algorithms.md: sets what its paper sets of the keys below. It takes the place of what a base
+    file says of the algorithm; keys beside it, in the same file or on the command line, change it. None: the keys alone say."""
     ranks: PositiveInt = 1
     """FSDP2 ranks (gloo on CPU, NCCL on GPU), each in its own Ray actor."""
     advantage: Literal[
@@ -208,6 +292,10 @@ class LearnerConfig(Section):
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
         "opo",
+        "gpg",
+        "gdpo",
+        "grpo_passk",
+        "otb",
         "cpo",
     ] = "gae"
     """Estimator of advantages. gae needs a critic; reinforce_plus_plus compares the batch, the others one group."""
@@ -220,11 +308,13 @@ class LearnerConfig(Section):
     lr: NotNegative = 5e-4
     """Learning rate of the policy (AdamW)."""
     critic_lr: NotNegative = 5e-4
-    """Learning rate of a separate critic. Value heads learn at ten times the rate of what they sit on."""
+    """Learning rate of a separate critic. Value heads learn at ten times the rate of what they sit on, and in proportion to the
+    size of the scores."""
     lr_warmup_steps: Count = 3
     """Steps in which learning rates rise to their values, linearly."""
     grad_clip: Positive = 1.0
-    """Largest norm of an update's gradient; a larger gradient is scaled down to it."""
+    """Largest norm of an update's gradient; a larger gradient is scaled down to it. For scores of size 1: it grows with the batch's
+    largest score where advantages do, as those of dr_grpo, rloo, remax, opo, gpg and otb. A value head is clipped by itself."""
     minibatches: PositiveInt = 2
     """Optimizer updates per pass over a batch."""
     epochs: PositiveInt = 1
@@ -235,21 +325,62 @@ class LearnerConfig(Section):
     """Discount from one round to the next; the tokens of a round are not discounted."""
     lam: Fraction = 0.95
     """GAE's lambda, per token."""
-    loss: Literal["ppo", "gspo", "cispo"] = "ppo"
-    """ppo has dual clip and clip-higher; gspo clips whole rows; cispo clips importance weights."""
-    loss_agg: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        "token-mean"
-    )
-    """How the losses of tokens become one number. A sequence is one row: one branch of an episode."""
+    calibrate_values: bool = True
+    """Fit the critic's values to the returns of the batch's other episodes before GAE. False: GAE as in the paper."""
+    value_clip: Positive = 0.2
+    """A value that has moved further than this in a step, in units of the batch's largest score, is not moved on. verl: 0.5."""
+    min_deviation: NotNegative = 0.1
+    """Least deviation that whitening divides by, in units of the batch's largest score: where all episodes score alike, what is
+    left are the critic's errors. 0: none, as in the papers."""
+    loss: Literal["ppo", "gspo", "cispo", "gpg", "gmpo", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl"] = "ppo"
+    """The policy's loss, see docs/algorithms.md. ppo has dual clip and clip-higher; gspo and gmpo work on whole rows; cispo clips
+    importance weights; sapo has a soft clip; dppo bounds the change of probabilities; gpg is the plain policy gradient."""
+    loss_agg: (
+        Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+        | None
+    ) = None
+    """How the losses of tokens become one number. A sequence is one row: one branch of an episode. None: as the paper of the loss
+    or the advantage has it: seq-mean-token-mean for gspo, gmpo and sapo, seq-mean-token-sum-norm for dr_grpo, token-mean for
+    others."""
+    loss_norm: PositiveInt = 512
+    """Tokens by which seq-mean-token-sum-norm divides a row's sum: a constant, as large as the trained tokens of a row may
+    become."""
+    mask_truncated: bool = False
+    """Leave answers that were cut at `rollout.max_tokens` out of the loss (DAPO's overlong filtering)."""
     clip: ClipConfig = ClipConfig()
+    sapo: SapoConfig = SapoConfig()
+    cov: CovConfig = CovConfig()
     correction: Literal["none", "tis", "seq_tis", "icepop", "mis", "seq_mis", "naive"] = "tis"
     """Importance weight for data of an older policy, see learner/algorithms/importance_weights.py. naive: PPO on the
     old ratio."""
+    correction_bounds: CorrectionBoundsConfig = CorrectionBoundsConfig()
+    rejection: RejectionConfig = RejectionConfig()
     kl: KLConfig = KLConfig()
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy bonus in the loss."""
+    adaptive_entropy: AdaptiveEntropyConfig = AdaptiveEntropyConfig()
     check_logprobs: bool = True
     """Recompute every trained token under the version that sampled it and report the largest difference."""
+
+    @property
+    def aggregation(self) -> str:
+        """`loss_agg`, or the aggregation that belongs to loss and advantage."""
+        return self.loss_agg or own_aggregation(advantage=self.advantage, loss=self.loss)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_recipe(cls, given: Any, complete: ModelWrapValidatorHandler[LearnerConfig]) -> LearnerConfig:
+        """Fills what was not given with the recipe, and refuses what can have no effect beside the rest."""
+        if not isinstance(given, dict):
+            return complete(given)
+        recipe = RECIPES.get(str(given.get("recipe")), {})
+        plain = {
+            key: value.model_dump(exclude_unset=True) if isinstance(value, Section) else value
+            for key, value in given.items()
+        }
+        learner = complete(filled(plain, recipe=recipe) if recipe else given)
+        refuse_unused(learner, recipe=recipe)
+        return learner
 
 
 class WarmStartConfig(Section):
@@ -293,11 +424,6 @@ class Config(Section):
             raise ValueError(
                 f"agents.fewest_members must be {least} to buffer.group_size={self.buffer.group_size} with "
                 f"learner.advantage={learner.advantage}, got {fewest}; set agents.fewest_members={self.buffer.group_size}"
-            )
-        if learner.kl.target is not None and learner.kl.coef == 0.0:
-            raise ValueError(
-                f"learner.kl.target steers learner.kl.coef, which must be > 0 to begin with, got 0 with "
-                f"learner.kl.target={learner.kl.target:g}; set learner.kl.coef=0.001"
             )
         if self.buffer.groups_per_step * self.buffer.group_size < learner.ranks:
             raise ValueError(

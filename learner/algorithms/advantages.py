@@ -1,8 +1,10 @@
-"""Advantages from scores: pure torch functions, one table of estimators by name.
+"""Advantages from scores: one table of estimators by name, over what a batch is evidence of.
 
-Called by `learner.training.trainer` once per batch, on every rank with the same numbers, after values are known.
+Called by `learner.training.trainer` once per batch, on every rank with the same numbers, after values are known. Per-token sums
+are in `learner.algorithms.values`, comparisons within groups in `learner.algorithms.baselines`.
 Invariants: a token with mask 0 gets advantage 0 and neither decays nor carries value; a group of one, or of equal
-scores, has advantage 0 in every estimator that compares a group. No model, no randomness and no communication here.
+scores, has advantage 0 in every estimator that compares a group; scores of another size train alike (those in units of the
+score are as much larger). No model, no randomness and no communication here.
 
 Shapes: N rows, K = most trained tokens of a row, U scored units. A unit is what one score was given to: an episode with
 all its rows, or a single row (a branch with a score of its own). Column k of a row is its k-th trained token.
@@ -17,9 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-MIN_DEVIATION = 0.1
-"""Smallest spread, in units of the score (about 1). A batch in which all succeed leaves only the critic's errors: scaled up to
-1, they would be trained on like evidence."""
+from learner.algorithms.baselines import difficulty, dr_grpo, gdpo, gpg, grpo, grpo_passk, opo, remax, rloo
+from learner.algorithms.values import ROUNDING, calibrated, final_rewards, gae, rewards_to_go, whiten
+
 HINT_LIMIT = math.log(2.0)
 """Largest advantage that a hint gives a token under `cpo`: a hint that doubles its probability, or more."""
 
@@ -45,10 +47,18 @@ class AdvantageInputs:
     values: Tensor
     """[N, K] the critic's values; zeros when there is no critic."""
     lam: float
+    scale: float
+    """Size of the batch's scores, by `score_scale`."""
+    min_deviation: float
+    """Least deviation that whitening divides by, in units of `scale`."""
     baselines: Tensor | None = None
     """[U] score of the unit's group under greedy sampling (`remax`)."""
     hinted: Tensor | None = None
     """[N, K] log pi(token | hint) - log pi(token) (`cpo`)."""
+    judges: Tensor | None = None
+    """[U, J] score of each judge, nan where it gave none (`gdpo`); None: the score is of one judge."""
+    energy: Tensor | None = None
+    """[N, K] 1 - 2 pi(token) + sum of pi^2 over the vocabulary: squared norm of the gradient of log pi at the logits (`otb`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,137 +76,9 @@ class Estimator:
     compute: Callable[[AdvantageInputs], Estimate]
     needs_critic: bool = False
     needs_hints: bool = False
-
-
-# On tokens
-
-
-def gae(rewards: Tensor, *, values: Tensor, mask: Tensor, discounts: Tensor, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation, arXiv:1506.02438 eq. 16, over the sampled tokens only.
-
-    All arguments [N, K]. The next state of a sampled token is the next *sampled* token: an observation between two
-    rounds is no step of its own and its value is never read. Returns (advantages, returns), [N, K], 0 where mask is
-    false.
-    """
-    advantages = torch.zeros_like(values)
-    running = torch.zeros_like(values[:, 0])
-    next_value = torch.zeros_like(running)
-    for k in reversed(range(values.shape[1])):
-        delta = rewards[:, k] + discounts[:, k] * next_value - values[:, k]
-        current = delta + discounts[:, k] * lam * running
-        running = torch.where(mask[:, k], current, running)
-        next_value = torch.where(mask[:, k], values[:, k], next_value)
-        advantages[:, k] = torch.where(mask[:, k], current, advantages[:, k])
-    return advantages, torch.where(mask, advantages + values, torch.zeros_like(values))
-
-
-def rewards_to_go(rewards: Tensor, *, mask: Tensor, discounts: Tensor) -> Tensor:
-    """[N, K] discounted sum of a row's rewards from each sampled token on: GAE without a critic and with lambda 1."""
-    return gae(rewards, values=torch.zeros_like(rewards), mask=mask, discounts=discounts, lam=1.0)[0]
-
-
-def final_rewards(scores: Tensor, *, mask: Tensor) -> Tensor:
-    """[N] scores -> [N, K] rewards: each row's score on its last token with mask 1, 0 elsewhere."""
-    later = mask.flip(1).long().cumsum(1).flip(1)
-    return torch.where(mask & (later == 1), scores[:, None], torch.zeros_like(scores)[:, None])
-
-
-def calibrated(values: Tensor, *, returns: Tensor, weights: Tensor) -> Tensor:
-    """The critic's values as the batch's returns bear them out: mean(R) + c (V - mean(V)), the means weighted.
-
-    c = cov(R, V) / var(V) within [0, 1] is the baseline coefficient of least variance (Greensmith, Bartlett and Baxter, JMLR
-    5, 2004, section 4). It is near 1 for a critic that tells good states from bad ones. Where all returns are equal, as
-    in a task that is solved, or the critic lags behind them, it is near 0: what the values differ by is then the
-    critic's error, and as advantages it would be trained on like evidence. Any shape, equal for all.
-    """
-    shares = weights / weights.sum()
-    mean_value, mean_return = (shares * values).sum(), (shares * returns).sum()
-    apart = values - mean_value
-    variance = (shares * apart**2).sum()
-    slope = (shares * apart * (returns - mean_return)).sum() / variance if float(variance) > 0.0 else variance
-    return mean_return + slope.clamp(0.0, 1.0) * apart
-
-
-def whiten(values: Tensor, *, weights: Tensor) -> Tensor:
-    """Shift to weighted mean 0, divide by the deviation, or by `MIN_DEVIATION` if that is more; 0 where the weight is 0.
-
-    Any shape, equal for both.
-    """
-    total = weights.sum()
-    mean = (weights * values).sum() / total
-    variance = (weights * (values - mean) ** 2).sum() / total
-    whitened = (values - mean) / variance.sqrt().clamp(min=MIN_DEVIATION)
-    return torch.where(weights > 0, whitened, torch.zeros_like(values))
-
-
-def explained_variance(values: Tensor, *, returns: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over [M] tokens; 0.0 when the returns do not vary."""
-    spread = float(returns.var(unbiased=False))
-    return 1.0 - float((returns - values).var(unbiased=False)) / spread if spread > 0.0 else 0.0
-
-
-# On units: scores and groups [U] -> advantages [U]
-
-
-def grpo(scores: Tensor, *, groups: Tensor) -> Tensor:
-    """Group-relative advantage (score - mean) / std, arXiv:2402.03300 section 4.1.2; the std is the sample's (n - 1)."""
-    advantages = torch.zeros_like(scores)
-    for members in _members(groups):
-        own = scores[members]
-        if bool(own.max() > own.min()):
-            advantages[members] = (own - own.mean()) / own.std()
-    return advantages
-
-
-def dr_grpo(scores: Tensor, *, groups: Tensor) -> Tensor:
-    """score - mean: GRPO without the std, arXiv:2503.20783 section 3.2; its loss is `seq-mean-token-sum-norm`."""
-    advantages = torch.zeros_like(scores)
-    for members in _members(groups):
-        advantages[members] = scores[members] - scores[members].mean()
-    return advantages
-
-
-def rloo(scores: Tensor, *, groups: Tensor) -> Tensor:
-    """score - mean of the *other* scores of the group, arXiv:2402.14740 section 3.3: n / (n - 1) times score - mean."""
-    advantages = dr_grpo(scores, groups=groups)
-    for members in _members(groups):
-        advantages[members] *= len(members) / (len(members) - 1)
-    return advantages
-
-
-def opo(scores: Tensor, *, groups: Tensor, lengths: Tensor) -> Tensor:
-    """score - mean of the group's scores weighted by length, arXiv:2505.23585: the baseline of least variance.
-
-    lengths: [U] trained tokens of each unit.
-    """
-    advantages = torch.zeros_like(scores)
-    for members in _members(groups):
-        baseline = (lengths[members] * scores[members]).sum() / lengths[members].sum()
-        advantages[members] = scores[members] - baseline
-    return advantages
-
-
-def remax(scores: Tensor, *, baselines: Tensor) -> Tensor:
-    """score - score of the greedy episode of the same task, arXiv:2310.10505 section 4."""
-    return scores - baselines
-
-
-def difficulty(scores: Tensor, *, groups: Tensor) -> Tensor:
-    """[U] int64 -1: no member of the group succeeded (score > 0); 1: all did; 0: some did."""
-    levels = torch.zeros_like(groups)
-    for group in torch.unique(groups):
-        solved = scores[groups == group] > 0
-        levels[groups == group] = int(solved.all()) - int((~solved).all())
-    return levels
-
-
-def _members(groups: Tensor) -> list[Tensor]:
-    """The units of each group that has at least two: a lone one has none to be compared with."""
-    found = [torch.nonzero(groups == group).squeeze(1) for group in torch.unique(groups)]
-    return [members for members in found if len(members) > 1]
-
-
-# On evidence
+    needs_energy: bool = False
+    in_scores: bool = False
+    """Advantages are in units of the score, not normalised: they and their gradients grow with it."""
 
 
 def unit_returns(evidence: AdvantageInputs) -> Tensor:
@@ -211,9 +93,10 @@ def unit_returns(evidence: AdvantageInputs) -> Tensor:
     beside = (torch.where(evidence.mask, evidence.rewards, 0.0) * earned).sum(1)
     zero = torch.zeros_like(evidence.scores)
     rows = zero.index_add(0, evidence.units, torch.ones_like(at_end))
-    return evidence.scores * zero.index_add(0, evidence.units, at_end) / rows + zero.index_add(
-        0, evidence.units, beside
-    )
+    earned_share = (
+        zero.index_add(0, evidence.units, at_end) / rows
+    )  # exactly 1 without discounts: equal scores stay equal
+    return evidence.scores * earned_share + zero.index_add(0, evidence.units, beside)
 
 
 def _shared(evidence: AdvantageInputs, *, advantages: Tensor) -> Estimate:
@@ -228,9 +111,15 @@ def _token_rewards(evidence: AdvantageInputs) -> Tensor:
 
 
 def calibrated_evidence(evidence: AdvantageInputs) -> AdvantageInputs:
-    """The same evidence with calibrated values; the critic itself is not changed."""
+    """The same evidence with calibrated values. With lambda below 1 the critic's targets bootstrap from these too: it learns
+    towards what the batch's returns bear out, not towards its own values."""
     to_go = rewards_to_go(_token_rewards(evidence), mask=evidence.mask, discounts=evidence.discounts)
-    return replace(evidence, values=calibrated(evidence.values, returns=to_go, weights=evidence.weights))
+    values = calibrated(evidence.values, returns=to_go, weights=evidence.weights, units=evidence.units)
+    return replace(evidence, values=torch.where(evidence.mask, values, torch.zeros_like(values)))
+
+
+def _whitened(advantages: Tensor, *, evidence: AdvantageInputs, size: float) -> Tensor:
+    return whiten(advantages, weights=evidence.weights, size=size, min_deviation=evidence.min_deviation)
 
 
 def _gae(evidence: AdvantageInputs) -> Estimate:
@@ -242,7 +131,7 @@ def _gae(evidence: AdvantageInputs) -> Estimate:
         discounts=evidence.discounts,
         lam=evidence.lam,
     )
-    return Estimate(advantages=whiten(advantages, weights=evidence.weights), returns=returns)
+    return Estimate(advantages=_whitened(advantages, evidence=evidence, size=evidence.scale), returns=returns)
 
 
 def _grpo(evidence: AdvantageInputs) -> Estimate:
@@ -255,6 +144,47 @@ def _dr_grpo(evidence: AdvantageInputs) -> Estimate:
 
 def _rloo(evidence: AdvantageInputs) -> Estimate:
     return _shared(evidence, advantages=rloo(unit_returns(evidence), groups=evidence.groups))
+
+
+def _gpg(evidence: AdvantageInputs) -> Estimate:
+    return _shared(evidence, advantages=gpg(unit_returns(evidence), groups=evidence.groups))
+
+
+def _grpo_passk(evidence: AdvantageInputs) -> Estimate:
+    return _shared(evidence, advantages=grpo_passk(unit_returns(evidence), groups=evidence.groups))
+
+
+def _gdpo(evidence: AdvantageInputs) -> Estimate:
+    """arXiv:2601.05242: judges are normalised one by one. Rewards beside the score (of rounds, KL) are added in units of the
+    scores' size: normalised, a KL would count as much as a judge."""
+    judged = evidence.scores[:, None] if evidence.judges is None else evidence.judges
+    beside = unit_returns(replace(evidence, scores=torch.zeros_like(evidence.scores))) / evidence.scale
+    normalised = gdpo(judged, groups=evidence.groups) + dr_grpo(beside, groups=evidence.groups)
+    summed = _shared(evidence, advantages=normalised)
+    return Estimate(advantages=_whitened(summed.advantages, evidence=evidence, size=1.0), returns=summed.returns)
+
+
+def _otb(evidence: AdvantageInputs) -> Estimate:
+    """Optimal token baseline: the return to go less B_t = sum(W_t G_t) / sum(W_t) over the group's rows at their t-th token.
+
+    W_t is the sum of `energy` up to t, so a row counts for as much as its gradient may vary. As verl's
+    `optimal_token_baseline` (https://richardli.xyz/optimal-token-baseline), without its zero tail: a token that no other row of
+    the group reaches has advantage 0. Rows are weighed as in the loss.
+    """
+    if evidence.energy is None:
+        raise ValueError("learner.advantage=otb needs the policy's probabilities, got none; use opo without them")
+    to_go = rewards_to_go(_token_rewards(evidence), mask=evidence.mask, discounts=evidence.discounts)
+    energy = torch.where(evidence.mask, evidence.energy, 0.0).cumsum(1) * evidence.weights
+    advantages = torch.zeros_like(to_go)
+    groups = evidence.groups[evidence.units]
+    for group in torch.unique(groups):
+        own = groups == group
+        total = energy[own].sum(0)
+        baseline = (energy[own] * to_go[own]).sum(0) / total.clamp(min=torch.finfo(total.dtype).tiny)
+        advantages[own] = to_go[own] - baseline
+    told = evidence.mask & (evidence.weights > 0) & (advantages.abs() > ROUNDING * evidence.scale)
+    nothing = torch.zeros_like(to_go)
+    return Estimate(advantages=torch.where(told, advantages, nothing), returns=nothing)
 
 
 def _opo(evidence: AdvantageInputs) -> Estimate:
@@ -272,21 +202,25 @@ def _remax(evidence: AdvantageInputs) -> Estimate:
 def _reinforce_plus_plus(evidence: AdvantageInputs) -> Estimate:
     """arXiv:2501.03262 eq. 5-6: discounted rewards to go of each token (KL penalty in them), whitened over the batch."""
     to_go = rewards_to_go(_token_rewards(evidence), mask=evidence.mask, discounts=evidence.discounts)
-    return Estimate(advantages=whiten(to_go, weights=evidence.weights), returns=torch.zeros_like(to_go))
+    return Estimate(
+        advantages=_whitened(to_go, evidence=evidence, size=evidence.scale), returns=torch.zeros_like(to_go)
+    )
 
 
 def _reinforce_plus_plus_baseline(evidence: AdvantageInputs) -> Estimate:
     """arXiv:2501.03262 section 3.2: score - mean of the group, then whitened over the batch."""
     centred = _shared(evidence, advantages=dr_grpo(unit_returns(evidence), groups=evidence.groups))
-    return Estimate(advantages=whiten(centred.advantages, weights=evidence.weights), returns=centred.returns)
+    return Estimate(
+        advantages=_whitened(centred.advantages, evidence=evidence, size=evidence.scale), returns=centred.returns
+    )
 
 
 def _cpo(evidence: AdvantageInputs) -> Estimate:
     """Curriculum policy optimization: GRPO where a group differs; where all failed, and GRPO is silent, each token's
     advantage is how much likelier a hint makes it: log pi(token | hint) - log pi(token), within `HINT_LIMIT`."""
-    if evidence.hinted is None:
-        raise ValueError("learner.advantage=cpo needs hints, got rows without; give tasks extra_info.hint or use grpo")
     estimate = _grpo(evidence)
+    if evidence.hinted is None:  # no row of this batch has a hint
+        return estimate
     hard = difficulty(evidence.scores, groups=evidence.groups)[evidence.units] < 0
     guided = evidence.hinted.clamp(-HINT_LIMIT, HINT_LIMIT)
     advantages = torch.where(evidence.mask & hard[:, None], guided, estimate.advantages)
@@ -296,11 +230,15 @@ def _cpo(evidence: AdvantageInputs) -> Estimate:
 ESTIMATORS: dict[str, Estimator] = {
     "gae": Estimator(compute=_gae, needs_critic=True),
     "grpo": Estimator(compute=_grpo),
-    "dr_grpo": Estimator(compute=_dr_grpo),
-    "rloo": Estimator(compute=_rloo),
-    "remax": Estimator(compute=_remax),
+    "dr_grpo": Estimator(compute=_dr_grpo, in_scores=True),
+    "rloo": Estimator(compute=_rloo, in_scores=True),
+    "remax": Estimator(compute=_remax, in_scores=True),
     "reinforce_plus_plus": Estimator(compute=_reinforce_plus_plus),
     "reinforce_plus_plus_baseline": Estimator(compute=_reinforce_plus_plus_baseline),
-    "opo": Estimator(compute=_opo),
+    "opo": Estimator(compute=_opo, in_scores=True),
+    "gpg": Estimator(compute=_gpg, in_scores=True),
+    "gdpo": Estimator(compute=_gdpo),
+    "grpo_passk": Estimator(compute=_grpo_passk),
+    "otb": Estimator(compute=_otb, needs_energy=True, in_scores=True),
     "cpo": Estimator(compute=_cpo, needs_hints=True),
 }

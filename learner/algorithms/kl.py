@@ -12,6 +12,9 @@ John Schulman's names (joschu.net/blog/kl-approx.html); with d = log pi - log pi
 | abs  | |d|            | more than KL         | a pull towards the reference of constant size       |
 | k2   | d^2 / 2        | close to KL          | that of KL itself                                   |
 | k3   | e^-d - 1 + d   | KL, and never below 0| that of KL(reference || policy)                     |
+
+d is kept within LOG_RATIO_LIMIT, and k3 at most LARGEST_K3, as in verl: a token that became much less likely than the reference has
+it (d below -2.6) counts as 10 nats and is pulled no more, so that one token cannot rule a step. k1, abs and k2 pull it still.
 """
 
 from __future__ import annotations
@@ -23,12 +26,14 @@ from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
 """exp() of anything beyond is treated as this: float32 stays finite."""
+LARGEST_K3 = 10.0
+"""Nats. Unbounded, k3 has a gradient of 22,000 at a token that is 10 nats below the reference."""
 LARGEST_ERROR = 0.2
 """Largest relative change of the adaptive coefficient in one horizon."""
 
 
 def _k3(difference: Tensor) -> Tensor:
-    return (-difference).exp() - 1.0 + difference
+    return ((-difference).exp() - 1.0 + difference).clamp(max=LARGEST_K3)
 
 
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -47,8 +52,8 @@ def kl_estimate(logprobs: Tensor, *, reference: Tensor, kind: str) -> Tensor:
 class KLCoefficient:
     """Fixed at `start` when `target` is None; else steered towards a mean KL of `target` nats per token.
 
-    arXiv:1909.08593 section 2.2: times 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / `horizon`. `value` is its
-    whole state.
+    arXiv:1909.08593 section 2.2: times 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / `horizon`, a fifth at most in one
+    step. `value` is its whole state.
     """
 
     def __init__(self, start: float, *, target: float | None, horizon: float) -> None:
@@ -60,4 +65,4 @@ class KLCoefficient:
         """Adapt the coefficient after a step with this mean KL over its tokens."""
         if self._target is not None:
             error = min(max(mean_kl / self._target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)
-            self.value *= 1.0 + error * num_episodes / self._horizon
+            self.value *= 1.0 + error * min(num_episodes / self._horizon, 1.0)

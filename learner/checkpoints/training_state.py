@@ -44,10 +44,19 @@ class Counters:
     kl_coef: float
     copies: list[str]
     """Names of the kept weight copies of the policy."""
+    entropy_coef: float | None = None
+    """None: as it is configured."""
 
 
 def save(
-    folder: Path, *, learned: Mapping[str, Learned], copies: Mapping[str, Shards], steps: int, kl_coef: float, rank: int
+    folder: Path,
+    *,
+    learned: Mapping[str, Learned],
+    copies: Mapping[str, Shards],
+    steps: int,
+    kl_coef: float,
+    entropy_coef: float,
+    rank: int,
 ) -> None:
     """Writes into `folder` and flushes it to disk. `copies`: shards of other weights of the module `policy`, by name."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +67,7 @@ def save(
         state |= _copy(name, learned["policy"].module, shards=shards)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, sync_files=True))
     if rank == 0:
-        counters = Counters(steps=steps, kl_coef=kl_coef, copies=list(copies))
+        counters = Counters(steps=steps, kl_coef=kl_coef, entropy_coef=entropy_coef, copies=list(copies))
         (folder / COUNTERS).write_text(json.dumps(asdict(counters)), encoding="utf-8")
 
 

@@ -73,17 +73,40 @@ def sync_gradients(module: Any, *, enabled: bool) -> None:
     module.set_requires_gradient_sync(enabled)
 
 
-def update(module: nn.Module, *, optimizer: torch.optim.Optimizer, clip: float) -> float:
-    """Clips, steps and clears the gradients; returns their norm. One that is not finite: clears, changes nothing."""
-    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    size = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    finite = size < float("inf")  # false for nan too
+def update(
+    module: nn.Module,
+    *,
+    optimizer: torch.optim.Optimizer,
+    clip: float,
+    apart: Sequence[nn.Parameter] = (),
+    apart_clip: float = 1.0,
+) -> float:
+    """Clips, steps and clears the gradients; returns their norm. One that is not finite: clears, changes nothing.
+
+    The parameters `apart` (a value head) are clipped by themselves, to `apart_clip`, and are not in the norm.
+    """
+    own = {id(parameter) for parameter in apart}
+    parts: list[list[Tensor]] = [[], []]
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parts[id(parameter) in own].append(parameter.grad)
+    sizes = [_norm(gradients) for gradients in parts]
+    finite = all(size < float("inf") for size in sizes)  # false for nan too
     if finite:
-        torch._foreach_mul_(gradients, min(1.0, clip / (size + 1e-6)))
+        for gradients, size, most in zip(parts, sizes, (clip, apart_clip)):
+            if gradients:
+                torch._foreach_mul_(gradients, min(1.0, most / (size + 1e-6)))
         optimizer.step()
     optimizer.zero_grad()
-    return size
+    return sizes[0] if finite else float("nan")
+
+
+def _norm(gradients: list[Tensor]) -> float:
+    """0 of none."""
+    if not gradients:
+        return 0.0
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def trained(module: nn.Module) -> list[nn.Parameter]:

@@ -34,6 +34,8 @@ class TokenOutputs(NamedTuple):
     logprobs: Tensor | None
     entropy: Tensor | None
     values: Tensor | None
+    energy: Tensor | None = None
+    """1 - 2 pi + sum of pi^2 over the vocabulary: squared norm of the gradient of the log-probability at the logits."""
 
 
 class Policy(nn.Module):  # type: ignore[misc]
@@ -73,6 +75,7 @@ class Policy(nn.Module):  # type: ignore[misc]
         longest: int,
         temperature: float | None,
         entropy: bool = False,
+        energy: bool = False,
     ) -> TokenOutputs:
         """ids [T] and mask [T] (true: trained) of packed rows, see `learner.training.packing.MicroBatch`; `temperature`
         None: no log-probabilities, a critic of its own.
@@ -88,30 +91,33 @@ class Policy(nn.Module):  # type: ignore[misc]
             values = self.value_head(judged).float().squeeze(-1).clone()  # no view: FSDP
         if temperature is None:
             return TokenOutputs(None, None, values)
-        logprobs, entropies = self._logprobs(chosen, ids[1:][mask[1:]], temperature=temperature, entropy=entropy)
-        return TokenOutputs(logprobs, entropies, values)
+        logprobs, entropies, energies = self._logprobs(
+            chosen, ids[1:][mask[1:]], temperature=temperature, entropy=entropy, energy=energy
+        )
+        return TokenOutputs(logprobs, entropies, values, energies)
 
     def _logprobs(
-        self, states: Tensor, tokens: Tensor, *, temperature: float, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        self, states: Tensor, tokens: Tensor, *, temperature: float, entropy: bool, energy: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """[m, hidden] states and the [m] tokens after them; never more than LOGITS_AT_ONCE logits, computed again backwards."""
         size = max(1, LOGITS_AT_ONCE // int(self.lm.get_output_embeddings().weight.shape[0]))
-        compute = partial(self._chunk, temperature=temperature, entropy=entropy)
+        compute = partial(self._chunk, temperature=temperature, entropy=entropy, energy=energy)
         if len(tokens) <= size:
             return compute(states, tokens)
         parts = [
             checkpoint(compute, *chunk, use_reentrant=False, preserve_rng_state=False)
             for chunk in zip(states.split(size), tokens.split(size))
         ]
-        logprobs, entropies = zip(*parts)
-        return torch.cat(logprobs), torch.cat(entropies) if entropy else None
+        logprobs, entropies, energies = zip(*parts)
+        return torch.cat(logprobs), torch.cat(entropies) if entropy else None, torch.cat(energies) if energy else None
 
     def _chunk(
-        self, states: Tensor, tokens: Tensor, *, temperature: float, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        self, states: Tensor, tokens: Tensor, *, temperature: float, entropy: bool, energy: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         logits = self.lm.get_output_embeddings()(states).float() / temperature
         logprobs = -functional.cross_entropy(logits, tokens, reduction="none")
-        return logprobs, _entropy(logits) if entropy else None
+        squared_norm = 1.0 - 2.0 * logprobs.exp() + logits.softmax(-1).square().sum(-1) if energy else None
+        return logprobs, _entropy(logits) if entropy else None, squared_norm
 
 
 def hidden_states(lm: Any, ids: Tensor, *, starts: Tensor, longest: int) -> Tensor:

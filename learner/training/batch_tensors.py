@@ -2,8 +2,8 @@
 
 Called by `learner.training.trainer` once per step, on every rank alike. Invariants: flat arrays [M] list the trained
 tokens row by row, as `sequences` numbers them; a row of the batch that trains nothing, or was sampled greedily, is not
-in the table; `fresh` is false for each token that is too old by its own version. No model and no
-mathematics here.
+in the table; `fresh` is false for each token that is too old by its own version, or of an answer that is left out. No model and
+no mathematics here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from buffers.records import Row, TrainBatch
-from learner.algorithms.losses import token_weights
+from learner.algorithms.aggregation import token_weights
 from learner.training.packing import Sequences
 
 Number = TypeVar("Number", bound=np.generic)
@@ -44,6 +44,8 @@ class BatchTensors:
     """[U] int64."""
     baselines: Tensor | None
     """[U] float32 mean greedy score of the unit's group; None unless every group has a greedy episode."""
+    judges: Tensor | None
+    """[U, J] float32 score of each judge, nan where it gave none; None when no row has scores by judge."""
     slots: Tensor
     """[N, K] bool; `padded[slots]` is the flat order of the trained tokens."""
     rows: Tensor
@@ -54,6 +56,8 @@ class BatchTensors:
     """[M] int64."""
     fresh: Tensor
     """[M] bool."""
+    truncated: Tensor
+    """[M] bool: of an answer that was cut at the most tokens of a generation."""
     rewards: Tensor
     """[M] float32: the score of a single round on its last token, else 0."""
     ends: Tensor
@@ -65,19 +69,20 @@ class BatchTensors:
         out[self.slots] = flat
         return out
 
-    def weights(self, rows: Sequence[int], *, mode: str) -> Tensor:
-        """[M] weight of each token in a mini-batch of these rows; 0 for tokens of other rows and those not fresh."""
+    def weights(self, rows: Sequence[int], *, mode: str, norm: float = 1.0) -> Tensor:
+        """[M] weight of each token in a mini-batch of these rows; 0 for tokens of other rows and those not fresh. `norm`: see
+        `token_weights`."""
         nothing = torch.zeros(len(self.loss_weights))
         counts = nothing.index_add(0, self.rows, self.fresh.float())
         chosen = nothing.index_fill(0, torch.tensor(rows), 1.0)
-        per_row = token_weights(self.loss_weights * chosen, counts=counts, longest=self.slots.shape[1], mode=mode)
+        per_row = token_weights(self.loss_weights * chosen, counts=counts, norm=norm, mode=mode)
         return torch.where(self.fresh, per_row[self.rows], 0.0)
 
 
-def token_table(batch: TrainBatch, *, min_version: int) -> BatchTensors:
+def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = False) -> BatchTensors:
     """Checks a batch and lays it out by trained token. Raises ValueError naming the episode and the rule.
 
-    Tokens that a version before `min_version` sampled are not fresh.
+    Tokens that a version before `min_version` sampled are not fresh; with `mask_truncated`, nor are those of answers that were cut.
     """
     rows = [row for row in batch.rows if row.num_trained > 0 and not row.greedy]
     for row in batch.rows:
@@ -93,6 +98,8 @@ def token_table(batch: TrainBatch, *, min_version: int) -> BatchTensors:
     units, scores, groups = _units(rows)
     owners = np.repeat(np.arange(len(rows)), sequences.counts)
     rounds = _flat([row.rounds[own] for row, own in zip(rows, picked)], dtype=np.int32)
+    truncated = _flat([np.isin(row.rounds[own], row.truncated) for row, own in zip(rows, picked)], dtype=np.bool_)
+    fresh = versions >= min_version
     ends = (owners[:-1] == owners[1:]) & (rounds[:-1] != rounds[1:])
     return BatchTensors(
         sequences=sequences,
@@ -103,11 +110,13 @@ def token_table(batch: TrainBatch, *, min_version: int) -> BatchTensors:
         scores=scores,
         groups=groups,
         baselines=_baselines(batch.rows, groups=groups),
+        judges=_judges(rows, units=units),
         slots=torch.from_numpy(np.arange(sequences.counts.max()) < sequences.counts[:, None]),
         rows=torch.from_numpy(owners),
         behaviour=torch.from_numpy(_flat([row.logprobs[own] for row, own in zip(rows, picked)], dtype=np.float32)),
         versions=torch.from_numpy(versions).long(),
-        fresh=torch.from_numpy(versions >= min_version),
+        fresh=torch.from_numpy(fresh & ~truncated if mask_truncated else fresh),
+        truncated=torch.from_numpy(truncated),
         rewards=torch.from_numpy(np.concatenate([_round_rewards(row) for row in rows])),
         ends=torch.from_numpy(np.append(ends, False)),
     )
@@ -138,6 +147,19 @@ def _units(rows: list[Row]) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
+def _judges(rows: list[Row], *, units: Tensor) -> Tensor | None:
+    """[U, J] scores by judge, in the order of their names; a branch's own score is that of one more judge, without a name."""
+    given = [{"": row.branch_score} if row.branch_score is not None else row.judges or {"": row.score} for row in rows]
+    if not any(row.judges for row in rows):
+        return None
+    names = sorted({name for judges in given for name in judges})
+    table = torch.full((int(units.max()) + 1, len(names)), torch.nan)
+    for unit, judges in zip(units.tolist(), given):
+        for name, score in judges.items():
+            table[unit, names.index(name)] = score
+    return table
+
+
 def _baselines(rows: list[Row], *, groups: Tensor) -> Tensor | None:
     """The greedy score of each unit's group, or None when a group lacks one."""
     greedy: dict[int, dict[str, float]] = {}
@@ -166,7 +188,8 @@ def _round_rewards(row: Row) -> npt.NDArray[np.float32]:
 
 
 def _check_row(row: Row) -> None:
-    scores = [row.score, *row.round_scores.values(), *([] if row.branch_score is None else [row.branch_score])]
+    scores = [row.score, *row.round_scores.values(), *(row.judges or {}).values()]
+    scores += [] if row.branch_score is None else [row.branch_score]
     bad = [score for score in scores if not np.isfinite(score)]
     if bad:
         raise ValueError(f"score of episode {row.episode_id} must be finite, got {bad[0]}; check its environment")

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,9 +22,12 @@ from transformers import AutoTokenizer
 
 from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
-from learner.algorithms.advantages import ESTIMATORS, AdvantageInputs, calibrated_evidence, explained_variance
+from learner.algorithms.advantages import ESTIMATORS, AdvantageInputs, calibrated_evidence, unit_returns
+from learner.algorithms.entropy import EntropyCoefficient, covariances, pick_clip_cov, pick_kl_cov
 from learner.algorithms.kl import KLCoefficient, kl_estimate
-from learner.algorithms.losses import VALUE_CLIP, Loss, Targets, actor_loss, value_loss
+from learner.algorithms.losses import Loss, actor_loss, value_loss
+from learner.algorithms.objectives import Targets
+from learner.algorithms.values import explained_variance, score_scale
 from learner.checkpoints import hf_export, training_state
 from learner.model import fsdp
 from learner.model.lora import LoraConfig, add_adapter
@@ -37,6 +41,26 @@ from learner.training.warm_start import load_traces, train_on_traces
 VALUE_HEAD_LR_RATIO = 10.0
 REFERENCE = "reference"
 """Name of the reference weights in a checkpoint; older versions are named by their number."""
+
+
+class Before(NamedTuple):
+    """[M] each, of the trained tokens under the weights before a step."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor
+    energy: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goals:
+    """What the updates of a step aim at."""
+
+    targets: Targets
+    scale: float
+    """Size of the batch's scores, by `score_scale`."""
+    entropy_coef: float
+    """Weight of the entropy bonus; 0: there is none."""
 
 
 class Trainer:
@@ -75,6 +99,10 @@ class Trainer:
         self._critic = self._load(model_path, value_head=True) if critic == "separate" else None
         self._critic_optimizer = self._adamw(self._critic, lr=config.critic_lr) if self._critic is not None else None
         self._kl = KLCoefficient(config.kl.coef, target=config.kl.target, horizon=config.kl.horizon)
+        entropy = config.adaptive_entropy
+        self._bonus = EntropyCoefficient(
+            config.entropy_coef, target=entropy.target, step=entropy.step, most=entropy.most
+        )
         self._history: dict[int, fsdp.Shards] = {}
         self._reference: fsdp.Shards | None = None
         self._steps = 0
@@ -104,35 +132,48 @@ class Trainer:
         Raises ValueError, before any change, for a batch with a score or log-probability that is not finite.
         """
         started = time.monotonic()
-        table = token_table(batch, min_version=version - self._keep_versions + 1)
-        shares = table.weights(range(len(table.hints)), mode="token-mean")
-        if self._config.kl.coef > 0.0 and self._reference is None:
+        config = self._config
+        table = token_table(batch, min_version=version - self._keep_versions + 1, mask_truncated=config.mask_truncated)
+        if config.kl.coef > 0.0 and self._reference is None:
             self._reference = fsdp.clone_shards(self._policy)
-        logprobs, entropy, values = self._sweep(table.sequences, critic=True)
-        metrics = self._check_logprobs(table, logprobs=logprobs, version=version)
-        if self._config.check_logprobs:
+        before = Before(*self._sweep(table.sequences, critic=True))
+        metrics = self._check_logprobs(table, logprobs=before.logprobs, version=version)
+        if config.check_logprobs:
             self._remember(version)
-        targets, kl_taken = self._targets(table, shares=shares, logprobs=logprobs, values=values)
         prepared = time.monotonic()
-        metrics |= self._update(table, targets=targets) | kl_taken
-        if self._config.kl.coef > 0.0:
-            metrics["policy/kl_coef"] = self._kl.value
-            self._kl.update(metrics["policy/kl_ref"], num_episodes=len(np.unique(table.episodes)))
-        if self._estimator.needs_critic:
-            metrics["critic/explained_variance"] = explained_variance(values, returns=targets.returns.cpu())
-            metrics["critic/value_mean"] = float(values.mean())
+        if bool(table.fresh.any()):  # else all answers were cut, and left out
+            metrics |= self._learn(table, before=before)
         self._steps += 1
         lags = (version - table.versions).float()
         return metrics | {
-            "policy/entropy": float((shares * entropy).sum()),
-            "policy/lag_mean": float(lags.mean()),
-            "policy/lag_max": float(lags.max()),
-            "policy/too_old_share": float((~table.fresh).float().mean()),
+            "policy/lag_mean": float(lags[lags < self._keep_versions].mean()),
+            "policy/lag_max": float(lags[lags < self._keep_versions].max()),
+            "policy/too_old_share": float((lags >= self._keep_versions).float().mean()),
+            **({"policy/hinted_share": _share(table.hints)} if self._estimator.needs_hints else {}),
+            "policy/truncated_share": float(table.truncated.float().mean()),
             "learner/tokens": float(table.sequences.lengths.sum()),
             "learner/trained_tokens": float(table.sequences.num_trained),
             "time/prepare_s": prepared - started,
             "time/train_s": time.monotonic() - started,
         }
+
+    def _learn(self, table: BatchTensors, *, before: Before) -> dict[str, float]:
+        """The updates on a batch, and what moves with them: the coefficients of KL and entropy."""
+        shares = table.weights(range(len(table.hints)), mode="token-mean")
+        entropy = float((shares * before.entropy).sum())
+        plan, kl_taken = self._goals(table, shares=shares, before=before, entropy=entropy)
+        metrics = self._update(table, goals=plan) | kl_taken | {"policy/entropy": entropy}
+        if self._config.kl.coef > 0.0:
+            metrics["policy/kl_coef"] = self._kl.value
+            self._kl.update(metrics["policy/kl_ref"], num_episodes=len(np.unique(table.episodes)))
+        if self._bonus.is_adaptive:
+            metrics["policy/entropy_coef"] = plan.entropy_coef
+            self._bonus.update(entropy)
+        if self._estimator.needs_critic:
+            returns = plan.targets.returns.cpu()
+            metrics["critic/explained_variance"] = explained_variance(before.values, returns=returns)
+            metrics["critic/value_mean"] = float(before.values.mean())
+        return metrics
 
     def publish(self, path: Path) -> None:
         """Writes the weights for the engine, in the model's dtype. All ranks call this; rank 0 writes."""
@@ -178,6 +219,7 @@ class Trainer:
             copies=copies,
             steps=self._steps,
             kl_coef=self._kl.value,
+            entropy_coef=self._bonus.value,
             rank=self._rank,
         )
 
@@ -188,6 +230,8 @@ class Trainer:
         self._reference = copies.pop(REFERENCE, None)
         self._history = {int(version): shards for version, shards in copies.items()}
         self._steps, self._kl.value = counters.steps, counters.kl_coef
+        if counters.entropy_coef is not None:
+            self._bonus.value = counters.entropy_coef
 
     def _learned(self) -> dict[str, training_state.Learned]:
         learned = {"policy": training_state.Learned(module=self._policy, optimizer=self._optimizer)}
@@ -215,30 +259,41 @@ class Trainer:
         return policy
 
     def _adamw(self, policy: Policy, *, lr: float) -> torch.optim.AdamW:
-        """`peak_lr` is reached after the warm-up. A value head learns faster: at the policy's rate it lags for 20 steps."""
-        groups = [{"params": fsdp.trained(policy.lm), "peak_lr": lr}]
+        """`peak_lr` is reached after the warm-up. A value head learns faster: at the policy's rate it lags for 20 steps; and in
+        proportion to the scores' size: Adam's steps do not grow with them, and values of 100 would be far."""
+        groups = [{"params": fsdp.trained(policy.lm), "peak_lr": lr, "in_scores": False}]
         if policy.value_head is not None:
-            groups.append({"params": list(policy.value_head.parameters()), "peak_lr": VALUE_HEAD_LR_RATIO * lr})
+            head = list(policy.value_head.parameters())
+            groups.append({"params": head, "peak_lr": VALUE_HEAD_LR_RATIO * lr, "in_scores": True})
         return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
 
     def _sweep(self, sequences: Sequences, *, critic: bool, rows: Sequence[int] | None = None) -> Tensor:
-        """[3, M] log-probabilities, entropies and values of the trained tokens, no gradient; 0 outside of `rows`."""
-        found = torch.zeros(3, sequences.num_trained, device=self._device)
+        """[4, M] log-probabilities, entropies, values and energies of the trained tokens, no gradient; 0 outside of `rows`, and
+        where the estimator needs none."""
+        found = torch.zeros(4, sequences.num_trained, device=self._device)
         chosen = range(len(sequences.ids)) if rows is None else rows
         for piles in self._plan(sequences, rows=chosen):
             micro = sequences.micro_batch(piles[self._rank], device=self._device)
             with torch.no_grad():
-                outputs = self._forward(micro, entropy=True)
+                outputs = self._forward(micro, entropy=True, energy=self._estimator.needs_energy)
                 values = self._values(micro, shared=outputs.values) if critic else None
             found[0, micro.index] = outputs.logprobs
             found[1, micro.index] = outputs.entropy
             if values is not None:
                 found[2, micro.index] = values
+            if outputs.energy is not None:
+                found[3, micro.index] = outputs.energy
         return fsdp.all_sum(found).cpu()
 
-    def _forward(self, micro: MicroBatch, *, entropy: bool) -> TokenOutputs:
+    def _forward(self, micro: MicroBatch, *, entropy: bool, energy: bool = False) -> TokenOutputs:
         outputs: TokenOutputs = self._policy(
-            micro.ids, micro.mask, micro.starts, longest=micro.longest, temperature=self._temperature, entropy=entropy
+            micro.ids,
+            micro.mask,
+            micro.starts,
+            longest=micro.longest,
+            temperature=self._temperature,
+            entropy=entropy,
+            energy=energy,
         )
         return outputs
 
@@ -282,99 +337,142 @@ class Trainer:
             "policy/checked_share": float(checked.float().mean()),
         }
 
-    def _targets(
-        self, table: BatchTensors, *, shares: Tensor, logprobs: Tensor, values: Tensor
-    ) -> tuple[Targets, dict[str, float]]:
+    def _goals(
+        self, table: BatchTensors, *, shares: Tensor, before: Before, entropy: float
+    ) -> tuple[Goals, dict[str, float]]:
         """What the updates aim at, and the mean KL if it was taken off the rewards."""
-        reference, rewards, metrics = torch.zeros_like(logprobs), table.rewards, {}
+        reference, rewards, metrics = torch.zeros_like(before.logprobs), table.rewards, {}
         if self._reference is not None:
             with fsdp.swapped(self._policy, shards=self._reference):
                 reference = self._sweep(table.sequences, critic=False)[0]
             if self._config.kl.in_reward:
-                kl = kl_estimate(logprobs, reference=reference, kind=self._config.kl.kind)
+                kl = kl_estimate(before.logprobs, reference=reference, kind=self._config.kl.kind)
                 rewards = rewards - self._kl.value * kl
                 metrics["policy/kl_ref"] = float((shares * kl).sum())
+        evidence = self._evidence(table, shares=shares, before=before, rewards=rewards)
+        estimate = self._estimator.compute(evidence)
+        targets = Targets(
+            behaviour=table.behaviour,
+            proximal=before.logprobs,
+            reference=reference,
+            advantages=estimate.advantages[table.slots],
+            returns=estimate.returns[table.slots],
+            values=before.values,
+            sequences=table.rows,
+            weights=shares,
+            shares=shares,
+            picked=torch.zeros_like(table.fresh),
+        )
+        return Goals(
+            targets=targets.to(self._device), scale=evidence.scale, entropy_coef=self._bonus.in_force(entropy)
+        ), metrics
+
+    def _evidence(self, table: BatchTensors, *, shares: Tensor, before: Before, rewards: Tensor) -> AdvantageInputs:
+        """What the estimator looks at. The scores' size is that of what was scored, without a KL penalty."""
         hinted = None
         if self._estimator.needs_hints and any(table.hints):
             sequences = hinted_sequences(table.sequences, hints=table.hints, tokenizer=self._tokenizer)
-            hinted = table.padded(self._sweep(sequences, critic=False)[0] - logprobs)
-        discounts = torch.where(table.ends, self._config.gamma, 1.0)
+            hinted = table.padded(self._sweep(sequences, critic=False)[0] - before.logprobs)
         evidence = AdvantageInputs(
             scores=table.scores,
             groups=table.groups,
             units=table.units,
             mask=table.slots,
-            rewards=table.padded(rewards),
-            discounts=table.padded(discounts),
+            rewards=table.padded(table.rewards),
+            discounts=table.padded(torch.where(table.ends, self._config.gamma, 1.0)),
             weights=table.padded(shares),
-            values=table.padded(values),
+            values=table.padded(before.values),
             lam=self._config.lam,
+            scale=1.0,
+            min_deviation=self._config.min_deviation,
             baselines=table.baselines,
             hinted=hinted,
+            judges=table.judges,
+            energy=table.padded(before.energy) if self._estimator.needs_energy else None,
         )
-        if self._estimator.needs_critic:
-            evidence = calibrated_evidence(evidence)
-        estimate = self._estimator.compute(evidence)
-        targets = Targets(
-            behaviour=table.behaviour,
-            proximal=logprobs,
-            reference=reference,
-            advantages=estimate.advantages[table.slots],
-            returns=estimate.returns[table.slots],
-            values=values,
-            sequences=table.rows,
-            weights=shares,
-            shares=shares,
-        )
-        return targets.to(self._device), metrics
+        scale = score_scale(unit_returns(evidence), values=before.values)
+        evidence = replace(evidence, scale=scale, rewards=table.padded(rewards))
+        fits = self._estimator.needs_critic and self._config.calibrate_values
+        return calibrated_evidence(evidence) if fits else evidence
 
-    def _update(self, table: BatchTensors, *, targets: Targets) -> dict[str, float]:
+    def _update(self, table: BatchTensors, *, goals: Goals) -> dict[str, float]:
         """Epochs times mini-batches optimizer updates."""
-        warmth = min(1.0, (self._steps + 1) / (self._config.lr_warmup_steps + 1))
+        config = self._config
+        warmth = min(1.0, (self._steps + 1) / (config.lr_warmup_steps + 1))
         for optimizer in filter(None, (self._optimizer, self._critic_optimizer)):
             for group in optimizer.param_groups:
-                group["lr"] = group["peak_lr"] * warmth
+                group["lr"] = group["peak_lr"] * warmth * (goals.scale if group["in_scores"] else 1.0)
         step_metrics = StepMetrics()
         rng = np.random.default_rng((self._seed, self._steps))
-        for _ in range(self._config.epochs):
-            for rows in split_minibatches(table.episodes, num=self._config.minibatches, rng=rng):
+        for _ in range(config.epochs):
+            for rows in split_minibatches(table.episodes, num=config.minibatches, rng=rng):
                 if not bool(table.fresh[table.sequences.places(rows)].any()):
                     continue
-                weights = table.weights(rows, mode=self._config.loss_agg).to(self._device)
-                shares = table.weights(rows, mode="token-mean").to(self._device)
-                goals = replace(targets, weights=weights, shares=shares)
-                self._update_once(table.sequences, targets=goals, rows=rows, step_metrics=step_metrics)
-        return step_metrics.metrics() | {"learner/lr": self._config.lr * warmth}
+                weights = table.weights(rows, mode=config.aggregation, norm=config.loss_norm)
+                shares = table.weights(rows, mode="token-mean")
+                targets = replace(goals.targets, weights=weights.to(self._device), shares=shares.to(self._device))
+                picked = self._pick(targets, seed=int(rng.integers(2**31)))
+                goals = replace(goals, targets=replace(targets, picked=picked))
+                self._update_once(table.sequences, goals=goals, rows=rows, step_metrics=step_metrics)
+        return step_metrics.metrics() | {"learner/lr": config.lr * warmth}
+
+    def _pick(self, targets: Targets, *, seed: int) -> Tensor:
+        """[M] the tokens that the loss treats apart by their covariance under the policy before the step; equal on all ranks."""
+        cov = self._config.cov
+        if self._config.loss not in ("clip_cov", "kl_cov"):
+            return targets.picked
+        covariance = covariances(targets.proximal, advantages=targets.advantages, shares=targets.shares).cpu()
+        if self._config.loss == "kl_cov":
+            return pick_kl_cov(covariance, share=cov.share).to(self._device)
+        generator = torch.Generator().manual_seed(seed)
+        picked = pick_clip_cov(covariance, share=cov.share, low=cov.low, high=cov.high, generator=generator)
+        return picked.to(self._device)
 
     def _update_once(
-        self, sequences: Sequences, *, targets: Targets, rows: Sequence[int], step_metrics: StepMetrics
+        self, sequences: Sequences, *, goals: Goals, rows: Sequence[int], step_metrics: StepMetrics
     ) -> None:
         steps = self._plan(sequences, rows=rows)
         for number, piles in enumerate(steps):
             micro = sequences.micro_batch(piles[self._rank], device=self._device)
             for model in filter(None, (self._policy, self._critic)):
                 fsdp.sync_gradients(model, enabled=number == len(steps) - 1)
-            loss = self._loss(micro, goals=targets.take(micro.index))
+            loss = self._loss(micro, goals=replace(goals, targets=goals.targets.take(micro.index)))
             (loss.total * self._world_size).backward()  # FSDP averages over ranks; the sum is wanted
             step_metrics.add(means=loss.means, maxima=loss.maxima)
-        norm = fsdp.update(self._policy, optimizer=self._optimizer, clip=self._config.grad_clip)
+        clip = self._config.grad_clip
+        own_clip = clip * goals.scale if self._estimator.in_scores else clip
+        norm = self._step(self._policy, optimizer=self._optimizer, clip=own_clip)
         critic_norm = 0.0
         if self._critic is not None and self._critic_optimizer is not None:
-            critic_norm = fsdp.update(self._critic, optimizer=self._critic_optimizer, clip=self._config.grad_clip)
+            # behind a head that grows with the scores, so does the gradient of what it sits on
+            critic_norm = self._step(self._critic, optimizer=self._critic_optimizer, clip=clip * goals.scale)
         step_metrics.end_update(norm, critic=critic_norm)
 
-    def _loss(self, micro: MicroBatch, *, goals: Targets) -> Loss:
+    def _step(self, policy: Policy, *, optimizer: torch.optim.Optimizer, clip: float) -> float:
+        head = () if policy.value_head is None else tuple(policy.value_head.parameters())
+        return fsdp.update(policy, optimizer=optimizer, clip=clip, apart=head, apart_clip=self._config.grad_clip)
+
+    def _loss(self, micro: MicroBatch, *, goals: Goals) -> Loss:
         config = self._config
-        outputs = self._forward(micro, entropy=config.entropy_coef > 0.0)
+        outputs = self._forward(micro, entropy=goals.entropy_coef > 0.0)
         loss = actor_loss(
             outputs.logprobs,
             entropy=outputs.entropy,
             values=outputs.values,
-            targets=goals,
+            targets=goals.targets,
             config=config,
             kl_coef=0.0 if config.kl.in_reward else self._kl.value,
+            entropy_coef=goals.entropy_coef,
+            scale=goals.scale,
         )
         if self._critic is None:
             return loss
-        critic = value_loss(self._values(micro, shared=None), targets=goals, clip=VALUE_CLIP)
-        return replace(loss, total=loss.total + critic, means=loss.means | {"critic/vf_loss": critic.detach()})
+        values = self._values(micro, shared=None)
+        critic = value_loss(values, targets=goals.targets, clip=config.value_clip * goals.scale)
+        total = loss.total + critic / goals.scale
+        return replace(loss, total=total, means=loss.means | {"critic/vf_loss": critic.detach()})
+
+
+def _share(hints: Sequence[str | None]) -> float:
+    """Share of the rows that have a hint."""
+    return sum(hint is not None for hint in hints) / len(hints)

@@ -47,7 +47,7 @@ def test_tokens_too_old_by_their_own_version_are_masked_and_the_rest_of_the_row_
     assert table.fresh.tolist() == [False, False, True, True, False]
     assert table.weights([0, 1], mode="token-mean").tolist() == pytest.approx([0.0, 0.0, 0.5, 0.5, 0.0])
     assert table.weights([0, 1], mode="seq-mean-token-mean").tolist() == pytest.approx([0.0, 0.0, 0.5, 0.5, 0.0])
-    assert table.weights([0, 1], mode="seq-mean-token-sum-norm").tolist() == pytest.approx([0.0, 0.0, 0.25, 0.25, 0.0])
+    assert table.weights([0, 1], mode="seq-mean-token-sum-norm", norm=8).tolist() == [0.0, 0.0, 0.125, 0.125, 0.0]
 
 
 def test_branch_with_its_own_score_is_a_unit_of_its_own() -> None:
@@ -87,11 +87,35 @@ def test_greedy_episodes_are_baselines_and_never_trained() -> None:
     assert table.sequences.num_trained == 2
 
 
+def test_an_answer_that_was_cut_is_left_out_where_that_is_asked_and_counted_anyway() -> None:
+    row = make_row([0] * 6, mask=[0, 1, 1, 0, 1, 1], rounds=[0, 2, 2, 0, 3, 3], truncated=(3,))
+    kept, cut = _table(row), token_table(TrainBatch(rows=[row]), min_version=0, mask_truncated=True)
+    assert kept.truncated.tolist() == cut.truncated.tolist() == [False, False, True, True]
+    assert kept.fresh.tolist() == [True] * 4 and cut.fresh.tolist() == [True, True, False, False]
+    assert cut.weights([0], mode="token-mean").tolist() == [0.5, 0.5, 0.0, 0.0]
+
+
+def test_scores_by_judge_are_a_table_with_holes() -> None:
+    rows = [
+        make_row([1, 2], mask=[0, 1], score=1.5, judges={"b": 1.0, "a": 2.0}),
+        make_row([1, 2], mask=[0, 1], score=0.5, judges={"a": 0.5}, episode="1"),
+        make_row([1, 2], mask=[0, 1], score=0.25, episode="2"),
+    ]
+    judges = _table(*rows).judges
+    assert judges is not None
+    torch.testing.assert_close(
+        judges, torch.tensor([[torch.nan, 2.0, 1.0], [torch.nan, 0.5, torch.nan], [0.25, torch.nan, torch.nan]]),
+        equal_nan=True,
+    )  # fmt: skip
+    assert _table(rows[2]).judges is None
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"score": float("nan")}, "score of episode 0-0-0 must be finite, got nan"),
         ({"branch_score": float("inf")}, "score of episode 0-0-0 must be finite, got inf"),
+        ({"judges": {"a": float("nan")}}, "score of episode 0-0-0 must be finite, got nan"),
         ({"round_scores": {0: float("nan")}}, "score of episode 0-0-0 must be finite, got nan"),
         ({"round_scores": {4: 1.0}}, "round_scores of episode 0-0-0 must name rounds that the row trains, got 4"),
         ({"greedy": True, "score": float("nan")}, "score of episode 0-0-0 must be finite, got nan"),

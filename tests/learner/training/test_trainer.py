@@ -12,6 +12,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffers.records import Row, TrainBatch
+from configs.recipes import RECIPES
+from learner.algorithms.advantages import ESTIMATORS
+from learner.algorithms.aggregation import AGGREGATIONS
+from learner.algorithms.importance_weights import CORRECTIONS, REJECTIONS
+from learner.algorithms.objectives import LOSSES
 from learner.model import policy
 from learner.training.trainer import Trainer
 from tests.support.learner_parts import assert_same_weights, make_model, make_row, make_trainer, walks
@@ -194,7 +199,7 @@ def _bandit(*, tokens: tuple[int, int] = (7, 9)) -> TrainBatch:
     [
         {"advantage": "grpo"},
         {"advantage": "gae", "critic": "shared"},
-        {"advantage": "gae", "critic": "separate"},
+        {"advantage": "gae", "critic": "separate", "critic_lr": 5e-3},
         {"advantage": "grpo", "kl": {"coef": 0.01}, "entropy_coef": 0.001},
         {"advantage": "rloo", "loss": "gspo", "clip": {"low": 0.2, "high": 0.2}, "loss_agg": "seq-mean-token-mean"},
         {"advantage": "dr_grpo", "loss_agg": "seq-mean-token-sum-norm"},
@@ -206,7 +211,7 @@ def _bandit(*, tokens: tuple[int, int] = (7, 9)) -> TrainBatch:
 def test_token_that_wins_becomes_likelier(
     trainer: MakeTrainer, model: Path, tmp_path: Path, knobs: dict[str, object]
 ) -> None:
-    learner = trainer(lr=5e-3, critic_lr=5e-3, lr_warmup_steps=0, **knobs)
+    learner = trainer(lr=5e-3, lr_warmup_steps=0, **knobs)
     path = model
     for version in range(3):
         learner.train_step(_sampled_by(path, _bandit(), version=version), version=version)
@@ -219,9 +224,148 @@ def test_token_that_wins_becomes_likelier(
     assert float(after[7] - after[9]) > float(before[7] - before[9]) + 0.5
 
 
+BESIDE: list[dict[str, object]] = [
+    {"advantage": "gae"},
+    {"advantage": "gae", "calibrate_values": False},
+    {"advantage": "gae", "min_deviation": 9.0},
+    {"advantage": "gae", "value_clip": 1e-4},
+    {"advantage": "grpo"},
+    {"advantage": "grpo_passk"},
+    {"advantage": "otb"},
+    {"advantage": "gpg"},
+    {"advantage": "gdpo"},
+    *({"advantage": "grpo", "loss": loss} for loss in LOSSES if loss != "ppo"),
+    {"advantage": "grpo", "loss": "ppo", "clip": {"ratio_max": 1.01}},
+    {"advantage": "grpo", "loss": "sapo", "sapo": {"tau_neg": 3.0}},
+    {"advantage": "grpo", "loss": "clip_cov", "cov": {"share": 0.5, "low": 0.0}},
+    {"advantage": "grpo", "loss": "kl_cov", "cov": {"share": 0.5}},
+    {"advantage": "grpo", "loss": "kl_cov", "cov": {"share": 0.5, "kl_coef": 9.0}},
+    *({"advantage": "grpo", "loss_agg": each} for each in AGGREGATIONS if each != "token-mean"),
+    {"advantage": "grpo", "loss_agg": "seq-mean-token-sum-norm", "loss_norm": 7},
+    *({"advantage": "grpo", "correction": each} for each in [*CORRECTIONS, "naive"] if each != "tis"),
+    {"advantage": "grpo", "correction_bounds": {"high": 0.9}},
+    *({"advantage": "grpo", "rejection": {"kind": each}} for each in REJECTIONS if each != "none"),
+    {"advantage": "grpo", "rejection": {"kind": "geo_mean", "low": 0.9, "high": 1.1}},
+    {"advantage": "grpo", "mask_truncated": True},
+    {"advantage": "grpo", "entropy_coef": 0.01},
+    {"advantage": "grpo", "entropy_coef": 0.01, "adaptive_entropy": {"target": 99.0, "step": 0.5}},
+    *({"advantage": "grpo", "kl": {"coef": 0.5, "kind": each}} for each in ("k1", "abs", "k2", "k3")),
+    {"advantage": "grpo", "kl": {"coef": 0.5, "target": 9.0, "horizon": 8}},
+]
+
+
+@pytest.fixture(scope="module")
+def mixed(model: Path) -> list[TrainBatch]:
+    """Two batches of rows with several branches, scores, ages and lengths, as the first weights would nearly have sampled them."""
+    batches = []
+    for seed in (0, 1):
+        batch = _sampled_by(model, walks(seed=seed), version=0)
+        rng = np.random.default_rng(seed)
+        rows = [
+            replace(
+                row,
+                score=float(rng.integers(0, 5)) / 4,
+                logprobs=row.logprobs + row.mask * rng.normal(0.0, 0.3 * (number % 3), len(row.ids)).astype(np.float32),
+                judges={"a": float(number % 2), "b": float(number % 3)},
+                truncated=tuple(sorted({int(each) for each in row.rounds if each >= 0})) if number == 5 else (),
+            )
+            for number, row in enumerate(batch.rows)
+        ]
+        batches.append(replace(batch, rows=rows))
+    return batches
+
+
+def test_every_value_of_the_algorithms_keys_changes_the_weights_in_its_own_way(
+    trainer: MakeTrainer, mixed: list[TrainBatch], tmp_path: Path
+) -> None:
+    found: dict[str, torch.Tensor] = {}
+    for knobs in BESIDE:
+        learner = trainer(lr=1e-3, lr_warmup_steps=0, check_logprobs=False, **knobs)
+        for version, batch in enumerate(mixed):
+            metrics = learner.train_step(batch, version=version)
+            assert metrics["learner/skipped"] == 0.0 and all(np.isfinite(value) for value in metrics.values()), knobs
+        parts = _published(learner, tmp_path)
+        found[str(knobs)] = torch.cat([part.flatten()[::7] for part in parts.values()])
+    names = list(found)
+    alike = [
+        (one, other)
+        for place, one in enumerate(names)
+        for other in names[place + 1 :]
+        if float((found[one] - found[other]).abs().mean()) < 1e-6
+    ]
+    assert alike == []
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "remax"])
+def test_a_recipe_makes_the_token_that_wins_likelier(
+    trainer: MakeTrainer, model: Path, tmp_path: Path, recipe: str
+) -> None:
+    learner = trainer(lr=5e-3, lr_warmup_steps=0, recipe=recipe)
+    learner.train_step(_sampled_by(model, _bandit(), version=0), version=0)
+    learner.save_pretrained(tmp_path / "now")
+    start, end = (AutoModelForCausalLM.from_pretrained(folder) for folder in (model, tmp_path / "now"))
+    with torch.no_grad():
+        before, after = (lm(torch.tensor([[1, 2, 3]])).logits[0, -1].log_softmax(-1) for lm in (start, end))
+    assert float(after[7] - after[9]) > float(before[7] - before[9]) + 0.1
+
+
+@pytest.mark.parametrize("advantage", [name for name in ESTIMATORS if name not in ("remax", "cpo", "gdpo")])
+def test_scores_of_any_size_teach_the_same(
+    trainer: MakeTrainer, mixed: list[TrainBatch], tmp_path: Path, advantage: str
+) -> None:
+    updates = []
+    for size in (1.0, 0.01, 100.0):
+        learner = trainer(advantage=advantage, lr=1e-3, lr_warmup_steps=0, check_logprobs=False, grad_clip=0.1)
+        start = _published(learner, tmp_path)
+        for version, batch in enumerate(mixed):
+            sized = [replace(row, score=size * row.score) for row in batch.rows]
+            learner.train_step(replace(batch, rows=sized), version=version)
+        end = _published(learner, tmp_path)
+        updates.append(torch.cat([(end[name] - start[name]).flatten() for name in end]))
+    for other in updates[1:]:
+        assert float((other - updates[0]).norm() / updates[0].norm()) < 0.02
+
+
+@pytest.mark.parametrize("critic", ["shared", "separate"])
+def test_a_critic_learns_large_scores_as_fast_as_small_ones(trainer: MakeTrainer, critic: str) -> None:
+    found = []
+    for size in (1.0, 100.0):
+        rate = {"critic_lr": 3e-3} if critic == "separate" else {}
+        learner = trainer(critic=critic, lr=1e-3, lr_warmup_steps=0, check_logprobs=False, **rate)
+        batch = replace(_bandit(), rows=[replace(row, score=size * (0.5 + row.score)) for row in _bandit().rows])
+        found.append([learner.train_step(batch, version=0)["critic/value_mean"] / size for _ in range(5)])
+    assert found[0][-1] > 0.1
+    assert found[1] == pytest.approx(found[0], rel=0.02)
+
+
+def test_a_batch_of_which_every_answer_was_cut_changes_nothing(trainer: MakeTrainer, tmp_path: Path) -> None:
+    batch = replace(walks(), rows=[replace(row, truncated=(0,)) for row in walks().rows])
+    learner = trainer(advantage="grpo", mask_truncated=True, kl={"coef": 0.1}, lr_warmup_steps=0)
+    before = _published(learner, tmp_path)
+    assert learner.train_step(batch, version=0)["policy/truncated_share"] == 1.0
+    after = _published(learner, tmp_path)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_entropys_weight_rises_below_its_target_and_is_part_of_a_checkpoint(
+    trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    knobs = {"advantage": "grpo", "adaptive_entropy": {"target": 99.0, "step": 0.25, "most": 0.6}}
+    learner = trainer(**knobs)
+    weights = [learner.train_step(walks(), version=0)["policy/entropy_coef"] for _ in range(2)]
+    assert weights == [0.0, 0.25]
+    learner.save(tmp_path / "state")
+    again = trainer(**knobs)
+    again.load(tmp_path / "state")
+    assert [again.train_step(walks(), version=0)["policy/entropy_coef"] for _ in range(2)] == [0.5, 0.6]
+    far = trainer(advantage="grpo", entropy_coef=0.1, adaptive_entropy={"target": 1e-3})
+    assert far.train_step(walks(), version=0)["policy/entropy_coef"] == 0.0
+
+
 @pytest.mark.parametrize("critic", ["shared", "separate"])
 def test_critic_learns_the_score(trainer: MakeTrainer, model: Path, critic: str) -> None:
-    learner = trainer(critic=critic, lr=1e-3, critic_lr=3e-3, lr_warmup_steps=0)
+    rate = {"critic_lr": 3e-3} if critic == "separate" else {}
+    learner = trainer(critic=critic, lr=1e-3, lr_warmup_steps=0, **rate)
     batch = _bandit()
     always = replace(batch, rows=[replace(row, score=0.8) for row in batch.rows])
     values = [learner.train_step(always, version=0)["critic/value_mean"] for _ in range(25)]

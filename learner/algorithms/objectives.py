@@ -1,0 +1,205 @@
+"""The objectives of policy losses, token by token: what is to be made large, and what holds a token back.
+
+Called by `learner.algorithms.losses`, which weighs, adds up and negates them. All tensors are [m], one entry per trained token of
+whole rows; `log_ratio` is log pi - log pi of the policy that the ratio is taken against. Pure torch functions. Invariant: a token
+of weight 0 changes nothing, a row's mean included. Each entry of LOSSES says which bounds its function takes, and its paper's
+values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from learner.algorithms.importance_weights import per_sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """What the loss compares the model with; fixed during the updates on one mini-batch."""
+
+    behaviour: Tensor
+    """log pi_behave: recorded when the token was sampled."""
+    proximal: Tensor
+    """log pi_prox: the policy before this step's first update."""
+    reference: Tensor
+    """log pi_ref; zeros when there is no reference."""
+    advantages: Tensor
+    returns: Tensor
+    values: Tensor
+    """The critic's values before this step's first update; zeros when there is no critic."""
+    sequences: Tensor
+    """int64 row of each token."""
+    weights: Tensor
+    """Weights of the policy's loss, by `token_weights`."""
+    shares: Tensor
+    """Weights of the value loss and the metrics: `token_weights` by token-mean."""
+    picked: Tensor
+    """bool: tokens that `clip_cov` or `kl_cov` picked of the mini-batch; false for other losses."""
+
+    def take(self, index: Tensor) -> Targets:
+        return Targets(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+
+    def to(self, device: torch.device) -> Targets:
+        return Targets(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """[m] each, to be made large; `clipped` is true where the clip holds the token back."""
+
+    gain: Tensor
+    clipped: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss:
+    """An objective, and its paper's clip range (low, high) and largest ratio, where it has them."""
+
+    compute: Callable[..., Objective]
+    clip: tuple[float, float] | None = None
+    ratio_max: float | None = None
+    uses: tuple[str, ...] = ()
+    """The settings that `compute` takes by name, beside clip range and largest ratio."""
+
+
+def ppo(
+    log_ratio: Tensor, *, logprobs: Tensor, targets: Targets, low: float, high: float, ratio_max: float
+) -> Objective:
+    """min(r A, clip(r, 1 - low, 1 + high) A), arXiv:1707.06347 eq. 7, never below `ratio_max` A: dual clip, arXiv:1912.09729 eq. 5.
+
+    high > low is DAPO's clip-higher, arXiv:2503.14476 eq. 8; with token-mean this is DAPO's loss.
+    """
+    ratio = log_ratio.exp()
+    plain = ratio * targets.advantages
+    clipped = ratio.clamp(1.0 - low, 1.0 + high) * targets.advantages
+    gain = torch.minimum(plain, clipped)
+    floor = ratio_max * targets.advantages
+    dual = (targets.advantages < 0.0) & (gain < floor)
+    return Objective(gain=torch.where(dual, floor, gain), clipped=(clipped < plain) | dual)
+
+
+def gspo(log_ratio: Tensor, *, logprobs: Tensor, targets: Targets, low: float, high: float) -> Objective:
+    """PPO's clip on the row's ratio s = exp(mean of log r), arXiv:2507.18071 eq. 7, 14: a row is held back as a whole.
+
+    The token's own gradient is kept (GSPO-token); with one advantage per row it is GSPO's.
+    """
+    log_s = _row_mean(log_ratio, targets=targets).detach() + logprobs - logprobs.detach()
+    ratio = log_s.exp()
+    plain = ratio * targets.advantages
+    clipped = ratio.clamp(1.0 - low, 1.0 + high) * targets.advantages
+    return Objective(gain=torch.minimum(plain, clipped), clipped=clipped < plain)
+
+
+def gmpo(log_ratio: Tensor, *, logprobs: Tensor, targets: Targets, low: float, high: float) -> Objective:
+    """s A with s = exp(mean of clipped log r) over the row, arXiv:2507.20673: the geometric mean of the ratios.
+
+    Each token's log r is clipped to [-low, high] on the side that its advantage pushes to, before the mean; the gradient of a
+    row is A s times the mean of its unclipped tokens'. It is the paper's with seq-mean-token-mean.
+    """
+    bounded = log_ratio.clamp(-low, high)
+    sign = targets.advantages.sign()
+    held = torch.minimum(sign * log_ratio, sign * bounded) * sign
+    ratio = _row_mean(held, targets=targets).exp()
+    return Objective(gain=ratio * targets.advantages, clipped=(held != log_ratio) & (sign != 0.0))
+
+
+def cispo(log_ratio: Tensor, *, logprobs: Tensor, targets: Targets, low: float, high: float) -> Objective:
+    """clip(r, 1 - low, 1 + high) A log pi with the clipped ratio a constant, arXiv:2506.13585 eq. 4-5: no token loses
+    its gradient."""
+    ratio = log_ratio.detach().exp()
+    bounded = ratio.clamp(1.0 - low, 1.0 + high)
+    return Objective(gain=bounded * targets.advantages * logprobs, clipped=bounded != ratio)
+
+
+def gpg(log_ratio: Tensor, *, logprobs: Tensor, targets: Targets) -> Objective:
+    """A log pi, arXiv:2504.02546: the policy gradient itself, without ratio and clip. For fresh data: one update of a
+    batch, or few."""
+    return Objective(gain=targets.advantages * logprobs, clipped=torch.zeros_like(logprobs, dtype=torch.bool))
+
+
+def sapo(log_ratio: Tensor, *, logprobs: Tensor, targets: Targets, tau_pos: float, tau_neg: float) -> Objective:
+    """(4 / tau) sigmoid(tau (r - 1)) A, arXiv:2511.20347, with tau by the advantage's sign: a soft clip.
+
+    Its gradient is r A times 4 p (1 - p), p the sigmoid: that of PPO at r = 1, and smoothly less on both sides.
+    """
+    tau = torch.where(targets.advantages > 0.0, tau_pos, tau_neg).to(log_ratio)
+    gate = torch.sigmoid(tau * (log_ratio.exp() - 1.0)) * 4.0 / tau
+    return Objective(gain=gate * targets.advantages, clipped=torch.zeros_like(targets.picked))
+
+
+def clip_cov(log_ratio: Tensor, *, logprobs: Tensor, targets: Targets, low: float, high: float) -> Objective:
+    """PPO's objective without the tokens picked by `pick_clip_cov`, arXiv:2505.22617: those whose update would cost most
+    entropy have no gradient."""
+    ratio = log_ratio.exp()
+    plain = ratio * targets.advantages
+    clipped = ratio.clamp(1.0 - low, 1.0 + high) * targets.advantages
+    gain = torch.where(targets.picked, torch.zeros_like(plain), torch.minimum(plain, clipped))
+    return Objective(gain=gain, clipped=(clipped < plain) | targets.picked)
+
+
+def kl_cov(log_ratio: Tensor, *, logprobs: Tensor, targets: Targets, kl_coef: float) -> Objective:
+    """r A, less `kl_coef` |log r| for the tokens picked by `pick_kl_cov`, arXiv:2505.22617: these are held near the policy
+    before the step."""
+    penalty = torch.where(targets.picked, kl_coef * log_ratio.abs(), torch.zeros_like(log_ratio))
+    return Objective(gain=log_ratio.exp() * targets.advantages - penalty, clipped=targets.picked)
+
+
+def dppo_tv(
+    log_ratio: Tensor, *, logprobs: Tensor, targets: Targets, low: float, high: float, ratio_max: float
+) -> Objective:
+    """r A where the token's probability has not moved too far in the direction of its advantage, arXiv:2602.04879.
+
+    Binary total variation: held back where pi - pi_old > high and A > 0, or pi - pi_old < -low and A < 0. A rare token may change
+    its ratio a lot, a likely one not. r weighs as a constant, `ratio_max` at most (section 5.4).
+    """
+    new, old = _probabilities(log_ratio, logprobs=logprobs)
+    beyond = torch.where(targets.advantages > 0.0, new - old > high, old - new > low)
+    return _trusted(log_ratio, logprobs=logprobs, targets=targets, beyond=beyond, ratio_max=ratio_max)
+
+
+def dppo_kl(
+    log_ratio: Tensor, *, logprobs: Tensor, targets: Targets, low: float, high: float, ratio_max: float
+) -> Objective:
+    """The same by KL(pi_old || pi) of the token against all others, arXiv:2602.04879: held back where it is above high (A > 0
+    and the token became likelier) or above low (A < 0 and it became less likely)."""
+    new, old = _probabilities(log_ratio, logprobs=logprobs)
+    tiny = torch.finfo(new.dtype).eps
+    others = (1.0 - old) * (((1.0 - old).clamp(min=tiny)).log() - (1.0 - new).clamp(min=tiny).log())
+    divergence = others - old * log_ratio.detach()
+    up = targets.advantages > 0.0
+    beyond = torch.where(up, (divergence > high) & (new > old), (divergence > low) & (new < old))
+    return _trusted(log_ratio, logprobs=logprobs, targets=targets, beyond=beyond, ratio_max=ratio_max)
+
+
+def _trusted(log_ratio: Tensor, *, logprobs: Tensor, targets: Targets, beyond: Tensor, ratio_max: float) -> Objective:
+    ratio = log_ratio.detach().exp().clamp(max=ratio_max)
+    gain = torch.where(beyond, torch.zeros_like(logprobs), ratio * targets.advantages * logprobs)
+    return Objective(gain=gain, clipped=beyond)
+
+
+def _probabilities(log_ratio: Tensor, *, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the token now, and under the policy that the ratio is taken against."""
+    new = logprobs.detach()
+    return new.exp(), (new - log_ratio.detach()).exp()
+
+
+def _row_mean(values: Tensor, *, targets: Targets) -> Tensor:
+    return per_sequence(values, sequences=targets.sequences, counted=targets.weights > 0.0, mean=True)
+
+
+LOSSES: dict[str, PolicyLoss] = {
+    "ppo": PolicyLoss(compute=ppo, clip=(0.2, 0.28), ratio_max=3.0),
+    "gspo": PolicyLoss(compute=gspo, clip=(3e-4, 4e-4)),
+    "cispo": PolicyLoss(compute=cispo, clip=(1.0, 4.0)),
+    "gpg": PolicyLoss(compute=gpg),
+    "gmpo": PolicyLoss(compute=gmpo, clip=(0.4, 0.4)),
+    "sapo": PolicyLoss(compute=sapo, uses=("tau_pos", "tau_neg")),
+    "clip_cov": PolicyLoss(compute=clip_cov, clip=(0.2, 0.2)),
+    "kl_cov": PolicyLoss(compute=kl_cov, uses=("kl_coef",)),
+    "dppo_tv": PolicyLoss(compute=dppo_tv, clip=(0.15, 0.15), ratio_max=20.0),
+    "dppo_kl": PolicyLoss(compute=dppo_kl, clip=(0.05, 0.05), ratio_max=20.0),
+}
