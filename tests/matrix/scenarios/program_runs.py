@@ -1,0 +1,131 @@
+"""Runs whose tasks are played by programs: one process for each episode, or long-lived ones with an environment beside them."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from buffers.records import Task
+from tests.matrix.records import Run
+from tests.matrix.scenarios.settings import SMALL
+from tests.matrix.scenarios.task_files import task, written
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+NOTES = "MATRIX_NOTES"
+PROGRAM: dict[str, Any] = {
+    **SMALL,
+    "data.tasks": "{files}/tasks.parquet",
+    "agents.command": ["{python}", "{files}/agent.py"],
+    "agents.environment": [NOTES],
+    "learner.advantage": "grpo",
+    "learner.critic": "none",
+}
+EACH: dict[str, Any] = {**PROGRAM, "agents.processes": 0, "data.scorer": "json_line", "agents.concurrency": 4}
+"""A process for each episode, which prints its score."""
+JUDGED: dict[str, Any] = {
+    **PROGRAM,
+    "env.command": ["{python}", "{files}/judge.py"],
+    "agents.processes": 2,
+    "agents.concurrency": 8,
+}
+"""Two programs that ask for episodes, judged by an environment."""
+
+
+def programs(tasks: Callable[[Path], None]) -> Callable[[Path], None]:
+    """The programs and these tasks."""
+
+    def write(folder: Path) -> None:
+        for path in PROGRAMS.glob("*.py"):
+            shutil.copy(path, folder)
+        (folder / "notes").mkdir()
+        tasks(folder)
+
+    return write
+
+
+def fates(*some: str, number: int = 24, **extra: Any) -> Callable[[Path], None]:
+    """Programs, and tasks whose fates repeat in this order."""
+    return programs(
+        written([task(each, extra_info={"fate": some[each % len(some)], **extra}) for each in range(number)])
+    )
+
+
+def free_port() -> int:
+    """A port of loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+SHOWN = {"fate": "", "hint": "h-1", "mine": "m-1", "index": 7}
+SECRET = {
+    "answer": "secret-1",
+    "ground_truth": "secret-2",
+    "interaction_kwargs": {"name": "secret-3"},
+    "reward_model": "secret-4",
+    "solution": "secret-5",
+    "tools_kwargs": {"add": {"create_kwargs": {"key": "secret-6"}}},
+}
+
+
+def _all_columns() -> list[Task]:
+    return [
+        task(number, data_source="mine", ground_truth="secret-0", extra_info={**SHOWN, **SECRET})
+        for number in range(24)
+    ]
+
+
+def program_runs() -> list[Run]:
+    """See each."""
+    notes = {NOTES: "{files}/notes", "MATRIX_UNNAMED": "not for agents"}
+    return [
+        Run(
+            name="program",
+            settings={**EACH, "server.host": "127.0.0.2", "agents.concurrency": 3},
+            files=programs(written(_all_columns())),
+            environment=notes,
+        ),
+        Run(
+            name="crashes",
+            settings={**EACH, "agents.fewest_members": 3, "agents.max_attempts": 2},
+            files=fates("crash"),
+            environment=notes,
+        ),
+        Run(name="given-up", settings={**EACH, "agents.max_attempts": 1}, files=fates("", "crash", ""), environment=notes),
+        Run(
+            name="deadline",
+            settings={
+                **EACH, "agents.deadline_s": 2.5, "rollout.max_tokens": 1900, "rollout.max_model_len": 2048,
+                "agents.max_attempts": 1, "run.steps": 1,
+            },
+            files=fates("", "hang", "", "long"),
+            environment=notes,
+        ),
+        Run(
+            name="judged",
+            settings={**JUDGED, "server.port": free_port()},
+            files=fates("two rounds"),
+            environment=notes,
+        ),
+        Run(
+            name="silent",
+            settings={**JUDGED, "agents.silence_s": 2.0, "agents.processes": 1, "agents.max_attempts": 1, "agents.concurrency": 32},
+            files=fates("", "", "silent"),
+            environment=notes,
+        ),
+        Run(
+            name="parsers",
+            settings={**JUDGED, "server.tool_parser": "hermes", "server.reasoning_parser": "qwen3", "agents.processes": 1},
+            files=fates("tools", "two rounds"),
+            environment=notes,
+        ),
+        Run(
+            name="strict",
+            settings={**JUDGED, "server.replay_match": "strict", "server.reasoning_parser": "qwen3", "agents.processes": 1},
+            files=fates("two rounds"),
+            environment=notes,
+        ),
+    ]  # fmt: skip
