@@ -42,7 +42,7 @@ class Run:
     environment: Mapping[str, str] = field(default_factory=dict)
     code: int = 0
     """The exit code that it must have: 2 is a refusal."""
-    timeout_s: float = 150.0
+    timeout_s: float = 400.0
     after: str = ""
     """The run that must have ended before, whose folder (`{after}` in a text) this one continues with."""
 
@@ -55,17 +55,14 @@ class Ended:
     code: int
     output: str
     base: Path
-    """The folder that holds `files/` and the run's own folder."""
+    """The folder that holds `files/` and, where `run.dir` says nothing else, the run's own folder."""
+    folder: Path
+    """The run's own folder."""
     seconds: float
     trouble: str = ""
     """Why `meanwhile` failed; empty: it did not."""
     others: Mapping[str, Ended] = field(default_factory=dict)
     """All runs, by name."""
-
-    @property
-    def folder(self) -> Path:
-        """The run's own folder."""
-        return self.base / str(self.run.settings.get("run.name", self.run.name))
 
     @property
     def files(self) -> Path:

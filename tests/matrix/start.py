@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import psutil
 
@@ -26,6 +27,8 @@ from tests.matrix.records import Ended, Live, Run
 POLL_S = 0.05
 ENDING_S = 20.0
 """Seconds that a run which was asked to stop has, before it is killed."""
+BUSY = "Ray must start on this machine, but did not"
+"""A run says so where the machine is too busy: it is played once more."""
 
 
 def import_everything() -> float:
@@ -56,8 +59,10 @@ class _Under:
 
     run: Run
     base: Path
+    folder: Path
     pid: int
     began: float
+    attempt: int
     companion: int | None = None
     trouble: str = ""
     stopped: bool = False
@@ -89,27 +94,30 @@ class Starter:
                 _kill(one.pid)
         return MappingProxyType(self._ended)
 
-    def _start(self, run: Run) -> _Under:
-        base = self._folder / run.name
+    def _start(self, run: Run, *, attempt: int = 0) -> _Under:
+        base = self._folder / (run.name + ".again" * attempt)
         (base / "files").mkdir(parents=True)
         run.files(base / "files")
-        arguments = self._arguments(run, base)
+        settings = self._settings(run, base)
+        folder = Path(settings["run.dir"]) / settings["run.name"]
+        (base / "empty.yaml").write_text("{}\n")
+        flags = ["--config", str(base / "empty.yaml"), *run.flags]
+        words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         variables = {name: text.replace("{files}", str(base / "files")) for name, text in run.environment.items()}
-        pid = fork(lambda: _run(arguments, variables), output=base / "output.txt")
-        one = _Under(run, base, pid, time.monotonic())
+        pid = fork(lambda: _run([*flags, *words], variables), output=base / "output.txt")
+        one = _Under(run, base, folder, pid, time.monotonic(), attempt)
         if run.meanwhile is not None:
-            meanwhile, live = run.meanwhile, Live(pid, base / str(run.settings.get("run.name", run.name)))
+            meanwhile, live = run.meanwhile, Live(pid, folder)
             one.companion = fork(lambda: meanwhile(live), output=base / "meanwhile.txt")
         return one
 
-    def _arguments(self, run: Run, base: Path) -> list[str]:
-        """The command line."""
+    def _settings(self, run: Run, base: Path) -> dict[str, Any]:
+        """Key -> value, with the folders that they name."""
         after = str(self._ended[run.after].folder) if run.after else ""
         settings = {"run.name": run.name, "run.dir": str(base), **run.settings}
-        (base / "empty.yaml").write_text("{}\n")
-        written = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-        words = [*(["--config", str(base / "empty.yaml")] if "--config" not in run.flags else []), *written, *run.flags]
-        return [word.replace("{files}", str(base / "files")).replace("{after}", after) for word in words]
+        text = json.dumps(settings).replace("{files}", str(base / "files")).replace("{after}", after)
+        found: dict[str, Any] = json.loads(text)
+        return found
 
     def _has_ended(self, one: _Under) -> bool:
         if one.companion is not None and (code := _exit_code(one.companion)) is not None:
@@ -129,8 +137,12 @@ class Starter:
         seconds = time.monotonic() - one.began
         late = f"stopped after {one.run.timeout_s:g} s; " if one.stopped else ""
         output = (one.base / "output.txt").read_text(errors="replace")
+        if BUSY in output and not one.attempt:
+            self._say(f"{one.run.name}: {BUSY}; once more")
+            one.__dict__.update(self._start(one.run, attempt=1).__dict__)
+            return False
         self._ended[one.run.name] = Ended(
-            run=one.run, code=code, output=output, base=one.base, seconds=seconds, trouble=late + one.trouble,
+            run=one.run, code=code, output=output, base=one.base, folder=one.folder, seconds=seconds, trouble=late + one.trouble,
             others=self._ended,
         )  # fmt: skip
         self._say(f"{one.run.name}: exit code {code} after {seconds:.1f} s {late}{one.trouble}")

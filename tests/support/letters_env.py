@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from env_adapters.adapter import EnvAdapter, Step, user
 
 
 class Letters(EnvAdapter):
-    """`turns` answers. `step_rewards`: each step is rewarded, and the episode's own score is 0. `fails`: each episode whose seed
-    and first answer make a number that this divides raises."""
+    """`turns` answers, or as many as the task's `extra_info.turns`, each followed by its `pause_s` seconds. `step_rewards`: each
+    step is rewarded, and the episode's own score is 0."""
 
-    def __init__(self, *, turns: int = 2, step_rewards: bool = False, fails: int = 0) -> None:
+    def __init__(self, *, turns: int = 2, step_rewards: bool = False) -> None:
         self._turns = turns
         self._step_rewards = step_rewards
-        self._fails = fails
-        self._seed = 0
+        self._pause_s = 0.0
         self._shares: list[float] = []
 
     async def reset(self, task: dict[str, Any], *, seed: int) -> list[dict[str, Any]]:
-        self._seed = seed
+        extra_info = task.get("extra_info") or {}
+        self._turns = extra_info.get("turns", self._turns)
+        self._pause_s = extra_info.get("pause_s", 0.0)
         return list(task["prompt"])
 
     async def step(self, action: str) -> Step:
-        if self._fails and not self._shares and (self._seed + len(action)) % self._fails == 0:
-            raise RuntimeError("this environment fails at times")
+        await asyncio.sleep(self._pause_s)
         self._shares.append(early_share(action))
         reward = self._shares[-1] if self._step_rewards else None
         return Step(messages=[user("More.")], done=len(self._shares) >= self._turns, reward=reward)

@@ -35,7 +35,7 @@ def _neighbour(key: str, values: list[Any], number: int) -> Any:
 
 def _switches() -> list[Row]:
     layers = "learner.gradient_checkpointing"
-    gae, separate, plain = learner_name("gae"), "rounds", learner_name("grpo")
+    gae, separate, plain, lora = learner_name("gae"), "rounds", learner_name("grpo"), learner_name("dr_grpo")
     steered, opo, again = learner_name("reinforce_plus_plus"), learner_name("opo"), learner_name("rloo")
     return [
         Row("learner.critic", "shared", gae, all_of(_has("critic/value_mean"), _value_head)),
@@ -43,9 +43,9 @@ def _switches() -> list[Row]:
         Row("learner.critic", "none", plain, _has_not("critic/value_mean")),
         Row(layers, False, plain, _passes(layers, True, more=True)),
         Row(layers, True, again, _passes(layers, False, more=False)),
-        Row("learner.clip.low", "null", plain, trains("learner.clip.low", 1e-5)),
+        Row("learner.clip.low", "null", lora, trains("learner.clip.low", 0.01)),
         Row("learner.clip.low", "set", gae, trains("learner.clip.low", None)),
-        Row("learner.clip.high", "null", plain, trains("learner.clip.high", 1e-5)),
+        Row("learner.clip.high", "null", lora, trains("learner.clip.high", 0.01)),
         Row("learner.clip.high", "set", gae, trains("learner.clip.high", None)),
         Row("learner.kl.target", "null", gae, always("policy/kl_coef", 0.05)),
         Row("learner.kl.target", "set", steered, all_of(trains("learner.kl.target", None), _steered)),
@@ -64,7 +64,7 @@ def _numbers() -> list[Row]:
         Row("learner.lora.rank", "", lora, all_of(trains("learner.lora.rank", 0), _adapter(4))),
         Row("learner.lora.alpha", "", lora, trains("learner.lora.alpha", 4.0)),
         Row("learner.lr", "", plain, trains("learner.lr", 1e-3)),
-        Row("learner.critic_lr", "", "rounds", trains("learner.critic_lr", 1e-4)),
+        Row("learner.critic_lr", "", "rounds", _other_values),
         Row("learner.lr_warmup_steps", "", plain, all_of(_warms, trains("learner.lr_warmup_steps", 0))),
         Row("learner.grad_clip", "", again, trains("learner.grad_clip", 1.0)),
         Row("learner.minibatches", "", plain, all_of(always("learner/updates", 6), trains("learner.minibatches", 1))),
@@ -82,6 +82,15 @@ _exact = metric("policy/max_logprob_diff", lambda values: 0.0 < max(values) < 1e
 _steered = metric("policy/kl_coef", lambda values: values[-1] > 1.1 * values[0])
 """The KL is far above its target, so that its weight rises."""
 _warms = metric("learner/lr", lambda values: values == [2e-3, 4e-3, 4e-3])
+
+
+def _other_values(ended: Ended) -> str:
+    from tests.matrix.replay import replay
+
+    own, other = (
+        replay(ended, changes).metrics[-1]["critic/value_mean"] for changes in ({}, {"learner.critic_lr": 1e-4})
+    )
+    return expect(abs(own - other) > 1e-4, f"critic/value_mean {own:.4f}, with 1e-4 instead {other:.4f}")
 
 
 def _has(name: str) -> Effect:

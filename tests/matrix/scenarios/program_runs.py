@@ -78,6 +78,12 @@ def _all_columns() -> list[Task]:
     ]
 
 
+def _judgings(folder: Path) -> None:
+    """Tasks whose environment scores rounds, branches, and by several judges."""
+    some = ("rounds", "branch", "judges")
+    programs(written([task(each, extra_info={"judging": some[each % 3]}) for each in range(24)]))(folder)
+
+
 def program_runs() -> list[Run]:
     """See each."""
     notes = {NOTES: "{files}/notes", "MATRIX_UNNAMED": "not for agents"}
@@ -98,10 +104,10 @@ def program_runs() -> list[Run]:
         Run(
             name="deadline",
             settings={
-                **EACH, "agents.deadline_s": 2.5, "rollout.max_tokens": 1900, "rollout.max_model_len": 2048,
-                "agents.max_attempts": 1, "run.steps": 1,
+                **JUDGED, "agents.deadline_s": 2.5, "rollout.max_tokens": 1900, "rollout.max_model_len": 2048,
+                "agents.max_attempts": 1, "agents.processes": 1, "agents.concurrency": 32,
             },
-            files=fates("", "hang", "", "long"),
+            files=fates("", "hang", "", "", "long", ""),
             environment=notes,
         ),
         Run(
@@ -121,6 +127,20 @@ def program_runs() -> list[Run]:
             settings={**JUDGED, "server.tool_parser": "hermes", "server.reasoning_parser": "qwen3", "agents.processes": 1},
             files=fates("tools", "two rounds"),
             environment=notes,
+        ),
+        Run(
+            name="no-parsers",
+            settings={**JUDGED, "agents.processes": 1},
+            files=fates("tools", "two rounds", "forced"),
+            environment=notes,
+        ),
+        Run(name="parts", settings={**JUDGED, "agents.processes": 1}, files=_judgings, environment=notes),
+        Run(
+            name="ends",
+            settings={**JUDGED, "agents.command": ["{python}", "-c", "print('nothing to do')"], "agents.environment": []},
+            files=fates(""),
+            code=1,
+            timeout_s=150.0,
         ),
         Run(
             name="strict",
