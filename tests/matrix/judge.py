@@ -61,10 +61,11 @@ def judged(rows: Sequence[Row], ended: Mapping[str, Ended], *, folder: Path) -> 
 
 def _seen(ended: Ended, rows: Sequence[Row]) -> str:
     """JSON: [effect, ok] of each row."""
-    return json.dumps([_effect(ended, row) for row in rows])
+    return json.dumps([effect_of(ended, row) for row in rows])
 
 
-def _effect(ended: Ended, row: Row) -> tuple[str, bool]:
+def effect_of(ended: Ended, row: Row) -> tuple[str, bool]:
+    """What was seen, and whether it is the row's effect."""
     if ended.code != ended.run.code or ended.trouble:
         why = f"{ended.trouble} " if ended.trouble else ""
         return f"the run ended with code {ended.code}, not {ended.run.code}: {why}{last_line(ended.output)}", False
