@@ -7,6 +7,7 @@ a run leaves behind is ended with it; a run that does not end is killed after it
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -49,8 +50,13 @@ def import_everything() -> float:
 
 
 def _warm_up() -> None:
-    """What every run makes first, and would import for."""
+    """What a run's engine and tracker import only when they are made."""
     import torch.utils.tensorboard  # noqa: F401
+
+    from mocked_server.vllm.engine import has_gpu
+
+    if not has_gpu():
+        importlib.import_module("vllm.v1.worker.cpu_worker")
 
 
 @dataclass

@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 
 TOOLS = [
     {
@@ -101,9 +102,11 @@ def lease():
         if status == 410:
             return
         if status == 200:
-            one(
-                Episode(leased["task"], leased["api_key"], name=leased["episode_id"], environment=leased["env_address"])
+            own = Episode(
+                leased["task"], leased["api_key"], name=leased["episode_id"], environment=leased["env_address"]
             )
+            with suppress(OSError):  # the environment died, for example: the next episode
+                one(own)
 
 
 def main():

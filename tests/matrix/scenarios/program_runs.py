@@ -86,6 +86,11 @@ def _judgings(folder: Path) -> None:
 
 def program_runs() -> list[Run]:
     """See each."""
+    return [*_each(), *_judged()]
+
+
+def _each() -> list[Run]:
+    """A process for each episode."""
     notes = {NOTES: "{files}/notes", "MATRIX_UNNAMED": "not for agents"}
     return [
         Run(
@@ -100,7 +105,19 @@ def program_runs() -> list[Run]:
             files=fates("crash"),
             environment=notes,
         ),
-        Run(name="given-up", settings={**EACH, "agents.max_attempts": 1}, files=fates("", "crash", ""), environment=notes),
+        Run(
+            name="given-up",
+            settings={**EACH, "agents.max_attempts": 1},
+            files=fates("", "crash", ""),
+            environment=notes,
+        ),
+    ]
+
+
+def _judged() -> list[Run]:
+    """Long-lived programs, judged by an environment."""
+    notes = {NOTES: "{files}/notes"}
+    return [
         Run(
             name="deadline",
             settings={
