@@ -24,6 +24,7 @@ from buffers.ledger.ledger import Ledger
 from buffers.records import TrainBatch
 from learner.algorithms.overlong_penalty import with_overlong_penalty
 from tests.matrix.records import Ended, NoEffect
+from tests.matrix.scenarios.learner_runs import learner_section, without_refused
 from tests.support.learner_parts import make_trainer
 
 WARM_START_BATCH = 32
@@ -81,7 +82,7 @@ def _replay(folder: Path, settings: str, own: str) -> Replayed:
         dtype=config["model.dtype"],
         temperature=config["rollout.temperature"],
         keep_versions=config["buffer.max_policy_lag"] + 1,
-        **{**learner_settings(config), "ranks": 1},
+        **{**learner_section(without_refused(config)), "ranks": 1},
     )
     passes: list[int] = []
     trainer._policy.layers[0].mlp.register_forward_pre_hook(lambda *_: passes.append(1))
@@ -103,19 +104,6 @@ def _replay(folder: Path, settings: str, own: str) -> Replayed:
     finally:
         trainer.close()
     return Replayed(weights, passes=len(passes), metrics=metrics)
-
-
-def learner_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The section `learner` of settings by dotted names, as nested mappings."""
-    section: dict[str, Any] = {}
-    for key, value in config.items():
-        first, *parts = key.split(".")
-        if first == "learner":
-            place = section
-            for part in parts[:-1]:
-                place = place.setdefault(part, {})
-            place[parts[-1]] = value
-    return section
 
 
 def trained_weights(ended: Ended) -> Weights:

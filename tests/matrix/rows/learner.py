@@ -7,7 +7,7 @@ from typing import Any
 from tests.matrix.effects import all_of, always, changes_no_weight, expect, metric, trains
 from tests.matrix.inventory import annotations, values_of
 from tests.matrix.records import Effect, Ended, NoEffect, Row
-from tests.matrix.scenarios.learner_runs import PACKED, learner_name, packed
+from tests.matrix.scenarios.learner_runs import PACKED, learner_name, packed, setting
 
 
 def rows() -> list[Row]:
@@ -16,19 +16,19 @@ def rows() -> list[Row]:
 
 
 def _packed_rows() -> list[Row]:
-    """Each value in the first run that has it, beside the next value."""
+    """Each value in the first run that has it, beside another value."""
     found = []
     for key in PACKED:
         values = values_of(annotations()[key])
         for number, value in enumerate(values):
-            run = next(chosen["learner.advantage"] for chosen in packed() if chosen[key] == value)
-            found.append(Row(key, value, learner_name(run), trains(key, _neighbour(key, values, number))))
+            run = next(one.name for one in packed() if one.values.get(key) == value)
+            found.append(Row(key, value, run, trains(key, setting(_neighbour(key, values, number)))))
     return found
 
 
 def _neighbour(key: str, values: list[Any], number: int) -> Any:
     """The next value; of advantages one that asks for nothing in the batch."""
-    if key == "learner.advantage":
+    if key == PACKED[0]:
         return "rloo" if values[number] == "grpo" else "grpo"
     return values[(number + 1) % len(values)]
 
