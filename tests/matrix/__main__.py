@@ -7,14 +7,15 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.matrix.judge import gaps, judged
-from tests.matrix.records import Row, Run
+from tests.matrix.records import Ended, Run
 from tests.matrix.rows.everything import all_rows
 from tests.matrix.runs import all_runs
+from tests.matrix.start import Starter, import_everything, kept
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,6 +25,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="RUN", help="these runs only, and their rows")
     parser.add_argument("--list", action="store_true", help="print runs and rows, and play nothing")
     parser.add_argument("--keep", type=Path, help="an empty folder for the runs, which stay there")
+    parser.add_argument(
+        "--look", type=Path, help="play nothing; look again at the runs that --keep has left in this folder"
+    )
     parser.add_argument("--at-once", type=int, default=2, help="runs at a time (default: 2)")
     arguments = parser.parse_args(argv)
     runs, rows = chosen(all_runs(), arguments.only), all_rows()
@@ -38,7 +42,11 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.only:
         rows = [row for row in rows if row.run in arguments.only]
     with tempfile.TemporaryDirectory(prefix="matrix-") as scratch:
-        table = play(runs, rows, folder=arguments.keep or Path(scratch), at_once=arguments.at_once)
+        folder = arguments.look or arguments.keep or Path(scratch)
+        ended = kept(runs, folder) if arguments.look else play(runs, folder=folder, at_once=arguments.at_once)
+        began = time.monotonic()
+        table = judged(rows, ended, folder=folder)
+        say(f"looking at {len(ended)} runs took {time.monotonic() - began:.0f} s")
     return report(table, missing=[] if arguments.only else missing, path=arguments.json)
 
 
@@ -53,17 +61,13 @@ def chosen(runs: Sequence[Run], names: Sequence[str]) -> list[Run]:
     return [run for run in runs if run.name in wanted]
 
 
-def play(runs: Sequence[Run], rows: Sequence[Row], *, folder: Path, at_once: int = 2) -> list[dict[str, Any]]:
-    """Play the runs in `folder`; the table."""
-    from tests.matrix.start import Starter, import_everything
-
+def play(runs: Sequence[Run], *, folder: Path, at_once: int) -> Mapping[str, Ended]:
+    """Play the runs in `folder`."""
     began = time.monotonic()
     say(f"importing torch, Ray and vLLM took {import_everything():.1f} s")
     ended = Starter(folder, at_once=at_once, say=say).play(runs)
-    played = time.monotonic()
-    table = judged(rows, ended, folder=folder)
-    say(f"{len(ended)} runs took {played - began:.0f} s, looking at them {time.monotonic() - played:.0f} s")
-    return table
+    say(f"{len(ended)} runs took {time.monotonic() - began:.0f} s")
+    return ended
 
 
 def report(table: list[dict[str, Any]], *, missing: Sequence[str], path: Path | None) -> int:

@@ -147,10 +147,15 @@ class Starter:
             self._say(f"{one.run.name}: {BUSY}; once more")
             one.__dict__.update(self._start(one.run, attempt=1).__dict__)
             return False
-        self._ended[one.run.name] = Ended(
-            run=one.run, code=code, output=output, base=one.base, folder=one.folder, seconds=seconds, trouble=late + one.trouble,
-            others=self._ended,
-        )  # fmt: skip
+        record = {
+            "code": code,
+            "base": str(one.base),
+            "folder": str(one.folder),
+            "seconds": seconds,
+            "trouble": late + one.trouble,
+        }
+        (self._folder / f"{one.run.name}.ended").write_text(json.dumps(record))
+        self._ended[one.run.name] = read_ended(one.run, self._folder)
         self._say(f"{one.run.name}: exit code {code} after {seconds:.1f} s {late}{one.trouble}")
         return True
 
@@ -198,6 +203,19 @@ def _kill(pid: int) -> None:
         for each in [*process.children(recursive=True), process]:
             with suppress(psutil.NoSuchProcess):
                 each.kill()
+
+
+def read_ended(run: Run, folder: Path) -> Ended:
+    """What a run that was played in `folder` left behind."""
+    record = json.loads((folder / f"{run.name}.ended").read_text())
+    base = Path(record.pop("base"))
+    output = (base / "output.txt").read_text(errors="replace")
+    return Ended(run=run, base=base, folder=Path(record.pop("folder")), output=output, **record)
+
+
+def kept(runs: Iterable[Run], folder: Path) -> dict[str, Ended]:
+    """Those of the runs that were played in `folder` before."""
+    return {run.name: read_ended(run, folder) for run in runs if (folder / f"{run.name}.ended").exists()}
 
 
 def in_processes(works: Mapping[str, Callable[[], str]], *, folder: Path, at_once: int = 2) -> dict[str, str]:

@@ -55,11 +55,12 @@ class Episode:
         """All of it; the last answer's text."""
         messages = self.task["prompt"]
         if self.fate == "crash" and self.name.split("-")[1] == "1":
+            time.sleep(1.5)  # others of its group have their score by then
             sys.exit(3)
         if self.fate in ("hang", "silent"):
             time.sleep(60)
         if self.fate == "long":
-            return self.chat(messages, max_tokens=1500, logit_bias={"2": -100, "0": -100})["content"]
+            return self.chat(messages, max_tokens=1500, min_tokens=1500)["content"]
         if self.fate == "tools":
             self.chat(messages, tools=TOOLS, tool_choice="auto")
         if self.fate == "forced":
@@ -75,6 +76,7 @@ class Episode:
         if self.environment:
             request(f"http://{self.environment}", self.key, text.encode(), {"X-Episode-Key": self.key})
         letters = [letter for letter in text.lower() if letter.isalpha()]
+        print(text)
         print(json.dumps({"score": sum(letter < "n" for letter in letters) / max(len(letters), 1)}), flush=True)
 
     def note(self):

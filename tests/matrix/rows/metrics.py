@@ -91,7 +91,7 @@ def _policy() -> dict[str, tuple[str, Effect]]:
         "policy/is_capped": (GRPO, metric("policy/is_capped", lambda values: 0 < max(values) < 1)),
         "policy/is_masked": (OLD, metric("policy/is_masked", lambda values: 0 < max(values) < 1)),
         "policy/too_old_share": ("aged", metric("policy/too_old_share", lambda values: 0 < max(values) < 1)),
-        "policy/kl_ref": (GRPO, metric("policy/kl_ref", lambda values: abs(values[0]) < 1e-3 < max(values))),
+        "policy/kl_ref": (GRPO, all_of(moves("policy/kl_ref"), positive_once("policy/kl_ref"))),
         "policy/kl_coef": (learner_name("reinforce_plus_plus"), moves("policy/kl_coef")),
         "policy/max_logprob_diff": (GRPO, metric("policy/max_logprob_diff", lambda values: 0 < max(values) < 1e-4)),
         "policy/mean_logprob_diff": (GRPO, metric("policy/mean_logprob_diff", lambda values: 0 < max(values) < 1e-5)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.matrix.effects import all_of, always, counted, expect, metric, moves, refused, trains
+from tests.matrix.effects import all_of, always, counted, expect, metric, refused, trains
 from tests.matrix.records import Effect, Ended, Row
 from tests.matrix.scenarios.learner_runs import learner_name
 from tests.matrix.scenarios.refusals import REFUSALS
@@ -51,7 +51,7 @@ def _data_rows() -> list[Row]:
         Row("data.scorer", "text", "prompts", _scored_by_letters),
         Row("data.scorer", "mapping", "mix", all_of(metric(letters, lambda means: any(means)), metric(truth, lambda means: len(means) > 0))),
         Row("data.reward_manager", "naive", "prompts", _scored_by_letters),
-        Row("data.reward_manager", "batch", "batch", moves("reward/mean")),
+        Row("data.reward_manager", "batch", "batch", _scored_as_lists),
         Row("data.reward_manager", "dapo", "dapo", all_of(always("batch/equal_groups", 0), metric("reward/overlong", lambda v: min(v) < 0), _dropped)),
         Row("run.checkpoints.keep", "named by its own validation", "mix", _named_by_its_own_validation),
     ]  # fmt: skip
@@ -150,6 +150,11 @@ def _three_of_one_for_each_of_the_other(ended: Ended) -> str:
 def _scored_by_letters(ended: Ended) -> str:
     scores = set(ended.sql("SELECT DISTINCT score FROM episode WHERE state = 'scored'"))
     return expect(scores == {0.0, 1.0}, f"scores {sorted(scores)}")
+
+
+def _scored_as_lists(ended: Ended) -> str:
+    number = ended.sql("SELECT count(*) FROM episode WHERE score IN (0, 1)")[0]
+    return expect(number >= 6, f"{number} answers were scored by a function that takes lists only")
 
 
 def _dropped(ended: Ended) -> str:

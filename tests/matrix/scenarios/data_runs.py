@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +43,11 @@ MIX: dict[str, Any] = {
     "warm_start.lr": 3e-3,
 }
 
-AGAIN: dict[str, Any] = json.loads(json.dumps(MIX).replace("{files}", "{after}/../files"))
-"""The same, from the run before."""
-
 
 def data_runs() -> list[Run]:
     """See each."""
     return [
         Run(name="mix", settings=MIX, files=_make),
-        Run(
-            name="resumed",
-            settings={**AGAIN, "run.dir": "{after}/..", "run.steps": 5},
-            flags=("--resume", "auto"),
-            after="mix",
-        ),
         Run(
             name="made-demonstrations",
             settings={

@@ -24,7 +24,7 @@ LOOPS: dict[str, Any] = {
     "learner.advantage": "grpo",
     "learner.critic": "none",
 }
-LETTERS = {"name": "env_agent", "env": "tests.support.letters_env.Letters"}
+LETTERS = {"name": "env_agent", "env": "tests.matrix.letters.env.Letters"}
 POSTED = 4
 """Tasks that are added while a run goes on."""
 
@@ -45,7 +45,7 @@ def loop_runs() -> list[Run]:
         Run(name="aged", settings={**LOOPS, "run.steps": 8, "agents.concurrency": 32}, files=_slow_and_fast),
         Run(name="step-rewards", settings=LOOPS, files=_step_rewards),
         Run(name="trajectories", settings=LOOPS, files=_trajectories),
-        Run(name="posted", settings={**LOOPS, "run.steps": 30}, files=_letters, meanwhile=post_tasks, timeout_s=120.0),
+        Run(name="posted", settings={**LOOPS, "run.steps": 12}, files=_letters, meanwhile=post_tasks),
     ]
 
 
@@ -72,7 +72,7 @@ def _step_rewards(folder: Path) -> None:
 
 
 def _trajectories(folder: Path) -> None:
-    write_loops(folder, {"name": "two_trajectories", "_target_": "tests.support.letters_loops.TwoTrajectories"})
+    write_loops(folder, {"name": "two_trajectories", "_target_": "tests.matrix.letters.loops.TwoTrajectories"})
     prompts(folder)
 
 
@@ -87,7 +87,7 @@ def _every_loop(folder: Path) -> None:
         folder,
         LETTERS,
         {"name": "tool_agent", "tool_config_path": "tools.yaml", "format": "hermes", "max_assistant_turns": 2},
-        {"name": "noting", "_target_": "tests.support.letters_loops.Noting", "notes_path": "notes"},
+        {"name": "noting", "_target_": "tests.matrix.letters.loops.Noting", "notes_path": "notes"},
     )
     written(_tasks_of_every_loop())(folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from tests.matrix.scenarios.task_files import task, written
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 NOTES = "MATRIX_NOTES"
+LETTERS = "tests.support.scoring.early_letters"
 PROGRAM: dict[str, Any] = {
     **SMALL,
     "data.tasks": "{files}/tasks.parquet",
@@ -32,6 +34,10 @@ JUDGED: dict[str, Any] = {
     "agents.concurrency": 8,
 }
 """Two programs that ask for episodes, judged by an environment."""
+SILENT: dict[str, Any] = {
+    **JUDGED, "agents.silence_s": 2.0, "agents.processes": 1, "agents.max_attempts": 1, "agents.concurrency": 32,
+}  # fmt: skip
+"""More agents than there are episodes to play, of which some say nothing."""
 
 
 def programs(tasks: Callable[[Path], None]) -> Callable[[Path], None]:
@@ -101,13 +107,13 @@ def _each() -> list[Run]:
         ),
         Run(
             name="crashes",
-            settings={**EACH, "agents.fewest_members": 3, "agents.max_attempts": 2},
+            settings={**EACH, "data.scorer": LETTERS, "agents.fewest_members": 3, "agents.max_attempts": 2},
             files=fates("crash"),
             environment=notes,
         ),
         Run(
             name="given-up",
-            settings={**EACH, "agents.max_attempts": 1},
+            settings={**EACH, "data.scorer": LETTERS, "agents.max_attempts": 1},
             files=fates("", "crash", ""),
             environment=notes,
         ),
@@ -121,10 +127,10 @@ def _judged() -> list[Run]:
         Run(
             name="deadline",
             settings={
-                **JUDGED, "agents.deadline_s": 2.5, "rollout.max_tokens": 1900, "rollout.max_model_len": 2048,
+                **JUDGED, "run.steps": 4, "agents.deadline_s": 2.5, "rollout.max_tokens": 1900, "rollout.max_model_len": 2048,
                 "agents.max_attempts": 1, "agents.processes": 1, "agents.concurrency": 32,
             },
-            files=fates("", "hang", "", "", "long", ""),
+            files=fates("", "hang", "long"),
             environment=notes,
         ),
         Run(
@@ -133,11 +139,14 @@ def _judged() -> list[Run]:
             files=fates("two rounds"),
             environment=notes,
         ),
+        Run(name="silent", settings=SILENT, files=fates("", "", "silent"), environment=notes),
         Run(
-            name="silent",
-            settings={**JUDGED, "agents.silence_s": 2.0, "agents.processes": 1, "agents.max_attempts": 1, "agents.concurrency": 32},
-            files=fates("", "", "silent"),
-            environment=notes,
+            name="resumed",
+            settings={**json.loads(json.dumps(SILENT).replace("{files}", "{after}/../files")), "run.dir": "{after}/..",
+                      "run.name": "silent", "run.steps": 3},
+            flags=("--resume", "auto"),
+            environment={NOTES: "{files}"},
+            after="silent",
         ),
         Run(
             name="parsers",

@@ -41,10 +41,8 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"learner.advantage": "grpo", "learner.critic": "separate"},
         ("learner.critic=separate", "learner.advantage=grpo"),
     ),
-    "batch where an environment scores": (
-        {"data.reward_manager": "batch", "env.command": ["{python}", "-c", ""], "agents.command": ["{python}", "-c", ""]},
-        ("data.reward_manager",),
-    ),
+    "a lambda without gae": ({"learner.lam": 0.5}, ("learner.lam=0.5", "learner.advantage=gae")),
+    "an estimator without a weight": ({"learner.kl.kind": "k1"}, ("learner.kl.kind=k1", "learner.kl.coef")),
 }  # fmt: skip
 """What is refused -> settings beside those of plain prompts, and words of the line."""
 

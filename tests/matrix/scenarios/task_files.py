@@ -10,9 +10,9 @@ from buffers.records import Task
 from buffers.tasks.parquet import write_tasks
 
 
-def task(number: int, *, name: str = "q", **columns: Any) -> Task:
-    """A short question."""
-    prompt = columns.pop("prompt", [{"role": "user", "content": f"Say {number}."}])
+def task(number: int, *, name: str = "q", words: int = 0, **columns: Any) -> Task:
+    """A short question, with so many words more."""
+    prompt = columns.pop("prompt", [{"role": "user", "content": f"Say {number}." + " the" * words}])
     return Task(task_id=f"{name}{number}", prompt=prompt, **columns)
 
 
@@ -24,6 +24,11 @@ def prompts(folder: Path, *, number: int = 24, name: str = "tasks", **columns: A
 def with_columns(number: int = 24, **columns: Any) -> Callable[[Path], None]:
     """Writes `tasks.parquet` whose rows have these columns."""
     return lambda folder: prompts(folder, number=number, **columns)
+
+
+def of_many_lengths(**columns: Any) -> Callable[[Path], None]:
+    """Writes `tasks.parquet` whose prompts have 13 to 20 tokens."""
+    return written([task(number, name="tasks-", words=number % 6, **columns) for number in range(24)])
 
 
 def written(tasks: Iterable[Task]) -> Callable[[Path], None]:

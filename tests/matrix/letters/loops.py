@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from agents.agent_loop import AgentLoopBase, AgentLoopOutput, register
-from tests.support.letters_env import early_share
+from tests.matrix.letters.env import early_share
 
 
 class _Letters(AgentLoopBase):
