@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long agents faults check setup format docs clean
+.PHONY: demo test test-long matrix agents faults check setup format docs clean
 
 demo: $(READY)  ## run the main job: the demo model learns, in a few minutes, without a GPU
 	$(PY) -m learner.run
@@ -23,6 +23,9 @@ agents: $(READY)  ## agents and environments of others, with the real engine; ne
 
 test-long: $(READY)  ## what takes long: runs that are killed again and again, thousands of hostile requests, small benchmarks
 	$(PYTEST) -m long tests
+
+matrix: $(READY)  ## every value, key, column and metric in real runs, each with its effect: about a quarter of an hour
+	$(PY) -m tests.matrix
 
 KILLS ?= 1000
 CASES ?= 5000

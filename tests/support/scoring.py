@@ -48,3 +48,10 @@ def broken(task: Task, answer: str) -> Any:
 def none(task: Task, answer: str) -> float:
     """No score for any answer."""
     raise ValueError("this judge has no opinion")
+
+
+def early_letters_of_all(tasks: list[Task], answers: list[str]) -> list[float]:
+    """Scores of a list of answers, as `data.reward_manager=batch` asks for them."""
+    if not isinstance(answers, list) or len(tasks) != len(answers):
+        raise TypeError(f"needs a list of tasks and one of answers, got {type(answers).__name__}")
+    return [early_letters(task, answer) for task, answer in zip(tasks, answers, strict=True)]

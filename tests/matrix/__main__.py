@@ -1,0 +1,96 @@
+"""`python -m tests.matrix`: plays the runs, prints each row's effect, and fails for a row without one or a value without a row."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.matrix.judge import gaps, judged
+from tests.matrix.records import Ended, Run
+from tests.matrix.rows.everything import all_rows
+from tests.matrix.runs import all_runs
+from tests.matrix.start import Starter, import_everything, kept
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit codes: 0 all rows have their effect, 1 not so."""
+    parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the table to this file")
+    parser.add_argument("--only", nargs="+", default=[], metavar="RUN", help="these runs only, and their rows")
+    parser.add_argument("--list", action="store_true", help="print runs and rows, and play nothing")
+    parser.add_argument("--keep", type=Path, help="an empty folder for the runs, which stay there")
+    parser.add_argument(
+        "--look", type=Path, help="play nothing; look again at the runs that --keep has left in this folder"
+    )
+    parser.add_argument("--at-once", type=int, default=2, help="runs at a time (default: 2)")
+    arguments = parser.parse_args(argv)
+    runs, rows = chosen(all_runs(), arguments.only), all_rows()
+    if unknown := set(arguments.only) - {run.name for run in runs}:
+        parser.error(f"--only must name runs, got {', '.join(sorted(unknown))}; --list prints their names")
+    missing = gaps(rows, all_runs())
+    if arguments.list:
+        for row in rows:
+            print(f"{row.run}: {row.what} {row.value}".rstrip())
+        print(*missing, sep="\n")
+        return int(bool(missing))
+    if arguments.only:
+        rows = [row for row in rows if row.run in arguments.only]
+    with tempfile.TemporaryDirectory(prefix="matrix-") as scratch:
+        folder = arguments.look or arguments.keep or Path(scratch)
+        ended = kept(runs, folder) if arguments.look else play(runs, folder=folder, at_once=arguments.at_once)
+        began = time.monotonic()
+        table = judged(rows, ended, folder=folder)
+        say(f"looking at {len(ended)} runs took {time.monotonic() - began:.0f} s")
+    return report(table, missing=[] if arguments.only else missing, path=arguments.json)
+
+
+def chosen(runs: Sequence[Run], names: Sequence[str]) -> list[Run]:
+    """The runs of these names, and those that they follow; all without a name."""
+    if not names:
+        return list(runs)
+    wanted, by_name = set(names), {run.name: run for run in runs}
+    for name in names:
+        while name in by_name and (name := by_name[name].after):
+            wanted.add(name)
+    return [run for run in runs if run.name in wanted]
+
+
+def play(runs: Sequence[Run], *, folder: Path, at_once: int) -> Mapping[str, Ended]:
+    """Play the runs in `folder`."""
+    began = time.monotonic()
+    say(f"importing torch, Ray and vLLM took {import_everything():.1f} s")
+    ended = Starter(folder, at_once=at_once, say=say).play(runs)
+    say(f"{len(ended)} runs took {time.monotonic() - began:.0f} s")
+    return ended
+
+
+def report(table: list[dict[str, Any]], *, missing: Sequence[str], path: Path | None) -> int:
+    """Print the table and what failed; write the JSON; the exit code."""
+    failed = [row for row in table if not row["ok"]]
+    for row in table:
+        say(f"{'ok    ' if row['ok'] else 'FAILED'} {row['what']} {row['value']} [{row['run']}]: {row['effect']}")
+    for line in missing:
+        say(f"FAILED {line}")
+    say(f"{len(table)} rows, {len(failed)} failed, {len(missing)} missing")
+    if path is not None:
+        record = {"rows": len(table), "failed": len(failed) + len(missing), "missing": list(missing), "table": table}
+        path.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
+    return int(bool(failed or missing))
+
+
+def say(line: str) -> None:
+    """A line, at once."""
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    from configs.process_fork import leave
+
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    leave(main())

@@ -1,0 +1,125 @@
+"""A run's training once more, offline: the real batches of its ledger through a real Trainer, as the run was set or with one key
+changed.
+
+Called by the effects of `tests.matrix.effects`, in a process of its own. The ledger is copied and taken back to its start, which
+gives out the batches as they were and in their order, as a resumed run gets them. With the run's own settings this gives the
+run's own weights; with a neighbour of a value, other ones, or the value has no effect. It samples nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from buffers.ledger.ledger import Ledger
+from buffers.records import TrainBatch
+from learner.algorithms.overlong_penalty import with_overlong_penalty
+from tests.matrix.records import Ended, NoEffect
+from tests.matrix.scenarios.learner_runs import learner_section, without_refused
+from tests.support.learner_parts import make_trainer
+
+WARM_START_BATCH = 32
+Weights = dict[str, torch.Tensor]
+
+
+class Replayed:
+    """The weights after the run's steps, and how often each layer of the policy was computed."""
+
+    def __init__(self, weights: Weights, *, passes: int, metrics: list[dict[str, float]]) -> None:
+        self.weights = weights
+        self.passes = passes
+        self.metrics = metrics
+
+
+def batches(ended: Ended) -> list[TrainBatch]:
+    """The batches of the run's steps, as the learner got them."""
+    return _batches(ended.folder, json.dumps(ended.config, sort_keys=True))
+
+
+@cache
+def _batches(folder: Path, settings: str) -> list[TrainBatch]:
+    config = json.loads(settings)
+    lag, num_groups = config["buffer.max_policy_lag"], config["buffer.groups_per_step"]
+    found = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for path in folder.glob("ledger.sqlite*"):
+            if not path.name.endswith("-owner"):
+                shutil.copy(path, scratch)
+        with Ledger(Path(scratch) / "ledger.sqlite") as ledger:
+            steps = ledger.position().result().step
+            ledger.restore(replace(ledger.position().result(), lineage=0, step=0)).result()
+            for step in range(1, steps + 1):
+                batch = ledger.claim(num_groups, min_version=step - 1 - lag).result()
+                if batch is None:
+                    raise NoEffect(f"the ledger of {folder.name} does not give the batch of step {step} again")
+                ledger.commit_step(batch.lease_id, step=step, version=step).result()
+                found.append(batch)
+    return found
+
+
+def replay(ended: Ended, changes: Mapping[str, Any] | None = None) -> Replayed:
+    """Train the run's steps again, from its start, with `changes` (key -> value) to its settings."""
+    settings = {**ended.config, **(changes or {})}
+    return _replay(ended.folder, json.dumps(settings, sort_keys=True), json.dumps(ended.config, sort_keys=True))
+
+
+@cache
+def _replay(folder: Path, settings: str, own: str) -> Replayed:
+    torch.set_num_threads(1)
+    config = json.loads(settings)
+    model = folder / "model" if config["model.path"] == "tiny" else Path(config["model.path"])
+    trainer = make_trainer(
+        model,
+        dtype=config["model.dtype"],
+        temperature=config["rollout.temperature"],
+        keep_versions=config["buffer.max_policy_lag"] + 1,
+        **{**learner_section(without_refused(config)), "ranks": 1},
+    )
+    passes: list[int] = []
+    trainer._policy.layers[0].mlp.register_forward_pre_hook(lambda *_: passes.append(1))
+    try:
+        if config["warm_start.demonstrations"]:
+            trainer.warm_start(
+                Path(config["warm_start.demonstrations"]), steps=config["warm_start.steps"], batch_size=WARM_START_BATCH,
+                lr=config["warm_start.lr"], seed=config["run.seed"],
+            )  # fmt: skip
+            passes.clear()
+        metrics = []
+        for version, batch in enumerate(_batches(folder, own)):
+            if config["data.reward_manager"] == "dapo":
+                batch, _ = with_overlong_penalty(batch, max_tokens=config["rollout.max_tokens"])
+            metrics.append(trainer.train_step(batch, version=version))
+        with tempfile.TemporaryDirectory() as scratch:
+            trainer.publish(Path(scratch) / "weights.safetensors")
+            weights = load_file(Path(scratch) / "weights.safetensors")
+    finally:
+        trainer.close()
+    return Replayed(weights, passes=len(passes), metrics=metrics)
+
+
+def trained_weights(ended: Ended) -> Weights:
+    """Those of the run's newest checkpoint."""
+    return load_file(ended.folder / "checkpoint" / "model.safetensors")
+
+
+def largest_difference(one: Weights, two: Weights) -> float:
+    """Over all numbers of the tensors that both have."""
+    names = one.keys() & two.keys()
+    if len(names) < 10:
+        raise NoEffect(f"weights must have at least 10 names in common, got {sorted(names)}")
+    return max(float((one[name].float() - two[name].float()).abs().max()) for name in names)
+
+
+def mean_difference(one: Weights, two: Weights) -> float:
+    """The mean over the tensors' means."""
+    names = sorted(one.keys() & two.keys())
+    return sum(float((one[name].float() - two[name].float()).abs().mean()) for name in names) / len(names)

@@ -1,0 +1,1 @@
+"""The rows of the matrix: what is shown, in which run, by which effect."""

@@ -1,0 +1,167 @@
+"""Rows of `agents.*`, `env.*` and `server.*`: mostly what programs were given and wrote down."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.matrix.effects import all_of, always, counted, expect, metric
+from tests.matrix.records import Effect, Ended, NoEffect, Row
+from tests.matrix.scenarios.program_runs import NOTES
+
+
+def rows() -> list[Row]:
+    """One for each key and value."""
+    return [
+        Row("agents.command", "", "program", lambda ended: expect(len(notes(ended)) >= 16, f"{len(notes(ended))} episodes were played by it")),
+        Row("agents.loops", "", "loops", all_of(metric("agent_loop/episodes", lambda counts: sum(counts) >= 8), _first_loop_is_default)),
+        Row("agents.environment", "", "program", _variables),
+        Row("agents.processes", "0", "program", _processes(lambda found: len(found) >= 16)),
+        Row("agents.processes", "2", "judged", _processes(lambda found: len(found) == 2)),
+        Row("agents.processes", "2 loop workers", "loops", _workers),
+        Row("agents.concurrency", "", "program", _at_most_running(3)),
+        Row("agents.deadline_s", "", "deadline", _failed("deadline", least=2)),
+        Row("agents.deadline_s", "in a generation", "deadline", _aborted),
+        Row("agents.silence_s", "null", "judged", counted("SELECT count(*) FROM episode WHERE reason LIKE 'silent%'", 0)),
+        Row("agents.silence_s", "set", "silent", _failed("silent agent", least=1)),
+        Row("agents.max_attempts", "", "crashes", counted("SELECT max(attempt) FROM episode WHERE state = 'failed'", 1)),
+        Row("agents.max_attempts", "1", "given-up", counted("SELECT max(attempt) FROM episode WHERE state = 'failed'", 0)),
+        Row("agents.fewest_members", "null", "given-up", all_of(always("batch/episodes", 8), _evicted("failed"))),
+        Row("agents.fewest_members", "set", "crashes", always("batch/episodes", 6)),
+        Row("env.command", "", "judged", all_of(_env_address, metric("reward/mean", lambda means: max(means) > 0))),
+        Row("server.host", "", "program", _address(lambda url: url.startswith("http://127.0.0.2:"))),
+        Row("server.port", "", "judged", _at_its_port),
+        Row("server.tool_parser", "null", "no-parsers", _statuses({400})),
+        Row("server.tool_parser", "set", "parsers", _statuses({200})),
+        Row("server.reasoning_parser", "null", "no-parsers", _reasons(False)),
+        Row("server.reasoning_parser", "set", "parsers", _reasons(True)),
+        Row("server.replay_match", "tolerant", "parsers", _branches(1.0)),
+        Row("server.replay_match", "strict", "strict", _branches(2.0)),
+        Row("agents.command", "ends with 0", "ends", _says_that_it_ended),
+    ]  # fmt: skip
+
+
+def notes(ended: Ended) -> list[dict[str, Any]]:
+    """What the run's programs wrote down, one for each episode."""
+    found = [json.loads(path.read_text()) for path in sorted((ended.files / "notes").glob("*.json"))]
+    if not found:
+        raise NoEffect("no program wrote anything down")
+    return found
+
+
+def _first_loop_is_default(ended: Ended) -> str:
+    played = ended.sql(
+        "SELECT count(*) FROM episode JOIN grp USING (group_id) WHERE task_id LIKE 'first-%' AND score > 0"
+    )
+    return expect(played[0] > 0, f"{played[0]} episodes of tasks without a name were scored by the first loop")
+
+
+def _variables(ended: Ended) -> str:
+    seen = set().union(*(one["variables"] for one in notes(ended)))
+    return expect(NOTES in seen and "MATRIX_UNNAMED" not in seen, f"{NOTES} reached them, MATRIX_UNNAMED did not")
+
+
+def _processes(holds: Any) -> Effect:
+    def effect(ended: Ended) -> str:
+        found = {one["pid"] for one in notes(ended)}
+        return expect(holds(found), f"{len(found)} processes played {len(notes(ended))} episodes")
+
+    return effect
+
+
+def _workers(ended: Ended) -> str:
+    found = {one["pid"] for one in notes(ended)}
+    return expect(len(found) == 2, f"{len(found)} workers played {len(notes(ended))} episodes")
+
+
+def _at_most_running(number: int) -> Effect:
+    return metric("pool/running", lambda counts: 0 < max(counts) <= number)
+
+
+def _failed(reason: str, *, least: int) -> Effect:
+    def effect(ended: Ended) -> str:
+        number = ended.sql(f"SELECT count(*) FROM episode WHERE reason = '{reason}'")[0]
+        return expect(number >= least, f"{number} episodes failed as {reason!r}")
+
+    return effect
+
+
+def _aborted(ended: Ended) -> str:
+    """The generation of an episode that is past its deadline ends; its client gets no answer."""
+    long = [one for one in notes(ended) if one["fate"] == "long"]
+    answered = [one for one in long if one["answers"] and one["answers"][0][0] == 200]
+    number = sum(ended.sql("SELECT count(*) FROM round WHERE finish_reason = 'abort'"))
+    return expect(
+        long and not answered and number > 0,
+        f"of {len(long)} long generations {len(answered)} were answered, {number} aborted",
+    )
+
+
+def _evicted(kind: str) -> Effect:
+    def effect(ended: Ended) -> str:
+        number = ended.summary["buffer"].get(f"evicted/{kind}", 0)
+        return expect(number > 0, f"{number} groups evicted as {kind}")
+
+    return effect
+
+
+def _env_address(ended: Ended) -> str:
+    scored = ended.sql("SELECT count(*) FROM score WHERE verdict = 'stored'")[0]
+    return expect(scored >= 16, f"the environment reported {scored} scores")
+
+
+def _address(holds: Any) -> Effect:
+    def effect(ended: Ended) -> str:
+        url = notes(ended)[0]["variables"]["OPENAI_BASE_URL"]
+        return expect(holds(url), f"programs found the model at {url}")
+
+    return effect
+
+
+def _at_its_port(ended: Ended) -> str:
+    port = ended.config["server.port"]
+    return _address(lambda url: f":{port}/" in url)(ended)
+
+
+def _statuses(wanted: set[int]) -> Effect:
+    """Of the calls that offer tools."""
+
+    def effect(ended: Ended) -> str:
+        found = {one["answers"][0][0] for one in notes(ended) if one["fate"] == "tools" and one["answers"]}
+        return expect(found == wanted, f"calls with tools were answered with {sorted(found)}")
+
+    return effect
+
+
+def _reasons(wanted: bool) -> Effect:
+    def effect(ended: Ended) -> str:
+        told = [
+            bool(answer["choices"][0]["message"].get("reasoning"))
+            for one in notes(ended)
+            for status, answer in one["answers"]
+            if status == 200
+        ]
+        return expect(
+            told and (any(told) if wanted else not any(told)), f"{sum(told)} of {len(told)} answers have reasoning"
+        )
+
+    return effect
+
+
+def _branches(number: float) -> Effect:
+    """Rows of an episode of two rounds whose second request leaves the reasoning out."""
+
+    def effect(ended: Ended) -> str:
+        roots = ended.sql(
+            "SELECT count(*) FROM round JOIN episode USING (episode_id) JOIN grp USING (group_id) JOIN task USING (task_id) "
+            "WHERE parent IS NULL AND episode.state = 'scored' AND payload LIKE '%two rounds%' GROUP BY episode_id"
+        )
+        mean = sum(roots) / max(len(roots), 1)
+        return expect(roots and mean == number, f"{mean:g} branches in each of {len(roots)} episodes of two rounds")
+
+    return effect
+
+
+def _says_that_it_ended(ended: Ended) -> str:
+    line = ended.output.strip().splitlines()[-1]
+    return expect("agents.command" in ended.output and "code 0" in ended.output, f"said: {line}")

@@ -1,0 +1,59 @@
+"""Rows of `rollout.*` and `buffer.*`."""
+
+from __future__ import annotations
+
+import re
+
+from tests.matrix.effects import all_of, always, counted, expect, metric, prints
+from tests.matrix.records import Effect, Ended, Row
+from tests.matrix.scenarios.learner_runs import learner_name
+
+
+def rows() -> list[Row]:
+    """One for each key and value."""
+    lagged = learner_name("grpo")
+    return [
+        Row("rollout.temperature", "", "batch", _sampled_at_its_temperature),
+        Row("rollout.max_tokens", "", "batch", counted("SELECT max(num_sampled) FROM round", 5)),
+        Row("rollout.max_model_len", "", "batch", _long_prompts_fail),
+        Row("rollout.engine_timeout_s", "", "deaths", metric("restarts/engine", lambda counts: max(counts) == 1)),
+        Row("rollout.kv_cache_gb", "null", "batch", _cache(0.25, token_bytes=1024)),
+        Row("rollout.kv_cache_gb", "set", "dapo", _cache(0.03, token_bytes=512)),
+        Row("buffer.groups_per_step", "", "batch", counted("SELECT DISTINCT num_groups FROM step", 1)),
+        Row("buffer.group_size", "", "batch", all_of(counted("SELECT DISTINCT size FROM grp", 3), always("batch/episodes", 3))),
+        Row("buffer.max_policy_lag", "0", "batch", always("staleness/max", 0)),
+        Row("buffer.max_policy_lag", "2", lagged, metric("staleness/max", lambda lags: 1 <= max(lags) <= 2)),
+        Row("buffer.node", "", "no-such-node", prints("error: buffer.node", "nowhere")),
+        Row("buffer.node", "", "tests/project/test_run_cluster.py::test_a_run_goes_on_when_its_ledgers_process_dies_and_ends_it_in_the_end"),
+    ]  # fmt: skip
+
+
+def _sampled_at_its_temperature(ended: Ended) -> str:
+    from tests.matrix.replay import replay
+
+    own = max(ended.metric("policy/max_logprob_diff"))
+    other = max(one["policy/max_logprob_diff"] for one in replay(ended, {"rollout.temperature": 1.0}).metrics)
+    seen = f"recorded log-probabilities differ by {own:.1e} at 0.5, by {other:.2g} were it 1.0"
+    return expect(own < 1e-4 and other > 0.1, seen)
+
+
+def _long_prompts_fail(ended: Ended) -> str:
+    reasons = ended.sql("SELECT DISTINCT reason FROM episode WHERE state = 'failed'")
+    scored = ended.sql(
+        "SELECT count(*) FROM episode JOIN grp USING (group_id) JOIN task USING (task_id) "
+        "WHERE episode.state = 'scored' AND length(payload) > 2000"
+    )
+    found = [reason for reason in reasons if "256" in reason or "too long" in reason]
+    return expect(found and scored == [0], f"prompts beyond it: {scored[0]} scored; failed: {found[:1]}")
+
+
+def _cache(gib: float, *, token_bytes: int) -> Effect:
+    """vLLM's own word on how many tokens its cache holds; each takes 512 bytes in each layer of the tiny model."""
+
+    def effect(ended: Ended) -> str:
+        found = re.findall(r"KV cache size: ([\d,]+) tokens", (ended.folder / "log.txt").read_text(errors="replace"))
+        tokens = int(found[0].replace(",", "")) if found else 0
+        wanted = gib * 2**30 / token_bytes
+        return expect(0.95 * wanted < tokens < 1.05 * wanted, f"the engine's cache holds {tokens} tokens")
+
+    return effect

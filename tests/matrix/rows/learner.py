@@ -1,0 +1,153 @@
+"""Rows of `learner.*`: the run's weights follow from its ledger and the value, and not from a neighbour of the value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.matrix.effects import all_of, always, changes_no_weight, expect, metric, trains
+from tests.matrix.inventory import annotations, values_of
+from tests.matrix.records import Effect, Ended, NoEffect, Row
+from tests.matrix.scenarios.learner_runs import PACKED, learner_name, packed, setting
+
+
+def rows() -> list[Row]:
+    """One for each key and value."""
+    return [*_packed_rows(), *_switches(), *_numbers()]
+
+
+def _packed_rows() -> list[Row]:
+    """Each value in the first run that has it, beside another value."""
+    found = []
+    for key in PACKED:
+        values = values_of(annotations()[key])
+        for number, value in enumerate(values):
+            run = next(one.name for one in packed() if one.values.get(key) == value)
+            found.append(Row(key, value, run, trains(key, setting(_neighbour(key, values, number)))))
+    return found
+
+
+def _neighbour(key: str, values: list[Any], number: int) -> Any:
+    """The next value; of advantages one that asks for nothing in the batch."""
+    if key == PACKED[0]:
+        return "rloo" if values[number] == "grpo" else "grpo"
+    return values[(number + 1) % len(values)]
+
+
+def _switches() -> list[Row]:
+    layers = "learner.gradient_checkpointing"
+    gae, separate, plain, lora = learner_name("gae"), "rounds", learner_name("grpo"), learner_name("dr_grpo")
+    steered, opo, again = learner_name("reinforce_plus_plus"), learner_name("opo"), learner_name("rloo")
+    return [
+        Row("learner.critic", "shared", gae, all_of(_has("critic/value_mean"), _value_head)),
+        Row("learner.critic", "separate", separate, trains("learner.critic", "shared")),
+        Row("learner.critic", "none", plain, _has_not("critic/value_mean")),
+        Row(layers, False, plain, _passes(layers, True, more=True)),
+        Row(layers, True, again, _passes(layers, False, more=False)),
+        Row("learner.clip.low", "null", lora, trains("learner.clip.low", 0.01)),
+        Row("learner.clip.low", "set", gae, trains("learner.clip.low", None)),
+        Row("learner.clip.high", "null", lora, trains("learner.clip.high", 0.01)),
+        Row("learner.clip.high", "set", gae, trains("learner.clip.high", None)),
+        Row("learner.kl.target", "null", gae, always("policy/kl_coef", 0.05)),
+        Row("learner.kl.target", "set", steered, all_of(trains("learner.kl.target", None), _steered)),
+        Row("learner.kl.in_reward", False, gae, trains("learner.kl.in_reward", True)),
+        Row("learner.kl.in_reward", True, steered, trains("learner.kl.in_reward", False)),
+        Row("learner.check_logprobs", False, opo, _has_not("policy/max_logprob_diff")),
+        Row("learner.check_logprobs", True, plain, _exact),
+    ]
+
+
+def _numbers() -> list[Row]:
+    gae, plain, lora = learner_name("gae"), learner_name("grpo"), learner_name("dr_grpo")
+    again, two = learner_name("rloo"), learner_name("reinforce_plus_plus_baseline")
+    return [
+        Row("learner.ranks", "", two, all_of(_is_its_own_replay, _shards(2))),
+        Row("learner.lora.rank", "", lora, all_of(trains("learner.lora.rank", 0), _adapter(4))),
+        Row("learner.lora.alpha", "", lora, trains("learner.lora.alpha", 4.0)),
+        Row("learner.lr", "", plain, trains("learner.lr", 1e-3)),
+        Row("learner.critic_lr", "", "rounds", _other_values),
+        Row("learner.lr_warmup_steps", "", plain, all_of(_warms, trains("learner.lr_warmup_steps", 0))),
+        Row("learner.grad_clip", "", again, trains("learner.grad_clip", 1.0)),
+        Row("learner.minibatches", "", plain, all_of(always("learner/updates", 6), trains("learner.minibatches", 1))),
+        Row("learner.epochs", "", plain, trains("learner.epochs", 1)),
+        Row("learner.token_budget", "", again, _passes("learner.token_budget", 8192, more=False)),
+        Row("learner.gamma", "", "rounds", trains("learner.gamma", 1.0)),
+        Row("learner.lam", "", gae, trains("learner.lam", 1.0)),
+        Row("learner.kl.coef", "", plain, trains("learner.kl.coef", 0.0)),
+        Row("learner.kl.horizon", "", learner_name("reinforce_plus_plus"), trains("learner.kl.horizon", 10_000.0)),
+        Row("learner.entropy_coef", "", plain, trains("learner.entropy_coef", 0.0)),
+    ]
+
+
+_exact = metric("policy/max_logprob_diff", lambda values: 0.0 < max(values) < 1e-4)
+_steered = metric("policy/kl_coef", lambda values: values[-1] > 1.1 * values[0])
+"""The KL is far above its target, so that its weight rises."""
+_warms = metric("learner/lr", lambda values: values == [2e-3, 4e-3, 4e-3])
+
+
+def _other_values(ended: Ended) -> str:
+    from tests.matrix.replay import replay
+
+    own, other = (
+        replay(ended, changes).metrics[-1]["critic/value_mean"] for changes in ({}, {"learner.critic_lr": 1e-4})
+    )
+    return expect(abs(own - other) > 1e-4, f"critic/value_mean {own:.4f}, with 1e-4 instead {other:.4f}")
+
+
+def _has(name: str) -> Effect:
+    return metric(name, lambda values: any(values))
+
+
+def _has_not(name: str) -> Effect:
+    def effect(ended: Ended) -> str:
+        found = [line for line in ended.lines if name in line]
+        return expect(ended.lines and not found, f"{name} is in {len(found)} of {len(ended.lines)} lines")
+
+    return effect
+
+
+def _value_head(ended: Ended) -> str:
+    path = ended.folder / "checkpoint" / "critic" / "value_head.safetensors"
+    return expect(path.is_file(), f"{path.name} in the checkpoint: {path.is_file()}")
+
+
+def _passes(key: str, neighbour: Any, *, more: bool) -> Effect:
+    """Layers are computed more often with the neighbour (`more`), or less, and the weights stay the same."""
+
+    def effect(ended: Ended) -> str:
+        from tests.matrix.replay import replay
+
+        own, other = replay(ended).passes, replay(ended, {key: neighbour}).passes
+        seen = expect(other > own if more else other < own, f"{own} passes of a layer, {other} with {neighbour}")
+        return f"{seen}; {changes_no_weight(key, neighbour)(ended)}"
+
+    return effect
+
+
+def _is_its_own_replay(ended: Ended) -> str:
+    from tests.matrix.replay import mean_difference, replay, trained_weights
+
+    mean = mean_difference(replay(ended).weights, trained_weights(ended))
+    return expect(mean < 1e-5, f"one rank gives the same weights up to {mean:.0e}")
+
+
+def _shards(number: int) -> Effect:
+    def effect(ended: Ended) -> str:
+        newest = sorted((ended.folder / "checkpoints").glob("step-*"))[-1]
+        found = sorted(path.name for path in (newest / "learner").glob("*.distcp"))
+        ranks = {name.split("_")[2] for name in found}
+        return expect(len(ranks) == number, f"files of {len(ranks)} ranks in the checkpoint")
+
+    return effect
+
+
+def _adapter(rank: int) -> Effect:
+    def effect(ended: Ended) -> str:
+        import json
+
+        found = list((ended.folder / "checkpoint").rglob("adapter_config.json"))
+        if not found:
+            raise NoEffect("no adapter_config.json in the checkpoint")
+        r = json.loads(found[0].read_text())["r"]
+        return expect(r == rank, f"an adapter of rank {r} in the checkpoint")
+
+    return effect

@@ -1,0 +1,153 @@
+"""Rows of the promises in docs/promises.md, and of sentences of the README and the documents: each points to the run or the test that
+shows it."""
+
+from __future__ import annotations
+
+from tests.matrix.effects import all_of, always, expect, metric, prints
+from tests.matrix.records import Effect, Ended, Row
+from tests.matrix.scenarios.learner_runs import learner_name
+
+LEDGER, SERVER, PROJECT = "tests/buffers/ledger", "tests/mocked_server", "tests/project"
+PROMISES = {
+    "P1": f"{LEDGER}/test_ledger_file.py::test_an_acknowledged_score_survives_kill_9",
+    "P2": f"{LEDGER}/test_checkpoints.py::test_whatever_happens_a_lineage_trains_each_group_at_most_once_and_loses_none",
+    "P3": f"{PROJECT}/test_resume.py::test_a_run_that_is_killed_again_and_again_makes_its_steps_with_the_same_bits",
+    "P4": f"{LEDGER}/test_ledger.py::test_batches_hold_complete_groups_and_the_books_balance_in_any_order",
+    "P5": f"{SERVER}/test_server.py::test_scores_are_idempotent_and_conflicts_refused",
+    "P6": f"{SERVER}/http/test_client_retries.py::test_a_retry_joins_the_generation_that_runs",
+    "P7": f"{PROJECT}/test_run.py::test_agents_that_crash_or_hang_are_counted_and_the_run_goes_on",
+    "P8": f"{SERVER}/http/test_client_retries.py::test_hanging_up_aborts_within_a_second",
+    "P9": f"{PROJECT}/test_recovery.py::test_each_part_may_die_and_the_run_makes_all_its_steps",
+    "P10": f"{LEDGER}/test_batches.py::test_a_stale_token_never_enters_a_batch",
+    "P11": f"{LEDGER}/test_ledger_file.py::test_a_full_disk_loses_nothing_and_all_goes_on_within_five_seconds_of_space_returning",
+    "P12": f"{LEDGER}/test_leases.py::test_a_released_lease_gives_its_groups_back_and_cannot_commit",
+    "P13": f"{SERVER}/test_red_team.py::test_a_run_whose_agent_attacks_in_every_episode_ends_with_all_its_steps",
+    "P14": f"{SERVER}/test_red_team.py::test_a_run_whose_judge_is_broken_learns_from_what_it_says_at_times",
+    "P15": f"{SERVER}/test_server.py::test_an_agent_cannot_score_itself",
+    "P16": f"{SERVER}/http/test_request_limits.py::test_a_host_that_others_can_reach_needs_a_secret_of_the_operator",
+    "P17": "tests/buffers/tasks/test_parquet.py::test_a_cell_that_cannot_be_used_is_named",
+    "P18": f"{SERVER}/conversation/test_restored_rounds.py::test_running_episodes_go_on_after_a_restart_with_the_same_key_and_the_exact_tokens",
+    "P19": f"{PROJECT}/test_recovery.py::test_a_guarded_run_whose_own_process_is_killed_goes_on_by_itself",
+    "P20": f"{LEDGER}/test_ledger_file.py::test_a_file_of_another_schema_version_is_refused_in_one_line",
+    "P21": "tests/buffers/remote/test_remote_ledger.py::test_a_client_plays_and_trains_through_kills_of_the_ledgers_process",
+    "P22": f"{SERVER}/test_red_team.py::test_tokens_of_a_changed_distribution_are_recorded_and_not_trained",
+    "P23": f"{SERVER}/test_red_team.py::test_a_request_that_deafens_every_engine_is_found_and_its_episode_ended_while_the_others_are_served",
+}  # fmt: skip
+"""Promise -> the test that would fail if it were not so."""
+EXACT = metric("policy/max_logprob_diff", lambda values: max(values) < 1e-4)
+
+
+def rows() -> list[Row]:
+    """First the promises, then the sentences."""
+    return [*[Row(f"promise {name}", "", test) for name, test in PROMISES.items()], *_sentences()]
+
+
+def _sentences() -> list[Row]:
+    claim = "claim"
+    return [
+        Row(claim, "README: unmodified agents", "tests/outside/test_clients.py::test_a_program_is_trained_exactly"),
+        Row(claim, "README: coding agents are trained exactly", "tests/outside/test_clients.py::test_a_coding_agent_is_trained_exactly"),
+        Row(claim, "README: the learner computes each log-probability again", "prompts", all_of(EXACT, always("policy/checked_share", 1))),
+        Row(claim, "README: also over several rounds", "rounds", EXACT),
+        Row(claim, "README: also through programs and an environment", "judged", EXACT),
+        Row(claim, "README: any process may die and is restarted", "deaths", _all_steps(12)),
+        Row(claim, "README: a run prints a line per step", "prompts", prints("step 1/3  reward ", "step 3/3  reward ")),
+        Row(claim, "README: results are in runs/<name>/", "judged", _files),
+        Row(claim, "README: checkpoint/ is a folder that transformers loads", "prompts", _loads),
+        Row(claim, "README: an earlier run of that name is moved aside", "prompts", _has_own_folder),
+        Row(claim, "README: understudy init, run", "tests/learner/test_cli.py::test_an_installed_wheel_trains_the_project_that_it_writes"),
+        Row(claim, "README: understudy resume", "resumed", _continues),
+        Row(claim, "README: understudy compare", "tests/learner/reporting/test_compare.py::test_it_shows_the_keys_that_differ_the_figures_and_a_picture"),
+        Row(claim, "README: hostile requests harm neither server nor engine", "tests/fuzz/test_fuzz.py::test_no_request_harms_the_real_engine_or_who_else_it_answers"),
+        Row(claim, "agents.md: SEED is the same in a group", "program", _seeds),
+        Row(claim, "agents.md: exit codes", "crashes", _exit_code_is_the_reason),
+        Row(claim, "environments.md: scores of rounds, branches and several judges", "parts", _parts),
+        Row(claim, "environments.md: POST /tasks", "posted", _posted_are_played),
+        Row(claim, "environments.md: the documented program", "tests/project/test_docs.py::test_the_documented_environment_trains_the_documented_agent"),
+        Row(claim, "agent-loops.md: the documented loops", "tests/project/test_run_loops.py::test_the_documented_loops_train"),
+        Row(claim, "agent-loops.md: an environment's step rewards", "step-rewards", metric("policy/grad_norm", lambda norms: max(norms) > 0)),
+        Row(claim, "agent-loops.md: trajectories with a reward each", "trajectories", all_of(always("batch/rows", 16), metric("policy/grad_norm", lambda norms: max(norms) > 0))),
+        Row(claim, "metrics.md: lag is bounded", learner_name("grpo"), _lag_is_bounded),
+        Row(claim, "configuration.md: every key as it is used", "prompts", _config_is_complete),
+    ]  # fmt: skip
+
+
+def _all_steps(number: int) -> Effect:
+    return lambda ended: expect(
+        ended.summary["steps"] == number, f"{ended.summary['steps']} steps, restarts {ended.summary['restarts']}"
+    )
+
+
+def _files(ended: Ended) -> str:
+    names = ("summary.json", "reward.png", "metrics.jsonl", "checkpoint", "checkpoints", "ledger.sqlite", "traces.jsonl",
+             "config.yaml", "log.txt", "env.log", "agents")  # fmt: skip
+    missing = [name for name in names if not (ended.folder / name).exists()]
+    return expect(not missing, f"{len(names) - len(missing)} of {len(names)} are there; missing: {missing}")
+
+
+def _loads(ended: Ended) -> str:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(ended.folder / "checkpoint")
+    template = AutoTokenizer.from_pretrained(ended.folder / "checkpoint").chat_template
+    return expect(template, f"a model of {sum(each.numel() for each in model.parameters())} numbers and its template")
+
+
+def _has_own_folder(ended: Ended) -> str:
+    return expect(ended.folder.is_dir(), f"{ended.folder.name} is a folder of its own")
+
+
+def _continues(ended: Ended) -> str:
+    steps = [int(line["step"]) for line in ended.lines if "reward/mean" in line]
+    seen = "resuming after step 2" in ended.output
+    return expect(seen and steps == [1, 2, 3], f"resumed after step 2, steps {steps}")
+
+
+def _seeds(ended: Ended) -> str:
+    from tests.matrix.rows.agents import notes
+
+    groups: dict[str, set[str]] = {}
+    for one in notes(ended):
+        groups.setdefault(one["variables"]["EPISODE_ID"].split("-")[0], set()).add(one["variables"]["SEED"])
+    alike = all(len(seeds) == 1 for seeds in groups.values())
+    several = len(set().union(*groups.values()))
+    return expect(
+        alike and several == len(groups), f"{len(groups)} groups, {several} seeds, one in each group: {alike}"
+    )
+
+
+def _exit_code_is_the_reason(ended: Ended) -> str:
+    reasons = set(ended.sql("SELECT DISTINCT reason FROM episode WHERE state = 'failed'"))
+    return expect(
+        any("exited with code 3" in str(reason) for reason in reasons), f"reasons {sorted(map(str, reasons))}"
+    )
+
+
+def _parts(ended: Ended) -> str:
+    found = dict(ended.sql("SELECT part || judge, count(*) FROM score WHERE verdict = 'stored' GROUP BY 1"))
+    halves = ended.sql(
+        "SELECT count(*) FROM episode WHERE score > 0.5 AND episode_id IN (SELECT episode_id FROM score WHERE judge = 'strict')"
+    )
+    fine = {"round", "branch", "wholestrict"} <= found.keys() and halves == [0]
+    return expect(fine, f"scores stored: {found}; none of the episodes with a strict judge is above 0.5")
+
+
+def _posted_are_played(ended: Ended) -> str:
+    number = ended.sql(
+        "SELECT count(DISTINCT task_id) FROM grp JOIN episode USING (group_id) WHERE task_id LIKE 'posted-%' AND score IS NOT NULL"
+    )[0]
+    return expect(number > 0, f"{number} added tasks were played and scored")
+
+
+def _lag_is_bounded(ended: Ended) -> str:
+    lags = ended.metric("staleness/max")
+    return expect(
+        max(lags) <= ended.config["buffer.max_policy_lag"],
+        f"staleness/max {lags}, bound {ended.config['buffer.max_policy_lag']}",
+    )
+
+
+def _config_is_complete(ended: Ended) -> str:
+    from configs.keys import all_keys
+
+    return expect(set(ended.config) == set(all_keys()), f"{len(ended.config)} keys in config.yaml")

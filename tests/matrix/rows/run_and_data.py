@@ -1,0 +1,172 @@
+"""Rows of `run.*`, `model.*`, `data.*` and `warm_start.*`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.matrix.effects import all_of, always, counted, expect, metric, refused, trains
+from tests.matrix.records import Effect, Ended, Row
+from tests.matrix.scenarios.learner_runs import learner_name
+from tests.matrix.scenarios.refusals import REFUSALS
+
+
+def rows() -> list[Row]:
+    """One for each key and value."""
+    return [*_run_rows(), *_data_rows()]
+
+
+def _run_rows() -> list[Row]:
+    return [
+        Row("run.name", "", "mix", _results_in("another-name")),
+        Row("run.dir", "", "mix", lambda ended: expect((ended.base / "another-name").is_dir(), f"results in {ended.base}")),
+        Row("run.steps", "", "mix", lambda ended: expect(_steps(ended) == [1, 2, 3, 4], f"steps {_steps(ended)}")),
+        Row("run.seed", "", "mix", all_of(_other_order, _other_weights)),
+        Row("run.checkpoints.every", "", "mix", _checkpoints([3, 4], of="prompts")),
+        Row("run.checkpoints.keep", "", "mix", _checkpoints([3, 4], of="prompts")),
+        Row("run.trackers", "tensorboard", "mix", _tensorboard),
+        *[Row("run.trackers", name, name, refused(*REFUSALS[name][1])) for name in ("wandb", "mlflow", "swanlab")],
+        Row("run.reward_optimum", "null", "prompts", _optimum(None)),
+        Row("run.reward_optimum", "set", "mix", _optimum(1.0)),
+        Row("model.path", "tiny", "prompts", _made_here),
+        Row("model.path", "a folder", "dapo", _started_from_the_folder),
+        Row("model.dtype", "float32", "prompts", all_of(_written_in("F32"), metric("policy/max_logprob_diff", lambda v: max(v) < 1e-4))),
+        Row("model.dtype", "bfloat16", learner_name("opo"), _written_in("BF16")),
+        Row("warm_start.demonstrations", "", "mix", all_of(_warmed, trains("warm_start.demonstrations", ""))),
+        Row("warm_start.steps", "", "mix", trains("warm_start.steps", 2)),
+        Row("warm_start.lr", "", "mix", trains("warm_start.lr", 1e-4)),
+    ]  # fmt: skip
+
+
+def _data_rows() -> list[Row]:
+    letters, truth = "val/mean/letters", "val/mean/truth"
+    return [
+        Row("data.tasks", "text", "prompts", counted("SELECT count(*) > 0 FROM task WHERE task_id LIKE 'tasks-%'", 1)),
+        Row("data.tasks", "mapping", "mix", _three_of_one_for_each_of_the_other),
+        Row("data.make", "", "mix", lambda ended: expect((ended.files / "many.parquet").is_file(), "many.parquet was made")),
+        Row("data.make", "demonstrations missing", "made-demonstrations", _warmed),
+        Row("data.validation.tasks", "", "mix", metric("val/tasks", lambda counts: set(counts) == {3})),
+        Row("data.validation.every", "", "mix", metric("val/step", lambda steps: set(steps) >= {0, 2, 4} and not {1, 3} & set(steps))),
+        Row("data.validation.samples", "", "mix", counted("SELECT count(DISTINCT sample_index) FROM episode JOIN grp USING (group_id) WHERE grp.state = 'validated'", 3)),
+        Row("data.scorer", "text", "prompts", _scored_by_letters),
+        Row("data.scorer", "mapping", "mix", all_of(metric(letters, lambda means: any(means)), metric(truth, lambda means: len(means) > 0))),
+        Row("data.reward_manager", "naive", "prompts", _scored_by_letters),
+        Row("data.reward_manager", "batch", "batch", _scored_as_lists),
+        Row("data.reward_manager", "dapo", "dapo", all_of(always("batch/equal_groups", 0), metric("reward/overlong", lambda v: min(v) < 0), _dropped)),
+        Row("run.checkpoints.keep", "named by its own validation", "mix", _named_by_its_own_validation),
+    ]  # fmt: skip
+
+
+def _results_in(name: str) -> Effect:
+    return lambda ended: expect(
+        ended.folder.name == name and ended.summary["name"] == name, f"results in {ended.folder.name}"
+    )
+
+
+def _steps(ended: Ended) -> list[int]:
+    return [int(line["step"]) for line in ended.lines if "reward/mean" in line]
+
+
+def _other_order(ended: Ended) -> str:
+    from buffers.tasks.task_order import endless_tasks
+
+    stream = endless_tasks(
+        {Path(path): weight for path, weight in ended.config["data.tasks"].items()}, seed=0, opened={}
+    )
+    with_0 = [next(stream).task_id for _ in range(8)]
+    own = ended.sql("SELECT task_id FROM grp WHERE state != 'validated' AND reason IS NULL ORDER BY group_id LIMIT 8")
+    return expect(own != with_0, f"the first tasks are {own[:3]}, with seed 0 {with_0[:3]}")
+
+
+def _other_weights(ended: Ended) -> str:
+    from tests.matrix.replay import largest_difference, load_file
+
+    weights = [load_file(one.folder / "model" / "model.safetensors") for one in (ended, ended.others["prompts"])]
+    difference = largest_difference(*weights)
+    return expect(difference > 0.01, f"the random model differs by {difference:.2g} from that of seed 0")
+
+
+def _checkpoints(steps: list[int], *, of: str) -> Effect:
+    """These, of which the best one may be older; the run `of` had one at its end only."""
+
+    def effect(ended: Ended) -> str:
+        def names(run: Ended) -> list[int]:
+            return sorted(int(path.name[5:11]) for path in (run.folder / "checkpoints").glob("step-*"))
+
+        own, other = names(ended), names(ended.others[of])
+        newest = [step for step in own if step in steps]
+        return expect(
+            newest == steps and len(own) <= len(steps) + 1 and len(other) == 1,
+            f"checkpoints of steps {own}; {of}: {other}",
+        )
+
+    return effect
+
+
+def _tensorboard(ended: Ended) -> str:
+    own, other = (list((one.folder / "tensorboard").glob("events*")) for one in (ended, ended.others["prompts"]))
+    return expect(own and not other, f"{len(own)} files of tensorboard, {len(other)} where it is not named")
+
+
+def _optimum(value: float | None) -> Effect:
+    return lambda ended: expect(
+        (found := ended.summary["reward_optimum"]) == value, f"reward_optimum {found} in the summary"
+    )
+
+
+def _made_here(ended: Ended) -> str:
+    path = ended.folder / "model" / "config.json"
+    return expect(path.is_file(), f"a model of {json.loads(path.read_text())['num_hidden_layers']} layers was made")
+
+
+def _started_from_the_folder(ended: Ended) -> str:
+    made = (ended.folder / "model").exists()
+    layers = json.loads((ended.folder / "checkpoint" / "config.json").read_text())["num_hidden_layers"]
+    return expect(not made and layers == 1, f"no model was made; the checkpoint's has {layers} layer, as the folder's")
+
+
+def _written_in(dtype: str) -> Effect:
+    def effect(ended: Ended) -> str:
+        from safetensors import safe_open
+
+        with safe_open(ended.folder / "checkpoint" / "model.safetensors", framework="pt") as file:
+            found = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+        return expect(found == {dtype}, f"the checkpoint's weights are {sorted(found)}")
+
+    return effect
+
+
+_warmed = metric("warm_start/last_loss", lambda losses: len(losses) == 1 and losses[0] > 0)
+
+
+def _three_of_one_for_each_of_the_other(ended: Ended) -> str:
+    many, few = (
+        ended.sql(f"SELECT count(*) FROM grp WHERE task_id LIKE '{name}::%' AND state != 'validated'")[0]
+        for name in ("many", "few")
+    )
+    return expect(many >= 2 * few > 0 and abs(many - 3 * few) <= 3, f"{many} groups of one file, {few} of the other")
+
+
+def _scored_by_letters(ended: Ended) -> str:
+    scores = set(ended.sql("SELECT DISTINCT score FROM episode WHERE state = 'scored'"))
+    return expect(scores == {0.0, 1.0}, f"scores {sorted(scores)}")
+
+
+def _scored_as_lists(ended: Ended) -> str:
+    number = ended.sql("SELECT count(*) FROM episode WHERE score IN (0, 1)")[0]
+    return expect(number >= 6, f"{number} answers were scored by a function that takes lists only")
+
+
+def _dropped(ended: Ended) -> str:
+    buffer = ended.summary["buffer"]
+    number = buffer.get("evicted/no variance", 0)
+    return expect(number > 0, f"{number} groups evicted without variance")
+
+
+def _named_by_its_own_validation(ended: Ended) -> str:
+    """A checkpoint's score is that of the validation of its own weights."""
+    validated = {int(line["val/step"]): line["val/mean"] for line in ended.lines if "val/step" in line}
+    records = [json.loads(path.read_text()) for path in sorted((ended.folder / "checkpoints").glob("step-*/run.json"))]
+    told = {record["step"]: record["score"] for record in records if record["step"] in validated}
+    wrong = {step: score for step, score in told.items() if score != validated[step]}
+    return expect(told and not wrong, f"scores of checkpoints {told}, validations {validated}")

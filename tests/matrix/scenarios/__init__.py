@@ -1,0 +1,1 @@
+"""The runs of the matrix: their settings, and the files that they need."""

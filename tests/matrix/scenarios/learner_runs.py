@@ -1,0 +1,151 @@
+"""Runs that use every value of the learner's enumerated keys: each takes the next value of each of them, so that a new value of the
+schema is in a run without being named here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from configs.schema import LearnerConfig
+from tests.matrix.inventory import NULL, annotations, values_of
+from tests.matrix.records import Run
+from tests.matrix.scenarios.settings import PROMPTS, SMALL
+from tests.matrix.scenarios.task_files import of_many_lengths, prompts
+
+PACKED = ("learner.advantage", "learner.loss", "learner.loss_agg", "learner.correction", "learner.kl.kind")
+"""Enumerated keys whose values are in a run and have a row without being named; those of the first name the runs."""
+LEARNER: dict[str, Any] = {
+    **PROMPTS,
+    "run.steps": 3,
+    "learner.lr": 4e-3,
+    "learner.lr_warmup_steps": 1,
+    "learner.kl.coef": 0.05,
+    "buffer.max_policy_lag": 2,
+    "rollout.max_model_len": 22,
+}
+# Prompts of 13 to 20 tokens leave answers of 2 to 8 tokens: rows of different lengths.
+ALSO: dict[str, dict[str, Any]] = {
+    "gae": {"learner.critic": "shared", "learner.lam": 0.8, "learner.clip.low": 0.02, "learner.clip.high": 0.03},
+    "grpo": {"learner.entropy_coef": 0.05, "learner.epochs": 2, "learner.minibatches": 3},
+    "dr_grpo": {"learner.lora.rank": 4, "learner.lora.alpha": 32.0, "learner.lr": 2e-2},
+    "rloo": {"learner.gradient_checkpointing": True, "learner.token_budget": 64, "learner.grad_clip": 0.02},
+    "reinforce_plus_plus": {"learner.kl.in_reward": True, "learner.kl.target": 0.001, "learner.kl.horizon": 40.0},
+    "reinforce_plus_plus_baseline": {"learner.ranks": 2},
+    "opo": {"learner.check_logprobs": False, "model.dtype": "bfloat16"},
+}
+"""Advantage -> what its run sets besides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A run's name, and its values of the packed keys."""
+
+    name: str
+    values: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+
+def learner_name(advantage: str) -> str:
+    """The name of the run with this advantage."""
+    return f"learn-{advantage}"
+
+
+@cache
+def packed() -> tuple[Packed, ...]:
+    """One run for each advantage, which takes the next value of each other key that it may have beside the rest; then as many as
+    there are values left."""
+    first, *others = PACKED
+    left = {key: values_of(annotations()[key]) for key in PACKED}
+    found: list[Packed] = []
+    while any(left.values()):
+        more = next((key for key in others if left[key]), "")
+        advantage = left[first][0] if left[first] else "grpo"
+        name = learner_name(advantage) if left[first] else f"learn-{more.split('.', 1)[1]}-{left[more][0]}"
+        chosen = {first: advantage, **{key: (left[key] or values_of(annotations()[key]))[0] for key in others}}
+        extras = ALSO.get(advantage, {}) if left[first] else {}
+        settings = without_refused({**LEARNER, **{key: setting(value) for key, value in chosen.items()}, **extras})
+        values = {key: value for key, value in chosen.items() if key in settings}
+        if not left[first] and more not in values:
+            raise ValueError(
+                f"{more}={left[more][0]} must be usable beside {first}={advantage}; give it a run of its own"
+            )
+        found.append(Packed(name, values, settings))
+        for key, value in values.items():
+            left[key] = [other for other in left[key] if other != value]
+    return tuple(found)
+
+
+def setting(value: Any) -> Any:
+    """The value that is set: `null` stands for none."""
+    return None if value == NULL else value
+
+
+def without_refused(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the keys of the learner that would have no effect beside the others, and are refused for that."""
+    kept = dict(settings)
+    while True:
+        try:
+            LearnerConfig(**learner_section(kept))
+        except ValidationError as error:
+            unused = re.search(r"learner\.([\w.]+) has an effect", str(error))
+            if unused is None or kept.pop(f"learner.{unused[1]}", NULL) == NULL:
+                raise
+        else:
+            return kept
+
+
+def learner_section(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `learner` of settings by dotted names, as nested mappings."""
+    section: dict[str, Any] = {}
+    for key, value in settings.items():
+        first, *parts = key.split(".")
+        if first == "learner":
+            place = section
+            for part in parts[:-1]:
+                place = place.setdefault(part, {})
+            place[parts[-1]] = value
+    return section
+
+
+def learner_runs() -> list[Run]:
+    """The packed ones, and one with several rounds and a separate critic."""
+    runs = [
+        Run(
+            name=one.name,
+            settings=one.settings,
+            files=of_many_lengths(extra_info={"hint": "Say abc."}),
+        )
+        for one in packed()
+    ]
+    return [*runs, Run(name="rounds", settings=ROUNDS, files=_letters)]
+
+
+ROUNDS: dict[str, Any] = {
+    **SMALL,
+    "run.steps": 5,
+    "data.tasks": "{files}/tasks.parquet",
+    "agents.loops": "{files}/loops.yaml",
+    "learner.critic": "separate",
+    "learner.critic_lr": 2e-3,
+    "learner.lr": 2e-3,
+    "learner.lr_warmup_steps": 0,
+    "learner.gamma": 0.5,
+}
+"""Two rounds in each episode, with values from a second model."""
+
+
+def _letters(folder: Path) -> None:
+    write_loops(folder, {"name": "env_agent", "env": "tests.matrix.letters.env.Letters"})
+    prompts(folder)
+
+
+def write_loops(folder: Path, *entries: dict[str, Any]) -> None:
+    """`loops.yaml` with these entries."""
+    (folder / "loops.yaml").write_text(yaml.safe_dump(list(entries)))

@@ -1,0 +1,55 @@
+"""Runs that are refused in one line, before anything starts: what cannot be, and what is not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.matrix.records import Run
+from tests.matrix.scenarios.settings import PROMPTS
+from tests.matrix.scenarios.task_files import prompts
+
+REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "wandb": ({"run.trackers": ["wandb"]}, ("run.trackers", "wandb", "install")),
+    "mlflow": ({"run.trackers": ["mlflow"]}, ("run.trackers", "mlflow", "install")),
+    "swanlab": ({"run.trackers": ["swanlab"]}, ("run.trackers", "swanlab", "install")),
+    "gae without a critic": ({"learner.advantage": "gae", "learner.critic": "none"}, ("learner.critic=none", "separate")),
+    "a group of one": ({"buffer.group_size": 1}, ("buffer.group_size", ">= 2", "got 1")),
+    "dapo with a group of one": (
+        {"data.reward_manager": "dapo", "learner.advantage": "gae", "learner.critic": "shared", "buffer.group_size": 1},
+        ("data.reward_manager=dapo", "got 1"),
+    ),
+    "more members than a group": ({"agents.fewest_members": 9}, ("agents.fewest_members", "got 9")),
+    "a target without a weight": ({"learner.kl.target": 0.1}, ("learner.kl.target", "learner.kl.coef", "got 0")),
+    "a rank without an episode": ({"learner.ranks": 9}, ("learner.ranks", "2 * 4 < 9")),
+    "answers longer than the model": ({"rollout.max_tokens": 256}, ("rollout.max_tokens", "256 >= 256")),
+    "batch without a scorer": ({"data.reward_manager": "batch", "data.scorer": ""}, ("data.reward_manager=batch", "data.scorer")),
+    "two files of one name": (
+        {"data.tasks": {"{files}/tasks.parquet": 1, "{files}/../tasks.parquet": 1}},
+        ("data.tasks", "'tasks' twice"),
+    ),
+    "validation of training tasks": ({"data.validation.tasks": "{files}/tasks.parquet"}, ("data.validation.tasks", "for both")),
+    "a scorer that is not there": ({"data.scorer": "contain"}, ("data.scorer", "did you mean 'contains'?")),
+    "a key that is not there": ({"learner.lrr": 1}, ("learner.lrr", "did you mean learner.lr?")),
+    "a tool parser that is not there": ({"server.tool_parser": "hermess"}, ("server.tool_parser", "hermes")),
+    "a reasoning parser that is not there": ({"server.reasoning_parser": "qwen33"}, ("server.reasoning_parser", "qwen3")),
+    "a variable that is not set": (
+        {"agents.command": ["{python}", "-c", ""], "agents.environment": ["NOT_SET_HERE"]},
+        ("agents.environment", "NOT_SET_HERE"),
+    ),
+    "beyond loopback without a secret": ({"server.host": "0.0.0.0"}, ("server.host", "0.0.0.0")),
+    "a critic that nothing asks": (
+        {"learner.advantage": "grpo", "learner.critic": "separate"},
+        ("learner.critic=separate", "learner.advantage=grpo"),
+    ),
+    "a lambda without gae": ({"learner.lam": 0.5}, ("learner.lam=0.5", "learner.advantage=gae")),
+    "an estimator without a weight": ({"learner.kl.kind": "k1"}, ("learner.kl.kind=k1", "learner.kl.coef")),
+}  # fmt: skip
+"""What is refused -> settings beside those of plain prompts, and words of the line."""
+
+
+def refusal_runs() -> list[Run]:
+    """One for each."""
+    return [
+        Run(name=name.replace(" ", "-"), settings={**PROMPTS, **settings}, files=prompts, code=2)
+        for name, (settings, _) in REFUSALS.items()
+    ]
