@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.processes.walk_player import Player
 from benchmarks.report import Report, end_on_sigterm, parser_of
-from buffers.records import Task, TrainBatch
+from buffers.records import Row, Task, TrainBatch
 from buffers.tasks.parquet import write_traces
 from configs.load import FOLDER, load_config
 from configs.schema import Config
@@ -111,8 +111,10 @@ class Bench:
                 rows = player.play(
                     some, group_size=buffer.group_size, version=version, random=random, first_group=first
                 )
-                line.append(TrainBatch(rows=rows))
                 rewards.append(mean(row.score for row in rows))
+                if self.config.learner.advantage == "remax":
+                    rows += baselines(player, some, version=version, first_group=first)
+                line.append(TrainBatch(rows=rows))
             figures = trainer.train_step(line.popleft(), version=version)
             largest = max(largest, figures["policy/is_weight_max"])
             trainer.publish(weights)
@@ -129,6 +131,14 @@ class Bench:
             wall_s=time.monotonic() - began,
             rewards=rewards,
         )
+
+
+def baselines(player: Player, tasks: list[Task], *, version: int, first_group: int) -> list[Row]:
+    """A greedy episode of each task."""
+    rows = player.play(
+        tasks, group_size=1, version=version, random=torch.Generator(), first_group=first_group, greedy=True
+    )
+    return [replace(row, greedy=True, episode_id=f"{row.group_id}-greedy") for row in rows]
 
 
 def evaluate(player: Player, *, seed: int) -> float:

@@ -297,7 +297,7 @@ class Generation:
         for answer in self._answers.get(episode_id, ()):
             if not answer.is_stored and answer.task is not None:
                 answer.is_stored = True  # there is no episode to store it for
-                self.stats.late += 1
+                self.stats.aborted += 1
                 answer.prompt.reply.fail(EpisodeClosed(f"episode {episode_id} ended ({reason}); lease a new one"))
                 answer.task.cancel()
 

@@ -55,16 +55,24 @@ class Player:
         self._lm.load_state_dict(load_file(weights), strict=False)  # a tied output matrix is not in the file
 
     def play(
-        self, tasks: Sequence[Task], *, group_size: int, version: int, random: torch.Generator, first_group: int = 0
+        self,
+        tasks: Sequence[Task],
+        *,
+        group_size: int,
+        version: int,
+        random: torch.Generator,
+        first_group: int = 0,
+        greedy: bool = False,
     ) -> list[Row]:
-        """`group_size` whole episodes of each task; one row each."""
+        """`group_size` whole episodes of each task; one row each. `greedy`: at temperature 0."""
         games = [WalkGame(task) for task in tasks for _ in range(group_size)]
         plays = [_Play(game=game, pending=self._opening(game)) for game in games]
         cache, seen = DynamicCache(), torch.zeros(len(plays), 0, dtype=torch.long)
         while any(play.score is None for play in plays):
             logits, seen = self._feed(plays, cache=cache, seen=seen)
             logprobs = logits.log_softmax(-1)
-            tokens = torch.multinomial(logprobs.exp(), 1, generator=random)
+            likeliest = logprobs.argmax(-1, keepdim=True)
+            tokens = likeliest if greedy else torch.multinomial(logprobs.exp(), 1, generator=random)
             chosen = logprobs.gather(1, tokens)[:, 0].tolist()
             for play, token, logprob in zip(plays, tokens[:, 0].tolist(), chosen, strict=True):
                 if play.score is None:
