@@ -181,7 +181,12 @@ def main(argv: list[str] | None = None) -> int:
                         f"{recipe}, lag {lag}, seed {seed}: {TARGET} at {reached}, last {run.reward_last:.3f}, {run.wall_s:.0f} s",
                         flush=True,
                     )
-                    figures = {"cells": summarise(runs), "runs": [asdict(run) for run in runs]}
+                    cells = summarise(runs)
+                    figures = {
+                        "cells": cells,
+                        "table": table(cells).splitlines(),
+                        "runs": [asdict(run) for run in runs],
+                    }
                     report.write(arguments.json, settings=settings, figures=figures)  # what there is, if the next fails
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)

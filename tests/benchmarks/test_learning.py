@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import learning, staleness
-from benchmarks.learning import Learned, read_run, solved_at
+from benchmarks.learning import learned, solved_at
 from benchmarks.processes.walk_player import Player
 from benchmarks.report import Report, parser_of
 from benchmarks.staleness import Bench, Run, summarise, table, within_noise
@@ -163,34 +163,34 @@ def test_solved_is_the_end_of_the_first_window_at_the_target() -> None:
     assert solved_at([0.0, *[1.0] * 4], target=0.9) is None
 
 
-def test_a_runs_figures_are_read_from_its_files(tmp_path: Path) -> None:
-    lines = [{"step": 0, "warm_start/last_loss": 0.1}, *({"step": n, "reward/mean": n / 6} for n in range(1, 7))]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    summary = {"steps": 6, "reward_first": 0.3, "reward_last": 0.7, "reward_best": 1.0, "reward_optimum": 0.7}
-    (tmp_path / "summary.json").write_text(json.dumps(summary | {"wall_s": 9.0, "max_logprob_diff": 1e-6, "more": 1}))
-    run = read_run(tmp_path, method="grpo", seed=3)
-    assert run.rewards == pytest.approx([n / 6 for n in range(1, 7)])
-    assert (run.method, run.seed, run.steps, run.solved_at, run.wall_s) == ("grpo", 3, 6, 6, 9.0)
-    short = "".join(json.dumps(line) + "\n" for line in lines[:4])
-    (tmp_path / "metrics.jsonl").write_text(short)
+def test_a_run_that_is_too_short_to_judge_is_refused() -> None:
+    run = learned([0.0, *[1.0] * 5], recipe="rloo", lag=4, seed=1, wall_s=2.0)
+    assert (run.solved_at, run.reward_last, run.recipe, run.lag, run.seed) == (6, 1.0, "rloo", 4, 1)
     with pytest.raises(ValueError, match="at least 5 steps, got 3"):
-        read_run(tmp_path, method="grpo", seed=3)
+        learned([1.0] * 3, recipe="rloo", lag=0, seed=0, wall_s=1.0)
 
 
-def test_a_method_is_judged_by_its_worst_seed() -> None:
-    run = Learned(
-        method="rloo", seed=0, steps=40, reward_first=0.2, reward_last=0.95, reward_best=1.0, solved_at=20,
-        wall_s=1.0, max_logprob_diff=0.0, rewards=[],
-    )  # fmt: skip
-    found = learning.summarise([run, replace(run, seed=1, reward_last=0.85), replace(run, method="grpo")])
-    assert found["rloo"] == {"seeds": 2, "at_target": 1, "worst_last": 0.85, "mean_last": pytest.approx(0.9)}
-    assert found["grpo"]["at_target"] == 1
+def test_the_table_has_a_row_for_each_recipe_and_what_did_not_learn() -> None:
+    good = learned([1.0] * 6, recipe="rloo", lag=0, seed=0, wall_s=1.0)
+    runs = [good, replace(good, seed=1, reward_last=0.5, solved_at=None), replace(good, recipe="grpo", lag=4)]
+    cells = learning.summarise(runs)
+    assert cells[0] == {
+        "recipe": "rloo", "lag": 0, "seeds": 2, "solved_at": [5, None], "reward_last": 0.75, "worst_last": 0.5,
+    }  # fmt: skip
+    lines = learning.table(cells).splitlines()
+    assert lines[2:] == [
+        "| rloo | 5, never | 0.750 | 0.500 |  |  |  |",
+        "| grpo |  |  |  | 5 | 1.000 | 1.000 |",
+    ]
 
 
-@pytest.mark.parametrize("method", learning.METHODS)
-def test_each_methods_configuration_loads(method: str) -> None:
-    config = load_config(FOLDER / "demo.yaml", overrides=learning.METHODS[method])
-    assert config.run.steps == 40 and config.learner.advantage in (method, "gae")
+def test_a_group_has_a_greedy_episode_where_it_is_the_baseline(model: Path) -> None:
+    player, tasks = Player(model), walk_tasks(2, seed=0)
+    one, two = (staleness.baselines(player, tasks, version=3, first_group=5) for _ in range(2))
+    assert [(row.group_id, row.episode_id, row.greedy) for row in one] == [
+        (5, "5-greedy", True), (6, "6-greedy", True),
+    ]  # fmt: skip
+    assert [row.ids.tolist() for row in one] == [row.ids.tolist() for row in two], "greedy episodes are all alike"
 
 
 def test_a_report_says_what_was_measured_on_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
