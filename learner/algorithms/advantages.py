@@ -174,7 +174,8 @@ def _otb(evidence: AdvantageInputs) -> Estimate:
     if evidence.energy is None:
         raise ValueError("learner.advantage=otb needs the policy's probabilities, got none; use opo without them")
     to_go = rewards_to_go(_token_rewards(evidence), mask=evidence.mask, discounts=evidence.discounts)
-    energy = torch.where(evidence.mask, evidence.energy, 0.0).cumsum(1) * evidence.weights
+    so_far = torch.where(evidence.mask, evidence.energy, 0.0).cumsum(1)
+    energy = torch.where(evidence.mask, so_far * evidence.weights, 0.0)
     advantages = torch.zeros_like(to_go)
     groups = evidence.groups[evidence.units]
     for group in torch.unique(groups):

@@ -55,6 +55,23 @@ def test_absurd_differences_stay_finite() -> None:
         assert bool(kl_estimate(logprobs, reference=logprobs.flip(0), kind=kind).isfinite().all())
 
 
+def test_one_token_far_below_the_reference_cannot_rule_a_step() -> None:
+    logprobs = torch.tensor([-1.0, -3.0, -11.0], requires_grad=True)
+    estimate = kl_estimate(logprobs, reference=torch.full((3,), -1.0), kind="k3")
+    assert estimate.tolist() == pytest.approx([0.0, math.exp(2.0) - 3.0, 10.0])
+    assert torch.autograd.grad(estimate.sum(), logprobs)[0].tolist() == pytest.approx([0.0, 1.0 - math.exp(2.0), 0.0])
+
+
+def test_a_target_steers_within_tens_of_steps() -> None:
+    horizon = KLConfig().horizon
+    coefficient = KLCoefficient(0.1, target=0.05, horizon=horizon)
+    for _ in range(28):
+        coefficient.update(9.0, num_episodes=64)
+    assert coefficient.value == pytest.approx(0.2, rel=0.03)
+    coefficient.update(0.0, num_episodes=100_000)  # a fifth at most, however large the batch
+    assert coefficient.value == pytest.approx(0.16, rel=0.03)
+
+
 def test_fixed_coefficient_stays() -> None:
     coefficient = KLCoefficient(0.1, target=None, horizon=10_000.0)
     coefficient.update(9.0, num_episodes=64)

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from configs.schema import LearnerConfig
 from learner.algorithms.kl import kl_estimate
-from learner.algorithms.losses import AGGREGATIONS, LOSSES, Targets, actor_loss, policy_loss, token_weights, value_loss
+from learner.algorithms.aggregation import AGGREGATIONS, token_weights
+from learner.algorithms.importance_weights import REJECTIONS
+from learner.algorithms.losses import Loss, actor_loss, policy_loss, value_loss
+from learner.algorithms.objectives import LOSSES, Targets
 
 
 def _double(*numbers: float) -> Tensor:
@@ -30,6 +33,7 @@ def _targets(**changes: Tensor) -> Targets:
         sequences=torch.tensor([4, 4, 7]),
         weights=_double(0.5, 0.25, 0.25),
         shares=_double(0.5, 0.25, 0.25),
+        picked=torch.zeros(3, dtype=torch.bool),
     )
     return replace(base, **changes)
 
@@ -40,7 +44,23 @@ def _logprobs(targets: Targets) -> Tensor:
 
 
 def _loss(logprobs: Tensor, targets: Targets, **options: Any) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    return policy_loss(logprobs, targets=targets, **({"loss": "ppo", "clip": None, "correction": "tis"} | options))
+    return policy_loss(logprobs, targets=targets, config=LearnerConfig(**options))
+
+
+def _whole(
+    logprobs: Tensor,
+    targets: Targets,
+    config: LearnerConfig,
+    *,
+    entropy: Tensor | None = None,
+    values: Tensor | None = None,
+    kl_coef: float = 0.0,
+    scale: float = 1.0,
+) -> Loss:
+    return actor_loss(
+        logprobs, entropy=entropy, values=values, targets=targets, config=config, kl_coef=kl_coef,
+        entropy_coef=config.entropy_coef, scale=scale,
+    )  # fmt: skip
 
 
 def test_decoupled_loss_by_hand() -> None:
@@ -85,7 +105,7 @@ def test_a_move_in_the_right_direction_back_from_beyond_the_clip_keeps_its_gradi
 
 def test_a_given_clip_replaces_the_losses_own() -> None:
     targets = _targets()
-    loss, _, _ = _loss(_logprobs(targets), targets, clip=(0.6, 0.1))
+    loss, _, _ = _loss(_logprobs(targets), targets, clip={"low": 0.6, "high": 0.1})
     assert float(loss) == pytest.approx(-(0.5 * 2 * 1.1 * 2) + 0.25 * 0.5 * 0.5 - 0.25)
 
 
@@ -102,7 +122,7 @@ def test_dual_clip_bounds_what_a_likelier_bad_token_costs() -> None:
 def test_gspo_clips_the_row_by_the_geometric_mean_of_its_ratios() -> None:
     targets = _targets(advantages=_double(1.0, 1.0, -1.0), behaviour=_targets().proximal)
     logprobs = (targets.proximal + _double(1.5, 0.6, 1.0).log()).requires_grad_()
-    inside, means, _ = _loss(logprobs, targets, loss="gspo", clip=(0.2, 0.2))
+    inside, means, _ = _loss(logprobs, targets, loss="gspo", clip={"low": 0.2, "high": 0.2})
     s = 0.9**0.5  # within 1 +- 0.2, though both its tokens are beyond
     assert float(inside.detach()) == pytest.approx(-0.75 * s + 0.25)
     assert torch.autograd.grad(inside, logprobs)[0].tolist() == pytest.approx([-0.5 * s, -0.25 * s, 0.25])
@@ -116,7 +136,9 @@ def test_gspo_clips_the_row_by_the_geometric_mean_of_its_ratios() -> None:
 
 def test_gspo_leaves_tokens_of_weight_zero_out_of_the_mean() -> None:
     targets = _targets(weights=_double(0.0, 0.5, 0.5), behaviour=_targets().proximal, advantages=_double(1, 1, 1))
-    loss, _, _ = _loss(targets.proximal + _double(9.0, 1.1, 1.0).log(), targets, loss="gspo", clip=(0.5, 0.5))
+    loss, _, _ = _loss(
+        targets.proximal + _double(9.0, 1.1, 1.0).log(), targets, loss="gspo", clip={"low": 0.5, "high": 0.5}
+    )
     assert float(loss) == pytest.approx(-0.5 * 1.1 - 0.5)
 
 
@@ -144,33 +166,40 @@ def test_masked_correction_drops_the_token_and_says_so() -> None:
     assert float(means["policy/is_masked"]) == pytest.approx(0.5)
 
 
+def test_a_value_loss_does_not_grow_with_the_scores() -> None:
+    def gradient(size: float) -> list[float]:
+        targets = _targets(returns=size * _targets().returns, values=size * _targets().values)
+        values = (size * _double(0.6, 0.9, 1.0)).requires_grad_()
+        total = _whole(_logprobs(targets), targets, LearnerConfig(), values=values, scale=size).total
+        return [float(each) for each in torch.autograd.grad(total, values)[0]]
+
+    assert gradient(100.0) == pytest.approx(gradient(1.0))
+
+
 def test_value_loss_by_hand() -> None:
     # errors: 0.4 (unclipped), 0.9 (clipped 0.7: the larger error counts), 0.3 (clipped 0.7; unclipped 0)
     expected = 0.5 * (0.5 * 0.16 + 0.25 * 0.81 + 0.25 * 0.09)
     assert float(value_loss(_double(0.6, 0.9, 1.0), targets=_targets(), clip=0.2)) == pytest.approx(expected)
 
 
+CONSTANT = {"cispo", "dppo_tv", "dppo_kl"}
+"""Losses whose ratio is a constant for autograd, not for a difference."""
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("correction", ["tis", "seq_tis", "naive"])
 def test_gradients_agree_with_finite_differences(loss: str, correction: str) -> None:
-    config = LearnerConfig(
-        kl={"coef": 0.1, "kind": "k2"},
-        entropy_coef=0.01,
-        loss=loss,
-        clip={"low": 0.3, "high": 0.3},
-        correction=correction,
-    )
+    clip = {"clip": {"low": 0.3, "high": 0.3}} if LOSSES[loss].clip else {}
+    config = LearnerConfig(kl={"coef": 0.1, "kind": "k2"}, entropy_coef=0.01, loss=loss, correction=correction, **clip)
     proximal = _targets().proximal
-    targets = _targets(behaviour=proximal - _double(1.1, 0.9, 1.2).log())
+    picked = torch.tensor([False, True, False])
+    targets = _targets(behaviour=proximal - _double(1.1, 0.9, 1.2).log(), picked=picked)
     moved = _double(1.1, 0.95, 1.04).log()  # within the clip of each loss, for each correction
-    constant = loss == "cispo"  # its ratio is a constant for autograd, not for a difference
 
     def total(logprobs: Tensor, entropy: Tensor, values: Tensor) -> Tensor:
-        near = replace(targets, proximal=logprobs.detach() - moved) if constant else targets
-        near = replace(near, behaviour=logprobs.detach() - moved) if constant else near
-        return actor_loss(
-            logprobs, entropy=entropy, values=values, targets=near, config=config, kl_coef=config.kl.coef
-        ).total
+        near = replace(targets, proximal=logprobs.detach() - moved) if loss in CONSTANT else targets
+        near = replace(near, behaviour=logprobs.detach() - moved) if loss in CONSTANT else near
+        return _whole(logprobs, near, config, entropy=entropy, values=values, kl_coef=config.kl.coef, scale=3.0).total
 
     points = (proximal + moved, _double(1.0, 2.0, 3.0), _double(0.55, 0.9, 0.1))
     if loss != "gspo":
@@ -178,12 +207,132 @@ def test_gradients_agree_with_finite_differences(loss: str, correction: str) -> 
     else:  # GSPO-token's gradient is that of the sequence loss when a row's tokens share advantage and weight
         shared = replace(targets, advantages=_double(2.0, 2.0, 1.0), weights=_double(0.4, 0.4, 0.2))
         point = points[0].requires_grad_()
-        gained, _, _ = policy_loss(point, targets=shared, loss="gspo", clip=(0.3, 0.3), correction="none")
+        gained, _, _ = _loss(point, shared, loss="gspo", correction="none", **clip)
         own = torch.autograd.grad(gained, point)[0]
         row = point - shared.proximal
         s = torch.stack([row[:2].mean(), row[2]]).exp()
         whole = -(0.8 * s[0] * 2.0 + 0.2 * s[1] * 1.0)
         torch.testing.assert_close(own, torch.autograd.grad(whole, point)[0])
+
+
+def test_gpg_is_the_policy_gradient_itself() -> None:
+    targets = _targets()
+    logprobs = _logprobs(targets).requires_grad_()
+    loss, means, _ = _loss(logprobs, targets, loss="gpg", correction="none")
+    assert float(loss.detach()) == pytest.approx(
+        -float((targets.weights * targets.advantages * logprobs.detach()).sum())
+    )
+    assert torch.autograd.grad(loss, logprobs)[0].tolist() == pytest.approx([-1.0, 0.25, -0.25])
+    assert float(means["policy/clipfrac"]) == 0.0
+
+
+def test_gmpo_weighs_a_row_by_the_geometric_mean_of_its_clipped_ratios() -> None:
+    targets = _targets(advantages=_double(1.0, 1.0, -1.0), behaviour=_targets().proximal)
+    logprobs = (targets.proximal + _double(0.6, -0.5, -0.7)).requires_grad_()
+    loss, means, _ = _loss(logprobs, targets, loss="gmpo")
+    # A > 0 is held from above: 0.4, and not from below: -0.5; A < 0 from below: -0.4
+    s, t = math.exp(-0.05), math.exp(-0.4)
+    assert float(loss.detach()) == pytest.approx(-0.75 * s + 0.25 * t)
+    # the clipped tokens have no gradient; the other that of half its row
+    assert torch.autograd.grad(loss, logprobs)[0].tolist() == pytest.approx([0.0, -0.75 * s / 2, 0.0])
+    assert float(means["policy/clipfrac"]) == pytest.approx(0.75)
+
+
+def test_sapo_is_ppo_at_ratio_one_and_softly_less_on_both_sides() -> None:
+    targets = _targets(behaviour=_targets().proximal)
+    logprobs = (targets.proximal + _double(1.0, 2.0, 0.5).log()).requires_grad_()
+    loss, _, _ = _loss(logprobs, targets, loss="sapo")
+    gates = [4.0 * 0.5, 4.0 / 1.05 / (1 + math.exp(-1.05)), 4.0 / (1 + math.exp(0.5))]
+    assert float(loss.detach()) == pytest.approx(-(0.5 * 2 * gates[0] - 0.25 * gates[1] + 0.25 * gates[2]))
+    p, q = 1 / (1 + math.exp(-1.05)), 1 / (1 + math.exp(0.5))
+    expected = [-1.0, 0.25 * 2 * 4 * p * (1 - p), -0.25 * 0.5 * 4 * q * (1 - q)]
+    assert torch.autograd.grad(loss, logprobs)[0].tolist() == pytest.approx(expected)
+    steep, _, _ = _loss(logprobs, targets, loss="sapo", sapo={"tau_neg": 4.0})
+    assert abs(float(torch.autograd.grad(steep, logprobs)[0][1])) < abs(expected[1])
+
+
+def test_clip_cov_takes_the_gradient_of_what_was_picked() -> None:
+    targets = _targets(behaviour=_targets().proximal, picked=torch.tensor([False, False, True]))
+    logprobs = targets.proximal.clone().requires_grad_()
+    loss, means, _ = _loss(logprobs, targets, loss="clip_cov")
+    assert torch.autograd.grad(loss, logprobs)[0].tolist() == pytest.approx([-1.0, 0.25, 0.0])
+    assert float(means["policy/clipfrac"]) == pytest.approx(0.25)
+    far, _, _ = _loss(_logprobs(targets), targets, loss="clip_cov")
+    assert float(far) == pytest.approx(-0.5 * 1.2 * 2 + 0.25 * 0.8)  # both others clipped at 0.2
+
+
+def test_kl_cov_holds_what_was_picked_near_the_policy_before() -> None:
+    targets = _targets(behaviour=_targets().proximal, picked=torch.tensor([True, False, False]))
+    loss, _, _ = _loss(_logprobs(targets), targets, loss="kl_cov", cov={"kl_coef": 2.0})
+    assert float(loss) == pytest.approx(-0.5 * (1.5 * 2 - 2.0 * math.log(1.5)) + 0.25 * 0.5 - 0.25)
+
+
+@pytest.mark.parametrize(
+    ("loss", "old", "new", "advantage", "held"),
+    [
+        ("dppo_tv", 0.5, 0.66, 1.0, True),
+        ("dppo_tv", 0.5, 0.64, 1.0, False),
+        ("dppo_tv", 0.5, 0.66, -1.0, False),  # back towards where it was
+        ("dppo_tv", 0.5, 0.34, -1.0, True),
+        ("dppo_tv", 0.001, 0.1, 1.0, False),  # ratio 100, and moved by a tenth
+        ("dppo_kl", 0.5, 0.66, 1.0, True),  # 0.5 log(0.5 / 0.66) + 0.5 log(0.5 / 0.34) = 0.054
+        ("dppo_kl", 0.5, 0.64, 1.0, False),  # 0.041
+        ("dppo_kl", 0.5, 0.34, -1.0, True),
+        ("dppo_kl", 0.5, 0.66, -1.0, False),
+    ],
+)
+def test_dppo_holds_a_token_by_its_probability(loss: str, old: float, new: float, advantage: float, held: bool) -> None:
+    proximal = _double(old, 0.2, 0.2).log()
+    targets = _targets(proximal=proximal, behaviour=proximal, advantages=_double(advantage, 0.0, 0.0))
+    logprobs = _double(new, 0.2, 0.2).log().requires_grad_()
+    total, means, _ = _loss(logprobs, targets, loss=loss, clip={"ratio_max": 30.0})
+    expected = 0.0 if held else -0.5 * min(new / old, 30.0) * advantage
+    assert float(torch.autograd.grad(total, logprobs)[0][0]) == pytest.approx(expected)
+    assert float(means["policy/clipfrac"]) == (0.5 if held else 0.0)
+
+
+@pytest.mark.parametrize("kind", REJECTIONS)
+def test_a_row_that_is_too_far_off_is_left_out(kind: str) -> None:
+    proximal = _double(-1.0, -1.0, -1.0)
+    log_rho = _double(0.4, -0.4, 0.1)  # row one: mean 0, mean k3 0.081; row two: mean 0.1, k3 0.005
+    targets = _targets(proximal=proximal, behaviour=proximal - log_rho, advantages=_double(-1.0, -1.0, -1.0))
+    kept = {"none": [True, True], "geo_mean": [True, False], "k3_mean": [False, True], "stale_negatives": [True, True]}
+    logprobs = proximal.clone().requires_grad_()
+    loss, means, _ = _loss(logprobs, targets, correction="none", rejection={"kind": kind})
+    gradient = torch.autograd.grad(loss, logprobs)[0]
+    assert [bool(gradient[0] != 0), bool(gradient[2] != 0)] == kept[kind]
+    assert float(means["policy/is_masked"]) == pytest.approx(0.75 * (not kept[kind][0]) + 0.25 * (not kept[kind][1]))
+    assert _loss(proximal, targets, correction="none", rejection={"kind": kind})[0] == loss
+
+
+def test_stale_negatives_look_at_the_present_policy_and_the_sign() -> None:
+    targets = _targets(behaviour=_targets().proximal, advantages=_double(-1.0, -1.0, 1.0))
+    logprobs = (targets.proximal - _double(0.9, 0.3, 2.0)).requires_grad_()  # means 0.6 and 2
+    for high, kept in ((None, False), (0.7, True)):
+        rejection = {"kind": "stale_negatives"} | ({} if high is None else {"high": high})
+        # no lower clip, which would hold them back
+        loss, _, _ = _loss(logprobs, targets, rejection=rejection, clip={"low": 0.99})
+        gradient = torch.autograd.grad(loss, logprobs)[0]
+        assert [bool(each != 0) for each in gradient] == [kept, kept, True]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("correction", ["tis", "seq_tis", "seq_mis", "naive"])
+@pytest.mark.parametrize("kind", REJECTIONS)
+def test_a_token_of_weight_zero_changes_nothing(loss: str, correction: str, kind: str) -> None:
+    """Whatever it was recorded with: it is context, as in a row that does not train it."""
+    rejection = (
+        {"kind": kind} | ({} if kind == "none" else {"high": 5.0}) | ({"low": 0.1} if kind == "geo_mean" else {})
+    )
+    gradients = []
+    for off in (0.0, 3.0):
+        shift = _double(off, 0.0, 0.0)
+        targets = _targets(weights=_double(0.0, 0.5, 0.5), shares=_double(0.0, 0.5, 0.5))
+        targets = replace(targets, behaviour=targets.behaviour - shift, proximal=targets.proximal + shift / 2)
+        logprobs = _logprobs(_targets()).requires_grad_()
+        found, _, _ = _loss(logprobs, targets, loss=loss, correction=correction, rejection=rejection)
+        gradients.append(torch.autograd.grad(found, logprobs)[0].tolist())
+    assert gradients[0] == gradients[1] and gradients[0][0] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -194,8 +343,8 @@ def test_a_bound_of_the_clip_that_is_not_set_is_the_losss_own(
 ) -> None:
     targets = _targets(advantages=_double(2.0, -2.0, 1.0))  # both bounds hold a token
     config = LearnerConfig(clip=given)
-    found = actor_loss(_logprobs(targets), entropy=None, values=None, targets=targets, config=config, kl_coef=0.0)
-    expected, _, _ = _loss(_logprobs(targets), targets, clip=clip)
+    found = _whole(_logprobs(targets), targets, config)
+    expected, _, _ = _loss(_logprobs(targets), targets, clip={"low": clip[0], "high": clip[1]})
     assert float(found.total) == pytest.approx(float(expected))
 
 
@@ -203,9 +352,7 @@ def test_whole_loss_is_the_weighted_sum_of_its_parts() -> None:
     targets = _targets(shares=_double(0.2, 0.2, 0.6))
     logprobs, values = _logprobs(targets), _double(0.6, 0.9, 1.0)
     config = LearnerConfig(kl={"coef": 0.1}, entropy_coef=0.01)
-    loss = actor_loss(
-        logprobs, entropy=_double(1.0, 2.0, 4.0), values=values, targets=targets, config=config, kl_coef=0.3
-    )
+    loss = _whole(logprobs, targets, config, entropy=_double(1.0, 2.0, 4.0), values=values, kl_coef=0.3)
     kl = kl_estimate(logprobs, reference=targets.reference, kind="k3")
     vf = float(value_loss(values, targets=targets, clip=0.2))
     assert float(loss.means["policy/kl_ref"]) == pytest.approx(float((targets.shares * kl).sum()))
@@ -224,7 +371,7 @@ def test_parts_of_a_minibatch_add_up_to_the_whole(loss: str, correction: str) ->
 
     def part(index: list[int]) -> Any:
         taken = targets.take(torch.tensor(index))
-        return actor_loss(logprobs[index], entropy=None, values=None, targets=taken, config=config, kl_coef=0.0)
+        return _whole(logprobs[index], taken, config)
 
     whole, parts = part([0, 1, 2]), [part([2]), part([0, 1])]
     assert float(sum(one.total for one in parts)) == pytest.approx(float(whole.total))
@@ -239,7 +386,7 @@ def test_no_tokens_give_zero_with_a_graph(loss: str, correction: str) -> None:
     logprobs = _logprobs(_targets()).requires_grad_()
     config = LearnerConfig(loss=loss, correction=correction)
     targets = _targets().take(nothing)
-    found = actor_loss(logprobs[nothing], entropy=None, values=None, targets=targets, config=config, kl_coef=0.0)
+    found = _whole(logprobs[nothing], targets, config)
     found.total.backward()
     assert found.total.item() == 0.0
     assert logprobs.grad is not None and logprobs.grad.tolist() == [0.0, 0.0, 0.0]
@@ -265,20 +412,37 @@ OWN, COUNTS = torch.tensor([0.5, 0.5, 1.0, 1.0]), torch.tensor([1.0, 3.0, 4.0, 0
     ("mode", "expected"),
     [
         ("token-mean", [0.5 / 6, 0.5 / 6, 1 / 6]),
+        ("token-sum", [0.5, 0.5, 1.0]),
         ("seq-mean-token-sum", [0.25, 0.25, 0.5]),
         ("seq-mean-token-mean", [0.25, 0.25 / 3, 0.125]),
         ("seq-mean-token-sum-norm", [0.05, 0.05, 0.1]),
     ],
 )
 def test_aggregation_by_hand(mode: str, expected: list[float]) -> None:
-    weights = token_weights(OWN, counts=COUNTS, longest=5, mode=mode)
+    weights = token_weights(OWN, counts=COUNTS, norm=5, mode=mode)
     torch.testing.assert_close(weights, torch.tensor([*expected, 0.0]))
-    assert set(AGGREGATIONS) == set(LearnerConfig.model_fields["loss_agg"].annotation.__args__)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "mode"),
+    [
+        ({}, "token-mean"),
+        ({"advantage": "grpo"}, "token-mean"),
+        ({"advantage": "grpo", "loss": "gspo"}, "seq-mean-token-mean"),
+        ({"advantage": "dr_grpo"}, "seq-mean-token-sum-norm"),
+        ({"advantage": "dr_grpo", "loss": "gspo"}, "seq-mean-token-mean"),
+        ({"advantage": "dr_grpo", "loss_agg": "token-mean"}, "token-mean"),
+        ({"recipe": "gspo", "loss": "ppo"}, "token-mean"),
+    ],
+)
+def test_an_aggregation_that_is_not_set_is_the_papers(knobs: dict[str, Any], mode: str) -> None:
+    assert LearnerConfig(**knobs).aggregation == mode
+    assert mode in AGGREGATIONS
 
 
 def test_means_weigh_all_tokens_to_one() -> None:
     for mode in ("token-mean", "seq-mean-token-mean"):
-        assert float((token_weights(OWN, counts=COUNTS, longest=5, mode=mode) * COUNTS).sum()) == pytest.approx(1.0)
+        assert float((token_weights(OWN, counts=COUNTS, norm=5, mode=mode) * COUNTS).sum()) == pytest.approx(1.0)
 
 
 def test_config_names_every_loss_and_no_other() -> None:

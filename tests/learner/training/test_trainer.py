@@ -250,7 +250,7 @@ BESIDE: list[dict[str, object]] = [
     {"advantage": "grpo", "entropy_coef": 0.01},
     {"advantage": "grpo", "entropy_coef": 0.01, "adaptive_entropy": {"target": 99.0, "step": 0.5}},
     *({"advantage": "grpo", "kl": {"coef": 0.5, "kind": each}} for each in ("k1", "abs", "k2", "k3")),
-    {"advantage": "grpo", "kl": {"coef": 0.5, "target": 9.0, "horizon": 8}},
+    {"advantage": "grpo", "kl": {"coef": 0.5, "kind": "k3", "target": 9.0, "horizon": 8}},
 ]
 
 
@@ -280,20 +280,21 @@ def test_every_value_of_the_algorithms_keys_changes_the_weights_in_its_own_way(
 ) -> None:
     found: dict[str, torch.Tensor] = {}
     for knobs in BESIDE:
-        learner = trainer(lr=1e-3, lr_warmup_steps=0, check_logprobs=False, **knobs)
+        learner = trainer(lr=1e-2, lr_warmup_steps=0, check_logprobs=False, minibatches=1, epochs=2, **knobs)
         for version, batch in enumerate(mixed):
             metrics = learner.train_step(batch, version=version)
             assert metrics["learner/skipped"] == 0.0 and all(np.isfinite(value) for value in metrics.values()), knobs
-        parts = _published(learner, tmp_path)
-        found[str(knobs)] = torch.cat([part.flatten()[::7] for part in parts.values()])
+        learner.save_pretrained(tmp_path / "now")
+        files = sorted((tmp_path / "now").rglob("*.safetensors"))  # the value head's too
+        found[str(knobs)] = torch.cat([part.flatten() for file in files for part in load_file(file).values()])
     names = list(found)
     alike = [
         (one, other)
         for place, one in enumerate(names)
         for other in names[place + 1 :]
-        if float((found[one] - found[other]).abs().mean()) < 1e-6
+        if len(found[one]) == len(found[other]) and float((found[one] - found[other]).abs().mean()) < 1e-8
     ]
-    assert alike == []
+    assert alike == [], "\n".join(map(str, alike))
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "remax"])
