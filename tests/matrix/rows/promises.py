@@ -34,7 +34,7 @@ PROMISES = {
     "P23": f"{SERVER}/test_red_team.py::test_a_request_that_deafens_every_engine_is_found_and_its_episode_ended_while_the_others_are_served",
 }  # fmt: skip
 """Promise -> the test that would fail if it were not so."""
-ENVS, TOOLS, RECOVERY = "tests/env_adapters", "tests/agents/tools", "tests/learner/recovery"
+ENVS, TOOLS = "tests/env_adapters", "tests/agents/tools"
 TESTED = {
     "README: can my agent be trained": f"{SERVER}/test_check.py::test_the_command_line_with_the_real_engine",
     "README: understudy eval": "tests/learner/test_evaluate.py::test_a_run_gives_its_newest_weights_not_those_that_it_began_with",

@@ -21,6 +21,8 @@ from tests.matrix.scenarios.task_files import of_many_lengths, prompts
 
 PACKED = ("learner.advantage", "learner.loss", "learner.loss_agg", "learner.correction", "learner.kl.kind")
 """Enumerated keys whose values are in a run and have a row without being named; those of the first name the runs."""
+RECIPE = "learner.recipe"
+OF_RECIPES = {"learner.advantage", "learner.critic", "learner.kl.coef"}
 LEARNER: dict[str, Any] = {
     **PROMPTS,
     "run.steps": 3,
@@ -124,7 +126,18 @@ def learner_runs() -> list[Run]:
         )
         for one in packed()
     ]
-    return [*runs, Run(name="rounds", settings=ROUNDS, files=_letters)]
+    return [*runs, *recipe_runs(), Run(name="rounds", settings=ROUNDS, files=_letters)]
+
+
+def recipes() -> list[str]:
+    """The values of `learner.recipe`, where the schema has it."""
+    return [value for value in values_of(annotations().get(RECIPE)) if value != NULL]
+
+
+def recipe_runs() -> list[Run]:
+    """One for each recipe, which says all of the algorithm."""
+    own = {key: value for key, value in LEARNER.items() if key not in OF_RECIPES}
+    return [Run(name=f"recipe-{name}", settings={**own, RECIPE: name}, files=of_many_lengths()) for name in recipes()]
 
 
 ROUNDS: dict[str, Any] = {
