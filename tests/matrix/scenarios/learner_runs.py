@@ -40,9 +40,10 @@ ALSO: dict[str, dict[str, Any]] = {
     "rloo": {"learner.gradient_checkpointing": True, "learner.token_budget": 64, "learner.grad_clip": 0.02},
     "reinforce_plus_plus": {"learner.kl.in_reward": True, "learner.kl.target": 0.001, "learner.kl.horizon": 40.0},
     "reinforce_plus_plus_baseline": {"learner.ranks": 2},
+    "cpo": {"data.scorer": "exact_match"},
     "opo": {"learner.check_logprobs": False, "model.dtype": "bfloat16"},
 }
-"""Advantage -> what its run sets besides."""
+"""Advantage -> what its run sets besides. With cpo all fail, as it learns from hints where that is so."""
 
 
 @dataclass(frozen=True, slots=True)
