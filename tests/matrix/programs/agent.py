@@ -4,6 +4,7 @@ it was given and answered, into the folder that MATRIX_NOTES names.
 It prints `{"score": ...}` as its last line, or asks the environment at ENV_ADDRESS to judge, where there is one.
 """
 
+import glob
 import json
 import os
 import sys
@@ -55,7 +56,7 @@ class Episode:
         """All of it; the last answer's text."""
         messages = self.task["prompt"]
         if self.fate == "crash" and self.name.split("-")[1] == "1":
-            time.sleep(1.5)  # others of its group have their score by then
+            self.wait_for_another()
             sys.exit(3)
         if self.fate in ("hang", "silent"):
             time.sleep(60)
@@ -70,6 +71,15 @@ class Episode:
             kept = {"role": "assistant", "content": message["content"] or ""}
             message = self.chat([*messages, kept, {"role": "user", "content": "More."}])
         return message["content"] or str(message.get("reasoning") or "")
+
+    def wait_for_another(self):
+        """Until another member of the group has its answer, and a moment in which it is scored; 20 s at most."""
+        group = self.name.split("-")[0]
+        for _ in range(100):
+            time.sleep(0.2)
+            for path in glob.glob(os.path.join(os.environ["MATRIX_NOTES"], f"{group}-*.done")):
+                if not path.endswith(f"{self.name}.done"):
+                    return time.sleep(1.0)
 
     def judge(self, text):
         """Have it judged, by the environment or by what is printed."""
@@ -95,6 +105,7 @@ def one(episode):
         episode.judge(episode.play())
     finally:
         episode.note()
+    open(os.path.join(os.environ["MATRIX_NOTES"], f"{episode.name}.done"), "w").close()
 
 
 def lease():

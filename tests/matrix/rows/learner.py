@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.matrix.effects import all_of, always, changes_no_weight, expect, metric, trains
-from tests.matrix.inventory import annotations, values_of
+from configs.schema import LearnerConfig
+from tests.matrix.effects import all_of, always, changes_no_weight, expect, metric, moves, trains
+from tests.matrix.inventory import NULL, annotations, values_of
 from tests.matrix.records import Effect, Ended, NoEffect, Row
-from tests.matrix.scenarios.learner_runs import PACKED, learner_name, packed, setting
+from tests.matrix.scenarios.learner_runs import PACKED, RECIPE, learner_name, packed, recipes, setting
 
 
 def rows() -> list[Row]:
     """One for each key and value."""
-    return [*_packed_rows(), *_switches(), *_numbers()]
+    return [*_packed_rows(), *_recipe_rows(), *_switches(), *_numbers()]
 
 
 def _packed_rows() -> list[Row]:
@@ -31,6 +32,38 @@ def _neighbour(key: str, values: list[Any], number: int) -> Any:
     if key == PACKED[0]:
         return "rloo" if values[number] == "grpo" else "grpo"
     return values[(number + 1) % len(values)]
+
+
+def _recipe_rows() -> list[Row]:
+    rows = [Row(RECIPE, name, f"recipe-{name}", _follows_the_recipe) for name in recipes()]
+    return [*rows, Row(RECIPE, NULL, learner_name("grpo"), _has_no_recipe)] if rows else []
+
+
+def _follows_the_recipe(ended: Ended) -> str:
+    """The run has every key as the recipe says, and other weights than with the keys' defaults."""
+    from tests.matrix.replay import largest_difference, replay
+
+    plain, own = (flat(LearnerConfig(**said).model_dump()) for said in ({}, {"recipe": ended.config[RECIPE]}))
+    told = {f"learner.{key}": value for key, value in own.items() if value != plain[key]}
+    wrong = {key: ended.config[key] for key, value in told.items() if ended.config[key] != value}
+    expect(told and not wrong, f"not as the recipe says: {wrong}")
+    defaults = {key: plain[key.removeprefix("learner.")] for key in told}
+    other = largest_difference(replay(ended, defaults).weights, replay(ended).weights)
+    seen = f"{len(told)} keys as the recipe says; without them the weights differ by {other:.1e}; {_is_its_own_replay(ended)}"
+    return expect(other > 1e-6, seen)
+
+
+def _has_no_recipe(ended: Ended) -> str:
+    words = f"recipe {ended.config[RECIPE]}, advantage {ended.config['learner.advantage']}"
+    return expect(ended.config[RECIPE] is None, words)
+
+
+def flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Keys with dots -> values."""
+    found: dict[str, Any] = {}
+    for name, value in section.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
 
 
 def _switches() -> list[Row]:
@@ -79,8 +112,7 @@ def _numbers() -> list[Row]:
 
 
 _exact = metric("policy/max_logprob_diff", lambda values: 0.0 < max(values) < 1e-4)
-_steered = metric("policy/kl_coef", lambda values: values[-1] > 1.1 * values[0])
-"""The KL is far above its target, so that its weight rises."""
+_steered = moves("policy/kl_coef")
 _warms = metric("learner/lr", lambda values: values == [2e-3, 4e-3, 4e-3])
 
 

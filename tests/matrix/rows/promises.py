@@ -18,7 +18,7 @@ PROMISES = {
     "P7": f"{PROJECT}/test_run.py::test_agents_that_crash_or_hang_are_counted_and_the_run_goes_on",
     "P8": f"{SERVER}/http/test_client_retries.py::test_hanging_up_aborts_within_a_second",
     "P9": f"{PROJECT}/test_recovery.py::test_each_part_may_die_and_the_run_makes_all_its_steps",
-    "P10": f"{LEDGER}/test_batches.py::test_a_stale_token_never_enters_a_batch",
+    "P10": "tests/learner/training/test_trainer.py::test_fresh_tail_of_an_old_episode_trains_as_if_its_old_tokens_were_context",
     "P11": f"{LEDGER}/test_ledger_file.py::test_a_full_disk_loses_nothing_and_all_goes_on_within_five_seconds_of_space_returning",
     "P12": f"{LEDGER}/test_leases.py::test_a_released_lease_gives_its_groups_back_and_cannot_commit",
     "P13": f"{SERVER}/test_red_team.py::test_a_run_whose_agent_attacks_in_every_episode_ends_with_all_its_steps",
@@ -34,12 +34,46 @@ PROMISES = {
     "P23": f"{SERVER}/test_red_team.py::test_a_request_that_deafens_every_engine_is_found_and_its_episode_ended_while_the_others_are_served",
 }  # fmt: skip
 """Promise -> the test that would fail if it were not so."""
+ENVS, TOOLS = "tests/env_adapters", "tests/agents/tools"
+TESTED = {
+    "README: can my agent be trained": f"{SERVER}/test_check.py::test_the_command_line_with_the_real_engine",
+    "README: understudy eval": "tests/learner/test_evaluate.py::test_a_run_gives_its_newest_weights_not_those_that_it_began_with",
+    "README: the RFC's snippet": f"{PROJECT}/test_rfc_demo.py::test_the_rfc_snippet_runs_as_written",
+    "README: agents' and plain prompts in one batch": f"{PROJECT}/test_rfc_demo.py::test_a_batch_mixes_agents_prompts_with_plain_prompts_of_the_file",
+    "README: --help and errors are told at once": f"{PROJECT}/test_run.py::test_a_bad_configuration_is_one_line_with_key_rule_and_value",
+    "agents.md: a large task is in TASK_FILE": "tests/agents/test_external.py::test_a_large_task_is_on_stdin_and_in_a_file_and_need_not_be_read",
+    "agents.md: a URL gets truth, output and exit code": "tests/agents/test_external.py::test_a_remote_scorer_gets_the_truth_the_output_and_the_exit_code",
+    "agents.md: a program that is started by hand": f"{PROJECT}/test_run.py::test_an_agent_that_is_started_by_hand_is_trained",
+    "agents.md: the key may be in the URL": f"{SERVER}/http/test_dialects.py::test_the_key_in_the_path_works_in_every_dialect",
+    "agents.md: gsm8k_strict, gsm8k_flexible": f"{ENVS}/scoring/test_rewards.py::test_gsm8k_answers_are_found_strictly_and_flexibly",
+    "agents.md: model:FOLDER": f"{ENVS}/scoring/test_reward_model.py::test_a_configuration_names_it_and_two_sources_share_one",
+    "environments.md: gymnasium": f"{ENVS}/test_env_adapters.py::test_a_board_is_rendered_and_its_actions_have_names",
+    "environments.md: openenv": "tests/outside/test_env_contracts.py::test_an_openenv_server_is_played_in_sessions_of_its_own",
+    "environments.md: verifiers": "tests/outside/test_env_contracts.py::test_a_verifiers_environment_is_played_as_its_authors_wrote_it",
+    "environments.md: gsm8k": f"{ENVS}/test_gsm8k.py::test_the_environment_gives_several_tries_and_takes_off_for_wrong_ones",
+    "environments.md: guessing_game": f"{ENVS}/test_env_adapters.py::test_halving_finds_every_number_and_higher_and_lower_are_true",
+    "environments.md: a score may be revised": f"{LEDGER}/test_scores.py::test_another_value_is_a_conflict_unless_it_is_a_revision_before_training",
+    "environments.md: every route but /health has a key": f"{SERVER}/http/test_request_limits.py::test_every_route_but_health_asks_for_a_key",
+    "agent-loops.md: a loop written for verl": "tests/agents/workers/test_manager.py::test_a_loop_written_for_verl_is_played_recorded_and_scored",
+    "agent-loops.md: MCP servers": f"{TOOLS}/test_mcp_server.py::test_a_stdio_servers_tools_are_listed_called_and_ended",
+    "agent-loops.md: classes with verl's BaseTool interface": f"{TOOLS}/test_toolbox.py::test_create_kwargs_arrive_as_either_of_verls_loops_gives_them",
+    "agent-loops.md: GSM8K with tools": f"{PROJECT}/test_run_loops.py::test_a_tool_agent_trains_from_the_shipped_problems_on_the_real_engine",
+    "recovery.md: Ctrl-C": f"{PROJECT}/test_run.py::test_ctrl_c_stops_cleanly_and_says_how_to_go_on",
+    "recovery.md: every episode fails": f"{PROJECT}/test_run.py::test_agents_that_never_succeed_end_the_run_with_the_reason",
+    "recovery.md: a part that dies again and again": f"{PROJECT}/test_recovery.py::test_what_dies_again_and_again_ends_the_run_with_its_error",
+    "recovery.md: a gradient that is not finite": "tests/learner/training/test_bad_batches.py::test_gradient_that_overflows_is_skipped_and_changes_nothing",
+    "recovery.md: an environment of a loop that fails": "tests/agents/loops/test_env_agent.py::test_an_environment_that_fails_ends_the_episode_with_the_short_reason",
+    "recovery.md: a tool that raises": f"{TOOLS}/test_hostile.py::test_whatever_a_tool_raises_or_returns_is_its_calls_outcome",
+    "ledger.md: export, rescore, doctor": f"{LEDGER}/test_tools.py::test_rescoring_replays_episodes_and_revises_what_is_not_trained",
+}
+"""A sentence of the documents -> the test that shows it."""
 EXACT = metric("policy/max_logprob_diff", lambda values: max(values) < 1e-4)
 
 
 def rows() -> list[Row]:
     """First the promises, then the sentences."""
-    return [*[Row(f"promise {name}", "", test) for name, test in PROMISES.items()], *_sentences()]
+    tests = [Row("claim", words, test) for words, test in TESTED.items()]
+    return [*[Row(f"promise {name}", "", test) for name, test in PROMISES.items()], *_sentences(), *tests]
 
 
 def _sentences() -> list[Row]:
@@ -65,7 +99,7 @@ def _sentences() -> list[Row]:
         Row(claim, "environments.md: POST /tasks", "posted", _posted_are_played),
         Row(claim, "environments.md: the documented program", "tests/project/test_docs.py::test_the_documented_environment_trains_the_documented_agent"),
         Row(claim, "agent-loops.md: the documented loops", "tests/project/test_run_loops.py::test_the_documented_loops_train"),
-        Row(claim, "agent-loops.md: an environment's step rewards", "step-rewards", metric("policy/grad_norm", lambda norms: max(norms) > 0)),
+        Row(claim, "agent-loops.md: an environment's step rewards", "step-rewards", metric("critic/vf_loss", lambda losses: min(losses) > 0)),
         Row(claim, "agent-loops.md: trajectories with a reward each", "trajectories", all_of(always("batch/rows", 16), metric("policy/grad_norm", lambda norms: max(norms) > 0))),
         Row(claim, "metrics.md: lag is bounded", learner_name("grpo"), _lag_is_bounded),
         Row(claim, "configuration.md: every key as it is used", "prompts", _config_is_complete),

@@ -72,6 +72,7 @@ def data_runs() -> list[Run]:
             name="dapo",
             settings={
                 **PROMPTS, "data.reward_manager": "dapo", "rollout.max_tokens": 6, "run.steps": 3,
+                "buffer.group_size": 2, "buffer.groups_per_step": 4,
                 "model.path": "{files}/model",
             },
             files=_own_model,

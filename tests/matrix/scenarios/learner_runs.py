@@ -21,6 +21,8 @@ from tests.matrix.scenarios.task_files import of_many_lengths, prompts
 
 PACKED = ("learner.advantage", "learner.loss", "learner.loss_agg", "learner.correction", "learner.kl.kind")
 """Enumerated keys whose values are in a run and have a row without being named; those of the first name the runs."""
+RECIPE = "learner.recipe"
+OF_RECIPES = {"learner.advantage", "learner.critic", "learner.kl.coef"}
 LEARNER: dict[str, Any] = {
     **PROMPTS,
     "run.steps": 3,
@@ -38,9 +40,10 @@ ALSO: dict[str, dict[str, Any]] = {
     "rloo": {"learner.gradient_checkpointing": True, "learner.token_budget": 64, "learner.grad_clip": 0.02},
     "reinforce_plus_plus": {"learner.kl.in_reward": True, "learner.kl.target": 0.001, "learner.kl.horizon": 40.0},
     "reinforce_plus_plus_baseline": {"learner.ranks": 2},
+    "cpo": {"data.scorer": "exact_match"},
     "opo": {"learner.check_logprobs": False, "model.dtype": "bfloat16"},
 }
-"""Advantage -> what its run sets besides."""
+"""Advantage -> what its run sets besides. With cpo all fail, as it learns from hints where that is so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,18 @@ def learner_runs() -> list[Run]:
         )
         for one in packed()
     ]
-    return [*runs, Run(name="rounds", settings=ROUNDS, files=_letters)]
+    return [*runs, *recipe_runs(), Run(name="rounds", settings=ROUNDS, files=_letters)]
+
+
+def recipes() -> list[str]:
+    """The values of `learner.recipe`, where the schema has it."""
+    return [value for value in values_of(annotations().get(RECIPE)) if value != NULL]
+
+
+def recipe_runs() -> list[Run]:
+    """One for each recipe, which says all of the algorithm."""
+    own = {key: value for key, value in LEARNER.items() if key not in OF_RECIPES}
+    return [Run(name=f"recipe-{name}", settings={**own, RECIPE: name}, files=of_many_lengths()) for name in recipes()]
 
 
 ROUNDS: dict[str, Any] = {

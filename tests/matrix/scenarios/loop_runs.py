@@ -43,7 +43,11 @@ def loop_runs() -> list[Run]:
             files=_walk,
         ),
         Run(name="aged", settings={**LOOPS, "run.steps": 8, "agents.concurrency": 32}, files=_slow_and_fast),
-        Run(name="step-rewards", settings=LOOPS, files=_step_rewards),
+        Run(
+            name="step-rewards",
+            settings={**LOOPS, "learner.advantage": "gae", "learner.critic": "shared"},
+            files=_step_rewards,
+        ),
         Run(name="trajectories", settings=LOOPS, files=_trajectories),
         Run(name="posted", settings={**LOOPS, "run.steps": 12}, files=_letters, meanwhile=post_tasks),
     ]

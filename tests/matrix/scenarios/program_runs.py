@@ -130,7 +130,7 @@ def _judged() -> list[Run]:
                 **JUDGED, "run.steps": 4, "agents.deadline_s": 2.5, "rollout.max_tokens": 1900, "rollout.max_model_len": 2048,
                 "agents.max_attempts": 1, "agents.processes": 1, "agents.concurrency": 32,
             },
-            files=fates("", "hang", "long"),
+            files=fates("", "", "hang", "", "", "long"),
             environment=notes,
         ),
         Run(
