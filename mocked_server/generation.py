@@ -83,14 +83,12 @@ class _Answer:
 class GenerationStats:
     """Totals since the start; the pipeline takes differences."""
 
-    prompts: int = 0
     tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     constrained: int = 0
     """Tokens that are not trained, as their request changed the distribution that they are sampled from."""
     aborted: int = 0
-    late: int = 0
     running: int = 0
     busy_s: float = 0.0
     """Time with at least one generation under way."""
@@ -255,7 +253,6 @@ class Generation:
             logger.info("request %s leaves no round: %s", answer.prompt.request_id, error)
 
     def _count(self, prompt: Prompt, output: Any) -> None:
-        self.stats.prompts += 1
         self.stats.prompt_tokens += len(prompt.prompt_token_ids)
         self.stats.cached_tokens += output.num_cached_tokens or 0
 
@@ -280,8 +277,7 @@ class Generation:
         if prompt.episode_id is None:
             return None
         if prompt.parent is not None and prompt.episode_id not in self._trees:
-            self.stats.late += 1  # `forget`: the episode ended while its last generation ran
-            return None
+            return None  # `forget`: the episode ended while its last generation ran
         return self._trees.setdefault(prompt.episode_id, TokenTree(prompt.episode_id))
 
     def resume(self, episode_id: str, rounds: Sequence[Round]) -> None:
@@ -303,9 +299,7 @@ class Generation:
 
     def _stored(self, future: Future[None]) -> None:
         error = future.exception()
-        if isinstance(error, EpisodeError):
-            self.stats.late += 1  # the episode ended (deadline, stale) while its last generation ran
-        elif error is not None:
+        if error is not None and not isinstance(error, EpisodeError):  # the episode ended while its last generation ran
             logger.error("a round could not be stored: %s", error)
 
 

@@ -42,7 +42,7 @@ class BaseTool(ABC):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """One call of the model. Returns the answer, a reward for this step, and figures."""
+        """One call of the model. Returns the answer, a reward for this step, and figures, which nothing reads here."""
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         """The instance's reward at the end of its episode."""

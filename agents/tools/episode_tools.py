@@ -10,9 +10,8 @@ import asyncio
 import inspect
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from typing import Any, TypeGuard
@@ -52,14 +51,12 @@ class ToolFault(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOutcome:
-    """What became of a call. `text` is for the model; `reward` is of this step; `metrics` are the tool's own figures."""
+    """What became of a call. `text` is for the model; `reward` is of this step."""
 
     text: str
     ok: bool = True
     error: ToolFault | None = None
     reward: float = 0.0
-    seconds: float = 0.0
-    metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,14 +104,13 @@ class EpisodeTools:
 
     async def call(self, name: str, arguments: str | Mapping[str, Any]) -> ToolOutcome:
         """One call as the model wrote it; `arguments` as JSON text or as a dict. Calls may run at the same time."""
-        started = time.perf_counter()
         try:
-            response, reward, metrics = await self._call(name, arguments)
+            response, reward = await self._call(name, arguments)
         except _Fault as fault:
             text = truncate(f"Error: {fault.text}", limit=self._limits.max_response_chars, side="left")
-            return ToolOutcome(text=_clean(text), ok=False, error=fault.fault, seconds=time.perf_counter() - started)
+            return ToolOutcome(text=_clean(text), ok=False, error=fault.fault)
         text = truncate(response.text or "", limit=self._limits.max_response_chars, side=self._limits.truncate_side)
-        return ToolOutcome(text=_clean(text), reward=reward, metrics=metrics, seconds=time.perf_counter() - started)
+        return ToolOutcome(text=_clean(text), reward=reward)
 
     async def rewards(self) -> dict[str, float]:
         """`calc_reward` of each tool that was created, by name. Raises ToolError when one gives no finite number."""
@@ -147,7 +143,7 @@ class EpisodeTools:
             if ended.error is not None or ended.late:
                 logger.warning("release of %s", self._fault(self._tools[name], ended).text)
 
-    async def _call(self, name: str, given: str | Mapping[str, Any]) -> tuple[ToolResponse, float, Mapping[str, Any]]:
+    async def _call(self, name: str, given: str | Mapping[str, Any]) -> tuple[ToolResponse, float]:
         tool = self._tools.get(name) if isinstance(name, str) else None  # a parser hands on what the model wrote
         if tool is None or tool.tool_schema is None:
             raise _Fault(ToolFault.UNKNOWN_TOOL, f"there is no tool {name!r:.100}; {nearest(str(name), self._tools)}")
@@ -162,8 +158,8 @@ class EpisodeTools:
             extra["agent_data"] = self._agent_data
         ended = await self._guarded(tool, partial(tool.execute, instance, arguments, **extra))
         match ended.value:
-            case (ToolResponse(text=str() | None) as response, reward, dict() | None as metrics) if _is_number(reward):
-                return response, float(reward), metrics or {}
+            case (ToolResponse(text=str() | None) as response, reward, dict() | None) if _is_number(reward):
+                return response, float(reward)
         raise self._fault(tool, ended)
 
     async def _instance(self, tool: BaseTool) -> str:

@@ -102,11 +102,10 @@ async def test_a_bad_call_is_an_outcome_that_the_model_can_act_on(name, argument
         assert (await tools.call("vault", {"do": "open"})).ok, "and the next call works"
 
 
-async def test_a_good_call_gives_text_reward_and_figures():
+async def test_a_good_call_gives_text_and_reward():
     async with Toolbox([Vault()]).open(tools_kwargs={"vault": {"create_kwargs": {"secret": "s"}}}) as tools:
         outcome = await tools.call("vault", '{"do": "open"}')
     assert (outcome.text, outcome.ok, outcome.error, outcome.reward) == ("s", True, None, 0.25)
-    assert outcome.metrics == {"opened": 1} and 0 < outcome.seconds < 60
 
 
 async def test_no_secret_of_an_episode_reaches_another():
