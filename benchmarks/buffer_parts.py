@@ -173,7 +173,7 @@ def fill(path: Path, *, groups: int) -> None:
     db.execute("INSERT INTO task VALUES ('t', '{\"prompt\": []}')")
     for table, columns, values in (
         ("grp", "group_id, task_id, instance, size, min_size", lambda n: (n, "t", n, 1, 1)),
-        ("episode", "episode_id, group_id, sample_index, attempt, num_rounds, num_tokens, min_version",
+        ("episode", "episode_id, group_id, sample_index, attempt, num_rounds, num_tokens, max_version",
          lambda n: (f"{n}-0-0", n, 0, 0, 1, 6, 0)),
         ("round", "episode_id, round_index, num_sampled, finish_reason, body", lambda n: (f"{n}-0-0", 0, 6, "stop", body)),
         ("score", "episode_id, value, verdict", lambda n: (f"{n}-0-0", 1.0, "stored")),
@@ -181,7 +181,7 @@ def fill(path: Path, *, groups: int) -> None:
         marks = ", ".join("?" * len(columns.split(",")))
         db.executemany(f"INSERT INTO {table}({columns}) VALUES ({marks})", map(values, range(1, groups + 1)))
     db.execute("UPDATE episode SET state = 'scored', score = 1.0")
-    db.execute("UPDATE grp SET num_scored = 1, state = 'ready', min_version = 0")
+    db.execute("UPDATE grp SET num_scored = 1, state = 'ready', max_version = 0")
     db.execute("COMMIT")
     db.close()
     if owner is not None:
