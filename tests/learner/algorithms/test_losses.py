@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from configs.schema import LearnerConfig
-from learner.algorithms.kl import kl_estimate
 from learner.algorithms.aggregation import AGGREGATIONS, token_weights
 from learner.algorithms.importance_weights import REJECTIONS
+from learner.algorithms.kl import kl_estimate
 from learner.algorithms.losses import Loss, actor_loss, policy_loss, value_loss
 from learner.algorithms.objectives import LOSSES, Targets
 
