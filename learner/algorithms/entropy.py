@@ -50,7 +50,7 @@ def covariances(logprobs: Tensor, *, advantages: Tensor, shares: Tensor) -> Tens
 def pick_clip_cov(covariance: Tensor, *, share: float, low: float, high: float, generator: torch.Generator) -> Tensor:
     """[m] bool: a random `share` of the tokens (at least one) out of those with low < covariance < high; arXiv:2505.22617.
 
-    All that there are, if they are fewer.
+    All of those, if they are fewer.
     """
     fitting = torch.nonzero((covariance > low) & (covariance < high)).squeeze(1)
     order = torch.randperm(len(fitting), generator=generator)[: _num_picked(covariance, share=share)]
@@ -64,6 +64,6 @@ def pick_kl_cov(covariance: Tensor, *, share: float) -> Tensor:
 
 
 def _num_picked(covariance: Tensor, *, share: float) -> int:
-    """Of the tokens that are trained."""
+    """The number of tokens that are picked of those trained."""
     num = int(covariance.isfinite().sum())
     return min(max(int(share * num), 1), num)

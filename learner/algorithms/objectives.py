@@ -182,7 +182,7 @@ def _trusted(log_ratio: Tensor, *, logprobs: Tensor, targets: Targets, beyond: T
 
 
 def _probabilities(log_ratio: Tensor, *, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the token now, and under the policy that the ratio is taken against."""
+    """The token's probability now, and under the policy that the ratio is taken against."""
     new = logprobs.detach()
     return new.exp(), (new - log_ratio.detach()).exp()
 

@@ -1,5 +1,5 @@
-"""Rules of configs/recipes.py and configs/no_effect.py: a recipe sets what its paper sets, what a user sets wins, and a value
-without effect is refused in one line."""
+"""Rules of configs/recipes.py and configs/no_effect.py: a recipe sets what its paper sets, a user wins, and a value without
+effect is refused in one line."""
 
 from __future__ import annotations
 
