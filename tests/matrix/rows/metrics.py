@@ -132,7 +132,7 @@ def _rest() -> dict[str, tuple[str, Effect]]:
         "time/wait_s": (run, within("time/wait_s", 0, 300)),
         "time/save_s": ("mix", metric("time/save_s", lambda values: max(values) > 0)),
         "time/engine_idle_s": (run, metric("time/engine_idle_s", lambda values: len(values) == 2 and min(values) >= 0)),
-        "throughput/tokens_per_s": (run, positive("throughput/tokens_per_s")),
+        "throughput/tokens_per_s": (run, positive_once("throughput/tokens_per_s")),
         "throughput/cached_share": ("judged", within("throughput/cached_share", 0, 1)),
         "generation/aborted": ("deadline", metric("generation/aborted", lambda values: max(values) > 0)),
         "generation/constrained_share": ("no-parsers", metric("generation/constrained_share", lambda values: 0 < max(values) < 1)),
