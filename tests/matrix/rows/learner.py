@@ -28,9 +28,11 @@ def _packed_rows() -> list[Row]:
 
 
 def _neighbour(key: str, values: list[Any], number: int) -> Any:
-    """The next value; of advantages one that asks for nothing in the batch."""
+    """The next value, of null the last one; of advantages one that asks for nothing in the batch."""
     if key == PACKED[0]:
         return "rloo" if values[number] == "grpo" else "grpo"
+    if values[number] == NULL:
+        return values[-1]
     return values[(number + 1) % len(values)]
 
 
@@ -107,7 +109,7 @@ def _of_losses() -> list[Row]:
         Row("learner.correction_bounds.high", "null", icepop, trains("learner.correction_bounds.high", 1.01)),
         Row("learner.correction_bounds.high", "set", mis, trains("learner.correction_bounds.high", None)),
         Row(kind, "none", plain, trains(kind, "geo_mean")),
-        Row(kind, "geo_mean", geo, trains(kind, "none")),
+        Row(kind, "geo_mean", "truncated", trains(kind, "none")),
         Row(kind, "k3_mean", k3, trains(kind, "none")),
         Row(kind, "stale_negatives", stale, trains(kind, "none")),
         Row("learner.rejection.low", "null", "truncated", trains("learner.rejection.low", 0.5)),

@@ -43,10 +43,13 @@ ALSO: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus_baseline": {"learner.cov.share": 0.3, "learner.cov.low": 0.0},
     "opo": {"learner.check_logprobs": False, "model.dtype": "bfloat16", "learner.cov.share": 0.3},
     "gpg": {
+        "learner.clip.low": 1e-4, "learner.clip.high": 1e-4,
         "learner.clip.ratio_max": 1.01, "learner.adaptive_entropy.target": 10.0, "learner.adaptive_entropy.step": 0.02,
         "learner.adaptive_entropy.most": 0.03,
     },
-    "gdpo": {"learner.rejection.kind": "geo_mean", "learner.rejection.low": 0.8, "learner.rejection.high": 1.25},
+    "gdpo": {
+        "learner.lr": 1e-3, "learner.rejection.kind": "geo_mean", "learner.rejection.low": 0.5, "learner.rejection.high": 2.0,
+    },
     "grpo_passk": {"learner.rejection.kind": "k3_mean"},
     "otb": {"learner.rejection.kind": "stale_negatives", "learner.ranks": 2},
     "cpo": {"data.scorer": "exact_match"},
