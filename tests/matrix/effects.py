@@ -36,6 +36,16 @@ def always(name: str, value: float) -> Effect:
     return metric(name, lambda values: all(abs(each - value) < 1e-9 for each in values))
 
 
+def absent(name: str) -> Effect:
+    """The metric is in no line of a run that made steps."""
+
+    def effect(ended: Ended) -> str:
+        found = [line for line in ended.lines if name in line]
+        return expect(ended.lines and not found, f"{name} is in {len(found)} of {len(ended.lines)} lines")
+
+    return effect
+
+
 def all_of(*effects: Effect) -> Effect:
     """Each of them."""
     return lambda ended: "; ".join(effect(ended) for effect in effects)
@@ -63,9 +73,8 @@ def refused(*words: str) -> Effect:
     return effect
 
 
-def trains(key: str, neighbour: Any, *, least: float = 1e-6, **also: Any) -> Effect:
-    """The run's weights are those that its ledger and this value give; with a neighbour of the value they are others. `also`:
-    further keys that the neighbour needs, `a__b` for `a.b`."""
+def trains(key: str, neighbour: Any, *, least: float = 1e-6) -> Effect:
+    """The run's weights are those that its ledger and this value give; with a neighbour of the value they are others."""
 
     def effect(ended: Ended) -> str:
         from tests.matrix.replay import largest_difference, mean_difference, replay, trained_weights
@@ -74,8 +83,7 @@ def trains(key: str, neighbour: Any, *, least: float = 1e-6, **also: Any) -> Eff
         expect(value != neighbour, f"{key}={value} has no neighbour {neighbour}")
         own = mean_difference(replay(ended).weights, trained_weights(ended))
         expect(own < SAME, f"trained again as it was, the weights differ by {own:.1e} in the mean from the run's")
-        changes = {key: neighbour} | {name.replace("__", "."): other for name, other in also.items()}
-        other = largest_difference(replay(ended, changes).weights, replay(ended).weights)
+        other = largest_difference(replay(ended, {key: neighbour}).weights, replay(ended).weights)
         seen = f"with {neighbour} instead of {value} the weights differ by {other:.1e}; as it was by {own:.0e}"
         return expect(other > least, seen)
 

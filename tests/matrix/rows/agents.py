@@ -90,10 +90,10 @@ def _aborted(ended: Ended) -> str:
     """The generation of an episode that is past its deadline ends; its client gets no answer."""
     long = [one for one in notes(ended) if one["fate"] == "long"]
     answered = [one for one in long if one["answers"] and one["answers"][0][0] == 200]
-    number = sum(ended.sql("SELECT count(*) FROM round WHERE finish_reason = 'abort'"))
+    number = max(ended.metric("generation/aborted"))
     return expect(
         long and not answered and number > 0,
-        f"of {len(long)} long generations {len(answered)} were answered, {number} aborted",
+        f"of {len(long)} long generations {len(answered)} were answered, {number:g} given up",
     )
 
 

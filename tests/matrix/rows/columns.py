@@ -28,6 +28,7 @@ def rows() -> list[Row]:
         Row("column extra_info.hint", "", learner_name("cpo"), _learned_from_the_hint),
         Row("column extra_info.hint", "hidden from agents", "program", _hidden("h-1")),
         Row("column extra_info.tools_kwargs", "", "loops", _scored_by_the_tool),
+        Row("column extra_info.need_tools_kwargs", "", "tests/agents/loops/test_tool_agent.py::test_a_row_says_whether_its_tools_need_arguments"),
         Row("column extra_info.tool_selection", "", "loops", _only_that_tool),
         Row("column extra_info.interaction_kwargs", "", "loops", _loop_gets_it),
         Row("column extra_info.mine", "", "program", _seen("mine", "m-1")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.matrix.effects import all_of, always, counted, expect, metric, prints
+from tests.matrix.effects import absent, all_of, always, counted, expect, metric, prints
 from tests.matrix.records import Effect, Ended, Row
 from tests.matrix.scenarios.learner_runs import learner_name
 
@@ -19,6 +19,8 @@ def rows() -> list[Row]:
         Row("rollout.engine_timeout_s", "", "deaths", metric("restarts/engine", lambda counts: max(counts) == 1)),
         Row("rollout.kv_cache_gb", "null", "batch", _cache(0.25, token_bytes=1024)),
         Row("rollout.kv_cache_gb", "set", "dapo", _cache(0.03, token_bytes=512)),
+        Row("rollout.sleep", True, "batch", metric("time/sleep_s", lambda seconds: min(seconds) > 0)),
+        Row("rollout.sleep", False, "prompts", absent("time/sleep_s")),
         Row("buffer.groups_per_step", "", "batch", counted("SELECT DISTINCT num_groups FROM step", 1)),
         Row("buffer.group_size", "", "batch", all_of(counted("SELECT DISTINCT size FROM grp", 3), always("batch/episodes", 3))),
         Row("buffer.max_policy_lag", "0", "batch", always("staleness/max", 0)),

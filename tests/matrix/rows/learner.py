@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from configs.schema import LearnerConfig
-from tests.matrix.effects import all_of, always, changes_no_weight, expect, metric, moves, trains
+from tests.matrix.effects import absent, all_of, always, changes_no_weight, expect, metric, moves, trains
 from tests.matrix.inventory import NULL, annotations, values_of
 from tests.matrix.records import Effect, Ended, NoEffect, Row
 from tests.matrix.scenarios.learner_runs import PACKED, RECIPE, learner_name, packed, recipes, setting
@@ -13,7 +13,7 @@ from tests.matrix.scenarios.learner_runs import PACKED, RECIPE, learner_name, pa
 
 def rows() -> list[Row]:
     """One for each key and value."""
-    return [*_packed_rows(), *_recipe_rows(), *_switches(), *_numbers()]
+    return [*_packed_rows(), *_recipe_rows(), *_switches(), *_numbers(), *_of_losses()]
 
 
 def _packed_rows() -> list[Row]:
@@ -28,9 +28,11 @@ def _packed_rows() -> list[Row]:
 
 
 def _neighbour(key: str, values: list[Any], number: int) -> Any:
-    """The next value; of advantages one that asks for nothing in the batch."""
+    """The next value, of null the last one; of advantages one that asks for nothing in the batch."""
     if key == PACKED[0]:
         return "rloo" if values[number] == "grpo" else "grpo"
+    if values[number] == NULL:
+        return values[-1]
     return values[(number + 1) % len(values)]
 
 
@@ -73,7 +75,7 @@ def _switches() -> list[Row]:
     return [
         Row("learner.critic", "shared", gae, all_of(_has("critic/value_mean"), _value_head)),
         Row("learner.critic", "separate", separate, trains("learner.critic", "shared")),
-        Row("learner.critic", "none", plain, _has_not("critic/value_mean")),
+        Row("learner.critic", "none", plain, absent("critic/value_mean")),
         Row(layers, False, plain, _passes(layers, True, more=True)),
         Row(layers, True, again, _passes(layers, False, more=False)),
         Row("learner.clip.low", "null", lora, trains("learner.clip.low", 0.01)),
@@ -84,14 +86,55 @@ def _switches() -> list[Row]:
         Row("learner.kl.target", "set", steered, all_of(trains("learner.kl.target", None), _steered)),
         Row("learner.kl.in_reward", False, gae, trains("learner.kl.in_reward", True)),
         Row("learner.kl.in_reward", True, steered, trains("learner.kl.in_reward", False)),
-        Row("learner.check_logprobs", False, opo, _has_not("policy/max_logprob_diff")),
+        Row("learner.check_logprobs", False, opo, absent("policy/max_logprob_diff")),
         Row("learner.check_logprobs", True, plain, _exact),
+    ]
+
+
+def _of_losses() -> list[Row]:
+    """Keys that belong to some estimators, losses and corrections."""
+    gae, plain, steered = learner_name("gae"), learner_name("grpo"), learner_name("reinforce_plus_plus")
+    clip_cov, kl_cov, tv = learner_name("reinforce_plus_plus_baseline"), learner_name("opo"), learner_name("gpg")
+    geo, k3, stale = learner_name("gdpo"), learner_name("grpo_passk"), learner_name("otb")
+    icepop, mis, kind = learner_name("rloo"), learner_name("remax"), "learner.rejection.kind"
+    return [
+        Row("learner.calibrate_values", True, gae, trains("learner.calibrate_values", False)),
+        Row("learner.calibrate_values", False, "rounds", trains("learner.calibrate_values", True)),
+        Row("learner.mask_truncated", True, "truncated", trains("learner.mask_truncated", False)),
+        Row("learner.mask_truncated", False, plain, trains("learner.mask_truncated", True)),
+        Row("learner.clip.ratio_max", "null", geo, trains("learner.clip.ratio_max", 1.01)),
+        Row("learner.clip.ratio_max", "set", tv, trains("learner.clip.ratio_max", None)),
+        Row("learner.correction_bounds.low", "null", icepop, trains("learner.correction_bounds.low", 0.99)),
+        Row("learner.correction_bounds.low", "set", mis, trains("learner.correction_bounds.low", None)),
+        Row("learner.correction_bounds.high", "null", icepop, trains("learner.correction_bounds.high", 1.01)),
+        Row("learner.correction_bounds.high", "set", mis, trains("learner.correction_bounds.high", None)),
+        Row(kind, "none", plain, trains(kind, "geo_mean")),
+        Row(kind, "geo_mean", "truncated", trains(kind, "none")),
+        Row(kind, "k3_mean", k3, trains(kind, "none")),
+        Row(kind, "stale_negatives", stale, trains(kind, "none")),
+        Row("learner.rejection.low", "null", "truncated", trains("learner.rejection.low", 0.5)),
+        Row("learner.rejection.low", "set", geo, trains("learner.rejection.low", None)),
+        Row("learner.rejection.high", "null", k3, trains("learner.rejection.high", 10.0)),
+        Row("learner.rejection.high", "set", geo, trains("learner.rejection.high", None)),
+        Row("learner.adaptive_entropy.target", "null", plain, trains("learner.adaptive_entropy.target", 0.1)),
+        Row("learner.adaptive_entropy.target", "set", tv, trains("learner.adaptive_entropy.target", None)),
+        Row("learner.adaptive_entropy.step", "", tv, trains("learner.adaptive_entropy.step", 0.005)),
+        Row("learner.adaptive_entropy.most", "", tv, trains("learner.adaptive_entropy.most", 1.0)),
+        Row("learner.value_clip", "", gae, trains("learner.value_clip", 1e-4)),
+        Row("learner.min_deviation", "", gae, trains("learner.min_deviation", 5.0)),
+        Row("learner.loss_norm", "", steered, trains("learner.loss_norm", 4)),
+        Row("learner.sapo.tau_pos", "", steered, trains("learner.sapo.tau_pos", 4.0)),
+        Row("learner.sapo.tau_neg", "", steered, trains("learner.sapo.tau_neg", 4.0)),
+        Row("learner.cov.share", "", clip_cov, trains("learner.cov.share", 0.02)),
+        Row("learner.cov.low", "", clip_cov, trains("learner.cov.low", 1.0)),
+        Row("learner.cov.high", "", clip_cov, trains("learner.cov.high", 0.05)),
+        Row("learner.cov.kl_coef", "", kl_cov, trains("learner.cov.kl_coef", 0.0)),
     ]
 
 
 def _numbers() -> list[Row]:
     gae, plain, lora = learner_name("gae"), learner_name("grpo"), learner_name("dr_grpo")
-    again, two = learner_name("rloo"), learner_name("reinforce_plus_plus_baseline")
+    again, two = learner_name("rloo"), learner_name("otb")
     return [
         Row("learner.ranks", "", two, all_of(_is_its_own_replay, _shards(2))),
         Row("learner.lora.rank", "", lora, all_of(trains("learner.lora.rank", 0), _adapter(4))),
@@ -127,14 +170,6 @@ def _other_values(ended: Ended) -> str:
 
 def _has(name: str) -> Effect:
     return metric(name, lambda values: any(values))
-
-
-def _has_not(name: str) -> Effect:
-    def effect(ended: Ended) -> str:
-        found = [line for line in ended.lines if name in line]
-        return expect(ended.lines and not found, f"{name} is in {len(found)} of {len(ended.lines)} lines")
-
-    return effect
 
 
 def _value_head(ended: Ended) -> str:

@@ -57,6 +57,7 @@ def _batch() -> dict[str, tuple[str, Effect]]:
         "reward/min": (run, sql("reward/min", f"SELECT min(score) {OF_STEP}")),
         "reward/max": (run, sql("reward/max", f"SELECT max(score) {OF_STEP}")),
         "reward/std": (run, _std),
+        "reward/greedy": (learner_name("remax"), within("reward/greedy", 0, 1)),
         "reward/overlong": ("dapo", metric("reward/overlong", lambda values: min(values) < 0)),
         "staleness/mean": (run, within("staleness/mean", 0, 1)),
         "staleness/max": (OLD, metric("staleness/max", lambda values: 1 <= max(values) <= 2)),
@@ -90,6 +91,7 @@ def _policy() -> dict[str, tuple[str, Effect]]:
         "policy/is_weight_max": (GRPO, metric("policy/is_weight_max", lambda values: max(values) > 1.01)),
         "policy/is_capped": (GRPO, metric("policy/is_capped", lambda values: 0 < max(values) < 1)),
         "policy/is_masked": (OLD, metric("policy/is_masked", lambda values: 0 < max(values) < 1)),
+        "policy/hinted_share": (learner_name("cpo"), always("policy/hinted_share", 1)),
         "policy/too_old_share": ("aged", metric("policy/too_old_share", lambda values: 0 < max(values) < 1)),
         "policy/kl_ref": (GRPO, all_of(moves("policy/kl_ref"), positive_once("policy/kl_ref"))),
         "policy/kl_coef": (learner_name("reinforce_plus_plus"), moves("policy/kl_coef")),
@@ -126,10 +128,11 @@ def _rest() -> dict[str, tuple[str, Effect]]:
     )
     return {
         **{f"time/{name}": (run, positive(f"time/{name}")) for name in times},
+        "time/sleep_s": ("batch", positive("time/sleep_s")),
         "time/wait_s": (run, within("time/wait_s", 0, 300)),
         "time/save_s": ("mix", metric("time/save_s", lambda values: max(values) > 0)),
         "time/engine_idle_s": (run, metric("time/engine_idle_s", lambda values: len(values) == 2 and min(values) >= 0)),
-        "throughput/tokens_per_s": (run, positive("throughput/tokens_per_s")),
+        "throughput/tokens_per_s": (run, positive_once("throughput/tokens_per_s")),
         "throughput/cached_share": ("judged", within("throughput/cached_share", 0, 1)),
         "generation/aborted": ("deadline", metric("generation/aborted", lambda values: max(values) > 0)),
         "generation/constrained_share": ("no-parsers", metric("generation/constrained_share", lambda values: 0 < max(values) < 1)),

@@ -62,7 +62,7 @@ def data_runs() -> list[Run]:
             name="batch",
             settings={
                 **PROMPTS, "data.reward_manager": "batch", "data.scorer": "tests.support.scoring.early_letters_of_all",
-                "rollout.temperature": 0.5, "rollout.max_tokens": 5, "buffer.max_policy_lag": 0,
+                "rollout.temperature": 0.5, "rollout.max_tokens": 5, "buffer.max_policy_lag": 0, "rollout.sleep": True,
                 "buffer.groups_per_step": 1, "buffer.group_size": 3, "rollout.kv_cache_gb": None,
             },
             files=_some_long,

@@ -38,11 +38,22 @@ ALSO: dict[str, dict[str, Any]] = {
     "grpo": {"learner.entropy_coef": 0.05, "learner.epochs": 2, "learner.minibatches": 3},
     "dr_grpo": {"learner.lora.rank": 4, "learner.lora.alpha": 32.0, "learner.lr": 2e-2},
     "rloo": {"learner.gradient_checkpointing": True, "learner.token_budget": 64, "learner.grad_clip": 0.02},
+    "remax": {"learner.correction_bounds.low": 0.9, "learner.correction_bounds.high": 1.1},
     "reinforce_plus_plus": {"learner.kl.in_reward": True, "learner.kl.target": 0.001, "learner.kl.horizon": 40.0},
-    "reinforce_plus_plus_baseline": {"learner.ranks": 2},
+    "reinforce_plus_plus_baseline": {"learner.cov.share": 0.3, "learner.cov.low": 0.0},
+    "opo": {"learner.check_logprobs": False, "model.dtype": "bfloat16", "learner.cov.share": 0.3},
+    "gpg": {
+        "learner.clip.low": 1e-4, "learner.clip.high": 1e-4,
+        "learner.clip.ratio_max": 1.01, "learner.adaptive_entropy.target": 10.0, "learner.adaptive_entropy.step": 0.02,
+        "learner.adaptive_entropy.most": 0.03,
+    },
+    "gdpo": {
+        "learner.lr": 1e-3, "learner.rejection.kind": "geo_mean", "learner.rejection.low": 0.5, "learner.rejection.high": 2.0,
+    },
+    "grpo_passk": {"learner.rejection.kind": "k3_mean"},
+    "otb": {"learner.rejection.kind": "stale_negatives", "learner.ranks": 2},
     "cpo": {"data.scorer": "exact_match"},
-    "opo": {"learner.check_logprobs": False, "model.dtype": "bfloat16"},
-}
+}  # fmt: skip
 """Advantage -> what its run sets besides. With cpo all fail, as it learns from hints where that is so."""
 
 
@@ -127,7 +138,16 @@ def learner_runs() -> list[Run]:
         )
         for one in packed()
     ]
-    return [*runs, *recipe_runs(), Run(name="rounds", settings=ROUNDS, files=_letters)]
+    cut = {
+        **LEARNER, "learner.mask_truncated": True, "learner.rejection.kind": "geo_mean", "rollout.max_tokens": 200,
+        "rollout.max_model_len": 256,
+    }  # fmt: skip
+    return [
+        *runs,
+        *recipe_runs(),
+        Run(name="rounds", settings=ROUNDS, files=_letters),
+        Run(name="truncated", settings=cut, files=of_many_lengths()),
+    ]
 
 
 def recipes() -> list[str]:
@@ -151,6 +171,7 @@ ROUNDS: dict[str, Any] = {
     "learner.lr": 2e-3,
     "learner.lr_warmup_steps": 0,
     "learner.gamma": 0.5,
+    "learner.calibrate_values": False,
 }
 """Two rounds in each episode, with values from a second model."""
 

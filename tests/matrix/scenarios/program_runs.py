@@ -127,10 +127,10 @@ def _judged() -> list[Run]:
         Run(
             name="deadline",
             settings={
-                **JUDGED, "run.steps": 4, "agents.deadline_s": 2.5, "rollout.max_tokens": 1900, "rollout.max_model_len": 2048,
-                "agents.max_attempts": 1, "agents.processes": 1, "agents.concurrency": 32,
+                **JUDGED, "run.steps": 4, "agents.deadline_s": 1.5, "rollout.max_tokens": 2000, "rollout.max_model_len": 2048,
+                "agents.max_attempts": 3, "agents.processes": 1, "agents.concurrency": 32,
             },
-            files=fates("", "", "hang", "", "", "long"),
+            files=fates("", "", "long"),
             environment=notes,
         ),
         Run(
