@@ -1,0 +1,114 @@
+"""A program that has imported the libraries already, and runs pytest in a fork of itself whenever it is asked to.
+
+Started by `sampled_run` as a file, in a copy of the tree: it imports nothing of ours, so each fork reads the modules as they are
+then. It reads lines of JSON: {"arguments": [...], "limit_s": 60, "learn": false}; it answers each with one: {"status": 1,
+"seconds": 2.5, "output": "..."}, `status` null after the limit. With `learn` it imports, after that run, what the run had imported
+of others, and takes over its environment. Invariant: nothing that a run started outlives it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
+NOT_PRELOADED = ("_pytest", "pytest", "pluggy", "conftest", "xdist", "__main__", "readline")
+TAIL = 3000
+
+
+def run(request: dict[str, Any], *, folder: Path) -> dict[str, Any]:
+    """One run of pytest in a fork; kills what is left of it."""
+    output, learned = folder / "output", folder / "learned.json"
+    learned.unlink(missing_ok=True)
+    began = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        _be_pytest(request["arguments"], output=output, learned=learned if request.get("learn") else None)
+    handle = os.pidfd_open(pid)
+    ended = bool(select.select([handle], [], [], request["limit_s"])[0])
+    os.close(handle)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    if not ended:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    _, wait_status = os.waitpid(pid, 0)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)  # what it had started in that moment
+    if learned.is_file():
+        _learn(json.loads(learned.read_text()))
+    return {
+        "status": os.waitstatus_to_exitcode(wait_status) if ended else None,
+        "seconds": time.monotonic() - began,
+        "output": output.read_text(errors="replace")[-TAIL:],
+    }
+
+
+def _be_pytest(arguments: list[str], *, output: Path, learned: Path | None) -> None:
+    """Never returns."""
+    status = 3
+    try:
+        os.setsid()
+        sink = os.open(output, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for number, descriptor in enumerate((nothing, sink, sink)):
+            os.dup2(descriptor, number)
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        sys.dont_write_bytecode = True
+        sys.path.insert(0, os.getcwd())
+        import pytest
+
+        plugins = [
+            each for name in PLUGINS for each in ("-p", name) if importlib.util.find_spec(name.partition(".")[0])
+        ]
+        status = int(pytest.main([*plugins, "-p", "no:cacheprovider", "--assert=plain", "-x", "-q", *arguments]))
+        if learned is not None:
+            learned.write_text(json.dumps({"modules": _of_others(), "environment": dict(os.environ)}))
+        sys.stdout.flush()
+    finally:
+        os._exit(status)
+
+
+def _of_others() -> list[str]:
+    """Imported modules of installed packages, in the order of their import."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None) or ""
+        if "site-packages" in path and not name.startswith((*NOT_PRELOADED, *PLUGINS)):
+            found.append(name)
+    return found
+
+
+def _learn(seen: dict[str, Any]) -> None:
+    for name, value in seen["environment"].items():
+        if not name.startswith("PYTEST"):
+            os.environ[name] = value
+    for name in seen["modules"]:
+        if name not in sys.modules:
+            with suppress(Exception):
+                importlib.import_module(name)
+
+
+def main() -> None:
+    """Until its input ends."""
+    folder = Path(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library says while it is imported is no answer
+    for line in sys.stdin:
+        answers.write(json.dumps(run(json.loads(line), folder=folder)) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    import importlib.util
+
+    sys.path[0] = os.getcwd()
+    main()
