@@ -9,7 +9,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from buffers.errors import ScoreError, TaskError
@@ -226,6 +228,67 @@ async def test_a_remote_scorer_is_asked_again_after_its_own_errors_only(monkeypa
         assert len(asked) == 1
     with pytest.raises(ScoreError, match="ConnectError"):  # nobody listens there any more
         await Rewards(url).score(task(), "four")
+
+
+def test_a_scorer_that_cannot_be_reached_is_asked_three_times_with_growing_pauses(monkeypatch) -> None:
+    asked, pauses = [], []
+
+    def post(url: str, *, json: dict, timeout: float) -> httpx.Response:
+        asked.append((url, len(json["items"]), timeout))
+        if len(asked) < 3:
+            raise httpx.ConnectError("nobody there")
+        return httpx.Response(200, json={"scores": [0.5]}, request=httpx.Request("POST", url))
+
+    monkeypatch.setattr(rewards, "httpx", SimpleNamespace(post=post, TransportError=httpx.TransportError))
+    monkeypatch.setattr(rewards, "time", SimpleNamespace(sleep=pauses.append))
+    score = rewards.resolve("http://x/score", batch=False)
+    assert score([task()], ["four"]) == [0.5]
+    assert asked == [("http://x/score", 1, 30.0)] * 3 and pauses == [0.5, 1.0]
+    asked.clear()
+    monkeypatch.setattr(rewards.httpx, "post", lambda *_, **__: asked.append(1) or fails())
+    with pytest.raises(httpx.ConnectError):
+        score([task()], ["four"])
+    assert len(asked) == 3 and pauses == [0.5, 1.0, 0.5, 1.0], "no pause after the last"
+
+
+def fails() -> None:
+    raise httpx.ConnectError("nobody there")
+
+
+async def test_the_loop_goes_on_while_a_scorer_works() -> None:
+    seen.clear()
+    started.clear()
+    gate.clear()
+    scoring = asyncio.create_task(Rewards(f"{__name__}.waits").score(task(), "four"))
+    async with asyncio.timeout(20):
+        while not started.is_set():
+            await asyncio.sleep(0.001)
+    assert not scoring.done(), "this line is reached while it waits"
+    gate.set()
+    assert await scoring == 4.0
+
+
+def waits(task: Task, answer: str) -> float:
+    started.set()
+    assert gate.wait(20)
+    return float(len(answer))
+
+
+async def test_who_gives_up_a_batch_takes_no_one_with_it() -> None:
+    seen.clear()
+    started.clear()
+    gate.clear()
+    batch = Rewards(f"{__name__}.lengths", batch=True)
+    given_up = asyncio.create_task(batch.score(task(), "a"))
+    await asyncio.to_thread(started.wait, 5)
+    others = [asyncio.create_task(batch.score(task(), "b" * n)) for n in (2, 3, 4)]
+    await asyncio.sleep(0)
+    given_up.cancel()
+    others[1].cancel()
+    gate.set()
+    outcomes = await asyncio.wait_for(asyncio.gather(given_up, *others, return_exceptions=True), 20)
+    kinds = [outcome if isinstance(outcome, float) else type(outcome) for outcome in outcomes]
+    assert kinds == [asyncio.CancelledError, 2.0, asyncio.CancelledError, 4.0]
 
 
 def test_the_overlong_penalty_is_that_of_the_paper() -> None:
