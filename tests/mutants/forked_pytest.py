@@ -1,14 +1,19 @@
 """A program that has imported the libraries already, and runs pytest in a fork of itself whenever it is asked to.
 
 Started by `sampled_run` as a file, in a copy of the tree: it imports nothing of ours, so each fork reads the modules as they are
-then. It reads lines of JSON: {"arguments": [...], "limit_s": 60, "learn": false}; it answers each with one: {"status": 1,
-"seconds": 2.5, "output": "..."}, `status` null after the limit. With `learn` it imports, after that run, what the run had imported
-of others, and takes over its environment. Invariant: nothing that a run started outlives it.
+then. It reads lines of JSON and answers each with one:
+
+    {"arguments": [...], "limit_s": 60}  ->  {"status": 1, "seconds": 2.5, "output": "...", "seen": {...}}
+    {"preload": {...}}                   ->  {}
+
+`status` is null after the limit. `seen`: what the run had imported of others, and its environment; all programs that `preload` it
+run the same tests faster. Invariant: nothing that a run started outlives it.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import select
@@ -20,18 +25,18 @@ from pathlib import Path
 from typing import Any
 
 PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
-NOT_PRELOADED = ("_pytest", "pytest", "pluggy", "conftest", "xdist", "__main__", "readline")
+NOT_PRELOADED = ("conftest", "__main__", "readline")
 TAIL = 3000
 
 
 def run(request: dict[str, Any], *, folder: Path) -> dict[str, Any]:
     """One run of pytest in a fork; kills what is left of it."""
-    output, learned = folder / "output", folder / "learned.json"
-    learned.unlink(missing_ok=True)
+    output, seen = folder / "output", folder / "seen.json"
+    seen.unlink(missing_ok=True)
     began = time.monotonic()
     pid = os.fork()
     if pid == 0:
-        _be_pytest(request["arguments"], output=output, learned=learned if request.get("learn") else None)
+        _be_pytest(request["arguments"], output=output, seen=seen)
     handle = os.pidfd_open(pid)
     ended = bool(select.select([handle], [], [], request["limit_s"])[0])
     os.close(handle)
@@ -43,16 +48,15 @@ def run(request: dict[str, Any], *, folder: Path) -> dict[str, Any]:
     _, wait_status = os.waitpid(pid, 0)
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)  # what it had started in that moment
-    if learned.is_file():
-        _learn(json.loads(learned.read_text()))
     return {
         "status": os.waitstatus_to_exitcode(wait_status) if ended else None,
         "seconds": time.monotonic() - began,
         "output": output.read_text(errors="replace")[-TAIL:],
+        "seen": json.loads(seen.read_text()) if seen.is_file() else {},
     }
 
 
-def _be_pytest(arguments: list[str], *, output: Path, learned: Path | None) -> None:
+def _be_pytest(arguments: list[str], *, output: Path, seen: Path) -> None:
     """Never returns."""
     status = 3
     try:
@@ -70,8 +74,8 @@ def _be_pytest(arguments: list[str], *, output: Path, learned: Path | None) -> N
             each for name in PLUGINS for each in ("-p", name) if importlib.util.find_spec(name.partition(".")[0])
         ]
         status = int(pytest.main([*plugins, "-p", "no:cacheprovider", "--assert=plain", "-x", "-q", *arguments]))
-        if learned is not None:
-            learned.write_text(json.dumps({"modules": _of_others(), "environment": dict(os.environ)}))
+        if status == 0:
+            seen.write_text(json.dumps({"modules": _of_others(), "environment": dict(os.environ)}))
         sys.stdout.flush()
     finally:
         os._exit(status)
@@ -87,7 +91,8 @@ def _of_others() -> list[str]:
     return found
 
 
-def _learn(seen: dict[str, Any]) -> None:
+def preload(seen: dict[str, Any]) -> None:
+    """Import these modules, those that can be, and set this environment."""
     for name, value in seen["environment"].items():
         if not name.startswith("PYTEST"):
             os.environ[name] = value
@@ -102,13 +107,17 @@ def main() -> None:
     folder = Path(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library says while it is imported is no answer
+    importlib.import_module("pytest")
     for line in sys.stdin:
-        answers.write(json.dumps(run(json.loads(line), folder=folder)) + "\n")
+        request, answer = json.loads(line), {}
+        if "preload" in request:
+            preload(request["preload"])
+        else:
+            answer = run(request, folder=folder)
+        answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
 
 if __name__ == "__main__":
-    import importlib.util
-
     sys.path[0] = os.getcwd()
     main()

@@ -18,17 +18,19 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import cache_from_source
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.mutants.operators import Mutant, mutants_of
 from tests.mutants.watched_modules import WATCHED
 
+T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 PROCESSES = 2
@@ -73,13 +75,18 @@ class Copy:
             text=True,
         )
 
-    def run(
-        self, tests: Sequence[str], *, limit_s: float, options: Sequence[str], learn: bool = False
-    ) -> dict[str, Any]:
+    def run(self, tests: Sequence[str], *, limit_s: float, options: Sequence[str]) -> dict[str, Any]:
         """The answer of `forked_pytest`."""
-        assert self._process.stdin is not None and self._process.stdout is not None
         arguments = [*options, f"--basetemp={self._basetemp}", *tests]
-        self._process.stdin.write(json.dumps({"arguments": arguments, "limit_s": limit_s, "learn": learn}) + "\n")
+        return self._ask({"arguments": arguments, "limit_s": limit_s})
+
+    def preload(self, seen: dict[str, Any]) -> None:
+        """What a run of another copy had imported is imported here."""
+        self._ask({"preload": seen})
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
         return answer
@@ -211,55 +218,68 @@ def run_sample(
 ) -> Report:
     """Draw mutants of these modules and run the tests of each. Raises Refused when the tests fail without any."""
     began = time.monotonic()
-    report = Report(seed)
     chosen = drawn(all_mutants(root, watched), seed=seed, sample=sample)
-    report.outcomes = [Outcome(each, "explained", note=explained[each.key]) for each in chosen if each.key in explained]
+    report = Report(
+        seed, [Outcome(each, "explained", note=explained[each.key]) for each in chosen if each.key in explained]
+    )
     rest = [each for each in chosen if each.key not in explained]
     suites = list(dict.fromkeys(tuple(watched[each.module]) for each in rest))
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copies: SimpleQueue[Copy] = SimpleQueue()
-        made = []
-        try:
-            for number in range(processes):
-                (Path(folder) / str(number)).mkdir()
-                made.append(Copy(root, Path(folder) / str(number)))
-                copies.put(made[-1])
-            with ThreadPoolExecutor(processes) as threads:
-                limits = dict(zip(suites, threads.map(lambda tests: _green_s(copies, tests, options=options), suites)))
+    with _copies(root, processes) as copies, ThreadPoolExecutor(processes) as threads:
+        free: SimpleQueue[Copy] = SimpleQueue()
+        for copy in copies:
+            free.put(copy)
 
-                def one(mutant: Mutant) -> Outcome:
-                    tests = tuple(watched[mutant.module])
-                    copy = copies.get()
-                    try:
-                        limit_s = 3 * limits[tests] + SLACK_S
-                        outcome = copy.run_mutant(mutant, tests, limit_s=limit_s, options=options)
-                    finally:
-                        copies.put(copy)
-                    _tell(outcome, root=root)
-                    return outcome
+        def lent(work: Callable[[Copy], T]) -> T:
+            copy = free.get()
+            try:
+                return work(copy)
+            finally:
+                free.put(copy)
 
-                report.outcomes += threads.map(one, rest)
-        finally:
-            for copy in made:
-                copy.close()
+        def green(tests: tuple[str, ...]) -> dict[str, Any]:
+            return lent(lambda copy: _green(copy, tests, options=options))
+
+        def one(mutant: Mutant) -> Outcome:
+            tests = tuple(watched[mutant.module])
+            limit_s = 3 * seconds[tests] + SLACK_S
+            outcome = lent(lambda copy: copy.run_mutant(mutant, tests, limit_s=limit_s, options=options))
+            _tell(outcome, root=root)
+            return outcome
+
+        for answer in list(threads.map(green, suites)):
+            for copy in copies:
+                copy.preload(answer["seen"])
+        # Once more: a mutant is compared with the tests as they run with all that is imported by now.
+        seconds = {tests: answer["seconds"] for tests, answer in zip(suites, threads.map(green, suites), strict=True)}
+        report.outcomes += threads.map(one, rest)
     report.seconds = time.monotonic() - began
     return report
 
 
-def _green_s(copies: SimpleQueue[Copy], tests: tuple[str, ...], *, options: Sequence[str]) -> float:
-    """How long these tests take without a mutant, in one of the copies."""
-    copy = copies.get()
-    try:
-        answer = copy.run(tests, limit_s=GREEN_S, options=options, learn=True)
-    finally:
-        copies.put(copy)
+@contextmanager
+def _copies(root: Path, number: int) -> Iterator[list[Copy]]:
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        made: list[Copy] = []
+        try:
+            for name in map(str, range(number)):
+                (Path(folder) / name).mkdir()
+                made.append(Copy(root, Path(folder) / name))
+            yield made
+        finally:
+            for copy in made:
+                copy.close()
+
+
+def _green(copy: Copy, tests: tuple[str, ...], *, options: Sequence[str]) -> dict[str, Any]:
+    """The answer of a run without a mutant."""
+    answer = copy.run(tests, limit_s=GREEN_S, options=options)
     if answer["status"] != 0:
         raise Refused(
             f"tests must pass without a mutant, got status {answer['status']} of {' '.join(tests)}; mend them first:\n"
             f"{answer['output']}"
         )
     print(f"green in {answer['seconds']:.1f} s: {' '.join(tests)}", flush=True)
-    return float(answer["seconds"])
+    return answer
 
 
 def _tell(outcome: Outcome, *, root: Path) -> None:
