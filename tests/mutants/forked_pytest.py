@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import json
 import os
+import resource
 import select
 import signal
 import sys
@@ -27,6 +28,8 @@ from typing import Any
 PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
 NOT_PRELOADED = ("conftest", "__main__", "readline")
 TAIL = 3000
+MOST_BYTES = 6 * 1024**3
+"""Of memory for a run: an endless loop may fill it sooner than its time is over."""
 
 
 def run(request: dict[str, Any], *, folder: Path) -> dict[str, Any]:
@@ -65,6 +68,7 @@ def _be_pytest(arguments: list[str], *, output: Path, seen: Path) -> None:
         nothing = os.open(os.devnull, os.O_RDONLY)
         for number, descriptor in enumerate((nothing, sink, sink)):
             os.dup2(descriptor, number)
+        resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         sys.dont_write_bytecode = True
         sys.path.insert(0, os.getcwd())

@@ -279,6 +279,7 @@ def _green(copy: Copy, tests: tuple[str, ...], *, options: Sequence[str]) -> dic
             f"{answer['output']}"
         )
     print(f"green in {answer['seconds']:.1f} s: {' '.join(tests)}", flush=True)
+    copy.preload(answer["seen"])
     return answer
 
 
