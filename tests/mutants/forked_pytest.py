@@ -41,7 +41,8 @@ def run(request: dict[str, Any], *, folder: Path) -> dict[str, Any]:
     if pid == 0:
         _be_pytest(request["arguments"], output=output, seen=seen)
     handle = os.pidfd_open(pid)
-    ended = bool(select.select([handle], [], [], request["limit_s"])[0])
+    # Nothing is asked meanwhile: an input that can be read has ended, with the program that asked.
+    ended = select.select([handle, sys.stdin], [], [], request["limit_s"])[0] == [handle]
     os.close(handle)
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)

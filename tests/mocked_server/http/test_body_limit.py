@@ -121,7 +121,7 @@ async def test_all_bodies_that_are_held_together_are_bounded(monkeypatch: pytest
     while len(application.bodies) < 2:
         await asyncio.sleep(0)
     assert app._held == 2 * LIMIT
-    assert await ask(app, parts(b" ")) == 503
+    assert await asyncio.wait_for(ask(app, parts(b" ")), 20) == 503
     assert app._held == 2 * LIMIT, "what was refused is held no longer"
     application.let_go.set()
     assert await asyncio.gather(*held) == [200, 200]

@@ -26,10 +26,11 @@ class Renderer:
     """One id for each letter. The template: `u:One.$a:ok$`, and `a:` where an answer is asked for; a call is two more turns.
     `drops`: it writes earlier answers in capitals."""
 
-    def __init__(self, *, drops: bool = False) -> None:
+    def __init__(self, *, drops: bool = False, opening: str = "a:") -> None:
         self.rendered: list[list[Any]] = []
         self.num_texts = 0
         self._drops = drops
+        self._opening = opening
 
     def get_tokenizer(self) -> Any:
         return self
@@ -51,7 +52,7 @@ class Renderer:
                 )
             else:
                 text += f"u:{content}{END}"
-        return text + ("a:" if kwargs.get("add_generation_prompt", True) else "")
+        return text + (self._opening if kwargs.get("add_generation_prompt", True) else "")
 
     async def render_chat_async(self, conversations: Any, params: Any) -> Any:
         self.rendered.append(conversations[0])
@@ -94,6 +95,11 @@ async def test_a_continued_chat_is_the_exact_ids_and_what_the_template_writes_af
     live, renderer = first_round(), Renderer()
     assert await tail_after(live, USER, said("ok"), NEXT, renderer=renderer) == (live.rounds[0], "u:Two.$a:", None)
     assert renderer.rendered == [[{"role": "user", "content": "-"}, said("ok"), NEXT]], "never the history"
+
+
+async def test_what_opens_the_next_answer_closes_no_turn() -> None:
+    live, renderer = first_round(), Renderer(opening="$a:")
+    assert await tail_after(live, USER, said("ok"), NEXT, renderer=renderer) == (live.rounds[0], "u:Two.$$a:", None)
 
 
 async def test_an_answer_that_was_cut_short_is_closed_first() -> None:
