@@ -34,6 +34,8 @@ def test_a_linear_episode_is_one_row_that_trains_all_its_sampled_tokens() -> Non
     assert row.versions.tolist() == [-1, -1, 3, 3, -1, 4]
     assert row.rounds.tolist() == [-1, -1, 0, 0, -1, 1]
     assert (row.episode_id, row.group_id, row.score, row.loss_weight) == ("e", 4, 0.5, 1.0)
+    types = [array.dtype for array in (row.ids, row.mask, row.logprobs, row.versions, row.rounds)]
+    assert types == [np.int32, np.uint8, np.float32, np.int32, np.int32]
 
 
 def test_a_shared_prefix_is_trained_in_the_branch_whose_leaf_came_first() -> None:

@@ -65,6 +65,10 @@ QUERY_WORDS = [
 """In SQL: what is found -> what is put there."""
 UNDRAWN_KEYWORDS = frozenset({"strict", "name", "daemon", "device", "encoding"})
 """Of calls: to leave them out or change them is not noticed where the program is right."""
+NO_ORDER = frozenset(
+    {"min", "max", "minimum", "maximum", "array_equal", "equal", "compare_digest", "isinstance", "execute"}
+)
+"""Functions whose first two arguments may change places, or cannot without an error."""
 WORDS_ONLY = re.compile(r"^(logger\.\w+|warnings\.warn|typing\.cast|TypeVar|\w*(Error|Exception))$")
 """Calls whose arguments are for people."""
 
@@ -108,6 +112,14 @@ def mutants_of(module: str, source: str) -> list[Mutant]:
         before, after = _changed_lines(source, text)
         found[text] = Mutant(module, change.function, change.line, change.kind, before, after, text)
     return list(found.values())
+
+
+def _is_text(node: ast.BinOp) -> bool:
+    """Whether an operand is a text: any other operator than its own is an error at once."""
+    return any(
+        isinstance(each, ast.JoinedStr) or (isinstance(each, ast.Constant) and isinstance(each.value, str))
+        for each in (node.left, node.right)
+    )
 
 
 def _compiles(text: str) -> bool:
@@ -263,7 +275,7 @@ class _Changes:
             for number, operator in enumerate(node.ops):
                 ops = [*node.ops[:number], COMPARISONS[type(operator)](), *node.ops[number + 1 :]]
                 yield self._put(node, ast.Compare(node.left, ops, node.comparators), "comparison")
-        elif isinstance(node, ast.BinOp) and (other := ARITHMETIC.get(type(node.op))):
+        elif isinstance(node, ast.BinOp) and (other := ARITHMETIC.get(type(node.op))) and not _is_text(node):
             yield self._put(node, ast.BinOp(node.left, other(), node.right), "arithmetic")
         elif isinstance(node, ast.BoolOp):
             other_op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
@@ -294,6 +306,10 @@ class _Changes:
 
     def _call(self, node: ast.Call) -> Iterator[_Change]:
         first, second = [*node.args, None, None][:2]
+        function = node.func
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        if name in NO_ORDER or isinstance(first, ast.Constant | ast.JoinedStr):
+            second = None
         if (
             first is not None
             and second is not None
@@ -307,8 +323,6 @@ class _Changes:
             if keyword.arg is not None and keyword.arg not in UNDRAWN_KEYWORDS:
                 rest = [other for other in node.keywords if other is not keyword]
                 yield self._change(node, ast.unparse(ast.Call(node.func, node.args, rest)), f"without {keyword.arg}")
-        function = node.func
-        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
         if name in OTHER_FUNCTION:
             start, end = self._span(function)
             text = self._source[start:end].removesuffix(name) + OTHER_FUNCTION[name]

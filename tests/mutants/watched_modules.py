@@ -9,6 +9,8 @@ _TRAINING = "tests/learner/training"
 _STEPS = (
     f"{_TRAINING}/test_settings_reach_the_weights.py",
     f"{_TRAINING}/test_bad_batches.py",
+    "tests/learner/checkpoints/test_training_state.py",
+    "tests/learner/model/test_lora.py",
     f"{_TRAINING}/test_trainer.py",
 )
 _LEDGER = "tests/buffers/ledger"

@@ -307,6 +307,16 @@ def test_shaping_lowers_the_score_by_the_episodes_longest_generation() -> None:
     assert long.score == 1.0
 
 
+def test_shaping_a_batch_of_one_episode_and_of_none() -> None:
+    alone = make_row(range(12), mask=[0] + [1] * 9 + [0, 1], rounds=[0] * 10 + [0, 1], episode="a", score=1.0)
+    batch, mean = with_overlong_penalty(TrainBatch(rows=[alone]), max_tokens=10)
+    assert [row.score for row in batch.rows] == pytest.approx([0.5]) and mean == pytest.approx(-0.5)
+    untrained = make_row(range(2), mask=[0, 0], episode="b", score=1.0)
+    batch, mean = with_overlong_penalty(TrainBatch(rows=[untrained]), max_tokens=10)
+    assert [row.score for row in batch.rows] == [1.0] and mean == 0.0
+    assert with_overlong_penalty(TrainBatch(rows=[]), max_tokens=10) == (TrainBatch(rows=[]), 0.0)
+
+
 def test_groups_with_equal_scores_are_dropped_and_counted_when_asked() -> None:
     ledger = Ledger(None, drop_zero_variance=True)
     make_ready(ledger, task=0, group_size=2, score=1.0)

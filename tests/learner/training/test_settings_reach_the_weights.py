@@ -204,3 +204,14 @@ def test_a_gradient_that_is_clipped_is_no_longer_than_the_clip(learn: Learn) -> 
     batches = [walks(group_size=2, seed=seed) for seed in range(2)]
     free, clipped = (learn(*batches, advantage="dr_grpo", grad_clip=clip) for clip in (1e9, 1e-1))
     assert differ(free, clipped)
+
+
+def test_the_check_of_logprobs_tells_what_it_could_check(learn: Learn) -> None:
+    learn(walks(group_size=2), advantage="dr_grpo")
+    assert learn.last["policy/checked_share"] == 1.0  # type: ignore[attr-defined]
+    learn(walks(group_size=2, version=-1), advantage="dr_grpo")  # of a version that this learner never had
+    figures = learn.last  # type: ignore[attr-defined]
+    names = ("policy/checked_share", "policy/max_logprob_diff", "policy/mean_logprob_diff")
+    assert [figures[name] for name in names] == [0.0, 0.0, 0.0] and figures["policy/lag_mean"] == 1.0
+    learn(walks(group_size=2), advantage="dr_grpo", check_logprobs=False)
+    assert not set(names) & learn.last.keys()  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import PurePath
 from typing import Any
 
 import pytest
@@ -43,6 +44,11 @@ SAME = {
         [said(None, call(id="x"), call("sub", id="y")), result(id="y"), result(id="x")],
         [said(None, call(id="1"), call("sub", id="2")), result(id="2"), result(id="1")],
     ),
+    "ids as numbers": ([said(None, call(id=7)), result(id=7)], [said(None, call(id="x")), result(id="x")]),  # type: ignore
+    "what is no JSON": (
+        [{"role": "user", "content": [{"image": PurePath("a")}]}],
+        [{"role": "user", "content": [{"image": PurePath("a")}]}],
+    ),
     "null content": ([{"role": "user", "content": None}], [{"role": "user", "content": ""}]),
 }
 OTHER = {
@@ -55,6 +61,10 @@ OTHER = {
     "image": (
         [{"role": "user", "content": [{"text": "One."}, {"image_url": "a"}]}],
         [{"role": "user", "content": [{"text": "One."}, {"image_url": "b"}]}],
+    ),
+    "what is no JSON": (
+        [{"role": "user", "content": [{"image": PurePath("a")}]}],
+        [{"role": "user", "content": [{"image": PurePath("b")}]}],
     ),
     "no call": ([said("ok", call())], [said("ok")]),
     "another call": ([said("ok", call())], [said("ok", call("sub"))]),
