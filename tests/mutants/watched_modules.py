@@ -20,10 +20,13 @@ _CONTINUED = (f"{_CONVERSATION}/test_continuation.py", f"{_CONVERSATION}/test_li
 _SERVED = "tests/mocked_server/test_server.py"
 
 WATCHED: dict[str, tuple[str, ...]] = {
-    "learner/algorithms/advantages.py": ("tests/learner/algorithms/test_advantages.py",),
-    "learner/algorithms/importance_weights.py": ("tests/learner/algorithms/test_importance_weights.py",),
-    "learner/algorithms/kl.py": ("tests/learner/algorithms/test_kl.py",),
-    "learner/algorithms/losses.py": ("tests/learner/algorithms/test_losses.py",),
+    "learner/algorithms/advantages.py": ("tests/learner/algorithms/test_advantages.py", _STEPS[0]),
+    "learner/algorithms/importance_weights.py": (
+        "tests/learner/algorithms/test_importance_weights.py",
+        "tests/learner/algorithms/test_losses.py",
+    ),
+    "learner/algorithms/kl.py": ("tests/learner/algorithms/test_kl.py", _STEPS[0]),
+    "learner/algorithms/losses.py": ("tests/learner/algorithms/test_losses.py", _STEPS[0]),
     "learner/algorithms/overlong_penalty.py": ("tests/env_adapters/scoring/test_rewards.py",),
     "learner/training/packing.py": (f"{_TRAINING}/test_packing.py", f"{_TRAINING}/test_batch_tensors.py"),
     "learner/training/batch_tensors.py": (f"{_TRAINING}/test_batch_tensors.py", *_STEPS[:1]),

@@ -127,6 +127,14 @@ def test_kl_in_the_reward_moves_weights_where_all_scores_are_equal(learn: Learn,
     assert learn.last["policy/grad_norm"] == 0.0  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("advantage", ["gae", "reinforce_plus_plus", *GROUPED])
+def test_rows_that_train_one_token_each_change_the_weights(learn: Learn, advantage: str) -> None:
+    rows = [make_row([1, token], mask=[0, 1], episode=f"0-{token}-0", score=float(token == 5)) for token in (5, 7)]
+    before, after = (learn(TrainBatch(rows=rows), advantage=advantage, lr=lr) for lr in (0.0, 1e-3))
+    assert differ(before, after)
+    assert learn.last["learner/trained_tokens"] == 2.0  # type: ignore[attr-defined]
+
+
 def test_branches_of_equal_scores_are_compared_like_episodes_of_their_own(learn: Learn) -> None:
     other = make_row([1, 7], mask=[0, 1], episode="0-1-0", score=0.0)
 
