@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long matrix agents faults check setup format docs clean
+.PHONY: demo test test-long matrix mutants agents faults check setup format docs clean
 
 demo: $(READY)  ## run the main job: the demo model learns, in a few minutes, without a GPU
 	$(PY) -m learner.run
@@ -33,6 +33,11 @@ faults: $(READY)  ## thousands of kills and hostile requests; hours. Fewer: make
 	$(PY) -m tests.faults --ledger $(KILLS) --server $$(($(KILLS) * 9 / 10)) --run $$(($(KILLS) / 10))
 	$(PY) -m tests.fuzz $(CASES)
 	$(PY) -m tests.fuzz --engine real $(CASES)
+
+SEED ?= 0
+SAMPLE ?= 100
+mutants: $(READY)  ## small changes of the code, which the tests have to notice; half an hour. Fewer: make mutants SAMPLE=10 SEED=1
+	$(PY) -m tests.mutants --seed $(SEED) --sample $(SAMPLE)
 
 check: $(READY)  ## format, lint, types, fast tests: less than two minutes
 	$(PY) -m ruff format --check .

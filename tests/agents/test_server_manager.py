@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from agents import server_manager
 from agents.server_manager import AsyncLLMServerManager, ServerUnavailable
 from buffers.errors import AgentError, UnderstudyError
 from tests.support.loop_parts import ScriptedServer
@@ -64,6 +65,17 @@ async def test_later_rounds_go_to_the_server_of_the_first():
     assert all(set(server.seen.values()) == {4} for server in servers)
 
 
+async def test_each_episode_is_recorded_under_its_own_key():
+    servers = [ScriptedServer(lambda _: [1]) for _ in range(2)]
+    manager = AsyncLLMServerManager(servers, api_key="own")
+    views = [manager.keyed(f"key{episode}") for episode in range(4)]
+    for _ in range(2):
+        for episode, view in enumerate(views):
+            await ask(view, f"episode-{episode}")
+    await ask(manager, "episode-9")
+    assert [server.keys for server in servers] == [["key0", "key2"] * 2 + ["own"], ["key1", "key3"] * 2]
+
+
 async def test_only_the_latest_routes_are_remembered():
     servers = [ScriptedServer(lambda _: [1]) for _ in range(2)]
     manager = AsyncLLMServerManager(servers, max_cache_size=10)
@@ -99,6 +111,40 @@ async def test_a_hanging_server_holds_up_nobody_elses_request():
     assert answers[0].token_ids == [1]
     assert not stuck.done()
     stuck.cancel()
+
+
+async def test_a_server_that_does_not_answer_its_health_check_is_ill_after_the_deadline(monkeypatch):
+    class Silent(ScriptedServer):
+        async def healthy(self):
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(server_manager, "HEALTH_DEADLINE_S", 0.01)
+    silent, well = Silent(lambda _: [1]), ScriptedServer(lambda _: [1])
+    manager = AsyncLLMServerManager([silent, well])
+    assert await asyncio.wait_for(manager.check_health(), 20) == 1
+    for request in "abc":
+        await ask(manager, request)
+    assert (len(silent.prompts), len(well.prompts)) == (0, 3), "it takes no new requests"
+
+
+async def test_a_server_that_says_it_is_ill_takes_no_requests_until_it_is_well():
+    class Ill(ScriptedServer):
+        well = False
+
+        async def healthy(self):
+            return self.well
+
+    ill, well = Ill(lambda _: [1]), ScriptedServer(lambda _: [1])
+    manager = AsyncLLMServerManager([ill, well])
+    assert await manager.check_health() == 1
+    for request in "abc":
+        await ask(manager, request)
+    assert (len(ill.prompts), len(well.prompts)) == (0, 3)
+    ill.well = True
+    assert await manager.check_health() == 2
+    for request in "de":
+        await ask(manager, request)
+    assert (len(ill.prompts), len(well.prompts)) == (1, 4)
 
 
 async def test_without_any_server_the_request_fails_and_says_so():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from buffers.errors import UnderstudyError
 from buffers.records import EpisodeScores, Round, Row
 from buffers.token_tree import TokenTree
-from buffers.training_rows import episode_rows
+from buffers.training_rows import episode_rows, is_trainable
 from tests.support.buffer_parts import make_round
 
 
@@ -33,6 +34,8 @@ def test_a_linear_episode_is_one_row_that_trains_all_its_sampled_tokens() -> Non
     assert row.versions.tolist() == [-1, -1, 3, 3, -1, 4]
     assert row.rounds.tolist() == [-1, -1, 0, 0, -1, 1]
     assert (row.episode_id, row.group_id, row.score, row.loss_weight) == ("e", 4, 0.5, 1.0)
+    types = [array.dtype for array in (row.ids, row.mask, row.logprobs, row.versions, row.rounds)]
+    assert types == [np.int32, np.uint8, np.float32, np.int32, np.int32]
 
 
 def test_a_shared_prefix_is_trained_in_the_branch_whose_leaf_came_first() -> None:
@@ -73,6 +76,58 @@ def test_a_branch_without_sampled_tokens_of_its_own_makes_no_row() -> None:
 def test_a_child_of_an_aborted_round_is_refused() -> None:
     with pytest.raises(ValueError, match="round 1 of episode e: parent must be an earlier round that was not aborted"):
         rows_of([make_round("e", index=0, finish_reason="abort"), make_round("e", index=1, parent=0)])
+
+
+@pytest.mark.parametrize("parent", [1, 2])
+def test_a_round_that_continues_itself_or_a_later_one_is_refused(parent: int) -> None:
+    rounds = [make_round("e", index=0), make_round("e", index=1, parent=parent), make_round("e", index=2, parent=1)]
+    leaf = [make_round("e", index=3, parent=2)]
+    with pytest.raises(ValueError, match=rf"parent must be an earlier round that was not aborted, got {parent}"):
+        rows_of(rounds + leaf)
+
+
+def test_a_round_of_which_no_token_is_left_in_makes_no_row_and_halves_no_weight() -> None:
+    out = np.zeros(3, dtype=np.uint8)
+    (row,) = rows_of(
+        [
+            make_round("e", index=0, tail=[1], sampled=[2]),
+            make_round("e", index=1, parent=0, tail=[3], sampled=[4, 5, 6]),
+            replace(make_round("e", index=2, parent=0, tail=[7], sampled=[8, 9, 10]), trained=out),
+        ]
+    )
+    assert row.ids.tolist() == [1, 2, 3, 4, 5, 6] and row.loss_weight == 1.0
+
+
+def test_tokens_that_are_left_out_are_context() -> None:
+    some = np.array([1, 0, 1], dtype=np.uint8)
+    (row,) = rows_of([replace(make_round("e", tail=[1, 2], sampled=[7, 8, 9], version=3), trained=some)])
+    assert row.ids.tolist() == [1, 2, 7, 8, 9] and row.mask.tolist() == [0, 0, 1, 0, 1]
+    assert row.logprobs.tolist() == [0, 0, -0.125, 0, -0.375]
+    assert row.versions.tolist() == [-1, -1, 3, -1, 3] and row.rounds.tolist() == [-1, -1, 0, -1, 0]
+
+
+def test_of_several_scored_branches_in_one_row_the_latest_counts() -> None:
+    rounds = [make_round("e", index=0), make_round("e", index=1, parent=0), make_round("e", index=2, parent=1)]
+    scores = EpisodeScores(whole=0.5, branches={0: 0.25, 1: -1.0}, rounds={})
+    (row,) = episode_rows(rounds, group_id=4, scores=scores)
+    assert row.branch_score == -1.0
+
+
+def test_the_score_of_a_shared_round_is_on_the_row_that_trains_it_only() -> None:
+    rounds = [
+        make_round("e", index=0, tail=[1], sampled=[2]),
+        make_round("e", index=1, parent=0, tail=[3], sampled=[4]),
+        make_round("e", index=2, parent=0, tail=[5], sampled=[6]),
+    ]
+    scores = EpisodeScores(whole=0.5, branches={0: 0.25}, rounds={0: 1.0, 2: -1.0})
+    first, second = episode_rows(rounds, group_id=4, scores=scores)
+    assert (first.round_scores, second.round_scores) == ({0: 1.0}, {2: -1.0})
+    assert (first.branch_score, second.branch_score) == (0.25, None)
+
+
+def test_a_round_is_trainable_when_it_ended_and_trains_a_token() -> None:
+    assert is_trainable("stop", num_trained=1) and is_trainable("abandoned", num_trained=2)
+    assert not is_trainable("stop", num_trained=0) and not is_trainable("abort", num_trained=1)
 
 
 @st.composite
@@ -154,3 +209,27 @@ def test_a_round_keeps_only_what_its_prompt_adds_to_the_verified_parent() -> Non
         with pytest.raises(UnderstudyError, match=f"start with those of round {parent}; give parent=None"):
             add(prompt, [8], parent=parent)
     assert add([1, 2], [3], parent=None) == [5, 1, 2]
+
+
+def test_a_tree_that_is_rebuilt_from_its_rounds_goes_on_as_it_would_have() -> None:
+    rounds = [
+        make_round("e", index=0, tail=[1, 2], sampled=[3]),
+        make_round("e", index=1, parent=0, tail=[4], sampled=[5], finish_reason="abort"),
+        make_round("e", index=2, parent=0, tail=[], sampled=[6, 7]),
+    ]
+    added = {"sampled_ids": [9], "logprobs": [-0.5], "versions": [3], "finish_reason": "stop"}
+    tree = TokenTree("e", rounds=rounds)
+    trained = np.ones(1, dtype=np.uint8)
+    round_ = tree.add(
+        prompt_ids=np.array([1, 2, 3, 6, 7, 8], dtype=np.int32),
+        parent=2,
+        memo=b"memo",
+        trained=trained,
+        **{name: np.array(value) if isinstance(value, list) else value for name, value in added.items()},
+    )
+    assert (round_.episode_id, round_.round_index, round_.parent, round_.memo) == ("e", 3, 2, b"memo")
+    assert (round_.tail_ids.tolist(), round_.sampled_ids.tolist()) == ([8], [9])
+    assert (round_.logprobs.tolist(), round_.versions.tolist(), round_.finish_reason) == ([-0.5], [3], "stop")
+    assert round_.trained is trained
+    types = [array.dtype for array in (round_.tail_ids, round_.sampled_ids, round_.versions, round_.logprobs)]
+    assert types == [np.int32, np.int32, np.int32, np.float32]

@@ -236,6 +236,50 @@ async def test_lost_steps_are_made_again_before_anything_new_starts(tmp_path: Pa
     ledger.close()
 
 
+async def test_steps_beyond_those_that_were_lost_are_sampled_as_they_become_ready(tmp_path: Path) -> None:
+    """A claim does not wait, and a learner that dies during it is not seen: only what is there already is claimed."""
+    ledger = Ledger(None)
+    groups = [make_ready(ledger, task=task) for task in range(3)]
+    start = ledger.position().result()
+    batch = ledger.claim(1, min_version=0).result()
+    assert batch is not None
+    ledger.commit_step(batch.lease_id, step=1, version=1).result()
+    replays = ledger.restore(start).result()
+    assert replays == 1
+    async with learning(tmp_path, ledger, replays=replays, steps=3, checkpoints={"every": 0}) as setup:
+        setup.ranks.gate.set()
+        rounds, sampled = setup.loop._rounds, []
+        sample = rounds.sample
+
+        async def noted(num_groups: int, **options: Any) -> TrainBatch:
+            batch = await sample(num_groups, **options)
+            sampled.append(batch.group_ids)
+            return batch
+
+        rounds.sample = noted  # type: ignore[method-assign]
+        await setup.loop.run()
+        assert setup.ranks.trained == [(group,) for group in groups]
+        assert sampled == [(group,) for group in groups[1:]]
+    ledger.close()
+
+
+async def test_the_last_step_that_is_made_again_is_published_and_those_before_it_are_not(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    for task in range(4):
+        make_ready(ledger, task=task)
+    async with learning(tmp_path, ledger, steps=4, checkpoints={"every": 0}) as setup:
+        setup.ranks.gate.set()
+        running = asyncio.create_task(setup.loop.run())
+        await until(lambda: setup.loop.step == 3)
+        setup.ranks.dies_in.append("train_step")
+        await running
+        told = setup.ranks.told
+        done = 4 if "version-4" in [one[1] for one in told[: told.index("start")]] else 3
+        again = [one[1] for one in told[told.index("start") :] if one[0] == "publish"]
+        assert again == [f"version-{step}" for step in range(done, 5)]
+    ledger.close()
+
+
 def checkpoint_of(ledger: Ledger, tmp_path: Path, *, step: int) -> Checkpoint:
     return Checkpoint(folder=tmp_path, position=replace(ledger.position().result(), step=step), score=None)
 

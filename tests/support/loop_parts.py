@@ -20,6 +20,7 @@ class ScriptedServer:
         self.prompts: list[list[int]] = []
         self.params: list[dict[str, Any]] = []
         self.seen: dict[str, int] = {}
+        self.keys: list[str] = []
         self.dead = False
         self.slept = 0
 
@@ -29,6 +30,7 @@ class ScriptedServer:
         if self.dead:
             raise ServerUnavailable("scripted server is dead")
         self.prompts.append(prompt_ids)
+        self.keys.append(api_key)
         self.params.append(sampling_params)
         number = self.seen[request_id] = self.seen.get(request_id, -1) + 1
         ids = self.answers[number] if isinstance(self.answers, list) else self.answers(prompt_ids)

@@ -139,6 +139,30 @@ async def test_limits_end_the_episode_with_the_models_token(tokenizer, tools_yam
     assert set(output.response_mask) == {1}, "a result that does not fit is not appended"
 
 
+async def test_an_answer_that_fills_the_response_calls_no_tool(tokenizer, tools_yaml):
+    ask = call("fails")
+    room = len(said(tokenizer, ask))
+    server, output = await play(tokenizer, [ask, "never"], tools_yaml, response_length=room)
+    assert output.response_ids == said(tokenizer, ask) and len(server.prompts) == 1
+    assert output.extra_fields["tool_error"] is None and output.extra_fields["turn_scores"] == []
+    _, output = await play(tokenizer, [ask, "never"], tools_yaml, response_length=room + 1)
+    assert output.extra_fields["tool_error"] == "fails: raised", "with room for one token it is called"
+
+
+async def test_results_that_do_not_fit_end_the_episode(tokenizer, tools_yaml):
+    ask = call("add", a=1, b=1)
+    room = len(said(tokenizer, ask)) + 5
+    server, output = await play(tokenizer, [ask] * 9, tools_yaml, response_length=room)
+    assert len(server.prompts) == 1 and output.response_ids == said(tokenizer, ask)
+    assert output.num_turns == 1 + 1
+
+
+async def test_a_model_that_goes_on_asking_is_answered_seven_times(tokenizer, tools_yaml):
+    ask = call("add", a=1, b=1)
+    server, output = await play(tokenizer, [ask] * 9, tools_yaml)
+    assert len(server.prompts) == 8 and output.num_turns == 1 + 8 + 7
+
+
 async def test_calls_beyond_the_limit_are_answered_with_an_error(tokenizer, tools_yaml):
     calls = "\n".join(call("add", a=1, b=n) for n in (1, 2, 3))
     _, output = await play(tokenizer, [calls, "done"], tools_yaml, max_parallel_calls=2)

@@ -3,36 +3,81 @@
 import sqlite3
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from itertools import count
 
 import pytest
 
-from buffers.errors import UnderstudyError
+from buffers.errors import StorageFull, UnderstudyError
+from buffers.ledger import group_commit
 from buffers.ledger.group_commit import GroupCommit, Rules
 
 PUTS = 200
+
+
+class Disk(sqlite3.Connection):
+    """A connection whose disk may be full; notes each statement that is no operation's."""
+
+    full = False
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.statements = []
+
+    def execute(self, statement, *arguments):
+        self.statements.append(statement)
+        if self.full and statement == "COMMIT":
+            raise sqlite3.OperationalError("database or disk is full")
+        return super().execute(statement, *arguments)
 
 
 class Lines:
     """A writer over one table, and what it told of each commit."""
 
     def __init__(self, path):
-        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, factory=Disk)
         db.execute("CREATE TABLE line(number INTEGER PRIMARY KEY, text TEXT)")
         self.published = []
+        self.probes = []
+        self.recovered = threading.Event()
         self.writer = GroupCommit(
             db, name="test", read_event=lambda db: db.execute("SELECT count(*) FROM line").fetchone()[0],
-            keep_event=lambda _: None, publish=lambda event, recovered: self.published.append(event),
-            probe=lambda _: None,
+            keep_event=lambda _: None, publish=self._publish, probe=lambda _: self.probes.append(self.writer.full),
         )  # fmt: skip
 
-    def put(self, text, *, inline=False):
+    def _publish(self, event, *, recovered):
+        self.published.append(event)
+        if recovered:
+            self.recovered.set()
+
+    def put(self, text, *, inline=False, **rules):
         def operation(db):
             db.execute("INSERT INTO line(text) VALUES (?)", (text,))
             return threading.current_thread()
 
-        return self.writer.submit(operation, rules=Rules(inline=inline))
+        return self.writer.submit(operation, rules=Rules(inline=inline, **rules))
+
+    @property
+    def disk(self):
+        return self.writer._db
+
+    @contextmanager
+    def held(self):
+        """Its thread stands in an operation of its own meanwhile."""
+        standing, let_go = threading.Event(), threading.Event()
+
+        def hold(_):
+            standing.set()
+            assert let_go.wait(60)
+
+        future = self.writer.submit(hold)
+        assert standing.wait(10)
+        try:
+            yield
+        finally:
+            let_go.set()
+        future.result(10)
 
     def texts(self):
         return self.writer.submit(lambda db: [text for (text,) in db.execute("SELECT text FROM line ORDER BY number")])
@@ -136,3 +181,88 @@ def test_closing_while_callers_commit_stores_all_that_was_taken(tmp_path):
         with sqlite3.connect(tmp_path / f"{round_}.sqlite") as db:
             assert db.execute("SELECT count(*) FROM line").fetchone() == (len(taken),)
         db.close()
+
+
+def synchronous(lines):
+    told = "PRAGMA synchronous = "
+    return [each.removeprefix(told) for each in lines.disk.statements if each.startswith(told)]
+
+
+def test_only_a_transaction_of_transient_operations_alone_does_not_wait_for_the_disk(lines):
+    lines.put("kept").result(10)
+    assert synchronous(lines) == []  # it begins so
+    lines.put("passing", transient=True).result(10)
+    assert synchronous(lines) == ["NORMAL"]
+    lines.put("kept").result(10)
+    assert synchronous(lines) == ["NORMAL", "FULL"]
+    (level,) = lines.disk.execute("PRAGMA synchronous").fetchone()
+    assert level == 2
+    lines.put("passing", transient=True).result(10)
+    with lines.held():  # what holds is no transient operation
+        pass
+    assert synchronous(lines) == ["NORMAL", "FULL", "NORMAL", "FULL"]
+    with lines.held():
+        mixed = [lines.put("one", transient=True), lines.put("two"), lines.put("three", transient=True)]
+    wait(mixed, timeout=10)
+    lines.texts().result(10)
+    assert synchronous(lines) == ["NORMAL", "FULL", "NORMAL", "FULL"], "the mixed transaction waited for the disk"
+
+
+def test_while_the_disk_is_full_operations_wait_in_their_order_and_a_probe_opens_each_try(lines, monkeypatch):
+    monkeypatch.setattr(group_commit, "_RETRY_S", 0.01)
+    lines.disk.full = True
+    first = lines.put("first")
+    until(lambda: len(lines.probes) >= 2)
+    assert all(lines.probes) and lines.writer.full and not first.done()
+    refused = lines.put("refused", refusable=True)
+    with pytest.raises(StorageFull, match="disk is full; free space on its disk"):
+        refused.result(10)
+    later = [lines.put(text) for text in ("second", "third")]
+    lines.disk.full = False
+    for future in (first, *later):
+        future.result(10)
+    assert lines.texts().result(10) == ["first", "second", "third"]
+    assert lines.recovered.wait(10) and not lines.writer.full
+    num_probes = len(lines.probes)
+    lines.put("fourth").result(10)
+    assert len(lines.probes) == num_probes, "no probe once there is room"
+
+
+def until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_who_waits_for_the_transaction_of_a_defect_is_told_and_does_not_hang(lines):
+    def broken(_):
+        raise AttributeError("a defect")
+
+    with lines.held():
+        before, defect, after = lines.put("before"), lines.writer.submit(broken), lines.put("after")
+    for future in (before, defect, after):
+        with pytest.raises(UnderstudyError, match="its writer stopped before this was stored"):
+            future.result(10)
+
+
+def test_more_than_a_transaction_takes_is_stored_without_another_call(lines):
+    with lines.held():
+        futures = [lines.put(str(number)) for number in range(3000)]
+    assert not wait(futures, timeout=30).not_done
+    assert lines.texts().result(10) == [str(number) for number in range(3000)]
+
+
+def test_who_brings_more_than_can_wait_waits(lines, monkeypatch):
+    monkeypatch.setattr(group_commit, "_MAX_WAITING", 3)
+    with ThreadPoolExecutor(1) as pool:
+        with lines.held():
+            futures = [lines.put(str(number)) for number in range(3)]
+            beyond = pool.submit(lines.put, "3")
+            with pytest.raises(TimeoutError):
+                beyond.result(0.2)
+            assert len(lines.writer._waiting) == 3
+        futures.append(beyond.result(10))
+    wait(futures, timeout=10)
+    assert lines.texts().result(10) == ["0", "1", "2", "3"]

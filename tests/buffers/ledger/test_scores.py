@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from buffers.errors import EpisodeClosed, EpisodeError, ScoreConflict, ScoreError
+from buffers.ledger import batches, checkpoints, scores
+from buffers.ledger.group_commit import Rules, rules_of
 from buffers.ledger.ledger import Ledger
 from buffers.records import Episode, Row, ScoreDetail
 from tests.support.buffer_parts import make_round, open_running
@@ -135,6 +139,44 @@ def test_a_score_after_the_group_is_in_a_batch_is_recorded_and_refused(ledger: L
     with pytest.raises(EpisodeClosed, match="its group was in a batch"):
         ledger.notify_score(episode, 0.0, detail=ScoreDetail(round_index=0)).result()
     assert [entry["verdict"] for entry in ledger.score_history(episode).result()] == ["stored", "closed", "closed"]
+
+
+def test_a_score_of_an_episode_that_sampled_nothing_fails_it_and_is_on_record(ledger: Ledger) -> None:
+    (episode,) = open_running(ledger, task=0)
+    with pytest.raises(EpisodeClosed, match="got none: it failed; check that its agent reached the model"):
+        ledger.notify_score(episode.episode_id, 1.0).result()
+    told = [(entry["value"], entry["verdict"]) for entry in ledger.score_history(episode.episode_id).result()]
+    assert told == [(1.0, "no rounds")]
+    assert ledger.counts()["failed/no rounds"] == 1 and ledger.counts()["episodes/scored"] == 0
+
+
+def test_a_score_of_an_episode_whose_every_round_was_constrained_fails_it_for_that(ledger: Ledger) -> None:
+    (episode,) = open_running(ledger, task=0)
+    out = np.zeros(3, dtype=np.uint8)
+    ledger.put_round(replace(make_round(episode.episode_id), trained=out)).result()
+    with pytest.raises(EpisodeClosed, match="each of its model calls constrained what was sampled"):
+        ledger.notify_score(episode.episode_id, 1.0).result()
+    assert ledger.counts()["failed/all rounds constrained"] == 1
+
+
+def test_how_each_operation_may_be_stored() -> None:
+    """What is repeatable may run again after its answer was lost; what is refusable is sent again by its caller."""
+    functions = (
+        batches.claim, batches.commit_step, batches.release, batches.evict_stale, batches.read_rounds, scores.notify_score,
+        scores.score_history, checkpoints.position, checkpoints.restore, checkpoints.times_opened,
+    )  # fmt: skip
+    assert {function.__name__: rules_of(function) for function in functions} == {
+        "claim": Rules(transient=True),
+        "commit_step": Rules(repeatable=True),
+        "release": Rules(),
+        "evict_stale": Rules(),
+        "read_rounds": Rules(repeatable=True),
+        "notify_score": Rules(refusable=True),
+        "score_history": Rules(repeatable=True),
+        "position": Rules(repeatable=True),
+        "restore": Rules(),
+        "times_opened": Rules(repeatable=True),
+    }
 
 
 def test_a_group_may_lose_members_down_to_its_least_size(ledger: Ledger) -> None:

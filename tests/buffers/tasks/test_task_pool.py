@@ -405,3 +405,16 @@ async def test_a_pool_takes_over_what_an_earlier_process_started(tmp_path: Path)
             await setup.play(episode)
             assert setup.pool.metrics()["pool/running"] == 0
             assert ledger.counts()["groups/ready"] == 1
+
+
+async def test_an_episode_that_starts_while_the_pool_closes_is_released_as_closed() -> None:
+    async with running_pool() as setup:
+        await setup.pool.put([make_task(0)])
+        setup.ledger.open_group("t:0", instance=0, group_size=1).result()
+        setup.pool.close()
+        await asyncio.wait([setup.runner])
+        started = setup.ledger.start_pending(limit=1, version=0)
+        assert len(started.result()) == 1
+        setup.pool._on_started(started)  # it was asked for before, and answered after
+        assert setup.pool.metrics()["pool/running"] == 0
+        assert setup.closed == [("1-0-0", "closed")]

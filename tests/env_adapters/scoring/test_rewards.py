@@ -9,7 +9,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from buffers.errors import ScoreError, TaskError
@@ -250,6 +252,67 @@ async def test_a_remote_scorer_is_asked_again_after_its_own_errors_only(monkeypa
         await Rewards(url).score(task(), "four")
 
 
+def test_a_scorer_that_cannot_be_reached_is_asked_three_times_with_growing_pauses(monkeypatch) -> None:
+    asked, pauses = [], []
+
+    def post(url: str, *, json: dict, timeout: float) -> httpx.Response:
+        asked.append((url, len(json["items"]), timeout))
+        if len(asked) < 3:
+            raise httpx.ConnectError("nobody there")
+        return httpx.Response(200, json={"scores": [0.5]}, request=httpx.Request("POST", url))
+
+    monkeypatch.setattr(rewards, "httpx", SimpleNamespace(post=post, TransportError=httpx.TransportError))
+    monkeypatch.setattr(rewards, "time", SimpleNamespace(sleep=pauses.append))
+    score = rewards.resolve("http://x/score", batch=False)
+    assert score([task()], ["four"]) == [0.5]
+    assert asked == [("http://x/score", 1, 30.0)] * 3 and pauses == [0.5, 1.0]
+    asked.clear()
+    monkeypatch.setattr(rewards.httpx, "post", lambda *_, **__: asked.append(1) or fails())
+    with pytest.raises(httpx.ConnectError):
+        score([task()], ["four"])
+    assert len(asked) == 3 and pauses == [0.5, 1.0, 0.5, 1.0], "no pause after the last"
+
+
+def fails() -> None:
+    raise httpx.ConnectError("nobody there")
+
+
+async def test_the_loop_goes_on_while_a_scorer_works() -> None:
+    seen.clear()
+    started.clear()
+    gate.clear()
+    scoring = asyncio.create_task(Rewards(f"{__name__}.waits").score(task(), "four"))
+    async with asyncio.timeout(20):
+        while not started.is_set():
+            await asyncio.sleep(0.001)
+    assert not scoring.done(), "this line is reached while it waits"
+    gate.set()
+    assert await scoring == 4.0
+
+
+def waits(task: Task, answer: str) -> float:
+    started.set()
+    assert gate.wait(20)
+    return float(len(answer))
+
+
+async def test_who_gives_up_a_batch_takes_no_one_with_it() -> None:
+    seen.clear()
+    started.clear()
+    gate.clear()
+    batch = Rewards(f"{__name__}.lengths", batch=True)
+    given_up = asyncio.create_task(batch.score(task(), "a"))
+    await asyncio.to_thread(started.wait, 5)
+    others = [asyncio.create_task(batch.score(task(), "b" * n)) for n in (2, 3, 4)]
+    await asyncio.sleep(0)
+    given_up.cancel()
+    others[1].cancel()
+    gate.set()
+    outcomes = await asyncio.wait_for(asyncio.gather(given_up, *others, return_exceptions=True), 20)
+    kinds = [outcome if isinstance(outcome, float) else type(outcome) for outcome in outcomes]
+    assert kinds == [asyncio.CancelledError, 2.0, asyncio.CancelledError, 4.0]
+
+
 def test_the_overlong_penalty_is_that_of_the_paper() -> None:
     penalties = [overlong_penalty(n, max_tokens=100) for n in (0, 80, 85, 90, 100, 120)]
     assert penalties == pytest.approx([0.0, 0.0, -0.25, -0.5, -1.0, -1.0])
@@ -264,6 +327,16 @@ def test_shaping_lowers_the_score_by_the_episodes_longest_generation() -> None:
     assert [row.score for row in batch.rows] == pytest.approx([0.5, 0.5, 1.0])
     assert mean == pytest.approx(-0.25)
     assert long.score == 1.0
+
+
+def test_shaping_a_batch_of_one_episode_and_of_none() -> None:
+    alone = make_row(range(12), mask=[0] + [1] * 9 + [0, 1], rounds=[0] * 10 + [0, 1], episode="a", score=1.0)
+    batch, mean = with_overlong_penalty(TrainBatch(rows=[alone]), max_tokens=10)
+    assert [row.score for row in batch.rows] == pytest.approx([0.5]) and mean == pytest.approx(-0.5)
+    untrained = make_row(range(2), mask=[0, 0], episode="b", score=1.0)
+    batch, mean = with_overlong_penalty(TrainBatch(rows=[untrained]), max_tokens=10)
+    assert [row.score for row in batch.rows] == [1.0] and mean == 0.0
+    assert with_overlong_penalty(TrainBatch(rows=[]), max_tokens=10) == (TrainBatch(rows=[]), 0.0)
 
 
 def test_groups_with_equal_scores_are_dropped_and_counted_when_asked() -> None:

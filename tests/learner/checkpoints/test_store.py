@@ -4,10 +4,13 @@ kept."""
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,6 +105,70 @@ def test_what_is_resumed(tmp_path: Path) -> None:
         find_resume(run, resume=str(first.folder))
     with pytest.raises(CheckpointError, match="must name a checkpoint of this run"):
         find_resume(tmp_path / "other", resume=str(first.folder))
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What the store asks of the disk, in order: (call, name of the file or folder)."""
+    calls: list[tuple[str, str]] = []
+
+    def fsync(descriptor: int) -> None:
+        calls.append(("flush", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+
+    def noted(name: str, call: Any) -> Any:
+        def instead(self: Path, *arguments: Any) -> Any:
+            calls.append((name, self.name))
+            return call(self, *arguments)
+
+        return instead
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(Path, name, noted(name, getattr(Path, name)))
+    return calls
+
+
+def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_has_its_name_before_it_is_pointed_to(
+    tmp_path: Path, told: list[tuple[str, str]]
+) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    save(store, 1)
+    scratch = ".step-000001.tmp"
+    assert sorted(told[:4]) == sorted([("flush", name) for name in ("weights", "model", "run.json", scratch)])
+    assert told[3] == ("flush", scratch), "the folder after what is in it"
+    assert told[4:] == [("rename", scratch), ("flush", "checkpoints"), ("replace", ".checkpoint.new")]
+
+
+def test_a_checkpoint_that_is_removed_has_lost_its_name_first(
+    tmp_path: Path, told: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    save(store, 1)
+    told.clear()
+
+    def interrupted(folder: Path, **_: Any) -> None:
+        if Path(folder).exists():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.commit(filled(store, 2), position=position(2), score=None)
+    assert told[-1] == ("rename", "step-000001")
+    assert names(store) == [".step-000001.old", "step-000002"]
+    assert [one.position.step for one in store.all()] == [2]
+
+
+def filled(store: CheckpointStore, step: int) -> Path:
+    folder = store.folder / f".step-{step:06d}.tmp"
+    (folder / "model").mkdir(parents=True)
+    return folder
+
+
+def test_a_scratch_folder_is_empty_whatever_a_crash_left_there(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    (store.scratch(1) / "half").write_text("written")
+    assert list(store.scratch(1).iterdir()) == []
 
 
 SAVER = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,10 @@ import pytest
 
 from buffers.ledger.ledger import Ledger
 from configs.schema import RolloutConfig
+from mocked_server.conversation.restored_rounds import memo_of, remember
 from mocked_server.keys import KeyRing, make_secret
+from tests.mocked_server.conversation.test_continuation import NEXT, TOOLS, USER, add, chat, episode
+from tests.support.buffer_parts import make_round
 from tests.support.server_parts import ServerThread, whole_prompt
 
 
@@ -62,3 +66,36 @@ def test_running_episodes_go_on_after_a_restart_with_the_same_key_and_the_exact_
     assert batch is not None and [row.score for row in batch.rows] == [0.5, 1.0]
     assert np.array_equal(batch.rows[0].ids, [*expected, *rounds[1].sampled_ids])
     second.stop()
+
+
+def test_rounds_are_remembered_as_they_were_kept() -> None:
+    before = episode()
+    asked = chat(USER, asked=TOOLS)
+    root = add(before, 1, 2, 3, num_sampled=2, chat=asked)
+    stored = [
+        make_round("1-0-0", index=0, tail=[1], sampled=[2, 3]),
+        make_round("1-0-0", index=1, parent=0, tail=[4], sampled=[5], finish_reason="abort"),
+        make_round("1-0-0", index=2, parent=0, tail=[6], sampled=[7], finish_reason="length"),
+        make_round("1-0-0", index=3, tail=[8], sampled=[9]),
+    ]
+    stored[0] = replace(stored[0], memo=memo_of(asked))
+    stored[2] = replace(stored[2], memo=memo_of(chat(NEXT)))
+    live = episode()
+    remember(live, stored, decode=lambda ids: f"text of {ids}")
+    first, second, third = live.rounds
+    assert [each.round_index for each in live.rounds] == [0, 2, 3] and live.roots == [first, third]
+    assert first.children == [second] and second.parent is first and third.children == []
+    assert [each.ids.tolist() for each in live.rounds] == [[1, 2, 3], [6, 7], [8, 9]]
+    assert [each.num_sampled for each in live.rounds] == [2, 1, 1] and second.total == 5
+    assert [each.text for each in live.rounds] == ["text of [2, 3]", "text of [7]", "text of [9]"]
+    assert [each.finish_reason for each in live.rounds] == ["stop", "length", "stop"]
+    assert root.asked is not None and first.asked is not None and third.asked is None
+    assert (first.asked.inputs, first.asked.identity) == (root.asked.inputs, root.asked.identity)
+    assert (first.asked.template_kwargs, first.asked.tool_choice) == ({}, None)
+    assert live.by_history == {asked.digests[-1]: [first], chat(NEXT).digests[-1]: [second]}
+
+
+def test_a_memo_is_the_digest_of_a_history_and_of_what_it_was_asked_with() -> None:
+    asked = chat(USER, asked=TOOLS)
+    assert memo_of(asked) == asked.digests[-1] + TOOLS.inputs + TOOLS.identity and len(memo_of(asked)) == 64
+    assert memo_of(None) == b""
