@@ -412,10 +412,10 @@ def test_cpo_learns_from_a_hint_where_all_failed(trainer: MakeTrainer, model: Pa
     unhinted = replace(failed, rows=[replace(row, score=0.0) for row in failed.rows])
     learner = trainer(advantage="cpo", lr=1e-2, lr_warmup_steps=0)
     before = _published(learner, tmp_path)
-    with pytest.raises(ValueError, match="advantage=cpo needs hints"):
-        learner.train_step(unhinted, version=0)
-    metrics = learner.train_step(hinted, version=0)
-    assert metrics["policy/grad_norm"] > 0.0
+    metrics = learner.train_step(unhinted, version=0)
+    assert (metrics["policy/grad_norm"], metrics["policy/hinted_share"]) == (0.0, 0.0), "without hints it is grpo"
+    metrics = learner.train_step(hinted, version=1)
+    assert metrics["policy/grad_norm"] > 0.0 and metrics["policy/hinted_share"] == 1.0
     assert not torch.equal(before["model.norm.weight"], _published(learner, tmp_path)["model.norm.weight"])
 
 
