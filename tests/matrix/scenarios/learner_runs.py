@@ -47,10 +47,12 @@ ALSO: dict[str, dict[str, Any]] = {
         "learner.clip.ratio_max": 1.01, "learner.adaptive_entropy.target": 10.0, "learner.adaptive_entropy.step": 0.02,
         "learner.adaptive_entropy.most": 0.03,
     },
-    "gdpo": {"learner.lr": 1e-3, "learner.rejection.kind": "geo_mean", "learner.rejection.low": 0.5},
-    "grpo_passk": {"learner.lr": 1e-3, "learner.rejection.kind": "geo_mean", "learner.rejection.high": 2.0},
+    "gdpo": {
+        "learner.lr": 1e-3, "learner.rejection.kind": "geo_mean", "learner.rejection.low": 0.5, "learner.rejection.high": 2.0,
+    },
+    "grpo_passk": {"learner.rejection.kind": "k3_mean"},
     "otb": {"learner.rejection.kind": "stale_negatives", "learner.ranks": 2},
-    "cpo": {"data.scorer": "exact_match", "learner.rejection.kind": "k3_mean"},
+    "cpo": {"data.scorer": "exact_match", "learner.rejection.kind": "geo_mean"},
 }  # fmt: skip
 """Advantage -> what its run sets besides. With cpo all fail, as it learns from hints where that is so."""
 
@@ -137,7 +139,7 @@ def learner_runs() -> list[Run]:
         for one in packed()
     ]
     cut = {
-        **LEARNER, "learner.mask_truncated": True, "rollout.max_tokens": 200,
+        **LEARNER, "learner.mask_truncated": True, "rollout.max_tokens": 96,
         "rollout.max_model_len": 256,
     }  # fmt: skip
     return [
