@@ -95,12 +95,8 @@ def _of_losses() -> list[Row]:
     """Keys that belong to some estimators, losses and corrections."""
     gae, plain, steered = learner_name("gae"), learner_name("grpo"), learner_name("reinforce_plus_plus")
     clip_cov, kl_cov, tv = learner_name("reinforce_plus_plus_baseline"), learner_name("opo"), learner_name("gpg")
-    geo, other_geo, k3, stale = (
-        learner_name("gdpo"),
-        learner_name("grpo_passk"),
-        learner_name("cpo"),
-        learner_name("otb"),
-    )
+    geo, open_geo = learner_name("gdpo"), learner_name("cpo")
+    k3, stale = learner_name("grpo_passk"), learner_name("otb")
     icepop, mis, kind = learner_name("rloo"), learner_name("remax"), "learner.rejection.kind"
     return [
         Row("learner.calibrate_values", True, gae, trains("learner.calibrate_values", False)),
