@@ -115,7 +115,7 @@ def _of_losses() -> list[Row]:
         Row(kind, "stale_negatives", stale, trains(kind, "none")),
         Row("learner.rejection.low", "null", open_geo, trains("learner.rejection.low", 1e-6)),
         Row("learner.rejection.low", "set", geo, trains("learner.rejection.low", None)),
-        Row("learner.rejection.high", "null", open_geo, trains("learner.rejection.high", 1e6)),
+        Row("learner.rejection.high", "null", k3, trains("learner.rejection.high", 1e6)),
         Row("learner.rejection.high", "set", geo, trains("learner.rejection.high", None)),
         Row("learner.adaptive_entropy.target", "null", plain, trains("learner.adaptive_entropy.target", 0.1)),
         Row("learner.adaptive_entropy.target", "set", tv, trains("learner.adaptive_entropy.target", None)),
