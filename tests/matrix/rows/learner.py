@@ -95,7 +95,8 @@ def _of_losses() -> list[Row]:
     """Keys that belong to some estimators, losses and corrections."""
     gae, plain, steered = learner_name("gae"), learner_name("grpo"), learner_name("reinforce_plus_plus")
     clip_cov, kl_cov, tv = learner_name("reinforce_plus_plus_baseline"), learner_name("opo"), learner_name("gpg")
-    geo, k3, stale = learner_name("gdpo"), learner_name("grpo_passk"), learner_name("otb")
+    geo, open_geo = learner_name("gdpo"), learner_name("cpo")
+    k3, stale = learner_name("grpo_passk"), learner_name("otb")
     icepop, mis, kind = learner_name("rloo"), learner_name("remax"), "learner.rejection.kind"
     return [
         Row("learner.calibrate_values", True, gae, trains("learner.calibrate_values", False)),
@@ -109,12 +110,12 @@ def _of_losses() -> list[Row]:
         Row("learner.correction_bounds.high", "null", icepop, trains("learner.correction_bounds.high", 1.01)),
         Row("learner.correction_bounds.high", "set", mis, trains("learner.correction_bounds.high", None)),
         Row(kind, "none", plain, trains(kind, "geo_mean")),
-        Row(kind, "geo_mean", "truncated", trains(kind, "none")),
+        Row(kind, "geo_mean", geo, trains(kind, "none")),
         Row(kind, "k3_mean", k3, trains(kind, "none")),
         Row(kind, "stale_negatives", stale, trains(kind, "none")),
-        Row("learner.rejection.low", "null", "truncated", trains("learner.rejection.low", 0.5)),
+        Row("learner.rejection.low", "null", open_geo, trains("learner.rejection.low", 1e-6)),
         Row("learner.rejection.low", "set", geo, trains("learner.rejection.low", None)),
-        Row("learner.rejection.high", "null", k3, trains("learner.rejection.high", 10.0)),
+        Row("learner.rejection.high", "null", k3, trains("learner.rejection.high", 1e6)),
         Row("learner.rejection.high", "set", geo, trains("learner.rejection.high", None)),
         Row("learner.adaptive_entropy.target", "null", plain, trains("learner.adaptive_entropy.target", 0.1)),
         Row("learner.adaptive_entropy.target", "set", tv, trains("learner.adaptive_entropy.target", None)),

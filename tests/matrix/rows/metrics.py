@@ -92,6 +92,8 @@ def _policy() -> dict[str, tuple[str, Effect]]:
         "policy/is_capped": (GRPO, metric("policy/is_capped", lambda values: 0 < max(values) < 1)),
         "policy/is_masked": (OLD, metric("policy/is_masked", lambda values: 0 < max(values) < 1)),
         "policy/hinted_share": (learner_name("cpo"), always("policy/hinted_share", 1)),
+        "policy/truncated_share": ("truncated", metric("policy/truncated_share", lambda values: 0 < max(values) <= 1)),
+        "policy/entropy_coef": (learner_name("gpg"), moves("policy/entropy_coef")),
         "policy/too_old_share": ("aged", metric("policy/too_old_share", lambda values: 0 < max(values) < 1)),
         "policy/kl_ref": (GRPO, all_of(moves("policy/kl_ref"), positive_once("policy/kl_ref"))),
         "policy/kl_coef": (learner_name("reinforce_plus_plus"), moves("policy/kl_coef")),

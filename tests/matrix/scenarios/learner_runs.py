@@ -52,7 +52,7 @@ ALSO: dict[str, dict[str, Any]] = {
     },
     "grpo_passk": {"learner.rejection.kind": "k3_mean"},
     "otb": {"learner.rejection.kind": "stale_negatives", "learner.ranks": 2},
-    "cpo": {"data.scorer": "exact_match"},
+    "cpo": {"data.scorer": "exact_match", "learner.rejection.kind": "geo_mean"},
 }  # fmt: skip
 """Advantage -> what its run sets besides. With cpo all fail, as it learns from hints where that is so."""
 
@@ -139,7 +139,7 @@ def learner_runs() -> list[Run]:
         for one in packed()
     ]
     cut = {
-        **LEARNER, "learner.mask_truncated": True, "learner.rejection.kind": "geo_mean", "rollout.max_tokens": 200,
+        **LEARNER, "learner.mask_truncated": True, "rollout.max_tokens": 96,
         "rollout.max_model_len": 256,
     }  # fmt: skip
     return [
