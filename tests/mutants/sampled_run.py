@@ -62,11 +62,11 @@ class Copy:
     """A throw-away copy of the tree, and the process that runs tests in it."""
 
     def __init__(self, root: Path, folder: Path) -> None:
-        self._root = root
         self.folder = folder / "tree"
         copy_tree(root, self.folder)
         (folder / "results").mkdir()
         self._basetemp = folder / "basetemp"
+        self._kept = folder / "original"
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "forked_pytest.py"), str(folder / "results")],
             cwd=self.folder,
@@ -94,12 +94,13 @@ class Copy:
     def run_mutant(self, mutant: Mutant, tests: Sequence[str], *, limit_s: float, options: Sequence[str]) -> Outcome:
         """Write it, run its module's tests, put the module back."""
         path = self.folder / mutant.module
+        shutil.copy2(path, self._kept)
         path.write_text(mutant.source, encoding="utf-8")
         Path(cache_from_source(str(path))).unlink(missing_ok=True)  # it may be of the same second and size
         try:
             answer = self.run(tests, limit_s=limit_s, options=options)
         finally:
-            shutil.copy2(self._root / mutant.module, path)
+            shutil.copy2(self._kept, path)
         status = answer["status"]
         verdict = (
             "limit" if status is None else "survived" if status == 0 else "noticed" if status in NOTICED else "broken"

@@ -11,6 +11,7 @@ _STEPS = (
     f"{_TRAINING}/test_bad_batches.py",
     "tests/learner/checkpoints/test_training_state.py",
     "tests/learner/model/test_lora.py",
+    f"{_TRAINING}/test_warm_start.py",
     f"{_TRAINING}/test_trainer.py",
 )
 _LEDGER = "tests/buffers/ledger"

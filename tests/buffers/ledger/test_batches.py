@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,18 @@ def test_an_untrained_old_token_does_not_make_a_group_stale(ledger: Ledger) -> N
     ledger.put_round(make_round(episode.episode_id, index=1, version=3))
     ledger.notify_score(episode.episode_id, 1.0).result()
     assert ledger.claim(1, min_version=3).result() is not None
+
+
+def test_tokens_that_are_left_out_are_stored_and_come_back_as_context(ledger: Ledger) -> None:
+    (episode,) = open_running(ledger, task=0)
+    some = np.array([1, 0, 1], dtype=np.uint8)
+    ledger.put_round(replace(make_round(episode.episode_id), trained=some))
+    ledger.put_round(make_round(episode.episode_id, index=1, parent=0))
+    first, second = ledger.rounds(episode.episode_id).result()
+    assert first.trained is not None and first.trained.tolist() == [1, 0, 1] and second.trained is None
+    ledger.notify_score(episode.episode_id, 1.0).result()
+    batch = ledger.claim(1, min_version=0).result()
+    assert batch is not None and batch.rows[0].mask.tolist() == [0, 0, 1, 0, 1, 0, 0, 1, 1, 1]
 
 
 def test_what_runs_is_never_stale(ledger: Ledger) -> None:

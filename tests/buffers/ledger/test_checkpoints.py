@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffers.errors import UnderstudyError
+from buffers.errors import EpisodeClosed, UnderstudyError
 from buffers.ledger.ledger import Ledger
 from buffers.records import Position
-from tests.support.buffer_parts import make_ready, make_round, open_running, scored_by_group_state
+from tests.support.buffer_parts import make_ready, make_round, make_task, open_running, scored_by_group_state
 
 
 def train(ledger: Ledger, *, step: int, num_groups: int = 1) -> tuple[int, ...]:
@@ -93,6 +93,21 @@ def test_a_stale_group_is_evicted_and_not_trained_after_a_restore() -> None:
     batch = ledger.claim(1, min_version=3).result()
     assert batch is not None and batch.rows[0].versions.max() == 4
     assert ledger.counts()["evicted/stale"] == 1
+    ledger.close()
+
+
+def test_a_validation_under_way_is_given_up_and_its_episodes_have_failed() -> None:
+    ledger = Ledger(None)
+    start = here(ledger)
+    ledger.open_validation([make_task(7)], group_size=2, greedy=True).result()
+    episodes = ledger.start_pending(limit=2, version=0).result()
+    assert len(episodes) == 2 and ledger.counts()["groups/validating"] == 1
+    assert ledger.restore(start).result() == 0
+    counts = ledger.counts()
+    assert counts["groups/validating"] == 0 and counts["evicted/restart"] == 1 and counts["episodes/failed"] == 2
+    for episode in episodes:
+        with pytest.raises(EpisodeClosed, match="restart"):
+            ledger.notify_score(episode.episode_id, 1.0).result()
     ledger.close()
 
 

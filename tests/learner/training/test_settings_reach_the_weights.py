@@ -221,3 +221,12 @@ def test_the_check_of_logprobs_tells_what_it_could_check(learn: Learn) -> None:
     assert [figures[name] for name in names] == [0.0, 0.0, 0.0] and figures["policy/lag_mean"] == 1.0
     learn(walks(group_size=2), advantage="dr_grpo", check_logprobs=False)
     assert not set(names) & learn.last.keys()  # type: ignore[attr-defined]
+
+
+def test_what_a_hint_says_reaches_the_weights(learn: Learn) -> None:
+    failed = two_rounds(score=0.0)
+    hinted = [
+        replace(failed, rows=[replace(row, hint=hint) for row in failed.rows]) for hint in ("<|im_end|>" * 3, "Two.")
+    ]
+    one, other = (learn(batch, advantage="cpo") for batch in hinted)
+    assert differ(one, other)

@@ -69,6 +69,7 @@ OTHER = {
     "no call": ([said("ok", call())], [said("ok")]),
     "another call": ([said("ok", call())], [said("ok", call("sub"))]),
     "other arguments": ([said("ok", call())], [said("ok", call(arguments='{"a": 2}'))]),
+    "arguments that are no JSON": ([said("ok", call(arguments="{a"))], [said("ok", call(arguments="{b"))]),
     "two calls": ([said("ok", call())], [said("ok", call(), call())]),
     "order of calls": ([said("", call(), call("sub"))], [said("", call("sub"), call())]),
     "which call is answered": (

@@ -70,7 +70,15 @@ def test_a_request_that_repeats_history_and_answer_continues_that_round() -> Non
     assert find_parent(live, chat(USER, said("ok"), USER), parse) == (first, 2)
     assert find_parent(live, chat(USER, said("ok"), NEXT, said("no"), USER), parse) == (first, 2)
     assert find_parent(live, chat(USER, said("ok")), parse) == (first, 2), "the answer may be the last message"
-    for other in (chat(USER), chat(USER, NEXT), chat(NEXT, said("ok"), USER), chat(USER, said("no"), USER), chat()):
+    parrot = {"role": "user", "content": "ok"}
+    for other in (
+        chat(USER),
+        chat(USER, parrot, NEXT),
+        chat(USER, NEXT),
+        chat(NEXT, said("ok"), USER),
+        chat(USER, said("no"), USER),
+        chat(),
+    ):
         assert find_parent(live, other, parse) is None
 
 
