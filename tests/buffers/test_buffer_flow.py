@@ -65,9 +65,8 @@ async def test_staleness_is_bounded_and_the_books_balance_whatever_agents_do(tmp
                 batch = await asyncio.wait_for(dataset.sample(GROUPS_PER_STEP, min_version=version - lag), 30)
                 assert len(batch.group_ids) == GROUPS_PER_STEP
                 assert len({row.episode_id for row in batch.rows}) == GROUPS_PER_STEP * GROUP_SIZE
-                for group_id in batch.group_ids:
-                    newest = max(int(row.versions.max()) for row in batch.rows if row.group_id == group_id)
-                    seen_lags.add(version - newest)
+                groups = [[row for row in batch.rows if row.group_id == group_id] for group_id in batch.group_ids]
+                seen_lags |= {version - max(int(row.versions.max()) for row in rows) for rows in groups}
                 version += 1
                 await asyncio.wrap_future(ledger.commit_step(batch.lease_id, step=step, version=version))
                 await pool.set_version(version)
