@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -41,12 +42,17 @@ def main(argv: list[str] | None = None) -> int:
         return int(bool(missing))
     if arguments.only:
         rows = [row for row in rows if row.run in arguments.only]
-    with tempfile.TemporaryDirectory(prefix="matrix-") as scratch:
-        folder = arguments.look or arguments.keep or Path(scratch)
+    # No TemporaryDirectory: each child that was forked would remove it at its end.
+    scratch = None if arguments.look or arguments.keep else Path(tempfile.mkdtemp(prefix="matrix-"))
+    folder = arguments.look or arguments.keep or scratch
+    try:
         ended = kept(runs, folder) if arguments.look else play(runs, folder=folder, at_once=arguments.at_once)
         began = time.monotonic()
         table = judged(rows, ended, folder=folder)
         say(f"looking at {len(ended)} runs took {time.monotonic() - began:.0f} s")
+    finally:
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
     return report(table, missing=[] if arguments.only else missing, path=arguments.json)
 
 
