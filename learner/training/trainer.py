@@ -39,6 +39,8 @@ from learner.training.step_metrics import StepMetrics
 from learner.training.warm_start import load_traces, train_on_traces
 
 VALUE_HEAD_LR_RATIO = 10.0
+ADAM_EPS = 1e-8
+"""What is added to the size of a gradient that Adam divides by."""
 REFERENCE = "reference"
 """Name of the reference weights in a checkpoint; older versions are named by their number."""
 
@@ -95,9 +97,11 @@ class Trainer:
         self._adapter: LoraConfig | None = None
         self._tokenizer = AutoTokenizer.from_pretrained(model_path)
         self._policy = self._load(model_path, value_head=critic == "shared")
-        self._optimizer = self._adamw(self._policy, lr=config.lr)
+        self._optimizer = self._adamw(self._policy, lr=config.lr, grows=self._estimator.in_scores)
         self._critic = self._load(model_path, value_head=True) if critic == "separate" else None
-        self._critic_optimizer = self._adamw(self._critic, lr=config.critic_lr) if self._critic is not None else None
+        self._critic_optimizer = (
+            self._adamw(self._critic, lr=config.critic_lr, grows=True) if self._critic is not None else None
+        )
         self._kl = KLCoefficient(config.kl.coef, target=config.kl.target, horizon=config.kl.horizon)
         entropy = config.adaptive_entropy
         self._bonus = EntropyCoefficient(
@@ -257,14 +261,15 @@ class Trainer:
         fsdp.shard(policy, layers=policy.layers, mesh=self._mesh, dtype=self._dtype)
         return policy
 
-    def _adamw(self, policy: Policy, *, lr: float) -> torch.optim.AdamW:
+    def _adamw(self, policy: Policy, *, lr: float, grows: bool) -> torch.optim.AdamW:
         """`peak_lr` is reached after the warm-up. A value head learns faster: at the policy's rate it lags for 20 steps; and in
-        proportion to the scores' size: Adam's steps do not grow with them, and values of 100 would be far."""
-        groups = [{"params": fsdp.trained(policy.lm), "peak_lr": lr, "in_scores": False}]
+        proportion to the scores' size: Adam's steps do not grow with them, and values of 100 would be far. `grows`: gradients
+        grow with the scores, so what is too small to count does too."""
+        groups = [{"params": fsdp.trained(policy.lm), "peak_lr": lr, "rate_grows": False, "eps_grows": grows}]
         if policy.value_head is not None:
             head = list(policy.value_head.parameters())
-            groups.append({"params": head, "peak_lr": VALUE_HEAD_LR_RATIO * lr, "in_scores": True})
-        return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
+            groups.append({"params": head, "peak_lr": VALUE_HEAD_LR_RATIO * lr, "rate_grows": True, "eps_grows": False})
+        return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=ADAM_EPS, weight_decay=0.0)
 
     def _sweep(self, sequences: Sequences, *, critic: bool, rows: Sequence[int] | None = None) -> Tensor:
         """[4, M] log-probabilities, entropies, values and energies of the trained tokens, no gradient; 0 outside of `rows`, and
@@ -400,7 +405,8 @@ class Trainer:
         warmth = min(1.0, (self._steps + 1) / (config.lr_warmup_steps + 1))
         for optimizer in filter(None, (self._optimizer, self._critic_optimizer)):
             for group in optimizer.param_groups:
-                group["lr"] = group["peak_lr"] * warmth * (goals.scale if group["in_scores"] else 1.0)
+                group["lr"] = group["peak_lr"] * warmth * (goals.scale if group["rate_grows"] else 1.0)
+                group["eps"] = ADAM_EPS * (goals.scale if group["eps_grows"] else 1.0)
         step_metrics = StepMetrics()
         rng = np.random.default_rng((self._seed, self._steps))
         for _ in range(config.epochs):
