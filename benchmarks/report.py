@@ -31,7 +31,12 @@ class Report:
         report = {
             "benchmark": self._benchmark,
             "settings": dict(settings),
-            "machine": {"cores": os.cpu_count(), "load_before": self._load, "load_after": os.getloadavg()},
+            "machine": {
+                "cores": os.cpu_count(),
+                "load_before": self._load,
+                "load_after": os.getloadavg(),
+                "date": time.strftime("%Y-%m-%d"),
+            },
             **figures,
             "wall_s": time.monotonic() - self._began,
         }

@@ -28,7 +28,7 @@ LEARNING = """
 Each recipe of `configs/recipes.py` on the demo's game, with the demo's learning rate and batch, from the same weights, trained on
 data that is exactly so many updates old: updates until the mean reward of 5 batches was 0.9 or more (a figure for each seed), and
 the mean reward of the last 5 of {steps} (mean of the seeds, and the worst). Nothing was tuned for any of them: a low row
-says that this game, this rate and so few updates do not suit it. `python -m benchmarks.learning`, {date}.
+says that this game, this rate and so few updates do not suit it. Seeds: {seeds}. `python -m benchmarks.learning`, {date}.
 
 """
 
@@ -47,7 +47,13 @@ def rows() -> list[dict[str, Any]]:
 def learning() -> str:
     """The table of `benchmarks.learning`, where its report is there."""
     return "".join(
-        LEARNING.format(steps=report["settings"]["steps"], date=report["date"]) + "\n".join(report["table"]) + "\n"
+        LEARNING.format(
+            steps=report["settings"]["steps"],
+            seeds=", ".join(map(str, report["settings"]["seeds"])),
+            date=report["machine"]["date"],
+        )
+        + "\n".join(report["table"])
+        + "\n"
         for report in reports()
         if "table" in report
     )
