@@ -147,7 +147,6 @@ def _rest() -> dict[str, tuple[str, Effect]]:
         "pool/agents_waiting": ("silent", metric("pool/agents_waiting", lambda values: max(values) > 0)),
         "pool/scored": (run, metric("pool/scored", lambda values: values == sorted(values) and values[0] >= 8)),
         "pool/failed": ("crashes", metric("pool/failed", lambda values: max(values) >= 2)),
-        "pool/stale": ("aged", metric("pool/stale", lambda values: min(values) >= 0)),
         "pool/closed": (run, always("pool/closed", 0)),
         "pool/admissible_groups": (run, metric("pool/admissible_groups", lambda values: min(values) >= 0)),
         "ledger/scored": (run, metric("ledger/scored", lambda values: values == sorted(values) and values[0] >= 8)),

@@ -48,7 +48,7 @@ ALSO: dict[str, dict[str, Any]] = {
         "learner.adaptive_entropy.most": 0.03,
     },
     "gdpo": {
-        "learner.lr": 1e-3, "learner.rejection.kind": "geo_mean", "learner.rejection.low": 0.5, "learner.rejection.high": 2.0,
+        "learner.lr": 3e-3, "learner.rejection.kind": "geo_mean", "learner.rejection.low": 0.9995, "learner.rejection.high": 1.0005,
     },
     "grpo_passk": {"learner.rejection.kind": "k3_mean"},
     "otb": {"learner.rejection.kind": "stale_negatives", "learner.ranks": 2},

@@ -114,7 +114,7 @@ def _each() -> list[Run]:
         Run(
             name="given-up",
             settings={**EACH, "data.scorer": LETTERS, "agents.max_attempts": 1},
-            files=fates("", "crash", ""),
+            files=fates("crash", "crash", ""),
             environment=notes,
         ),
     ]

@@ -19,7 +19,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("data.reward_manager=dapo", "got 1"),
     ),
     "more members than a group": ({"agents.fewest_members": 9}, ("agents.fewest_members", "got 9")),
-    "a target without a weight": ({"learner.kl.target": 0.1}, ("learner.kl.target", "learner.kl.coef", "got 0")),
+    "a target without a weight": ({"learner.kl.target": 0.1}, ("learner.kl.target", "learner.kl.coef=0")),
     "a rank without an episode": ({"learner.ranks": 9}, ("learner.ranks", "2 * 4 < 9")),
     "answers longer than the model": ({"rollout.max_tokens": 256}, ("rollout.max_tokens", "256 >= 256")),
     "batch without a scorer": ({"data.reward_manager": "batch", "data.scorer": ""}, ("data.reward_manager=batch", "data.scorer")),
