@@ -6,11 +6,13 @@ import json
 import os
 import signal
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from benchmarks.faults import descendants, parts
+from buffers.ledger.schema import read_database
 from tests.support.run_parts import Run, assert_nothing_left, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(300)]
@@ -31,10 +33,21 @@ def kill(run: Run, part: str) -> int:
     return pid
 
 
+def until_episodes_run(run: Run) -> None:
+    """Wait until some do: between two steps there may be none that could fail."""
+    until = time.monotonic() + 60
+    with closing(read_database(run.folder / "ledger.sqlite")) as db:
+        while db.execute("SELECT n FROM counter WHERE name = 'episodes/running'").fetchone()[0] == 0:
+            assert run.process.poll() is None and time.monotonic() < until, "no episode runs"
+            time.sleep(0.01)
+
+
 def test_each_part_may_die_and_the_run_makes_all_its_steps(tmp_path: Path) -> None:
     run = start(tmp_path, "run.steps=14", "run.checkpoints.every=3", *SMALL)
     for step, part in ((2, "agent"), (4, "environment"), (6, "engine"), (9, "learner")):
         run.wait_for_step(step)
+        if part in ("agent", "environment"):
+            until_episodes_run(run)
         kill(run, part)
     code, output = run.wait(200)
     assert code == 0, output
