@@ -311,8 +311,10 @@ class RemoteLedger(Ledger):
             except AnswerLost:
                 try:
                     self._where = self._actor.where()
-                except LedgerGone:
+                except (LedgerGone, SystemExit):  # Ray ends a thread that asks while it is shut down by SystemExit
                     return
+            except SystemExit:
+                return
             except UnderstudyError as error:  # closed, or gone: the sender tells
                 logger.info("no more events of the ledger: %s", error)
                 return
