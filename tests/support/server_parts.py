@@ -113,7 +113,6 @@ class ServerThread:
         **server: Any,
     ) -> None:
         """`pool`: arguments of `TaskPool` that differ from those of most tests. `loop`: one that runs already, of a real engine."""
-        self._clients: list[OpenAI] = []
         settings = EngineSettings(
             model_path=model, served_name="policy", dtype="float32", rollout=rollout, server=ServerConfig(**server)
         )
@@ -208,8 +207,6 @@ class ServerThread:
             self._thread.join()
             self._loop.close()
         self.ledger.close()
-        for client in self._clients:
-            client.close()
 
     def lease(self, *, prompt: str = "Hello.", ground_truth: str = "secret") -> tuple[str, OpenAI]:
         """A new episode: (its id, an OpenAI client with its key)."""
@@ -220,9 +217,7 @@ class ServerThread:
         self.call(self.pool.put([task]))
         leased = self.call(self.server.lease_episode(wait_s=5.0))
         assert leased is not None
-        client = OpenAI(base_url=f"{self.server.base_url}/v1", api_key=leased.api_key, max_retries=0)
-        self._clients.append(client)
-        return leased.episode_id, client
+        return leased.episode_id, OpenAI(base_url=f"{self.server.base_url}/v1", api_key=leased.api_key, max_retries=0)
 
     def http(self, key: str = "") -> httpx.Client:
         """The administrator has a port of its own."""
