@@ -167,6 +167,10 @@ class ScoreDetail:
             raise ValueError("a score is of a round or of a branch, got both; send two scores")
 
 
+MAX_JUDGE_CHARS, MAX_HINT_CHARS = 100, 8192
+"""Longest name of a judge, and longest hint."""
+
+
 class Verdict(float):
     """A scorer's whole answer: the mean of its judges' scores, with what each of them said and a hint."""
 

@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -304,6 +305,10 @@ class RemoteLedger(Ledger):
     # The listener's thread
 
     def _listen(self) -> None:
+        with suppress(SystemExit):  # by which Ray ends a thread that asks it while it is shut down
+            self._listen_until_gone()
+
+    def _listen_until_gone(self) -> None:
         while not self._stopped.is_set():
             try:
                 page = self._actor.events(self._cursor, wait_s=_POLL_S)
@@ -311,10 +316,8 @@ class RemoteLedger(Ledger):
             except AnswerLost:
                 try:
                     self._where = self._actor.where()
-                except (LedgerGone, SystemExit):  # Ray ends a thread that asks while it is shut down by SystemExit
+                except LedgerGone:
                     return
-            except SystemExit:
-                return
             except UnderstudyError as error:  # closed, or gone: the sender tells
                 logger.info("no more events of the ledger: %s", error)
                 return

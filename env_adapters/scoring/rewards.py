@@ -23,13 +23,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import httpx
 
 from buffers.did_you_mean import one_of
 from buffers.errors import ScoreError, TaskError
-from buffers.records import Task, Verdict
+from buffers.records import MAX_HINT_CHARS, MAX_JUDGE_CHARS, Task, Verdict
 from env_adapters.adapter import WorkerThread
 from env_adapters.scoring import reward_model
 from env_adapters.scoring.scorers import SCORERS, SEE_EXIT_CODE, ProgramOutput
@@ -37,7 +38,6 @@ from env_adapters.scoring.scorers import SCORERS, SEE_EXIT_CODE, ProgramOutput
 DEFAULT = "default"
 """The key of `data.scorer` for all other data sources."""
 MAX_BATCH = 256
-MAX_NAME_CHARS, MAX_HINT_CHARS = 100, 8192
 THREADS = 32
 """Calls of one scorer at once."""
 TRIES = 3
@@ -152,18 +152,22 @@ class _Collector:
         """What a scorer says as a mapping: verl's `score`, or a score by the name of each judge; and a `hint`."""
         judges = {"": said["score"]} if "score" in said else {name: said[name] for name in said if name != "hint"}
         hint = said.get("hint") or ""
-        good = all(isinstance(name, str) and len(name) <= MAX_NAME_CHARS for name in judges) and isinstance(hint, str)
-        if not judges or not good or not all(is_score(score) for score in judges.values()):
+        named = all(isinstance(name, str) and len(name) <= MAX_JUDGE_CHARS for name in judges)
+        told = isinstance(hint, str) and len(hint) <= MAX_HINT_CHARS
+        if not judges or not named or not told or not all(_is_score(score) for score in judges.values()):
             raise ScoreError(
-                f"data.scorer {self._name} must give a number, or a mapping of names to numbers with an optional hint, got "
-                f"{dict(said)!r:.100}"
+                f"data.scorer {self._name} must give a number, or a mapping of names (at most {MAX_JUDGE_CHARS} characters) to "
+                f"numbers with an optional hint (at most {MAX_HINT_CHARS}), got {dict(said)!r:.100}"
             )
-        return Verdict(judges, hint=hint[:MAX_HINT_CHARS])
+        return Verdict({name: float(score) for name, score in judges.items()}, hint=hint)
 
 
-def is_score(value: object) -> bool:
+def _is_score(value: object) -> bool:
     """Whether it is a finite number, and no truth value."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(float(value))
+    except OverflowError:  # a whole number that no float holds
+        return False
 
 
 def _nothing() -> None: ...

@@ -63,7 +63,7 @@ def gdpo(judged: Tensor, *, groups: Tensor) -> Tensor:
     """Each judge's scores normalised within the group as by GRPO, then added up: arXiv:2601.05242.
 
     judged: [U, J] scores by judge, nan where a judge gave none: it is then silent for this unit. A judge with a small range
-    counts as much as one with a large one. The batch is whitened afterwards , by `whiten`.
+    counts as much as one with a large one. The batch is whitened afterwards, by `whiten`.
     """
     total = torch.zeros_like(judged[:, 0])
     for column in judged.T:

@@ -79,7 +79,7 @@ def left_out(live: LiveEpisode, outputs: Sequence[Trajectory]) -> dict[int, UInt
 def part_scores(live: LiveEpisode, outputs: Sequence[Trajectory]) -> list[tuple[float, ScoreDetail]]:
     """Scores of parts of the episode, beside its own: of each trajectory where several have one, and of single answers.
 
-    Raises AgentError when `step_rewards` are not one for each answer, or not finite."""
+    Raises AgentError when `step_rewards` are not one for each answer."""
     found = []
     several = sum(output.reward_score is not None for output in outputs) > 1
     for number, output in enumerate(outputs):

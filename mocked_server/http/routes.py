@@ -35,7 +35,7 @@ from buffers.errors import (
     UnderstudyError,
     UnknownEpisode,
 )
-from buffers.records import LeasedEpisode, ScoreDetail
+from buffers.records import MAX_HINT_CHARS, MAX_JUDGE_CHARS, LeasedEpisode, ScoreDetail
 from buffers.tasks.task_pool import PoolClosed
 from mocked_server.http.dialects import RETRY_AFTER_S
 from mocked_server.keys import KeyRing
@@ -63,9 +63,6 @@ class EpisodeService(Protocol):
         ...
 
 
-MAX_HINT_CHARS = 8192
-
-
 class ScoreBody(BaseModel):
     """Exactly one of `score` and `failed`. Without more the score is of the whole episode, which it ends."""
 
@@ -77,7 +74,7 @@ class ScoreBody(BaseModel):
     """The score is of this model call of the episode, counted from 0 as they end."""
     branch: Annotated[int, Field(ge=0, le=MAX_INDEX)] | None = None
     """The score is of the branch that this model call is in."""
-    judge: Annotated[str, Field(max_length=100)] = ""
+    judge: Annotated[str, Field(max_length=MAX_JUDGE_CHARS)] = ""
     """An episode's score is the mean of its judges'."""
     final: bool = True
     """False: scores of other judges follow."""

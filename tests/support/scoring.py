@@ -55,3 +55,8 @@ def early_letters_of_all(tasks: list[Task], answers: list[str]) -> list[float]:
     if not isinstance(answers, list) or len(tasks) != len(answers):
         raise TypeError(f"needs a list of tasks and one of answers, got {type(answers).__name__}")
     return [early_letters(task, answer) for task, answer in zip(tasks, answers, strict=True)]
+
+
+def two_judges(task: Task, answer: str) -> dict[str, Any]:
+    """Early letters and brevity, judged apart, and what would have helped."""
+    return {"letters": early_letters(task, answer), "brief": 10.0 / (1 + len(answer)), "hint": "Say abc."}

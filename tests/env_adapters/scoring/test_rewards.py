@@ -136,6 +136,8 @@ def several(task: Task, answer: str) -> dict[str, object]:
         "judges": {"form": 1.0, "truth": 0.0, "hint": "count again"},
         "verl": {"score": 0.5, "acc": True},
         "words": {"score": "much"},
+        "huge": {"form": 10**400},
+        "long": {"score": 1.0, "hint": "x" * 8193},
         "none": {"hint": "x"},
     }[answer]
 
@@ -148,7 +150,7 @@ async def test_a_scorer_may_say_what_each_judge_thinks_and_a_hint() -> None:
     assert verdict.reports() == [(1.0, ScoreDetail(judge="form", final=False)), (0.0, ends)]
     verdict = await rewards.score(task(), "verl")
     assert isinstance(verdict, Verdict) and verdict.reports() == [(0.5, ScoreDetail())]
-    for answer in ("words", "none"):
+    for answer in ("words", "huge", "long", "none"):
         with pytest.raises(ScoreError, match="must give a number, or a mapping of names to numbers"):
             await rewards.score(task(), answer)
 

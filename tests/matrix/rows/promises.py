@@ -96,6 +96,7 @@ def _sentences() -> list[Row]:
         Row(claim, "agents.md: SEED is the same in a group", "program", _seeds),
         Row(claim, "agents.md: exit codes", "crashes", _exit_code_is_the_reason),
         Row(claim, "environments.md: scores of rounds, branches and several judges", "parts", _parts),
+        Row(claim, "environments.md: a scorer's mapping: several judges and a hint", "mapped", _mapped),
         Row(claim, "environments.md: POST /tasks", "posted", _posted_are_played),
         Row(claim, "environments.md: the documented program", "tests/project/test_docs.py::test_the_documented_environment_trains_the_documented_agent"),
         Row(claim, "agent-loops.md: the documented loops", "tests/project/test_run_loops.py::test_the_documented_loops_train"),
@@ -154,6 +155,18 @@ def _exit_code_is_the_reason(ended: Ended) -> str:
     reasons = set(ended.sql("SELECT DISTINCT reason FROM episode WHERE state = 'failed'"))
     return expect(
         any("exited with code 3" in str(reason) for reason in reasons), f"reasons {sorted(map(str, reasons))}"
+    )
+
+
+def _mapped(ended: Ended) -> str:
+    from tests.matrix import replay
+
+    rows = [row for batch in replay.batches(ended) for row in batch.rows]
+    told = {(row.hint, tuple(sorted(row.judges or {}))) for row in rows}
+    expect(told == {("Say abc.", ("brief", "letters"))}, f"rows have hint and judges {told}")
+    mean = all(abs(row.score - sum((row.judges or {}).values()) / 2) < 1e-6 for row in rows)
+    return expect(
+        mean and max(ended.metric("policy/grad_norm")) > 0, f"{len(rows)} rows have a hint and the mean of two judges"
     )
 
 

@@ -69,6 +69,14 @@ def data_runs() -> list[Run]:
             environment={"VLLM_LOGGING_LEVEL": "INFO"},
         ),
         Run(
+            name="mapped",
+            settings={
+                **PROMPTS, "data.scorer": "tests.support.scoring.two_judges", "learner.advantage": "gdpo",
+                "learner.critic": "none",
+            },
+            files=prompts,
+        ),
+        Run(
             name="dapo",
             settings={
                 **PROMPTS, "data.reward_manager": "dapo", "rollout.max_tokens": 6, "run.steps": 3,
