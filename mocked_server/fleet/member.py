@@ -1,0 +1,100 @@
+"""What the fleet asks of one engine, and what an engine says of itself.
+
+`mocked_server.vllm.engine.VLLMEngine` is such an engine on this machine. The fleet (`mocked_server.fleet.engine_fleet`) routes to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from buffers.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """One completion of an interrupted generation, as far as it came: another engine continues it."""
+
+    index: int
+    """Of the completion, among those of its request (n > 1)."""
+    token_ids: list[int]
+    """[S] sampled so far."""
+    logprobs: Any
+    """[S] entries, in vLLM's form."""
+    versions: list[tuple[str, int]]
+    """(weight version, index of the first token that it sampled)."""
+    num_sent_chars: int
+    """Characters of its text that have left for the client."""
+    output: Any = None
+    """vLLM's CompletionOutput of one that had finished; None: it had not."""
+
+
+class EngineLost(EngineError):
+    """An engine died while it answered. `life`: which of its processes; `sampled`: what it had sampled."""
+
+    def __init__(self, message: str, *, life: object, sampled: Sequence[Sampled] = ()) -> None:
+        super().__init__(message)
+        self.life = life
+        self.sampled = list(sampled)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFigures:
+    """What an engine does now, and did since it started. Counts are of all its lives."""
+
+    name: str
+    is_up: bool
+    version: int
+    running: int
+    """Generations under way."""
+    waiting: int
+    """Of these, those whose prompt waits for room in the cache."""
+    tokens_held: int
+    """Tokens of the generations under way: prompts and what was sampled."""
+    kv_capacity: int
+    """Tokens that its cache holds; 0: not known yet."""
+    sampled_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that its cache held already."""
+    preemptions: int
+    restarts: int
+    moved_in: int
+    """Episodes that came from another engine."""
+
+
+class FleetEngine(Protocol):
+    """One engine of a fleet. Any call may raise EngineLost when its process dies meanwhile."""
+
+    name: str
+    version: int
+    """The policy version that it samples with."""
+
+    @property
+    def is_up(self) -> bool:
+        """It takes requests."""
+        ...
+
+    def generate(
+        self,
+        prompt_token_ids: list[int],
+        params: Any,
+        *,
+        request_id: str,
+        sampled: Sequence[Sampled] = (),
+        **extra: Any,
+    ) -> AsyncGenerator[Any, None]:
+        """Yield vLLM's RequestOutputs. `sampled`: what another engine sampled of this request already, which this one continues:
+        outputs are as if it had been one engine all along."""
+        ...
+
+    async def start(self) -> None: ...
+    async def restart(self) -> None: ...
+    async def until_dead(self) -> None: ...
+    async def close(self) -> None: ...
+    async def load_weights(self, folder: Path, *, version: int) -> None: ...
+    async def sleep(self) -> None: ...
+    async def wake_up(self) -> None: ...
+    def figures(self) -> EngineFigures: ...
