@@ -148,6 +148,9 @@ class RolloutConfig(Section):
     """Most tokens of one generation; an agent may ask for fewer."""
     max_model_len: PositiveInt = 2048
     """Longest prompt + generation, in tokens."""
+    engines: PositiveInt = 1
+    """Engines, each in a process of its own. Episodes are spread over them; when one dies, another one continues what it was
+    sampling, and it is started again."""
     engine_timeout_s: Seconds = 120.0
     """An engine that gives no sign of life for so long while requests wait is killed and restarted: its process may live and be
     deaf. One that is busy with a long step answers between two of them. Loading weights may take ten times as long."""

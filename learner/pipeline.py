@@ -28,6 +28,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from agents.external import AgentPerEpisode, AgentPlace, LongLivedAgents, check_command
 from agents.workers.manager import AgentLoopManager
@@ -46,7 +47,7 @@ from learner.recovery.failure_report import why_episodes_fail
 from learner.recovery.failure_watch import watch
 from learner.recovery.learner_processes import LearnerProcesses
 from learner.recovery.restart_limit import RestartLimit
-from learner.recovery.restarts import Environment, end_silent, ended, restart_engine_when_dead, start_engine
+from learner.recovery.restarts import Environment, end_silent, ended
 from learner.reporting.display import Display
 from learner.reporting.episode_samples import Traces
 from learner.reporting.run_metrics import History
@@ -58,6 +59,7 @@ from learner.startup.run_buffers import RunBuffers, open_run_buffers
 from learner.training.ranks import LearnerRanks
 from learner.validation import Validation
 from mocked_server.dispatch import Others
+from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.generation import Generation
 from mocked_server.http.uvicorn_server import bind
 from mocked_server.keys import KeyRing, round_secret, secret_of_run
@@ -96,7 +98,7 @@ class Address:
 class Serving:
     """What answers agents: engine and server, and the ledger that records them."""
 
-    engine: VLLMEngine
+    engine: EngineFleet
     server: MockedServer
     buffers: RunBuffers
 
@@ -106,7 +108,7 @@ class Parts:
     """What a run is made of, once built."""
 
     players: Players
-    engine: VLLMEngine
+    engine: EngineFleet
     server: MockedServer
     buffers: RunBuffers
     generation: Generation
@@ -313,14 +315,13 @@ class Pipeline:
             )  # fmt: skip
             args = await asyncio.to_thread(make_args, settings)
             vllm_config = await asyncio.to_thread(make_vllm_config, args)
-            engine = VLLMEngine(
+            engine = self._make_fleet(
                 vllm_config,
                 count_preemptions=players.loops is not None,
                 weights=weights.saved(self._checkpoint) if self._checkpoint else None,
-                timeout_s=config.rollout.engine_timeout_s,
             )
             stack.push_async_callback(engine.close)
-            await start_engine(engine, restart_limit=self._restart_limit)
+            await engine.start()
             server = MockedServer(
                 args=args, vllm_config=vllm_config, rollout=config.rollout, server=config.server,
                 pool=buffers.pool, notify_score_fn=buffers.rounds.notify_score,
@@ -334,6 +335,26 @@ class Pipeline:
             await server.start()
             stack.push_async_callback(server.close)
         return Serving(engine=engine, server=server, buffers=buffers)
+
+    def _make_fleet(
+        self, vllm_config: Any, *, count_preemptions: bool, weights: tuple[Path, int] | None
+    ) -> EngineFleet:
+        config = self._config
+        engines = [
+            VLLMEngine(
+                vllm_config,
+                name=f"e{number}",
+                count_preemptions=count_preemptions,
+                weights=weights,
+                timeout_s=config.rollout.engine_timeout_s,
+            )
+            for number in range(config.rollout.engines)
+        ]
+        return EngineFleet(
+            engines,
+            record_death=lambda name, error: self._restart_limit.record("engine", error, name=name),
+            max_policy_lag=config.buffer.max_policy_lag,
+        )
 
     async def _start_loop_workers(
         self, stack: AsyncExitStack, ray: asyncio.Task[None], loops: AgentLoopManager, *, model: Path, address: Address
@@ -439,9 +460,7 @@ class Pipeline:
             loops.create_task(parts.server.wait(), name="serve"),
             loops.create_task(parts.generation.run(), name="generate"),
             loops.create_task(self.watch(parts), name="watch"),
-            loops.create_task(
-                restart_engine_when_dead(parts.engine, restart_limit=self._restart_limit), name="keep the engine"
-            ),
+            loops.create_task(parts.engine.run(), name="keep engines"),
         ]
         if (silence_s := config.agents.silence_s) is not None:
             silent = end_silent(parts.server.episodes.silent, fail=parts.server.fail, seconds=silence_s)
