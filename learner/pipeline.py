@@ -62,11 +62,10 @@ from mocked_server.generation import Generation
 from mocked_server.http.uvicorn_server import bind
 from mocked_server.keys import KeyRing, round_secret, secret_of_run
 from mocked_server.server import MockedServer
-from mocked_server.vllm.engine import (
+from mocked_server.vllm.engine import VLLMEngine, interrupts_blocked
+from mocked_server.vllm.engine_arguments import (
     EngineSettings,
-    VLLMEngine,
     has_gpu,
-    interrupts_blocked,
     make_args,
     make_vllm_config,
     set_process_environment,

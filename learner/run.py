@@ -80,7 +80,7 @@ def _run(arguments: argparse.Namespace, *, program: str) -> int:
     print("understudy: loading torch, Ray and vLLM, which takes 5 to 20 s ...", flush=True)
 
     from learner.training import forked_ranks
-    from mocked_server.vllm.engine import has_gpu
+    from mocked_server.vllm.engine_arguments import has_gpu
 
     # The order of the start, and why:
     # 1. Fork the ranks' warm process: it must not hold Ray, which reads a worker's environment while it is imported.
