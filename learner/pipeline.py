@@ -305,12 +305,7 @@ class Pipeline:
                 config, stack, folder=self._folder, secret=partial(round_secret, self._folder),
                 resume=self._resume, checkpoint=self._checkpoint,
             )  # fmt: skip
-            settings = EngineSettings(
-                model_path=model, served_name="policy", dtype=config.model.dtype,
-                rollout=config.rollout, server=config.server, seed=config.run.seed,
-                max_num_seqs=min(MAX_NUM_SEQS, config.agents.concurrency),
-            )  # fmt: skip
-            args = await asyncio.to_thread(make_args, settings)
+            args = await asyncio.to_thread(make_args, engine_settings(config, model=model))
             vllm_config = await asyncio.to_thread(make_vllm_config, args)
             engine = VLLMEngine(
                 vllm_config,
@@ -517,6 +512,19 @@ class Pipeline:
             is_starting=lambda: self._display.is_starting,
             why=why,
         )
+
+
+def engine_settings(config: Config, *, model: Path) -> EngineSettings:
+    """What an engine of the run is built from; `model`: the folder of its first weights."""
+    return EngineSettings(
+        model_path=model,
+        served_name="policy",
+        dtype=config.model.dtype,
+        rollout=config.rollout,
+        server=config.server,
+        seed=config.run.seed,
+        max_num_seqs=min(MAX_NUM_SEQS, config.agents.concurrency),
+    )
 
 
 async def _make_data(command: Sequence[str], missing: str, log: Path) -> None:

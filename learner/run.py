@@ -148,6 +148,11 @@ def check_inputs(config: Config, *, resume: str) -> None:
         check_named(config.agents.environment)
     if config.agents.loops:
         read_loops(Path(config.agents.loops))
+    if config.rollout.engine_args:
+        from learner.pipeline import engine_settings
+        from mocked_server.vllm.engine_arguments import check_engine_args
+
+        check_engine_args(engine_settings(config, model=Path(config.model.path)))
     scorers = [config.data.scorer] if isinstance(config.data.scorer, str) else config.data.scorer.values()
     for scorer in filter(None, scorers):
         if scorer.startswith(reward_model.PREFIX):
