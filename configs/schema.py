@@ -23,6 +23,10 @@ NotNegative = Annotated[float, Field(ge=0.0)]
 Seconds = Positive
 Text = Annotated[str, Field(min_length=1)]
 
+SHARE_BESIDE_A_RANK = 0.4
+SHARE_ALONE = 0.9
+CPU_KV_CACHE_GB = 0.25
+
 
 class Section(BaseModel):
     """Base of all sections: unknown keys are errors, numbers are finite, values do not change after loading."""
@@ -161,11 +165,16 @@ class RolloutConfig(Section):
     tensor_parallel: PositiveInt = 1
     """GPUs of one engine, over which each layer's weights are divided (tensor parallelism). On a CPU 1."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Share of a card's memory that the engine takes, its weights and its KV cache in all. None: 0.4 of a card that it shares with
-    a rank of the learner, 0.9 of one of its own. No effect on a CPU."""
+    """Share of a card's memory that an engine takes, its weights and its KV cache in all. None: 0.4 if any engine shares a card
+    with a rank of the learner, else 0.9. No effect on a CPU."""
     engine_args: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$")], Any] = Field(default_factory=dict)
     """More arguments of vLLM's engine, by vLLM's names: `{max_num_batched_tokens: 8192, quantization: fp8}`. vLLM's own parser
     judges them. Refused are those that the run sets itself (configs/owned_arguments.py)."""
+
+    def share_of_card(self, *, beside_rank: bool) -> float:
+        """`gpu_memory_utilization`, or its default; `beside_rank`: an engine is on a card that a rank is on too."""
+        own = SHARE_BESIDE_A_RANK if beside_rank else SHARE_ALONE
+        return own if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
 
 class BufferConfig(Section):

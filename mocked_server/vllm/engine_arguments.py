@@ -16,12 +16,8 @@ from typing import Any, NoReturn
 
 from buffers.errors import EngineError
 from configs.owned_arguments import why_owned
-from configs.schema import RolloutConfig, ServerConfig
+from configs.schema import CPU_KV_CACHE_GB, RolloutConfig, ServerConfig
 
-CPU_KV_CACHE_GB = 0.25
-SHARE_BESIDE_A_RANK = 0.4
-"""Share of a card's memory that an engine takes where a rank of the learner is on the card too."""
-SHARE_ALONE = 0.9
 MAX_WORDS_CHARS = 600
 """Most characters of vLLM's words: some repeat the value that they refuse."""
 WORKER_EXTENSION = "mocked_server.vllm.worker_extension.WorkerExtension"
@@ -41,13 +37,7 @@ class EngineSettings:
     max_num_seqs: int = 64
     """Generations that run in one engine step."""
     beside_rank: bool = True
-    """A rank of the learner is on one of the engine's cards."""
-
-    @property
-    def card_share(self) -> float:
-        """Share of the memory of each of its cards."""
-        own = SHARE_BESIDE_A_RANK if self.beside_rank else SHARE_ALONE
-        return own if self.rollout.gpu_memory_utilization is None else self.rollout.gpu_memory_utilization
+    """A rank of the learner is on a card of an engine's."""
 
 
 def set_process_environment() -> None:
@@ -112,7 +102,7 @@ def _owned_words(settings: EngineSettings) -> list[str]:
     words += ["--logprobs-mode", "processed_logprobs"]
     # Without this the model folder's generation_config.json silently changes temperature and top-p.
     words += ["--generation-config", "vllm", "--disable-log-stats", "--no-use-tqdm-on-load"]
-    words += ["--gpu-memory-utilization", str(settings.card_share)]
+    words += ["--gpu-memory-utilization", str(rollout.share_of_card(beside_rank=settings.beside_rank))]
     words += ["--tensor-parallel-size", str(rollout.tensor_parallel)]
     if settings.server.tool_parser:
         words += ["--enable-auto-tool-choice", "--tool-call-parser", settings.server.tool_parser]
