@@ -64,11 +64,10 @@ from mocked_server.generation import Generation
 from mocked_server.http.uvicorn_server import bind
 from mocked_server.keys import KeyRing, round_secret, secret_of_run
 from mocked_server.server import MockedServer
-from mocked_server.vllm.engine import (
+from mocked_server.vllm.engine import VLLMEngine, interrupts_blocked
+from mocked_server.vllm.engine_arguments import (
     EngineSettings,
-    VLLMEngine,
     has_gpu,
-    interrupts_blocked,
     make_args,
     make_vllm_config,
     set_process_environment,
@@ -308,12 +307,7 @@ class Pipeline:
                 config, stack, folder=self._folder, secret=partial(round_secret, self._folder),
                 resume=self._resume, checkpoint=self._checkpoint,
             )  # fmt: skip
-            settings = EngineSettings(
-                model_path=model, served_name="policy", dtype=config.model.dtype,
-                rollout=config.rollout, server=config.server, seed=config.run.seed,
-                max_num_seqs=min(MAX_NUM_SEQS, config.agents.concurrency),
-            )  # fmt: skip
-            args = await asyncio.to_thread(make_args, settings)
+            args = await asyncio.to_thread(make_args, engine_settings(config, model=model))
             vllm_config = await asyncio.to_thread(make_vllm_config, args)
             engine = self._make_fleet(
                 vllm_config,
@@ -537,6 +531,19 @@ class Pipeline:
             is_starting=lambda: self._display.is_starting,
             why=why,
         )
+
+
+def engine_settings(config: Config, *, model: Path) -> EngineSettings:
+    """What an engine of the run is built from; `model`: the folder of its first weights."""
+    return EngineSettings(
+        model_path=model,
+        served_name="policy",
+        dtype=config.model.dtype,
+        rollout=config.rollout,
+        server=config.server,
+        seed=config.run.seed,
+        max_num_seqs=min(MAX_NUM_SEQS, config.agents.concurrency),
+    )
 
 
 async def _make_data(command: Sequence[str], missing: str, log: Path) -> None:

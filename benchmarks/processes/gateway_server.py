@@ -23,7 +23,8 @@ from typing import Any
 
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.fleet.engine_fleet import EngineFleet
-from mocked_server.vllm.engine import EngineSettings, VLLMEngine, make_args, make_vllm_config, set_process_environment
+from mocked_server.vllm.engine import VLLMEngine
+from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
 
 WORD_ID = 100
 """What the do-nothing engine says, over and over."""

@@ -23,7 +23,7 @@ from mocked_server.fleet.member import EngineLost, Sampled
 from mocked_server.generation import Generation
 from mocked_server.keys import KeyRing
 from mocked_server.server import MockedServer
-from mocked_server.vllm.engine import EngineSettings, make_args, make_vllm_config
+from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 
 T = TypeVar("T")
 LOGPROB = -0.25

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from mocked_server.vllm.engine import has_gpu
+from mocked_server.vllm.engine_arguments import has_gpu
 from mocked_server.vllm.fork_server import engines_of_ours
 from tests.support.child_process import child_process, gone
 
