@@ -54,10 +54,12 @@ from learner.reporting.tracker import Tracker
 from learner.startup import ray_cluster
 from learner.startup.key_files import environment_files
 from learner.startup.model_and_tasks import prepare_files
-from learner.startup.run_buffers import RunBuffers, open_run_buffers
+from learner.startup.run_buffers import RunBuffers, most_running, open_run_buffers
 from learner.training.ranks import LearnerRanks
 from learner.validation import Validation
 from mocked_server.dispatch import Others
+from mocked_server.fleet.admission import Admission
+from mocked_server.fleet.engine_watch import EngineWatch
 from mocked_server.generation import Generation
 from mocked_server.http.uvicorn_server import bind
 from mocked_server.keys import KeyRing, round_secret, secret_of_run
@@ -97,6 +99,7 @@ class Serving:
     """What answers agents: engine and server, and the ledger that records them."""
 
     engine: VLLMEngine
+    engines: EngineWatch
     server: MockedServer
     buffers: RunBuffers
 
@@ -107,6 +110,7 @@ class Parts:
 
     players: Players
     engine: VLLMEngine
+    engines: EngineWatch
     server: MockedServer
     buffers: RunBuffers
     generation: Generation
@@ -215,7 +219,7 @@ class Pipeline:
         environment = await self._start_environment(stack, server)
         stack.enter_context(environment_files(self._folder, server))
         return Parts(
-            players=players, engine=engine, server=server, buffers=buffers, generation=generation,
+            players=players, engine=engine, engines=serving.engines, server=server, buffers=buffers, generation=generation,
             environment=environment, main=main,
         )  # fmt: skip
 
@@ -309,13 +313,13 @@ class Pipeline:
             settings = EngineSettings(
                 model_path=model, served_name="policy", dtype=config.model.dtype,
                 rollout=config.rollout, server=config.server, seed=config.run.seed,
-                max_num_seqs=min(MAX_NUM_SEQS, config.agents.concurrency),
+                max_num_seqs=min(MAX_NUM_SEQS, self._most_running),
             )  # fmt: skip
             args = await asyncio.to_thread(make_args, settings)
             vllm_config = await asyncio.to_thread(make_vllm_config, args)
             engine = VLLMEngine(
                 vllm_config,
-                count_preemptions=players.loops is not None,
+                count_preemptions=players.loops is not None or config.agents.concurrency == "auto",
                 weights=weights.saved(self._checkpoint) if self._checkpoint else None,
                 timeout_s=config.rollout.engine_timeout_s,
             )
@@ -329,11 +333,22 @@ class Pipeline:
                 others=Others(agents=players.names is None, default=players.default),
             )  # fmt: skip
             server.attach_engine(engine)
+            server.engines = engines = self._watch_engines(engine, buffers=buffers)
             for episode, rounds in buffers.running:
                 server.resume_episode(episode, rounds)
             await server.start()
             stack.push_async_callback(server.close)
-        return Serving(engine=engine, server=server, buffers=buffers)
+        return Serving(engine=engine, engines=engines, server=server, buffers=buffers)
+
+    @property
+    def _most_running(self) -> int:
+        return most_running(self._config, evaluates=self._evaluates is not None)
+
+    def _watch_engines(self, engine: VLLMEngine, *, buffers: RunBuffers) -> EngineWatch:
+        admission = None
+        if self._config.agents.concurrency == "auto":
+            admission = Admission(episode_tokens=self._config.rollout.max_model_len, most=self._most_running)
+        return EngineWatch(lambda: [engine.figures()], pool=buffers.pool, admission=admission)
 
     async def _start_loop_workers(
         self, stack: AsyncExitStack, ray: asyncio.Task[None], loops: AgentLoopManager, *, model: Path, address: Address
@@ -382,7 +397,7 @@ class Pipeline:
                 tracker=self._tracker,
                 display=self._display,
                 generated=generation.stats,
-                more_figures=players.figures,
+                more_figures=lambda: players.figures() | serving.engines.metrics(),
                 traces=traces,
             ),
             restart_limit=self._restart_limit,
@@ -439,6 +454,7 @@ class Pipeline:
             loops.create_task(parts.server.wait(), name="serve"),
             loops.create_task(parts.generation.run(), name="generate"),
             loops.create_task(self.watch(parts), name="watch"),
+            loops.create_task(parts.engines.run(), name="watch engines"),
             loops.create_task(
                 restart_engine_when_dead(parts.engine, restart_limit=self._restart_limit), name="keep the engine"
             ),
@@ -473,7 +489,7 @@ class Pipeline:
             folder=self._folder / "agents",
             named=tuple(config.agents.environment),
         )
-        many = config.agents.concurrency
+        many = self._most_running
         if config.agents.processes == 0:
             return AgentPerEpisode(
                 config.agents.command, place=place, service=parts.server, concurrency=many, judge=parts.players.rewards
@@ -496,6 +512,7 @@ class Pipeline:
                 episodes_running=int(parts.buffers.pool.metrics()["pool/running"]),
                 groups_ready=parts.buffers.ledger.counts()["groups/ready"],
             )
+            self._display.engines(parts.engines.lines())
             if news := self.history.news():
                 self._display.note(news)
 

@@ -1,6 +1,6 @@
 """What the fleet asks of one engine, and what an engine says of itself.
 
-`mocked_server.vllm.engine.VLLMEngine` is such an engine on this machine. The fleet (`mocked_server.fleet.engine_fleet`) routes to them.
+`mocked_server.vllm.engine.VLLMEngine` is such an engine on this machine; `mocked_server.fleet.engine_fleet` routes to them.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import shutil
 import signal
 import tempfile
 from argparse import Namespace
+from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -27,9 +28,11 @@ from typing import Any
 
 from buffers.errors import EngineDied, EngineError, RequestRefused
 from configs.schema import RolloutConfig, ServerConfig
+from mocked_server.fleet.member import EngineFigures
 from mocked_server.vllm import fork_server
 from mocked_server.vllm.engine_silence import EngineSilence
 from mocked_server.vllm.fork_server import engines_of_ours
+from mocked_server.vllm.scheduler_stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -166,12 +169,18 @@ class VLLMEngine:
         count_preemptions: bool = False,
         weights: tuple[Path, int] | None = None,
         timeout_s: float = 120.0,
+        name: str = "e0",
     ) -> None:
-        """`count_preemptions`: outputs say how often their request was set aside; costs a few percent of the engine's time.
+        """`name`: among the engines of a run. `count_preemptions`: outputs say how often their request was set aside, and figures
+        what the scheduler says of itself; costs a few percent of the engine's time.
         `weights`: (folder, version) to begin with, instead of the model's own as version 0. `timeout_s`: see
         `configs.schema.RolloutConfig.engine_timeout_s`."""
         self._vllm_config = vllm_config
         self._count_preemptions = count_preemptions
+        self.name = name
+        self._stats = SchedulerStats()
+        self._totals: Counter[str] = Counter()
+        self._kv_capacity = 0
         self._llm: Any = None
         self._sockets: Path | None = None
         self._processes: list[BaseProcess] = []
@@ -279,13 +288,16 @@ class VLLMEngine:
 
         _numbers_only_where_asked()
         self._sockets = Path(tempfile.mkdtemp(prefix="understudy-engine-", dir=_folder_for_sockets()))
+        cache = self._vllm_config.cache_config
+        cache.num_gpu_blocks = None  # vLLM adds those of the new engine to what is there
         try:
             with interrupts_blocked(), engines_of_ours() as self._processes, _sockets_in(self._sockets):
                 self._llm = AsyncLLM.from_vllm_config(
                     self._vllm_config,
                     disable_log_stats=True,
-                    stat_loggers=[_silent_logger()] if self._count_preemptions else None,
+                    stat_loggers=[self._stats.logger()] if self._count_preemptions else None,
                 )
+            self._kv_capacity = cache.num_gpu_blocks * cache.block_size
         except (RuntimeError, OSError, ValueError) as error:
             kind = EngineDied if _BY_SIGNAL.search(str(error)) else EngineError
             raise kind(
@@ -307,6 +319,7 @@ class VLLMEngine:
                 async with aclosing(outputs) as outputs:
                     async for output in outputs:
                         self._silence.heard()
+                        self._count(output)
                         yield output
         except EngineDeadError as error:
             raise EngineError(f"the engine died while it answered request {request_id}") from error
@@ -352,6 +365,37 @@ class VLLMEngine:
         await self._up.wait()
         if self._may_sleep:
             await self._while_alive(self._llm.wake_up())
+
+    def _count(self, output: Any) -> None:
+        self._totals["sampled_tokens"] += sum(len(completion.token_ids) for completion in output.outputs)
+        if output.finished:
+            self._totals["prompt_tokens"] += len(output.prompt_token_ids or ())
+            self._totals["cached_tokens"] += output.num_cached_tokens or 0
+
+    def figures(self) -> EngineFigures:
+        """See `EngineFigures`."""
+        states = [] if self._llm is None else list(self._llm.output_processor.request_states.values())
+        if self._count_preemptions:
+            waiting = min(self._stats.waiting, len(states))
+            held = round(self._stats.kv_share * self._kv_capacity) if states else 0
+        else:
+            waiting = sum(state.is_prefilling for state in states)
+            held = sum(state.prompt_len + state.detokenizer.num_output_tokens() for state in states)
+        return EngineFigures(
+            name=self.name,
+            is_up=self._up.is_set() and not self.dead,
+            version=self.version,
+            running=len(states),
+            waiting=waiting,
+            tokens_held=held,
+            kv_capacity=self._kv_capacity,
+            sampled_tokens=self._totals["sampled_tokens"],
+            prompt_tokens=self._totals["prompt_tokens"],
+            cached_tokens=self._totals["cached_tokens"],
+            preemptions=self._stats.preemptions,
+            restarts=max(0, self.life - 1),
+            moved_in=0,
+        )
 
     @property
     def _may_sleep(self) -> bool:
@@ -406,18 +450,6 @@ def refusal_of(error: Exception) -> RequestRefused:
     """An error of vLLM's about one request, as ours: at most a few hundred characters of it, and its field."""
     text = str(error) or type(error).__name__
     return RequestRefused(text[:MAX_MESSAGE_CHARS], field=getattr(error, "parameter", None))
-
-
-def _silent_logger() -> Any:
-    """A logger that logs nothing: with a logger of any kind vLLM keeps statistics of each request."""
-    from vllm.v1.metrics.loggers import StatLoggerBase
-
-    class SilentLogger(StatLoggerBase):  # type: ignore[misc]
-        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
-        def record(self, *_: Any, **__: Any) -> None: ...
-        def log_engine_initialized(self) -> None: ...
-
-    return SilentLogger
 
 
 def _numbers_only_where_asked() -> None:
