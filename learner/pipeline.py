@@ -10,6 +10,7 @@
 | `agents`   | a lease (waits: the pool)                   | HTTP requests; their environment scores   | `pool`               |
 | `serve`    | a request                                   | a prompt in the queue, then its answer    | `generate`           |
 | `generate` | prompts (waits: one)                        | a reply and a `Round`                     | `serve`              |
+| `engines`  | the engines' figures (waits: half a second)  | slots of the pool (`agents.concurrency: auto`) | time                |
 | `learn`    | a full batch of scored, fresh groups (waits: that many) | new weights in the engine, a step in the ledger | scores |
 
 `learn` is the only finite loop; when it ends the others are cancelled. A loop that fails ends the run with its error; of

@@ -65,7 +65,7 @@ class EngineReports(Protocol):
 
     def figures(self) -> Sequence[EngineFigures]: ...
     def status(self) -> dict[str, dict[str, Any]]:
-        """By the engine's name: its figures by name, and rates."""
+        """Figures and rates of each engine, by its name."""
         ...
 
 

@@ -1,6 +1,6 @@
 """How many episodes may run, by what the engines can hold: slots grow with each turnover of the pool, and are cut at once.
 
-Asked once a second by `mocked_server.fleet.engine_watch`. A pure state machine: no tasks, no clock and no engines of its own.
+Asked twice a second by `mocked_server.fleet.engine_watch`. A pure state machine: no tasks, no clock and no engines of its own.
 Invariant: the slots never grow while an engine preempts, lets prompts wait, or uses more than `GROW_BELOW` of its cache; an
 engine that joins brings its share of slots all the same. No running episode is cancelled: what is too much ends by itself, and
 until then engines set generations aside, which costs their prefill and no agent's work.

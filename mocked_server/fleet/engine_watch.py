@@ -1,6 +1,6 @@
-"""Looks at all engines once a second: gives the task pool its slots, and keeps the figures that people read.
+"""Looks at all engines twice a second: gives the task pool its slots, and keeps the figures that people read.
 
-Built and run by `learner.pipeline`. Loop row: takes the engines' figures (waits: a second); gives the pool its slots where
+Built and run by `learner.pipeline`. Loop row: takes the engines' figures (waits: half a second); gives the pool its slots where
 `agents.concurrency` is auto; unblocked by time. It asks engines for figures only, and changes none of them.
 """
 
@@ -16,7 +16,7 @@ from mocked_server.fleet.admission import Admission
 from mocked_server.fleet.engine_rates import EngineRates, lines_of, metrics_of, status_of
 from mocked_server.fleet.member import EngineFigures
 
-LOOK_S = 1.0
+LOOK_S = 0.5
 WINDOW_S = 10.0
 """Tokens per second on the panel are of so long."""
 
@@ -29,7 +29,7 @@ class Slots(Protocol):
     max_running: int
 
     def metrics(self) -> Mapping[str, float]:
-        """With `pool/running` and `pool/scored`."""
+        """`pool/running` and `pool/scored`, among others."""
         ...
 
 
@@ -76,7 +76,7 @@ class EngineWatch:
         return lines_of(self._recent())
 
     def status(self) -> dict[str, dict[str, Any]]:
-        """For `GET /status`: figures and rates of each engine."""
+        """Figures and rates of each engine by its name, for `GET /status`."""
         return {engine.now.name: status_of(engine) for engine in self._recent()}
 
     def metrics(self) -> dict[str, float]:

@@ -55,7 +55,7 @@ class PrometheusText:
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
-        """Nothing is known before a scrape: the registry asks this when it is told of the collector."""
+        """Nothing: what there is depends on the scrape. The registry asks this once."""
         return []
 
     def collect(self) -> Iterator[Metric]:

@@ -20,7 +20,7 @@ class SchedulerStats:
         """Share of the cache's blocks that running generations hold."""
 
     def logger(self) -> Any:
-        """For `AsyncLLM`'s `stat_loggers`: it logs nothing, and keeps what it is given here."""
+        """An entry of `AsyncLLM`'s `stat_loggers`: it logs nothing, and keeps what it is given here."""
         from vllm.v1.metrics.loggers import StatLoggerBase
 
         stats = self

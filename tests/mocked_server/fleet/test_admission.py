@@ -8,7 +8,7 @@ import pytest
 
 from mocked_server.fleet.admission import Admission
 from mocked_server.fleet.member import EngineFigures
-from tests.support.fleet_parts import figures
+from tests.mocked_server.fleet.scripted_figures import figures
 
 
 class Pool:
