@@ -112,8 +112,11 @@ class AgentsConfig(Section):
     processes: Count = 1
     """Long-lived programs to run, which ask `TASKS_URL` for their next tasks; 0: a fresh process for every episode. Agent loops
     run in as many workers, at least one."""
-    concurrency: PositiveInt = 64
-    """Episodes that may run at once, over all agents; up to 256 of them generate in one engine step."""
+    concurrency: PositiveInt | Literal["auto"] = 64
+    """Episodes that may run at once, over all agents; up to 256 of them generate in one engine step. auto: as many as the engines'
+    caches hold. It begins with what they hold of the longest episodes, grows by a quarter with each turnover while every engine
+    uses less than 0.6 of its cache, and is lowered at 0.8, when an engine preempts, and when prompts wait for long. It ends where
+    `buffer.max_policy_lag` lets no more start, and with `processes: 0` at 8 programs for each processor."""
     deadline_s: Seconds = 120.0
     """Longest time of an episode. A longer one counts as failed and is retried."""
     silence_s: Seconds | None = None

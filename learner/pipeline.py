@@ -10,6 +10,7 @@
 | `agents`   | a lease (waits: the pool)                   | HTTP requests; their environment scores   | `pool`               |
 | `serve`    | a request                                   | a prompt in the queue, then its answer    | `generate`           |
 | `generate` | prompts (waits: one)                        | a reply and a `Round`                     | `serve`              |
+| `engines`  | the engines' figures (waits: half a second)  | slots of the pool (`agents.concurrency: auto`) | time                |
 | `learn`    | a full batch of scored, fresh groups (waits: that many) | new weights in the engine, a step in the ledger | scores |
 
 `learn` is the only finite loop; when it ends the others are cancelled. A loop that fails ends the run with its error; of
@@ -55,11 +56,13 @@ from learner.reporting.tracker import Tracker
 from learner.startup import ray_cluster
 from learner.startup.key_files import environment_files
 from learner.startup.model_and_tasks import prepare_files
-from learner.startup.run_buffers import RunBuffers, open_run_buffers
+from learner.startup.run_buffers import RunBuffers, most_running, open_run_buffers
 from learner.training.ranks import LearnerRanks
 from learner.validation import Validation
 from mocked_server.dispatch import Others
+from mocked_server.fleet.admission import Admission
 from mocked_server.fleet.engine_fleet import EngineFleet
+from mocked_server.fleet.engine_watch import EngineWatch
 from mocked_server.generation import Generation
 from mocked_server.http.uvicorn_server import bind
 from mocked_server.keys import KeyRing, round_secret, secret_of_run
@@ -98,6 +101,7 @@ class Serving:
     """What answers agents: engine and server, and the ledger that records them."""
 
     engine: EngineFleet
+    engines: EngineWatch
     server: MockedServer
     buffers: RunBuffers
 
@@ -108,6 +112,7 @@ class Parts:
 
     players: Players
     engine: EngineFleet
+    engines: EngineWatch
     server: MockedServer
     buffers: RunBuffers
     generation: Generation
@@ -216,7 +221,7 @@ class Pipeline:
         environment = await self._start_environment(stack, server)
         stack.enter_context(environment_files(self._folder, server))
         return Parts(
-            players=players, engine=engine, server=server, buffers=buffers, generation=generation,
+            players=players, engine=engine, engines=serving.engines, server=server, buffers=buffers, generation=generation,
             environment=environment, main=main,
         )  # fmt: skip
 
@@ -307,11 +312,13 @@ class Pipeline:
                 config, stack, folder=self._folder, secret=partial(round_secret, self._folder),
                 resume=self._resume, checkpoint=self._checkpoint,
             )  # fmt: skip
-            args = await asyncio.to_thread(make_args, engine_settings(config, model=model))
+            args = await asyncio.to_thread(
+                make_args, engine_settings(config, model=model, most_running=self._most_running)
+            )
             vllm_config = await asyncio.to_thread(make_vllm_config, args)
             engine = self._make_fleet(
                 vllm_config,
-                count_preemptions=players.loops is not None,
+                count_preemptions=players.loops is not None or config.agents.concurrency == "auto",
                 weights=weights.saved(self._checkpoint) if self._checkpoint else None,
             )
             stack.push_async_callback(engine.close)
@@ -324,11 +331,22 @@ class Pipeline:
                 others=Others(agents=players.names is None, default=players.default),
             )  # fmt: skip
             server.attach_engine(engine)
+            server.engines = engines = self._watch_engines(engine, buffers=buffers)
             for episode, rounds in buffers.running:
                 server.resume_episode(episode, rounds)
             await server.start()
             stack.push_async_callback(server.close)
-        return Serving(engine=engine, server=server, buffers=buffers)
+        return Serving(engine=engine, engines=engines, server=server, buffers=buffers)
+
+    @property
+    def _most_running(self) -> int:
+        return most_running(self._config, evaluates=self._evaluates is not None)
+
+    def _watch_engines(self, engine: EngineFleet, *, buffers: RunBuffers) -> EngineWatch:
+        admission = None
+        if self._config.agents.concurrency == "auto":
+            admission = Admission(episode_tokens=self._config.rollout.max_model_len, most=self._most_running)
+        return EngineWatch(engine.figures, pool=buffers.pool, admission=admission)
 
     def _make_fleet(
         self, vllm_config: Any, *, count_preemptions: bool, weights: tuple[Path, int] | None
@@ -397,7 +415,7 @@ class Pipeline:
                 tracker=self._tracker,
                 display=self._display,
                 generated=generation.stats,
-                more_figures=players.figures,
+                more_figures=lambda: players.figures() | serving.engines.metrics(),
                 traces=traces,
             ),
             restart_limit=self._restart_limit,
@@ -455,6 +473,7 @@ class Pipeline:
             loops.create_task(parts.generation.run(), name="generate"),
             loops.create_task(self.watch(parts), name="watch"),
             loops.create_task(parts.engine.run(), name="keep engines"),
+            loops.create_task(parts.engines.run(), name="watch engines"),
         ]
         if (silence_s := config.agents.silence_s) is not None:
             silent = end_silent(parts.server.episodes.silent, fail=parts.server.fail, seconds=silence_s)
@@ -486,7 +505,7 @@ class Pipeline:
             folder=self._folder / "agents",
             named=tuple(config.agents.environment),
         )
-        many = config.agents.concurrency
+        many = self._most_running
         if config.agents.processes == 0:
             return AgentPerEpisode(
                 config.agents.command, place=place, service=parts.server, concurrency=many, judge=parts.players.rewards
@@ -509,6 +528,7 @@ class Pipeline:
                 episodes_running=int(parts.buffers.pool.metrics()["pool/running"]),
                 groups_ready=parts.buffers.ledger.counts()["groups/ready"],
             )
+            self._display.engines(parts.engines.lines())
             if news := self.history.news():
                 self._display.note(news)
 
@@ -533,8 +553,8 @@ class Pipeline:
         )
 
 
-def engine_settings(config: Config, *, model: Path) -> EngineSettings:
-    """What an engine of the run is built from; `model`: the folder of its first weights."""
+def engine_settings(config: Config, *, model: Path, most_running: int = MAX_NUM_SEQS) -> EngineSettings:
+    """What an engine of the run is built from. `model`: the folder of its first weights; `most_running`: episodes."""
     return EngineSettings(
         model_path=model,
         served_name="policy",
@@ -542,7 +562,7 @@ def engine_settings(config: Config, *, model: Path) -> EngineSettings:
         rollout=config.rollout,
         server=config.server,
         seed=config.run.seed,
-        max_num_seqs=min(MAX_NUM_SEQS, config.agents.concurrency),
+        max_num_seqs=min(MAX_NUM_SEQS, most_running),
     )
 
 

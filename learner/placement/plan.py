@@ -48,7 +48,7 @@ class Placement:
 
 def num_engines(config: Config) -> int:
     """Engines of the run."""
-    return int(getattr(config.rollout, "engines", 1))
+    return config.rollout.engines
 
 
 def place(nodes: Sequence[Node], *, ranks: int, engines: int, tensor_parallel: int) -> Placement:
@@ -188,14 +188,14 @@ def _planned(config: Config, *, shape: ModelShape, nodes: Sequence[Node]) -> Pla
     for node, there in enumerate(nodes):
         for card, limit in enumerate(there.cards):
             rank = card if node == 0 and card in placement.ranks else None
-            engine = on_card.get((node, card))
-            if rank is not None or engine is not None:
+            beside = on_card.get((node, card))
+            if rank is not None or beside is not None:
                 uses.append(
                     CardUse(
-                        node=node, card=card, limit=limit, rank=rank, engine=engine[0] if engine else None,
+                        node=node, card=card, limit=limit, rank=rank, engine=beside[0] if beside else None,
                         rank_items=of_learner if rank is not None else [],
-                        engine_items=engine[1].items if engine else [],
-                        engine_share=engine[2] if engine else 0, sleeps=rollout.sleep,
+                        engine_items=beside[1].items if beside else [],
+                        engine_share=beside[2] if beside else 0, sleeps=rollout.sleep,
                     )
                 )  # fmt: skip
     return Plan(nodes=list(nodes), placement=placement, uses=uses, engines=memories)

@@ -17,9 +17,10 @@ import shutil
 import signal
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import asdict, dataclass
+from copy import copy
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,6 +32,7 @@ from mocked_server.vllm.continued_requests import continuing, interrupted, merge
 from mocked_server.vllm.engine_arguments import has_gpu, set_process_environment
 from mocked_server.vllm.engine_silence import EngineSilence, processor_time
 from mocked_server.vllm.fork_server import engines_of_ours
+from mocked_server.vllm.scheduler_stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -70,24 +72,6 @@ def interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@dataclass(slots=True)
-class Totals:
-    """Sums over what an engine has answered."""
-
-    sampled_tokens: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    preemptions: int = 0
-
-    def add(self, output: Any) -> None:
-        """Count an answer by its last output."""
-        for completion in output.outputs:
-            self.sampled_tokens += completion.weight_versions[-1].end if completion.weight_versions else 0
-        self.prompt_tokens += len(output.prompt_token_ids or ())
-        self.cached_tokens += output.num_cached_tokens or 0
-        self.preemptions += getattr(output.metrics, "num_preemptions", 0)
-
-
 class VLLMEngine:
     """One engine. Lifecycle: `start` (3 s forked, else 8 to 15) -> generate / load_weights -> `close`; `restart` after
     it died."""
@@ -101,11 +85,16 @@ class VLLMEngine:
         timeout_s: float = 120.0,
         name: str = "e0",
     ) -> None:
-        """`name`: among the engines of a run. `count_preemptions`: outputs say how often their request was set aside; costs a few
-        percent of the engine's time. `weights`: (folder, version) to begin with, instead of the model's own as version 0.
-        `timeout_s`: see `configs.schema.RolloutConfig.engine_timeout_s`."""
+        """`name`: among the engines of a run. `count_preemptions`: outputs say how often their request was set aside, and figures
+        what the scheduler says of itself; costs a few percent of the engine's time.
+        `weights`: (folder, version) to begin with, instead of the model's own as version 0. `timeout_s`: see
+        `configs.schema.RolloutConfig.engine_timeout_s`."""
         self._vllm_config = vllm_config
         self._count_preemptions = count_preemptions
+        self.name = name
+        self._stats = SchedulerStats()
+        self._totals: Counter[str] = Counter()
+        self._kv_capacity = 0
         self._llm: Any = None
         self._has_sockets = False
         self._processes: list[BaseProcess] = []
@@ -113,11 +102,9 @@ class VLLMEngine:
         self._up = False
         self._weights = weights
         """(folder, version) that it has, or is to have once it is back."""
-        self.name = name
         self.version = 0
         self._life = 0
         """Processes that it had."""
-        self._totals = Totals()
         self._silence = EngineSilence(timeout_s)
         self._watching: asyncio.Task[None] | None = None
 
@@ -227,13 +214,17 @@ class VLLMEngine:
 
         Sockets.enter()
         self._has_sockets = True
+        config = copy(self._vllm_config)  # engines share it, and vLLM writes into it how many blocks an engine has
+        config.cache_config = copy(config.cache_config)
+        config.cache_config.num_gpu_blocks = None
         try:
             with interrupts_blocked(), engines_of_ours() as self._processes:
                 self._llm = AsyncLLM.from_vllm_config(
-                    self._vllm_config,
+                    config,
                     disable_log_stats=True,
-                    stat_loggers=[_silent_logger()] if self._count_preemptions else None,
+                    stat_loggers=[self._stats.logger()] if self._count_preemptions else None,
                 )
+            self._kv_capacity = config.cache_config.num_gpu_blocks * config.cache_config.block_size
         except (RuntimeError, OSError, ValueError) as error:
             kind = EngineDied if _BY_SIGNAL.search(str(error)) else EngineError
             raise kind(
@@ -271,8 +262,7 @@ class VLLMEngine:
                 async with aclosing(outputs) as outputs:
                     async for output in outputs:
                         self._silence.heard()
-                        if output.finished:
-                            self._totals.add(output)
+                        self._count(output)
                         yield output
         except EngineDeadError as error:
             sampled = never_began(request_id) or interrupted(llm, request_id)
@@ -348,20 +338,34 @@ class VLLMEngine:
         if self._may_sleep and self.is_up:
             await self._while_alive(self._llm.wake_up())
 
+    def _count(self, output: Any) -> None:
+        self._totals["sampled_tokens"] += sum(len(completion.token_ids) for completion in output.outputs)
+        if output.finished:
+            self._totals["prompt_tokens"] += len(output.prompt_token_ids or ())
+            self._totals["cached_tokens"] += output.num_cached_tokens or 0
+
     def figures(self) -> EngineFigures:
-        """See `EngineFigures`. What is held is counted in this process's state of the requests."""
+        """See `EngineFigures`."""
         states = [] if self._llm is None else list(self._llm.output_processor.request_states.values())
-        cache = self._vllm_config.cache_config
+        if self._count_preemptions:
+            waiting = min(self._stats.waiting, len(states))
+            held = round(self._stats.kv_share * self._kv_capacity) if states else 0
+        else:
+            waiting = sum(state.is_prefilling for state in states)
+            held = sum(state.prompt_len + state.detokenizer.num_output_tokens() for state in states)
         return EngineFigures(
             name=self.name,
             is_up=self.is_up,
             version=self.version,
             running=len(states),
-            waiting=sum(state.is_prefilling for state in states),
-            tokens_held=sum(state.prompt_len + state.detokenizer.num_output_tokens() for state in states),
-            kv_capacity=(cache.num_gpu_blocks or 0) * cache.block_size,
+            waiting=waiting,
+            tokens_held=held,
+            kv_capacity=self._kv_capacity,
+            sampled_tokens=self._totals["sampled_tokens"],
+            prompt_tokens=self._totals["prompt_tokens"],
+            cached_tokens=self._totals["cached_tokens"],
+            preemptions=self._stats.preemptions,
             restarts=max(0, self._life - 1),
-            **asdict(self._totals),
         )
 
     @property
@@ -438,18 +442,6 @@ def refusal_of(error: Exception) -> RequestRefused:
     """An error of vLLM's about one request, as ours: at most a few hundred characters of it, and its field."""
     text = str(error) or type(error).__name__
     return RequestRefused(text[:MAX_MESSAGE_CHARS], field=getattr(error, "parameter", None))
-
-
-def _silent_logger() -> Any:
-    """A logger that logs nothing: with a logger of any kind vLLM keeps statistics of each request."""
-    from vllm.v1.metrics.loggers import StatLoggerBase
-
-    class SilentLogger(StatLoggerBase):  # type: ignore[misc]
-        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
-        def record(self, *_: Any, **__: Any) -> None: ...
-        def log_engine_initialized(self) -> None: ...
-
-    return SilentLogger
 
 
 def _numbers_only_where_asked() -> None:
