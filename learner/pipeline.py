@@ -185,8 +185,8 @@ class Pipeline:
                 warn=self._display.note,
             )
         set_process_environment()
-        weights = WeightSync(self._folder)
-        stack.callback(weights.close)
+        weights = WeightSync(self._folder, adapter=config.learner.lora.rank > 0)
+        stack.push_async_callback(weights.close)
         with self._display.phase("starting engine and server"):
             ray = self._start_ray(stack)
             learner, starting = self._start_learner(stack, ray, model=model)
@@ -310,6 +310,8 @@ class Pipeline:
                 model_path=model, served_name="policy", dtype=config.model.dtype,
                 rollout=config.rollout, server=config.server, seed=config.run.seed,
                 max_num_seqs=min(MAX_NUM_SEQS, config.agents.concurrency),
+                lora_rank=0 if self._evaluates else config.learner.lora.rank,
+                kept_versions=config.buffer.max_policy_lag + 1,
             )  # fmt: skip
             args = await asyncio.to_thread(make_args, settings)
             vllm_config = await asyncio.to_thread(make_vllm_config, args)

@@ -17,6 +17,7 @@ import re
 import shutil
 import signal
 import tempfile
+import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
@@ -28,6 +29,7 @@ from typing import Any
 from buffers.errors import EngineDied, EngineError, RequestRefused
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.vllm import fork_server
+from mocked_server.vllm.adapters import PolicyAdapters, is_adapter, lora_words
 from mocked_server.vllm.engine_silence import EngineSilence
 from mocked_server.vllm.fork_server import engines_of_ours
 
@@ -60,6 +62,10 @@ class EngineSettings:
     seed: int = 0
     max_num_seqs: int = 64
     """Generations that run in one engine step."""
+    lora_rank: int = 0
+    """Of the adapters that are loaded as versions of the policy; 0: whole weights are."""
+    kept_versions: int = 1
+    """Of adapters: as many are kept for the generations that began under them."""
 
 
 def set_process_environment() -> None:
@@ -130,6 +136,8 @@ def make_args(settings: EngineSettings) -> Namespace:
         kv_cache_gb = kv_cache_gb or CPU_KV_CACHE_GB
     elif rollout.sleep:
         words += ["--enable-sleep-mode"]
+    if settings.lora_rank:
+        words += lora_words(rank=settings.lora_rank, kept=settings.kept_versions)
     if kv_cache_gb is not None:
         words += ["--kv-cache-memory-bytes", str(int(kv_cache_gb * 2**30))]
     args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
@@ -182,6 +190,10 @@ class VLLMEngine:
         self.is_supervised = False
         """It is restarted when it dies."""
         self.version = 0
+        lora = vllm_config.lora_config
+        self._adapters = PolicyAdapters(kept=1 if lora is None else lora.max_loras - 1)
+        self._paused_s = 0.0
+        """What the last load took."""
         self.life = 0
         self._silence = EngineSilence(timeout_s)
         self._watching: asyncio.Task[None] | None = None
@@ -302,11 +314,12 @@ class VLLMEngine:
 
         await self._up.wait()
         try:
-            with self._silence.expecting():
-                outputs = self._llm.generate(tokens_input(prompt_token_ids), params, request_id, **extra)
+            with self._silence.expecting(), self._adapters.newest(params) as (adapter, labels):
+                outputs = self._llm.generate(tokens_input(prompt_token_ids), params, request_id, **extra, **adapter)
                 async with aclosing(outputs) as outputs:
                     async for output in outputs:
                         self._silence.heard()
+                        labels.put_on(output)
                         yield output
         except EngineDeadError as error:
             raise EngineError(f"the engine died while it answered request {request_id}") from error
@@ -317,8 +330,9 @@ class VLLMEngine:
                 raise refusal_of(error.__cause__) from error
             raise
 
-    async def load_weights(self, folder: Path, *, version: int) -> None:
-        """Swap in the weights of `folder` as `version`. Running requests freeze and continue; none is dropped.
+    async def load_weights(self, folder: Path, *, version: int) -> float:
+        """Swap in the weights of `folder` as `version`. Running requests freeze and continue; none is dropped. Returns the
+        seconds for which they froze. Of an adapter nothing freezes: requests that come afterwards begin with it.
 
         The KV cache is cleared: what stays in flight is recomputed under the new weights, as its next tokens are. An engine
         that is down gets them when it is back.
@@ -327,9 +341,15 @@ class VLLMEngine:
         while not (self._up.is_set() and await self._while_alive(self._load(folder, version))):
             if not await self.wait_restarted():
                 raise EngineError(f"the engine died while it loaded the weights of version {version}")
+        return self._paused_s
 
     async def _load(self, folder: Path, version: int) -> None:
-        llm = self._llm
+        llm, began = self._llm, time.monotonic()
+        if is_adapter(folder):
+            with self._silence.expecting():
+                self._paused_s = await self._adapters.load(llm, folder, version=version)
+            self.version = version
+            return
         with self._silence.expecting():
             await llm.pause_generation(mode="keep", clear_cache=True)
             try:
@@ -339,6 +359,7 @@ class VLLMEngine:
                 self.version = version
             finally:
                 await llm.resume_generation()
+        self._paused_s = time.monotonic() - began
 
     async def sleep(self) -> None:
         """Give memory back: vLLM's sleep level 1 with `rollout.sleep` on a GPU, where running requests freeze until `wake_up`;
