@@ -351,7 +351,7 @@ class VLLMEngine:
             self.version = version
             return
         with self._silence.expecting():
-            await llm.pause_generation(mode="keep", clear_cache=True)
+            await _freeze(llm)
             try:
                 with self._silence.long_work():
                     await llm.collective_rpc("load_published", args=(str(folder),))
@@ -402,6 +402,13 @@ class VLLMEngine:
             self._llm = None
         if self._sockets is not None:
             shutil.rmtree(self._sockets, ignore_errors=True)
+
+
+async def _freeze(llm: Any) -> None:
+    """vLLM's `pause_generation(mode="keep", clear_cache=True)` but for its last line, which sleeps 20 ms so that outputs on their
+    way arrive first: they are labelled in the engine, so their order does not matter."""
+    await llm.renderer.clear_mm_cache_async()
+    await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
 
 def _folder_for_sockets() -> str:
