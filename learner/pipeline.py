@@ -191,8 +191,8 @@ class Pipeline:
                 warn=self._display.note,
             )
         set_process_environment()
-        weights = WeightSync(self._folder)
-        stack.callback(weights.close)
+        weights = WeightSync(self._folder, adapter=config.learner.lora.rank > 0)
+        stack.push_async_callback(weights.close)
         with self._display.phase("starting engine and server"):
             ray = self._start_ray(stack)
             learner, starting = self._start_learner(stack, ray, model=model)
@@ -313,7 +313,10 @@ class Pipeline:
                 resume=self._resume, checkpoint=self._checkpoint,
             )  # fmt: skip
             args = await asyncio.to_thread(
-                make_args, engine_settings(config, model=model, most_running=self._most_running)
+                make_args,
+                engine_settings(
+                    config, model=model, most_running=self._most_running, evaluates=self._evaluates is not None
+                ),
             )
             vllm_config = await asyncio.to_thread(make_vllm_config, args)
             engine = self._make_fleet(
@@ -553,8 +556,11 @@ class Pipeline:
         )
 
 
-def engine_settings(config: Config, *, model: Path, most_running: int = MAX_NUM_SEQS) -> EngineSettings:
-    """What an engine of the run is built from. `model`: the folder of its first weights; `most_running`: episodes."""
+def engine_settings(
+    config: Config, *, model: Path, most_running: int = MAX_NUM_SEQS, evaluates: bool = False
+) -> EngineSettings:
+    """What an engine of the run is built from. `model`: the folder of its first weights; `most_running`: episodes; `evaluates`:
+    nothing is published to it."""
     return EngineSettings(
         model_path=model,
         served_name="policy",
@@ -563,6 +569,8 @@ def engine_settings(config: Config, *, model: Path, most_running: int = MAX_NUM_
         server=config.server,
         seed=config.run.seed,
         max_num_seqs=min(MAX_NUM_SEQS, most_running),
+        lora_rank=0 if evaluates else config.learner.lora.rank,
+        kept_versions=config.buffer.max_policy_lag + 1,
     )
 
 
