@@ -41,6 +41,8 @@ from learner.checkpoints.store import Checkpoint, CheckpointStore
 from learner.checkpoints.weight_sync import WeightSync
 from learner.evaluation import Evaluation, EvaluationPlan
 from learner.learn_loop import LearnLoop, Outputs, Schedule
+from learner.placement.cards import own_node
+from learner.placement.plan import place_run
 from learner.players import Players, make_players
 from learner.recovery.failure_report import why_episodes_fail
 from learner.recovery.failure_watch import watch
@@ -184,6 +186,8 @@ class Pipeline:
                 warn=self._display.note,
             )
         set_process_environment()
+        self._node = own_node(has_gpu=has_gpu())
+        self._placement = place_run(config, nodes=[self._node], learns=self._evaluates is None)
         weights = WeightSync(self._folder)
         stack.callback(weights.close)
         with self._display.phase("starting engine and server"):
@@ -253,7 +257,7 @@ class Pipeline:
             temperature=config.rollout.temperature,
             seed=config.run.seed,
             keep_versions=config.buffer.max_policy_lag + 1,
-            gpus_per_rank=1.0 if has_gpu() else 0.0,
+            devices=[self._node.devices[card] for card in self._placement.ranks],
         )
         learner = LearnerProcesses(
             ranks,
@@ -305,13 +309,16 @@ class Pipeline:
                 config, stack, folder=self._folder, secret=partial(round_secret, self._folder),
                 resume=self._resume, checkpoint=self._checkpoint,
             )  # fmt: skip
-            args = await asyncio.to_thread(make_args, engine_settings(config, model=model))
+            args = await asyncio.to_thread(
+                make_args, engine_settings(config, model=model, beside_rank=self._placement.shares)
+            )
             vllm_config = await asyncio.to_thread(make_vllm_config, args)
             engine = VLLMEngine(
                 vllm_config,
                 count_preemptions=players.loops is not None,
                 weights=weights.saved(self._checkpoint) if self._checkpoint else None,
                 timeout_s=config.rollout.engine_timeout_s,
+                devices=[self._node.devices[card] for card in self._placement.engines[0].cards],
             )
             stack.push_async_callback(engine.close)
             await start_engine(engine, restart_limit=self._restart_limit)
@@ -514,8 +521,9 @@ class Pipeline:
         )
 
 
-def engine_settings(config: Config, *, model: Path) -> EngineSettings:
-    """What an engine of the run is built from; `model`: the folder of its first weights."""
+def engine_settings(config: Config, *, model: Path, beside_rank: bool) -> EngineSettings:
+    """What an engine of the run is built from; `model`: the folder of its first weights; `beside_rank`: an engine shares a card
+    with a rank."""
     return EngineSettings(
         model_path=model,
         served_name="policy",
@@ -524,6 +532,7 @@ def engine_settings(config: Config, *, model: Path) -> EngineSettings:
         server=config.server,
         seed=config.run.seed,
         max_num_seqs=min(MAX_NUM_SEQS, config.agents.concurrency),
+        beside_rank=beside_rank,
     )
 
 

@@ -16,7 +16,7 @@ import re
 import shutil
 import signal
 import tempfile
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -26,7 +26,7 @@ from buffers.errors import EngineDied, EngineError, RequestRefused
 from mocked_server.vllm import fork_server
 from mocked_server.vllm.engine_arguments import has_gpu, set_process_environment
 from mocked_server.vllm.engine_silence import EngineSilence
-from mocked_server.vllm.fork_server import engines_of_ours
+from mocked_server.vllm.fork_server import engines_of_ours, engines_see
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +77,13 @@ class VLLMEngine:
         count_preemptions: bool = False,
         weights: tuple[Path, int] | None = None,
         timeout_s: float = 120.0,
+        devices: Sequence[str] = (),
     ) -> None:
         """`count_preemptions`: outputs say how often their request was set aside; costs a few percent of the engine's time.
         `weights`: (folder, version) to begin with, instead of the model's own as version 0. `timeout_s`: see
-        `configs.schema.RolloutConfig.engine_timeout_s`."""
+        `configs.schema.RolloutConfig.engine_timeout_s`. `devices`: its cards, as CUDA calls them; none: all that there are."""
         self._vllm_config = vllm_config
+        self._devices = devices
         self._count_preemptions = count_preemptions
         self._llm: Any = None
         self._sockets: Path | None = None
@@ -191,7 +193,12 @@ class VLLMEngine:
         _numbers_only_where_asked()
         self._sockets = Path(tempfile.mkdtemp(prefix="understudy-engine-", dir=_folder_for_sockets()))
         try:
-            with interrupts_blocked(), engines_of_ours() as self._processes, _sockets_in(self._sockets):
+            with (
+                interrupts_blocked(),
+                engines_see(self._devices),
+                engines_of_ours() as self._processes,
+                _sockets_in(self._sockets),
+            ):
                 self._llm = AsyncLLM.from_vllm_config(
                     self._vllm_config,
                     disable_log_stats=True,
