@@ -33,7 +33,7 @@ from mocked_server.vllm.adapters import PolicyAdapters, is_adapter
 from mocked_server.vllm.continued_requests import continuing, interrupted, merged, never_began
 from mocked_server.vllm.engine_arguments import has_gpu, set_process_environment
 from mocked_server.vllm.engine_silence import EngineSilence, processor_time
-from mocked_server.vllm.fork_server import engines_of_ours
+from mocked_server.vllm.fork_server import engines_of_ours, engines_see
 from mocked_server.vllm.scheduler_stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -86,12 +86,14 @@ class VLLMEngine:
         weights: tuple[Path, int] | None = None,
         timeout_s: float = 120.0,
         name: str = "e0",
+        devices: Sequence[str] = (),
     ) -> None:
         """`name`: among the engines of a run. `count_preemptions`: outputs say how often their request was set aside, and figures
         what the scheduler says of itself; costs a few percent of the engine's time.
         `weights`: (folder, version) to begin with, instead of the model's own as version 0. `timeout_s`: see
-        `configs.schema.RolloutConfig.engine_timeout_s`."""
+        `configs.schema.RolloutConfig.engine_timeout_s`. `devices`: its cards, as CUDA calls them; none: all that there are."""
         self._vllm_config = vllm_config
+        self._devices = devices
         self._count_preemptions = count_preemptions
         self.name = name
         self._stats = SchedulerStats()
@@ -224,7 +226,7 @@ class VLLMEngine:
         config.cache_config = copy(config.cache_config)
         config.cache_config.num_gpu_blocks = None
         try:
-            with interrupts_blocked(), engines_of_ours() as self._processes:
+            with interrupts_blocked(), engines_see(self._devices), engines_of_ours() as self._processes:
                 self._llm = AsyncLLM.from_vllm_config(
                     config,
                     disable_log_stats=True,

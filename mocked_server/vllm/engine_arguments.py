@@ -109,6 +109,8 @@ def _owned_words(settings: EngineSettings) -> list[str]:
     words += ["--generation-config", "vllm", "--disable-log-stats", "--no-use-tqdm-on-load"]
     words += ["--gpu-memory-utilization", str(rollout.share_of_card(beside_rank=settings.beside_rank))]
     words += ["--tensor-parallel-size", str(rollout.tensor_parallel)]
+    if rollout.tensor_parallel > 1:  # not Ray's, which would place its workers on cards of its own choice
+        words += ["--distributed-executor-backend", "mp"]
     if settings.server.tool_parser:
         words += ["--enable-auto-tool-choice", "--tool-call-parser", settings.server.tool_parser]
     if settings.server.reasoning_parser:
