@@ -23,7 +23,14 @@ from pydantic.fields import FieldInfo
 from configs.schema import Config
 
 WIDTH = 100
-NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null"}
+NAMES: dict[Any, str] = {
+    Any: "any value",
+    str: "text",
+    int: "integer",
+    float: "number",
+    bool: "true or false",
+    type(None): "null",
+}
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "pattern": "like", "min_length": "of length >="}
 """Attribute of a rule in pydantic's metadata -> how it is written."""
 PAGE = """\

@@ -29,6 +29,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from agents.external import AgentPerEpisode, AgentPlace, LongLivedAgents, check_command
 from agents.workers.manager import AgentLoopManager
@@ -47,7 +48,7 @@ from learner.recovery.failure_report import why_episodes_fail
 from learner.recovery.failure_watch import watch
 from learner.recovery.learner_processes import LearnerProcesses
 from learner.recovery.restart_limit import RestartLimit
-from learner.recovery.restarts import Environment, end_silent, ended, restart_engine_when_dead, start_engine
+from learner.recovery.restarts import Environment, end_silent, ended
 from learner.reporting.display import Display
 from learner.reporting.episode_samples import Traces
 from learner.reporting.run_metrics import History
@@ -60,16 +61,16 @@ from learner.training.ranks import LearnerRanks
 from learner.validation import Validation
 from mocked_server.dispatch import Others
 from mocked_server.fleet.admission import Admission
+from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.fleet.engine_watch import EngineWatch
 from mocked_server.generation import Generation
 from mocked_server.http.uvicorn_server import bind
 from mocked_server.keys import KeyRing, round_secret, secret_of_run
 from mocked_server.server import MockedServer
-from mocked_server.vllm.engine import (
+from mocked_server.vllm.engine import VLLMEngine, interrupts_blocked
+from mocked_server.vllm.engine_arguments import (
     EngineSettings,
-    VLLMEngine,
     has_gpu,
-    interrupts_blocked,
     make_args,
     make_vllm_config,
     set_process_environment,
@@ -99,7 +100,7 @@ class Address:
 class Serving:
     """What answers agents: engine and server, and the ledger that records them."""
 
-    engine: VLLMEngine
+    engine: EngineFleet
     engines: EngineWatch
     server: MockedServer
     buffers: RunBuffers
@@ -110,7 +111,7 @@ class Parts:
     """What a run is made of, once built."""
 
     players: Players
-    engine: VLLMEngine
+    engine: EngineFleet
     engines: EngineWatch
     server: MockedServer
     buffers: RunBuffers
@@ -311,21 +312,17 @@ class Pipeline:
                 config, stack, folder=self._folder, secret=partial(round_secret, self._folder),
                 resume=self._resume, checkpoint=self._checkpoint,
             )  # fmt: skip
-            settings = EngineSettings(
-                model_path=model, served_name="policy", dtype=config.model.dtype,
-                rollout=config.rollout, server=config.server, seed=config.run.seed,
-                max_num_seqs=min(MAX_NUM_SEQS, self._most_running),
-            )  # fmt: skip
-            args = await asyncio.to_thread(make_args, settings)
+            args = await asyncio.to_thread(
+                make_args, engine_settings(config, model=model, most_running=self._most_running)
+            )
             vllm_config = await asyncio.to_thread(make_vllm_config, args)
-            engine = VLLMEngine(
+            engine = self._make_fleet(
                 vllm_config,
                 count_preemptions=players.loops is not None or config.agents.concurrency == "auto",
                 weights=weights.saved(self._checkpoint) if self._checkpoint else None,
-                timeout_s=config.rollout.engine_timeout_s,
             )
             stack.push_async_callback(engine.close)
-            await start_engine(engine, restart_limit=self._restart_limit)
+            await engine.start()
             server = MockedServer(
                 args=args, vllm_config=vllm_config, rollout=config.rollout, server=config.server,
                 pool=buffers.pool, notify_score_fn=buffers.rounds.notify_score,
@@ -345,11 +342,31 @@ class Pipeline:
     def _most_running(self) -> int:
         return most_running(self._config, evaluates=self._evaluates is not None)
 
-    def _watch_engines(self, engine: VLLMEngine, *, buffers: RunBuffers) -> EngineWatch:
+    def _watch_engines(self, engine: EngineFleet, *, buffers: RunBuffers) -> EngineWatch:
         admission = None
         if self._config.agents.concurrency == "auto":
             admission = Admission(episode_tokens=self._config.rollout.max_model_len, most=self._most_running)
-        return EngineWatch(lambda: [engine.figures()], pool=buffers.pool, admission=admission)
+        return EngineWatch(engine.figures, pool=buffers.pool, admission=admission)
+
+    def _make_fleet(
+        self, vllm_config: Any, *, count_preemptions: bool, weights: tuple[Path, int] | None
+    ) -> EngineFleet:
+        config = self._config
+        engines = [
+            VLLMEngine(
+                vllm_config,
+                name=f"e{number}",
+                count_preemptions=count_preemptions,
+                weights=weights,
+                timeout_s=config.rollout.engine_timeout_s,
+            )
+            for number in range(config.rollout.engines)
+        ]
+        return EngineFleet(
+            engines,
+            record_death=lambda name, error: self._restart_limit.record("engine", error, name=name),
+            max_policy_lag=config.buffer.max_policy_lag,
+        )
 
     async def _start_loop_workers(
         self, stack: AsyncExitStack, ray: asyncio.Task[None], loops: AgentLoopManager, *, model: Path, address: Address
@@ -455,10 +472,8 @@ class Pipeline:
             loops.create_task(parts.server.wait(), name="serve"),
             loops.create_task(parts.generation.run(), name="generate"),
             loops.create_task(self.watch(parts), name="watch"),
+            loops.create_task(parts.engine.run(), name="keep engines"),
             loops.create_task(parts.engines.run(), name="watch engines"),
-            loops.create_task(
-                restart_engine_when_dead(parts.engine, restart_limit=self._restart_limit), name="keep the engine"
-            ),
         ]
         if (silence_s := config.agents.silence_s) is not None:
             silent = end_silent(parts.server.episodes.silent, fail=parts.server.fail, seconds=silence_s)
@@ -536,6 +551,19 @@ class Pipeline:
             is_starting=lambda: self._display.is_starting,
             why=why,
         )
+
+
+def engine_settings(config: Config, *, model: Path, most_running: int = MAX_NUM_SEQS) -> EngineSettings:
+    """What an engine of the run is built from. `model`: the folder of its first weights; `most_running`: episodes."""
+    return EngineSettings(
+        model_path=model,
+        served_name="policy",
+        dtype=config.model.dtype,
+        rollout=config.rollout,
+        server=config.server,
+        seed=config.run.seed,
+        max_num_seqs=min(MAX_NUM_SEQS, most_running),
+    )
 
 
 async def _make_data(command: Sequence[str], missing: str, log: Path) -> None:

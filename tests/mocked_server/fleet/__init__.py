@@ -1,1 +1,1 @@
-"""Tests of the modules in mocked_server/fleet/."""
+"""Tests of mocked_server/fleet."""

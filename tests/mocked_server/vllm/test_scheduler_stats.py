@@ -10,7 +10,8 @@ import pytest
 
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.fleet.member import EngineFigures
-from mocked_server.vllm.engine import EngineSettings, VLLMEngine, make_args, make_vllm_config, set_process_environment
+from mocked_server.vllm.engine import VLLMEngine
+from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
 from mocked_server.vllm.scheduler_stats import SchedulerStats
 
 
