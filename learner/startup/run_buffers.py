@@ -21,7 +21,7 @@ from learner.checkpoints.store import Checkpoint
 from learner.startup.ledger_location import RowSecret, open_ledger
 
 EVALUATED = 256
-"""Most episodes of an evaluation at once, where `agents.concurrency` is auto: a full step of an engine."""
+"""Most episodes of an evaluation at once for each engine, where `agents.concurrency` is auto: a full step of it."""
 PROGRAMS_PER_PROCESSOR = 8
 """Most agent programs for each processor of this machine, where `agents.concurrency` is auto: they mostly wait for the model."""
 
@@ -54,7 +54,7 @@ def most_running(config: Config, *, evaluates: bool = False) -> int:
         return config.agents.concurrency
     buffer = config.buffer
     groups = (buffer.max_policy_lag + 1) * buffer.groups_per_step
-    most = EVALUATED if evaluates else groups * (buffer.group_size + num_greedy(config))
+    most = EVALUATED * config.rollout.engines if evaluates else groups * (buffer.group_size + num_greedy(config))
     if config.agents.command and config.agents.processes == 0:
         return min(most, PROGRAMS_PER_PROCESSOR * len(os.sched_getaffinity(0)))
     return most

@@ -6,8 +6,9 @@ engine that joins brings its share of slots all the same. No running episode is 
 until then engines set generations aside, which costs their prefill and no agent's work.
 
 Rules and constants are those that prime-rl has measured (`orchestrator/concurrency.py`, August 2026; AIMD), at polls 5 s apart.
-It cancels the youngest episodes above `TRIM_AGAIN_ABOVE`, and makes a pause of 30 s between two trims where this one waits for
-the pool to drain.
+It cancels the youngest episodes above `TRIM_AGAIN_ABOVE`, makes a pause of 30 s between two trims where this one waits for the
+pool to drain, and grows as soon as usage is low: here that must have lasted for a turnover, because episodes that start together
+also end together, and leave an empty cache behind.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ GROWTH = 1.25
 BINDING = 0.9
 """Slots grow only while at least this share of them is in use, give or take one episode."""
 GROW_BELOW = 0.6
-"""Slots grow only while every engine uses less than this share of its cache."""
+"""Slots grow only while every engine uses less than this share of its cache, and has done so for a turnover."""
 TRIM_ABOVE = 0.8
 """Slots are lowered, to what would use `TRIM_TO`, when an engine uses more than this."""
 TRIM_TO = 0.7
@@ -61,6 +62,8 @@ class Admission:
         self._preemptions: dict[str, int] = {}
         """Engine -> its count at the last look."""
         self._num_ended = 0
+        self._num_calm = float("inf")
+        """Episodes that ended since an engine used `GROW_BELOW` or preempted."""
         self._may_grow_until = float("-inf")
         self._queued_since: float | None = None
         self._is_draining = False
@@ -88,12 +91,9 @@ class Admission:
         if self._is_draining and running <= self.slots and not preempted and not has_queue:
             self._is_draining = False
             self._relapses_until = now + RELAPSE_S
-        may_grow = (
-            not self._is_draining
-            and not preempted
-            and usage < GROW_BELOW
-            and not any(engine.waiting for engine in there)
-        )
+        self._num_calm = 0.0 if preempted or usage >= GROW_BELOW else self._num_calm + num_ended
+        has_room = self._num_calm >= self.slots and not any(engine.waiting for engine in there)
+        may_grow = has_room and not self._is_draining
         if self._is_draining:
             pass
         elif preempted or has_queue:

@@ -333,6 +333,7 @@ class VLLMEngine:
             return
         with self._silence.expecting():
             await _freeze(llm)
+            self._stats.cleared(under_way=len(llm.output_processor.request_states))
             try:
                 with self._silence.long_work():
                     await llm.collective_rpc("load_published", args=(str(folder),))
@@ -347,6 +348,8 @@ class VLLMEngine:
         elsewhere the prefix cache. An engine that dies meanwhile has none left."""
         if (llm := self._llm) is not None and self.is_up:
             await self._while_alive(llm.sleep(level=1, mode="keep") if self._may_sleep else llm.reset_prefix_cache())
+            if self._may_sleep:
+                self._stats.cleared(under_way=len(llm.output_processor.request_states))
 
     async def wake_up(self) -> None:
         """Undo `sleep`. No effect on an engine that is awake."""
@@ -362,18 +365,16 @@ class VLLMEngine:
     def figures(self) -> EngineFigures:
         """See `EngineFigures`."""
         states = [] if self._llm is None else list(self._llm.output_processor.request_states.values())
-        if self._count_preemptions:
-            waiting = min(self._stats.waiting, len(states))
-            held = round(self._stats.kv_share * self._kv_capacity) if states else 0
-        else:
-            waiting = sum(state.is_prefilling for state in states)
-            held = sum(state.prompt_len + state.detokenizer.num_output_tokens() for state in states)
+        held = sum(state.prompt_len + state.detokenizer.num_output_tokens() for state in states)
+        if self._count_preemptions and states:  # whole blocks; less than the tokens when the cache was just cleared
+            held = max(held, round(self._stats.kv_share * self._kv_capacity))
+        waiting = self._stats.waiting if self._count_preemptions else sum(state.is_prefilling for state in states)
         return EngineFigures(
             name=self.name,
             is_up=self.is_up,
             version=self.version,
             running=len(states),
-            waiting=waiting,
+            waiting=min(waiting, len(states)),
             tokens_held=held,
             kv_capacity=self._kv_capacity,
             sampled_tokens=self._totals["sampled_tokens"],

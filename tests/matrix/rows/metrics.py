@@ -148,7 +148,7 @@ def _rest() -> dict[str, tuple[str, Effect]]:
         "engine/up": (run, always("engine/up", 1)),
         "engine/e0/running": ("auto-large", metric("engine/e0/running", lambda values: 0 < max(values) <= 32)),
         "engine/e0/waiting": ("auto-small", metric("engine/e0/waiting", lambda values: min(values) >= 0)),
-        "engine/e0/tokens_per_s": (run, positive("engine/e0/tokens_per_s")),
+        "engine/e0/tokens_per_s": (run, positive_once("engine/e0/tokens_per_s")),
         "engine/e0/kv_share": ("auto-large", metric("engine/e0/kv_share", lambda values: 0 < max(values) < 1)),
         "engine/e0/cached_share": ("auto-large", metric("engine/e0/cached_share", lambda values: 0 < max(values) < 1)),
         "engine/e0/version": (run, metric("engine/e0/version", lambda values: values == [1, 2, 3])),

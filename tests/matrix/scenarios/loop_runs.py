@@ -50,7 +50,7 @@ def loop_runs() -> list[Run]:
             settings=SMALL_CACHE,
             files=_walk,
         ),
-        Run(name="auto-small", settings={**AUTO, "rollout.kv_cache_gb": 0.005, "run.steps": 4}, files=_walk),
+        Run(name="auto-small", settings={**AUTO, "rollout.kv_cache_gb": 0.003}, files=_walk),
         Run(
             name="auto-large",
             settings={**AUTO, "rollout.kv_cache_gb": 0.02, "rollout.max_model_len": 2048},
