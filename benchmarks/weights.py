@@ -40,6 +40,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from benchmarks.processes.weights_learner import changed
 from benchmarks.report import Report, end_on_sigterm, parser_of
@@ -238,7 +239,7 @@ class Kills:
                 await ranks.restart()
         if killing is not None:
             await killing
-            if self._chance and ranks.restarts < self.done["learner"]:  # it died after it had published
+            if ranks.restarts < self.done["learner"]:  # it died after it had published
                 await ranks.restart()
         is_patch = figures["publish/bytes"] < 0.5 * self._dense_bytes
         self.patches += is_patch
@@ -314,7 +315,7 @@ class Kills:
             "served_max_logprob_diff": largest,
             "served_versions": len(versions),
             "served_tokens": checked,
-            "served_mixed": mixed,
+            "served_by_several_versions": mixed,
         }
 
 
@@ -409,10 +410,10 @@ async def measure_pause(folder: Path, *, loads: int) -> dict[str, Any]:
     await engine.start()
     before = sync.folder / "before"
     before.mkdir()
-    save_file(weights, before / WEIGHTS, metadata={"format": "pt"})
     ranks, now, then = OneRank(weights), [], []
     try:
         for version in range(1, loads + 1):
+            save_file(weights, before / WEIGHTS, metadata={"format": "pt"})
             then.append(await load_as_before(engine, before, version=version))
             now.append((await sync.publish(ranks, engine, version=version))["publish/paused_s"])
     finally:
@@ -447,6 +448,7 @@ def main(argv: list[str] | None = None) -> int:
     end_on_sigterm()
     report, figures, quick = Report("weights"), {}, arguments.quick
     torch.set_num_threads(1)
+    logging.disable_progress_bar()
     start_fork_server()
     with tempfile.TemporaryDirectory(prefix="understudy-bench-") as name:
         folder = Path(name)
@@ -457,7 +459,7 @@ def main(argv: list[str] | None = None) -> int:
             with tempfile.TemporaryDirectory(prefix="understudy-bench-", dir=shared_memory()) as fast:
                 figures |= measure_share(Path(fast), num_tensors=2 if quick else SHARE_TENSORS)
         if "pause" in arguments.parts:
-            figures |= asyncio.run(measure_pause(folder, loads=3 if quick else 11))
+            figures |= asyncio.run(measure_pause(folder, loads=3 if quick else 21))
     for key, value in figures.items():
         print(f"{key:>32}: {value}")
     settings = {"quick": quick, "parts": arguments.parts, "ranks": RANKS, "rate": RATE}
