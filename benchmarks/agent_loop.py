@@ -36,7 +36,8 @@ from agents.server_manager import AsyncLLMServerManager, TokenOutput
 from benchmarks.report import Report, end_on_sigterm, parser_of
 from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
-from mocked_server.vllm.engine import EngineSettings, VLLMEngine, make_args, make_vllm_config, set_process_environment
+from mocked_server.vllm.engine import VLLMEngine
+from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
 
 GENERATE_S, TOOL_S = 0.1, 0.5
 CAPACITY = 4

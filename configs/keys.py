@@ -23,7 +23,14 @@ from pydantic.fields import FieldInfo
 from configs.schema import Config
 
 WIDTH = 100
-NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null"}
+NAMES: dict[Any, str] = {
+    Any: "any value",
+    str: "text",
+    int: "integer",
+    float: "number",
+    bool: "true or false",
+    type(None): "null",
+}
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "pattern": "like", "min_length": "of length >="}
 """Attribute of a rule in pydantic's metadata -> how it is written."""
 PAGE = """\
@@ -127,7 +134,7 @@ def kind_of(annotation: Any, *, rules: Iterable[Any] = ()) -> str:
         return kind_of(inner[0], rules=inner[1:])
     if origin is Literal:
         *others, last = map(str, inner)
-        return f"{', '.join(others)} or {last}"
+        return f"{', '.join(others)} or {last}" if others else last
     if origin in (Union, types.UnionType):
         return " or ".join(kind_of(each) for each in inner)
     if origin is list:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
 from configs.no_effect import refuse_unused
+from configs.owned_arguments import check_names
 from configs.recipes import RECIPES, filled, own_aggregation
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -21,6 +22,10 @@ Positive = Annotated[float, Field(gt=0.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 Seconds = Positive
 Text = Annotated[str, Field(min_length=1)]
+
+SHARE_BESIDE_A_RANK = 0.4
+SHARE_ALONE = 0.9
+CPU_KV_CACHE_GB = 0.25
 
 
 class Section(BaseModel):
@@ -110,8 +115,11 @@ class AgentsConfig(Section):
     processes: Count = 1
     """Long-lived programs to run, which ask `TASKS_URL` for their next tasks; 0: a fresh process for every episode. Agent loops
     run in as many workers, at least one."""
-    concurrency: PositiveInt = 64
-    """Episodes that may run at once, over all agents; up to 256 of them generate in one engine step."""
+    concurrency: PositiveInt | Literal["auto"] = 64
+    """Episodes that may run at once, over all agents; up to 256 of them generate in one engine step. auto: as many as the engines'
+    caches hold. It begins with what they hold of the longest episodes, grows by a quarter with each turnover while every engine
+    uses less than 0.6 of its cache, and is lowered at 0.8, when an engine preempts, and when prompts wait for long. It ends where
+    `buffer.max_policy_lag` lets no more start, and with `processes: 0` at 8 programs for each processor."""
     deadline_s: Seconds = 120.0
     """Longest time of an episode. A longer one counts as failed and is retried."""
     silence_s: Seconds | None = None
@@ -151,6 +159,9 @@ class RolloutConfig(Section):
     """Most tokens of one generation; an agent may ask for fewer."""
     max_model_len: PositiveInt = 2048
     """Longest prompt + generation, in tokens."""
+    engines: PositiveInt = 1
+    """Engines, each in a process of its own. Episodes are spread over them; when one dies, another one continues what it was
+    sampling, and it is started again."""
     engine_timeout_s: Seconds = 120.0
     """An engine that gives no sign of life for so long while requests wait is killed and restarted: its process may live and be
     deaf. One that is busy with a long step answers between two of them. Loading weights may take ten times as long."""
@@ -158,7 +169,21 @@ class RolloutConfig(Section):
     """Free the engine's memory while the learner updates, for both on one card: vLLM's sleep mode on a GPU, the prefix cache on a
     CPU. Only with `buffer.max_policy_lag=0`, where nothing is generated meanwhile."""
     kv_cache_gb: Positive | None = None
-    """KV-cache memory of the engine, in GiB. None: 0.25 on CPU; on a GPU the engine takes 40 % of the card in all."""
+    """KV-cache memory of the engine, on each of its cards, in GiB. None: 0.25 on CPU; on a GPU what `gpu_memory_utilization`
+    leaves beside the weights."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs of one engine, over which each layer's weights are divided (tensor parallelism). On a CPU 1."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Share of a card's memory that an engine takes, its weights and its KV cache in all. None: 0.4 if any engine shares a card
+    with a rank of the learner, else 0.9. No effect on a CPU."""
+    engine_args: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$")], Any] = Field(default_factory=dict)
+    """More arguments of vLLM's engine, by vLLM's names: `{max_num_batched_tokens: 8192, quantization: fp8}`. vLLM's own parser
+    judges them. Refused are those that the run sets itself (configs/owned_arguments.py)."""
+
+    def share_of_card(self, *, beside_rank: bool) -> float:
+        """`gpu_memory_utilization`, or its default; `beside_rank`: an engine is on a card that a rank is on too."""
+        own = SHARE_BESIDE_A_RANK if beside_rank else SHARE_ALONE
+        return own if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
 
 class BufferConfig(Section):
@@ -438,6 +463,7 @@ class Config(Section):
                 f"rollout.sleep needs the synchronous flow, got buffer.max_policy_lag={self.buffer.max_policy_lag}, which "
                 f"generates while the learner updates; set buffer.max_policy_lag=0"
             )
+        check_names(self.rollout.engine_args)
         if self.rollout.max_tokens >= self.rollout.max_model_len:
             raise ValueError(
                 f"rollout.max_tokens must be < rollout.max_model_len, got {self.rollout.max_tokens} >= "

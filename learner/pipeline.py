@@ -10,6 +10,7 @@
 | `agents`   | a lease (waits: the pool)                   | HTTP requests; their environment scores   | `pool`               |
 | `serve`    | a request                                   | a prompt in the queue, then its answer    | `generate`           |
 | `generate` | prompts (waits: one)                        | a reply and a `Round`                     | `serve`              |
+| `engines`  | the engines' figures (waits: half a second)  | slots of the pool (`agents.concurrency: auto`) | time                |
 | `learn`    | a full batch of scored, fresh groups (waits: that many) | new weights in the engine, a step in the ledger | scores |
 
 `learn` is the only finite loop; when it ends the others are cancelled. A loop that fails ends the run with its error; of
@@ -28,6 +29,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from agents.external import AgentPerEpisode, AgentPlace, LongLivedAgents, check_command
 from agents.workers.manager import AgentLoopManager
@@ -46,7 +48,7 @@ from learner.recovery.failure_report import why_episodes_fail
 from learner.recovery.failure_watch import watch
 from learner.recovery.learner_processes import LearnerProcesses
 from learner.recovery.restart_limit import RestartLimit
-from learner.recovery.restarts import Environment, end_silent, ended, restart_engine_when_dead, start_engine
+from learner.recovery.restarts import Environment, end_silent, ended
 from learner.reporting.display import Display
 from learner.reporting.episode_samples import Traces
 from learner.reporting.run_metrics import History
@@ -54,19 +56,21 @@ from learner.reporting.tracker import Tracker
 from learner.startup import ray_cluster
 from learner.startup.key_files import environment_files
 from learner.startup.model_and_tasks import prepare_files
-from learner.startup.run_buffers import RunBuffers, open_run_buffers
+from learner.startup.run_buffers import RunBuffers, most_running, open_run_buffers
 from learner.training.ranks import LearnerRanks
 from learner.validation import Validation
 from mocked_server.dispatch import Others
+from mocked_server.fleet.admission import Admission
+from mocked_server.fleet.engine_fleet import EngineFleet
+from mocked_server.fleet.engine_watch import EngineWatch
 from mocked_server.generation import Generation
 from mocked_server.http.uvicorn_server import bind
 from mocked_server.keys import KeyRing, round_secret, secret_of_run
 from mocked_server.server import MockedServer
-from mocked_server.vllm.engine import (
+from mocked_server.vllm.engine import VLLMEngine, interrupts_blocked
+from mocked_server.vllm.engine_arguments import (
     EngineSettings,
-    VLLMEngine,
     has_gpu,
-    interrupts_blocked,
     make_args,
     make_vllm_config,
     set_process_environment,
@@ -96,7 +100,8 @@ class Address:
 class Serving:
     """What answers agents: engine and server, and the ledger that records them."""
 
-    engine: VLLMEngine
+    engine: EngineFleet
+    engines: EngineWatch
     server: MockedServer
     buffers: RunBuffers
 
@@ -106,7 +111,8 @@ class Parts:
     """What a run is made of, once built."""
 
     players: Players
-    engine: VLLMEngine
+    engine: EngineFleet
+    engines: EngineWatch
     server: MockedServer
     buffers: RunBuffers
     generation: Generation
@@ -215,7 +221,7 @@ class Pipeline:
         environment = await self._start_environment(stack, server)
         stack.enter_context(environment_files(self._folder, server))
         return Parts(
-            players=players, engine=engine, server=server, buffers=buffers, generation=generation,
+            players=players, engine=engine, engines=serving.engines, server=server, buffers=buffers, generation=generation,
             environment=environment, main=main,
         )  # fmt: skip
 
@@ -306,21 +312,17 @@ class Pipeline:
                 config, stack, folder=self._folder, secret=partial(round_secret, self._folder),
                 resume=self._resume, checkpoint=self._checkpoint,
             )  # fmt: skip
-            settings = EngineSettings(
-                model_path=model, served_name="policy", dtype=config.model.dtype,
-                rollout=config.rollout, server=config.server, seed=config.run.seed,
-                max_num_seqs=min(MAX_NUM_SEQS, config.agents.concurrency),
-            )  # fmt: skip
-            args = await asyncio.to_thread(make_args, settings)
+            args = await asyncio.to_thread(
+                make_args, engine_settings(config, model=model, most_running=self._most_running)
+            )
             vllm_config = await asyncio.to_thread(make_vllm_config, args)
-            engine = VLLMEngine(
+            engine = self._make_fleet(
                 vllm_config,
-                count_preemptions=players.loops is not None,
+                count_preemptions=players.loops is not None or config.agents.concurrency == "auto",
                 weights=weights.saved(self._checkpoint) if self._checkpoint else None,
-                timeout_s=config.rollout.engine_timeout_s,
             )
             stack.push_async_callback(engine.close)
-            await start_engine(engine, restart_limit=self._restart_limit)
+            await engine.start()
             server = MockedServer(
                 args=args, vllm_config=vllm_config, rollout=config.rollout, server=config.server,
                 pool=buffers.pool, notify_score_fn=buffers.rounds.notify_score,
@@ -329,11 +331,42 @@ class Pipeline:
                 others=Others(agents=players.names is None, default=players.default),
             )  # fmt: skip
             server.attach_engine(engine)
+            server.engines = engines = self._watch_engines(engine, buffers=buffers)
             for episode, rounds in buffers.running:
                 server.resume_episode(episode, rounds)
             await server.start()
             stack.push_async_callback(server.close)
-        return Serving(engine=engine, server=server, buffers=buffers)
+        return Serving(engine=engine, engines=engines, server=server, buffers=buffers)
+
+    @property
+    def _most_running(self) -> int:
+        return most_running(self._config, evaluates=self._evaluates is not None)
+
+    def _watch_engines(self, engine: EngineFleet, *, buffers: RunBuffers) -> EngineWatch:
+        admission = None
+        if self._config.agents.concurrency == "auto":
+            admission = Admission(episode_tokens=self._config.rollout.max_model_len, most=self._most_running)
+        return EngineWatch(engine.figures, pool=buffers.pool, admission=admission)
+
+    def _make_fleet(
+        self, vllm_config: Any, *, count_preemptions: bool, weights: tuple[Path, int] | None
+    ) -> EngineFleet:
+        config = self._config
+        engines = [
+            VLLMEngine(
+                vllm_config,
+                name=f"e{number}",
+                count_preemptions=count_preemptions,
+                weights=weights,
+                timeout_s=config.rollout.engine_timeout_s,
+            )
+            for number in range(config.rollout.engines)
+        ]
+        return EngineFleet(
+            engines,
+            record_death=lambda name, error: self._restart_limit.record("engine", error, name=name),
+            max_policy_lag=config.buffer.max_policy_lag,
+        )
 
     async def _start_loop_workers(
         self, stack: AsyncExitStack, ray: asyncio.Task[None], loops: AgentLoopManager, *, model: Path, address: Address
@@ -382,7 +415,7 @@ class Pipeline:
                 tracker=self._tracker,
                 display=self._display,
                 generated=generation.stats,
-                more_figures=players.figures,
+                more_figures=lambda: players.figures() | serving.engines.metrics(),
                 traces=traces,
             ),
             restart_limit=self._restart_limit,
@@ -439,9 +472,8 @@ class Pipeline:
             loops.create_task(parts.server.wait(), name="serve"),
             loops.create_task(parts.generation.run(), name="generate"),
             loops.create_task(self.watch(parts), name="watch"),
-            loops.create_task(
-                restart_engine_when_dead(parts.engine, restart_limit=self._restart_limit), name="keep the engine"
-            ),
+            loops.create_task(parts.engine.run(), name="keep engines"),
+            loops.create_task(parts.engines.run(), name="watch engines"),
         ]
         if (silence_s := config.agents.silence_s) is not None:
             silent = end_silent(parts.server.episodes.silent, fail=parts.server.fail, seconds=silence_s)
@@ -473,7 +505,7 @@ class Pipeline:
             folder=self._folder / "agents",
             named=tuple(config.agents.environment),
         )
-        many = config.agents.concurrency
+        many = self._most_running
         if config.agents.processes == 0:
             return AgentPerEpisode(
                 config.agents.command, place=place, service=parts.server, concurrency=many, judge=parts.players.rewards
@@ -496,6 +528,7 @@ class Pipeline:
                 episodes_running=int(parts.buffers.pool.metrics()["pool/running"]),
                 groups_ready=parts.buffers.ledger.counts()["groups/ready"],
             )
+            self._display.engines(parts.engines.lines())
             if news := self.history.news():
                 self._display.note(news)
 
@@ -518,6 +551,19 @@ class Pipeline:
             is_starting=lambda: self._display.is_starting,
             why=why,
         )
+
+
+def engine_settings(config: Config, *, model: Path, most_running: int = MAX_NUM_SEQS) -> EngineSettings:
+    """What an engine of the run is built from. `model`: the folder of its first weights; `most_running`: episodes."""
+    return EngineSettings(
+        model_path=model,
+        served_name="policy",
+        dtype=config.model.dtype,
+        rollout=config.rollout,
+        server=config.server,
+        seed=config.run.seed,
+        max_num_seqs=min(MAX_NUM_SEQS, most_running),
+    )
 
 
 async def _make_data(command: Sequence[str], missing: str, log: Path) -> None:

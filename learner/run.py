@@ -16,6 +16,7 @@ from configs.process_fork import leave
 
 if TYPE_CHECKING:
     from configs.schema import Config
+    from learner.placement.model_shape import ModelShape
 
 STOPPED = 130
 """The exit code after Ctrl-C."""
@@ -52,7 +53,17 @@ def main(argv: list[str] | None = None, *, program: str = PROGRAM) -> int:
         "--keep-running", action="store_true",
         help="when the run's own process dies (kill -9, out of memory): start it again from its newest checkpoint",
     )  # fmt: skip
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="start nothing: print where ranks and engines go and what memory they take; needs no weights, only config.json",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gpus", default="", metavar="[NODES x]CARDSxGIB",
+        help="with --dry-run: as if these were there, such as 8x80 or 2x8x80 (default: the cards of this machine)",
+    )  # fmt: skip
     arguments = parser.parse_args(argv)
+    if arguments.gpus and not arguments.dry_run:
+        parser.error(f"--gpus describes cards for --dry-run, got --gpus {arguments.gpus} without it; add --dry-run")
     if arguments.keep_running and sys.platform != "linux":
         parser.error(
             f"--keep-running needs Linux, got {sys.platform}; leave it out, and use --resume auto after a crash"
@@ -74,13 +85,15 @@ def _run(arguments: argparse.Namespace, *, program: str) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    if arguments.dry_run:
+        return dry_run(config, gpus=arguments.gpus)
     if told := refusal(lambda: check_inputs(config, resume=arguments.resume)):
         print(f"error: {told}", file=sys.stderr)
         return 2
     print("understudy: loading torch, Ray and vLLM, which takes 5 to 20 s ...", flush=True)
 
     from learner.training import forked_ranks
-    from mocked_server.vllm.engine import has_gpu
+    from mocked_server.vllm.engine_arguments import has_gpu
 
     # The order of the start, and why:
     # 1. Fork the ranks' warm process: it must not hold Ray, which reads a worker's environment while it is imported.
@@ -106,6 +119,37 @@ def _run(arguments: argparse.Namespace, *, program: str) -> int:
         resume=arguments.resume,
         lines=lines,
     )
+
+
+def dry_run(config: Config, *, gpus: str) -> int:
+    """Print where everything goes and what memory it takes. Exit codes: 0 it fits, 2 not so."""
+    from buffers.errors import UnderstudyError
+    from learner.placement.cards import described, of_this_machine
+    from learner.placement.plan import make_plan
+    from learner.placement.report import report
+
+    try:
+        nodes = described(gpus) if gpus else [of_this_machine()]
+        shape = shape_of(config.model.path)
+        print(report(make_plan(config, shape=shape, nodes=nodes), config=config, shape=shape))
+    except UnderstudyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def shape_of(path: str) -> ModelShape:
+    """The sizes of the model at `model.path`; `tiny` is made for it, and removed. Raises UnderstudyError."""
+    from tempfile import TemporaryDirectory
+
+    from learner.placement.model_shape import read_shape
+
+    if path != "tiny":
+        return read_shape(Path(path))
+    from configs.tiny_model import make_tiny_model
+
+    with TemporaryDirectory(prefix="understudy-shape-") as folder:
+        return read_shape(make_tiny_model(Path(folder) / "tiny"))
 
 
 def check_inputs(config: Config, *, resume: str) -> None:
@@ -148,6 +192,11 @@ def check_inputs(config: Config, *, resume: str) -> None:
         check_named(config.agents.environment)
     if config.agents.loops:
         read_loops(Path(config.agents.loops))
+    if config.rollout.engine_args:
+        from learner.pipeline import engine_settings
+        from mocked_server.vllm.engine_arguments import check_engine_args
+
+        check_engine_args(engine_settings(config, model=Path(config.model.path)))
     scorers = [config.data.scorer] if isinstance(config.data.scorer, str) else config.data.scorer.values()
     for scorer in filter(None, scorers):
         if scorer.startswith(reward_model.PREFIX):

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 from buffers.buffer_dataset import PromptBatch
 from buffers.prompt_queue import Prompt, Response
 from mocked_server.answer_recorder import AnswerRecorder
-from mocked_server.vllm.engine import EngineSettings, VLLMEngine, make_args, make_vllm_config, set_process_environment
+from mocked_server.vllm.engine import VLLMEngine
+from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
 
 T = TypeVar("T")
 

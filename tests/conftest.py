@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mocked_server.vllm.engine import set_process_environment
+from mocked_server.vllm.engine_arguments import set_process_environment
 
 set_process_environment()
 
@@ -52,7 +52,7 @@ def rollout(tiny_model: Path) -> Iterator[object]:
     """The session's one real engine. Tests that change its weights put the tiny model's back as version 0."""
     from configs.schema import RolloutConfig, ServerConfig
     from mocked_server.rollout import VLLMRollout
-    from mocked_server.vllm.engine import EngineSettings
+    from mocked_server.vllm.engine_arguments import EngineSettings
 
     settings = EngineSettings(
         model_path=tiny_model,

@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import RolloutConfig, ServerConfig
-from mocked_server.vllm.engine import EngineSettings, VLLMEngine, make_args, make_vllm_config, set_process_environment
+from mocked_server.fleet.engine_fleet import EngineFleet
+from mocked_server.vllm.engine import VLLMEngine
+from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
 
 WORD_ID = 100
 """What the do-nothing engine says, over and over."""
@@ -50,11 +52,13 @@ class NoEngine:
     """Answers with `max_tokens` equal tokens."""
 
     version = 0
-    life = 0
 
     def __init__(self, *, decode: Any, token_ms: float) -> None:
         self._word = decode([WORD_ID])
         self._token_s = token_ms / 1000
+
+    def forget(self, episode_id: str) -> None:
+        """It keeps nothing of an episode."""
 
     async def generate(
         self, prompt_token_ids: list[int], params: Any, *, request_id: str, **_: Any
@@ -186,7 +190,7 @@ async def serve_understudy(settings: Settings) -> None:
         )
         engine: Any = None
         if settings.engine:
-            engine = VLLMEngine(vllm_config)
+            engine = EngineFleet([VLLMEngine(vllm_config)])
             await engine.start()
         else:
             engine = NoEngine(decode=server._client.renderer.get_tokenizer().decode, token_ms=settings.token_ms)

@@ -12,7 +12,6 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,7 +48,9 @@ def leave() -> None:
 
 
 def shard(module: nn.Module, *, layers: Sequence[nn.Module], mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Shards each layer and then the rest. Passes compute in `dtype`; master weights and gradients stay float32."""
+    """Shards each layer and then the rest, on the mesh's devices. Passes compute in `dtype`; master weights and gradients stay
+    float32. Each backward pass divides its gradients over the ranks at once: kept whole until the last micro-batch of an update,
+    they would be as large as the model on each rank."""
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else mixed
     for part in (*layers, module):
@@ -66,11 +67,6 @@ def all_max(values: Tensor) -> Tensor:
     """Takes the largest over the ranks, in place."""
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return values
-
-
-def sync_gradients(module: Any, *, enabled: bool) -> None:
-    """Whether the next backward pass exchanges gradients; off for all but the last micro-batch of an update."""
-    module.set_requires_gradient_sync(enabled)
 
 
 def update(

@@ -148,6 +148,8 @@ class Trainer:
         if bool(table.fresh.any()):  # else all answers were cut, and left out
             metrics |= self._learn(table, before=before)
         self._steps += 1
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # of what the step has used, for an engine on this card that wakes up
         lags = (version - table.versions).float()
         return metrics | {
             "policy/lag_mean": float(lags[lags < self._keep_versions].mean()),
@@ -254,7 +256,8 @@ class Trainer:
         fsdp.leave()
 
     def _load(self, folder: str, *, value_head: bool) -> Policy:
-        policy = load_policy(folder, value_head=value_head, device=self._device)
+        # Sharding moves it to the rank's device, layer by layer: the whole of it may be larger than a card.
+        policy = load_policy(folder, value_head=value_head, device=torch.device("cpu"))
         if (lora := self._config.lora).rank:
             self._adapter = add_adapter(policy.lm, rank=lora.rank, alpha=lora.alpha, seed=self._seed)
         if self._config.gradient_checkpointing:
@@ -437,11 +440,8 @@ class Trainer:
     def _update_once(
         self, sequences: Sequences, *, goals: Goals, rows: Sequence[int], step_metrics: StepMetrics
     ) -> None:
-        steps = self._plan(sequences, rows=rows)
-        for number, piles in enumerate(steps):
+        for piles in self._plan(sequences, rows=rows):
             micro = sequences.micro_batch(piles[self._rank], device=self._device)
-            for model in filter(None, (self._policy, self._critic)):
-                fsdp.sync_gradients(model, enabled=number == len(steps) - 1)
             loss = self._loss(micro, goals=replace(goals, targets=goals.targets.take(micro.index)))
             (loss.total * self._world_size).backward()  # FSDP averages over ranks; the sum is wanted
             step_metrics.add(means=loss.means, maxima=loss.maxima)

@@ -86,9 +86,8 @@ def train_on_traces(
         shares = plan(traces.lengths, rows=rows, num_ranks=world_size, token_budget=token_budget)
         scale = 1.0 / float(traces.counts[rows].sum())
         loss = torch.zeros((), device=device)
-        for number, piles in enumerate(shares):
+        for piles in shares:
             micro = traces.micro_batch(piles[rank], device=device)
-            fsdp.sync_gradients(policy, enabled=number == len(shares) - 1)
             outputs = policy(micro.ids, micro.mask, micro.starts, longest=micro.longest, temperature=1.0)
             negative = -outputs.logprobs.sum() * scale
             (negative * world_size).backward()  # FSDP averages over ranks; the sum is wanted

@@ -97,7 +97,7 @@ def main(words: Sequence[str], *, program: str = "python -m mocked_server.check"
         print("starting a tiny model, about 15 s ...", file=sys.stderr, flush=True)
         with _quiet() as terminal:
             from mocked_server.check.trial import check
-            from mocked_server.vllm.engine import set_process_environment
+            from mocked_server.vllm.engine_arguments import set_process_environment
 
             set_process_environment()
             named = tuple(arguments.environment)

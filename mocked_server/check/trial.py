@@ -158,7 +158,8 @@ async def trial_server() -> AsyncIterator[AgentTrial]:
     from configs.tiny_model import make_tiny_model
     from mocked_server.check.logprob_proof import max_logprob_diff
     from mocked_server.check.vllm_scripted_engine import REHEARSAL_ARGUMENTS, TrialEngine
-    from mocked_server.vllm.engine import EngineSettings, VLLMEngine, make_args, make_vllm_config
+    from mocked_server.vllm.engine import VLLMEngine
+    from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 
     rollout, server_config = (
         RolloutConfig(max_tokens=MAX_TOKENS, max_model_len=MAX_LEN),

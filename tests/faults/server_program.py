@@ -31,7 +31,7 @@ from buffers.records import Task
 from buffers.tasks.task_pool import TaskPool
 from configs.schema import RolloutConfig
 from mocked_server.keys import KeyRing, make_secret
-from mocked_server.vllm.engine import set_process_environment
+from mocked_server.vllm.engine_arguments import set_process_environment
 from tests.support.forked_children import Channel, raise_children
 from tests.support.server_parts import ServerThread
 

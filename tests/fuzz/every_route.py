@@ -32,7 +32,7 @@ from buffers.records import Task
 from configs.schema import RolloutConfig
 from configs.tiny_model import make_tiny_model
 from mocked_server.http.routes import build_admin_app, build_app
-from mocked_server.vllm.engine import set_process_environment
+from mocked_server.vllm.engine_arguments import set_process_environment
 from tests.fuzz.real_engine import MAX_FAILURES, attack
 from tests.support.server_parts import ServerThread
 

@@ -53,7 +53,7 @@ def _warm_up() -> None:
     """What a run's engine and tracker import only when they are made."""
     import torch.utils.tensorboard  # noqa: F401
 
-    from mocked_server.vllm.engine import has_gpu
+    from mocked_server.vllm.engine_arguments import has_gpu
 
     if not has_gpu():
         importlib.import_module("vllm.v1.worker.cpu_worker")

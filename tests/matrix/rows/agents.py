@@ -19,7 +19,9 @@ def rows() -> list[Row]:
         Row("agents.processes", "0", "program", _processes(lambda found: len(found) >= 16)),
         Row("agents.processes", "2", "judged", _processes(lambda found: len(found) == 2)),
         Row("agents.processes", "2 loop workers", "loops", _workers),
-        Row("agents.concurrency", "", "program", _at_most_running(3)),
+        Row("agents.concurrency", "integer", "program", _at_most_running(3)),
+        Row("agents.concurrency", "auto", "auto-small", _follows_a_small_cache),
+        Row("agents.concurrency", "auto", "auto-large", _grows_into_a_large_cache),
         Row("agents.deadline_s", "", "deadline", _failed("deadline", least=2)),
         Row("agents.deadline_s", "in a generation", "deadline", _aborted),
         Row("agents.silence_s", "null", "judged", counted("SELECT count(*) FROM episode WHERE reason LIKE 'silent%'", 0)),
@@ -76,6 +78,16 @@ def _workers(ended: Ended) -> str:
 
 def _at_most_running(number: int) -> Effect:
     return metric("pool/running", lambda counts: 0 < max(counts) <= number)
+
+
+def _follows_a_small_cache(ended: Ended) -> str:
+    slots, preempted = ended.metric("pool/slots"), ended.metric("engine/e0/preemptions")[-1]
+    return expect(1 <= max(slots) < 32 and preempted <= 3, f"slots {slots}, {preempted:g} preemptions")
+
+
+def _grows_into_a_large_cache(ended: Ended) -> str:
+    slots, preempted = ended.metric("pool/slots"), ended.metric("engine/e0/preemptions")[-1]
+    return expect(slots[-1] >= 2 * slots[0] and preempted == 0, f"slots {slots}, {preempted:g} preemptions")
 
 
 def _failed(reason: str, *, least: int) -> Effect:

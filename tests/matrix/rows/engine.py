@@ -17,6 +17,7 @@ def rows() -> list[Row]:
         Row("rollout.max_tokens", "", "batch", counted("SELECT max(num_sampled) FROM round", 5)),
         Row("rollout.max_model_len", "", "batch", _long_prompts_fail),
         Row("rollout.engine_timeout_s", "", "deaths", metric("restarts/engine", lambda counts: max(counts) == 1)),
+        Row("rollout.engines", "", "fleet", _engines_die_and_nothing_is_lost),
         Row("rollout.kv_cache_gb", "null", "batch", _cache(0.25, token_bytes=1024)),
         Row("rollout.kv_cache_gb", "set", "dapo", _cache(0.03, token_bytes=512)),
         Row("rollout.sleep", True, "batch", metric("time/sleep_s", lambda seconds: min(seconds) > 0)),
@@ -30,6 +31,15 @@ def rows() -> list[Row]:
         Row("run.trusted_network", False, "tests/project/test_run_cluster.py::test_what_crosses_a_trusted_network_is_signed_only"),
         Row("buffer.node", "", "tests/project/test_run_cluster.py::test_a_run_goes_on_when_its_ledgers_process_dies_and_ends_it_in_the_end"),
     ]  # fmt: skip
+
+
+def _engines_die_and_nothing_is_lost(ended: Ended) -> str:
+    restarts, diff = max(ended.metric("restarts/engine")), max(ended.metric("policy/max_logprob_diff"))
+    failed = ended.sql("SELECT DISTINCT reason FROM episode WHERE state = 'failed'")
+    seen = (
+        f"{restarts:.0f} of three engines restarted, failed episodes: {failed}, log-probabilities differ by {diff:.1e}"
+    )
+    return expect(restarts == 2 and not failed and diff < 1e-4, seen)
 
 
 def _sampled_at_its_temperature(ended: Ended) -> str:

@@ -9,14 +9,8 @@ from pathlib import Path
 
 def main(model: str, method: str) -> None:
     from configs.schema import RolloutConfig, ServerConfig
-    from mocked_server.vllm.engine import (
-        EngineSettings,
-        VLLMEngine,
-        import_engine,
-        make_args,
-        make_vllm_config,
-        start_fork_server,
-    )
+    from mocked_server.vllm.engine import VLLMEngine, import_engine, start_fork_server
+    from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 
     if method == "fork server":
         start_fork_server()

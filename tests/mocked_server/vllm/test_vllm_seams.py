@@ -7,8 +7,8 @@ import inspect
 import pytest
 
 from configs.schema import RolloutConfig, ServerConfig
-from mocked_server.vllm import engine
-from mocked_server.vllm.engine import EngineSettings, make_args
+from mocked_server.vllm import engine_arguments
+from mocked_server.vllm.engine_arguments import EngineSettings, make_args
 
 
 def parameters(function):
@@ -137,7 +137,7 @@ def test_what_reaches_the_engines_sockets_is_not_unpickled(tmp_path):
 
 @pytest.mark.parametrize(("gpu", "sleep", "enabled"), [(True, True, True), (True, False, False), (False, True, False)])
 def test_the_engine_can_sleep_where_it_is_told_to_and_there_is_a_gpu(tmp_path, monkeypatch, gpu, sleep, enabled):
-    monkeypatch.setattr(engine, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(engine_arguments, "has_gpu", lambda: gpu)
     rollout, server = RolloutConfig(sleep=sleep), ServerConfig()
     settings = EngineSettings(
         model_path=tmp_path, served_name="policy", dtype="float32", rollout=rollout, server=server

@@ -1,0 +1,150 @@
+"""What a rank of the learner and an engine hold on a card, item by item, before any of it exists.
+
+Called by `learner.placement.plan`. A rank keeps float32 shards: its part of the weights, of the gradients, of AdamW's two moments
+and of a copy for each version that may still be checked (`learner.training.trainer`). What comes and goes within an update is an
+estimate and says so; `tests/learner/placement/test_memory.py` holds all of it against a real rank. Bytes are those of one card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from configs.schema import CPU_KV_CACHE_GB, BufferConfig, LearnerConfig, RolloutConfig
+from learner.placement.model_shape import ModelShape
+
+BYTES = {"float32": 4, "bfloat16": 2}
+MASTER = 4
+"""Bytes of a float32 number: the learner's weights, gradients and moments, whatever its passes compute in."""
+LOGITS_AT_ONCE = 2**26
+"""Logits in one part of a pack, as `learner.model.policy` has it."""
+LOGIT_COPIES = 5
+"""float32 arrays of that size that live at once: logits, scaled logits, their log-softmax, and gradients of two of these."""
+CUDA_BYTES = 2**30
+"""CUDA's context and NCCL's buffers in a process."""
+ENGINE_BYTES = 2 * 2**30
+"""vLLM beside weights and cache: context, CUDA graphs, buffers of its sampler."""
+BATCHED_TOKENS = 8192
+"""Tokens of one engine step, where `rollout.engine_args` says nothing (vLLM's own for large cards)."""
+ASLEEP_BYTES = 2 * 2**30
+"""What an engine that sleeps keeps of a card."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One kind of memory on a card."""
+
+    name: str
+    size: int
+    is_estimate: bool = False
+    stays: bool = True
+    """It is there between steps too; else within an update only."""
+
+
+def total(items: Iterable[Item], *, certain: bool = False) -> int:
+    """Bytes of all of them; `certain`: of those that are no estimates."""
+    return sum(item.size for item in items if not (certain and item.is_estimate))
+
+
+def adapter_weights(shape: ModelShape, learner: LearnerConfig) -> int:
+    """Weights of a LoRA adapter on all linear layers; 0 without one."""
+    return learner.lora.rank * shape.linear_features
+
+
+def trained_weights(shape: ModelShape, learner: LearnerConfig) -> int:
+    """Weights of the policy that have a gradient."""
+    head = shape.hidden + 1 if _critic(learner) == "shared" else 0
+    return head + (adapter_weights(shape, learner) if learner.lora.rank else shape.parameters)
+
+
+def _critic(learner: LearnerConfig) -> str:
+    return learner.critic if learner.advantage == "gae" else "none"
+
+
+def of_rank(
+    shape: ModelShape, learner: LearnerConfig, *, dtype: str, buffer: BufferConfig, longest_row: int, on_gpu: bool
+) -> list[Item]:
+    """What one of `learner.ranks` holds during an update, which is when it holds most."""
+    ranks, trained = learner.ranks, trained_weights(shape, learner)
+    whole = shape.parameters + adapter_weights(shape, learner)
+    head = shape.hidden + 1 if _critic(learner) == "shared" else 0
+    items = [
+        Item(name="weights, float32", size=MASTER * (whole + head) // ranks),
+        Item(name="gradients, float32", size=MASTER * trained // ranks, stays=False),
+        Item(name="optimizer (AdamW)", size=2 * MASTER * trained // ranks),
+    ]
+    if learner.check_logprobs and buffer.max_policy_lag:
+        name = f"versions kept (buffer.max_policy_lag={buffer.max_policy_lag})"
+        items.append(Item(name=name, size=MASTER * trained * buffer.max_policy_lag // ranks))
+    if learner.kl.coef > 0:
+        items.append(Item(name="reference (learner.kl.coef)", size=MASTER * trained // ranks))
+    if _critic(learner) == "separate":
+        moved = adapter_weights(shape, learner) if learner.lora.rank else shape.parameters
+        items += [
+            Item(name="critic: weights and optimizer", size=MASTER * (whole + 2 * moved) // ranks),
+            Item(name="critic: gradients", size=MASTER * moved // ranks, stays=False),
+        ]
+    models = 2 if _critic(learner) == "separate" else 1
+    each = BYTES[dtype]
+    tokens = max(learner.token_budget, longest_row)
+    return [
+        *items,
+        _passing(f"activations of {tokens} tokens", models * activations(shape, learner, tokens=tokens, each=each)),
+        _passing("layers gathered for a pass", gathered(shape, learner, each=each)),
+        _passing("logits", LOGIT_COPIES * MASTER * min(LOGITS_AT_ONCE, tokens * shape.vocabulary)),
+        *([Item(name="CUDA and NCCL", size=CUDA_BYTES, is_estimate=True)] if on_gpu else []),
+    ]
+
+
+def _passing(name: str, size: int) -> Item:
+    return Item(name=name, size=size, is_estimate=True, stays=False)
+
+
+def activations(shape: ModelShape, learner: LearnerConfig, *, tokens: int, each: int) -> int:
+    """What the forward pass of one pack leaves for its backward pass. `each`: bytes of a number.
+
+    The coefficients are what autograd saves in a layer of Qwen3, counted with `torch.autograd.graph.saved_tensors_hooks`: four
+    arrays as wide as the states and two in float32, four as wide as the feed-forward part, and those of queries, keys and values.
+    """
+    layer: float = shape.hidden * (4 * each + 8) + shape.intermediate * 4 * each
+    layer += shape.queries * (4 * each + 4.5) + shape.keys * (3 * each + 4.25)
+    if learner.gradient_checkpointing:
+        return int(tokens * (shape.layers * shape.hidden * each + 2 * layer))
+    return int(tokens * (shape.layers + 1) * layer)
+
+
+def gathered(shape: ModelShape, learner: LearnerConfig, *, each: int) -> int:
+    """Whole parameters within a pass: what is outside of the layers, two layers, and the gradients of one of each in float32."""
+    weights = each * (shape.outside_layers + 2 * shape.largest_layer)
+    if learner.lora.rank:
+        return weights
+    return weights + (each + MASTER) * max(shape.outside_layers, shape.largest_layer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """What an engine takes of each of its cards."""
+
+    items: list[Item]
+    cache_tokens: int
+    """Tokens that the KV cache holds, of the whole engine; below 0: not even the weights have room."""
+
+
+def of_engine(shape: ModelShape, rollout: RolloutConfig, *, dtype: str, card: int | None, share: float) -> EngineMemory:
+    """`card`: bytes of the memory of each of its cards, of which it takes `share`; None: a CPU."""
+    each, many = BYTES[dtype], rollout.tensor_parallel
+    weights = each * shape.parameters // many
+    token = shape.cache_bytes(tensor_parallel=many, bytes_each=each)
+    items = [Item(name=f"weights, {dtype}", size=weights)]
+    if card is not None:
+        tokens = int(rollout.engine_args.get("max_num_batched_tokens") or BATCHED_TOKENS)
+        working = ENGINE_BYTES + each * tokens * (4 * shape.hidden + 3 * shape.intermediate // many)
+        items.append(Item(name=f"CUDA, graphs, {tokens} tokens at once", size=working, is_estimate=True))
+    if rollout.kv_cache_gb is not None or card is None:
+        cache = int((rollout.kv_cache_gb or CPU_KV_CACHE_GB) * 2**30)
+    else:
+        cache = int(share * card) - total(items)
+    items.append(
+        Item(name="KV cache", size=max(cache, 0), is_estimate=rollout.kv_cache_gb is None and card is not None)
+    )
+    return EngineMemory(items=items, cache_tokens=cache // token)

@@ -1,0 +1,88 @@
+"""The sizes of a model, read from its config.json: no weights are read, and none need be there.
+
+Called by `learner.run` for the plan of a run. transformers builds the model without memory (on the device `meta`), so that the
+counts are those of the model that will be loaded, whatever its architecture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from buffers.errors import UnderstudyError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Counts of numbers, not of bytes."""
+
+    parameters: int
+    """All weights; tied ones count once."""
+    outside_layers: int
+    """Those outside of the decoder layers: embeddings, output matrix, last norm."""
+    largest_layer: int
+    layers: int
+    hidden: int
+    intermediate: int
+    """Width of a layer's feed-forward part; of experts, those that a token uses together."""
+    heads: int
+    queries: int
+    """Width of all query heads together."""
+    kv_heads: int
+    keys: int
+    """Width of all key heads together; that of the values is the same."""
+    vocabulary: int
+    linear_features: int
+    """Input and output widths of all linear layers that LoRA adapts, added: an adapter of rank r has r times so many weights."""
+
+    def cache_bytes(self, *, tensor_parallel: int, bytes_each: int) -> int:
+        """KV cache of one token on one of the engine's cards. Heads that cannot be divided any more are on several."""
+        heads = max(1, self.kv_heads // tensor_parallel)
+        return 2 * self.layers * (self.keys // self.kv_heads) * heads * bytes_each
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """Raises UnderstudyError for a folder without a config.json that transformers knows."""
+    if not (folder / "config.json").is_file():
+        raise UnderstudyError(
+            f"model.path must name a folder with a config.json, got {folder} without one; for a model of the Hugging Face hub, "
+            f"`hf download NAME config.json --local-dir {folder}` is enough for a dry run"
+        )
+    import torch
+    from torch import nn
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            lm: Any = AutoModelForCausalLM.from_config(config)
+    except (ValueError, OSError, KeyError) as error:
+        raise UnderstudyError(
+            f"model.path must name a model that transformers knows, got {folder}: {' '.join(str(error).split())[:300]}"
+        ) from error
+    text = config.get_text_config()
+    layers = list(lm.get_decoder().layers)
+    sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in layers]
+    parameters = sum(weight.numel() for weight in lm.parameters())
+    head = lm.get_output_embeddings()
+    adapted = [module for module in lm.modules() if isinstance(module, nn.Linear) and module is not head]
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    experts = getattr(text, "num_experts_per_tok", None)
+    intermediate = experts * text.moe_intermediate_size if experts else text.intermediate_size
+    return ModelShape(
+        parameters=parameters,
+        outside_layers=parameters - sum(sizes),
+        largest_layer=max(sizes),
+        layers=len(layers),
+        hidden=text.hidden_size,
+        intermediate=intermediate,
+        heads=heads,
+        queries=heads * width,
+        kv_heads=kv_heads,
+        keys=kv_heads * width,
+        vocabulary=text.vocab_size,
+        linear_features=sum(module.in_features + module.out_features for module in adapted),
+    )

@@ -1,0 +1,280 @@
+"""Which rank and which engine go on which card, what they take there, and whether that can be.
+
+Called by `learner.run` for `--dry-run`, and by the pipeline, which starts ranks and engines where this says. Rules: ranks are on
+the run's own node, one a card from card 0 up, as they share its files; an engine's cards are neighbours on one node; engines take
+cards without a rank first, on the run's node before others, and share those of ranks when there are no more. Refused is what
+cannot be for certain: estimates alone refuse nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from buffers.errors import UnderstudyError
+from configs.schema import Config
+from learner.placement.cards import GIB, Node
+from learner.placement.memory import ASLEEP_BYTES, EngineMemory, Item, of_engine, of_rank, total
+from learner.placement.model_shape import ModelShape
+
+
+class DoesNotFit(UnderstudyError):
+    """The run cannot be placed on these cards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlace:
+    """Where one engine is."""
+
+    node: int
+    cards: tuple[int, ...]
+    """On that node; none on a CPU."""
+    beside_rank: bool
+    """A rank is on one of these cards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where everything is. Rank r is on card `ranks[r]` of node 0; none on a CPU."""
+
+    ranks: tuple[int, ...]
+    engines: tuple[EnginePlace, ...]
+
+    @property
+    def shares(self) -> bool:
+        """An engine and a rank are on one card, or on one CPU."""
+        return any(engine.beside_rank for engine in self.engines)
+
+
+def num_engines(config: Config) -> int:
+    """Engines of the run."""
+    return config.rollout.engines
+
+
+def place(nodes: Sequence[Node], *, ranks: int, engines: int, tensor_parallel: int) -> Placement:
+    """Raises DoesNotFit where there are too few cards. Nodes without any card: all is on the CPU of the first."""
+    if not any(node.cards for node in nodes):
+        if tensor_parallel > 1:
+            raise DoesNotFit(
+                f"rollout.tensor_parallel must be 1 without a GPU, got {tensor_parallel}; set rollout.tensor_parallel=1"
+            )
+        return Placement(ranks=(), engines=(EnginePlace(node=0, cards=(), beside_rank=True),) * engines)
+    own, most = len(nodes[0].cards), max(len(node.cards) for node in nodes)
+    if ranks > own:
+        raise DoesNotFit(
+            f"learner.ranks must be at most the {own} cards of the run's own node, whose files ranks share, got {ranks}; set "
+            f"learner.ranks={own}"
+        )
+    if tensor_parallel > most:
+        raise DoesNotFit(
+            f"rollout.tensor_parallel must be at most the {most} cards of one node, got {tensor_parallel}; set "
+            f"rollout.tensor_parallel={most}"
+        )
+    taken: set[tuple[int, int]] = set()
+    places = []
+    for number in range(engines):
+        found = min(
+            (
+                (len(_ranks_on(node, cards, ranks=ranks)), node, cards)
+                for node, cards in _windows(nodes, width=tensor_parallel)
+                if not taken & {(node, card) for card in cards}
+            ),
+            default=None,
+        )
+        if found is None:
+            raise DoesNotFit(
+                f"rollout.engines * rollout.tensor_parallel must be at most the cards that there are, got {engines} * "
+                f"{tensor_parallel} with cards for {number} engines; set rollout.engines={number}"
+            )
+        shared, node, cards = found
+        taken |= {(node, card) for card in cards}
+        places.append(EnginePlace(node=node, cards=cards, beside_rank=shared > 0))
+    return Placement(ranks=tuple(range(ranks)), engines=tuple(places))
+
+
+def _windows(nodes: Sequence[Node], *, width: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    for number, node in enumerate(nodes):
+        for first in range(len(node.cards) - width + 1):
+            yield number, tuple(range(first, first + width))
+
+
+def _ranks_on(node: int, cards: Sequence[int], *, ranks: int) -> list[int]:
+    return [card for card in cards if node == 0 and card < ranks]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardUse:
+    """One card, or a CPU: who is on it, and what they take."""
+
+    node: int
+    card: int | None
+    limit: int | None
+    """Bytes of its memory; None: that of a CPU's machine, which is not judged."""
+    rank: int | None = None
+    engine: int | None = None
+    rank_items: list[Item] = field(default_factory=list)
+    engine_items: list[Item] = field(default_factory=list)
+    engine_share: int = 0
+    """Bytes that the engine reserves, whatever it does with them."""
+    sleeps: bool = False
+    """The engine gives its memory back while the learner updates."""
+
+    @property
+    def phases(self) -> tuple[int, int, int]:
+        """The most that is taken for certain, the most with estimates, and what the engine takes in an update."""
+        awake = max(self.engine_share, total(self.engine_items, certain=True))
+        if not (self.sleeps and self.rank is not None):
+            return total(self.rank_items, certain=True) + awake, total(self.rank_items) + awake, awake
+        resting = [item for item in self.rank_items if item.stays]
+        asleep = min(ASLEEP_BYTES, awake)
+        certain = max(total(self.rank_items, certain=True), total(resting, certain=True) + awake)
+        return certain, max(total(self.rank_items) + asleep, total(resting) + awake), asleep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A run on these nodes."""
+
+    nodes: list[Node]
+    placement: Placement
+    uses: list[CardUse]
+    """In the order of nodes and cards; cards that nobody uses are not there."""
+    engines: list[EngineMemory]
+
+
+def make_plan(config: Config, *, shape: ModelShape, nodes: Sequence[Node]) -> Plan:
+    """Raises DoesNotFit for what cannot be placed, or has no room for certain; the message has a value of a key with which it
+    has."""
+    plan = _planned(config, shape=shape, nodes=nodes)
+    for complaint in _complaints(plan, config=config, shape=shape):
+        raise DoesNotFit(f"{complaint}; {_remedy(config, shape=shape, nodes=nodes)}")
+    return plan
+
+
+def _planned(config: Config, *, shape: ModelShape, nodes: Sequence[Node]) -> Plan:
+    rollout = config.rollout
+    placement = place(
+        nodes, ranks=config.learner.ranks, engines=num_engines(config), tensor_parallel=rollout.tensor_parallel
+    )
+    on_gpu = bool(placement.ranks)
+    of_learner = of_rank(
+        shape,
+        config.learner,
+        dtype=config.model.dtype,
+        buffer=config.buffer,
+        longest_row=rollout.max_model_len,
+        on_gpu=on_gpu,
+    )
+    share = rollout.share_of_card(beside_rank=placement.shares)
+    memories, on_card = list[EngineMemory](), dict[tuple[int, int], tuple[int, EngineMemory, int]]()
+    for number, engine in enumerate(placement.engines):
+        card = min(nodes[engine.node].cards[card] for card in engine.cards) if on_gpu else None
+        memory = of_engine(shape, rollout, dtype=config.model.dtype, card=card, share=share)
+        memories.append(memory)
+        reserved = 0 if card is None or rollout.kv_cache_gb is not None else int(share * card)
+        for one in engine.cards:
+            on_card[engine.node, one] = number, memory, reserved
+    if not on_gpu:
+        everything = [
+            CardUse(node=0, card=None, limit=None, rank=rank, rank_items=of_learner)
+            for rank in range(config.learner.ranks)
+        ]
+        everything += [
+            CardUse(node=0, card=None, limit=None, engine=number, engine_items=memory.items)
+            for number, memory in enumerate(memories)
+        ]
+        return Plan(nodes=list(nodes), placement=placement, uses=everything, engines=memories)
+    uses = []
+    for node, there in enumerate(nodes):
+        for card, limit in enumerate(there.cards):
+            rank = card if node == 0 and card in placement.ranks else None
+            beside = on_card.get((node, card))
+            if rank is not None or beside is not None:
+                uses.append(
+                    CardUse(
+                        node=node, card=card, limit=limit, rank=rank, engine=beside[0] if beside else None,
+                        rank_items=of_learner if rank is not None else [],
+                        engine_items=beside[1].items if beside else [],
+                        engine_share=beside[2] if beside else 0, sleeps=rollout.sleep,
+                    )
+                )  # fmt: skip
+    return Plan(nodes=list(nodes), placement=placement, uses=uses, engines=memories)
+
+
+def _complaints(plan: Plan, *, config: Config, shape: ModelShape) -> Iterator[str]:
+    """What has no room for certain, one line each."""
+    rollout = config.rollout
+    if shape.heads % rollout.tensor_parallel:
+        yield f"rollout.tensor_parallel must divide the model's {shape.heads} attention heads, got {rollout.tensor_parallel}"
+    longest = rollout.max_model_len * shape.cache_bytes(
+        tensor_parallel=rollout.tensor_parallel, bytes_each=_each(config)
+    )
+    for use in plan.uses:
+        where = f"card {use.card} of node {use.node}"
+        if use.limit is None:
+            continue
+        if use.engine is not None:
+            room = (use.engine_share or use.limit) - total(use.engine_items[:1])
+            if room < longest:
+                yield (
+                    f"engine {use.engine} must have room for its weights ({_gib(total(use.engine_items[:1]))}) and one sequence of "
+                    f"rollout.max_model_len={rollout.max_model_len} ({_gib(longest)}) in its share of {where}, got "
+                    f"{_gib(use.engine_share or use.limit)} of {_gib(use.limit)}"
+                )
+        certain, _, engine = use.phases
+        if use.rank is not None and certain > use.limit:
+            own = total(use.rank_items, certain=True)
+            beside = f", beside {_gib(engine)} of engine {use.engine}" if use.engine is not None else ""
+            yield (
+                f"learner rank {use.rank} must have room for its weights, gradients, optimizer and copies ({_gib(own)}{beside}) on "
+                f"{where}, got {_gib(use.limit)}"
+            )
+        elif certain > use.limit:
+            yield f"engine {use.engine} must have room on {where}, got {_gib(use.limit)} for {_gib(certain)}"
+
+
+def _each(config: Config) -> int:
+    return 4 if config.model.dtype == "float32" else 2
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def _remedy(config: Config, *, shape: ModelShape, nodes: Sequence[Node]) -> str:
+    """The first change of one or two keys with which it fits."""
+    for text, changed in _changes(config, cards=max(len(node.cards) for node in nodes)):
+        try:
+            plan = _planned(changed, shape=shape, nodes=nodes)
+        except DoesNotFit:
+            continue
+        if next(_complaints(plan, config=changed, shape=shape), None) is None:
+            return f"set {text}"
+    return "use more or larger cards, or a smaller model"
+
+
+def _changes(config: Config, *, cards: int) -> Iterator[tuple[str, Config]]:
+    learner, rollout = config.learner, config.rollout
+    for share in (0.5, 0.3, 0.2):
+        yield (
+            f"rollout.gpu_memory_utilization={share}",
+            _with(config, rollout=rollout.model_copy(update={"gpu_memory_utilization": share})),
+        )
+    for many in range(2, cards + 1):
+        if many > rollout.tensor_parallel:
+            yield (
+                f"rollout.tensor_parallel={many}",
+                _with(config, rollout=rollout.model_copy(update={"tensor_parallel": many})),
+            )
+    for ranks in range(learner.ranks + 1, cards + 1):
+        yield f"learner.ranks={ranks}", _with(config, learner=learner.model_copy(update={"ranks": ranks}))
+    if not learner.lora.rank:
+        lora = learner.model_copy(update={"lora": learner.lora.model_copy(update={"rank": 32})})
+        yield "learner.lora.rank=32, an adapter in place of all weights", _with(config, learner=lora)
+        for ranks in range(learner.ranks + 1, cards + 1):
+            more = lora.model_copy(update={"ranks": ranks})
+            yield f"learner.lora.rank=32 and learner.ranks={ranks}", _with(config, learner=more)
+
+
+def _with(config: Config, **sections: object) -> Config:
+    return config.model_copy(update=sections)

@@ -1,0 +1,195 @@
+"""What the engine is built from: vLLM's own arguments, its configuration, and the environment that its processes need.
+
+Called before an engine starts, by the pipeline, `mocked_server.check` and tests; the engine itself is
+`mocked_server.vllm.engine`. Supported: vllm >= 0.32, < 0.34. Nothing here starts a process or CUDA.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from buffers.errors import EngineError
+from configs.owned_arguments import why_owned
+from configs.schema import CPU_KV_CACHE_GB, RolloutConfig, ServerConfig
+
+MAX_WORDS_CHARS = 600
+"""Most characters of vLLM's words: some repeat the value that they refuse."""
+WORKER_EXTENSION = "mocked_server.vllm.worker_extension.WorkerExtension"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What the engine and vLLM's HTTP layer are built from."""
+
+    model_path: Path
+    served_name: str
+    """The model's name in the API."""
+    dtype: str
+    rollout: RolloutConfig
+    server: ServerConfig
+    seed: int = 0
+    max_num_seqs: int = 64
+    """Generations that run in one engine step."""
+    beside_rank: bool = True
+    """A rank of the learner is on a card of an engine's."""
+
+
+def set_process_environment() -> None:
+    """Set the process environment that vLLM needs, on CPU above all; called before vllm is imported.
+
+    Its processes, all on this machine, meet on loopback: without a name gloo takes the address of the machine's. One OpenMP
+    thread is several times faster than two for small models; compiling the sampler would need a C++ compiler on the user's
+    machine; the in-process executor saves a second spawned worker (7 s of start-up) and half of the per-step cost.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("VLLM_XGRAMMAR_CACHE_MB", "64")  # compiled grammars, of which agents may send ever new ones
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"  # nothing that arrives at the engine is unpickled
+    if has_gpu():
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def make_args(settings: EngineSettings) -> Namespace:
+    """vLLM's own server arguments, parsed by vLLM's own parser. Raises EngineError with its words for `rollout.engine_args` that
+    it refuses."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args
+
+    more = settings.rollout.engine_args
+    parser = make_arg_parser(_raising_parser())
+    places = {word: action.dest for action in parser._actions for word in action.option_strings}
+    of_engine = {field.name for field in fields(AsyncEngineArgs)}
+    for name in more:
+        dest = places.get(f"--{name.replace('_', '-')}", name.replace("-", "_"))
+        if why := why_owned(dest):  # by another of its names
+            raise _refused(more, f"{name} is what the run sets itself: {why}")
+        if f"--{name.replace('_', '-')}" in places and dest not in of_engine:
+            raise _refused(more, f"{name} is of vLLM's HTTP server, and the run has a server of its own")
+    try:
+        # Last come those that the run owns: of two that are the same, vLLM takes the last.
+        args: Namespace = parser.parse_args([*words_of(more), *_owned_words(settings)])
+        validate_parsed_serve_args(args)
+    except (ValueError, TypeError) as error:
+        raise _refused(more, str(error)) from error
+    return args
+
+
+def _owned_words(settings: EngineSettings) -> list[str]:
+    rollout = settings.rollout
+    words = [
+        "--model",
+        str(settings.model_path),
+        "--served-model-name",
+        settings.served_name,
+        "--dtype",
+        settings.dtype,
+    ]
+    words += ["--max-model-len", str(rollout.max_model_len), "--max-num-seqs", str(settings.max_num_seqs)]
+    words += ["--seed", str(settings.seed), "--worker-extension-cls", WORKER_EXTENSION]
+    # Behaviour log-probabilities are those of the distribution that was sampled from (after the temperature).
+    words += ["--logprobs-mode", "processed_logprobs"]
+    # Without this the model folder's generation_config.json silently changes temperature and top-p.
+    words += ["--generation-config", "vllm", "--disable-log-stats", "--no-use-tqdm-on-load"]
+    words += ["--gpu-memory-utilization", str(rollout.share_of_card(beside_rank=settings.beside_rank))]
+    words += ["--tensor-parallel-size", str(rollout.tensor_parallel)]
+    if settings.server.tool_parser:
+        words += ["--enable-auto-tool-choice", "--tool-call-parser", settings.server.tool_parser]
+    if settings.server.reasoning_parser:
+        words += ["--reasoning-parser", settings.server.reasoning_parser]
+    kv_cache_gb = rollout.kv_cache_gb
+    if not has_gpu():
+        if rollout.tensor_parallel > 1:
+            raise EngineError(
+                f"rollout.tensor_parallel must be 1 without a GPU, got {rollout.tensor_parallel}; set rollout.tensor_parallel=1"
+            )
+        words += ["--enforce-eager", "--distributed-executor-backend", "uni"]
+        kv_cache_gb = kv_cache_gb or CPU_KV_CACHE_GB
+    elif rollout.sleep:
+        words += ["--enable-sleep-mode"]
+    if kv_cache_gb is not None:
+        words += ["--kv-cache-memory-bytes", str(int(kv_cache_gb * 2**30))]
+    return words
+
+
+def words_of(arguments: Mapping[str, Any]) -> list[str]:
+    """As on vLLM's command line: true and false as `--name` and `--no-name`, lists as several words, mappings as JSON."""
+    words = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        elif isinstance(value, list):
+            words += [f"--{option}", *map(_word, value)]
+        else:
+            words.append(f"--{option}={_word(value)}")
+    return words
+
+
+def _word(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict | list) else str(value)
+
+
+def _raising_parser() -> Any:
+    """vLLM's parser, which raises what it would print before it ends the process, and takes no shortened names."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(message)
+
+    return Parser(allow_abbrev=False)
+
+
+def _refused(arguments: Mapping[str, Any], words: str) -> EngineError:
+    return EngineError(
+        f"rollout.engine_args must be arguments that vLLM's engine takes, got {dict(arguments)}: {_line(words)}; "
+        f"`vllm serve --help=all` lists them"
+    )
+
+
+def _line(words: str) -> str:
+    return " ".join(words.split())[:MAX_WORDS_CHARS]
+
+
+def make_vllm_config(args: Namespace) -> Any:
+    """The engine's configuration, for the engine and for the HTTP layer in front of it. Raises EngineError with vLLM's words for
+    one that cannot be."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    try:
+        return AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+        raise EngineError(
+            f"vLLM refuses the engine's configuration: {_line(str(error))}; change model.path, or the keys of rollout that it "
+            f"names (understudy keys rollout)"
+        ) from error
+
+
+def check_engine_args(settings: EngineSettings) -> None:
+    """Raises EngineError for arguments that vLLM refuses; imports vLLM. Where the model's folder is there, its configuration is
+    made as well."""
+    set_process_environment()
+    args = make_args(settings)
+    if (settings.model_path / "config.json").is_file():
+        make_vllm_config(args)
+
+
+def has_gpu() -> bool:
+    """Whether there is a GPU. This does not start CUDA, so that the caller may fork later."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    import torch
+
+    return bool(torch.cuda.is_available())

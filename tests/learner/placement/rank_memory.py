@@ -1,0 +1,82 @@
+"""One real rank on a CPU, and the memory that it takes: `python -m tests.learner.placement.rank_memory MODEL LAG CONFIG_JSON`.
+
+Prints JSON: bytes of the tensors after loading, between two steps, and at the most within a step. Called by test_memory.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from buffers.records import Row, TrainBatch
+from configs.schema import LearnerConfig
+from learner.training.ranks import _free_address
+from learner.training.trainer import Trainer
+
+ROWS, LENGTH = 8, 512
+
+
+def batch(version: int) -> TrainBatch:
+    rng = np.random.default_rng(version)
+    mask = np.ones(LENGTH, dtype=np.uint8)
+    mask[: LENGTH // 2] = 0
+    rows = [
+        Row(
+            episode_id=f"{number // 2}-{number}-0",
+            group_id=number // 2,
+            score=float(number % 2),
+            ids=rng.integers(0, 400, LENGTH).astype(np.int32),
+            mask=mask,
+            logprobs=-5.0 * mask.astype(np.float32),
+            versions=np.where(mask, version, -1).astype(np.int32),
+            rounds=np.where(mask, 0, -1).astype(np.int32),
+        )
+        for number in range(ROWS)
+    ]
+    return TrainBatch(rows=rows)
+
+
+def live_tensors() -> int:
+    """Bytes of all storages that a tensor holds."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor):
+            local = thing.to_local() if hasattr(thing, "to_local") else thing
+            storage = local.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def largest_growth(step: Callable[[], object]) -> int:
+    """Bytes that the step's tensors take beyond those before it, at most."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(sizes))
+
+
+def main(model: str, lag: int, config: LearnerConfig) -> None:
+    torch.set_num_threads(1)
+    trainer = Trainer(
+        config, model_path=model, dtype="float32", temperature=1.0, seed=0, keep_versions=lag + 1,
+        address=_free_address(), rank=0, world_size=1, device="cpu",
+    )  # fmt: skip
+    loaded = live_tensors()
+    for version in range(lag + 1):
+        trainer.train_step(batch(version), version=version)
+    between = live_tensors()
+    grown = largest_growth(lambda: trainer.train_step(batch(lag + 1), version=lag + 1))
+    print(json.dumps({"loaded": loaded, "between": between, "peak": between + grown}))
+    trainer.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), LearnerConfig(**json.loads(sys.argv[3])))

@@ -1,0 +1,128 @@
+"""What an engine is built from: the keys of `rollout` that become vLLM's arguments, and what a run sets itself."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from buffers.errors import EngineError
+from configs.load import ConfigError, load_config
+from configs.owned_arguments import OWNED
+from configs.schema import RolloutConfig, ServerConfig
+from mocked_server.vllm import engine_arguments
+from mocked_server.vllm.engine_arguments import (
+    EngineSettings,
+    check_engine_args,
+    make_args,
+    make_vllm_config,
+    words_of,
+)
+
+
+def settings(folder, *, beside_rank=True, **rollout):
+    return EngineSettings(
+        model_path=folder,
+        served_name="policy",
+        dtype="float32",
+        rollout=RolloutConfig(**rollout),
+        server=ServerConfig(),
+        beside_rank=beside_rank,
+    )
+
+
+def test_vllms_own_names_and_values_reach_its_configuration(tiny_model):
+    given = {"max_num_batched_tokens": 3000, "enable_prefix_caching": False, "scheduling-policy": "priority"}
+    config = make_vllm_config(make_args(settings(tiny_model, engine_args=given)))
+    assert config.scheduler_config.max_num_batched_tokens == 3000
+    assert config.cache_config.enable_prefix_caching is False
+    assert config.scheduler_config.policy == "priority"
+
+
+def test_a_mapping_reaches_vllm_as_one(tiny_model):
+    args = make_args(
+        settings(tiny_model, engine_args={"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}})
+    )
+    assert args.speculative_config == {"method": "ngram", "num_speculative_tokens": 3}
+
+
+def test_values_are_words_as_on_vllms_command_line():
+    given = {"a_b": True, "c": False, "d": [1, "x"], "e": {"f": [0.5]}, "g": -1, "h": None}
+    assert words_of(given) == ["--a-b", "--no-c", "--d", "1", "x", '--e={"f": [0.5]}', "--g=-1", "--h=None"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"quantisation": "fp8"}, "unrecognized arguments: --quantisation=fp8"),
+        ({"quant": "fp8"}, "unrecognized arguments: --quant=fp8"),
+        ({"max_num_batched_tokens": "many"}, "argument --max-num-batched-tokens"),
+        ({"scheduling_policy": "luck"}, "invalid choice: 'luck'"),
+        ({"port": 8000}, "port is of vLLM's HTTP server"),
+    ],
+)
+def test_what_vllm_does_not_take_is_refused_in_its_words(tmp_path, given, words):
+    with pytest.raises(EngineError, match=re.escape(words)) as refusal:
+        make_args(settings(tmp_path, engine_args=given))
+    assert str(refusal.value).startswith("rollout.engine_args must be") and "\n" not in str(refusal.value)
+
+
+def test_a_configuration_that_vllm_refuses_is_refused_in_its_words(tiny_model):
+    with pytest.raises(EngineError, match="max_num_batched_tokens") as refusal:
+        check_engine_args(
+            settings(tiny_model, engine_args={"max_num_batched_tokens": 8, "enable_chunked_prefill": False})
+        )
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["logprobs_mode", "served-model-name", "worker_extension_cls", "no_disable_log_stats", "data_parallel_size"]
+)
+def test_what_the_run_owns_is_refused_by_name_before_vllm_is_imported(name):
+    with pytest.raises(ConfigError, match=f"rollout.engine_args must not name what the run sets itself, got '{name}'"):
+        load_config(overrides=[f"rollout.engine_args={{{name}: 1}}"])
+
+
+def test_names_are_words_of_vllms(tmp_path):
+    """`seed=1 --model` would be two arguments."""
+    with pytest.raises(ConfigError, match="engine_args"):
+        load_config(overrides=['rollout.engine_args={"seed=1": 1}'])
+
+
+def test_all_that_the_run_sets_is_owned(tmp_path, monkeypatch):
+    """Each argument that differs from vLLM's default without `rollout.engine_args`."""
+    from vllm.entrypoints.cli.serve import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    defaults = vars(make_arg_parser(FlexibleArgumentParser()).parse_args([]))
+    for gpu in (True, False):
+        monkeypatch.setattr(engine_arguments, "has_gpu", lambda gpu=gpu: gpu)
+        ours = vars(make_args(settings(tmp_path, sleep=True, kv_cache_gb=1.0)))
+        differ = {name for name in ours if repr(ours[name]) != repr(defaults[name])}
+        assert differ - set(OWNED) <= {"enforce_eager", "model_tag"}
+        assert len(differ) > 10
+
+
+def test_every_owned_name_is_one_of_vllms():
+    from vllm.entrypoints.cli.serve import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    options = {
+        word.removeprefix("--").replace("-", "_") for action in parser._actions for word in action.option_strings
+    }
+    assert sorted(set(OWNED) - options) == []
+
+
+@pytest.mark.parametrize(
+    ("beside_rank", "key", "share"), [(True, None, 0.4), (False, None, 0.9), (True, 0.55, 0.55), (False, 0.55, 0.55)]
+)
+def test_an_engine_takes_its_share_of_a_card(tmp_path, monkeypatch, beside_rank, key, share):
+    monkeypatch.setattr(engine_arguments, "has_gpu", lambda: True)
+    args = make_args(settings(tmp_path, beside_rank=beside_rank, gpu_memory_utilization=key, tensor_parallel=2))
+    assert (args.gpu_memory_utilization, args.tensor_parallel_size) == (share, 2)
+
+
+def test_an_engine_on_a_cpu_is_on_one(tmp_path):
+    with pytest.raises(EngineError, match=r"rollout.tensor_parallel must be 1 without a GPU, got 2"):
+        make_args(settings(tmp_path, tensor_parallel=2))
