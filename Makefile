@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long matrix mutants agents faults check setup format docs clean
+.PHONY: demo test test-long matrix mutants agents faults seams check setup format docs clean
 
 demo: $(READY)  ## run the main job: the demo model learns, in a few minutes, without a GPU
 	$(PY) -m learner.run
@@ -38,6 +38,9 @@ SEED ?= 0
 SAMPLE ?= 100
 mutants: $(READY)  ## small changes of the code, which the tests have to notice; half an hour. Fewer: make mutants SAMPLE=10 SEED=1
 	$(PY) -m tests.mutants --seed $(SEED) --sample $(SAMPLE)
+
+seams: $(READY)  ## what is relied on inside vLLM, on the CUDA wheel of each version that is allowed: 1.6 GB, no GPU needed
+	$(PY) scripts/vllm_seams.py --folder $(VENV)/seams
 
 check: $(READY)  ## format, lint, types, fast tests: less than two minutes
 	$(PY) -m ruff format --check .

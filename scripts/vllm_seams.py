@@ -97,9 +97,14 @@ def _pip(requirement: str, *, folder: Path) -> None:
         raise OSError((done.stderr.strip().splitlines() or ["pip said nothing"])[-1])
 
 
-def run_tests(folder: Path, *, more: list[str]) -> int:
-    """pytest's exit code."""
+def run_tests(folder: Path, *, version: str, more: list[str]) -> int:
+    """pytest's exit code; 1 where another vLLM would be tested."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    ask = "import vllm; from vllm.platforms import current_platform; print(vllm.__version__, current_platform.device_type)"
+    asked = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, env=environment, capture_output=True, text=True)
+    if asked.stdout.split() != [version, "cpu"]:
+        print(f"vllm {version} on a CPU must be what Python imports, got {asked.stdout.strip()}: {asked.stderr[-500:]}")
+        return 1
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, *more]
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
@@ -123,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
             ended[minor] = f"skipped: {error}"
             continue
         print(f"vllm {version}: testing", flush=True)
-        ended[version] = "passed" if run_tests(folder, more=arguments.more) == 0 else "failed"
+        ended[version] = "passed" if run_tests(folder, version=version, more=arguments.more) == 0 else "failed"
     for version, end in ended.items():
         print(f"vllm {version}: {end}")
     return 0 if "passed" in ended.values() and "failed" not in ended.values() else 1

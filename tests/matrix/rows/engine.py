@@ -8,6 +8,8 @@ from tests.matrix.effects import absent, all_of, always, counted, expect, metric
 from tests.matrix.records import Effect, Ended, Row
 from tests.matrix.scenarios.learner_runs import learner_name
 
+SHARES = "tests/mocked_server/vllm/test_engine_arguments.py::test_an_engine_takes_its_share_of_a_card"
+
 
 def rows() -> list[Row]:
     """One for each key and value."""
@@ -20,6 +22,10 @@ def rows() -> list[Row]:
         Row("rollout.engines", "", "fleet", _engines_die_and_nothing_is_lost),
         Row("rollout.kv_cache_gb", "null", "batch", _cache(0.25, token_bytes=1024)),
         Row("rollout.kv_cache_gb", "set", "dapo", _cache(0.03, token_bytes=512)),
+        Row("rollout.tensor_parallel", "", "tests/learner/placement/test_counted_gpus.py::test_each_rank_sees_its_own_card_and_ray_counts_it"),
+        Row("rollout.gpu_memory_utilization", "null", SHARES),
+        Row("rollout.gpu_memory_utilization", "set", SHARES),
+        Row("rollout.engine_args", "", "dapo", _logged("enable_prefix_caching=False")),
         Row("rollout.sleep", True, "batch", metric("time/sleep_s", lambda seconds: min(seconds) > 0)),
         Row("rollout.sleep", False, "prompts", absent("time/sleep_s")),
         Row("buffer.groups_per_step", "", "batch", counted("SELECT DISTINCT num_groups FROM step", 1)),
@@ -69,5 +75,16 @@ def _cache(gib: float, *, token_bytes: int) -> Effect:
         tokens = int(found[0].replace(",", "")) if found else 0
         wanted = gib * 2**30 / token_bytes
         return expect(0.95 * wanted < tokens < 1.05 * wanted, f"the engine's cache holds {tokens} tokens")
+
+    return effect
+
+
+def _logged(words: str) -> Effect:
+    """vLLM's own word on how the engine was configured."""
+
+    def effect(ended: Ended) -> str:
+        log = (ended.folder / "log.txt").read_text(errors="replace")
+        found = re.findall(rf"{words.partition('=')[0]}=\w+", log)
+        return expect(words in found, f"the engine's log says {found[:1]}")
 
     return effect

@@ -81,7 +81,7 @@ def data_runs() -> list[Run]:
             settings={
                 **PROMPTS, "data.reward_manager": "dapo", "rollout.max_tokens": 6, "run.steps": 3,
                 "buffer.group_size": 2, "buffer.groups_per_step": 4,
-                "model.path": "{files}/model",
+                "model.path": "{files}/model", "rollout.engine_args": {"enable_prefix_caching": False},
             },
             files=_own_model,
             environment={"VLLM_LOGGING_LEVEL": "INFO"},

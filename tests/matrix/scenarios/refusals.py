@@ -22,6 +22,18 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a target without a weight": ({"learner.kl.target": 0.1}, ("learner.kl.target", "learner.kl.coef=0")),
     "a rank without an episode": ({"learner.ranks": 9}, ("learner.ranks", "2 * 4 < 9")),
     "answers longer than the model": ({"rollout.max_tokens": 256}, ("rollout.max_tokens", "256 >= 256")),
+    "an engine over two cards where there is none": (
+        {"rollout.tensor_parallel": 2},
+        ("rollout.tensor_parallel must be 1 without a GPU", "got 2"),
+    ),
+    "an argument that the run owns": (
+        {"rollout.engine_args": {"logprobs_mode": "raw_logprobs"}},
+        ("rollout.engine_args", "'logprobs_mode'", "leave it out"),
+    ),
+    "an argument that vLLM does not know": (
+        {"rollout.engine_args": {"quantisation": "fp8"}},
+        ("rollout.engine_args", "unrecognized arguments: --quantisation=fp8"),
+    ),
     "batch without a scorer": ({"data.reward_manager": "batch", "data.scorer": ""}, ("data.reward_manager=batch", "data.scorer")),
     "two files of one name": (
         {"data.tasks": {"{files}/tasks.parquet": 1, "{files}/../tasks.parquet": 1}},

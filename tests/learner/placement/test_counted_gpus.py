@@ -1,0 +1,87 @@
+"""Ranks and engines get the cards of the plan: with a real Ray that counts 8 GPUs where there are none."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from configs.load import load_config
+from configs.schema import LearnerConfig
+from learner.placement.cards import visible
+from learner.placement.plan import place_run
+from learner.training import ranks as ranks_module
+from learner.training.ranks import LearnerRanks
+from mocked_server.vllm.fork_server import ending_with_us, engines_see
+from tests.learner.placement.recording_rank import RecordingRank
+
+LISTED = "".join(f"{number}, GPU-{number}, 81559\n" for number in range(10))
+
+
+@pytest.fixture(scope="module")
+def _counted() -> Iterator[None]:
+    ray.init("local", num_cpus=2, num_gpus=8, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_counted")
+async def test_each_rank_sees_its_own_card_and_ray_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module, "Trainer", RecordingRank)
+    node = visible(LISTED, "2,3,4,5,6,7,8,9")
+    config = load_config(overrides=["learner.ranks=3", "rollout.tensor_parallel=4"])
+    placement = place_run(config, nodes=[node])
+    ranks = LearnerRanks(
+        LearnerConfig(ranks=3), model_path="", dtype="float32", temperature=1.0, seed=0, keep_versions=1,
+        devices=[node.devices[card] for card in placement.ranks],
+    )  # fmt: skip
+    await ranks.start()
+    try:
+        found: list[dict[str, Any]] = await ranks._all("where")
+    finally:
+        await ranks.close()
+    assert [(one["rank"], one["device"], one["sees"]) for one in found] == [
+        (0, "cuda:0", "2"),
+        (1, "cuda:0", "3"),
+        (2, "cuda:0", "4"),
+    ]
+    assert len({card for one in found for card in one["counted"]}) == 3
+    assert [node.devices[card] for card in placement.engines[0].cards] == ["6", "7", "8", "9"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_counted")
+async def test_ranks_on_a_cpu_take_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module, "Trainer", RecordingRank)
+    ranks = LearnerRanks(LearnerConfig(), model_path="", dtype="float32", temperature=1.0, seed=0, keep_versions=1)
+    await ranks.start()
+    try:
+        (found,) = await ranks._all("where")
+    finally:
+        await ranks.close()
+    assert (found["device"], found["counted"]) == ("cpu", [])
+
+
+def _write_what_it_sees(path: Path) -> None:
+    path.write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_an_engines_process_sees_its_cards_and_ours_goes_on_with_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    context = ending_with_us(multiprocessing.get_context(method), [])
+    for name, devices in (("two", ("2", "3")), ("all", ())):
+        with engines_see(devices):
+            process = context.Process(target=_write_what_it_sees, args=(tmp_path / name,))
+            process.start()
+        process.join()
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert ((tmp_path / "two").read_text(), (tmp_path / "all").read_text()) == ("2,3", "0,1,2,3")
