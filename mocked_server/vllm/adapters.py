@@ -28,16 +28,12 @@ def is_adapter(folder: Path) -> bool:
 
 
 def lora_words(*, rank: int, kept: int) -> list[str]:
-    """vLLM's server arguments for adapters of this rank, `kept` versions of them and the one that is coming.
-
-    Raises ValueError for a rank that is above what vLLM takes."""
+    """vLLM's server arguments for adapters of this rank (1 to 512), `kept` versions of them and the one that is coming."""
     from vllm.config.lora import MaxLoRARanks
 
-    ranks = [most for most in get_args(MaxLoRARanks) if most >= rank]
-    if not ranks:
-        raise ValueError(f"learner.lora.rank must be at most {max(get_args(MaxLoRARanks))}, got {rank}; lower it")
+    largest = min(most for most in get_args(MaxLoRARanks) if most >= rank)
     slots = str(kept + 1)
-    return ["--enable-lora", "--max-lora-rank", str(min(ranks)), "--max-loras", slots, "--max-cpu-loras", slots]
+    return ["--enable-lora", "--max-lora-rank", str(largest), "--max-loras", slots, "--max-cpu-loras", slots]
 
 
 @dataclass(slots=True, eq=False)

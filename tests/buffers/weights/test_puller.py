@@ -222,6 +222,25 @@ def test_a_dense_version_comes_at_least_every_twenty_and_replaces_the_chain(stor
     assert len(list(store.folder.glob("version-*"))) == 1
 
 
+def test_patches_that_are_together_as_large_as_the_weights_are_followed_by_a_dense_version(store: VersionStore) -> None:
+    ranks, weights, dense = MadeRanks(store, num=1), made_weights(), []
+    for version in range(9):
+        weights = moved(weights, share=0.15, seed=version)
+        as_patch = store.base is not None
+        if not as_patch:
+            dense.append(version)
+        ranks.publish(weights, version=version, as_patch=as_patch)
+        there = sum(path.stat().st_size for path in store.folder.rglob("*.bin"))
+        assert there < 2.4 * 816 * 2
+    assert dense == [0, 6]
+
+
+@pytest.mark.parametrize("name", ["../version-000001-0a1b2c3d", "..", "", "newest", "version-000001-0a1b2c3d/x"])
+def test_what_is_no_versions_name_is_refused(puller: Puller, name: str) -> None:
+    with pytest.raises(WeightsError, match="a version's name must be like version-000007-0a1b2c3d, got"):
+        puller.pull(name)
+
+
 def test_shards_that_do_not_make_whole_tensors_are_not_published(store: VersionStore) -> None:
     ranks = MadeRanks(store, num=2)
     scratch = store.begin(0)
