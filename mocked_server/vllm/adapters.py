@@ -92,6 +92,7 @@ class PolicyAdapters:
 
         if llm is not self._llm:
             self.clear()
+            await llm.collective_rpc("prepare_adapters")
             self._llm = llm
         self._ids += 1
         own = _own_files(folder)
