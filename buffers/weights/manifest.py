@@ -59,9 +59,9 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     size: int
     """Bytes in the file."""
     checksum: int
-    """Of the bytes in the file."""
+    """CRC-32 of the bytes in the file."""
     result_checksum: int
-    """Of the elements themselves, which in a dense piece are the bytes in the file."""
+    """CRC-32 of the elements themselves, which in a dense piece are the bytes in the file."""
     num_changed: int | None = None
     """Elements of a patch; None: the piece is dense."""
 
@@ -93,12 +93,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def num_bytes(self) -> int:
-        """Of all shards: what travels."""
+        """Bytes of all shards: what travels."""
         return sum(shard.size for shard in self.shards)
 
     @property
     def dense_bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 

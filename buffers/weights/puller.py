@@ -2,8 +2,8 @@
 
 Run by `buffers.weights.__main__` in a process of its own. It takes what it lacks: the patches since the version that it has, or
 the newest dense version and the patches after that when it joins late. Invariants: a folder in its place is whole and its
-weights have the checksums of the manifest, down to the last bit; it never changes, so whoever loads it is not disturbed by the
-next version. After a crash it resumes with what is complete. It fetches and checks; what is loaded when is its caller's concern.
+weights have the checksums of the manifest, down to the last bit; it never changes, so an engine that loads it is not disturbed by
+the next version. After a crash it resumes with what is complete. It fetches and checks; what is loaded when is its caller's concern.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LONGEST_CHAIN = 1000
 
 
 class Source(Protocol):
-    """Where versions come from: a folder (`FolderSource`), or another machine."""
+    """The place that versions come from: a folder (`FolderSource`), or another machine."""
 
     def manifest(self, name: str) -> Manifest:
         """Raises WeightsError when there is no such version."""

@@ -18,7 +18,7 @@ import msgspec
 from buffers.weights.manifest import Manifest, Shard, manifest_of, write_manifest
 
 MOST_PATCHES = 19
-"""In a row, after which a version is dense."""
+"""Patches in a row after which a version is dense."""
 NEWEST = "newest"
 
 

@@ -63,7 +63,7 @@ def _add_to_layer(
 def _add_to_logits(
     self: Any, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **_: Any
 ) -> None:
-    """As `_add_to_layer`, for the output matrix."""
+    """The same as `_add_to_layer`, for the output matrix."""
     logits, states = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
     for slot, rows in self.sampler_groups:
         added = _product(states[rows], lora_a_stacked[slot, 0], lora_b_stacked[slot, 0], scale=scale)

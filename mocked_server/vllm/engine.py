@@ -63,9 +63,9 @@ class EngineSettings:
     max_num_seqs: int = 64
     """Generations that run in one engine step."""
     lora_rank: int = 0
-    """Of the adapters that are loaded as versions of the policy; 0: whole weights are."""
+    """Rank of the adapters that are loaded as versions of the policy; 0: whole weights are."""
     kept_versions: int = 1
-    """Of adapters: as many are kept for the generations that began under them."""
+    """Adapters that are kept for the generations that began under them."""
 
 
 def set_process_environment() -> None:

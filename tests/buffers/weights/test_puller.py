@@ -16,7 +16,7 @@ from buffers.weights import patch
 from buffers.weights.puller import FolderSource, Puller
 from buffers.weights.shard_writer import MEASURED_EVERY, Part, ShardWriter
 from buffers.weights.store import MOST_PATCHES, VersionStore
-from tests.support.made_versions import MadeRanks, Weights, made_weights, moved
+from tests.support.weights.made_versions import MadeRanks, Weights, made_weights, moved
 
 FILE = "model.safetensors"
 
