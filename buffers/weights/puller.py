@@ -3,7 +3,8 @@
 Run by `buffers.weights.__main__` in a process of its own. It takes what it lacks: the patches since the version that it has, or
 the newest dense version and the patches after that when it joins late. Invariants: a folder in its place is whole and its
 weights have the checksums of the manifest, down to the last bit; it never changes, so an engine that loads it is not disturbed by
-the next version. After a crash it resumes with what is complete. It fetches and checks; what is loaded when is its caller's concern.
+the next version. After a crash it resumes with what is complete. It fetches and checks; its caller says what
+is loaded, and when.
 """
 
 from __future__ import annotations
