@@ -147,6 +147,19 @@ def test_a_damaged_shard_is_refused_and_nothing_is_left(
     assert len(list(puller._folder.iterdir())) == 1
 
 
+def test_a_late_joiner_is_told_which_patch_of_the_chain_is_damaged(store: VersionStore, tmp_path: Path) -> None:
+    ranks, weights, chain = MadeRanks(store, num=2), made_weights(), []
+    for version in range(4):
+        weights = moved(weights, share=0.1, seed=version)
+        chain.append(ranks.publish(weights, version=version, as_patch=version > 0))
+    shard = store.folder / chain[2].name / "rank-1.bin"
+    content = bytearray(shard.read_bytes())
+    content[0] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(WeightsError, match=f"version {chain[2].name}: the checksum of embedding .* is not in rank-1"):
+        new_puller(store, tmp_path / "late").pull(chain[3].name)
+
+
 def test_a_base_that_is_not_what_the_patch_was_made_against_is_refused(store: VersionStore, puller: Puller) -> None:
     ranks, weights = MadeRanks(store, num=1), made_weights()
     first = ranks.publish(weights, version=0)
