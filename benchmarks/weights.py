@@ -5,7 +5,8 @@
 - kills: 50 patches from two learner ranks, through the node's puller, into a real engine that serves all the while, with SIGKILL
   of the puller, the engine and a rank in turn, at random moments of a publication. `bit_identical_after_50_patches`: the dense
   file is the learner's weights to the bit, and the engine gives the very log-probabilities of one that started with them.
-  `served_max_logprob_diff`: of every token that was served meanwhile, from the weights of the version that it is labelled with.
+  `served_max_logprob_diff`: of every token that was served meanwhile, from the weights of the version that it is labelled with;
+  `served_control_diff`: the least that an answer differs by from the version after.
 - share: `patch_share`, bytes of a patch over bytes of all weights: 100 million random weights N(0, 0.02) in bfloat16, after a
   step of AdamW of 1e-6. Its second step: in the first, which is the worst case, each weight moves by the whole rate.
 - pause: `paused_vs_today`, an engine's pause at 150 MB of weights over the pause of the way before: vLLM's own
@@ -291,29 +292,27 @@ class Kills:
         }
 
     def _check_served(self, served: Served) -> dict[str, Any]:
-        """Every token that was served, beside what the version that it names gives."""
-        largest, mixed, checked = 0.0, 0, 0
-        versions = sorted({int(v) for response in served.responses for v in response.versions})
-        lm = AutoModelForCausalLM.from_pretrained(self.model)
-        weights = weights_of(self.model, 0)
-        for version in range(versions[-1] + 1):
+        """Every token that was served, beside what the version that it names gives, and beside what the version after that
+        does: the least of those differences is the control."""
+        largest, control, mixed, checked = 0.0, float("inf"), 0, 0
+        lm, weights = AutoModelForCausalLM.from_pretrained(self.model), weights_of(self.model, 0)
+        for version in range(self.version):
             if version:
                 weights = {name: changed(name, weight, version=version) for name, weight in weights.items()}
-            if version not in versions:
-                continue
             lm.load_state_dict(weights, strict=False)
             for response in served.responses:
-                own = torch.from_numpy(response.versions == version)
-                if not bool(own.any()):
+                own, older = (torch.from_numpy(response.versions == number) for number in (version, version - 1))
+                if not bool((own | older).any()):
                     continue
-                mixed += not bool(own.all())
-                checked += int(own.sum())
-                largest = max(
-                    largest, float((logprobs_of(lm, response) - torch.tensor(response.logprobs))[own].abs().max())
-                )
+                differences = (logprobs_of(lm, response) - torch.tensor(response.logprobs)).abs()
+                if bool(own.any()):
+                    largest = max(largest, float(differences[own].max()))
+                    checked, mixed = checked + int(own.sum()), mixed + (not bool(own.all()))
+                if int(older.sum()) >= SERVED_TOKENS // 2:
+                    control = min(control, float(differences[older].max()))
         return {
             "served_max_logprob_diff": largest,
-            "served_versions": len(versions),
+            "served_control_diff": control,
             "served_tokens": checked,
             "served_by_several_versions": mixed,
         }
@@ -410,12 +409,16 @@ async def measure_pause(folder: Path, *, loads: int) -> dict[str, Any]:
     await engine.start()
     before = sync.folder / "before"
     before.mkdir()
-    ranks, now, then = OneRank(weights), [], []
+    ranks, now, then, whole_now, whole_then = OneRank(weights), [], [], [], []
     try:
         for version in range(1, loads + 1):
+            began = time.monotonic()
             save_file(weights, before / WEIGHTS, metadata={"format": "pt"})
             then.append(await load_as_before(engine, before, version=version))
+            middle = time.monotonic()
             now.append((await sync.publish(ranks, engine, version=version))["publish/paused_s"])
+            whole_then.append(middle - began)
+            whole_now.append(time.monotonic() - middle)
     finally:
         await engine.close()
         await sync.close()
@@ -424,6 +427,8 @@ async def measure_pause(folder: Path, *, loads: int) -> dict[str, Any]:
         "paused_s": median(now[1:]),
         "paused_before_s": median(then[1:]),
         "megabytes": sum(weight.nbytes for weight in weights.values()) / 1e6,
+        "publish_s": median(whole_now[1:]),
+        "publish_before_s": median(whole_then[1:]),
         "paused": now,
         "paused_before": then,
     }

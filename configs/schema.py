@@ -200,9 +200,9 @@ class BufferConfig(Section):
 
 
 class LoraConfig(Section):
-    rank: Count = 0
+    rank: Annotated[int, Field(ge=0, le=512)] = 0
     """Rank of the low-rank matrices that are trained beside the frozen weights, a separate critic's too. 0: no LoRA, all weights
-    are trained."""
+    are trained. The engine gets the matrices alone, each version as one more of vLLM's adapters."""
     alpha: Positive = 16.0
     """Their product is scaled by alpha / rank."""
 

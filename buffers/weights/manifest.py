@@ -10,6 +10,7 @@ little-endian; a checksum is the CRC-32 of zlib.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from buffers.errors import WeightsError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+NAME = re.compile(r"version-\d{6,}-[0-9a-f]{8}")
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes of an element, by safetensors' name of the dtype."""
 
@@ -57,9 +59,9 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     size: int
     """Bytes in the file."""
     checksum: int
-    """Of the bytes in the file."""
+    """CRC-32 of the bytes in the file."""
     result_checksum: int
-    """Of the elements themselves, which in a dense piece are the bytes in the file."""
+    """CRC-32 of the elements themselves, which in a dense piece are the bytes in the file."""
     num_changed: int | None = None
     """Elements of a patch; None: the piece is dense."""
 
@@ -91,12 +93,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def num_bytes(self) -> int:
-        """Of all shards: what travels."""
+        """Bytes of all shards: what travels."""
         return sum(shard.size for shard in self.shards)
 
     @property
     def dense_bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 
@@ -134,6 +136,15 @@ def read_manifest(folder: Path) -> Manifest:
         raise WeightsError(f"{path} must have format {FORMAT}, got {manifest.format}; use one version of understudy")
     _check(manifest)
     return manifest
+
+
+def folder_of(name: str, *, among: Path) -> Path:
+    """The folder of a version. Raises WeightsError for what is no version's name."""
+    if not NAME.fullmatch(name):
+        raise WeightsError(
+            f"a version's name must be like version-000007-0a1b2c3d, got {name!r:.100}; publish it again"
+        )
+    return among / name
 
 
 def _check(manifest: Manifest) -> None:

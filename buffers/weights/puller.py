@@ -2,8 +2,9 @@
 
 Run by `buffers.weights.__main__` in a process of its own. It takes what it lacks: the patches since the version that it has, or
 the newest dense version and the patches after that when it joins late. Invariants: a folder in its place is whole and its
-weights have the checksums of the manifest, down to the last bit; it never changes, so whoever loads it is not disturbed by the
-next version. After a crash it resumes with what is complete. It fetches and checks; what is loaded when is its caller's concern.
+weights have the checksums of the manifest, down to the last bit; it never changes, so an engine that loads it is not disturbed by
+the next version. After a crash it resumes with what is complete. It fetches and checks; its caller says what
+is loaded, and when.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Protocol
 from buffers.errors import WeightsError
 from buffers.weights import patch
 from buffers.weights.dense_file import DenseFile, corrupt, create_dense_file, mapped
-from buffers.weights.manifest import Manifest, Shard, read_manifest, write_manifest
+from buffers.weights.manifest import Manifest, Shard, folder_of, read_manifest, write_manifest
 from buffers.weights.room import room_for
 from buffers.weights.shard_writer import BITS
 
@@ -27,7 +28,7 @@ LONGEST_CHAIN = 1000
 
 
 class Source(Protocol):
-    """Where versions come from: a folder (`FolderSource`), or another machine."""
+    """The place that versions come from: a folder (`FolderSource`), or another machine."""
 
     def manifest(self, name: str) -> Manifest:
         """Raises WeightsError when there is no such version."""
@@ -45,10 +46,10 @@ class FolderSource:
         self._folder = folder
 
     def manifest(self, name: str) -> Manifest:
-        return read_manifest(self._folder / Path(name).name)
+        return read_manifest(folder_of(name, among=self._folder))
 
     def fetch(self, name: str, shard: Shard, *, to: Path) -> None:
-        there = self._folder / Path(name).name / shard.file
+        there = folder_of(name, among=self._folder) / shard.file
         try:
             os.link(there, to)  # the same memory
         except FileNotFoundError:
@@ -70,7 +71,7 @@ class Puller:
 
     def pull(self, name: str) -> Path:
         """The dense folder of the version. Raises WeightsError; then nothing has changed, and a dense version helps."""
-        target = self._folder / Path(name).name
+        target = folder_of(name, among=self._folder)
         if target.is_dir():
             return target
         chain = self._chain(name)
@@ -96,8 +97,8 @@ class Puller:
         """The versions to bring together, oldest first: it begins with one that is here or a dense one."""
         chain = [self._source.manifest(name)]
         while (base := chain[0].base) is not None:
-            if (self._folder / Path(base).name).is_dir():
-                return [read_manifest(self._folder / Path(base).name), *chain]
+            if (here := folder_of(base, among=self._folder)).is_dir():
+                return [read_manifest(here), *chain]
             chain.insert(0, self._source.manifest(base))
             if len(chain) > LONGEST_CHAIN:
                 raise WeightsError(

@@ -21,7 +21,7 @@ from buffers.errors import WeightsError
 logger = logging.getLogger(__name__)
 
 MOST_DEATHS = 3
-"""Of the process in one call: then it is no accident."""
+"""Deaths of the process in one call after which it is no accident."""
 
 
 class PullerProcess:
@@ -34,7 +34,7 @@ class PullerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None: there is none."""
+        """Id of the process; None: there is none."""
         return None if self._process is None else self._process.pid
 
     async def pull(self, name: str) -> Path:

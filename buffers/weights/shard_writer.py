@@ -21,7 +21,7 @@ from buffers.weights.patch import Bits
 from buffers.weights.room import room_for
 
 LARGEST_SHARE = 1 / 3
-"""Of the dense bytes: a larger patch is not worth its while."""
+"""A patch that takes a larger share of the dense bytes does not pay."""
 MEASURED_EVERY = 20
 """Versions between two looks at how much changes, where too much does."""
 BITS = {8: np.uint64, 4: np.uint32, 2: np.uint16}

@@ -18,7 +18,7 @@ import msgspec
 from buffers.weights.manifest import Manifest, Shard, manifest_of, write_manifest
 
 MOST_PATCHES = 19
-"""In a row, after which a version is dense."""
+"""Patches in a row after which a version is dense."""
 NEWEST = "newest"
 
 
@@ -32,8 +32,12 @@ class VersionStore:
 
     @property
     def base(self) -> str | None:
-        """The version that the next one may be a patch against; None: it has to be dense."""
-        return self._chain[-1].name if 0 < len(self._chain) <= MOST_PATCHES else None
+        """The version that the next one may be a patch against; None: it has to be dense. So it is after MOST_PATCHES patches, or
+        when those together are as large as the weights: they take room, and who joins late pulls them all."""
+        if not self._chain or len(self._chain) > MOST_PATCHES:
+            return None
+        patches = sum(manifest.num_bytes for manifest in self._chain[1:])
+        return self._chain[-1].name if patches < self._chain[0].dense_bytes else None
 
     def begin(self, version: int) -> Path:
         """An empty folder for the shards; what `commit` did not take before is removed."""

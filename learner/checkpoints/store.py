@@ -57,7 +57,7 @@ class Checkpoint:
 
     @property
     def adapter(self) -> Path:
-        """Where its adapter is, as peft loads it; with LoRA only."""
+        """The folder of its adapter, as peft loads it; with LoRA only."""
         return self.model / "adapter"
 
 

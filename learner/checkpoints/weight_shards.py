@@ -29,7 +29,7 @@ class Published:
 
     shard: Shard
     changed_share: float | None
-    """Of the elements, since the last version; None: that was not looked at."""
+    """Share of the elements that changed since the last version; None: that was not looked at."""
     description: str | None
     """`adapter_config.json`; None: these are whole weights."""
 

@@ -30,16 +30,12 @@ def is_adapter(folder: Path) -> bool:
 
 
 def lora_words(*, rank: int, kept: int) -> list[str]:
-    """vLLM's server arguments for adapters of this rank, `kept` versions of them and the one that is coming.
-
-    Raises ValueError for a rank that is above what vLLM takes."""
+    """vLLM's server arguments for adapters of this rank (1 to 512), `kept` versions of them and the one that is coming."""
     from vllm.config.lora import MaxLoRARanks
 
-    ranks = [most for most in get_args(MaxLoRARanks) if most >= rank]
-    if not ranks:
-        raise ValueError(f"learner.lora.rank must be at most {max(get_args(MaxLoRARanks))}, got {rank}; lower it")
+    largest = min(most for most in get_args(MaxLoRARanks) if most >= rank)
     slots = str(kept + 1)
-    return ["--enable-lora", "--max-lora-rank", str(min(ranks)), "--max-loras", slots, "--max-cpu-loras", slots]
+    return ["--enable-lora", "--max-lora-rank", str(largest), "--max-loras", slots, "--max-cpu-loras", slots]
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +76,7 @@ class PolicyAdapters:
 
         if llm is not self._llm:
             self.clear()
+            await llm.collective_rpc("prepare_adapters")
             self._llm = llm
         self._ids += 1
         own = _own_files(folder)

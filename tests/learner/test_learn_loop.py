@@ -34,7 +34,7 @@ from learner.training.ranks import RankDied, RankFailed
 from learner.validation import Validation
 from mocked_server.generation import GenerationStats
 from tests.support.buffer_parts import make_ready, make_round, make_task
-from tests.support.made_versions import written
+from tests.support.weights.made_versions import written
 
 STEP = {"policy/lag_max": 0.0}
 

@@ -16,7 +16,7 @@ from buffers.weights import patch
 from buffers.weights.puller import FolderSource, Puller
 from buffers.weights.shard_writer import MEASURED_EVERY, Part, ShardWriter
 from buffers.weights.store import MOST_PATCHES, VersionStore
-from tests.support.made_versions import MadeRanks, Weights, made_weights, moved
+from tests.support.weights.made_versions import MadeRanks, Weights, made_weights, moved
 
 FILE = "model.safetensors"
 
@@ -147,6 +147,19 @@ def test_a_damaged_shard_is_refused_and_nothing_is_left(
     assert len(list(puller._folder.iterdir())) == 1
 
 
+def test_a_late_joiner_is_told_which_patch_of_the_chain_is_damaged(store: VersionStore, tmp_path: Path) -> None:
+    ranks, weights, chain = MadeRanks(store, num=2), made_weights(), []
+    for version in range(4):
+        weights = moved(weights, share=0.1, seed=version)
+        chain.append(ranks.publish(weights, version=version, as_patch=version > 0))
+    shard = store.folder / chain[2].name / "rank-1.bin"
+    content = bytearray(shard.read_bytes())
+    content[0] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(WeightsError, match=f"version {chain[2].name}: the checksum of embedding .* is not in rank-1"):
+        new_puller(store, tmp_path / "late").pull(chain[3].name)
+
+
 def test_a_base_that_is_not_what_the_patch_was_made_against_is_refused(store: VersionStore, puller: Puller) -> None:
     ranks, weights = MadeRanks(store, num=1), made_weights()
     first = ranks.publish(weights, version=0)
@@ -220,6 +233,25 @@ def test_a_dense_version_comes_at_least_every_twenty_and_replaces_the_chain(stor
         ranks.publish(weights, version=version, as_patch=as_patch)
     assert dense == [0, 20, 40]
     assert len(list(store.folder.glob("version-*"))) == 1
+
+
+def test_patches_that_are_together_as_large_as_the_weights_are_followed_by_a_dense_version(store: VersionStore) -> None:
+    ranks, weights, dense = MadeRanks(store, num=1), made_weights(), []
+    for version in range(9):
+        weights = moved(weights, share=0.15, seed=version)
+        as_patch = store.base is not None
+        if not as_patch:
+            dense.append(version)
+        ranks.publish(weights, version=version, as_patch=as_patch)
+        there = sum(path.stat().st_size for path in store.folder.rglob("*.bin"))
+        assert there < 2.4 * 816 * 2
+    assert dense == [0, 6]
+
+
+@pytest.mark.parametrize("name", ["../version-000001-0a1b2c3d", "..", "", "newest", "version-000001-0a1b2c3d/x"])
+def test_what_is_no_versions_name_is_refused(puller: Puller, name: str) -> None:
+    with pytest.raises(WeightsError, match="a version's name must be like version-000007-0a1b2c3d, got"):
+        puller.pull(name)
 
 
 def test_shards_that_do_not_make_whole_tensors_are_not_published(store: VersionStore) -> None:

@@ -16,7 +16,7 @@ from configs.schema import LearnerConfig
 from learner.training.ranks import LearnerRanks, RankFailed
 from learner.training.trainer import Trainer
 from tests.support.learner_parts import make_model, make_trainer, walks
-from tests.support.weight_parts import published, published_by
+from tests.support.weights.published_weights import published, published_by
 
 KNOBS: dict[str, Any] = {
     "lr": 1e-3, "critic": "separate", "critic_lr": 2e-3, "lr_warmup_steps": 3, "token_budget": 100,

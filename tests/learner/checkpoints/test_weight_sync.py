@@ -21,7 +21,7 @@ from buffers.weights.store import VersionStore
 from learner.checkpoints.store import WEIGHTS
 from learner.checkpoints.weight_shards import Published
 from learner.checkpoints.weight_sync import WeightSync
-from tests.support.made_versions import MadeRanks, Weights, made_weights, moved
+from tests.support.weights.made_versions import MadeRanks, Weights, made_weights, moved
 
 
 @dataclass

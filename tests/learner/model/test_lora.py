@@ -16,7 +16,7 @@ from learner.model import fsdp
 from learner.model.lora import add_adapter
 from learner.training.trainer import Trainer
 from tests.support.learner_parts import make_model, make_trainer, walks
-from tests.support.weight_parts import published
+from tests.support.weights.published_weights import published
 
 KNOBS: dict[str, Any] = {
     "lora": {"rank": 4, "alpha": 8.0}, "lr": 1e-2, "lr_warmup_steps": 0, "kl": {"coef": 0.01}, "critic": "shared",

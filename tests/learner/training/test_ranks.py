@@ -17,7 +17,7 @@ from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
 from learner.training.ranks import LearnerRanks, RankFailed
 from tests.support.learner_parts import assert_same_weights, make_model, make_trainer, walks
-from tests.support.weight_parts import published, published_by
+from tests.support.weights.published_weights import published, published_by
 
 KNOBS: dict[str, Any] = {"lr": 1e-3, "lr_warmup_steps": 0, "token_budget": 100, "kl": {"coef": 0.01}, "epochs": 2}
 CLOCKS = {"time/prepare_s", "time/train_s"}

@@ -20,7 +20,7 @@ from learner.algorithms.objectives import LOSSES
 from learner.model import policy
 from learner.training.trainer import Trainer
 from tests.support.learner_parts import assert_same_weights, make_model, make_row, make_trainer, walks
-from tests.support.weight_parts import published
+from tests.support.weights.published_weights import published
 
 MakeTrainer = Callable[..., Trainer]
 
