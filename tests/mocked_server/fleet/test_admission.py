@@ -88,6 +88,20 @@ def test_one_full_engine_holds_all_back() -> None:
     assert pool.look(turnovers=1.0, engines=[figures("e0", kv=0.1), figures("e1", kv=0.1)]) == 50
 
 
+def test_usage_must_have_been_low_for_a_turnover() -> None:
+    pool = Pool()
+    assert pool.look(kv=0.61) == 20
+    assert [pool.look(kv=0.1, turnovers=0.25) for _ in range(4)] == [20] * 4, "the fourth look allows it"
+    assert pool.look(kv=0.1, turnovers=0.25) == 21
+
+
+def test_episodes_that_start_and_end_together_leave_an_empty_cache_that_says_nothing() -> None:
+    pool = Pool()
+    for _ in range(10):
+        waves = [pool.look(kv=kv) for kv in (0.2, 0.4, 0.65)] + [pool.look(kv=0.0, turnovers=0.9)]
+    assert waves == [20] * 4
+
+
 def test_what_a_look_allowed_expires() -> None:
     pool = Pool()
     assert pool.look(turnovers=1.0, after_s=14.9) == 25
