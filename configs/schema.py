@@ -53,6 +53,9 @@ class RunConfig(Section):
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "swanlab"]] = ["tensorboard"]
     """Destinations of figures, beside metrics.jsonl. All but tensorboard must be installed first."""
+    trusted_network: bool = False
+    """Nobody else is on the network between the run's machines: what crosses it is signed, and not encrypted. Without
+    `buffer.node` nothing does."""
     reward_optimum: float | None = None
     """The best mean score that the task allows; drawn in the reward curve and reported in the summary."""
 

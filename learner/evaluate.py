@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = "understudy eval")
     from learner.run import check_inputs, import_ray, prepare_engine
     from learner.startup.input_check import refusal
 
-    if told := refusal(lambda: check_inputs(config, resume="")):
+    if told := refusal(lambda: check_inputs(config, resume="", learns=False)):
         print(f"error: {told}", file=sys.stderr)
         return 2
     import_ray(local=not config.buffer.node)

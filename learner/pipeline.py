@@ -43,6 +43,8 @@ from learner.checkpoints.store import Checkpoint, CheckpointStore
 from learner.checkpoints.weight_sync import WeightSync
 from learner.evaluation import Evaluation, EvaluationPlan
 from learner.learn_loop import LearnLoop, Outputs, Schedule
+from learner.placement.cards import own_node
+from learner.placement.plan import place_run
 from learner.players import Players, make_players
 from learner.recovery.failure_report import why_episodes_fail
 from learner.recovery.failure_watch import watch
@@ -191,8 +193,10 @@ class Pipeline:
                 warn=self._display.note,
             )
         set_process_environment()
-        weights = WeightSync(self._folder)
-        stack.callback(weights.close)
+        self._node = own_node(has_gpu=has_gpu())
+        self._placement = place_run(config, nodes=[self._node], learns=self._evaluates is None)
+        weights = WeightSync(self._folder, adapter=config.learner.lora.rank > 0)
+        stack.push_async_callback(weights.close)
         with self._display.phase("starting engine and server"):
             ray = self._start_ray(stack)
             learner, starting = self._start_learner(stack, ray, model=model)
@@ -260,7 +264,7 @@ class Pipeline:
             temperature=config.rollout.temperature,
             seed=config.run.seed,
             keep_versions=config.buffer.max_policy_lag + 1,
-            gpus_per_rank=1.0 if has_gpu() else 0.0,
+            devices=[self._node.devices[card] for card in self._placement.ranks],
         )
         learner = LearnerProcesses(
             ranks,
@@ -313,7 +317,14 @@ class Pipeline:
                 resume=self._resume, checkpoint=self._checkpoint,
             )  # fmt: skip
             args = await asyncio.to_thread(
-                make_args, engine_settings(config, model=model, most_running=self._most_running)
+                make_args,
+                engine_settings(
+                    config,
+                    model=model,
+                    beside_rank=self._placement.shares,
+                    most_running=self._most_running,
+                    evaluates=self._evaluates is not None,
+                ),
             )
             vllm_config = await asyncio.to_thread(make_vllm_config, args)
             engine = self._make_fleet(
@@ -359,8 +370,9 @@ class Pipeline:
                 count_preemptions=count_preemptions,
                 weights=weights,
                 timeout_s=config.rollout.engine_timeout_s,
+                devices=[self._node.devices[card] for card in place.cards],
             )
-            for number in range(config.rollout.engines)
+            for number, place in enumerate(self._placement.engines)
         ]
         return EngineFleet(
             engines,
@@ -553,8 +565,11 @@ class Pipeline:
         )
 
 
-def engine_settings(config: Config, *, model: Path, most_running: int = MAX_NUM_SEQS) -> EngineSettings:
-    """What an engine of the run is built from. `model`: the folder of its first weights; `most_running`: episodes."""
+def engine_settings(
+    config: Config, *, model: Path, beside_rank: bool, most_running: int = MAX_NUM_SEQS, evaluates: bool = False
+) -> EngineSettings:
+    """What an engine of the run is built from. `model`: the folder of its first weights; `beside_rank`: an engine shares a card
+    with a rank; `most_running`: episodes; `evaluates`: nothing is published to it."""
     return EngineSettings(
         model_path=model,
         served_name="policy",
@@ -563,6 +578,9 @@ def engine_settings(config: Config, *, model: Path, most_running: int = MAX_NUM_
         server=config.server,
         seed=config.run.seed,
         max_num_seqs=min(MAX_NUM_SEQS, most_running),
+        lora_rank=0 if evaluates else config.learner.lora.rank,
+        kept_versions=config.buffer.max_policy_lag + 1,
+        beside_rank=beside_rank,
     )
 
 

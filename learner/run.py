@@ -152,14 +152,16 @@ def shape_of(path: str) -> ModelShape:
         return read_shape(make_tiny_model(Path(folder) / "tiny"))
 
 
-def check_inputs(config: Config, *, resume: str) -> None:
+def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
     """Raises UnderstudyError for what the configuration names and is not there, or cannot be used. Meant for `refusal`: it imports
-    the module of a scorer."""
+    the module of a scorer. `learns` false: an evaluation, which has no learner."""
     from agents.external import check_named
     from agents.workers.config import read_loops
     from buffers.errors import UnderstudyError
     from env_adapters.child_process import resolve_command
     from env_adapters.scoring import reward_model, rewards
+    from learner.placement.cards import of_this_machine, own_node
+    from learner.placement.plan import make_plan
     from learner.reporting.tracker import check_trackers
     from learner.startup.input_check import check_files, check_model_folder, check_script
     from learner.startup.run_folder import check_place, find_resume
@@ -192,11 +194,16 @@ def check_inputs(config: Config, *, resume: str) -> None:
         check_named(config.agents.environment)
     if config.agents.loops:
         read_loops(Path(config.agents.loops))
+    if config.rollout.tensor_parallel > 1 or of_this_machine().cards:
+        from mocked_server.vllm.engine_arguments import has_gpu
+
+        node = own_node(has_gpu=has_gpu())
+        make_plan(config, shape=shape_of(config.model.path), nodes=[node], learns=learns)
     if config.rollout.engine_args:
         from learner.pipeline import engine_settings
         from mocked_server.vllm.engine_arguments import check_engine_args
 
-        check_engine_args(engine_settings(config, model=Path(config.model.path)))
+        check_engine_args(engine_settings(config, model=Path(config.model.path), beside_rank=True))
     scorers = [config.data.scorer] if isinstance(config.data.scorer, str) else config.data.scorer.values()
     for scorer in filter(None, scorers):
         if scorer.startswith(reward_model.PREFIX):

@@ -40,7 +40,18 @@ def described(text: str) -> list[Node]:
     return [Node(cards=(int(gib * GIB),) * cards)] * nodes
 
 
-def of_this_machine(environment: Mapping[str, str] = os.environ) -> Node:
+def own_node(*, has_gpu: bool) -> Node:
+    """This machine with its cards; none where torch sees no GPU. Raises UnderstudyError where only torch sees them."""
+    node = of_this_machine() if has_gpu else Node()
+    if has_gpu and not node.cards:
+        raise UnderstudyError(
+            "a run on GPUs needs nvidia-smi to list them, got no card from it though torch sees one; install the tools of NVIDIA's "
+            "driver, or hide the cards: CUDA_VISIBLE_DEVICES="
+        )
+    return node
+
+
+def of_this_machine(*, environment: Mapping[str, str] = os.environ) -> Node:
     """Its NVIDIA GPUs, but for those that CUDA_VISIBLE_DEVICES hides; without `nvidia-smi` there are none."""
     command = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
     try:

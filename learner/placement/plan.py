@@ -92,10 +92,21 @@ def place(nodes: Sequence[Node], *, ranks: int, engines: int, tensor_parallel: i
     return Placement(ranks=tuple(range(ranks)), engines=tuple(places))
 
 
+def place_run(config: Config, *, nodes: Sequence[Node], learns: bool = True) -> Placement:
+    """Where a run's ranks and engines are; `learns` false: an evaluation, which has no ranks. Raises as `place`."""
+    return place(
+        nodes,
+        ranks=config.learner.ranks if learns else 0,
+        engines=num_engines(config),
+        tensor_parallel=config.rollout.tensor_parallel,
+    )
+
+
 def _windows(nodes: Sequence[Node], *, width: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Neighbouring cards, side by side from a node's last card down: ranks are on its first ones."""
     for number, node in enumerate(nodes):
-        for first in range(len(node.cards) - width + 1):
-            yield number, tuple(range(first, first + width))
+        for end in range(len(node.cards), width - 1, -width):
+            yield number, tuple(range(end - width, end))
 
 
 def _ranks_on(node: int, cards: Sequence[int], *, ranks: int) -> list[int]:
@@ -142,21 +153,19 @@ class Plan:
     engines: list[EngineMemory]
 
 
-def make_plan(config: Config, *, shape: ModelShape, nodes: Sequence[Node]) -> Plan:
+def make_plan(config: Config, *, shape: ModelShape, nodes: Sequence[Node], learns: bool = True) -> Plan:
     """Raises DoesNotFit for what cannot be placed, or has no room for certain; the message has a value of a key with which it
     has."""
-    plan = _planned(config, shape=shape, nodes=nodes)
+    plan = _planned(config, shape=shape, nodes=nodes, learns=learns)
     for complaint in _complaints(plan, config=config, shape=shape):
-        raise DoesNotFit(f"{complaint}; {_remedy(config, shape=shape, nodes=nodes)}")
+        raise DoesNotFit(f"{complaint}; {_remedy(config, shape=shape, nodes=nodes, learns=learns)}")
     return plan
 
 
-def _planned(config: Config, *, shape: ModelShape, nodes: Sequence[Node]) -> Plan:
+def _planned(config: Config, *, shape: ModelShape, nodes: Sequence[Node], learns: bool) -> Plan:
     rollout = config.rollout
-    placement = place(
-        nodes, ranks=config.learner.ranks, engines=num_engines(config), tensor_parallel=rollout.tensor_parallel
-    )
-    on_gpu = bool(placement.ranks)
+    placement = place_run(config, nodes=nodes, learns=learns)
+    on_gpu = any(node.cards for node in nodes)
     of_learner = of_rank(
         shape,
         config.learner,
@@ -188,14 +197,14 @@ def _planned(config: Config, *, shape: ModelShape, nodes: Sequence[Node]) -> Pla
     for node, there in enumerate(nodes):
         for card, limit in enumerate(there.cards):
             rank = card if node == 0 and card in placement.ranks else None
-            beside = on_card.get((node, card))
-            if rank is not None or beside is not None:
+            there_too = on_card.get((node, card))
+            if rank is not None or there_too is not None:
                 uses.append(
                     CardUse(
-                        node=node, card=card, limit=limit, rank=rank, engine=beside[0] if beside else None,
+                        node=node, card=card, limit=limit, rank=rank, engine=there_too[0] if there_too else None,
                         rank_items=of_learner if rank is not None else [],
-                        engine_items=beside[1].items if beside else [],
-                        engine_share=beside[2] if beside else 0, sleeps=rollout.sleep,
+                        engine_items=there_too[1].items if there_too else [],
+                        engine_share=there_too[2] if there_too else 0, sleeps=rollout.sleep,
                     )
                 )  # fmt: skip
     return Plan(nodes=list(nodes), placement=placement, uses=uses, engines=memories)
@@ -241,16 +250,19 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
-def _remedy(config: Config, *, shape: ModelShape, nodes: Sequence[Node]) -> str:
-    """The first change of one or two keys with which it fits."""
+def _remedy(config: Config, *, shape: ModelShape, nodes: Sequence[Node], learns: bool) -> str:
+    """The first change of one or two keys with which it fits, by the estimates if one does."""
+    certain = ""
     for text, changed in _changes(config, cards=max(len(node.cards) for node in nodes)):
         try:
-            plan = _planned(changed, shape=shape, nodes=nodes)
+            plan = _planned(changed, shape=shape, nodes=nodes, learns=learns)
         except DoesNotFit:
             continue
         if next(_complaints(plan, config=changed, shape=shape), None) is None:
-            return f"set {text}"
-    return "use more or larger cards, or a smaller model"
+            certain = certain or f"set {text}"
+            if all(use.limit is None or use.phases[1] <= use.limit for use in plan.uses):
+                return f"set {text}"
+    return certain or "use more or larger cards, or a smaller model"
 
 
 def _changes(config: Config, *, cards: int) -> Iterator[tuple[str, Config]]:
@@ -268,12 +280,16 @@ def _changes(config: Config, *, cards: int) -> Iterator[tuple[str, Config]]:
             )
     for ranks in range(learner.ranks + 1, cards + 1):
         yield f"learner.ranks={ranks}", _with(config, learner=learner.model_copy(update={"ranks": ranks}))
+    less = {"gradient_checkpointing": True}
+    for ranks in range(learner.ranks, cards + 1):
+        changed = learner.model_copy(update={**less, "ranks": ranks})
+        yield f"learner.gradient_checkpointing=true and learner.ranks={ranks}", _with(config, learner=changed)
     if not learner.lora.rank:
-        lora = learner.model_copy(update={"lora": learner.lora.model_copy(update={"rank": 32})})
-        yield "learner.lora.rank=32, an adapter in place of all weights", _with(config, learner=lora)
-        for ranks in range(learner.ranks + 1, cards + 1):
-            more = lora.model_copy(update={"ranks": ranks})
-            yield f"learner.lora.rank=32 and learner.ranks={ranks}", _with(config, learner=more)
+        for ranks in range(learner.ranks, cards + 1):
+            adapter = learner.lora.model_copy(update={"rank": 32})
+            changed = learner.model_copy(update={**less, "lora": adapter, "ranks": ranks})
+            text = f"learner.lora.rank=32 (an adapter in place of all weights) and learner.ranks={ranks}"
+            yield text, _with(config, learner=changed)
 
 
 def _with(config: Config, **sections: object) -> Config:

@@ -50,9 +50,10 @@ def _lines(plan: Plan, *, config: Config, shape: ModelShape) -> Iterator[str]:
     if not any(node.cards for node in plan.nodes):
         return
     loading, published = learner.ranks * MASTER * shape.parameters, BYTES[config.model.dtype] * shape.parameters
+    load = "the ranks load" if learner.ranks > 1 else "the rank loads"
     yield (
-        f"beside its cards, node 0 needs {loading / GIB:.1f} GiB of memory while {_numbers('rank', range(learner.ranks))} load the "
-        f"model, and ~{2 * published / GIB:.1f} while weights are published"
+        f"beside its cards, node 0 needs {loading / GIB:.1f} GiB of memory while {load} the model, and ~{2 * published / GIB:.1f} "
+        f"while weights are published"
     )
     for use in plan.uses:
         if use.limit is not None and use.phases[1] > use.limit:

@@ -80,6 +80,7 @@ async def open_run_buffers(
         folder,
         node=config.buffer.node,
         secret=secret,
+        trusted=config.run.trusted_network,
         drop_zero_variance=config.data.reward_manager == "dapo",
         resume_episodes=resume and agents_outlive(config),
         is_new=not resume,

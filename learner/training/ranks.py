@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from buffers.errors import UnderstudyError
 from buffers.records import TrainBatch
 from configs.checkout import python_path
 from configs.schema import LearnerConfig
+from learner.checkpoints.weight_shards import Published
 from learner.training.forked_ranks import launcher
 from learner.training.trainer import Trainer
 
@@ -48,7 +50,7 @@ class RankDied(RankFailed):
 
 
 class LearnerRanks:
-    """Needs `ray.init` before `start`. `gpus_per_rank` 0: on CPU, one thread per rank."""
+    """Needs `ray.init` before `start`. `devices`: what CUDA calls the card of each rank; none: on CPU, one thread per rank."""
 
     def __init__(
         self,
@@ -59,7 +61,7 @@ class LearnerRanks:
         temperature: float,
         seed: int,
         keep_versions: int,
-        gpus_per_rank: float = 0.0,
+        devices: Sequence[str] = (),
     ) -> None:
         self._config = config
         self._settings = {
@@ -68,9 +70,9 @@ class LearnerRanks:
             "temperature": temperature,
             "seed": seed,
             "keep_versions": keep_versions,
-            "device": "cuda:0" if gpus_per_rank else "cpu",  # Ray shows a process its own GPU only
+            "device": "cuda:0" if devices else "cpu",  # a rank sees its own card only
         }
-        self._gpus_per_rank = gpus_per_rank
+        self._devices = devices
         self._actors: list[Any] = []
         self._death: RankDied | None = None
         """Why there are none; the next call raises it as well."""
@@ -78,20 +80,29 @@ class LearnerRanks:
     async def start(self) -> None:
         """Starts the processes, again after a failure, on this node: they share files with the run; returns when every rank has its
         model."""
-        threads = {} if self._gpus_per_rank else {"OMP_NUM_THREADS": "1"}
-        # They meet on loopback: without a name gloo takes the address of the machine's.
-        environment = {"PYTHONPATH": python_path(), "GLOO_SOCKET_IFNAME": "lo", **threads}
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        actor = ray.remote(
-            num_cpus=0, num_gpus=self._gpus_per_rank, scheduling_strategy=here,
-            runtime_env={"env_vars": environment, **launcher()},
-        )(Trainer)  # fmt: skip
         self._death = None
         address = _free_address()
         for rank in range(self._config.ranks):
             place = {"address": address, "rank": rank, "world_size": self._config.ranks}
-            self._actors.append(actor.remote(self._config, **self._settings, **place))
+            self._actors.append(self._actor_class(rank).remote(self._config, **self._settings, **place))
         await self._all(_READY)
+
+    def _actor_class(self, rank: int) -> Any:
+        """Ray counts the cards that ranks take; which card is whose, the plan of the run says (`learner.placement.plan`)."""
+        # They meet on loopback: without a name gloo takes the address of the machine's.
+        environment = {"PYTHONPATH": python_path(), "GLOO_SOCKET_IFNAME": "lo"}
+        if self._devices:
+            environment |= {
+                "CUDA_VISIBLE_DEVICES": self._devices[rank],
+                "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+            }
+        else:
+            environment["OMP_NUM_THREADS"] = "1"
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        return ray.remote(
+            num_cpus=0, num_gpus=1 if self._devices else 0, scheduling_strategy=here,
+            runtime_env={"env_vars": environment, **launcher()},
+        )(Trainer)  # fmt: skip
 
     async def until_dead(self) -> None:
         """Watches ranks that have nothing to do: raises RankDied as soon as one has died."""
@@ -110,9 +121,9 @@ class LearnerRanks:
         stored = await asyncio.to_thread(ray.put, batch)
         return await self._first("train_step", stored, version=version)
 
-    async def publish(self, path: Path) -> None:
-        """See `Trainer.publish`."""
-        await self._all("publish", path)
+    async def publish(self, folder: Path, *, base: str | None = None) -> list[Published]:
+        """See `Trainer.publish`. What each rank wrote, by rank."""
+        return await self._all("publish", folder, base=base)
 
     async def save_pretrained(self, folder: Path) -> None:
         """See `Trainer.save_pretrained`."""

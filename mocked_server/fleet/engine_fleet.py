@@ -197,14 +197,17 @@ class EngineFleet:
 
     # Weights and memory
 
-    async def load_weights(self, folder: Path, *, version: int) -> None:
-        """Give the weights to each engine in turn. One that is down gets them with its restart."""
+    async def load_weights(self, folder: Path, *, version: int) -> float:
+        """Give the weights to each engine in turn. One that is down gets them with its restart. Returns the seconds that the
+        engine with the longest pause has paused."""
         self.version, self._weights = version, (folder, version)
         self._routes.publish(version)
+        longest = 0.0
         for engine in list(self._engines.values()):
-            await engine.load_weights(folder, version=version)
+            longest = max(longest, await engine.load_weights(folder, version=version))
             if engine.is_up and engine.version == version:
                 self._join(engine)
+        return longest
 
     async def sleep(self) -> None:
         """Give the memory of all engines back until `wake_up`."""

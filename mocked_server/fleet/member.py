@@ -106,9 +106,9 @@ class FleetEngine(Protocol):
         ...
 
     async def close(self) -> None: ...
-    async def load_weights(self, folder: Path, *, version: int) -> None:
+    async def load_weights(self, folder: Path, *, version: int) -> float:
         """Sample with these weights from now on; only this engine pauses, for its own copy. One that is down gets them with its
-        restart."""
+        restart. Returns the seconds that it paused."""
         ...
 
     async def sleep(self) -> None:

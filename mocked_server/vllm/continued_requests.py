@@ -18,6 +18,7 @@ from copy import copy
 from typing import Any
 
 from mocked_server.fleet.member import EngineLost, Sampled
+from mocked_server.vllm.adapters import label_of
 
 _continued: dict[str, tuple[int, Sampled]] = {}
 """Id of a request that is about to begin -> length of its own prompt, and what was sampled of it."""
@@ -30,7 +31,7 @@ def install() -> None:
     original = RequestState.from_new_request
     if getattr(original, "__name__", "") == "from_new_or_continued_request":
         return
-    complete = RequestState._new_completion_output
+    complete, track = RequestState._new_completion_output, RequestState.track_weight_version
 
     def from_new_or_continued_request(cls: Any, tokenizer: Any, request: Any, *rest: Any, **more: Any) -> Any:
         state = original(tokenizer, request, *rest, **more)
@@ -45,6 +46,12 @@ def install() -> None:
             output.weight_versions = self._weight_version_spans()
         return output
 
+    def track_weight_version(self: Any, weight_version: str) -> None:
+        """vLLM's label is of the base weights: of an adapter's tokens it is the adapter's version."""
+        own = None if self.lora_name is None else label_of(self.lora_name)
+        track(self, own or weight_version)
+
+    RequestState.track_weight_version = track_weight_version
     RequestState.from_new_request = classmethod(from_new_or_continued_request)
     RequestState._new_completion_output = new_completion_output
 

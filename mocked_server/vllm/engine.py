@@ -17,6 +17,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -28,10 +29,11 @@ from typing import Any, ClassVar
 from buffers.errors import EngineDied, EngineError, RequestRefused
 from mocked_server.fleet.member import EngineFigures, EngineLost, Sampled
 from mocked_server.vllm import continued_requests, fork_server
+from mocked_server.vllm.adapters import PolicyAdapters, is_adapter
 from mocked_server.vllm.continued_requests import continuing, interrupted, merged, never_began
 from mocked_server.vllm.engine_arguments import has_gpu, set_process_environment
 from mocked_server.vllm.engine_silence import EngineSilence, processor_time
-from mocked_server.vllm.fork_server import engines_of_ours
+from mocked_server.vllm.fork_server import engines_of_ours, engines_see
 from mocked_server.vllm.scheduler_stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -84,12 +86,14 @@ class VLLMEngine:
         weights: tuple[Path, int] | None = None,
         timeout_s: float = 120.0,
         name: str = "e0",
+        devices: Sequence[str] = (),
     ) -> None:
         """`name`: among the engines of a run. `count_preemptions`: outputs say how often their request was set aside, and figures
         what the scheduler says of itself; costs a few percent of the engine's time.
         `weights`: (folder, version) to begin with, instead of the model's own as version 0. `timeout_s`: see
-        `configs.schema.RolloutConfig.engine_timeout_s`."""
+        `configs.schema.RolloutConfig.engine_timeout_s`. `devices`: its cards, as CUDA calls them; none: all that there are."""
         self._vllm_config = vllm_config
+        self._devices = devices
         self._count_preemptions = count_preemptions
         self.name = name
         self._stats = SchedulerStats()
@@ -105,6 +109,10 @@ class VLLMEngine:
         self.version = 0
         self._life = 0
         """Processes that it had."""
+        lora = vllm_config.lora_config
+        self._adapters = PolicyAdapters(kept=1 if lora is None else lora.max_loras - 1)
+        self._paused_s = 0.0
+        """What the last load took."""
         self._silence = EngineSilence(timeout_s)
         self._watching: asyncio.Task[None] | None = None
 
@@ -218,7 +226,7 @@ class VLLMEngine:
         config.cache_config = copy(config.cache_config)
         config.cache_config.num_gpu_blocks = None
         try:
-            with interrupts_blocked(), engines_of_ours() as self._processes:
+            with interrupts_blocked(), engines_see(self._devices), engines_of_ours() as self._processes:
                 self._llm = AsyncLLM.from_vllm_config(
                     config,
                     disable_log_stats=True,
@@ -257,8 +265,8 @@ class VLLMEngine:
             raise self._lost(f"engine {self.name} is down", sampled=never_began(request_id))
         llm = self._llm
         try:
-            with self._silence.expecting():
-                outputs = llm.generate(tokens_input(ids), params, request_id, **extra)
+            with self._silence.expecting(), self._adapters.newest() as adapter:
+                outputs = llm.generate(tokens_input(ids), params, request_id, **extra, **adapter)
                 async with aclosing(outputs) as outputs:
                     async for output in outputs:
                         self._silence.heard()
@@ -305,20 +313,26 @@ class VLLMEngine:
     def _lost(self, message: str, *, sampled: Sequence[Sampled]) -> EngineLost:
         return EngineLost(message, life=(self.name, self._life), sampled=sampled)
 
-    async def load_weights(self, folder: Path, *, version: int) -> None:
-        """Swap in the weights of `folder` as `version`. Running requests freeze and continue; none is dropped.
+    async def load_weights(self, folder: Path, *, version: int) -> float:
+        """Swap in the weights of `folder` as `version`. Running requests freeze and continue; none is dropped. Returns the
+        seconds for which they froze. Of an adapter nothing freezes: requests that come afterwards begin with it.
 
         The KV cache is cleared: what stays in flight is recomputed under the new weights, as its next tokens are. An engine
         that is down gets them when it is back.
         """
         self._weights = folder, version
-        if self.is_up:
-            await self._while_alive(self._load(folder, version))
+        loaded = self.is_up and await self._while_alive(self._load(folder, version))
+        return self._paused_s if loaded else 0.0
 
     async def _load(self, folder: Path, version: int) -> None:
-        llm = self._llm
+        llm, began = self._llm, time.monotonic()
+        if is_adapter(folder):
+            with self._silence.expecting():
+                self._paused_s = await self._adapters.load(llm, folder, version=version)
+            self.version = version
+            return
         with self._silence.expecting():
-            await llm.pause_generation(mode="keep", clear_cache=True)
+            await _freeze(llm)
             self._stats.cleared(under_way=len(llm.output_processor.request_states))
             try:
                 with self._silence.long_work():
@@ -327,6 +341,7 @@ class VLLMEngine:
                 self.version = version
             finally:
                 await llm.resume_generation()
+        self._paused_s = time.monotonic() - began
 
     async def sleep(self) -> None:
         """Give memory back: vLLM's sleep level 1 with `rollout.sleep` on a GPU, where running requests freeze until `wake_up`;
@@ -400,6 +415,13 @@ class VLLMEngine:
         if self._has_sockets:
             Sockets.leave()
             self._has_sockets = False
+
+
+async def _freeze(llm: Any) -> None:
+    """vLLM's `pause_generation(mode="keep", clear_cache=True)` but for its last line, which sleeps 20 ms so that outputs on their
+    way arrive first: they are labelled in the engine, so their order does not matter."""
+    await llm.renderer.clear_mm_cache_async()
+    await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
 
 def _folder_for_sockets() -> str:

@@ -15,7 +15,7 @@ import select
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, process
 from multiprocessing.context import (
@@ -85,6 +85,26 @@ def _replace_context(utils: Any) -> None:
     utils.get_mp_context = context_of_ours
 
 
+_boot = threading.local()
+"""`devices`: the cards that engines see which this thread starts now."""
+_starting = threading.Lock()
+
+
+@contextmanager
+def engines_see(devices: Sequence[str]) -> Iterator[None]:
+    """Engines that this thread starts inside see these cards only, as CUDA calls them; none: all that this process sees."""
+    _boot.devices = devices
+    try:
+        yield
+    finally:
+        _boot.devices = ()
+
+
+def _cards() -> dict[str, str]:
+    devices = getattr(_boot, "devices", ())
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
+
+
 def end_with(pid: int) -> None:
     """End this process as soon as the process `pid` has ended, however it did."""
     try:
@@ -115,7 +135,14 @@ class _Engine(process.BaseProcess):
 
     def start(self) -> None:
         self._server = os.getpid()
-        super().start()
+        with _starting:  # a new process takes the environment that this one has at that moment
+            before = {name: os.environ.get(name) for name in _cards()}
+            os.environ.update(_cards())
+            try:
+                super().start()
+            finally:
+                for name, value in before.items():
+                    os.environ.pop(name) if value is None else os.environ.update({name: value})
 
     def run(self) -> None:
         if not self._watches:
@@ -138,7 +165,7 @@ class _ForkedEngine(_Engine, ForkServerProcess):
     """It has this process's environment, not that of the fork server."""
 
     def start(self) -> None:
-        self._environment = dict(os.environ)
+        self._environment = dict(os.environ) | _cards()
         super().start()
 
     def run(self) -> None:

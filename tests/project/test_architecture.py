@@ -48,6 +48,7 @@ OWNERS = {
         "agents/workers/manager.py",
         "buffers/remote/ray_actor.py",
     },
+    "zmq": {"buffers/wire/*.py"},
     "peft": {"learner/model/lora.py"},
     "matplotlib": {"learner/reporting/summary.py"},
     "tensorboard": {"learner/reporting/tracker.py"},

@@ -33,7 +33,7 @@ FOLDERS = ["agents", "benchmarks", "buffers", "configs", "env_adapters", "learne
 OTHER_DOTTED = {"env.log", "server.key", "rollout.n"}
 """Not configuration keys, whatever they look like; nor are our modules, such as `learner.run`. `rollout.n` is verl's."""
 METRIC_GROUPS = (
-    "agent_loop|batch|critic|engine|generation|learner|ledger|policy|pool|reward|staleness|throughput|time|tracker|val|"
+    "agent_loop|batch|critic|engine|generation|learner|ledger|policy|pool|publish|reward|staleness|throughput|time|tracker|val|"
     "warm_start"
 )
 METRIC_SOURCES = [

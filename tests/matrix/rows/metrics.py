@@ -130,6 +130,9 @@ def _rest() -> dict[str, tuple[str, Effect]]:
     )
     return {
         **{f"time/{name}": (run, positive(f"time/{name}")) for name in times},
+        "publish/bytes": (run, positive("publish/bytes")),
+        "publish/changed_share": (run, metric("publish/changed_share", lambda values: values and values[0] > 0.5)),
+        "publish/paused_s": (run, within("publish/paused_s", 1e-4, 60)),
         "time/sleep_s": ("batch", positive("time/sleep_s")),
         "time/wait_s": (run, within("time/wait_s", 0, 300)),
         "time/save_s": ("mix", metric("time/save_s", lambda values: max(values) > 0)),

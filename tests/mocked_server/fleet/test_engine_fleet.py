@@ -63,12 +63,13 @@ class WordEngine:
             raise EngineLost(f"{self.name} died", life=(self.name, life))
         yield self.name
 
-    async def load_weights(self, folder: Path, *, version: int) -> None:
+    async def load_weights(self, folder: Path, *, version: int) -> float:
         self.weights = folder, version
         if self.is_up:
             self.loading = True
             await asyncio.sleep(0.01)
             self.loading, self.version = False, version
+        return 0.01
 
     async def sleep(self) -> None: ...
     async def wake_up(self) -> None: ...

@@ -1,0 +1,98 @@
+"""The plan's figures against a real rank on a CPU, tensor by tensor, and against a real model's weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from configs.schema import BufferConfig, LearnerConfig, RolloutConfig
+from configs.tiny_model import make_tiny_model
+from learner.model.lora import add_adapter
+from learner.placement.memory import adapter_weights, of_engine, of_rank, total
+from learner.placement.model_shape import read_shape
+from tests.learner.placement.rank_memory import LENGTH
+from tests.learner.placement.shapes import shape
+
+ROOT = Path(__file__).parents[3]
+MIB = 2**20
+GRPO = {"advantage": "grpo", "critic": "none", "token_budget": 1024}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """4,066,048 weights: 15.5 MiB in float32."""
+    folder = tmp_path_factory.mktemp("model") / "small"
+    return make_tiny_model(folder, hidden=256, layers=4, heads=4, kv_heads=2, ffn=1024)
+
+
+def test_the_shape_is_that_of_the_loaded_model(model: Path) -> None:
+    lm = AutoModelForCausalLM.from_pretrained(model)
+    found = read_shape(model)
+    assert found.parameters == sum(weight.numel() for weight in lm.parameters()) == 4_066_048
+    assert found.layers * found.largest_layer + found.outside_layers == found.parameters
+    add_adapter(lm, rank=8, alpha=16.0, seed=0)
+    trained = sum(weight.numel() for weight in lm.parameters() if weight.requires_grad)
+    assert adapter_weights(found, LearnerConfig(lora={"rank": 8})) == trained
+
+
+def test_models_are_as_large_as_their_names_say() -> None:
+    sizes = [round(shape(name).parameters / 1e9, 2) for name in ("Qwen3-1.7B", "Qwen3-8B", "Qwen3-32B")]
+    assert sizes == [1.72, 8.19, 32.76]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lag", "keys"),
+    [
+        (1, {}),
+        (3, {"gradient_checkpointing": True, "kl": {"coef": 0.01}}),
+        (1, {"lora": {"rank": 8}}),
+        (1, {"advantage": "gae", "critic": "separate"}),
+    ],
+    ids=["all-weights", "versions-and-reference", "adapter", "critic"],
+)
+def test_a_rank_takes_what_the_plan_says(model: Path, lag: int, keys: dict[str, object]) -> None:
+    given = GRPO | keys
+    command = [sys.executable, "-m", "tests.learner.placement.rank_memory", str(model), str(lag), json.dumps(given)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    measured = json.loads(done.stdout.splitlines()[-1])
+    items = of_rank(
+        read_shape(model), LearnerConfig(**given), dtype="float32", buffer=BufferConfig(max_policy_lag=lag),
+        longest_row=LENGTH, on_gpu=False,
+    )  # fmt: skip
+    between = total([item for item in items if item.stays])
+    assert abs(measured["between"] - between) < 0.5 * MIB, (measured, between)
+    assert 0.7 * total(items) < measured["peak"] < 1.02 * total(items), (measured, total(items))
+
+
+def test_a_rank_of_many_holds_its_part() -> None:
+    one, four = (
+        of_rank(
+            shape("Qwen3-8B"), LearnerConfig(**GRPO, ranks=ranks), dtype="bfloat16", buffer=BufferConfig(), longest_row=1,
+            on_gpu=True,
+        )
+        for ranks in (1, 4)
+    )  # fmt: skip
+    assert total(one, certain=True) == pytest.approx(4 * total(four, certain=True))
+    assert total(one, certain=True) == pytest.approx(shape("Qwen3-8B").parameters * 4 * 5)  # and one version kept
+
+
+@pytest.mark.parametrize(("tensor_parallel", "tokens"), [(1, 1000), (8, 8000), (16, 8000)])
+def test_heads_of_the_cache_are_divided_as_far_as_there_are_such(tensor_parallel: int, tokens: int) -> None:
+    """Qwen3-8B: 36 layers of 8 heads of 128 numbers, keys and values, 2 bytes each."""
+    gib = 1000 * 36 * 8 * 128 * 2 * 2 / 2**30
+    rollout = RolloutConfig(kv_cache_gb=gib, tensor_parallel=tensor_parallel)
+    engine = of_engine(shape("Qwen3-8B"), rollout, dtype="bfloat16", card=80 * 2**30, share=0.9)
+    assert engine.cache_tokens == pytest.approx(tokens, abs=1)
+
+
+def test_an_engine_takes_its_share_and_no_more() -> None:
+    engine = of_engine(shape("Qwen3-8B"), RolloutConfig(), dtype="bfloat16", card=80 * 2**30, share=0.5)
+    assert total(engine.items) == 40 * 2**30
+    assert torch.tensor([item.size for item in engine.items]).min() > 0
