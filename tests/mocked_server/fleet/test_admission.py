@@ -133,6 +133,12 @@ def test_a_preemption_cuts_to_four_fifths_of_what_runs_and_again_only_after_that
     assert pool.look(preemptions=8, running=16) == 8, "it preempts after a drain: half"
 
 
+def test_a_preemption_that_is_told_when_the_episodes_have_ended_cuts_what_ran_before() -> None:
+    pool = Pool()
+    pool.look(running=20)
+    assert pool.look(running=4, preemptions=1) == 16
+
+
 def test_half_of_it_goes_only_in_the_half_minute_after_a_drain() -> None:
     pool = Pool()
     assert pool.look(preemptions=1) == 16
