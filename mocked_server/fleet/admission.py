@@ -61,6 +61,8 @@ class Admission:
         self._num_engines = 1
         self._preemptions: dict[str, int] = {}
         """Engine -> its count at the last look."""
+        self._num_running = 0
+        """Episodes that ran at the last look."""
         self._num_ended = 0
         self._num_calm = float("inf")
         """Episodes that ended since an engine used `GROW_BELOW` or preempted."""
@@ -80,6 +82,7 @@ class Admission:
         `now`: monotonic seconds. Engines that are down, or whose cache is not known yet, count for nothing; without any other
         nothing changes."""
         num_ended, self._num_ended = ended - self._num_ended, ended
+        load, self._num_running = max(running, self._num_running), running
         there = [engine for engine in engines if engine.is_up and engine.kv_capacity > 0]
         preempted = self._preempted(there)
         if not there:
@@ -97,7 +100,7 @@ class Admission:
         if self._is_draining:
             pass
         elif preempted or has_queue:
-            self._cut(running, preempted=preempted, now=now)
+            self._cut(load, preempted=preempted, now=now)
         elif usage > TRIM_AGAIN_ABOVE or (usage > TRIM_ABOVE and running <= self.slots):
             self._lower(running * TRIM_TO / usage, why=f"an engine uses {usage:.0%} of its cache")
         elif may_grow and now < self._may_grow_until and running + 1 >= BINDING * self.slots:
@@ -132,11 +135,12 @@ class Admission:
             self._queued_since = now
         return now - self._queued_since >= QUEUE_S
 
-    def _cut(self, running: int, *, preempted: bool, now: float) -> None:
+    def _cut(self, load: int, *, preempted: bool, now: float) -> None:
+        """`load`: episodes of this look or the last one, if more: engines tell of a preemption when it is over."""
         share = CUT_BY_PREEMPTION if preempted else CUT_BY_QUEUE
         if now < self._relapses_until:
             share = CUT_AGAIN
-        self._lower(running * share, why="an engine preempts" if preempted else "prompts wait for room in a cache")
+        self._lower(load * share, why="an engine preempts" if preempted else "prompts wait for room in a cache")
         self._is_draining = True
         self._queued_since = None
 

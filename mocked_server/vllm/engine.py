@@ -410,8 +410,9 @@ class VLLMEngine:
         """See `EngineFigures`."""
         states = [] if self._llm is None else list(self._llm.output_processor.request_states.values())
         held = sum(state.prompt_len + state.detokenizer.num_output_tokens() for state in states)
-        if self._count_preemptions and states:  # whole blocks; less than the tokens when the cache was just cleared
-            held = max(held, round(self._stats.kv_share * self._kv_capacity))
+        if self._count_preemptions and states:  # in whole blocks, a prompt that generations share once
+            blocks = round(self._stats.kv_share * self._kv_capacity)
+            held = blocks if self._stats.is_settled else max(held, blocks)
         waiting = self._stats.waiting if self._count_preemptions else sum(state.is_prefilling for state in states)
         return EngineFigures(
             name=self.name,

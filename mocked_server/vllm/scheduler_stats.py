@@ -23,6 +23,11 @@ class SchedulerStats:
         self._cleared = 0
         """Generations that were preempted because the cache was cleared; vLLM says so with their next tokens."""
 
+    @property
+    def is_settled(self) -> bool:
+        """Generations that were set aside with the cache have their place in it again: `kv_share` is of all that run."""
+        return self._cleared == 0
+
     def cleared(self, *, under_way: int) -> None:
         """The cache was cleared with so many requests under way; those that were running are set aside by that."""
         self._cleared = min(self._running, under_way)

@@ -88,6 +88,20 @@ def test_one_full_engine_holds_all_back() -> None:
     assert pool.look(turnovers=1.0, engines=[figures("e0", kv=0.1), figures("e1", kv=0.1)]) == 50
 
 
+def test_usage_must_have_been_low_for_a_turnover() -> None:
+    pool = Pool()
+    assert pool.look(kv=0.61) == 20
+    assert [pool.look(kv=0.1, turnovers=0.25) for _ in range(4)] == [20] * 4, "the fourth look allows it"
+    assert pool.look(kv=0.1, turnovers=0.25) == 21
+
+
+def test_episodes_that_start_and_end_together_leave_an_empty_cache_that_says_nothing() -> None:
+    pool = Pool()
+    for _ in range(10):
+        waves = [pool.look(kv=kv) for kv in (0.2, 0.4, 0.65)] + [pool.look(kv=0.0, turnovers=0.9)]
+    assert waves == [20] * 4
+
+
 def test_what_a_look_allowed_expires() -> None:
     pool = Pool()
     assert pool.look(turnovers=1.0, after_s=14.9) == 25
@@ -117,6 +131,12 @@ def test_a_preemption_cuts_to_four_fifths_of_what_runs_and_again_only_after_that
     assert pool.look(preemptions=7, running=16) == 16, "drained, and its backlog preempts still"
     assert pool.look(preemptions=7, running=16) == 16
     assert pool.look(preemptions=8, running=16) == 8, "it preempts after a drain: half"
+
+
+def test_a_preemption_that_is_told_when_the_episodes_have_ended_cuts_what_ran_before() -> None:
+    pool = Pool()
+    pool.look(running=20)
+    assert pool.look(running=4, preemptions=1) == 16
 
 
 def test_half_of_it_goes_only_in_the_half_minute_after_a_drain() -> None:

@@ -30,7 +30,9 @@ def test_those_that_new_weights_set_aside_are_not_counted() -> None:
     stats = SchedulerStats()
     step(stats, running=8)
     stats.cleared(under_way=9)
+    assert not stats.is_settled
     assert [step(stats, preempted=5), step(stats, preempted=3), step(stats, preempted=2)] == [0, 0, 2]
+    assert stats.is_settled
 
 
 def test_what_was_set_aside_and_never_came_back_hides_nothing_once_the_engine_was_idle() -> None:
@@ -59,13 +61,13 @@ async def started(tiny_model: Path, *, kv_cache_gb: float) -> VLLMEngine:
     return engine
 
 
-async def generate(engine: VLLMEngine, number: int, *, tokens: int) -> None:
+async def generate(engine: VLLMEngine, number: int, *, tokens: int, prompt: list[int] | None = None) -> None:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     params = SamplingParams(
         max_tokens=tokens, ignore_eos=True, seed=number, output_kind=RequestOutputKind.FINAL_ONLY, logprobs=0
     )
-    prompt = [40 + number, *range(50, 80)]
+    prompt = prompt or [40 + number, *range(50, 80)]
     async for _ in engine.generate(prompt, params, request_id=f"r-{number}"):
         pass
 
@@ -97,6 +99,15 @@ async def test_a_full_cache_preempts_and_new_weights_do_not(tiny_model: Path) ->
         assert seen.running == 16 and seen.tokens_held > 0.6 * capacity
         assert idle.preemptions > 0 and (idle.running, idle.waiting, idle.tokens_held) == (0, 0, 0)
         assert idle.sampled_tokens == 4 * 200 + 16 * 250 and idle.prompt_tokens == 20 * 31
+
+        shared = [*range(50, 350)]
+        running = [asyncio.create_task(generate(engine, 20, tokens=200, prompt=shared))]
+        await look_until(engine, lambda now: now.tokens_held > 300)
+        running += [
+            asyncio.create_task(generate(engine, number, tokens=200, prompt=shared)) for number in range(21, 24)
+        ]
+        await look_until(engine, lambda now: now.running == 4 and 600 < now.tokens_held < 1000)  # 1,200 if not shared
+        await asyncio.gather(*running)
         await engine.restart()
         assert engine.figures().kv_capacity == capacity and engine.figures().restarts == 1
     finally:
