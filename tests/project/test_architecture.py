@@ -47,6 +47,7 @@ OWNERS = {
         "learner/startup/ray_cluster.py",
         "agents/workers/manager.py",
         "buffers/remote/ray_actor.py",
+        "mocked_server/vllm/hosted/ray_host.py",
     },
     "zmq": {"buffers/wire/*.py"},
     "peft": {"learner/model/lora.py"},
