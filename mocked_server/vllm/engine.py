@@ -46,50 +46,6 @@ LOOK_S = 0.1
 """Seconds between looks at whether the engine lives."""
 _BY_SIGNAL = re.compile(r"Failed core proc.*: -\d")
 """vLLM names exit codes: a negative one is the signal that ended the process."""
-<<<<<<< HEAD
-=======
-WORKER_EXTENSION = "mocked_server.vllm.worker_extension.WorkerExtension"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """What the engine and vLLM's HTTP layer are built from."""
-
-    model_path: Path
-    served_name: str
-    """The model's name in the API."""
-    dtype: str
-    rollout: RolloutConfig
-    server: ServerConfig
-    seed: int = 0
-    max_num_seqs: int = 64
-    """Generations that run in one engine step."""
-    lora_rank: int = 0
-    """Rank of the adapters that are loaded as versions of the policy; 0: whole weights are."""
-    kept_versions: int = 1
-    """Adapters that are kept for the generations that began under them."""
-
-
-def set_process_environment() -> None:
-    """Set the process environment that vLLM needs, on CPU above all; called before vllm is imported.
-
-    Its processes, all on this machine, meet on loopback: without a name gloo takes the address of the machine's. One OpenMP
-    thread is several times faster than two for small models; compiling the sampler would need a C++ compiler on the user's
-    machine; the in-process executor saves a second spawned worker (7 s of start-up) and half of the per-step cost.
-    """
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("VLLM_XGRAMMAR_CACHE_MB", "64")  # compiled grammars, of which agents may send ever new ones
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"  # nothing that arrives at the engine is unpickled
-    if has_gpu():
-        return
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
->>>>>>> weights
 
 
 def import_engine() -> None:
