@@ -43,7 +43,7 @@ from benchmarks.processes.gateway_server import Settings
 from benchmarks.processes.paced_engine import PacedEngine
 from benchmarks.report import Report, end_on_sigterm, parser_of
 from buffers.ledger.ledger import Ledger
-from buffers.records import EpisodeScores
+from buffers.records import EpisodeScores, Row
 from buffers.training_rows import episode_rows
 from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
@@ -155,7 +155,7 @@ def kills(model: Path, folder: Path, *, quick: bool) -> dict[str, Any]:
 
 def recorded(path: Path, model: Path, *, rounds: int, tokens: int) -> tuple[float, int, int, int]:
     """(largest difference of log-probabilities, rounds, episodes, episodes that lack some)."""
-    worst, found, episodes, lost = 0.0, 0, 0, 0
+    rows, found, episodes, lost = list[Row](), 0, 0, 0
     with Ledger(path, resume_episodes=True) as ledger:
         for episode in ledger.running_episodes().result():
             stored = ledger.rounds(episode.episode_id).result()
@@ -165,9 +165,8 @@ def recorded(path: Path, model: Path, *, rounds: int, tokens: int) -> tuple[floa
             whole = [one for one in stored if len(one.sampled_ids) == tokens and one.finish_reason == "length"]
             lost += len(whole) != rounds or len(stored) != rounds
             found += len(stored)
-            rows = episode_rows(stored, group_id=episode.group_id, scores=EpisodeScores(whole=0.0))
-            worst = max(worst, max_logprob_diff(model, rows))
-    return worst, found, episodes, lost
+            rows += episode_rows(stored, group_id=episode.group_id, scores=EpisodeScores(whole=0.0))
+    return max_logprob_diff(model, rows), found, episodes, lost
 
 
 def engine_of(model: Path, name: str) -> VLLMEngine:
