@@ -24,7 +24,7 @@ class DoesNotFit(UnderstudyError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlace:
-    """Where one engine is."""
+    """The cards of one engine."""
 
     node: int
     cards: tuple[int, ...]
@@ -35,7 +35,7 @@ class EnginePlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where everything is. Rank r is on card `ranks[r]` of node 0; none on a CPU."""
+    """The cards of all ranks and engines. Rank r is on card `ranks[r]` of node 0; none on a CPU."""
 
     ranks: tuple[int, ...]
     engines: tuple[EnginePlace, ...]
@@ -83,7 +83,7 @@ def place(nodes: Sequence[Node], *, ranks: int, engines: int, tensor_parallel: i
         )
         if found is None:
             raise DoesNotFit(
-                f"rollout.engines * rollout.tensor_parallel must be at most the cards that there are, got {engines} * "
+                f"rollout.engines * rollout.tensor_parallel must be at most the number of cards, got {engines} * "
                 f"{tensor_parallel} with cards for {number} engines; set rollout.engines={number}"
             )
         shared, node, cards = found
@@ -93,7 +93,7 @@ def place(nodes: Sequence[Node], *, ranks: int, engines: int, tensor_parallel: i
 
 
 def place_run(config: Config, *, nodes: Sequence[Node], learns: bool = True) -> Placement:
-    """Where a run's ranks and engines are; `learns` false: an evaluation, which has no ranks. Raises as `place`."""
+    """The placement of a run; `learns` false: an evaluation, which has no ranks. Raises as `place`."""
     return place(
         nodes,
         ranks=config.learner.ranks if learns else 0,
@@ -149,7 +149,7 @@ class Plan:
     nodes: list[Node]
     placement: Placement
     uses: list[CardUse]
-    """In the order of nodes and cards; cards that nobody uses are not there."""
+    """Sorted by node and card; cards that nobody uses are left out."""
     engines: list[EngineMemory]
 
 
