@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks import buffer_parts as parts
 from buffers.ledger.ledger import Ledger
-from buffers.remote.round_socket import RoundServer
+from buffers.remote.ledger_server import LedgerServer
 
 ROOT = Path(__file__).resolve().parent.parent
 RIVAL = "TransferQueue==0.1.11"
@@ -42,11 +42,11 @@ KILL_BYTES = 1 << 30
 def durable_figures(folder: Path, *, rows: int, tokens: int) -> dict[str, float]:
     """The ledger: put 64 and put 1 from another process, then claim, read and commit batches of 64."""
     with Ledger(folder / "put.sqlite") as ledger:
-        endpoint = RoundServer(ledger, secret=parts.SECRET)
+        endpoint = LedgerServer(ledger, secret=parts.SECRET)
         episodes = parts.open_episodes(ledger, number=rows + parts.BATCH)
         single = parts.open_episodes(ledger, number=201, first=rows + parts.BATCH)
-        put64 = _other_process(endpoint.address, size=parts.BATCH, tokens=tokens, episodes=episodes)
-        put1 = _other_process(endpoint.address, size=1, tokens=tokens, episodes=single)
+        put64 = _other_process(str(endpoint.address), size=parts.BATCH, tokens=tokens, episodes=episodes)
+        put1 = _other_process(str(endpoint.address), size=1, tokens=tokens, episodes=single)
         endpoint.close()
         cycle = parts.train_batches(ledger, episodes=episodes, size=parts.BATCH)
     return {
@@ -150,8 +150,8 @@ def _rival_python(rivals: Path) -> Path:
     return python
 
 
-def _other_process(address: tuple[str, int], *, size: int, tokens: int, episodes: Sequence[str]) -> list[float]:
-    command = [sys.executable, "-m", "benchmarks.buffer_parts", address[0], str(address[1]), str(size), str(tokens)]
+def _other_process(address: str, *, size: int, tokens: int, episodes: Sequence[str]) -> list[float]:
+    command = [sys.executable, "-m", "benchmarks.buffer_parts", address, str(size), str(tokens)]
     done = subprocess.run([*command, *episodes], cwd=ROOT, capture_output=True, text=True, check=True)
     seconds: list[float] = json.loads(done.stdout)
     return seconds

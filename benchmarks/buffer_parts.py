@@ -22,7 +22,7 @@ from buffers.ledger.ledger import Ledger
 from buffers.ledger.round_codec import encode
 from buffers.ledger.schema import open_database
 from buffers.records import Round, Task
-from buffers.remote.round_socket import RoundClient
+from buffers.remote.ledger_client import LedgerClient
 
 SECRET = b"benchmark" * 4
 BATCH = 64
@@ -49,10 +49,10 @@ def open_episodes(ledger: Ledger, *, number: int, first: int = 0) -> list[str]:
     return [episode.episode_id for episode in ledger.start_pending(limit=number, version=0).result()]
 
 
-def put_rows(address: tuple[str, int], *, episodes: list[str], size: int, tokens: int) -> list[float]:
-    """Sends rounds from this process over the round socket: each put is on disk when it is answered."""
+def put_rows(address: str, *, episodes: list[str], size: int, tokens: int) -> list[float]:
+    """Sends rounds from this process over the wire: each put is on disk when it is answered."""
     seconds = []
-    with RoundClient(address, secret=SECRET) as client:
+    with LedgerClient(address, secret=SECRET) as client:
         for start in range(0, len(episodes) - size + 1, size):
             rounds = [row(name, tokens=tokens) for name in episodes[start : start + size]]
             began = time.perf_counter()
@@ -197,9 +197,9 @@ def claims(ledger: Ledger, *, times: int, size: int) -> Iterator[float]:
 
 
 def main() -> None:
-    host, port, size, tokens, *episodes = sys.argv[1:]
-    put_rows((host, int(port)), episodes=episodes[: int(size)], size=int(size), tokens=int(tokens))
-    seconds = put_rows((host, int(port)), episodes=episodes[int(size) :], size=int(size), tokens=int(tokens))
+    address, size, tokens, *episodes = sys.argv[1:]
+    put_rows(address, episodes=episodes[: int(size)], size=int(size), tokens=int(tokens))
+    seconds = put_rows(address, episodes=episodes[int(size) :], size=int(size), tokens=int(tokens))
     print(json.dumps(seconds))
 
 

@@ -35,6 +35,7 @@ from configs.load import FOLDER, load_config
 from configs.schema import Config
 from configs.tiny_model import make_tiny_model
 from env_adapters.walk.game import walk_tasks, walk_traces
+from learner.checkpoints.store import WEIGHTS
 from learner.training.trainer import Trainer
 
 CORRECTIONS = ("tis", "naive")
@@ -98,7 +99,7 @@ class Bench:
     def run(self, start: Path, *, k: int, correction: str, seed: int) -> Run:
         """Learns behind a delay line of k batches."""
         began = time.monotonic()
-        weights = self.folder / "weights.safetensors"
+        weights = self.folder / "weights"
         trainer = self.trainer(start, k=k, correction=correction, seed=seed)
         player, random = Player(start), torch.Generator().manual_seed(seed)
         buffer, tasks = self.config.buffer, walk_tasks(NUM_TASKS, seed=0)
@@ -117,8 +118,8 @@ class Bench:
                 line.append(TrainBatch(rows=rows))
             figures = trainer.train_step(line.popleft(), version=version)
             largest = max(largest, figures["policy/is_weight_max"])
-            trainer.publish(weights)
-            player.load(weights)
+            trainer.save_pretrained(weights)
+            player.load(weights / WEIGHTS)
         trainer.close()
         final = evaluate(player, seed=seed)
         return Run(

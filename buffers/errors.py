@@ -9,6 +9,7 @@
     +-- ScoreError           the value is not a finite number within the allowed range
     +-- LeaseError           a batch lease expired, was superseded, or is unknown
     +-- StorageFull          the disk takes nothing more for now; the same may be sent again later
+    +-- WeightsError         a published version of the weights is incomplete, corrupt, or has no room
     +-- EngineError          the inference engine died or refused
     |   +-- EngineDied           a signal ended its process while it started
     +-- RequestRefused       one model call cannot be served as it is (field, rule and value named)
@@ -56,6 +57,10 @@ class LeaseError(UnderstudyError):
 
 class StorageFull(UnderstudyError):
     """Nothing more can be stored for now: the disk is full or fails. Nothing acknowledged is lost."""
+
+
+class WeightsError(UnderstudyError):
+    """A published version of the weights is incomplete or corrupt, or there is no room for it."""
 
 
 class EngineError(UnderstudyError):

@@ -95,6 +95,8 @@ class Prompt:
     """[P]"""
     sampling: SamplingRequest
     reply: Reply
+    group_id: int | None = None
+    """The group of its episode, whose members share a prompt."""
     parent: int | None = None
     """Index of the stored round that this prompt continues; None: it starts a branch. The buffer verifies it."""
     memo: bytes = b""

@@ -134,7 +134,7 @@ def kind_of(annotation: Any, *, rules: Iterable[Any] = ()) -> str:
         return kind_of(inner[0], rules=inner[1:])
     if origin is Literal:
         *others, last = map(str, inner)
-        return f"{', '.join(others)} or {last}"
+        return f"{', '.join(others)} or {last}" if others else last
     if origin in (Union, types.UnionType):
         return " or ".join(kind_of(each) for each in inner)
     if origin is list:

@@ -53,6 +53,9 @@ class RunConfig(Section):
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "swanlab"]] = ["tensorboard"]
     """Destinations of figures, beside metrics.jsonl. All but tensorboard must be installed first."""
+    trusted_network: bool = False
+    """Nobody else is on the network between the run's machines: what crosses it is signed, and not encrypted. Without
+    `buffer.node` nothing does."""
     reward_optimum: float | None = None
     """The best mean score that the task allows; drawn in the reward curve and reported in the summary."""
 
@@ -112,8 +115,11 @@ class AgentsConfig(Section):
     processes: Count = 1
     """Long-lived programs to run, which ask `TASKS_URL` for their next tasks; 0: a fresh process for every episode. Agent loops
     run in as many workers, at least one."""
-    concurrency: PositiveInt = 64
-    """Episodes that may run at once, over all agents; up to 256 of them generate in one engine step."""
+    concurrency: PositiveInt | Literal["auto"] = 64
+    """Episodes that may run at once, over all agents; up to 256 of them generate in one engine step. auto: as many as the engines'
+    caches hold. It begins with what they hold of the longest episodes, grows by a quarter with each turnover while every engine
+    uses less than 0.6 of its cache, and is lowered at 0.8, when an engine preempts, and when prompts wait for long. It ends where
+    `buffer.max_policy_lag` lets no more start, and with `processes: 0` at 8 programs for each processor."""
     deadline_s: Seconds = 120.0
     """Longest time of an episode. A longer one counts as failed and is retried."""
     silence_s: Seconds | None = None
@@ -153,6 +159,9 @@ class RolloutConfig(Section):
     """Most tokens of one generation; an agent may ask for fewer."""
     max_model_len: PositiveInt = 2048
     """Longest prompt + generation, in tokens."""
+    engines: PositiveInt = 1
+    """Engines, each in a process of its own. Episodes are spread over them; when one dies, another one continues what it was
+    sampling, and it is started again."""
     engine_timeout_s: Seconds = 120.0
     """An engine that gives no sign of life for so long while requests wait is killed and restarted: its process may live and be
     deaf. One that is busy with a long step answers between two of them. Loading weights may take ten times as long."""
@@ -191,9 +200,9 @@ class BufferConfig(Section):
 
 
 class LoraConfig(Section):
-    rank: Count = 0
+    rank: Annotated[int, Field(ge=0, le=512)] = 0
     """Rank of the low-rank matrices that are trained beside the frozen weights, a separate critic's too. 0: no LoRA, all weights
-    are trained."""
+    are trained. The engine gets the matrices alone, each version as one more of vLLM's adapters."""
     alpha: Positive = 16.0
     """Their product is scaled by alpha / rank."""
 

@@ -150,7 +150,8 @@ class LearnLoop:
             await self._starting
         while self._checkpoint is None:
             try:
-                return await self._publish()
+                await self._publish()
+                return
             except RankDied as death:
                 await self._recover(death)
 
@@ -198,8 +199,8 @@ class LearnLoop:
         self._num_replays = await asyncio.wrap_future(self._ledger.restore(target))
         self.step = target.step
 
-    async def _publish(self) -> None:
-        await self._weights.publish(self._learner.ranks, self._engine, version=self.step)
+    async def _publish(self) -> dict[str, float]:
+        return await self._weights.publish(self._learner.ranks, self._engine, version=self.step)
 
     async def _sample(self) -> TrainBatch | None:
         """The next full batch; None when the run is to stop."""
@@ -245,7 +246,7 @@ class LearnLoop:
         began = time.monotonic()
         self.step = step
         if step >= self._done:  # the last one that is made again too: rounding may differ
-            await self._publish()
+            metrics |= await self._publish()
             await self._pool.set_version(step)
         metrics["time/publish_s"] = time.monotonic() - began
         if self._out.traces is not None and step > self._done:

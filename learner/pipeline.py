@@ -10,6 +10,7 @@
 | `agents`   | a lease (waits: the pool)                   | HTTP requests; their environment scores   | `pool`               |
 | `serve`    | a request                                   | a prompt in the queue, then its answer    | `generate`           |
 | `generate` | prompts (waits: one)                        | a reply and a `Round`                     | `serve`              |
+| `engines`  | the engines' figures (waits: half a second)  | slots of the pool (`agents.concurrency: auto`) | time                |
 | `learn`    | a full batch of scored, fresh groups (waits: that many) | new weights in the engine, a step in the ledger | scores |
 
 `learn` is the only finite loop; when it ends the others are cancelled. A loop that fails ends the run with its error; of
@@ -28,6 +29,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from agents.external import AgentPerEpisode, AgentPlace, LongLivedAgents, check_command
 from agents.workers.manager import AgentLoopManager
@@ -48,7 +50,7 @@ from learner.recovery.failure_report import why_episodes_fail
 from learner.recovery.failure_watch import watch
 from learner.recovery.learner_processes import LearnerProcesses
 from learner.recovery.restart_limit import RestartLimit
-from learner.recovery.restarts import Environment, end_silent, ended, restart_engine_when_dead, start_engine
+from learner.recovery.restarts import Environment, end_silent, ended
 from learner.reporting.display import Display
 from learner.reporting.episode_samples import Traces
 from learner.reporting.run_metrics import History
@@ -56,10 +58,13 @@ from learner.reporting.tracker import Tracker
 from learner.startup import ray_cluster
 from learner.startup.key_files import environment_files
 from learner.startup.model_and_tasks import prepare_files
-from learner.startup.run_buffers import RunBuffers, open_run_buffers
+from learner.startup.run_buffers import RunBuffers, most_running, open_run_buffers
 from learner.training.ranks import LearnerRanks
 from learner.validation import Validation
 from mocked_server.dispatch import Others
+from mocked_server.fleet.admission import Admission
+from mocked_server.fleet.engine_fleet import EngineFleet
+from mocked_server.fleet.engine_watch import EngineWatch
 from mocked_server.generation import Generation
 from mocked_server.http.uvicorn_server import bind
 from mocked_server.keys import KeyRing, round_secret, secret_of_run
@@ -97,7 +102,8 @@ class Address:
 class Serving:
     """What answers agents: engine and server, and the ledger that records them."""
 
-    engine: VLLMEngine
+    engine: EngineFleet
+    engines: EngineWatch
     server: MockedServer
     buffers: RunBuffers
 
@@ -107,7 +113,8 @@ class Parts:
     """What a run is made of, once built."""
 
     players: Players
-    engine: VLLMEngine
+    engine: EngineFleet
+    engines: EngineWatch
     server: MockedServer
     buffers: RunBuffers
     generation: Generation
@@ -188,8 +195,8 @@ class Pipeline:
         set_process_environment()
         self._node = own_node(has_gpu=has_gpu())
         self._placement = place_run(config, nodes=[self._node], learns=self._evaluates is None)
-        weights = WeightSync(self._folder)
-        stack.callback(weights.close)
+        weights = WeightSync(self._folder, adapter=config.learner.lora.rank > 0)
+        stack.push_async_callback(weights.close)
         with self._display.phase("starting engine and server"):
             ray = self._start_ray(stack)
             learner, starting = self._start_learner(stack, ray, model=model)
@@ -218,7 +225,7 @@ class Pipeline:
         environment = await self._start_environment(stack, server)
         stack.enter_context(environment_files(self._folder, server))
         return Parts(
-            players=players, engine=engine, server=server, buffers=buffers, generation=generation,
+            players=players, engine=engine, engines=serving.engines, server=server, buffers=buffers, generation=generation,
             environment=environment, main=main,
         )  # fmt: skip
 
@@ -310,18 +317,23 @@ class Pipeline:
                 resume=self._resume, checkpoint=self._checkpoint,
             )  # fmt: skip
             args = await asyncio.to_thread(
-                make_args, engine_settings(config, model=model, beside_rank=self._placement.shares)
+                make_args,
+                engine_settings(
+                    config,
+                    model=model,
+                    beside_rank=self._placement.shares,
+                    most_running=self._most_running,
+                    evaluates=self._evaluates is not None,
+                ),
             )
             vllm_config = await asyncio.to_thread(make_vllm_config, args)
-            engine = VLLMEngine(
+            engine = self._make_fleet(
                 vllm_config,
-                count_preemptions=players.loops is not None,
+                count_preemptions=players.loops is not None or config.agents.concurrency == "auto",
                 weights=weights.saved(self._checkpoint) if self._checkpoint else None,
-                timeout_s=config.rollout.engine_timeout_s,
-                devices=[self._node.devices[card] for card in self._placement.engines[0].cards],
             )
             stack.push_async_callback(engine.close)
-            await start_engine(engine, restart_limit=self._restart_limit)
+            await engine.start()
             server = MockedServer(
                 args=args, vllm_config=vllm_config, rollout=config.rollout, server=config.server,
                 pool=buffers.pool, notify_score_fn=buffers.rounds.notify_score,
@@ -330,11 +342,43 @@ class Pipeline:
                 others=Others(agents=players.names is None, default=players.default),
             )  # fmt: skip
             server.attach_engine(engine)
+            server.engines = engines = self._watch_engines(engine, buffers=buffers)
             for episode, rounds in buffers.running:
                 server.resume_episode(episode, rounds)
             await server.start()
             stack.push_async_callback(server.close)
-        return Serving(engine=engine, server=server, buffers=buffers)
+        return Serving(engine=engine, engines=engines, server=server, buffers=buffers)
+
+    @property
+    def _most_running(self) -> int:
+        return most_running(self._config, evaluates=self._evaluates is not None)
+
+    def _watch_engines(self, engine: EngineFleet, *, buffers: RunBuffers) -> EngineWatch:
+        admission = None
+        if self._config.agents.concurrency == "auto":
+            admission = Admission(episode_tokens=self._config.rollout.max_model_len, most=self._most_running)
+        return EngineWatch(engine.figures, pool=buffers.pool, admission=admission)
+
+    def _make_fleet(
+        self, vllm_config: Any, *, count_preemptions: bool, weights: tuple[Path, int] | None
+    ) -> EngineFleet:
+        config = self._config
+        engines = [
+            VLLMEngine(
+                vllm_config,
+                name=f"e{number}",
+                count_preemptions=count_preemptions,
+                weights=weights,
+                timeout_s=config.rollout.engine_timeout_s,
+                devices=[self._node.devices[card] for card in place.cards],
+            )
+            for number, place in enumerate(self._placement.engines)
+        ]
+        return EngineFleet(
+            engines,
+            record_death=lambda name, error: self._restart_limit.record("engine", error, name=name),
+            max_policy_lag=config.buffer.max_policy_lag,
+        )
 
     async def _start_loop_workers(
         self, stack: AsyncExitStack, ray: asyncio.Task[None], loops: AgentLoopManager, *, model: Path, address: Address
@@ -383,7 +427,7 @@ class Pipeline:
                 tracker=self._tracker,
                 display=self._display,
                 generated=generation.stats,
-                more_figures=players.figures,
+                more_figures=lambda: players.figures() | serving.engines.metrics(),
                 traces=traces,
             ),
             restart_limit=self._restart_limit,
@@ -440,9 +484,8 @@ class Pipeline:
             loops.create_task(parts.server.wait(), name="serve"),
             loops.create_task(parts.generation.run(), name="generate"),
             loops.create_task(self.watch(parts), name="watch"),
-            loops.create_task(
-                restart_engine_when_dead(parts.engine, restart_limit=self._restart_limit), name="keep the engine"
-            ),
+            loops.create_task(parts.engine.run(), name="keep engines"),
+            loops.create_task(parts.engines.run(), name="watch engines"),
         ]
         if (silence_s := config.agents.silence_s) is not None:
             silent = end_silent(parts.server.episodes.silent, fail=parts.server.fail, seconds=silence_s)
@@ -474,7 +517,7 @@ class Pipeline:
             folder=self._folder / "agents",
             named=tuple(config.agents.environment),
         )
-        many = config.agents.concurrency
+        many = self._most_running
         if config.agents.processes == 0:
             return AgentPerEpisode(
                 config.agents.command, place=place, service=parts.server, concurrency=many, judge=parts.players.rewards
@@ -497,6 +540,7 @@ class Pipeline:
                 episodes_running=int(parts.buffers.pool.metrics()["pool/running"]),
                 groups_ready=parts.buffers.ledger.counts()["groups/ready"],
             )
+            self._display.engines(parts.engines.lines())
             if news := self.history.news():
                 self._display.note(news)
 
@@ -521,9 +565,11 @@ class Pipeline:
         )
 
 
-def engine_settings(config: Config, *, model: Path, beside_rank: bool) -> EngineSettings:
-    """What an engine of the run is built from; `model`: the folder of its first weights; `beside_rank`: an engine shares a card
-    with a rank."""
+def engine_settings(
+    config: Config, *, model: Path, beside_rank: bool, most_running: int = MAX_NUM_SEQS, evaluates: bool = False
+) -> EngineSettings:
+    """What an engine of the run is built from. `model`: the folder of its first weights; `beside_rank`: an engine shares a card
+    with a rank; `most_running`: episodes; `evaluates`: nothing is published to it."""
     return EngineSettings(
         model_path=model,
         served_name="policy",
@@ -531,7 +577,9 @@ def engine_settings(config: Config, *, model: Path, beside_rank: bool) -> Engine
         rollout=config.rollout,
         server=config.server,
         seed=config.run.seed,
-        max_num_seqs=min(MAX_NUM_SEQS, config.agents.concurrency),
+        max_num_seqs=min(MAX_NUM_SEQS, most_running),
+        lora_rank=0 if evaluates else config.learner.lora.rank,
+        kept_versions=config.buffer.max_policy_lag + 1,
         beside_rank=beside_rank,
     )
 

@@ -16,6 +16,7 @@ import numpy as np
 from buffers.errors import RequestRefused
 from buffers.prompt_queue import Response
 from buffers.training_rows import ABORTED
+from mocked_server.fleet.member import Sampled
 
 
 @dataclass(slots=True)
@@ -59,6 +60,21 @@ class AnswerRecorder:
             if completion.finish_reason is not None:
                 part.finish_reason = completion.finish_reason
             part.spans = completion.weight_versions or part.spans
+
+    def so_far(self, number: int) -> list[Sampled]:
+        """Those of `number` completions that have not finished, for an engine that continues them."""
+        parts = ((index, self._completions.setdefault(index, _Completion())) for index in range(number))
+        return [
+            Sampled(
+                index=index,
+                token_ids=part.ids.copy(),
+                logprobs=None,
+                versions=[(span.version, span.start) for span in part.spans],
+                num_sent_chars=len(part.text),
+            )
+            for index, part in parts
+            if part.finish_reason == ABORTED
+        ]
 
     def end(self, finish_reason: str) -> None:
         """Give completions that have not finished this reason."""

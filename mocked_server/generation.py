@@ -25,6 +25,9 @@ from buffers.records import EpisodeState, Round
 from buffers.token_tree import TokenTree
 from buffers.training_rows import ABANDONED, ABORTED
 from mocked_server.answer_recorder import AnswerRecorder
+from mocked_server.fleet.engine_fleet import Caller
+from mocked_server.fleet.member import EngineLost, Sampled
+from mocked_server.vllm.sampling_limits import keeps_state
 
 logger = logging.getLogger(__name__)
 
@@ -34,20 +37,31 @@ ones: so the one that kills it is found."""
 
 
 class Engine(Protocol):
-    """What generation asks of an engine."""
+    """What generation asks of an engine: `mocked_server.fleet.engine_fleet.EngineFleet`."""
 
     version: int
-    life: int
-    """Another number for each process that the engine had."""
+    """Newest version of the policy."""
 
     def generate(
-        self, prompt_token_ids: list[int], params: Any, *, request_id: str, **extra: Any
+        self,
+        prompt_token_ids: list[int],
+        params: Any,
+        *,
+        request_id: str,
+        caller: Caller,
+        sampled: Sequence[Sampled] = (),
+        **extra: Any,
     ) -> AsyncGenerator[Any, None]:
-        """Outputs with `outputs` (token_ids, text, logprobs, finish_reason, weight_versions) and `finished`."""
+        """Outputs with `outputs` (token_ids, text, logprobs, finish_reason, weight_versions) and `finished`, after what was
+        `sampled` of the request before. Raises EngineLost when the engine dies meanwhile."""
         ...
 
     async def wait_restarted(self) -> bool:
-        """Waits until an engine that died runs again; False: it will not."""
+        """Whether an engine that died is replaced; it may wait until it is."""
+        ...
+
+    def forget(self, episode_id: str) -> None:
+        """The episode has ended."""
         ...
 
 
@@ -70,13 +84,20 @@ class _Answer:
     is_stored: bool = False
     task: asyncio.Task[None] | None = None
     """What serves it."""
+    sampled: Sequence[Sampled] = ()
+    """What an engine that died had sampled: the next one continues it."""
 
     def __post_init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """It is generated again from its beginning."""
         self.recorder = AnswerRecorder(self.prompt.request_id)
+
+    def carry_on(self, lost: Sequence[Sampled]) -> bool:
+        """Go on with another engine. `lost`: what the dead one had of an answer that comes as a whole. False: some of it was sent,
+        and what samples it has a state that is lost."""
+        params = self.prompt.sampling.params
+        if keeps_state(params):  # `sampled` stays empty: it begins again
+            return not self.is_sent
+        self.sampled = self.recorder.so_far(params.n) if self.is_sent else list(lost)
+        return True
 
 
 @dataclass(slots=True)
@@ -89,6 +110,8 @@ class GenerationStats:
     constrained: int = 0
     """Tokens that are not trained, as their request changed the distribution that they are sampled from."""
     aborted: int = 0
+    continued: int = 0
+    """Times that an answer was continued by another engine, or process of one."""
     running: int = 0
     busy_s: float = 0.0
     """Time with at least one generation under way."""
@@ -132,16 +155,15 @@ class Generation:
         self._trees: dict[str, TokenTree] = {}
         self._answers: defaultdict[str, list[_Answer]] = defaultdict(list)
         """Episode -> its answers that are generated now."""
-        self._deaths: dict[str, set[int]] = {}
-        """Episode -> the lives of the engine that ended while it had a request under way; until it is served alone."""
+        self._deaths: dict[str, set[object]] = {}
+        """Episode -> the lives of engines that ended while it had a request under way; until it is served alone."""
         self._alone = asyncio.Lock()
         """Held by the one suspect that is generated for."""
         self.stats = GenerationStats()
 
     async def run(self) -> None:
-        """Runs until the queue is closed. What an engine was doing when it died is generated again once it is back, unless some
-        of it was delivered already. One that does not come back ends the loop with EngineError; the waiting agents get errors
-        first."""
+        """Runs until the queue is closed. What an engine was doing when it died is continued by another one, or by its next
+        process. Where none comes the loop ends with EngineError; the waiting agents get errors first."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 try:
@@ -187,33 +209,34 @@ class Generation:
                 EngineError(f"generation for request {prompt.request_id} ended; the engine or the server is going down")
             )
             self._deaths.pop(prompt.request_id, None)
+            if prompt.episode_id is None:
+                self._engine.forget(prompt.request_id)
             self._answers[prompt.episode_id or ""].remove(answer)
             if not self._answers[prompt.episode_id or ""]:
                 del self._answers[prompt.episode_id or ""]
             self.stats.ended(time.monotonic())
 
     async def _answer(self, answer: _Answer) -> None:
-        """Generate until the answer is complete, or lost with an engine that died after some of it was sent."""
+        """Generate until the answer is complete, or lost with an engine that died, where that cannot be continued."""
         suspect = answer.prompt.episode_id or answer.prompt.request_id
         while True:
             is_alone = len(self._deaths.get(suspect, ())) >= DEATHS_TOGETHER
             try:
                 async with self._alone if is_alone else nullcontext():
-                    life = self._engine.life
                     await self._generate(answer)
                 if is_alone:
                     self._deaths.pop(suspect, None)
                 return
-            except EngineError:
+            except EngineLost as lost:
                 if not await self._engine.wait_restarted():
                     raise
-                self._deaths.setdefault(suspect, set()).add(life)
+                self._deaths.setdefault(suspect, set()).add(lost.life)
                 if is_alone:
                     self._convict(answer.prompt)
-                if answer.is_sent:
+                if not answer.carry_on(lost.sampled):
                     self._abort(answer)
                     return
-                answer.restart()
+                self.stats.continued += 1
 
     def _convict(self, prompt: Prompt) -> None:
         logger.error("the engine died of request %s of episode %s", prompt.request_id, prompt.episode_id)
@@ -225,7 +248,12 @@ class Generation:
         prompt, reply = answer.prompt, answer.prompt.reply
         ids = prompt.prompt_token_ids.tolist()
         outputs = self._engine.generate(
-            ids, prompt.sampling.params, request_id=prompt.request_id, **prompt.sampling.extra
+            ids,
+            prompt.sampling.params,
+            request_id=prompt.request_id,
+            caller=Caller(episode_id=prompt.episode_id or prompt.request_id, group_id=prompt.group_id),
+            sampled=answer.sampled,
+            **prompt.sampling.extra,
         )
         async with aclosing(outputs) as stream:
             async for output in stream:
@@ -288,6 +316,7 @@ class Generation:
         """The episode ended: its token tree is in the buffer. Unless it was scored, what is generated for it now is given up."""
         self._trees.pop(episode_id, None)
         self._deaths.pop(episode_id, None)
+        self._engine.forget(episode_id)
         if reason == EpisodeState.SCORED:  # its agent may still read the end of its last answer
             return
         for answer in self._answers.get(episode_id, ()):

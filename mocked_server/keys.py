@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import os
 import secrets
 import stat
@@ -24,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from buffers.errors import UnderstudyError
+from buffers.wire.address import is_loopback
 
 PREFIX = "us-"
 DIGEST_CHARS = 32
@@ -78,14 +78,6 @@ class KeyRing:
         return hmac.compare_digest(given.encode(), expected.encode())
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens there."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def check_host(host: str, *, secret: Path, key: str = "server.host", otherwise: str = "127.0.0.1") -> None:
     """Raises SecretError when other machines could reach what listens there and there is no secret for it. `key`: its
     configuration key."""
@@ -119,7 +111,8 @@ def secret_of_run(folder: Path, *, host: str) -> bytes:
 
 
 def round_secret(folder: Path, *, host: str) -> bytes:
-    """What opens the rows' endpoint of the run in `folder`, and nothing else, where it listens on `host`. Raises SecretError."""
+    """What both sides of the wire to the ledger of the run in `folder` prove that they know, where it listens on `host`; it opens
+    nothing else. Raises SecretError."""
     check_host(host, secret=folder.parent / SECRET_FILE, key="buffer.node", otherwise="''")
     return hmac.digest(secret_of_run(folder, host=host), b"rows", "sha256")
 

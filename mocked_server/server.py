@@ -33,6 +33,7 @@ from mocked_server.conversation.live_episodes import Episodes
 from mocked_server.conversation.loop_trajectories import LoopPlayer, left_out, part_scores
 from mocked_server.conversation.restored_rounds import remember
 from mocked_server.dispatch import AGENTS, PLAIN, Dispatch, Others, Play, ScoreFn
+from mocked_server.fleet.member import EngineFigures
 from mocked_server.http.attribution import Attribution
 from mocked_server.http.model_requests import ModelRequests
 from mocked_server.http.request_limits import MAX_BODY_BYTES, MAX_EPISODE_ROUTE_BYTES, BodyLimit, PortRouter
@@ -56,6 +57,15 @@ class ScoreSink(Protocol):
     def __call__(self, episode_id: str, score: float, *, detail: ScoreDetail | None = None) -> bool | None:
         """Store a score; False: the same was stored before. `detail`: what it is of and whose, where a scorer says that; a sink
         that is called without may lack the parameter."""
+        ...
+
+
+class EngineReports(Protocol):
+    """Figures of all engines, as they are now."""
+
+    def figures(self) -> Sequence[EngineFigures]: ...
+    def status(self) -> dict[str, dict[str, Any]]:
+        """Figures and rates of each engine, by its name."""
         ...
 
 
@@ -88,6 +98,8 @@ class MockedServer:
         self.num_scored = 0
         self.on_ended: Callable[[str, str], object] = lambda *_: None
         """Called with the id of each episode that ended, and how it did: scored, failed or closed."""
+        self.engines: EngineReports | None = None
+        """What `GET /status` and `GET /metrics` say of the engines; None: nothing."""
         self._endings: dict[str, asyncio.Event] = {}
         self._failing: set[asyncio.Task[None]] = set()
         self._args = args
@@ -360,8 +372,17 @@ class MockedServer:
             raise StorageFull("the ledger's disk is full; free some space, then send this again")
 
     def status(self) -> dict[str, Any]:
-        """Counts for `GET /status`."""
-        return {"prompts_waiting": self.prompt_queue.qsize(), **self.episodes.metrics(), **self.pool.metrics()}
+        """Counts for `GET /status`, and under `engines` the figures of each engine by its name."""
+        return {
+            "prompts_waiting": self.prompt_queue.qsize(),
+            **self.episodes.metrics(),
+            **self.pool.metrics(),
+            "engines": {} if self.engines is None else self.engines.status(),
+        }
+
+    def engine_figures(self) -> Sequence[EngineFigures]:
+        """Figures for `GET /metrics`."""
+        return () if self.engines is None else self.engines.figures()
 
 
 def create_and_launch_task_pool(

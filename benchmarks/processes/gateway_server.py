@@ -17,16 +17,14 @@ from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.processes.paced_engine import WORD_ID, PacedEngine, equal_logprobs
 from configs.schema import RolloutConfig, ServerConfig
+from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.vllm.engine import VLLMEngine
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
-
-WORD_ID = 100
-"""What the do-nothing engine says, over and over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +37,12 @@ class Settings:
     episodes: int
     engine: bool
     """False: the engine does nothing."""
+    engines: int = 1
+    """Real ones, in a fleet."""
+    paced: int = 0
+    """Engines that give tokens by the clock, in a fleet, in place of others."""
+    in_fleet: bool = False
+    """The engine that does nothing is the one engine of a fleet."""
     token_ms: float = 0.0
     """The do-nothing engine's time for each token; 0: the whole answer at once."""
     max_model_len: int = 8192
@@ -51,11 +55,25 @@ class NoEngine:
     """Answers with `max_tokens` equal tokens."""
 
     version = 0
-    life = 0
+    name = "e0"
+    is_up = True
 
     def __init__(self, *, decode: Any, token_ms: float) -> None:
         self._word = decode([WORD_ID])
         self._token_s = token_ms / 1000
+
+    def forget(self, episode_id: str) -> None:
+        """It keeps nothing of an episode."""
+
+    async def start(self) -> None:
+        """It is there."""
+
+    async def until_dead(self) -> None:
+        """It never dies."""
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        """Nothing to end."""
 
     async def generate(
         self, prompt_token_ids: list[int], params: Any, *, request_id: str, **_: Any
@@ -79,21 +97,10 @@ class NoEngine:
             text=self._word * count,
             token_ids=[WORD_ID] * count,
             cumulative_logprob=None,
-            logprobs=_logprobs(count) if params.logprobs is not None else None,
+            logprobs=equal_logprobs(count) if params.logprobs is not None else None,
             finish_reason="length" if finished else None,
         )
         return RequestOutput(request_id, None, [], None, [completion], finished)
-
-
-@cache
-def _logprobs(count: int) -> Any:
-    """Log-probabilities of `count` tokens, as the real engine gives them when only the sampled ones are asked for."""
-    from vllm.logprobs import FlatLogprobs
-
-    table = FlatLogprobs()
-    for _ in range(count):
-        table.append_fast([WORD_ID], [-0.5], [1], [None])
-    return table
 
 
 class NoEngineClient:
@@ -185,12 +192,11 @@ async def serve_understudy(settings: Settings) -> None:
             pool=pool,
             notify_score_fn=MultiRoundBufferDataset(ledger).notify_score,
         )
-        engine: Any = None
-        if settings.engine:
-            engine = VLLMEngine(vllm_config)
+        engine = _engine(settings, vllm_config, decode=server._client.renderer.get_tokenizer().decode)
+        keeping = None
+        if isinstance(engine, EngineFleet):
             await engine.start()
-        else:
-            engine = NoEngine(decode=server._client.renderer.get_tokenizer().decode, token_ms=settings.token_ms)
+            keeping = asyncio.create_task(engine.run())
         generation = Generation(engine, queue=server.prompt_queue, rounds=ledger)
         generating = asyncio.create_task(generation.run(), name="generate")
         await server.start()
@@ -201,8 +207,21 @@ async def serve_understudy(settings: Settings) -> None:
         await asyncio.to_thread(sys.stdin.read)
         await server.close()
         await asyncio.wait({generating})
-        if settings.engine:
+        if keeping is not None:
+            keeping.cancel()
+            await asyncio.wait({keeping})
             await engine.close()
+
+
+def _engine(settings: Settings, vllm_config: Any, *, decode: Any) -> Any:
+    if settings.engine:
+        members: list[Any] = [VLLMEngine(vllm_config, name=f"e{number}") for number in range(settings.engines)]
+        return EngineFleet(members, record_death=lambda *_: None)
+    if settings.paced:
+        word, token_s = decode([WORD_ID]), settings.token_ms / 1000
+        return EngineFleet([PacedEngine(f"e{number}", token_s=token_s, word=word) for number in range(settings.paced)])
+    engine = NoEngine(decode=decode, token_ms=settings.token_ms)
+    return EngineFleet([engine]) if settings.in_fleet else engine
 
 
 async def serve_vllm(settings: Settings) -> None:

@@ -1,7 +1,7 @@
 """An operation whose answer may be lost with its process, and that is sent again then: it runs once and answers twice.
 
-Called by `ray_actor`, one at a time. The answer is stored in the operation's own transaction, as names of what the
-tables hold; a call is known by (caller, number, place). Invariant: a call that was stored never runs again. An operation that
+Called by `buffers.remote.ledger_server`, one at a time. The answer is stored in the operation's own transaction, as names of what
+the tables hold; a call is known by (caller, number, place). Invariant: a call that was stored never runs again. An operation that
 was refused stored nothing: it is refused again.
 """
 

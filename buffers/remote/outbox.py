@@ -11,14 +11,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from buffers.errors import EpisodeError
+from buffers.errors import EpisodeError, UnderstudyError
 from buffers.ledger.episodes import StoredRound
-from buffers.remote.host import Job
-from buffers.remote.round_socket import MAX_FRAME_BYTES, MAX_HEADER_BYTES
+from buffers.remote.messages import MAX_NUMBER, MAX_REASON, Job
+from buffers.wire.listener import MAX_MESSAGE_BYTES
 
-_MAX_FRAME_ROUNDS = 1024
+MAX_FRAME_BYTES = 64 << 20
+"""Most that is sent at once: one message, which is in memory on both sides."""
+_MAX_ROUNDS = 1024
 _ENTRY_BYTES = 128
-"""Bytes of a round in a frame's header, beside its episode's name."""
+"""Bytes of a round in a message, beside its texts and arrays."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,9 +36,7 @@ class Outgoing:
     @property
     def episode_id(self) -> str | None:
         """The episode that the operation belongs to; None where it belongs to none, or to several."""
-        keywords = getattr(self.job and self.job.operation, "keywords", {})
-        name: str | None = keywords.get("episode_id")
-        return name
+        return None if self.job is None else self.job.episode_id
 
 
 def parcels(items: Sequence[Outgoing]) -> Iterator[tuple[list[Outgoing], list[Outgoing]]]:
@@ -58,32 +58,60 @@ def parcels(items: Sequence[Outgoing]) -> Iterator[tuple[list[Outgoing], list[Ou
 
 
 def frames(rounds: Sequence[StoredRound]) -> Iterator[list[StoredRound]]:
-    """Rounds in their order, as many together as a frame holds."""
+    """Rounds in their order, as many together as a message holds."""
     frame: list[StoredRound] = []
-    head = body = 0
+    size = 0
     for stored in rounds:
-        more_head, more_body = _sizes(stored)
-        full = head + more_head > MAX_HEADER_BYTES or body + more_body > MAX_FRAME_BYTES
-        if frame and (full or len(frame) == _MAX_FRAME_ROUNDS):
+        more = _size(stored)
+        if frame and (size + more > MAX_FRAME_BYTES or len(frame) == _MAX_ROUNDS):
             yield frame
-            frame, head, body = [], 0, 0
+            frame, size = [], 0
         frame.append(stored)
-        head, body = head + more_head, body + more_body
+        size += more
     if frame:
         yield frame
 
 
-def _sizes(stored: StoredRound) -> tuple[int, int]:
-    """(header, body) bytes in a frame, at most."""
-    body = len(stored.body) + len(stored.memo or b"") + len(stored.trained or b"")
-    return _ENTRY_BYTES + 6 * len(stored.episode_id) + 6 * len(stored.finish_reason), body
+def batches(items: Sequence[Outgoing]) -> Iterator[list[Outgoing]]:
+    """Operations in their order, as many together as a message holds."""
+    batch: list[Outgoing] = []
+    size = 0
+    for item in items:
+        assert item.job is not None
+        if batch and size + len(item.job.arguments) > MAX_FRAME_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += len(item.job.arguments) + _ENTRY_BYTES
+    if batch:
+        yield batch
 
 
-def check_size(stored: StoredRound) -> None:
-    """Raises EpisodeError for a round that no frame could hold."""
-    head, body = _sizes(stored)
-    if head > MAX_HEADER_BYTES // 2 or body > MAX_FRAME_BYTES:
+def check_job(job: Job) -> None:
+    """Raises UnderstudyError for an operation that no message could hold."""
+    if len(job.arguments) > MAX_MESSAGE_BYTES - _ENTRY_BYTES:
+        raise UnderstudyError(
+            f"the arguments of {job.name} must have at most {MAX_MESSAGE_BYTES} bytes, got {len(job.arguments)}; ask for less"
+        )
+
+
+def _size(stored: StoredRound) -> int:
+    """Bytes in a message, at most."""
+    arrays = len(stored.body) + len(stored.memo or b"") + len(stored.trained or b"")
+    return arrays + _ENTRY_BYTES + 4 * (len(stored.episode_id) + len(stored.finish_reason))
+
+
+def check_round(stored: StoredRound) -> None:
+    """Raises EpisodeError for a round that no message could hold."""
+    numbers = (stored.round_index, stored.parent or 0)
+    if max(map(abs, numbers)) > MAX_NUMBER:
         raise EpisodeError(
-            f"round {stored.round_index} of episode {stored.episode_id:.100} must have at most {MAX_FRAME_BYTES} "
-            f"bytes, got {body}; record it with finish_reason abort and without tokens"
+            f"round_index of episode {stored.episode_id:.100} must be between 0 and {MAX_NUMBER}, got {stored.round_index} with "
+            f"parent {stored.parent}; count rounds as generations end"
+        )
+    if (size := _size(stored)) > MAX_FRAME_BYTES or len(stored.finish_reason) > MAX_REASON:
+        raise EpisodeError(
+            f"round {stored.round_index} of episode {stored.episode_id:.100} must have at most {MAX_FRAME_BYTES} bytes, and "
+            f"{MAX_REASON} characters of why it ended, got {size} and {len(stored.finish_reason)}; record it with finish_reason "
+            f"abort and without tokens"
         )

@@ -1,27 +1,25 @@
 """The ledger in a process of its own: a detached Ray actor on the node that has the disk, and the handle to it.
 
-Started by `learner.startup.ledger_location`, used through `remote_ledger`. The actor owns the file and a `RoundServer`.
-Invariants: it never leaves its node; when its process dies Ray starts it again there, and what was acknowledged is in
-the file: running episodes and leases stay. Rounds come by the endpoint; what Ray carries (operations and their
-answers, between the cluster's own processes) is in the file too, or its caller sends it again: Ray's object store is
-never the only place where something is.
+Started by `learner.startup.ledger_location`, used through `remote_ledger`. Invariants: it never leaves its node; when its process
+dies Ray starts it again there, and what was acknowledged is in the file: running episodes and leases stay. Ray starts, finds
+and ends the process; what is asked of the ledger, and what it answers, goes over the wire (`ledger_server`), and none of it
+through Ray's object store.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffers.errors import UnderstudyError
-from buffers.remote.host import OPEN_S, AnswerLost, EventPage, Job, LedgerAddress, LedgerGone, LedgerHost
-from buffers.remote.round_socket import STILL_S
+from buffers.remote.host import OPEN_S, LedgerAddress, LedgerGone, LedgerHost
 
 NAMESPACE = "understudy"
 START_S = 120.0
@@ -54,30 +52,10 @@ class ActorHandle:
             ) from error
         return where
 
-    def apply(
-        self, jobs: list[Job], *, caller: str, number: int, while_waiting: Callable[[], None]
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """See `LedgerHost.apply`. Raises AnswerLost: send the same again. `while_waiting` is called every second."""
-        answer = self._actor.apply.remote(jobs, caller=caller, number=number)
-        while True:
-            try:
-                outcomes: tuple[list[Any], dict[str, Any]] = self._get(answer, timeout_s=STILL_S)
-                return outcomes
-            except GetTimeoutError:
-                while_waiting()
-
-    def events(self, cursor: tuple[str, int], *, wait_s: float) -> EventPage:
-        """See `LedgerHost.events`. Raises AnswerLost."""
-        page: EventPage = self._get(self._actor.events.remote(cursor, wait_s=wait_s), timeout_s=None)
-        return page
-
-    def forget(self, caller: str) -> None:
-        self._actor.forget.remote(caller)
-
     def idle_s(self) -> float:
         """Seconds since its last use."""
         idle_s = START_S  # if it is dead, or stuck
-        with suppress(AnswerLost, GetTimeoutError):
+        with suppress(RayError):
             idle_s = self._get(self._actor.idle_s.options(max_task_retries=-1).remote(), timeout_s=START_S)
         return idle_s
 
@@ -85,15 +63,15 @@ class ActorHandle:
         """Raises what opening the file raises; UnderstudyError when its node does not start it."""
         try:
             self._get(self._actor.open.options(max_task_retries=-1).remote(), timeout_s=START_S)
-        except GetTimeoutError as error:
+        except RayError as error:  # also: not within that time
             raise UnderstudyError(
-                f"the ledger's process must start within {START_S:.0f} s, but did not; see the logs of Ray on its node"
+                f"the ledger's process must start within {START_S:.0f} s, but did not: {error}; see the logs of Ray on its node"
             ) from error
 
     def end(self) -> None:
         """Close the file and end the actor for good. Idempotent."""
         # Dead already, or so busy that its process is ended as it is: nothing acknowledged is lost.
-        with suppress(UnderstudyError, GetTimeoutError):
+        with suppress(UnderstudyError, RayError):
             self._get(self._actor.close.remote(), timeout_s=OPEN_S)
         ray.kill(self._actor)
         with suppress(LedgerGone):
@@ -105,10 +83,6 @@ class ActorHandle:
         except RayTaskError as error:
             cause = error.cause
             raise (cause if isinstance(cause, UnderstudyError) else error) from None
-        except GetTimeoutError:
-            raise
-        except RayError as error:  # of the actor, or of its node
-            raise AnswerLost(f"the ledger's process died before it answered: {error}; send the same again") from error
 
 
 def start_actor(
@@ -118,14 +92,15 @@ def start_actor(
     host: str,
     secret: bytes,
     environment: Mapping[str, str],
+    trusted: bool = False,
     drop_zero_variance: bool = False,
     resume_episodes: bool = False,
     is_new: bool = False,
 ) -> ActorHandle:
     """Start the actor of the ledger at `path` on this node; one that an earlier process left behind is ended first.
 
-    `host`: where its endpoint listens. `environment`: of its process. `is_new`: there must be no file yet.
-    Raises UnderstudyError when the ledger is in use, or cannot be opened.
+    `host`: where its server listens; `trusted`: nobody else is on that network. `environment`: of its process. `is_new`: there
+    must be no file yet. Raises UnderstudyError when the ledger is in use, or cannot be opened.
     """
     _end_earlier(path, node_id=node_id)
     affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
@@ -133,7 +108,8 @@ def start_actor(
         name=_name(path, node_id=node_id), namespace=NAMESPACE, lifetime="detached", num_cpus=0, max_restarts=-1,
         scheduling_strategy=affinity, runtime_env={"env_vars": dict(environment)},
     ).remote(
-        path, secret=secret, host=host, drop_zero_variance=drop_zero_variance, resume_episodes=resume_episodes, is_new=is_new
+        path, secret=secret, host=host, trusted=trusted, drop_zero_variance=drop_zero_variance,
+        resume_episodes=resume_episodes, is_new=is_new,
     )  # fmt: skip
     handle = ActorHandle(actor)
     try:

@@ -1,7 +1,7 @@
 """`RemoteLedger`: a ledger that is in another process, on this machine or another, used like `Ledger`.
 
-Made by `learner.startup.ledger_location`. It sends what is submitted in its order, from one thread: rounds over the
-authenticated endpoint, all else through the ledger's Ray actor (`ray_actor`). Invariants: a future is done once its
+Made by `learner.startup.ledger_location`. It sends what is submitted in its order, from one thread, over the wire
+(`ledger_client`); the ledger's Ray actor (`ray_actor`) says where that leads. Invariants: a future is done once its
 operation is on disk; a round may overtake operations of other episodes, and nothing overtakes a round of its own: an
 acknowledged score implies that the episode's earlier rounds are stored. Watchers hear of a commit after its futures are
 done.
@@ -22,8 +22,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from buffers.errors import EpisodeError, StorageFull, UnderstudyError
 from buffers.ledger.encode import stored_round
@@ -31,9 +34,11 @@ from buffers.ledger.episodes import StoredRound
 from buffers.ledger.group_commit import DEFAULT_RULES, Rules
 from buffers.ledger.ledger import Ledger, LedgerEvent
 from buffers.records import Episode, Round
-from buffers.remote.host import AnswerLost, EventPage, Job, LedgerAddress, LedgerGone
-from buffers.remote.outbox import Outgoing, check_size, frames, parcels
-from buffers.remote.round_socket import EndpointError, RoundClient
+from buffers.remote.host import LedgerAddress, LedgerGone
+from buffers.remote.ledger_client import LedgerClient
+from buffers.remote.messages import EventPage, LedgerState, job_of
+from buffers.remote.outbox import Outgoing, batches, check_job, check_round, frames, parcels
+from buffers.wire.address import OtherVersion, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +56,6 @@ class Handle(Protocol):
     """What reaches the ledger's process: see `ray_actor.ActorHandle`."""
 
     def where(self) -> LedgerAddress: ...
-    def apply(
-        self, jobs: list[Job], *, caller: str, number: int, while_waiting: Callable[[], None]
-    ) -> tuple[list[Any], dict[str, Any]]: ...
-    def events(self, cursor: tuple[str, int], *, wait_s: float) -> EventPage: ...
-    def forget(self, caller: str) -> None: ...
     def end(self) -> None: ...
 
 
@@ -70,12 +70,15 @@ class RemoteLedger(Ledger):
         self._owns = owns
         self._caller = secrets.token_hex(8)
         self._number = 0
-        self._rows: RoundClient | None = None
+        self._client: LedgerClient | None = None
+        """The sender's."""
+        self._news: LedgerClient | None = None
+        """The listener's."""
         self._where = actor.where()
         self._begin(path, drop_zero_variance=drop_zero_variance, counts={})
         self._state_lock = threading.Lock()
-        self._state: dict[str, Any] = {"number": -1}
-        self._keep_state(self._where.state)
+        self._state = self._where.state
+        self._counts = self._state.counts
         self._outbox: deque[Outgoing] = deque()
         self._moved = threading.Condition()
         self._begun = self._finished = 0
@@ -98,11 +101,11 @@ class RemoteLedger(Ledger):
 
     @property
     def is_full(self) -> bool:
-        return bool(self._state["full"])
+        return self._state.full
 
     def has_room(self) -> bool:
         """See `Ledger.has_room`; at most a second old."""
-        return bool(self._state["room"])
+        return self._state.room
 
     def close(self) -> None:
         """See `Ledger.close`; while the disk is full, what waits is not stored."""
@@ -113,25 +116,33 @@ class RemoteLedger(Ledger):
         if self._stopped.is_set():
             return
         self._stopped.set()
-        if self._broken is None:
-            self._actor.forget(self._caller)
-        if self._rows is not None:
-            self._rows.close()
+        if self._client is not None:
+            if self._broken is None:
+                with suppress(WireError):  # gone: its successor forgets all callers
+                    self._client.forget(self._caller)
+            self._client.close()
         if self._owns:
             self._actor.end()
         self._listener.join(2 * _POLL_S)
 
     def run(self, operation: Callable[..., T | UnderstudyError], *, rules: Rules = DEFAULT_RULES) -> Future[T]:
-        return self._post(Outgoing(future=Future(), job=Job(operation=operation, rules=rules)))
+        try:
+            job = job_of(operation, rules=rules)
+        except (TypeError, ValueError, OverflowError) as error:  # as a ledger here would answer
+            refused: Future[T] = Future()
+            refused.set_exception(error)
+            return refused
+        check_job(job)
+        return self._post(Outgoing(future=Future(), job=job))
 
     def put_round(self, round_: Round, /) -> Future[None]:
         stored = stored_round(round_)
-        check_size(stored)
+        check_round(stored)
         return self._post(Outgoing(future=Future(), rounds=[stored], single=True))
 
     def put_rounds(self, rounds: Sequence[StoredRound]) -> Future[list[EpisodeError | None]]:
         for stored in rounds:
-            check_size(stored)
+            check_round(stored)
         return self._post(Outgoing(future=Future(), rounds=list(rounds)))
 
     def start_episode(self, episode_id: str, *, version: int) -> Future[None]:
@@ -176,7 +187,8 @@ class RemoteLedger(Ledger):
                 items = self._collect()
                 for rounds, operations in parcels(items):
                     self._put(rounds)
-                    self._apply(operations)
+                    for together in batches(operations):
+                        self._apply(together)
                 with self._moved:
                     self._finished = self._begun
                     self._moved.notify_all()
@@ -205,7 +217,7 @@ class RemoteLedger(Ledger):
         outcomes: list[UnderstudyError | None] = []
         for frame in frames(rounds):
             try:
-                outcomes += self._until_answered(lambda frame=frame: self._client().put_stored(frame))  # type: ignore[misc]
+                outcomes += self._until_answered(partial(LedgerClient.put_stored, rounds=frame))
             except LedgerGone:
                 raise
             except UnderstudyError as error:  # none of this frame
@@ -223,52 +235,45 @@ class RemoteLedger(Ledger):
 
     def _apply(self, items: Sequence[Outgoing]) -> None:
         jobs = [item.job for item in items if item.job is not None]
-        if not jobs:
-            return
         self._number += 1
-        outcomes, state = self._until_answered(
-            lambda: self._actor.apply(
-                jobs, caller=self._caller, number=self._number, while_waiting=self._refuse_waiting
-            )
-        )
-        self._keep_state(state)
+        outcomes = self._until_answered(lambda client: client.apply(jobs, caller=self._caller, number=self._number))
         for item, (answer, error) in zip(items, outcomes, strict=True):
             if error is None:
                 item.future.set_result(answer)
             else:
                 item.future.set_exception(error)
 
-    def _until_answered(self, ask: Callable[[], T]) -> T:
-        """Ask until there is an answer. Raises LedgerGone when the actor is gone, or cannot be reached for a minute."""
+    def _until_answered(self, ask: Callable[[LedgerClient], T]) -> T:
+        """Ask until there is an answer. Raises LedgerGone when the actor is gone, is of another version, or cannot be reached for a
+        minute."""
         since, life = time.monotonic(), ""
         while True:
             try:
-                return ask()
-            except (AnswerLost, EndpointError, OSError, ValueError, LookupError) as error:
+                if self._client is None:
+                    self._client = LedgerClient(self._where.address, secret=self._secret, on_state=self._hear)
+                return ask(self._client)
+            except OtherVersion as error:
+                raise LedgerGone(f"ledger {self.path}: {error}") from error
+            except (WireError, msgspec.MsgspecError) as error:
                 logger.warning("the ledger did not answer, asking again: %s", error)
                 last = error
-            if self._rows is not None:
-                self._rows.close()
-                self._rows = None
+            if self._client is not None:
+                self._client.close()
+                self._client = None
             where, now = self._actor.where(), time.monotonic()
             if where.cursor[0] != life:
                 since, life = now, where.cursor[0]
             elif now - since > _UNREACHABLE_S:
                 raise LedgerGone(
-                    f"the ledger's endpoint at {where.address[0]}:{where.address[1]} must be reachable, but for "
-                    f"{_UNREACHABLE_S:.0f} s: {last}; open that way, then resume with --resume auto"
+                    f"the ledger at {where.address} must be reachable, but for {_UNREACHABLE_S:.0f} s: {last}; open that way, then "
+                    f"resume with --resume auto"
                 ) from last
             self._where = where
             self._keep_state(where.state)
             self._stopped.wait(_RETRY_S)
 
-    def _client(self) -> RoundClient:
-        if self._rows is None:
-            self._rows = RoundClient(self._where.address, secret=self._secret, on_state=self._hear)
-        return self._rows
-
-    def _hear(self, state: dict[str, Any]) -> None:
-        """Called with each answer of the round socket, and every second while it has none."""
+    def _hear(self, state: LedgerState) -> None:
+        """Called with each answer, and every second while there is none."""
         self._keep_state(state)
         self._refuse_waiting()
 
@@ -309,18 +314,27 @@ class RemoteLedger(Ledger):
             self._listen_until_gone()
 
     def _listen_until_gone(self) -> None:
-        while not self._stopped.is_set():
-            try:
-                page = self._actor.events(self._cursor, wait_s=_POLL_S)
-                self._tell(page)
-            except AnswerLost:
+        try:
+            while not self._stopped.is_set():
                 try:
+                    if self._news is None:
+                        self._news = LedgerClient(self._where.address, secret=self._secret)
+                    self._tell(self._news.events(self._cursor, wait_s=_POLL_S))
+                except WireError as error:
+                    logger.info("the ledger told no events: %s", error)
+                    self._close_news()
+                    if self._stopped.wait(_RETRY_S):
+                        return
                     self._where = self._actor.where()
-                except LedgerGone:
-                    return
-            except UnderstudyError as error:  # closed, or gone: the sender tells
-                logger.info("no more events of the ledger: %s", error)
-                return
+        except UnderstudyError as error:  # closed, or gone: the sender tells
+            logger.info("no more events of the ledger: %s", error)
+        finally:
+            self._close_news()
+
+    def _close_news(self) -> None:
+        if self._news is not None:
+            self._news.close()
+            self._news = None
 
     def _tell(self, page: EventPage) -> None:
         self._keep_state(page.state)
@@ -341,8 +355,7 @@ class RemoteLedger(Ledger):
         self._running_ids.difference_update(episode.episode_id for episode in event.closed)
         self._publish(event, recovered=True)
 
-    def _keep_state(self, state: dict[str, Any]) -> None:
+    def _keep_state(self, state: LedgerState) -> None:
         with self._state_lock:
-            if state["number"] > self._state["number"]:
-                self._state = state
-                self._counts = state["counts"]
+            if state.number > self._state.number:
+                self._state, self._counts = state, state.counts

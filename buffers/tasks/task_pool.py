@@ -163,6 +163,19 @@ class TaskPool:
         self._paused = False
         self._wake()
 
+    @property
+    def max_running(self) -> int:
+        """Episodes that may run at once."""
+        return self._max_running
+
+    @max_running.setter
+    def max_running(self, number: int) -> None:
+        """May change at any time. Episodes that run beyond a lower number are played to their end; none starts until then."""
+        if number < 1:
+            raise ValueError(f"max_running must be >= 1, got {number}; set the most episodes that may run at once")
+        self._max_running = number
+        self._wake()
+
     def seal(self) -> None:
         """No more tasks will be added: once all are done, `run` ends and `lease` raises PoolClosed."""
         self._sealed = True
@@ -236,10 +249,12 @@ class TaskPool:
         return max(0, (self._version + 1 + self._max_policy_lag) * self._groups_per_step - admitted)
 
     def metrics(self) -> dict[str, float]:
-        """Started and released episodes (in total), slots in use, agents that wait, groups that may open; the ledger's counts."""
+        """Started and released episodes (in total), slots and those in use, agents that wait, groups that may open; the ledger's
+        counts."""
         admissible = self.admissible()
         return {
             "pool/started": self._num_started,
+            "pool/slots": self._max_running,
             "pool/running": len(self._slots),
             "pool/agents_waiting": sum(not waiter.done() for waiter in self._waiting),
             **{f"pool/{reason}": self._released[reason] for reason in ("scored", "failed", "closed")},

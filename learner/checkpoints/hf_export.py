@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from learner.checkpoints.store import WEIGHTS
+from learner.checkpoints.store import ADAPTER_WEIGHTS, WEIGHTS
 from learner.model import fsdp
 from learner.model.lora import Adapter, LoraConfig, merged, peft_names, write_description
 
@@ -78,7 +78,7 @@ def write_folder(
     if value_head:
         write_weights(partial / "critic" / "value_head.safetensors", weights=value_head)
     if adapter is not None:
-        write_weights(partial / "adapter" / "adapter_model.safetensors", weights=adapter.weights)
+        write_weights(partial / "adapter" / ADAPTER_WEIGHTS, weights=adapter.weights)
         write_description(partial / "adapter", config=adapter.config)
     _replace(folder, new=partial)
 

@@ -27,6 +27,8 @@ from buffers.records import Position
 RECORD = "run.json"
 WEIGHTS = "model.safetensors"
 """File name in a folder that engines load."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""File name in the folder of an adapter, as peft has it."""
 FORMAT = 1
 _PREFIX = "step-"
 
@@ -52,6 +54,11 @@ class Checkpoint:
     @property
     def model(self) -> Path:
         return self.folder / "model"
+
+    @property
+    def adapter(self) -> Path:
+        """The folder of its adapter, as peft loads it; with LoRA only."""
+        return self.model / "adapter"
 
 
 class CheckpointStore:

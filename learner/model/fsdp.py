@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -130,6 +131,31 @@ def swapped(module: nn.Module, *, shards: Shards) -> Iterator[None]:
         yield
     finally:
         load_shards(module, shards=present)
+
+
+class LocalRange(NamedTuple):
+    """This rank's part of a parameter: `local`, of any shape, is elements [start, start + local.numel()) in row-major order."""
+
+    name: str
+    shape: list[int]
+    start: int
+    local: Tensor
+
+
+def local_ranges(module: nn.Module, *, trained_only: bool = False) -> list[LocalRange]:
+    """What this rank holds, by name; a tied parameter comes once, under its first name. No rank waits for another."""
+    found = []
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad or not trained_only:
+            whole, start = parameter.detach(), 0
+            local = whole
+            if isinstance(whole, DTensor):  # rows are dealt as torch.chunk does
+                local = whole.to_local()
+                rows = -(-whole.shape[0] // whole.device_mesh.size())
+                first = min(rows * whole.device_mesh.get_local_rank(), whole.shape[0])
+                start = first * (whole.numel() // max(1, whole.shape[0]))
+            found.append(LocalRange(name, list(parameter.shape), start, local))
+    return found
 
 
 def gather_parameters(module: nn.Module, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:

@@ -7,6 +7,7 @@ give equal adapters on every rank. Merging reads the weights and never writes th
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 PEFT_PREFIX = "base_model.model."
 """Prefix of each name in an adapter file, as `peft.PeftModel.from_pretrained` expects it."""
+DESCRIPTION = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +70,23 @@ def merged(parameters: Iterable[tuple[str, Tensor]], *, scaling: float) -> Itera
             yield name.replace(".base_layer", ""), whole
 
 
+def peft_name(name: str) -> str:
+    """The name by which peft reads one of an adapter's matrices."""
+    return PEFT_PREFIX + name.replace(".default.", ".")
+
+
 def peft_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """An adapter's matrices by the names that peft reads."""
-    return {PEFT_PREFIX + name.replace(".default.", "."): weight for name, weight in weights.items()}
+    return {peft_name(name): weight for name, weight in weights.items()}
 
 
 def write_description(folder: Path, *, config: LoraConfig) -> None:
     """`adapter_config.json`."""
     config.save_pretrained(folder)
+
+
+def description(config: LoraConfig) -> str:
+    """The text of `adapter_config.json`."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_description(Path(folder), config=config)
+        return (Path(folder) / DESCRIPTION).read_text(encoding="utf-8")

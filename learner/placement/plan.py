@@ -48,7 +48,7 @@ class Placement:
 
 def num_engines(config: Config) -> int:
     """Engines of the run."""
-    return int(getattr(config.rollout, "engines", 1))
+    return config.rollout.engines
 
 
 def place(nodes: Sequence[Node], *, ranks: int, engines: int, tensor_parallel: int) -> Placement:

@@ -8,7 +8,7 @@ without a step in between, has a cause that a restart does not mend, and ends th
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 
 logger = logging.getLogger(__name__)
 
@@ -17,19 +17,19 @@ MAX_IN_A_ROW = 3
 
 
 class RestartLimit:
-    """Counts restarts by part: `engine`, `learner`, `environment`."""
+    """Counts restarts by part: `engine`, `learner`, `environment`; each engine has a limit of its own."""
 
     def __init__(self) -> None:
         self._total: Counter[str] = Counter()
-        self._in_a_row: Counter[str] = Counter()
+        self._in_a_row: dict[str, Counter[str]] = defaultdict(Counter)
 
-    def record(self, part: str, error: Exception) -> None:
-        """Count a death of `part`. Raises `error` when it may not be started again."""
-        self._in_a_row[part] += 1
-        if self._in_a_row[part] > MAX_IN_A_ROW:
+    def record(self, part: str, error: Exception, *, name: str = "") -> None:
+        """Count a death of `part`, of which the one called `name` died. Raises `error` when it may not be started again."""
+        self._in_a_row[part][name] += 1
+        if self._in_a_row[part][name] > MAX_IN_A_ROW:
             raise error
         self._total[part] += 1
-        logger.warning("the %s died and is started again: %s", part, error)
+        logger.warning("the %s died and is started again: %s", f"{part} {name}".strip(), error)
 
     def excuse(self, part: str) -> None:
         """The cause of `part`'s deaths was found and ended: its restarts in a row are counted from 0 again."""

@@ -1,7 +1,7 @@
-"""Loops that restart what has died (the engine, the environment), or fail episodes whose agents are silent.
+"""Loops that restart an environment that has died, or fail episodes whose agents are silent.
 
-Run by `learner.pipeline` until they are cancelled. The learner's processes are the learn loop's, agents are
-`agents.external`'s. What keeps dying ends the run (`RestartLimit`).
+Run by `learner.pipeline` until they are cancelled. The learner's processes are the learn loop's, agents are `agents.external`'s,
+engines are the fleet's (`mocked_server.fleet.engine_fleet`). What keeps dying ends the run (`RestartLimit`).
 """
 
 from __future__ import annotations
@@ -11,25 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from buffers.errors import EngineDied, EngineError, EnvDied, EnvError
+from buffers.errors import EnvDied, EnvError
 from learner.recovery.restart_limit import RestartLimit
-
-
-class Restartable(Protocol):
-    """An engine."""
-
-    is_supervised: bool
-
-    async def until_dead(self) -> None: ...
-    async def restart(self) -> None:
-        """Raises EngineError when it does not come up."""
-        ...
-
-
-class Startable(Protocol):
-    """An engine before it runs."""
-
-    async def start(self) -> None: ...
 
 
 class Program(Protocol):
@@ -40,36 +23,6 @@ class Program(Protocol):
     async def wait(self) -> int: ...
     async def stop(self) -> None: ...
     def log_tail(self) -> str: ...
-
-
-async def start_engine(engine: Startable, *, restart_limit: RestartLimit) -> None:
-    """Start it, again when it was killed meanwhile. Raises EngineError."""
-    while True:
-        try:
-            await engine.start()
-            return
-        except EngineDied as death:
-            restart_limit.record("engine", death)
-
-
-async def restart_engine_when_dead(engine: Restartable, *, restart_limit: RestartLimit) -> None:
-    """Restart the engine whenever it dies; interrupted generations run again (`mocked_server.generation`). Raises EngineError."""
-    engine.is_supervised = True
-    while True:
-        await engine.until_dead()
-        await restart_engine(engine, restart_limit=restart_limit)
-
-
-async def restart_engine(engine: Restartable, *, restart_limit: RestartLimit) -> None:
-    """Start a dead engine again. Raises EngineError when it dies too often."""
-    error = EngineError("the engine process died; see the run's log. Scored episodes are in the ledger.")
-    while True:
-        restart_limit.record("engine", error)
-        try:
-            await engine.restart()
-            return
-        except EngineError as again:
-            error = again
 
 
 async def ended(task: asyncio.Task[None]) -> None:

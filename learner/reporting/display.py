@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -43,6 +43,7 @@ class _Shown:
     prompts_waiting: int = 0
     episodes_running: int = 0
     groups_ready: int = 0
+    engines: tuple[str, ...] = ()
 
 
 class Display:
@@ -141,6 +142,10 @@ class Display:
             self._shown, prompts_waiting=prompts_waiting, episodes_running=episodes_running, groups_ready=groups_ready
         )
 
+    def engines(self, lines: Sequence[str]) -> None:
+        """What each engine does at this moment, in a line."""
+        self._shown = replace(self._shown, engines=tuple(lines))
+
     def render(self) -> RenderableType:
         """The panel for what was stored last."""
         shown = self._shown
@@ -164,6 +169,8 @@ class Display:
                 f"{shown.groups_ready} groups ready"
             ),
         )
+        if shown.engines:
+            rows.add_row("engines", Text("\n".join(shown.engines)))
         return Panel(Group(rows), title=self._title, title_align="left", expand=False)
 
     def _progress(self, shown: _Shown) -> Text:

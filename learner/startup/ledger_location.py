@@ -19,18 +19,31 @@ from learner.startup.run_folder import LEDGER
 
 
 class RowSecret(Protocol):
-    """The secret of the rows' endpoint; raises where others can reach that host and there must be one of the operator's."""
+    """The secret of the ledger's wire; raises where others can reach that host and there must be one of the operator's."""
 
     def __call__(self, *, host: str) -> bytes: ...
 
 
 async def open_ledger(
-    folder: Path, *, node: str, secret: RowSecret, drop_zero_variance: bool, resume_episodes: bool, is_new: bool
+    folder: Path,
+    *,
+    node: str,
+    secret: RowSecret,
+    trusted: bool,
+    drop_zero_variance: bool,
+    resume_episodes: bool,
+    is_new: bool,
 ) -> Ledger:
-    """The ledger of the run in `folder`, which on another node is the folder of the same name. See `Ledger`."""
+    """The ledger of the run in `folder`, which on another node is the folder of the same name. See `Ledger`. `trusted`: see
+    `configs.schema.RunConfig.trusted_network`."""
     if not node:
         return Ledger(folder / LEDGER, drop_zero_variance=drop_zero_variance, resume_episodes=resume_episodes)
-    settings = {"drop_zero_variance": drop_zero_variance, "resume_episodes": resume_episodes, "is_new": is_new}
+    settings = {
+        "trusted": trusted,
+        "drop_zero_variance": drop_zero_variance,
+        "resume_episodes": resume_episodes,
+        "is_new": is_new,
+    }
     opening = asyncio.ensure_future(
         asyncio.to_thread(_open_remote, folder.resolve(), node=node, secret=secret, **settings)
     )
@@ -44,7 +57,14 @@ async def open_ledger(
 
 
 def _open_remote(
-    folder: Path, *, node: str, secret: RowSecret, is_new: bool, drop_zero_variance: bool, resume_episodes: bool
+    folder: Path,
+    *,
+    node: str,
+    secret: RowSecret,
+    trusted: bool,
+    is_new: bool,
+    drop_zero_variance: bool,
+    resume_episodes: bool,
 ) -> Ledger:
     node_id, address = find_node(node)
     key = secret(host=address)
@@ -53,6 +73,7 @@ def _open_remote(
         node_id=node_id,
         host=address,
         secret=key,
+        trusted=trusted,
         environment={"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
         drop_zero_variance=drop_zero_variance,
         resume_episodes=resume_episodes,

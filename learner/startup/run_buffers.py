@@ -7,6 +7,7 @@ opened, which groups wait, and, where agents outlive the run's process, which ep
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,11 @@ from buffers.tasks.task_pool import TaskPool
 from configs.schema import Config
 from learner.checkpoints.store import Checkpoint
 from learner.startup.ledger_location import RowSecret, open_ledger
+
+EVALUATED = 256
+"""Most episodes of an evaluation at once for each engine, where `agents.concurrency` is auto: a full step of it."""
+PROGRAMS_PER_PROCESSOR = 8
+"""Most agent programs for each processor of this machine, where `agents.concurrency` is auto: they mostly wait for the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +46,25 @@ def agents_outlive(config: Config) -> bool:
     return not config.agents.command and not config.agents.loops and config.server.port != 0
 
 
+def most_running(config: Config, *, evaluates: bool = False) -> int:
+    """Most episodes that can ever run at once: `agents.concurrency`, or with auto as many as `buffer.max_policy_lag` lets start.
+
+    `evaluates`: no policy lag bounds them. Programs that are started for each episode are also bounded by the processors."""
+    if config.agents.concurrency != "auto":
+        return config.agents.concurrency
+    buffer = config.buffer
+    groups = (buffer.max_policy_lag + 1) * buffer.groups_per_step
+    most = EVALUATED * config.rollout.engines if evaluates else groups * (buffer.group_size + num_greedy(config))
+    if config.agents.command and config.agents.processes == 0:
+        return min(most, PROGRAMS_PER_PROCESSOR * len(os.sched_getaffinity(0)))
+    return most
+
+
+def num_greedy(config: Config) -> int:
+    """Greedy episodes of each group, beside the others: ReMax's baseline, arXiv:2310.10505."""
+    return int(config.learner.advantage == "remax")
+
+
 async def open_run_buffers(
     config: Config,
     stack: AsyncExitStack,
@@ -55,6 +80,7 @@ async def open_run_buffers(
         folder,
         node=config.buffer.node,
         secret=secret,
+        trusted=config.run.trusted_network,
         drop_zero_variance=config.data.reward_manager == "dapo",
         resume_episodes=resume and agents_outlive(config),
         is_new=not resume,
@@ -73,10 +99,10 @@ async def open_run_buffers(
         group_size=config.buffer.group_size,
         groups_per_step=config.buffer.groups_per_step,
         max_policy_lag=config.buffer.max_policy_lag,
-        max_running=config.agents.concurrency,
+        max_running=most_running(config),
         max_attempts=config.agents.max_attempts,
         min_group_size=config.agents.fewest_members,
-        num_greedy=int(config.learner.advantage == "remax"),  # its baseline, arXiv:2310.10505
+        num_greedy=num_greedy(config),
         deadline_s=config.agents.deadline_s,
         version=checkpoint.position.step if checkpoint else 0,
         times_opened=opened,

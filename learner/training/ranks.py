@@ -23,6 +23,7 @@ from buffers.errors import UnderstudyError
 from buffers.records import TrainBatch
 from configs.checkout import python_path
 from configs.schema import LearnerConfig
+from learner.checkpoints.weight_shards import Published
 from learner.training.forked_ranks import launcher
 from learner.training.trainer import Trainer
 
@@ -120,9 +121,9 @@ class LearnerRanks:
         stored = await asyncio.to_thread(ray.put, batch)
         return await self._first("train_step", stored, version=version)
 
-    async def publish(self, path: Path) -> None:
-        """See `Trainer.publish`."""
-        await self._all("publish", path)
+    async def publish(self, folder: Path, *, base: str | None = None) -> list[Published]:
+        """See `Trainer.publish`. What each rank wrote, by rank."""
+        return await self._all("publish", folder, base=base)
 
     async def save_pretrained(self, folder: Path) -> None:
         """See `Trainer.save_pretrained`."""

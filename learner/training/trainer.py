@@ -29,6 +29,7 @@ from learner.algorithms.losses import Loss, actor_loss, value_loss
 from learner.algorithms.objectives import Targets
 from learner.algorithms.values import explained_variance, score_scale
 from learner.checkpoints import hf_export, training_state
+from learner.checkpoints.weight_shards import Published, WeightShards
 from learner.model import fsdp
 from learner.model.lora import LoraConfig, add_adapter
 from learner.model.policy import Policy, TokenOutputs, load_policy
@@ -107,6 +108,7 @@ class Trainer:
         self._bonus = EntropyCoefficient(
             config.entropy_coef, target=entropy.target, step=entropy.step, most=entropy.most
         )
+        self._shards = WeightShards(self._policy.lm, dtype=self._dtype, rank=rank, adapter=self._adapter)
         self._history: dict[int, fsdp.Shards] = {}
         self._reference: fsdp.Shards | None = None
         self._steps = 0
@@ -181,11 +183,11 @@ class Trainer:
             metrics["critic/value_mean"] = float(before.values.mean())
         return metrics
 
-    def publish(self, path: Path) -> None:
-        """Writes the weights for the engine, in the model's dtype. All ranks call this; rank 0 writes."""
-        weights = self._weights()
-        if self._rank == 0:
-            hf_export.write_weights(path, weights=weights)
+    def publish(self, folder: Path, *, base: str | None = None) -> Published:
+        """Writes this rank's part of what engines need, in the model's dtype, into `folder`: a version's scratch folder
+        (`buffers.weights.store`). All ranks call this. `base`: the version that patches may be against. With an adapter that
+        is all that is written."""
+        return self._shards.publish(folder, base=base)
 
     def save_pretrained(self, folder: Path) -> None:
         """Writes a Hugging Face folder (and `critic/value_head.safetensors`). All ranks call this; rank 0 writes."""

@@ -17,6 +17,7 @@ import torch
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from mocked_server.check.scripted_replies import LINE
+from mocked_server.fleet.engine_fleet import Caller
 from mocked_server.vllm.engine import VLLMEngine
 
 FORCED = "forced_ids"
@@ -70,10 +71,10 @@ class TrialEngine:
         self._engine = engine
         self._tokenizer = tokenizer
         self._num_lines = 0
-        self.version = self.life = 0
+        self.version = 0
 
     async def generate(
-        self, prompt_token_ids: list[int], params: Any, *, request_id: str, **extra: Any
+        self, prompt_token_ids: list[int], params: Any, *, request_id: str, caller: Caller, **extra: Any
     ) -> AsyncGenerator[Any, None]:
         """Generates as `VLLMEngine.generate`, with the words of the request's line."""
         line = (params.extra_args or {}).pop(LINE, None)
@@ -91,6 +92,9 @@ class TrialEngine:
     async def wait_restarted(self) -> bool:
         """It is not started again."""
         return False
+
+    def forget(self, episode_id: str) -> None:
+        """It keeps nothing of an episode."""
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)

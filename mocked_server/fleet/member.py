@@ -1,6 +1,6 @@
 """What the fleet asks of one engine, and what an engine says of itself.
 
-`mocked_server.vllm.engine.VLLMEngine` is such an engine on this machine. The fleet (`mocked_server.fleet.engine_fleet`) routes to them.
+`mocked_server.vllm.engine.VLLMEngine` is such an engine on this machine; `mocked_server.fleet.engine_fleet` routes to them.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ class Sampled:
     """One completion of an interrupted generation, as far as it came: another engine continues it."""
 
     index: int
-    """Of the completion, among those of its request (n > 1)."""
+    """Number of the completion, among those of its request (n > 1)."""
     token_ids: list[int]
     """[S] sampled so far."""
     logprobs: Any
     """[S] entries, in vLLM's form."""
     versions: list[tuple[str, int]]
     """(weight version, index of the first token that it sampled)."""
-    num_sent_chars: int
+    num_sent_chars: int = 0
     """Characters of its text that have left for the client."""
+    cumulative: float | None = None
+    """Sum of its log-probabilities, where vLLM keeps one."""
     output: Any = None
     """vLLM's CompletionOutput of one that had finished; None: it had not."""
 
 
 class EngineLost(EngineError):
-    """An engine died while it answered. `life`: which of its processes; `sampled`: what it had sampled."""
+    """An engine died while it answered. `life`: which of its processes; `sampled`: each completion of an answer that comes as a
+    whole, as far as it was sampled (what streams is known to its reader); empty: none of it is left."""
 
     def __init__(self, message: str, *, life: object, sampled: Sequence[Sampled] = ()) -> None:
         super().__init__(message)
@@ -50,7 +53,7 @@ class EngineFigures:
     running: int
     """Generations under way."""
     waiting: int
-    """Of these, those whose prompt waits for room in the cache."""
+    """Those among them whose prompt waits for room in the cache."""
     tokens_held: int
     """Tokens of the generations under way: prompts and what was sampled."""
     kv_capacity: int
@@ -61,8 +64,8 @@ class EngineFigures:
     """Prompt tokens that its cache held already."""
     preemptions: int
     restarts: int
-    moved_in: int
-    """Episodes that came from another engine."""
+    moved_in: int = 0
+    """Episodes that came from another engine; the fleet counts them."""
 
 
 class FleetEngine(Protocol):
@@ -90,11 +93,27 @@ class FleetEngine(Protocol):
         outputs are as if it had been one engine all along."""
         ...
 
-    async def start(self) -> None: ...
-    async def restart(self) -> None: ...
-    async def until_dead(self) -> None: ...
+    async def start(self) -> None:
+        """Returns when it takes requests. Raises EngineDied when its process was killed meanwhile, EngineError for other causes."""
+        ...
+
+    async def restart(self) -> None:
+        """A new process in place of a dead one, with the weights that `load_weights` named last. Raises as `start`."""
+        ...
+
+    async def until_dead(self) -> None:
+        """Returns when its present process is gone."""
+        ...
+
     async def close(self) -> None: ...
-    async def load_weights(self, folder: Path, *, version: int) -> None: ...
-    async def sleep(self) -> None: ...
+    async def load_weights(self, folder: Path, *, version: int) -> float:
+        """Sample with these weights from now on; only this engine pauses, for its own copy. One that is down gets them with its
+        restart. Returns the seconds that it paused."""
+        ...
+
+    async def sleep(self) -> None:
+        """Give memory back until `wake_up`. No effect on one that is down."""
+        ...
+
     async def wake_up(self) -> None: ...
     def figures(self) -> EngineFigures: ...

@@ -16,7 +16,7 @@ its dependencies. While the disk is full, what would have to be stored is answer
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -37,7 +37,9 @@ from buffers.errors import (
 )
 from buffers.records import MAX_HINT_CHARS, MAX_JUDGE_CHARS, LeasedEpisode, ScoreDetail
 from buffers.tasks.task_pool import PoolClosed
+from mocked_server.fleet.member import EngineFigures
 from mocked_server.http.dialects import RETRY_AFTER_S
+from mocked_server.http.prometheus_text import CONTENT_TYPE, PrometheusText
 from mocked_server.keys import KeyRing
 
 T = TypeVar("T")
@@ -58,6 +60,7 @@ class EpisodeService(Protocol):
     async def fail(self, episode_id: str, reason: str) -> None: ...
     def episode_view(self, episode_key: str) -> dict[str, Any]: ...
     def status(self) -> dict[str, Any]: ...
+    def engine_figures(self) -> Sequence[EngineFigures]: ...
     def check_storage(self) -> None:
         """Raises StorageFull while the disk takes nothing."""
         ...
@@ -257,6 +260,7 @@ def _scorer_routes(service: EpisodeService) -> APIRouter:
 
 def _admin_routes(service: EpisodeService) -> APIRouter:
     router = APIRouter(dependencies=[_requires(service, _is_admin, "admin")])
+    text = PrometheusText(status=service.status, engines=service.engine_figures)
 
     @router.post("/tasks")
     async def add_tasks(body: TasksBody) -> dict[str, int]:
@@ -266,5 +270,9 @@ def _admin_routes(service: EpisodeService) -> APIRouter:
     @router.get("/status")
     async def status() -> dict[str, Any]:
         return service.status()
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(text.page(), media_type=CONTENT_TYPE)
 
     return router

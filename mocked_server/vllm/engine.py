@@ -16,17 +16,25 @@ import re
 import shutil
 import signal
 import tempfile
+import threading
+import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from copy import copy
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from buffers.errors import EngineDied, EngineError, RequestRefused
-from mocked_server.vllm import fork_server
+from mocked_server.fleet.member import EngineFigures, EngineLost, Sampled
+from mocked_server.vllm import continued_requests, fork_server
+from mocked_server.vllm.adapters import PolicyAdapters, is_adapter
+from mocked_server.vllm.continued_requests import continuing, interrupted, merged, never_began
 from mocked_server.vllm.engine_arguments import has_gpu, set_process_environment
-from mocked_server.vllm.engine_silence import EngineSilence
+from mocked_server.vllm.engine_silence import EngineSilence, processor_time
 from mocked_server.vllm.fork_server import engines_of_ours, engines_see
+from mocked_server.vllm.scheduler_stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -77,31 +85,42 @@ class VLLMEngine:
         count_preemptions: bool = False,
         weights: tuple[Path, int] | None = None,
         timeout_s: float = 120.0,
+        name: str = "e0",
         devices: Sequence[str] = (),
     ) -> None:
-        """`count_preemptions`: outputs say how often their request was set aside; costs a few percent of the engine's time.
+        """`name`: among the engines of a run. `count_preemptions`: outputs say how often their request was set aside, and figures
+        what the scheduler says of itself; costs a few percent of the engine's time.
         `weights`: (folder, version) to begin with, instead of the model's own as version 0. `timeout_s`: see
         `configs.schema.RolloutConfig.engine_timeout_s`. `devices`: its cards, as CUDA calls them; none: all of this machine's."""
         self._vllm_config = vllm_config
         self._devices = devices
         self._count_preemptions = count_preemptions
+        self.name = name
+        self._stats = SchedulerStats()
+        self._totals: Counter[str] = Counter()
+        self._kv_capacity = 0
         self._llm: Any = None
-        self._sockets: Path | None = None
+        self._has_sockets = False
         self._processes: list[BaseProcess] = []
         """What the last boot has started, or is starting."""
-        self._up = asyncio.Event()
+        self._up = False
         self._weights = weights
         """(folder, version) that it has, or is to have once it is back."""
-        self.is_supervised = False
-        """It is restarted when it dies."""
         self.version = 0
-        self.life = 0
+        self._life = 0
+        """Processes that it had."""
+        lora = vllm_config.lora_config
+        self._adapters = PolicyAdapters(kept=1 if lora is None else lora.max_loras - 1)
+        self._paused_s = 0.0
+        """What the last load took."""
         self._silence = EngineSilence(timeout_s)
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Boot the engine process; raises EngineError when it does not come up."""
-        self.life += 1
+        self._life += 1
+        _numbers_only_where_asked()
+        continued_requests.install()
         booting = asyncio.create_task(asyncio.to_thread(self._boot), name="boot the engine")
         try:
             await asyncio.shield(booting)
@@ -110,21 +129,28 @@ class VLLMEngine:
             raise
         if not await self._while_alive(self._prepare()):
             raise EngineDied("the engine process died while it started; see its own log")
-        self._up.set()
+        self._up = True
         self._watching = asyncio.create_task(self._kill_when_deaf(self._llm), name="watch the engine's silence")
 
     async def _kill_when_deaf(self, llm: Any) -> None:
-        """An engine that answers nothing, not even the question whether it sleeps, is killed: then it is a dead one as others."""
+        """An engine that makes no progress is killed: then it is a dead one as others. Its processes get no further, or it answers
+        nothing, not even the question whether it sleeps."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        processes = llm.engine_core.resources.engine_manager.processes
+        stuck = asyncio.create_task(self._silence.without_progress(lambda: processor_time(processes)))
+        deaf = asyncio.create_task(self._silence.lasting(llm.is_sleeping))
         try:
-            await self._silence.lasting(llm.is_sleeping)
+            done, _ = await asyncio.wait({stuck, deaf}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         except EngineDeadError:
             return  # what waits for it has the error already
-        logger.error(
-            "the engine gave no sign of life for %.0f s with requests waiting: it is killed", self._silence.timeout_s
-        )
-        for process in llm.engine_core.resources.engine_manager.processes:
+        finally:
+            stuck.cancel()
+            deaf.cancel()
+        logger.error("engine %s made no progress with requests waiting: it is killed", self.name)
+        for process in processes:
             process.kill()
 
     async def _give_up(self, booting: asyncio.Task[None]) -> None:
@@ -138,26 +164,30 @@ class VLLMEngine:
             logger.info("the engine's start was given up: %s", error)
 
     async def _prepare(self) -> None:
-        if self._weights is not None:
-            await self._load(*self._weights)
-        await self._llm.update_weight_version(str(self.version))
         # vLLM keeps the answer: else the first request would ask, and wait without end if the engine died then.
         await self._llm.get_supported_tasks()
+        await self._llm.update_weight_version(str(self.version))
+        loaded: tuple[Path, int] | None = None
+        while (weights := self._weights) is not None and weights != loaded:
+            loading = asyncio.ensure_future(self._load(weights[0], weights[1]))
+            try:
+                await asyncio.wait({loading})
+            finally:
+                loading.cancel()
+            if (error := loading.exception()) is not None and self._weights == weights:
+                raise error  # else newer ones came meanwhile, and the files of these are gone
+            loaded = weights
 
     async def restart(self) -> None:
         """Start a new process in place of the dead one, with the weights that were loaded last; their folder must still be
-        there. What waits in `load_weights` and `wait_restarted` continues. Raises as `start`."""
-        self._up.clear()
+        there. Raises as `start`."""
         await self.close()
         await self.start()
 
-    async def wait_restarted(self) -> bool:
-        """Wait until an engine that died runs again; False when it is not restarted."""
-        if self.is_supervised:
-            if self.dead:
-                self._up.clear()
-            await self._up.wait()
-        return self.is_supervised
+    @property
+    def is_up(self) -> bool:
+        """It takes requests."""
+        return self._up and not self.dead
 
     async def until_dead(self) -> None:
         """Wait until the engine's present process is gone, or replaced."""
@@ -190,66 +220,120 @@ class VLLMEngine:
     def _boot(self) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        _numbers_only_where_asked()
-        self._sockets = Path(tempfile.mkdtemp(prefix="understudy-engine-", dir=_folder_for_sockets()))
+        Sockets.enter()
+        self._has_sockets = True
+        config = copy(self._vllm_config)  # engines share it, and vLLM writes into it how many blocks an engine has
+        config.cache_config = copy(config.cache_config)
+        config.cache_config.num_gpu_blocks = None
         try:
-            with (
-                interrupts_blocked(),
-                engines_see(self._devices),
-                engines_of_ours() as self._processes,
-                _sockets_in(self._sockets),
-            ):
+            with interrupts_blocked(), engines_see(self._devices), engines_of_ours() as self._processes:
                 self._llm = AsyncLLM.from_vllm_config(
-                    self._vllm_config,
+                    config,
                     disable_log_stats=True,
-                    stat_loggers=[_silent_logger()] if self._count_preemptions else None,
+                    stat_loggers=[self._stats.logger()] if self._count_preemptions else None,
                 )
+            self._kv_capacity = config.cache_config.num_gpu_blocks * config.cache_config.block_size
         except (RuntimeError, OSError, ValueError) as error:
             kind = EngineDied if _BY_SIGNAL.search(str(error)) else EngineError
             raise kind(
                 f"the engine did not start: {error}; its own log is above (VLLM_LOGGING_LEVEL=INFO shows more)"
             ) from error
 
-    async def generate(
-        self, prompt_token_ids: list[int], params: Any, *, request_id: str, **extra: Any
+    def generate(
+        self,
+        prompt_token_ids: list[int],
+        params: Any,
+        *,
+        request_id: str,
+        sampled: Sequence[Sampled] = (),
+        **extra: Any,
     ) -> AsyncGenerator[Any, None]:
-        """Yield vLLM's RequestOutputs for exactly these prompt ids; closing the iterator aborts the request."""
+        """Yield vLLM's RequestOutputs for exactly these prompt ids, after what another engine has `sampled`; closing the iterator
+        aborts the request. Raises EngineLost when the engine is down, or dies meanwhile."""
+        if sampled:
+            return self._continue(prompt_token_ids, params, request_id, sampled, extra)
+        return self._generate(prompt_token_ids, params, request_id, extra)
+
+    async def _generate(
+        self, ids: list[int], params: Any, request_id: str, extra: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
         from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        await self._up.wait()
+        if not self.is_up:
+            raise self._lost(f"engine {self.name} is down", sampled=never_began(request_id))
+        llm = self._llm
         try:
-            with self._silence.expecting():
-                outputs = self._llm.generate(tokens_input(prompt_token_ids), params, request_id, **extra)
+            with self._silence.expecting(), self._adapters.newest() as adapter:
+                outputs = llm.generate(tokens_input(ids), params, request_id, **extra, **adapter)
                 async with aclosing(outputs) as outputs:
                     async for output in outputs:
                         self._silence.heard()
+                        self._count(output)
                         yield output
         except EngineDeadError as error:
-            raise EngineError(f"the engine died while it answered request {request_id}") from error
+            sampled = never_began(request_id) or interrupted(llm, request_id)
+            raise self._lost(f"engine {self.name} died while it answered {request_id}", sampled=sampled) from error
         except VLLMClientError as error:
             raise refusal_of(error) from error
         except EngineGenerateError as error:
             if isinstance(error.__cause__, ValueError | TypeError | OverflowError):
                 raise refusal_of(error.__cause__) from error
             raise
+        finally:
+            never_began(request_id)
 
-    async def load_weights(self, folder: Path, *, version: int) -> None:
-        """Swap in the weights of `folder` as `version`. Running requests freeze and continue; none is dropped.
+    async def _continue(
+        self, ids: list[int], params: Any, request_id: str, sampled: Sequence[Sampled], extra: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        """Each completion that had not ended is a request of its own."""
+        from vllm.sampling_params import RequestOutputKind
+
+        rest = [
+            self._generate(
+                [*ids, *one.token_ids],
+                continuing(name := f"{request_id}-{one.index}", params, prompt_len=len(ids), sampled=one),
+                name,
+                extra,
+            )
+            for one in sampled
+            if one.output is None
+        ]
+        outputs = merged(
+            rest,
+            ended=[one for one in sampled if one.output is not None],
+            as_whole=params.output_kind is RequestOutputKind.FINAL_ONLY,
+            request_id=request_id,
+        )
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    def _lost(self, message: str, *, sampled: Sequence[Sampled]) -> EngineLost:
+        return EngineLost(message, life=(self.name, self._life), sampled=sampled)
+
+    async def load_weights(self, folder: Path, *, version: int) -> float:
+        """Swap in the weights of `folder` as `version`. Running requests freeze and continue; none is dropped. Returns the
+        seconds for which they froze. Of an adapter nothing freezes: requests that come afterwards begin with it.
 
         The KV cache is cleared: what stays in flight is recomputed under the new weights, as its next tokens are. An engine
         that is down gets them when it is back.
         """
         self._weights = folder, version
-        while not (self._up.is_set() and await self._while_alive(self._load(folder, version))):
-            if not await self.wait_restarted():
-                raise EngineError(f"the engine died while it loaded the weights of version {version}")
+        loaded = self.is_up and await self._while_alive(self._load(folder, version))
+        return self._paused_s if loaded else 0.0
 
     async def _load(self, folder: Path, version: int) -> None:
-        llm = self._llm
+        llm, began = self._llm, time.monotonic()
+        if is_adapter(folder):
+            with self._silence.expecting():
+                self._paused_s = await self._adapters.load(llm, folder, version=version)
+            self.version = version
+            return
         with self._silence.expecting():
-            await llm.pause_generation(mode="keep", clear_cache=True)
+            await _freeze(llm)
+            self._stats.cleared(under_way=len(llm.output_processor.request_states))
             try:
                 with self._silence.long_work():
                     await llm.collective_rpc("load_published", args=(str(folder),))
@@ -257,19 +341,49 @@ class VLLMEngine:
                 self.version = version
             finally:
                 await llm.resume_generation()
+        self._paused_s = time.monotonic() - began
 
     async def sleep(self) -> None:
         """Give memory back: vLLM's sleep level 1 with `rollout.sleep` on a GPU, where running requests freeze until `wake_up`;
         elsewhere the prefix cache. An engine that dies meanwhile has none left."""
-        await self._up.wait()
-        llm = self._llm
-        await self._while_alive(llm.sleep(level=1, mode="keep") if self._may_sleep else llm.reset_prefix_cache())
+        if (llm := self._llm) is not None and self.is_up:
+            await self._while_alive(llm.sleep(level=1, mode="keep") if self._may_sleep else llm.reset_prefix_cache())
+            if self._may_sleep:
+                self._stats.cleared(under_way=len(llm.output_processor.request_states))
 
     async def wake_up(self) -> None:
         """Undo `sleep`. No effect on an engine that is awake."""
-        await self._up.wait()
-        if self._may_sleep:
+        if self._may_sleep and self.is_up:
             await self._while_alive(self._llm.wake_up())
+
+    def _count(self, output: Any) -> None:
+        self._totals["sampled_tokens"] += sum(len(completion.token_ids) for completion in output.outputs)
+        if output.finished:
+            self._totals["prompt_tokens"] += len(output.prompt_token_ids or ())
+            self._totals["cached_tokens"] += output.num_cached_tokens or 0
+
+    def figures(self) -> EngineFigures:
+        """See `EngineFigures`."""
+        states = [] if self._llm is None else list(self._llm.output_processor.request_states.values())
+        held = sum(state.prompt_len + state.detokenizer.num_output_tokens() for state in states)
+        if self._count_preemptions and states:  # in whole blocks, a prompt that generations share once
+            blocks = round(self._stats.kv_share * self._kv_capacity)
+            held = blocks if self._stats.is_settled else max(held, blocks)
+        waiting = self._stats.waiting if self._count_preemptions else sum(state.is_prefilling for state in states)
+        return EngineFigures(
+            name=self.name,
+            is_up=self.is_up,
+            version=self.version,
+            running=len(states),
+            waiting=min(waiting, len(states)),
+            tokens_held=held,
+            kv_capacity=self._kv_capacity,
+            sampled_tokens=self._totals["sampled_tokens"],
+            prompt_tokens=self._totals["prompt_tokens"],
+            cached_tokens=self._totals["cached_tokens"],
+            preemptions=self._stats.preemptions,
+            restarts=max(0, self._life - 1),
+        )
 
     @property
     def _may_sleep(self) -> bool:
@@ -284,6 +398,7 @@ class VLLMEngine:
         """Stop the engine process and wait for it; what it was still answering ends with EngineError."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        self._up = False
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait({self._watching})
@@ -297,8 +412,16 @@ class VLLMEngine:
             # On a CPU it has nothing to give back: no need to wait a second for its own end.
             await asyncio.to_thread(self._llm.shutdown, None if has_gpu() else 0.0)
             self._llm = None
-        if self._sockets is not None:
-            shutil.rmtree(self._sockets, ignore_errors=True)
+        if self._has_sockets:
+            Sockets.leave()
+            self._has_sockets = False
+
+
+async def _freeze(llm: Any) -> None:
+    """vLLM's `pause_generation(mode="keep", clear_cache=True)` but for its last line, which sleeps 20 ms so that outputs on their
+    way arrive first: they are labelled in the engine, so their order does not matter."""
+    await llm.renderer.clear_mm_cache_async()
+    await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
 
 def _folder_for_sockets() -> str:
@@ -307,35 +430,42 @@ def _folder_for_sockets() -> str:
     return folder if len(folder) <= 40 else "/tmp"
 
 
-@contextmanager
-def _sockets_in(folder: Path) -> Iterator[None]:
-    """vLLM's processes meet in this folder, which no other user can enter. By itself vLLM leaves two sockets at each start in the
-    folder for temporary files."""
-    from vllm import envs
+class Sockets:
+    """The folder where vLLM's processes meet, which no other user can enter: one for all engines of this process, gone with the
+    last. By itself vLLM leaves two sockets at each start in the folder for temporary files."""
 
-    envs.VLLM_RPC_BASE_PATH = str(folder)
-    try:
-        yield
-    finally:
-        del envs.VLLM_RPC_BASE_PATH  # vLLM's own value is there again
+    _lock = threading.Lock()
+    _folder: ClassVar[str | None] = None
+    _users = 0
+
+    @classmethod
+    def enter(cls) -> None:
+        """One more engine uses it."""
+        from vllm import envs
+
+        with cls._lock:
+            cls._users += 1
+            if cls._folder is None:
+                cls._folder = tempfile.mkdtemp(prefix="understudy-engine-", dir=_folder_for_sockets())
+                envs.VLLM_RPC_BASE_PATH = cls._folder
+
+    @classmethod
+    def leave(cls) -> None:
+        """One less."""
+        from vllm import envs
+
+        with cls._lock:
+            cls._users -= 1
+            if cls._users == 0 and cls._folder is not None:
+                shutil.rmtree(cls._folder, ignore_errors=True)
+                cls._folder = None
+                del envs.VLLM_RPC_BASE_PATH  # vLLM's own value is there again
 
 
 def refusal_of(error: Exception) -> RequestRefused:
     """An error of vLLM's about one request, as ours: at most a few hundred characters of it, and its field."""
     text = str(error) or type(error).__name__
     return RequestRefused(text[:MAX_MESSAGE_CHARS], field=getattr(error, "parameter", None))
-
-
-def _silent_logger() -> Any:
-    """A logger that logs nothing: with a logger of any kind vLLM keeps statistics of each request."""
-    from vllm.v1.metrics.loggers import StatLoggerBase
-
-    class SilentLogger(StatLoggerBase):  # type: ignore[misc]
-        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
-        def record(self, *_: Any, **__: Any) -> None: ...
-        def log_engine_initialized(self) -> None: ...
-
-    return SilentLogger
 
 
 def _numbers_only_where_asked() -> None:

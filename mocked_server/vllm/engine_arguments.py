@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from buffers.errors import EngineError
 from configs.owned_arguments import why_owned
 from configs.schema import CPU_KV_CACHE_GB, RolloutConfig, ServerConfig
+from mocked_server.vllm.adapters import lora_words
 
 MAX_WORDS_CHARS = 600
 """Most characters of vLLM's words: some repeat the value that they refuse."""
@@ -36,6 +37,10 @@ class EngineSettings:
     seed: int = 0
     max_num_seqs: int = 64
     """Generations that run in one engine step."""
+    lora_rank: int = 0
+    """Rank of the adapters that are loaded as versions of the policy; 0: whole weights are."""
+    kept_versions: int = 1
+    """Adapters that are kept for the generations that began under them."""
     beside_rank: bool = True
     """A rank of the learner is on a card of an engine's."""
 
@@ -120,6 +125,8 @@ def _owned_words(settings: EngineSettings) -> list[str]:
         kv_cache_gb = kv_cache_gb or CPU_KV_CACHE_GB
     elif rollout.sleep:
         words += ["--enable-sleep-mode"]
+    if settings.lora_rank:
+        words += lora_words(rank=settings.lora_rank, kept=settings.kept_versions)
     if kv_cache_gb is not None:
         words += ["--kv-cache-memory-bytes", str(int(kv_cache_gb * 2**30))]
     return words

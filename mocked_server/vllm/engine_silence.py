@@ -1,16 +1,25 @@
-"""Finds out that an engine is deaf: its process lives, and it answers nothing.
+"""Finds out that an engine makes no progress: its process lives, and it answers nothing.
 
 Owned by `VLLMEngine`, which says when something is expected of the engine and when it was heard. Invariant: an engine that answers
-the probe within the time-out is never called deaf, however long one generation takes. It does not end the engine.
+the probe within the time-out, or works on one long step, is never called deaf, however long one generation takes. It does not end
+the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
 
+import psutil
+
+STUCK_S = 10.0
+"""Seconds without an output and without work of its processors after which an engine is stuck: stopped, or in a dead lock."""
+IDLE_SHARE = 0.01
+"""Share of one processor that counts as no work."""
+LOOK_S = 0.5
 LONG_WORK = 10
 """Times the time-out for loading weights, during which an engine answers nothing else."""
 
@@ -71,5 +80,31 @@ class EngineSilence:
                     return
             self.heard()
 
+    async def without_progress(self, processor_time: Callable[[], float]) -> None:
+        """Wait until something was expected for STUCK_S while the engine gave no output and its processes hardly ran. A long step
+        takes processor time. `processor_time`: seconds of it so far."""
+        since, used = self._clock(), processor_time()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now, last = self._clock(), processor_time()
+            quiet_since = max(since, self._last_heard)
+            if not self._expected or self._long or last - used > IDLE_SHARE * STUCK_S:
+                since, used = now, last
+            elif now - quiet_since >= STUCK_S:
+                return
+
     def _patience(self) -> float:
         return self.timeout_s * (LONG_WORK if self._long else 1)
+
+
+def processor_time(processes: Sequence[BaseProcess]) -> float:
+    """Seconds of processor time that these processes and their children have used; of those that are gone none."""
+    total = 0.0
+    for process in processes:
+        with suppress(psutil.Error):
+            parent = psutil.Process(process.pid)
+            for one in (parent, *parent.children(recursive=True)):
+                with suppress(psutil.Error):
+                    times = one.cpu_times()
+                    total += times.user + times.system
+    return total

@@ -54,18 +54,35 @@ def _serve(listener: socket.socket, alive: int) -> None:
 
 @contextmanager
 def engines_of_ours() -> Iterator[list[process.BaseProcess]]:
-    """vLLM's engines that are started inside end with this process. They are forked, if `start` was called. Yields a list to which
-    each one is added before it starts."""
+    """vLLM's engines that this thread starts inside end with this process. They are forked, if `start` was called. Yields a list to
+    which each one is added before it starts."""
     from vllm.v1.engine import utils
 
-    before = utils.get_mp_context
-    get = ForkServerContext if _owner == os.getpid() else before
-    started: list[process.BaseProcess] = []
-    utils.get_mp_context = lambda: ending_with_us(get(), started)
+    with _patching:
+        if getattr(utils.get_mp_context, "__name__", "") != "context_of_ours":
+            _replace_context(utils)
+    _booting.started = started = list[process.BaseProcess]()
     try:
         yield started
     finally:
-        utils.get_mp_context = before
+        _booting.started = None
+
+
+_patching = threading.Lock()
+_booting = threading.local()
+"""What each thread starts now, if it starts an engine."""
+
+
+def _replace_context(utils: Any) -> None:
+    before = utils.get_mp_context
+
+    def context_of_ours() -> Any:
+        started = getattr(_booting, "started", None)
+        if started is None:
+            return before()
+        return ending_with_us(ForkServerContext() if _owner == os.getpid() else before(), started)
+
+    utils.get_mp_context = context_of_ours
 
 
 _boot = threading.local()

@@ -49,13 +49,22 @@ def check_template_inputs(num_chars: int) -> None:
     _at_most(num_chars, MAX_TEMPLATE_CHARS, field="tools, chat_template_kwargs", what="characters as JSON")
 
 
+NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+
+
+def keeps_state(params: Any) -> bool:
+    """Whether what is sampled next hangs on what was sampled before in another way than by the tokens of the prompt: another engine
+    cannot continue such a request."""
+    penalised = any(getattr(params, field) != NEUTRAL[field] for field in ("presence_penalty", "frequency_penalty"))
+    return penalised or bool(params.structured_outputs or params.bad_words)
+
+
 def constraint_of(params: Any) -> tuple[str, int | None] | None:
     """The field that takes the choice from the policy, and how many first tokens it is about (None: all); None: there is none.
 
     The recorded log-probabilities are then true of another distribution than the policy's, so those tokens are not trained.
     """
-    neutral = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-    for field, value in neutral.items():
+    for field, value in NEUTRAL.items():
         if getattr(params, field) != value:
             return field, None
     for field in ("structured_outputs", "logit_bias", "bad_words"):

@@ -184,6 +184,7 @@ class QueueClient:
         prompt = Prompt(
             request_id=request_id,
             episode_id=None if live is None else live.episode_id,
+            group_id=None if live is None else live.episode.group_id,
             prompt_token_ids=ids,
             sampling=sampling,
             reply=reply,

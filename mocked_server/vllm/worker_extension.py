@@ -1,4 +1,4 @@
-"""Runs inside the engine's worker process: loads published weights in place.
+"""Runs inside the engine's worker process: loads published weights in place, prepares it for adapters.
 
 Named to vLLM as `--worker-extension-cls`; `VLLMEngine.load_weights` calls it by `collective_rpc` while generation is
 paused, so no token is ever sampled from half-loaded weights. Imports of vLLM stay inside: the server process only needs
@@ -18,6 +18,15 @@ class WorkerExtension:
         worker: Any = self
         worker.reload_weights(weights_path=folder)
         repack_tied_head(worker.model_runner.get_model())
+
+    def prepare_adapters(self) -> None:
+        """Called before the first adapter is loaded."""
+        from vllm.platforms import current_platform
+
+        from mocked_server.vllm import cpu_adapters
+
+        if current_platform.is_cpu():
+            cpu_adapters.install()
 
 
 def repack_tied_head(model: Any) -> None:

@@ -27,7 +27,7 @@ from buffers.records import Task
 from buffers.tasks.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
 from learner.recovery.restart_limit import RestartLimit
-from learner.recovery.restarts import restart_engine_when_dead, start_engine
+from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.generation import Generation
 from mocked_server.keys import KeyRing, make_secret
 from mocked_server.server import MockedServer
@@ -74,9 +74,7 @@ async def _serve(channel: Channel, *, model: Path, folder: Path) -> None:
                 started = [
                     loops.create_task(server.wait(), name="serve"),
                     loops.create_task(generation.run(), name="generate"),
-                    loops.create_task(
-                        restart_engine_when_dead(engine, restart_limit=restart_limit), name="keep the engine"
-                    ),
+                    loops.create_task(engine.run(), name="keep the engine"),
                 ]
                 asked = asyncio.create_task(stop.wait())
                 await asyncio.wait({asked, *started}, return_when=asyncio.FIRST_COMPLETED)
@@ -103,13 +101,15 @@ def _first_cause(error: BaseException) -> str:
 @asynccontextmanager
 async def _parts(
     model: Path, *, folder: Path, restart_limit: RestartLimit
-) -> AsyncIterator[tuple[VLLMEngine, MockedServer, Generation]]:
+) -> AsyncIterator[tuple[EngineFleet, MockedServer, Generation]]:
     """As `learner.pipeline` puts them together."""
     settings = EngineSettings(model_path=model, served_name="policy", dtype="float32", rollout=ROLLOUT, server=SERVER)
     args = make_args(settings)
     vllm_config = make_vllm_config(args)
-    engine = VLLMEngine(vllm_config)
-    await start_engine(engine, restart_limit=restart_limit)
+    engine = EngineFleet(
+        [VLLMEngine(vllm_config)], record_death=lambda name, error: restart_limit.record("engine", error, name=name)
+    )
+    await engine.start()
     ledger = Ledger(folder / "ledger.sqlite", resume_episodes=True)
     pool = TaskPool(
         ledger, group_size=1, groups_per_step=1, max_policy_lag=None, max_running=1024, deadline_s=DEADLINE_S,

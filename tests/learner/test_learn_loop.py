@@ -21,6 +21,7 @@ from buffers.tasks.task_pool import TaskPool
 from configs.load import load_config
 from configs.schema import BufferConfig, CheckpointsConfig, RunConfig, WarmStartConfig
 from learner.checkpoints.store import Checkpoint, CheckpointError, CheckpointStore
+from learner.checkpoints.weight_shards import Published
 from learner.checkpoints.weight_sync import WeightSync
 from learner.learn_loop import LearnLoop, Outputs, Schedule
 from learner.recovery.learner_processes import LearnerProcesses
@@ -33,8 +34,14 @@ from learner.training.ranks import RankDied, RankFailed
 from learner.validation import Validation
 from mocked_server.generation import GenerationStats
 from tests.support.buffer_parts import make_ready, make_round, make_task
+from tests.support.weights.made_versions import written
 
 STEP = {"policy/lag_max": 0.0}
+
+
+def version_of(folder: Path) -> int:
+    """Of a version's folder."""
+    return int(folder.name.removeprefix(".").split("-")[1])
 
 
 @dataclass
@@ -72,9 +79,10 @@ class FakeRanks:
         self.told.append(("train", version, batch.group_ids))
         return dict(STEP)
 
-    async def publish(self, path: Path) -> None:
+    async def publish(self, folder: Path, *, base: str | None) -> list[Published]:
         self._maybe_die("publish")
-        self.told.append(("publish", path.parent.name.rpartition("-")[0]))
+        self.told.append(("publish", f"version-{version_of(folder)}"))
+        return [Published(shard=written(folder), changed_share=None, description=None)]
 
     async def save(self, folder: Path) -> None:
         self._maybe_die("save")
@@ -97,9 +105,10 @@ class FakeEngine:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    async def load_weights(self, folder: Path, *, version: int) -> None:
-        assert folder.name.startswith(f"version-{version}-")
+    async def load_weights(self, folder: Path, *, version: int) -> float:
+        assert version_of(folder) == version and (folder / "model.safetensors").is_file()
         self.calls.append(f"load {version}")
+        return 0.0
 
     async def sleep(self) -> None:
         self.calls.append("sleep")
@@ -181,7 +190,7 @@ async def learning(
         yield Setup(loop, ranks, ledger, pool, store, engine)
     pool.close()
     await running
-    weights.close()
+    await weights.close()
 
 
 async def until(true: Any) -> None:

@@ -56,8 +56,14 @@ def values_of(annotation: Any) -> list[Any]:
         kinds = [each for each in inner if each is not type(None)]
         if len(kinds) < len(inner):
             return [NULL, *(values_of(kinds[0]) or [SET])]
-        return [NAMES[get_origin(each) or each] for each in kinds]
+        return [value for each in kinds for value in (values_of(each) or [_name_of(each)])]
     return []
+
+
+def _name_of(annotation: Any) -> str:
+    """A type's own name, without its rules."""
+    plain = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+    return NAMES[get_origin(plain) or plain]
 
 
 def enumerated() -> list[tuple[str, Any]]:

@@ -99,8 +99,8 @@ def _replay(folder: Path, settings: str, own: str) -> Replayed:
                 batch, _ = with_overlong_penalty(batch, max_tokens=config["rollout.max_tokens"])
             metrics.append(trainer.train_step(batch, version=version))
         with tempfile.TemporaryDirectory() as scratch:
-            trainer.publish(Path(scratch) / "weights.safetensors")
-            weights = load_file(Path(scratch) / "weights.safetensors")
+            trainer.save_pretrained(Path(scratch) / "model")
+            weights = load_file(Path(scratch) / "model" / "model.safetensors")
     finally:
         trainer.close()
     return Replayed(weights, passes=len(passes), metrics=metrics)

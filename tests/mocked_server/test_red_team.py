@@ -30,7 +30,6 @@ from buffers.records import Task
 from buffers.tasks.parquet import write_tasks
 from configs.schema import RolloutConfig
 from learner.recovery.restart_limit import RestartLimit
-from learner.recovery.restarts import restart_engine_when_dead
 from mocked_server.conversation.live_episodes import MAX_KEPT_BYTES
 from mocked_server.keys import KeyRing
 from mocked_server.vllm.sampling_limits import MAX_OPTIONS
@@ -339,14 +338,15 @@ def test_a_request_that_deafens_every_engine_is_found_and_its_episode_ended_whil
 ):
     """What would reach the engine if nothing were checked before: its input thread ends, and its process lives."""
     engine, rules = rollout.engine, real.server._client._rules
+    fleet, restart_limit = real.engine, RestartLimit()
     blamed: list[str] = []
     monkeypatch.setattr(rules, "_check_types", lambda _: None)
     monkeypatch.setattr(rules, "_check_values", lambda _: None)
     monkeypatch.setattr("mocked_server.vllm.sampling_rules.seed_of", lambda _, seed: seed)
     monkeypatch.setattr(engine._silence, "timeout_s", 2.0)
     monkeypatch.setattr(real.generation, "_blame", blamed.append)
-    restart_limit = RestartLimit()
-    keeping = real.submit(restart_engine_when_dead(engine, restart_limit=restart_limit))
+    monkeypatch.setattr(fleet, "_record_death", lambda name, error: restart_limit.record("engine", error, name=name))
+    keeping = real.submit(fleet.run())
     episode_id, client = real.lease()
     try:
         with witness(real, tiny_model):
@@ -355,7 +355,7 @@ def test_a_request_that_deafens_every_engine_is_found_and_its_episode_ended_whil
             answer = post(real, client, GENERATE, poison, patience_s=200)
     finally:
         keeping.cancel()
-        engine.is_supervised = False
+        fleet.is_supervised = False
     assert answer.status_code == 400 and "the engine died while it answered this request alone" in answer.text
     assert blamed == [episode_id]
     assert restart_limit.figures() == {"restarts/engine": 3.0}

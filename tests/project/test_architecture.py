@@ -37,6 +37,7 @@ STANDS_ALONE = "agents/examples/"
 OWNERS = {
     "vllm": {"mocked_server/vllm/*.py", "mocked_server/check/vllm_*.py", "agents/loops/vllm_*.py"},
     "fastapi": {"mocked_server/http/routes.py"},
+    "prometheus_client": {"mocked_server/http/prometheus_text.py"},
     "uvicorn": {"mocked_server/server.py", "mocked_server/http/uvicorn_server.py"},
     "pyarrow": {"buffers/tasks/parquet.py", "buffers/ledger/tools/export.py"},
     "sqlite3": {"buffers/ledger/*.py"},
@@ -46,7 +47,9 @@ OWNERS = {
         "learner/startup/ray_cluster.py",
         "agents/workers/manager.py",
         "buffers/remote/ray_actor.py",
+        "mocked_server/vllm/hosted/ray_host.py",
     },
+    "zmq": {"buffers/wire/*.py"},
     "peft": {"learner/model/lora.py"},
     "matplotlib": {"learner/reporting/summary.py"},
     "tensorboard": {"learner/reporting/tracker.py"},

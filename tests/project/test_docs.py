@@ -22,6 +22,8 @@ from configs.schema import Config
 from learner.cli import COMMANDS
 from learner.new_project import FILES
 from learner.reporting.run_metrics import History
+from mocked_server.fleet.engine_rates import EngineRates, metrics_of
+from tests.mocked_server.fleet.scripted_figures import figures
 
 ROOT = Path(__file__).parents[2]
 ROOT_DOCS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
@@ -31,10 +33,12 @@ FOLDERS = ["agents", "benchmarks", "buffers", "configs", "env_adapters", "learne
 OTHER_DOTTED = {"env.log", "server.key", "rollout.n"}
 """Not configuration keys, whatever they look like; nor are our modules, such as `learner.run`. `rollout.n` is verl's."""
 METRIC_GROUPS = (
-    "agent_loop|batch|critic|generation|learner|ledger|policy|pool|reward|staleness|throughput|time|tracker|val|"
+    "agent_loop|batch|critic|engine|generation|learner|ledger|policy|pool|publish|reward|staleness|throughput|time|tracker|val|"
     "warm_start"
 )
-METRIC_SOURCES = ["learner/**/*.py", "buffers/tasks/task_pool.py", "agents/workers/episode_timing.py"]
+METRIC_SOURCES = [
+    "learner/**/*.py", "buffers/tasks/task_pool.py", "agents/workers/episode_timing.py", "mocked_server/fleet/engine_rates.py",
+]  # fmt: skip
 COMPOSED = {"warm_start/first_loss", "warm_start/last_loss", "warm_start/seconds"} | {
     f"pool/{reason}" for reason in ("scored", "failed", "closed")
 }
@@ -230,6 +234,13 @@ def test_every_figure_of_agent_loops_is_explained():
     explained = re.findall(r"`agent_loop/(\w+)/(?:mean|total)`", text("docs/metrics.md"))
     written = {field.name for field in dataclasses.fields(Figures)}
     assert written == set(explained) - {"slowest"}
+
+
+def test_every_figure_of_an_engine_is_explained():
+    explained = re.findall(r"`engine/e0/(\w+)`", text("docs/metrics.md"))
+    engine = EngineRates(now=figures("e0"), tokens_per_s=0.0, cached_share=0.0)
+    written = {name.removeprefix("engine/e0/") for name in metrics_of([engine])} - {"engine/up"}
+    assert written == set(explained)
 
 
 def test_every_figure_of_the_summary_is_explained():

@@ -52,17 +52,31 @@ def test_what_the_engine_was_generating_when_it_died_is_generated_again(mortal) 
     assert len(mortal.engine.prompts) > 1
 
 
-def test_an_answer_that_was_told_in_part_fails_and_the_next_request_is_served(mortal) -> None:
-    episode, client = mortal.lease()
+def stream_over_a_death(mortal, client, **more):
+    """The engine dies after the first token of an answer has left, and comes back."""
     mortal.engine.answer = lambda _: mortal.ids("The exit is north.")
     mortal.engine.gate.clear()
-    stream = client.with_options(max_retries=0).chat.completions.create(**BODY, stream=True)
-    next(iter(stream))
+    stream = client.with_options(max_retries=0).chat.completions.create(**BODY, **more, stream=True)
+    first = next(iter(stream))
     mortal.engine.dies = True
     mortal.engine.gate.set()
     threading.Timer(0.3, setattr, (mortal.engine, "dies", False)).start()
+    return [first, *stream]
+
+
+def test_an_answer_that_was_told_in_part_goes_on_without_a_break(mortal) -> None:
+    episode, client = mortal.lease()
+    chunks = stream_over_a_death(mortal, client)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "The exit is north."
+    assert rounds(mortal, episode) == ["stop"] and mortal.generation.stats.continued >= 1
+    (stored,) = mortal.stored(episode)
+    assert stored.sampled_ids.tolist() == mortal.ids("The exit is north.")
+
+
+def test_an_answer_whose_sampling_has_a_state_fails_when_it_was_told_in_part(mortal) -> None:
+    episode, client = mortal.lease()
     with pytest.raises(openai.APIError):
-        list(stream)
+        stream_over_a_death(mortal, client, frequency_penalty=0.5)
     assert client.chat.completions.create(**BODY).choices[0].message.content == "The exit is north."
     assert rounds(mortal, episode) == ["abort", "stop"]
 

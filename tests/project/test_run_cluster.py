@@ -15,6 +15,7 @@ import ray
 from buffers.ledger.schema import read_database
 from buffers.ledger.tools.doctor import findings
 from buffers.remote.ray_actor import NAMESPACE, find_actor
+from buffers.wire.address import Way, WireAddress, is_loopback
 from mocked_server.keys import make_secret
 from tests.project.test_resume import SMALL, books_balance
 from tests.support.remote_parts import Nodes, two_nodes
@@ -110,3 +111,17 @@ def test_a_node_that_is_not_there_ends_the_run_with_one_line(
     assert "Traceback" not in output
     assert_nothing_left(run)
     assert_nothing_left_in(nodes)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("trusted", "way"), [("false", Way.ENCRYPTED), ("true", Way.SIGNED)])
+def test_what_crosses_a_trusted_network_is_signed_only(
+    nodes: Nodes, knobs: tuple[str, ...], tmp_path: Path, trusted: str, way: Way
+) -> None:
+    run = start(tmp_path, "run.steps=2", f"run.trusted_network={trusted}", *knobs)
+    run.wait_for_step(1)
+    found = find_actor(run.folder / "ledger.sqlite", node_id=nodes.disk).where().address
+    (host,) = {node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == nodes.disk}
+    assert WireAddress.parse(found).way is (Way.LOCAL if is_loopback(host) else way)
+    code, output = run.wait(240)
+    assert code == 0, output

@@ -8,67 +8,73 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from buffers.remote.host import AnswerLost, EventPage, Job, LedgerAddress, LedgerHost
+from buffers.remote.host import LedgerAddress, LedgerHost
+from buffers.remote.messages import EventPage
 from buffers.remote.remote_ledger import RemoteLedger
 
 SECRET = b"s" * 32
 
 
 class Nearby:
-    """Stands in for `ActorHandle`: the host is in this process, on an event loop of its own."""
+    """Stands in for `ActorHandle`: the host is in this process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self.host = LedgerHost(path, secret=SECRET, host="127.0.0.1")
-        self.run(self.host.open())
+        self._present = threading.RLock()
+        """Held while the host is replaced."""
         self.dies_after_next = False
         """The next operations are stored, and the process dies before it can say so."""
         self.on_events: Callable[[EventPage], None] = lambda page: None
-        self.before_answer: Callable[[], None] = lambda: None
+        self.before_answer: Callable[[], object] | None = None
+        self._helpers: list[threading.Thread] = []
+        self._begin(LedgerHost(path, secret=SECRET, host="127.0.0.1"))
 
-    def run(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+    def _begin(self, host: LedgerHost) -> None:
+        asyncio.run(host.open())
+        self.host = host
+        self.server = host._server
+        self._answer, self._page = self.server._answer, self.server._page
+        self.server._answer, self.server._page = self._answering, self._paging
 
-    def start_again(self) -> None:
-        self.run(self.host.close())
-        self.host = LedgerHost(self._path, secret=SECRET, host="127.0.0.1", again=True)
-
-    def where(self) -> LedgerAddress:
-        return self.run(self.host.where())
-
-    def apply(
-        self, jobs: list[Job], *, caller: str, number: int, while_waiting: Callable[[], None]
-    ) -> tuple[list[Any], dict[str, Any]]:
-        answer = asyncio.run_coroutine_threadsafe(self.host.apply(jobs, caller=caller, number=number), self._loop)
-        while True:
-            try:
-                outcomes = answer.result(0.1)
-                break
-            except TimeoutError:
-                while_waiting()
-        self.before_answer()
-        if self.dies_after_next:
+    def _answering(self, peer: Any, number: int, answer: Any) -> None:
+        """In the thread of the host's listener, which must not wait."""
+        asks_operations = answer.func.__name__ == "_answered"
+        if asks_operations and self.dies_after_next:
             self.dies_after_next = False
-            self.start_again()
-            raise AnswerLost("died")
-        return outcomes
+            self._aside(self.start_again)
+        elif asks_operations and self.before_answer is not None:
+            before, server, send = self.before_answer, self.server, self._answer
+            self._aside(lambda: (before(), server._listener.call(lambda: send(peer, number, answer))))
+        else:
+            self._answer(peer, number, answer)
 
-    def events(self, cursor: tuple[str, int], *, wait_s: float) -> EventPage:
-        page = self.run(self.host.events(cursor, wait_s=wait_s))
+    def _paging(self, cursor: tuple[str, int]) -> EventPage:
+        page = self._page(cursor)
         self.on_events(page)
         return page
 
-    def forget(self, caller: str) -> None:
-        self.run(self.host.forget(caller))
+    def _aside(self, work: Callable[[], object]) -> None:
+        self._helpers.append(threading.Thread(target=work))
+        self._helpers[-1].start()
+
+    def start_again(self) -> None:
+        with self._present:
+            asyncio.run(self.host.close())
+            self._begin(LedgerHost(self._path, secret=SECRET, host="127.0.0.1", again=True))
+
+    def cut_all(self) -> None:
+        """End all connections, as a network does."""
+        listener = self.server._listener
+        listener.call(lambda: [listener.end(peer, "cut") for peer in list(listener._peers.values())])
+
+    def where(self) -> LedgerAddress:
+        with self._present:
+            return asyncio.run(self.host.where())
 
     def end(self) -> None:
-        self.run(self.host.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        for helper in self._helpers:
+            helper.join()
+        asyncio.run(self.host.close())
 
 
 def open_nearby(path: Path) -> RemoteLedger:

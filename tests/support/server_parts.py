@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,12 +13,13 @@ import httpx
 import numpy as np
 from openai import OpenAI
 
-from buffers.errors import EngineError
 from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import Round, Task
 from buffers.tasks.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
+from mocked_server.fleet.engine_fleet import EngineFleet
+from mocked_server.fleet.member import EngineLost, Sampled
 from mocked_server.generation import Generation
 from mocked_server.keys import KeyRing
 from mocked_server.server import MockedServer
@@ -37,7 +38,8 @@ class ScriptedEngine:
     def __init__(self, answer: Callable[[list[int]], list[int]], *, decode: Callable[[list[int]], str]) -> None:
         self.answer = answer
         self._decode = decode
-        self.version = self.life = 0
+        self.version = 0
+        self.num_deaths = 0
         self.gate = threading.Event()
         self.gate.set()
         self.dies = False
@@ -47,25 +49,33 @@ class ScriptedEngine:
         self.params: list[Any] = []
 
     async def generate(
-        self, prompt_token_ids: list[int], params: Any, *, request_id: str, **_: Any
+        self, prompt_token_ids: list[int], params: Any, *, request_id: str, sampled: Sequence[Sampled] = (), **_: Any
     ) -> AsyncGenerator[Any, None]:
         from vllm.sampling_params import RequestOutputKind
 
         self.prompts.append(prompt_token_ids)
         self.params.append(params)
         if self.dies:
-            raise EngineError("the engine died while it answered")
+            raise self._lost()
         ids = self.answer(prompt_token_ids)[: params.max_tokens]
+        done = len(sampled[0].token_ids) if sampled else 0
         if params.output_kind == RequestOutputKind.FINAL_ONLY:
             await self._gate()
             yield self._output(request_id, ids, 0, finished=True, n=params.n)
             return
-        for i in range(len(ids)):
+        for i in range(done, len(ids)):
             if i == 1:
                 await self._gate()
                 if self.dies:
-                    raise EngineError("the engine died while it answered")
+                    raise self._lost()
             yield self._output(request_id, ids[i : i + 1], i, finished=i == len(ids) - 1, n=params.n)
+
+    def _lost(self) -> EngineLost:
+        self.num_deaths += 1
+        return EngineLost("the engine died while it answered", life=self.num_deaths)
+
+    def forget(self, episode_id: str) -> None:
+        """It keeps nothing of an episode."""
 
     async def wait_restarted(self) -> bool:
         """It may die and come back (`dies` is False again); without `revives`, it does not."""
@@ -90,7 +100,7 @@ class ScriptedEngine:
                 logprobs=[{i: Logprob(LOGPROB)} for i in ids],
                 finish_reason="stop" if finished else None,
                 stop_reason=self.stop if finished and self.stop else None,
-                weight_versions=[WeightVersionSpan(str(self.version), 0, start + len(ids))] if finished else None,
+                weight_versions=[WeightVersionSpan(str(self.version), 0, start + len(ids))],
             )
             for index in range(n)
         ]
@@ -153,7 +163,7 @@ class ServerThread:
         tokenizer = self.server._client.renderer.get_tokenizer()
         self.tokenizer = tokenizer
         decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)  # noqa: E731
-        self.engine = engine or ScriptedEngine(lambda _: self.ids("ok"), decode=decode)
+        self.engine = EngineFleet([engine]) if engine else ScriptedEngine(lambda _: self.ids("ok"), decode=decode)
         self.generation = Generation(self.engine, queue=self.server.prompt_queue, rounds=self.ledger)
         self.server.on_ended = self.generation.forget
         self._resume()

@@ -105,6 +105,32 @@ async def test_at_most_max_running_episodes_run() -> None:
         assert (await setup.lease()).episode_id == "3-0-0"
 
 
+async def test_the_number_of_slots_changes_while_the_pool_runs() -> None:
+    async with running_pool(max_running=1) as setup:
+        await setup.pool.put([make_task(number) for number in range(6)])
+        first = await setup.lease()
+        waiting = asyncio.create_task(setup.lease())
+        assert await setup.pool.lease(wait_s=SHORT_S) is None
+        setup.pool.max_running = 3  # the one who waits is woken
+        second, third = await waiting, await setup.lease()
+        assert setup.pool.metrics()["pool/slots"] == 3 and setup.pool.metrics()["pool/running"] == 3
+        setup.pool.max_running = 1  # all three are played to their ends
+        for episode in (first, second):
+            await setup.play(episode)
+            assert await setup.pool.lease(wait_s=SHORT_S) is None
+        await setup.play(third)
+        assert (await setup.lease()).episode_id == "4-0-0"
+        assert await setup.pool.lease(wait_s=SHORT_S) is None
+        assert [reason for _, reason in setup.closed] == ["scored"] * 3
+
+
+@pytest.mark.parametrize("number", [0, -1])
+async def test_a_pool_has_a_slot_at_least(number: int) -> None:
+    async with running_pool() as setup:
+        with pytest.raises(ValueError, match=f"max_running must be >= 1, got {number}"):
+            setup.pool.max_running = number
+
+
 async def test_no_group_opens_beyond_the_staleness_capacity() -> None:
     async with running_pool(groups_per_step=2, max_policy_lag=1, max_running=100) as setup:
         await setup.pool.put([make_task(number) for number in range(10)])
@@ -350,6 +376,7 @@ async def test_metrics_count_slots_by_what_became_of_them() -> None:
         await setup.pool.fail(second.episode_id, "lost")
         assert setup.pool.metrics() == {
             "pool/started": 3,
+            "pool/slots": 8,
             "pool/running": 1,
             "pool/agents_waiting": 0,
             "pool/scored": 1,

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import ray
 import torch
-from safetensors.torch import load_file
 
 from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
 from learner.training.ranks import LearnerRanks, RankFailed
 from learner.training.trainer import Trainer
 from tests.support.learner_parts import make_model, make_trainer, walks
+from tests.support.weights.published_weights import published, published_by
 
 KNOBS: dict[str, Any] = {
     "lr": 1e-3, "critic": "separate", "critic_lr": 2e-3, "lr_warmup_steps": 3, "token_budget": 100,
@@ -53,17 +53,12 @@ def without_clocks(figures: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{name: value for name, value in step.items() if name not in CLOCKS} for step in figures]
 
 
-def published(trainer: Trainer, path: Path) -> dict[str, torch.Tensor]:
-    trainer.publish(path)
-    return load_file(path)
-
-
 def test_training_goes_on_bit_for_bit_in_a_new_trainer(model: Path, tmp_path: Path) -> None:
     first = make_trainer(model, **KNOBS)
     trained(first, start=0, end=2)
     first.save(tmp_path / "two")
     after = trained(first, start=2, end=4)  # saving changes nothing
-    wanted = published(first, tmp_path / "wanted.safetensors")
+    wanted = published(first)
     first.close()
     second = make_trainer(model, **KNOBS)
     torch.rand(5)  # another random state
@@ -71,7 +66,7 @@ def test_training_goes_on_bit_for_bit_in_a_new_trainer(model: Path, tmp_path: Pa
     again = trained(second, start=2, end=4)
     assert without_clocks(again) == without_clocks(after)
     assert again[0]["policy/checked_share"] == 1.0  # the older version's weights came along
-    found = published(second, tmp_path / "found.safetensors")
+    found = published(second)
     second.close()
     assert wanted.keys() == found.keys()
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
@@ -101,10 +96,10 @@ def test_a_checkpoint_of_other_parts_is_refused_before_any_change(
     saver.save(tmp_path / "shared")
     saver.close()
     loader = make_trainer(model, **knobs)
-    before = published(loader, tmp_path / "before.safetensors")
+    before = published(loader)
     with pytest.raises(ValueError, match=words):
         loader.load(tmp_path / "shared")
-    after = published(loader, tmp_path / "after.safetensors")
+    after = published(loader)
     loader.close()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -126,15 +121,14 @@ async def test_four_steps_are_two_steps_and_two_more_in_new_processes(model: Pat
         if version == 2:
             await first.save(tmp_path / "two")
         await first.train_step(batch, version=version)
-    await first.publish(tmp_path / "wanted.safetensors")
+    wanted = await published_by(first)
     await first.close()
     second = await _ranks(model, num=num)
     await second.load(tmp_path / "two")
     for version, batch in list(enumerate(batches()))[2:]:
         await second.train_step(batch, version=version)
-    await second.publish(tmp_path / "found.safetensors")
+    found = await published_by(second)
     await second.close()
-    wanted, found = load_file(tmp_path / "wanted.safetensors"), load_file(tmp_path / "found.safetensors")
     assert wanted.keys() == found.keys()
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
@@ -145,12 +139,11 @@ async def test_two_ranks_go_on_from_what_one_saved_and_a_damaged_folder_is_refus
     single = make_trainer(model, **KNOBS)
     trained(single, start=0, end=2)
     single.save(tmp_path / "one")
-    wanted = published(single, tmp_path / "wanted.safetensors")
+    wanted = published(single)
     single.close()
     two = await _ranks(model, num=2)
     await two.load(tmp_path / "one")
-    await two.publish(tmp_path / "found.safetensors")
-    found = load_file(tmp_path / "found.safetensors")
+    found = await published_by(two)
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
     (tmp_path / "one" / "__0_0.distcp").unlink()
     with pytest.raises(RankFailed, match="failed in load"):

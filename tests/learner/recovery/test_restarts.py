@@ -1,5 +1,5 @@
-"""Rules of learner/recovery/restarts.py and learner/recovery/restart_limit.py, with an engine that only dies and
-environments that are killed early."""
+"""Rules of learner/recovery/restarts.py and learner/recovery/restart_limit.py, with environments that are
+killed early."""
 
 from __future__ import annotations
 
@@ -9,52 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from buffers.errors import EngineDied, EngineError, EnvError
+from buffers.errors import EngineError, EnvError
 from env_adapters.child_process import start_environment
 from learner.recovery.restart_limit import MAX_IN_A_ROW, RestartLimit
-from learner.recovery.restarts import Environment, restart_engine, start_engine
+from learner.recovery.restarts import Environment
 
 
-class Mortal:
-    """Its first starts fail, with these errors."""
-
-    def __init__(self, *errors: EngineError) -> None:
-        self.errors = list(errors)
-        self.starts = 0
-        self.is_supervised = False
-
-    async def start(self) -> None:
-        self.starts += 1
-        if self.errors:
-            raise self.errors.pop(0)
-
-    restart = start
-
-    async def until_dead(self) -> None:
-        """It is dead."""
-
-
-async def test_an_engine_that_dies_while_it_starts_is_started_again() -> None:
-    engine, restart_limit = Mortal(EngineDied("killed"), EngineDied("killed")), RestartLimit()
-    await start_engine(engine, restart_limit=restart_limit)
-    assert engine.starts == 3 and restart_limit.figures() == {"restarts/engine": 2.0}
-
-
-async def test_an_engine_that_cannot_start_is_not_tried_again() -> None:
-    engine = Mortal(EngineError("no such model"))
-    with pytest.raises(EngineError, match="no such model"):
-        await start_engine(engine, restart_limit=RestartLimit())
-    assert engine.starts == 1
-
-
-async def test_an_engine_that_keeps_dying_ends_it_with_its_error_and_a_step_forgives() -> None:
+def test_what_keeps_dying_ends_it_with_its_error_each_engine_by_itself_and_a_step_forgives() -> None:
     restart_limit = RestartLimit()
     for _ in range(MAX_IN_A_ROW):
-        await restart_engine(Mortal(), restart_limit=restart_limit)
-    with pytest.raises(EngineError, match="the engine process died"):
-        await restart_engine(Mortal(), restart_limit=restart_limit)
+        restart_limit.record("engine", EngineError("gone"), name="e0")
+    restart_limit.record("engine", EngineError("gone"), name="e1")
+    with pytest.raises(EngineError, match="gone"):
+        restart_limit.record("engine", EngineError("gone"), name="e0")
     restart_limit.reset()
-    await restart_engine(Mortal(EngineError("again")), restart_limit=restart_limit)
+    restart_limit.record("engine", EngineError("again"), name="e0")
     assert restart_limit.figures() == {"restarts/engine": MAX_IN_A_ROW + 2.0}
 
 

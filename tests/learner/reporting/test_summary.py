@@ -175,6 +175,16 @@ def test_the_panel_shows_progress_reward_staleness_speed_and_queues() -> None:
     assert "▁▂▂▂" in text and "█" in text
 
 
+def test_the_panel_has_a_line_for_each_engine() -> None:
+    display = Display(80, console=Console(file=io.StringIO(), width=100), clock=Clock())
+    display.engines(["e0   12 running  KV 45%", "e1  down"])
+    console = Console(file=io.StringIO(), width=100)
+    console.print(display.render())
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    (first,) = [number for number, line in enumerate(lines) if "engines" in line]
+    assert "e0   12 running  KV 45%" in lines[first] and "e1  down" in lines[first + 1]
+
+
 def test_on_a_terminal_the_panel_is_live_and_finished_phases_stay_above_it() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100, height=20)

@@ -10,7 +10,8 @@ import pytest
 
 from buffers.records import Episode
 from configs.load import load_config
-from learner.startup.run_buffers import open_run_buffers
+from learner.startup import run_buffers
+from learner.startup.run_buffers import most_running, open_run_buffers
 from tests.support.buffer_parts import make_round, make_task
 
 KEYS = ("agents.max_attempts=1", "buffer.group_size=3", "buffer.groups_per_step=1", "buffer.max_policy_lag=0")
@@ -46,3 +47,28 @@ async def test_a_group_goes_on_without_a_member_where_fewest_members_allows_it(
         assert buffers.ledger.counts()["groups/evicted"] == (0 if rows else 1)
         buffers.pool.close()
         await running
+
+
+AUTO = ("agents.concurrency=auto", "buffer.group_size=3", "buffer.groups_per_step=5", "buffer.max_policy_lag=1")
+
+
+@pytest.mark.parametrize(
+    ("keys", "evaluates", "most"),
+    [
+        (("agents.concurrency=7",), False, 7),
+        (("agents.concurrency=7",), True, 7),
+        (AUTO, False, 30),
+        ((*AUTO, "buffer.max_policy_lag=0"), False, 15),
+        ((*AUTO, "learner.recipe=remax"), False, 40),
+        (AUTO, True, 256),
+        ((*AUTO, "agents.processes=0"), False, 16),
+        ((*AUTO, "agents.processes=0"), True, 16),
+        ((*AUTO, "agents.processes=0", "buffer.groups_per_step=1"), False, 6),
+        ((*AUTO, "agents.processes=0", "agents.command=[]", "data.scorer=letters"), False, 30),
+    ],
+)
+def test_auto_ends_where_no_more_episodes_could_start(
+    keys: tuple[str, ...], evaluates: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_buffers.os, "sched_getaffinity", lambda _: {0, 1})
+    assert most_running(load_config(overrides=keys), evaluates=evaluates) == most

@@ -39,10 +39,10 @@ def learn(model: Path, tmp_path: Path) -> Learn:
             for version, batch in enumerate(batches):
                 last.clear()
                 last.update(learner.train_step(batch, version=version))
-            learner.publish(tmp_path / "weights.safetensors")
+            learner.save_pretrained(tmp_path / "model")
         finally:
             learner.close()
-        return load_file(tmp_path / "weights.safetensors")
+        return load_file(tmp_path / "model" / "model.safetensors")
 
     weights_after.last = last  # type: ignore[attr-defined]
     return weights_after

@@ -20,6 +20,7 @@ from learner.algorithms.objectives import LOSSES
 from learner.model import policy
 from learner.training.trainer import Trainer
 from tests.support.learner_parts import assert_same_weights, make_model, make_row, make_trainer, walks
+from tests.support.weights.published_weights import published
 
 MakeTrainer = Callable[..., Trainer]
 
@@ -42,11 +43,6 @@ def trainer(model: Path) -> Iterator[MakeTrainer]:
 
     yield make
     made[-1].close()
-
-
-def _published(trainer: Trainer, folder: Path) -> dict[str, torch.Tensor]:
-    trainer.publish(folder / "weights.safetensors")
-    return load_file(folder / "weights.safetensors")
 
 
 def _sampled_by(weights: Path, batch: TrainBatch, *, version: int, temperature: float = 1.0) -> TrainBatch:
@@ -97,14 +93,14 @@ def test_older_tokens_are_checked_under_the_version_that_sampled_them(
     learner.train_step(walks(), version=0)
     learner.save_pretrained(tmp_path / "v1")
     old, new = _sampled_by(model, walks(seed=1), version=0), _sampled_by(tmp_path / "v1", walks(seed=2), version=1)
-    before = _published(learner, tmp_path)
+    before = published(learner)
     mixed = TrainBatch(rows=[*old.rows, *new.rows])
     metrics = learner.train_step(mixed, version=1)
     assert metrics["policy/max_logprob_diff"] < 1e-5
     assert metrics["policy/checked_share"] == 1.0
     assert metrics["policy/lag_max"] == 1.0
     assert metrics["policy/is_weight_max"] > 1.01  # the weights did change between the versions
-    assert not torch.equal(before["model.norm.weight"], _published(learner, tmp_path)["model.norm.weight"])
+    assert not torch.equal(before["model.norm.weight"], published(learner)["model.norm.weight"])
     # two steps on, version 0 is beyond keep_versions=2: neither checked nor trained, and said so
     later = learner.train_step(mixed, version=2)
     share = new.num_trained_tokens / mixed.num_trained_tokens
@@ -122,7 +118,7 @@ def test_fresh_tail_of_an_old_episode_trains_as_if_its_old_tokens_were_context(
     for batch in (old_rounds, context):
         learner = trainer(advantage="grpo", lr=1e-3, lr_warmup_steps=0, keep_versions=1)
         learner.train_step(batch, version=1)
-        weights.append(_published(learner, tmp_path))
+        weights.append(published(learner))
     assert_same_weights(*weights)
 
 
@@ -137,16 +133,16 @@ def _first_token(row: Row, *, version: int, mask: int) -> Row:
 def test_check_of_older_versions_leaves_the_present_weights(trainer: MakeTrainer, model: Path, tmp_path: Path) -> None:
     learner = trainer(lr=0.0, check_logprobs=True)
     learner.train_step(walks(), version=0)
-    before = _published(learner, tmp_path)
+    before = published(learner)
     learner.train_step(walks(version=0), version=1)
-    after = _published(learner, tmp_path)
+    after = published(learner)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_published_file_gives_the_learners_logits(trainer: MakeTrainer, model: Path, tmp_path: Path) -> None:
     learner = trainer(lr=1e-2, lr_warmup_steps=0)
     learner.train_step(walks(), version=0)
-    weights = _published(learner, tmp_path)
+    weights = published(learner)
     fresh = AutoModelForCausalLM.from_pretrained(model)
     missing, unexpected = fresh.load_state_dict(weights, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])  # tied to the embeddings
@@ -164,7 +160,7 @@ def test_saved_folder_loads_whole_and_replaces_the_one_before(
     learner.train_step(walks(), version=0)
     learner.save_pretrained(tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    for name, weight in _published(learner, tmp_path).items():
+    for name, weight in published(learner).items():
         assert torch.equal(loaded[name], weight)
     chat = [{"role": "user", "content": "Hi"}]
     texts = [
@@ -175,7 +171,7 @@ def test_saved_folder_loads_whole_and_replaces_the_one_before(
     head = load_file(tmp_path / "out" / "critic" / "value_head.safetensors")
     assert head["weight"].shape == (1, 128) and head["bias"].shape == (1,)
     assert float(head["weight"].abs().max()) > 0.0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "weights.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 def _bandit(*, tokens: tuple[int, int] = (7, 9)) -> TrainBatch:
@@ -323,11 +319,11 @@ def test_scores_of_any_size_teach_the_same(
     updates = []
     for size in (1.0, 0.01, 100.0):
         learner = trainer(advantage=advantage, lr=1e-3, lr_warmup_steps=0, check_logprobs=False, grad_clip=0.1)
-        start = _published(learner, tmp_path)
+        start = published(learner)
         for version, batch in enumerate(mixed):
             sized = [replace(row, score=size * row.score) for row in batch.rows]
             learner.train_step(replace(batch, rows=sized), version=version)
-        end = _published(learner, tmp_path)
+        end = published(learner)
         updates.append(torch.cat([(end[name] - start[name]).flatten() for name in end]))
     for other in updates[1:]:
         assert float((other - updates[0]).norm() / updates[0].norm()) < 0.02
@@ -348,9 +344,9 @@ def test_a_critic_learns_large_scores_as_fast_as_small_ones(trainer: MakeTrainer
 def test_a_batch_of_which_every_answer_was_cut_changes_nothing(trainer: MakeTrainer, tmp_path: Path) -> None:
     batch = replace(walks(), rows=[replace(row, truncated=(0,)) for row in walks().rows])
     learner = trainer(advantage="grpo", mask_truncated=True, kl={"coef": 0.1}, lr_warmup_steps=0)
-    before = _published(learner, tmp_path)
+    before = published(learner)
     assert learner.train_step(batch, version=0)["policy/truncated_share"] == 1.0
-    after = _published(learner, tmp_path)
+    after = published(learner)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -413,12 +409,12 @@ def test_cpo_learns_from_a_hint_where_all_failed(trainer: MakeTrainer, model: Pa
     hinted = replace(failed, rows=[replace(row, score=0.0, hint="<|im_end|>" * 3) for row in failed.rows])
     unhinted = replace(failed, rows=[replace(row, score=0.0) for row in failed.rows])
     learner = trainer(advantage="cpo", lr=1e-2, lr_warmup_steps=0)
-    before = _published(learner, tmp_path)
+    before = published(learner)
     metrics = learner.train_step(unhinted, version=0)
     assert (metrics["policy/grad_norm"], metrics["policy/hinted_share"]) == (0.0, 0.0), "without hints it is grpo"
     metrics = learner.train_step(hinted, version=1)
     assert metrics["policy/grad_norm"] > 0.0 and metrics["policy/hinted_share"] == 1.0
-    assert not torch.equal(before["model.norm.weight"], _published(learner, tmp_path)["model.norm.weight"])
+    assert not torch.equal(before["model.norm.weight"], published(learner)["model.norm.weight"])
 
 
 def test_grpo_builds_no_value_head_whatever_the_critic(trainer: MakeTrainer, tmp_path: Path) -> None:
@@ -436,7 +432,7 @@ def test_episode_of_two_equal_branches_trains_like_one(trainer: MakeTrainer, tmp
     for one in (batch, split):
         learner = trainer(lr=1e-3, minibatches=1, lr_warmup_steps=0)
         learner.train_step(one, version=0)
-        weights.append(_published(learner, tmp_path))
+        weights.append(published(learner))
     assert_same_weights(*weights)
 
 
@@ -445,7 +441,7 @@ def test_micro_batches_of_any_size_give_the_same_weights(trainer: MakeTrainer, t
     for budget in (8192, 40):
         learner = trainer(lr=1e-3, token_budget=budget, lr_warmup_steps=0)
         learner.train_step(walks(), version=0)
-        weights.append(_published(learner, tmp_path))
+        weights.append(published(learner))
     assert_same_weights(*weights)
 
 
@@ -458,7 +454,7 @@ def test_few_logits_at_once_give_the_same_weights(
         monkeypatch.setattr(policy, "LOGITS_AT_ONCE", limit)
         learner = trainer(lr=1e-3, lr_warmup_steps=0, entropy_coef=0.01)
         learner.train_step(walks(), version=0)
-        weights.append(_published(learner, tmp_path))
+        weights.append(published(learner))
     assert_same_weights(*weights)
 
 
@@ -477,7 +473,7 @@ def test_gradient_checkpointing_computes_layers_again_and_changes_no_number(
         seen: list[bool] = []
         learner._policy.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=seen: seen.append(True))
         learner.train_step(walks(), version=0)
-        weights.append(_published(learner, tmp_path))
+        weights.append(published(learner))
         passes.append(len(seen))
     assert passes == [2, 3]  # a pass without gradient, a pass with, and that one again
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -490,7 +486,7 @@ def test_bfloat16_computes_in_it_and_publishes_it(trainer: MakeTrainer, tmp_path
     metrics = learner.train_step(walks(), version=0)
     assert metrics["learner/skipped"] == 0.0
     assert set(computed) == {torch.bfloat16}
-    assert {weight.dtype for weight in _published(learner, tmp_path).values()} == {torch.bfloat16}
+    assert {weight.dtype for weight in published(learner).values()} == {torch.bfloat16}
 
 
 def test_updates_below_the_resolution_of_bfloat16_add_up(trainer: MakeTrainer) -> None:

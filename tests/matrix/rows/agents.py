@@ -19,7 +19,9 @@ def rows() -> list[Row]:
         Row("agents.processes", "0", "program", _processes(lambda found: len(found) >= 16)),
         Row("agents.processes", "2", "judged", _processes(lambda found: len(found) == 2)),
         Row("agents.processes", "2 loop workers", "loops", _workers),
-        Row("agents.concurrency", "", "program", _at_most_running(3)),
+        Row("agents.concurrency", "integer", "program", _at_most_running(3)),
+        Row("agents.concurrency", "auto", "auto-small", _follows_a_small_cache),
+        Row("agents.concurrency", "auto", "auto-large", _grows_into_a_large_cache),
         Row("agents.deadline_s", "", "deadline", _failed("deadline", least=2)),
         Row("agents.deadline_s", "in a generation", "deadline", _aborted),
         Row("agents.silence_s", "null", "judged", counted("SELECT count(*) FROM episode WHERE reason LIKE 'silent%'", 0)),
@@ -76,6 +78,18 @@ def _workers(ended: Ended) -> str:
 
 def _at_most_running(number: int) -> Effect:
     return metric("pool/running", lambda counts: 0 < max(counts) <= number)
+
+
+def _follows_a_small_cache(ended: Ended) -> str:
+    """With 32 slots the same run preempts 14 times; in blocks of 128 tokens its cache has 24."""
+    slots, preempted = ended.metric("pool/slots"), ended.metric("engine/e0/preemptions")[-1]
+    return expect(1 <= max(slots) <= 20 and preempted <= 7, f"slots {slots}, {preempted:g} preemptions")
+
+
+def _grows_into_a_large_cache(ended: Ended) -> str:
+    """It begins with 10: the cache holds so many episodes of 2,048 tokens."""
+    slots, preempted = ended.metric("pool/slots"), ended.metric("engine/e0/preemptions")[-1]
+    return expect(slots[-1] >= 13 and preempted == 0, f"slots {slots}, {preempted:g} preemptions")
 
 
 def _failed(reason: str, *, least: int) -> Effect:

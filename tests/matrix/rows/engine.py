@@ -19,6 +19,7 @@ def rows() -> list[Row]:
         Row("rollout.max_tokens", "", "batch", counted("SELECT max(num_sampled) FROM round", 5)),
         Row("rollout.max_model_len", "", "batch", _long_prompts_fail),
         Row("rollout.engine_timeout_s", "", "deaths", metric("restarts/engine", lambda counts: max(counts) == 1)),
+        Row("rollout.engines", "", "fleet", _engines_die_and_nothing_is_lost),
         Row("rollout.kv_cache_gb", "null", "batch", _cache(0.25, token_bytes=1024)),
         Row("rollout.kv_cache_gb", "set", "dapo", _cache(0.03, token_bytes=512)),
         Row("rollout.tensor_parallel", "", "tests/learner/placement/test_counted_gpus.py::test_each_rank_sees_its_own_card_and_ray_counts_it"),
@@ -32,8 +33,19 @@ def rows() -> list[Row]:
         Row("buffer.max_policy_lag", "0", "batch", always("staleness/max", 0)),
         Row("buffer.max_policy_lag", "2", lagged, metric("staleness/max", lambda lags: 1 <= max(lags) <= 2)),
         Row("buffer.node", "", "no-such-node", prints("error: buffer.node", "nowhere")),
+        Row("run.trusted_network", True, "tests/project/test_run_cluster.py::test_what_crosses_a_trusted_network_is_signed_only"),
+        Row("run.trusted_network", False, "tests/project/test_run_cluster.py::test_what_crosses_a_trusted_network_is_signed_only"),
         Row("buffer.node", "", "tests/project/test_run_cluster.py::test_a_run_goes_on_when_its_ledgers_process_dies_and_ends_it_in_the_end"),
     ]  # fmt: skip
+
+
+def _engines_die_and_nothing_is_lost(ended: Ended) -> str:
+    restarts, diff = max(ended.metric("restarts/engine")), max(ended.metric("policy/max_logprob_diff"))
+    failed = ended.sql("SELECT DISTINCT reason FROM episode WHERE state = 'failed'")
+    seen = (
+        f"{restarts:.0f} of three engines restarted, failed episodes: {failed}, log-probabilities differ by {diff:.1e}"
+    )
+    return expect(restarts == 2 and not failed and diff < 1e-4, seen)
 
 
 def _sampled_at_its_temperature(ended: Ended) -> str:

@@ -26,6 +26,26 @@ def deaths_run() -> Run:
     )  # fmt: skip
 
 
+def fleet_run() -> Run:
+    """One of its three engines is killed, another one stopped: it looks alive."""
+    return Run(
+        name="fleet",
+        settings={**JUDGED, "run.steps": 10, "rollout.engines": 3},
+        files=fates(""),
+        environment={NOTES: "{files}/notes"},
+        meanwhile=_end_two_engines,
+    )
+
+
+def _end_two_engines(live: Live) -> None:
+    wait_for_step(live, 2)
+    engines = find(live, "EngineCore")
+    assert len(engines) == 3, f"three engines were asked for, {len(engines)} run"
+    os.kill(engines[0], signal.SIGKILL)
+    wait_for_step(live, 4)
+    os.kill(engines[1], signal.SIGSTOP)
+
+
 def _end_one_after_the_other(live: Live) -> None:
     for step, (words, number) in enumerate(
         (("judge.py", signal.SIGKILL), ("forked_ranks.py", signal.SIGKILL), ("EngineCore", signal.SIGSTOP)), start=1

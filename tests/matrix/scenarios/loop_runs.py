@@ -24,6 +24,14 @@ LOOPS: dict[str, Any] = {
     "learner.advantage": "grpo",
     "learner.critic": "none",
 }
+SMALL_CACHE: dict[str, Any] = {
+    **LOOPS, "rollout.kv_cache_gb": 0.0015, "rollout.max_tokens": 96, "rollout.max_model_len": 512,
+}  # fmt: skip
+"""A cache in which 16 episodes find no room."""
+AUTO: dict[str, Any] = {
+    **SMALL_CACHE, "agents.concurrency": "auto", "buffer.groups_per_step": 4, "run.steps": 8,
+}  # fmt: skip
+"""At most 32 episodes at once: the policy lag lets no more start."""
 LETTERS = {"name": "env_agent", "env": "tests.matrix.letters.env.Letters"}
 POSTED = 4
 """Tasks that are added while a run goes on."""
@@ -39,7 +47,13 @@ def loop_runs() -> list[Run]:
         ),
         Run(
             name="small-cache",
-            settings={**LOOPS, "rollout.kv_cache_gb": 0.0015, "rollout.max_tokens": 96, "rollout.max_model_len": 512},
+            settings=SMALL_CACHE,
+            files=_walk,
+        ),
+        Run(name="auto-small", settings={**AUTO, "rollout.kv_cache_gb": 0.003}, files=_walk),
+        Run(
+            name="auto-large",
+            settings={**AUTO, "rollout.kv_cache_gb": 0.02, "rollout.max_model_len": 2048},
             files=_walk,
         ),
         Run(name="aged", settings={**LOOPS, "run.steps": 8, "agents.concurrency": 32}, files=_slow_and_fast),

@@ -40,16 +40,15 @@ def test_a_stream_that_fails_after_it_began_ends_with_an_error_and_no_broken_con
     _, client = served.lease()
     served.engine.answer = lambda _: served.ids("The exit is north.")
 
-    def break_off(output: object) -> None:
-        raise EngineError("lost")
+    def break_off(*_: object) -> None:
+        raise RuntimeError("a defect")
 
-    kept, served.generation._count = served.generation._count, lambda *_: break_off(None)
-    served.engine.revives = True
+    kept, served.generation._count = served.generation._count, break_off
     try:
         with served.http(client.api_key) as http:
             answer = http.post(path, json={"model": "policy", "stream": True, **BODIES[path]})
     finally:
-        served.generation._count, served.engine.revives = kept, False
+        served.generation._count = kept
     assert answer.status_code == 200 and "error" in answer.text
 
 

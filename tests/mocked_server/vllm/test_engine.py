@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 from buffers.errors import EngineError
 from configs.tiny_model import make_tiny_model
 from mocked_server.answer_recorder import AnswerRecorder
+from mocked_server.fleet.member import EngineLost
+from mocked_server.vllm.engine import Sockets
 
 pytestmark = pytest.mark.engine
 
@@ -138,11 +140,12 @@ def test_what_waits_for_an_engine_that_is_replaced_is_told_and_the_next_one_answ
             await asyncio.wait_for(running, 20)
         return await generate(engine, 8, seed=2)
 
-    before = engine._sockets
+    before = Path(Sockets._folder)
     response = rollout.wait(replace_midway())
+    folder = Path(Sockets._folder)
     assert not before.exists(), "the sockets of the engine that was replaced are left"
-    assert len([path for path in engine._sockets.iterdir() if path.is_socket()]) >= 2
-    assert engine._sockets.stat().st_mode & 0o777 == 0o700, "no other user may enter"
+    assert len([path for path in folder.iterdir() if path.is_socket()]) >= 2
+    assert folder.stat().st_mode & 0o777 == 0o700, "no other user may enter"
     assert (recomputed(tiny_model, response) - torch.tensor(response.logprobs)).abs().max() < TOLERANCE
 
 
@@ -150,11 +153,9 @@ def test_weights_that_were_on_their_way_when_the_engine_was_replaced_reach_the_n
     rollout, other_model, original_weights, monkeypatch
 ):
     engine = rollout.engine
-    monkeypatch.setattr(engine, "is_supervised", True)
 
     async def never_answered(*_):
         monkeypatch.undo()
-        monkeypatch.setattr(engine, "is_supervised", True)
         await asyncio.Event().wait()
 
     async def replace_meanwhile():
@@ -186,3 +187,68 @@ def test_an_engine_that_slept_has_no_prefix_in_its_cache_and_answers(rollout):
 
     kept, after = rollout.wait(sleep_between())
     assert kept > 0 and after == 0
+
+
+def params(num_tokens: int, *, as_whole: bool, **more):
+    found = sampling(num_tokens, seed=0)
+    found.seed = None
+    from vllm.sampling_params import RequestOutputKind
+
+    found.output_kind = RequestOutputKind.FINAL_ONLY if as_whole else RequestOutputKind.DELTA
+    for name, value in more.items():
+        setattr(found, name, value)
+    return found
+
+
+async def kill_midway(engine, asked, *, name: str, as_whole: bool, n: int = 1):
+    """Kill the engine's process in the middle of an answer, restart it, and continue: (recorder, text of what streamed)."""
+    recorder, began = AnswerRecorder(name), asyncio.Event()
+    texts: dict[int, str] = {}
+
+    async def read(sampled):
+        async for output in engine.generate(PROMPT, asked, request_id=name, sampled=sampled):
+            recorder.add(output)
+            for part in output.outputs:
+                texts[part.index] = texts.get(part.index, "") + part.text
+            began.set()
+
+    async def half():
+        while True:
+            states = [s for k, s in engine._llm.output_processor.request_states.items() if name in k]
+            if len(states) == n and all(s.detokenizer.num_output_tokens() >= 20 for s in states):
+                return
+            await asyncio.sleep(0.001)
+
+    running = asyncio.create_task(read(()))
+    await half()
+    for process in engine._llm.engine_core.resources.engine_manager.processes:
+        process.kill()
+    with pytest.raises(EngineLost) as lost:
+        await asyncio.wait_for(running, 20)
+    await engine.restart()
+    sampled = lost.value.sampled if as_whole else recorder.so_far(n)
+    assert len(sampled) == n and all(len(one.token_ids) >= 19 for one in sampled)
+    engine.version = 5
+    await engine._llm.update_weight_version("5")
+    await asyncio.wait_for(read(sampled), 60)
+    await engine._llm.update_weight_version("0")
+    engine.version = 0
+    return recorder.responses(version=-1), texts, sampled
+
+
+@pytest.mark.parametrize("as_whole", [False, True], ids=["stream", "whole"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_an_answer_goes_on_where_the_engine_that_died_had_come_to(rollout, tiny_model, as_whole, n):
+    engine, tokenizer = rollout.engine, rollout.engine._llm.tokenizer
+    asked = params(400, as_whole=as_whole, n=n)
+    responses, texts, sampled = rollout.wait(
+        kill_midway(engine, asked, name=f"killed-{as_whole}-{n}", as_whole=as_whole, n=n)
+    )
+    assert len(responses) == n
+    for index, (response, before) in enumerate(zip(responses, sampled, strict=True)):
+        ids = response.sampled_ids.tolist()
+        assert len(ids) == 400 and ids[: len(before.token_ids)] == before.token_ids
+        assert response.versions.tolist() == [0] * len(before.token_ids) + [5] * (400 - len(before.token_ids))
+        assert (recomputed(tiny_model, response) - torch.tensor(response.logprobs)).abs().max() < TOLERANCE
+        whole = tokenizer.decode(ids, skip_special_tokens=True)
+        assert texts[index] == response.text and texts[index].rstrip("\ufffd") == whole.rstrip("\ufffd")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -56,14 +57,14 @@ def test_without_it_processes_are_started_as_vllm_does_it(monkeypatch: pytest.Mo
     from vllm import envs
     from vllm.v1.engine import utils
 
-    before = utils.get_mp_context
     for method in ("fork", "spawn"):
         # Not in the environment: vLLM reads that once and for all when an engine has run in this process.
         monkeypatch.setitem(vars(envs), "VLLM_WORKER_MULTIPROC_METHOD", method)
-        with engines_of_ours():
+        plain = multiprocessing.get_context(method).Process
+        with engines_of_ours() as started:
             assert utils.get_mp_context().get_start_method() == method
-            assert isinstance(utils.get_mp_context().Process(), before().Process)
-    assert utils.get_mp_context is before
+            assert isinstance(one := utils.get_mp_context().Process(), plain) and started == [one]
+        assert utils.get_mp_context().Process is plain and started == [one], "processes of others are vLLM's own"
 
 
 @contextmanager

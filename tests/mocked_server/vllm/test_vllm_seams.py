@@ -149,3 +149,18 @@ def test_a_sleeping_engine_keeps_its_requests():
     from vllm.v1.engine.async_llm import AsyncLLM
 
     assert list(inspect.signature(AsyncLLM.sleep).parameters) == ["self", "level", "mode"]
+
+
+def test_generation_freezes_by_a_call_of_the_engines_core():
+    from vllm.renderers.base import BaseRenderer
+    from vllm.v1.engine.core_client import AsyncMPClient
+
+    assert parameters(AsyncMPClient.pause_scheduler_async)[1:] == ["mode", "clear_cache"]
+    assert hasattr(BaseRenderer, "clear_mm_cache_async")
+
+
+def test_an_adapter_is_named_numbered_and_lies_in_a_folder():
+    from vllm.lora.request import LoRARequest
+
+    request = LoRARequest(lora_name="policy-v1", lora_int_id=1, lora_path="folder")
+    assert (request.lora_name, request.lora_int_id, request.lora_path) == ("policy-v1", 1, "folder")

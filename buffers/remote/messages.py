@@ -1,0 +1,267 @@
+"""What is said between a ledger's process and those who use it: operations, rounds, events, answers and errors, as msgpack.
+
+Used by `ledger_server` and `ledger_client`. An operation travels as its name and its arguments; both sides read their types from
+the signature of the function of that name in `buffers.ledger`, so what is not of these types is refused before it runs. Pure.
+
+    rounds   [WireRound]                          -> stored [[error or None], LedgerState] | refused [error, LedgerState]
+    apply    [caller, number, [[name, arguments]]] -> answers [[[answer or None, error or None]], LedgerState]
+    events   [life, number of events, wait in s]  -> page EventPage | refused [error, LedgerState]
+    forget   caller
+    each may be answered `waiting LedgerState` first, every second
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+import numpy as np
+
+import buffers.errors
+from buffers.errors import UnderstudyError
+from buffers.ledger import batches, checkpoints, episodes, scores, validation
+from buffers.ledger.encode import task_payload
+from buffers.ledger.episodes import StoredRound
+from buffers.ledger.group_commit import Rules
+from buffers.ledger.ledger import LedgerEvent
+from buffers.records import Episode, Task
+
+MAX_REASON = 100
+"""Characters of why a round ended."""
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        episodes.put_tasks, episodes.open_group, episodes.adopt_episode, episodes.start_episode, episodes.start_pending,
+        episodes.running_episodes, episodes.failure_details, episodes.ended, episodes.mask_tokens, episodes.fail_episode,
+        batches.read_rounds, batches.claim, batches.commit_step, batches.release, batches.evict_stale,
+        scores.notify_score, scores.settle, scores.score_history, validation.open_validation, validation.validated,
+        checkpoints.position, checkpoints.restore, checkpoints.times_opened,
+    )
+}  # fmt: skip
+"""All that may be asked of a ledger, beside storing rounds: what is not here does not exist for another process."""
+ERRORS: dict[str, type[Exception]] = {
+    name: kind
+    for name, kind in vars(buffers.errors).items()
+    if isinstance(kind, type) and issubclass(kind, UnderstudyError) and kind.__init__ is Exception.__init__
+} | {kind.__name__: kind for kind in (ArithmeticError, LookupError, OverflowError, TypeError, ValueError)}
+
+NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
+MAX_NUMBER = 2**31 - 1
+_Number = Annotated[int, msgspec.Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One operation on its way. `episode_id`: the one that it belongs to; None: to none, or to several."""
+
+    name: str
+    arguments: bytes
+    episode_id: str | None
+    rules: Rules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerState:
+    """What a ledger says of itself with each answer. A higher `number` is as new or newer, across restarts on one machine too."""
+
+    number: int
+    counts: dict[str, int]
+    full: bool
+    room: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventPage:
+    """Events after a cursor, and the cursor after them. `lost`: earlier ones are no longer kept."""
+
+    events: list[LedgerEvent]
+    cursor: tuple[str, int]
+    """Position in the events: (id of the process's start, number of events so far)."""
+    lost: bool
+    state: LedgerState
+
+
+class WireRound(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A round on its way: its encoded arrays, and what the table has beside them."""
+
+    episode_id: str
+    round_index: _Number
+    parent: _Number | None
+    finish_reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
+    body: bytes
+    memo: bytes
+    trained: bytes | None
+
+    @classmethod
+    def of(cls, stored: StoredRound) -> WireRound:
+        return cls(
+            stored.episode_id, stored.round_index, stored.parent, stored.finish_reason, stored.body, stored.memo or b"",
+            stored.trained,
+        )  # fmt: skip
+
+
+class Refusal(msgspec.Struct, array_like=True, frozen=True):
+    """An error: the name of its kind, and its text."""
+
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Refusal:
+        kind = next((each.__name__ for each in type(error).__mro__ if each.__name__ in ERRORS), None)
+        if kind is None:
+            return cls(UnderstudyError.__name__, f"{type(error).__name__}: {error}")
+        return cls(kind, str(error))
+
+    def error(self) -> Exception:
+        return ERRORS.get(self.kind, UnderstudyError)(self.text)
+
+
+class WireEpisode(msgspec.Struct, array_like=True, frozen=True):
+    """An episode; its task as the JSON that the ledger stores, which holds what msgpack does not (whole numbers of any size)."""
+
+    episode_id: str
+    group_id: int
+    sample_index: int
+    attempt: int
+    greedy: bool
+    task_id: str
+    task: str
+
+    @classmethod
+    def of(cls, episode: Episode) -> WireEpisode:
+        return cls(
+            episode.episode_id, episode.group_id, episode.sample_index, episode.attempt, episode.greedy,
+            episode.task.task_id, task_payload(episode.task),
+        )  # fmt: skip
+
+    def episode(self) -> Episode:
+        return Episode(
+            episode_id=self.episode_id,
+            task=Task(task_id=self.task_id, **json.loads(self.task)),
+            group_id=self.group_id,
+            sample_index=self.sample_index,
+            attempt=self.attempt,
+            greedy=self.greedy,
+        )
+
+
+class Asked(msgspec.Struct, array_like=True, frozen=True):
+    """Operations of one caller. The same number again is the same call."""
+
+    caller: str
+    number: int
+    jobs: list[tuple[str, msgspec.Raw]]
+
+
+class Answered(msgspec.Struct, array_like=True, frozen=True):
+    """What each operation answered, or raised."""
+
+    outcomes: list[tuple[msgspec.Raw, Refusal | None]]
+    state: LedgerState
+
+
+class Stored(msgspec.Struct, array_like=True, frozen=True):
+    """Why each round was refused; None: it is on disk."""
+
+    errors: list[Refusal | None]
+    state: LedgerState
+
+
+class Refused(msgspec.Struct, array_like=True, frozen=True):
+    """Why nothing of it was done."""
+
+    error: Refusal
+    state: LedgerState
+
+
+def job_of(operation: Callable[..., Any], *, rules: Rules) -> Job:
+    """An operation whose arguments are bound by name. Raises UnderstudyError for what no other process may ask for, ValueError
+    and TypeError for arguments that cannot travel."""
+    function, keywords = getattr(operation, "func", operation), dict(getattr(operation, "keywords", {}))
+    name = getattr(function, "__name__", str(function))
+    if OPERATIONS.get(name) is not function:
+        raise UnderstudyError(
+            f"a ledger in another process must be asked for one of its own operations, got {name:.60}"
+        )
+    return Job(name=name, arguments=pack(keywords), episode_id=keywords.get("episode_id"), rules=rules)
+
+
+def operation_of(name: str, arguments: msgspec.Raw) -> Callable[..., Any]:
+    """The operation with its arguments bound. Raises UnderstudyError for one that does not exist, or arguments of other types."""
+    if name not in OPERATIONS:
+        raise UnderstudyError(f"an operation must be one of {', '.join(OPERATIONS)}, got {name:.60}")
+    try:
+        asked = _arguments_of(name).decode(arguments)
+    except msgspec.MsgspecError as error:
+        raise UnderstudyError(f"the arguments of {name} must be of its types: {error}") from error
+    return partial(OPERATIONS[name], **{field: getattr(asked, field) for field in asked.__struct_fields__})
+
+
+def pack_answer(answer: Any) -> msgspec.Raw:
+    """The answer of an operation."""
+    match answer:
+        case Episode():
+            answer = WireEpisode.of(answer)
+        case [Episode(), *_]:
+            answer = [WireEpisode.of(each) for each in answer]
+    return msgspec.Raw(pack(answer))
+
+
+def unpack_answer(name: str, answer: msgspec.Raw) -> Any:
+    """The answer of the operation of this name, as its function returned it."""
+    found = _answer_of(name).decode(answer)
+    if isinstance(found, WireEpisode):
+        return found.episode()
+    if isinstance(found, list) and found and isinstance(found[0], WireEpisode):
+        return [each.episode() for each in found]
+    return found
+
+
+def pack(value: Any) -> bytes:
+    """Arrays travel as their bytes."""
+    return msgspec.msgpack.encode(value, enc_hook=_bytes_of)
+
+
+@cache
+def _arguments_of(name: str) -> msgspec.msgpack.Decoder[Any]:
+    function = OPERATIONS[name]
+    hints = get_type_hints(function)
+    defaults = function.__kwdefaults__ or {}
+    fields = [
+        (field, hints[field], defaults[field]) if field in defaults else (field, hints[field])
+        for field in sorted(set(hints) - {"db", "return"}, key=lambda field: field in defaults)
+    ]
+    return msgspec.msgpack.Decoder(msgspec.defstruct(name, fields, forbid_unknown_fields=True))
+
+
+@cache
+def _answer_of(name: str) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(_wire_type(get_type_hints(OPERATIONS[name])["return"]), dec_hook=_array_of)
+
+
+def _wire_type(hint: Any) -> Any:
+    """A type as it travels: an episode has another form, errors travel apart."""
+    if hint is Episode:
+        return WireEpisode
+    if get_origin(hint) is list:
+        return list[_wire_type(get_args(hint)[0])]  # type: ignore[misc]
+    if isinstance(hint, types.UnionType):
+        kept = [each for each in get_args(hint) if not (isinstance(each, type) and issubclass(each, Exception))]
+        return Union[tuple(map(_wire_type, kept))]  # noqa: UP007
+    return hint
+
+
+def _bytes_of(value: Any) -> bytes:
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    raise TypeError(f"what is sent must be numbers, text, lists, objects or arrays, got {type(value).__name__}")
+
+
+def _array_of(kind: Any, data: Any) -> Any:
+    return np.frombuffer(data, dtype=get_args(get_args(kind)[1])[0])

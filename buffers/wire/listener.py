@@ -1,0 +1,234 @@
+"""Takes connections of this run's processes and hands over what they say: one thread for all of them.
+
+`Listener` is held by a process that others ask: the ledger's (`buffers.remote.ledger_server`), an engine's
+(`mocked_server.fleet.engine_host`). Invariants: `on_message` gets messages of proven connections only, in the order of each; a
+connection that says what cannot be said ends alone; who reads no answers, or is silent, holds up nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from buffers.errors import UnderstudyError
+from buffers.wire.address import Way, WireError
+from buffers.wire.session import FAREWELL, MESSAGE, Message, Session
+from buffers.wire.sockets import bind, unbind
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 1.0
+PROBE_S = 30.0
+"""A connection that was silent for so long is asked whether it is still there."""
+MAX_UNPROVEN = 256
+"""Connections that have greeted and proven nothing yet. A further one takes the place of the oldest."""
+MAX_MESSAGE_BYTES = 256 << 20
+"""Most that a connection may say at once."""
+_MAX_TURN = 256
+"""Messages that are taken before those of this process are sent."""
+
+
+class Peer:
+    """A proven connection, as the listener knows it."""
+
+    def __init__(self, name: bytes, *, session: Session, listener: Listener) -> None:
+        self.name = name
+        self.session = session
+        self.heard_at = time.monotonic()
+        """Time of its last message, of `time.monotonic`."""
+        self.is_gone = False
+        self._listener = listener
+
+    def send(self, kind: str, body: Any = None, *, number: int = 0) -> None:
+        """Send from any thread, without waiting. What a connection that ended would get is dropped."""
+        self._listener.send(self, kind, body, number)
+
+
+class Listener:
+    """Listens until `close`. `on_message(peer, message)` and `on_tick()`, every second, are called in its thread and must not wait
+    for it; a message that raises UnderstudyError or ValueError there ends its connection. `on_gone`: it ended."""
+
+    def __init__(
+        self,
+        *,
+        secret: bytes,
+        way: Way,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        on_message: Callable[[Peer, Message], None],
+        on_tick: Callable[[], None] = lambda: None,
+        on_gone: Callable[[Peer], None] = lambda peer: None,
+        name: str = "wire",
+    ) -> None:
+        self._secret = secret
+        self._on_message, self._on_tick, self._on_gone = on_message, on_tick, on_gone
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._socket, self.address = bind(self._context, host=host, port=port, way=way, secret=secret)
+        except OSError:
+            self._context.destroy(0)
+            raise
+        self._events = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_ACCEPT_FAILED
+        )
+        self._peers: dict[bytes, Peer] = {}
+        self._unproven: dict[bytes, Session] = {}
+        """The oldest first."""
+        self._calls: deque[Callable[[], object]] = deque()
+        self._waker, self._wakes = socket.socketpair()
+        self._waker.setblocking(False)
+        self._wakes.setblocking(False)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def way(self) -> Way:
+        return self.address.way
+
+    @property
+    def num_peers(self) -> int:
+        return len(self._peers)
+
+    def close(self) -> None:
+        """Ends all connections. Idempotent; not in its own thread."""
+        self._closing = True
+        self._wake()
+        self._thread.join()
+
+    def send(self, peer: Peer, kind: str, body: Any, number: int) -> None:
+        """See `Peer.send`."""
+        if threading.current_thread() is self._thread:
+            self._send(peer, kind, body, number)
+        else:
+            self.call(partial(self._send, peer, kind, body, number))
+
+    def call(self, work: Callable[[], object]) -> None:
+        """Have the listener's thread do this next, in the order of the calls; from any thread. Nothing is done after `close`."""
+        self._calls.append(work)
+        self._wake()
+
+    def end(self, peer: Peer, why: str) -> None:
+        """End a connection, in the listener's thread; its other side reads why."""
+        if self._peers.pop(peer.name, None) is not None:
+            peer.is_gone = True
+            self._part(peer.name, why)
+            self._on_gone(peer)
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # it is awake, or has ended
+            self._waker.send(b"x")
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for each in (self._socket, self._events, self._wakes):
+            poller.register(each, zmq.POLLIN)
+        ticks_at = time.monotonic() + TICK_S
+        try:
+            while not self._closing:
+                ready = dict(poller.poll(int(max(0.0, ticks_at - time.monotonic()) * 1000) + 1))
+                if self._wakes.fileno() in ready:
+                    self._wakes.recv(4096)
+                if self._events in ready:
+                    self._log_failure()
+                while self._calls and not self._closing:
+                    self._calls.popleft()()
+                if self._socket in ready:
+                    self._take_turn()
+                if time.monotonic() >= ticks_at:
+                    ticks_at = time.monotonic() + TICK_S
+                    self._probe()
+                    self._on_tick()
+        finally:
+            self._closing = True
+            self._socket.disable_monitor()
+            self._context.destroy(0)
+            self._waker.close()
+            self._wakes.close()
+            unbind(self.address)
+
+    def _take_turn(self) -> None:
+        for _ in range(_MAX_TURN):
+            try:
+                name, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._take(name.bytes, [part.buffer for part in parts])
+
+    def _take(self, name: bytes, parts: list[memoryview]) -> None:
+        peer = self._peers.get(name)
+        try:
+            if peer is None:
+                self._greet(name, parts)
+                return
+            peer.heard_at = time.monotonic()
+            if (size := sum(map(len, parts))) > MAX_MESSAGE_BYTES:
+                raise WireError(f"a message may have {MAX_MESSAGE_BYTES} bytes, got {size}; send less at once")
+            self._on_message(peer, peer.session.unpack(parts))
+        except (UnderstudyError, ValueError, LookupError, TypeError, RecursionError) as error:
+            logger.warning("a connection to %s ended: %s", self.address, error)
+            self._unproven.pop(name, None)
+            if peer is None:
+                self._part(name, str(error))
+            else:
+                self.end(peer, str(error))
+
+    def _greet(self, name: bytes, parts: list[memoryview]) -> None:
+        data = bytes(parts[0][:4096]) if parts else b""
+        if data[:1] == MESSAGE:
+            raise WireError("a connection must begin with a greeting, got a message; connect again")
+        if (session := self._unproven.pop(name, None)) is None:
+            session = Session(self._secret, listens=True, signed=self.way is Way.SIGNED)
+            session.take_greeting(data)
+            if len(self._unproven) >= MAX_UNPROVEN:
+                del self._unproven[next(iter(self._unproven))]
+            self._unproven[name] = session
+            self._put(name, [session.greeting()])
+            return
+        session.take_proof(data)
+        self._peers[name] = Peer(name, session=session, listener=self)
+        self._put(name, [session.proof()])
+
+    def _send(self, peer: Peer, kind: str, body: Any, number: int) -> None:
+        if not peer.is_gone and not self._put(peer.name, peer.session.pack(kind, body, number=number)):
+            self.end(peer, "a connection must read what it gets")
+
+    def _put(self, name: bytes, parts: list[Any]) -> bool:
+        """False: it has left, or reads nothing."""
+        try:
+            self._socket.send_multipart([name, *parts], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                return False
+            raise
+        return True
+
+    def _part(self, name: bytes, why: str) -> None:
+        self._put(name, [FAREWELL + why.encode()[:2000]])
+
+    def _probe(self) -> None:
+        long_ago = time.monotonic() - PROBE_S
+        for peer in [peer for peer in self._peers.values() if peer.heard_at < long_ago]:
+            peer.heard_at = time.monotonic()
+            self._send(peer, "", None, 0)
+
+    def _log_failure(self) -> None:
+        event = recv_monitor_message(self._events)
+        if event["event"] == zmq.EVENT_ACCEPT_FAILED:
+            logger.warning("%s cannot take a connection: errno %s", self.address, event["value"])
+        else:
+            logger.warning(
+                "what comes to %s must prove that it knows the run's secret, got bytes that do not, and dropped them; give both "
+                "sides the same server.key, or look for who else is on this network",
+                self.address,
+            )

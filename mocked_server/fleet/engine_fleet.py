@@ -1,0 +1,230 @@
+"""All engines of a run as the one engine that generation, weight sync and the admin's routes ask.
+
+Built by `learner.pipeline`. A request is routed here, inside `generate` (`mocked_server.fleet.routing`): no router stands between
+the server and its engines. `run` is the loop that keeps the engines alive.
+
+Loop row: `run` waits for the death of each engine; gives a new process in its place; unblocked by nothing else. An engine whose
+restarts are used up leaves the fleet; the run ends when it was the last.
+
+Invariants: weights are loaded by one engine after the other, and each pauses for its own copy only; a request that finds no engine
+waits for one; what a dead engine had sampled goes to the caller, in EngineLost, and is continued on another
+(`mocked_server.generation`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from buffers.errors import EngineDied, EngineError
+from mocked_server.fleet.member import EngineFigures, FleetEngine, Sampled
+from mocked_server.fleet.routing import Routes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Whose request it is, for its route."""
+
+    episode_id: str
+    group_id: int | None = None
+
+
+def _never_again(_: str, error: Exception) -> None:
+    raise error
+
+
+class EngineFleet:
+    """`engines`: at least one, with names of their own; those that are up already take requests at once. `record_death(engine,
+    error)`: counts a death, and raises `error` when that engine may not be started again. `max_policy_lag`: see `Routes`."""
+
+    def __init__(
+        self,
+        engines: Sequence[FleetEngine],
+        *,
+        record_death: Callable[[str, Exception], None] = _never_again,
+        max_policy_lag: int | None = None,
+    ) -> None:
+        if not engines:
+            raise EngineError("a fleet needs at least one engine, got none; set rollout.engines=1")
+        self._engines = {engine.name: engine for engine in engines}
+        self._record_death = record_death
+        self._routes = Routes(max_policy_lag=max_policy_lag)
+        self._changed = asyncio.Event()
+        self.version = 0
+        """Newest version of the policy that was given to engines."""
+        self.is_supervised = False
+        """`run` starts engines that died again."""
+        self._keeping: asyncio.TaskGroup | None = None
+        self._weights: tuple[Path, int] | None = None
+        """(folder, version) of the newest."""
+        for engine in engines:
+            if engine.is_up:
+                self._join(engine)
+
+    async def start(self) -> None:
+        """Start all engines; returns when they take requests. Raises EngineError when one does not come up."""
+        async with asyncio.TaskGroup() as starting:
+            for engine in self._engines.values():
+                starting.create_task(self._start(engine), name=f"start engine {engine.name}")
+        for engine in self._engines.values():
+            self._join(engine)
+
+    async def _start(self, engine: FleetEngine) -> None:
+        while True:
+            try:
+                return await engine.start()
+            except EngineDied as death:  # killed meanwhile
+                self._record_death(engine.name, death)
+
+    async def run(self) -> None:
+        """Restart engines that die, until cancelled. Raises EngineError when none is left."""
+        self.is_supervised = True
+        async with asyncio.TaskGroup() as self._keeping:
+            for engine in list(self._engines.values()):
+                self._keeping.create_task(self._keep(engine), name=f"keep engine {engine.name}")
+            await asyncio.Event().wait()
+
+    async def add(self, engine: FleetEngine) -> None:
+        """Start one more engine with the newest weights; it takes requests when this returns. Raises EngineError when it does not
+        come up."""
+        if self._weights is not None:
+            await engine.load_weights(self._weights[0], version=self._weights[1])
+        await self._start(engine)
+        self._engines[engine.name] = engine
+        self._join(engine)
+        if self._keeping is not None:
+            self._keeping.create_task(self._keep(engine), name=f"keep engine {engine.name}")
+
+    async def remove(self, name: str) -> None:
+        """End an engine; others continue what it was sampling."""
+        engine = self._engines.pop(name)
+        self._routes.leave(name)
+        await engine.close()
+
+    async def _keep(self, engine: FleetEngine) -> None:
+        while True:
+            await engine.until_dead()
+            self._routes.leave(engine.name)
+            if engine.name not in self._engines:  # removed
+                return
+            error: EngineError = EngineError(
+                f"the process of engine {engine.name} died; see the run's log. Scored episodes are in the ledger."
+            )
+            while True:
+                try:
+                    self._record_death(engine.name, error)
+                except EngineError as last:
+                    return await self._dismiss(engine, last)
+                try:
+                    await engine.restart()
+                    break
+                except EngineError as again:
+                    error = again
+            self._join(engine)
+
+    async def _dismiss(self, engine: FleetEngine, error: EngineError) -> None:
+        """It died too often. Raises `error` when no other engine is left."""
+        del self._engines[engine.name]
+        await engine.close()
+        if not self._engines:
+            raise error
+        logger.error("engine %s leaves the fleet, %d are left: %s", engine.name, len(self._engines), error)
+
+    def _join(self, engine: FleetEngine) -> None:
+        """It takes requests, with the weights that it has."""
+        self.version = max(self.version, engine.version)
+        self._routes.join(engine.name, version=engine.version)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # What generation asks
+
+    def generate(
+        self,
+        prompt_token_ids: list[int],
+        params: Any,
+        *,
+        request_id: str,
+        caller: Caller,
+        sampled: Sequence[Sampled] = (),
+        **extra: Any,
+    ) -> AsyncGenerator[Any, None]:
+        """Yield vLLM's RequestOutputs of the engine that serves this caller. Raises EngineLost when that dies meanwhile; a
+        request that finds none waits until one is back."""
+        return self._generate(prompt_token_ids, params, request_id, caller, sampled, extra)
+
+    async def _generate(
+        self,
+        ids: list[int],
+        params: Any,
+        request_id: str,
+        caller: Caller,
+        sampled: Sequence[Sampled],
+        extra: dict[str, Any],
+    ) -> AsyncGenerator[Any, None]:
+        tokens = len(ids) + sum(len(one.token_ids) for one in sampled)
+        engine = await self._engine_for(caller, tokens)
+        outputs = engine.generate(ids, params, request_id=request_id, sampled=sampled, **extra)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def _engine_for(self, caller: Caller, tokens: int) -> FleetEngine:
+        while True:
+            name = self._routes.choose(caller.episode_id, group=caller.group_id, tokens=tokens)
+            if name is None:
+                await self._changed.wait()
+                continue
+            engine = self._engines.get(name)
+            if engine is not None and engine.is_up:
+                return engine
+            self._routes.leave(name)  # it is dead, and `run` has not looked yet
+
+    async def wait_restarted(self) -> bool:
+        """Whether engines that die are replaced, so that a request may be sent again."""
+        return self.is_supervised
+
+    def forget(self, episode_id: str) -> None:
+        """The episode has ended: it weighs on no engine."""
+        self._routes.forget(episode_id)
+
+    # Weights and memory
+
+    async def load_weights(self, folder: Path, *, version: int) -> float:
+        """Give the weights to each engine in turn. One that is down gets them with its restart. Returns the seconds that the
+        engine with the longest pause has paused."""
+        self.version, self._weights = version, (folder, version)
+        self._routes.publish(version)
+        longest = 0.0
+        for engine in list(self._engines.values()):
+            longest = max(longest, await engine.load_weights(folder, version=version))
+            if engine.is_up and engine.version == version:
+                self._join(engine)
+        return longest
+
+    async def sleep(self) -> None:
+        """Give the memory of all engines back until `wake_up`."""
+        await asyncio.gather(*(engine.sleep() for engine in self._engines.values()))
+
+    async def wake_up(self) -> None:
+        """Undo `sleep`."""
+        await asyncio.gather(*(engine.wake_up() for engine in self._engines.values()))
+
+    def figures(self) -> list[EngineFigures]:
+        """The figures of each engine, in the order of their names."""
+        return [
+            replace(engine.figures(), moved_in=self._routes.moved_in(name))
+            for name, engine in sorted(self._engines.items())
+        ]
+
+    async def close(self) -> None:
+        """End all engines."""
+        self.is_supervised = False
+        await asyncio.gather(*(engine.close() for engine in self._engines.values()))

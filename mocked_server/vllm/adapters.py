@@ -1,0 +1,124 @@
+"""The adapters (LoRA) of one engine: each version of the policy is one more, and a generation ends under the one it began with.
+
+Owned by `mocked_server.vllm.engine.VLLMEngine`. Nothing pauses: a version is read in between two steps of the engine, and requests
+that come afterwards carry it. Tokens are labelled by its name, as vLLM's own label is of the base weights, which never change.
+Invariants: an adapter that a generation uses stays, with its files, which vLLM may read again; of the others the newest `kept`
+ones stay. A new engine process has none.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+DESCRIPTION = "adapter_config.json"
+"""The file that makes a folder an adapter's, as peft has it."""
+_NAME = re.compile(r"policy-v(\d+)-")
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether it holds an adapter, and not whole weights."""
+    return (folder / DESCRIPTION).is_file()
+
+
+def lora_words(*, rank: int, kept: int) -> list[str]:
+    """vLLM's server arguments for adapters of this rank (1 to 512), `kept` versions of them and the one that is coming."""
+    from vllm.config.lora import MaxLoRARanks
+
+    largest = min(most for most in get_args(MaxLoRARanks) if most >= rank)
+    slots = str(kept + 1)
+    return ["--enable-lora", "--max-lora-rank", str(largest), "--max-loras", slots, "--max-cpu-loras", slots]
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """One version in the engine. `request`: vLLM's LoRARequest."""
+
+    version: int
+    request: Any
+    folder: Path
+    running: int = 0
+    """Generations that use it."""
+
+    def arguments(self) -> dict[str, Any]:
+        """What vLLM's `generate` needs."""
+        return {"lora_request": self.request}
+
+
+def label_of(name: str) -> str | None:
+    """The version of the policy that an adapter of this name is; None: it is none of ours."""
+    found = _NAME.match(name)
+    return None if found is None else found[1]
+
+
+class PolicyAdapters:
+    """`kept`: how many of the newest versions stay when nothing uses them."""
+
+    def __init__(self, *, kept: int) -> None:
+        self._kept = kept
+        self._llm: Any = None
+        """The engine process that has them."""
+        self._loaded: list[Adapter] = []
+        """Oldest first."""
+        self._ids = 0
+
+    async def load(self, llm: Any, folder: Path, *, version: int) -> float:
+        """Make the adapter in `folder` the newest one. Returns the seconds that it took the engine, at most."""
+        from vllm.lora.request import LoRARequest
+
+        if llm is not self._llm:
+            self.clear()
+            await llm.collective_rpc("prepare_adapters")
+            self._llm = llm
+        self._ids += 1
+        own = _own_files(folder)
+        request = LoRARequest(lora_name=f"policy-v{version}-{own.name}", lora_int_id=self._ids, lora_path=str(own))
+        began = time.monotonic()
+        await llm.add_lora(request)
+        took_s = time.monotonic() - began
+        self._loaded.append(Adapter(version, request, own))
+        for old in [one for one in self._loaded[: -self._kept] if not one.running]:
+            self._loaded.remove(old)
+            await llm.remove_lora(old.request.lora_int_id)
+            shutil.rmtree(old.folder, ignore_errors=True)
+        return took_s
+
+    @contextmanager
+    def newest(self) -> Iterator[dict[str, Any]]:
+        """A generation runs inside: the arguments that it takes of vLLM."""
+        adapter = self._loaded[-1] if self._loaded else None
+        if adapter is None:
+            yield {}
+            return
+        adapter.running += 1
+        try:
+            yield adapter.arguments()
+        finally:
+            adapter.running -= 1
+
+    def clear(self) -> None:
+        """Forget them all: the engine process is gone."""
+        for one in self._loaded:
+            shutil.rmtree(one.folder, ignore_errors=True)
+        self._loaded = []
+
+
+def _own_files(folder: Path) -> Path:
+    """A folder beside it with the same files, which stays when that is removed."""
+    own = folder.parent / f"loaded-{secrets.token_hex(4)}"
+    own.mkdir()
+    for path in folder.iterdir():
+        there = path.resolve()
+        try:
+            os.link(there, own / path.name)
+        except OSError:  # another file system
+            shutil.copyfile(there, own / path.name)
+    return own

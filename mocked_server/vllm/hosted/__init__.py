@@ -1,0 +1,1 @@
+"""A vLLM engine in a process of its own, here or on another machine, which serves its token streams over the wire."""

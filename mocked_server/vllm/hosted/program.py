@@ -1,0 +1,118 @@
+"""The program of an engine's host: makes a vLLM engine and serves it over the wire, until its parent closes the pipe.
+
+    python -m mocked_server.vllm.hosted.program < settings    prints its address as soon as it can be reached
+
+`HostSettings` comes as JSON on one line of stdin: the secret is in no command line and no environment. The engine starts when the
+client says so. When stdin ends, which is when its parent does, so do the engine and the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.schema import RolloutConfig, ServerConfig
+from mocked_server.fleet.engine_host import EngineHost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSettings:
+    """What a host is made of. `engine`: the fields of EngineSettings. `host`, `trusted`: see `buffers.wire.address.way_to`."""
+
+    engine: Any
+    secret: bytes
+    name: str = "e0"
+    host: str = "127.0.0.1"
+    trusted: bool = False
+    count_preemptions: bool = False
+    timeout_s: float = 120.0
+
+    def to_json(self) -> str:
+        engine = {name: getattr(self.engine, name) for name in self.engine.__dataclass_fields__}
+        plain = {name: value if isinstance(value, int | str | float) else None for name, value in engine.items()}
+        plain |= {
+            "model_path": str(self.engine.model_path),
+            "rollout": self.engine.rollout.model_dump(mode="json"),
+            "server": self.engine.server.model_dump(mode="json"),
+        }
+        rest = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("engine", "secret")}
+        return json.dumps({**rest, "engine": plain, "secret": base64.b64encode(self.secret).decode()})
+
+    @classmethod
+    def of_json(cls, text: str) -> HostSettings:
+        from mocked_server.vllm.engine_arguments import EngineSettings
+
+        fields = json.loads(text)
+        engine = fields.pop("engine")
+        engine |= {
+            "model_path": Path(engine["model_path"]),
+            "rollout": RolloutConfig(**engine["rollout"]),
+            "server": ServerConfig(**engine["server"]),
+        }
+        return cls(**{**fields, "engine": EngineSettings(**engine), "secret": base64.b64decode(fields["secret"])})
+
+
+async def make_host(settings: HostSettings) -> EngineHost:
+    """A host that listens, with an engine that has not started. Raises EngineError for arguments that vLLM refuses."""
+    from buffers.wire.address import way_to
+    from mocked_server.vllm.engine import VLLMEngine
+    from mocked_server.vllm.engine_arguments import make_args, make_vllm_config
+    from mocked_server.vllm.hosted.outputs import VLLMCodec
+
+    vllm_config = await asyncio.to_thread(lambda: make_vllm_config(make_args(settings.engine)))
+    engine = VLLMEngine(
+        vllm_config, count_preemptions=settings.count_preemptions, timeout_s=settings.timeout_s, name=settings.name
+    )
+    way = way_to(settings.host, trusted=settings.trusted)
+    host = EngineHost(engine, VLLMCodec(), secret=settings.secret, way=way, host=settings.host)
+    await host.start()
+    return host
+
+
+async def serve(settings: HostSettings, *, tell: Callable[[str], object], until: asyncio.Event) -> None:
+    """Serve until `until` is set. `tell` gets the address."""
+    host = await make_host(settings)
+    try:
+        tell(str(host.address))
+        await until.wait()
+    finally:
+        await host.close()
+
+
+async def _main(settings: HostSettings) -> None:
+    until = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(sys.stdin.fileno(), lambda: None if os.read(sys.stdin.fileno(), 4096) else until.set())
+    loop.add_signal_handler(signal.SIGTERM, until.set)
+    await serve(settings, tell=lambda address: print(address, flush=True), until=until)
+
+
+def main() -> None:
+    from mocked_server.vllm.engine import start_fork_server
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C of the terminal is its parent's
+    settings = HostSettings.of_json(_line_of(sys.stdin.fileno()))
+    start_fork_server()  # so that its engine is back sooner after a death
+    asyncio.run(_main(settings))
+
+
+def _line_of(descriptor: int) -> str:
+    """Without a buffer: what comes after it is the event loop's."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not (more := os.read(descriptor, 1)):
+            raise SystemExit("the settings of a host must come on stdin, got none; it is started by the run")
+        line += more
+    return line.decode()
+
+
+if __name__ == "__main__":
+    main()

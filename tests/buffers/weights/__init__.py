@@ -1,0 +1,1 @@
+"""Tests of buffers/weights/: the format of a version, patches, and the puller."""

@@ -1,0 +1,1 @@
+"""The wire: proofs, limits, versions, and what is lost with a connection."""

@@ -1,0 +1,209 @@
+"""Rules of mocked_server/fleet/engine_fleet.py, with engines that answer by the word of the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffers.errors import EngineDied, EngineError
+from mocked_server.fleet.engine_fleet import Caller, EngineFleet
+from mocked_server.fleet.member import EngineFigures, EngineLost, Sampled
+
+FIGURES = {
+    "waiting": 0, "tokens_held": 0, "kv_capacity": 0, "sampled_tokens": 0, "prompt_tokens": 0, "cached_tokens": 0,
+    "preemptions": 0,
+}  # fmt: skip
+
+
+class WordEngine:
+    """It says its name with each answer, which takes until `gate` is set. `starts_badly`: errors of its next starts."""
+
+    def __init__(self, name: str, *starts_badly: EngineError) -> None:
+        self.name, self.version, self.lives = name, 0, 0
+        self.is_up = False
+        self.errors = list(starts_badly)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.died = asyncio.Event()
+        self.weights: tuple[Path, int] | None = None
+        self.loading = False
+        self.closed = False
+
+    async def start(self) -> None:
+        self.lives += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        self.died.clear()
+        self.is_up = True
+        if self.weights is not None:
+            self.version = self.weights[1]
+
+    async def restart(self) -> None:
+        await asyncio.sleep(0.01)
+        await self.start()
+
+    def die(self) -> None:
+        self.is_up = False
+        self.died.set()
+        self.gate.set()
+
+    async def until_dead(self) -> None:
+        await self.died.wait()
+
+    async def generate(
+        self, ids: list[int], params: Any, *, request_id: str, sampled: Sequence[Sampled] = (), **_: Any
+    ) -> AsyncGenerator[Any, None]:
+        life = self.lives
+        await self.gate.wait()
+        if not self.is_up or self.lives != life:
+            raise EngineLost(f"{self.name} died", life=(self.name, life))
+        yield self.name
+
+    async def load_weights(self, folder: Path, *, version: int) -> float:
+        self.weights = folder, version
+        if self.is_up:
+            self.loading = True
+            await asyncio.sleep(0.01)
+            self.loading, self.version = False, version
+        return 0.01
+
+    async def sleep(self) -> None: ...
+    async def wake_up(self) -> None: ...
+
+    async def close(self) -> None:
+        self.closed = True
+        self.die()
+
+    def figures(self) -> EngineFigures:
+        return EngineFigures(
+            name=self.name,
+            is_up=self.is_up,
+            version=self.version,
+            running=0,
+            restarts=max(0, self.lives - 1),
+            **FIGURES,
+        )
+
+
+async def ask(fleet: EngineFleet, episode: str, *, tokens: int = 10) -> str:
+    outputs = fleet.generate([1] * tokens, None, request_id=episode, caller=Caller(episode_id=episode))
+    (answer,) = [output async for output in outputs]
+    return str(answer)
+
+
+async def test_an_engine_that_dies_is_started_again_and_its_episodes_are_served_by_others() -> None:
+    a, b = WordEngine("a"), WordEngine("b")
+    deaths: list[str] = []
+    fleet = EngineFleet([a, b], record_death=lambda name, _: deaths.append(name))
+    await fleet.start()
+    keeping = asyncio.create_task(fleet.run())
+    assert {await ask(fleet, "x"), await ask(fleet, "y")} == {"a", "b"}
+    a.gate.clear()
+    asking = asyncio.create_task(ask(fleet, "x"))
+    await asyncio.sleep(0)
+    a.errors.append(EngineError("no room yet"))
+    a.die()
+    with pytest.raises(EngineLost):
+        await asking
+    assert await ask(fleet, "x") == "b", "asked again before anybody looked"
+    async with asyncio.timeout(5):
+        while not a.is_up:
+            await asyncio.sleep(0.001)
+    assert deaths == ["a", "a"] and await ask(fleet, "x") == "b", "it stays where its history is"
+    keeping.cancel()
+
+
+async def test_an_engine_that_dies_too_often_leaves_and_the_last_one_ends_the_run() -> None:
+    engines = [WordEngine("a"), WordEngine("b")]
+    fleet = EngineFleet(engines)
+    await fleet.start()
+    keeping = asyncio.create_task(fleet.run())
+    await asyncio.sleep(0)
+    engines[0].die()
+    assert [await ask(fleet, name) for name in "xyz"] == ["b"] * 3
+    await asyncio.sleep(0.01)
+    assert engines[0].closed and [figures.name for figures in fleet.figures()] == ["b"] and not keeping.done()
+    engines[1].die()
+    with pytest.raises(ExceptionGroup) as ended:
+        await asyncio.wait_for(keeping, 5)
+    assert isinstance(ended.value.exceptions[0], EngineError) and "engine b died" in str(ended.value.exceptions[0])
+
+
+async def test_an_engine_that_is_killed_while_it_starts_is_started_again_and_other_errors_end_the_start() -> None:
+    deaths: list[str] = []
+    engine = WordEngine("a", EngineDied("killed"), EngineDied("killed"))
+    await EngineFleet([engine], record_death=lambda name, _: deaths.append(name)).start()
+    assert engine.lives == 3 and deaths == ["a", "a"]
+    with pytest.raises(ExceptionGroup, match="unhandled"):
+        await EngineFleet([WordEngine("a", EngineError("no such model"))]).start()
+
+
+async def test_weights_are_loaded_one_engine_after_the_other_and_who_lags_takes_no_call(tmp_path: Path) -> None:
+    engines = [WordEngine(name) for name in "abc"]
+    fleet = EngineFleet(engines, max_policy_lag=0)
+    await fleet.start()
+    most = 0
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            most = max(most, sum(engine.loading for engine in engines))
+            await asyncio.sleep(0)
+
+    watching = asyncio.create_task(watch())
+    loading = asyncio.create_task(fleet.load_weights(tmp_path, version=1))
+    await asyncio.sleep(0)
+    assert await ask(fleet, "x") == "a", "the first that has them: the others lag"
+    await loading
+    watching.cancel()
+    assert most == 1 and [figures.version for figures in fleet.figures()] == [1, 1, 1] and fleet.version == 1
+
+
+async def test_an_engine_that_is_down_while_weights_come_has_them_when_it_is_back(tmp_path: Path) -> None:
+    a, b = WordEngine("a"), WordEngine("b")
+    fleet = EngineFleet([a, b], record_death=lambda *_: None)
+    await fleet.start()
+    a.die()
+    await fleet.load_weights(tmp_path, version=3)
+    assert (a.version, b.version) == (0, 3)
+    keeping = asyncio.create_task(fleet.run())
+    async with asyncio.timeout(5):
+        while not a.is_up:
+            await asyncio.sleep(0.001)
+    assert a.version == 3
+    keeping.cancel()
+
+
+async def test_an_engine_that_joins_has_the_newest_weights_and_takes_new_episodes(tmp_path: Path) -> None:
+    fleet = EngineFleet([WordEngine("a")], record_death=lambda *_: None)
+    await fleet.start()
+    keeping = asyncio.create_task(fleet.run())
+    await fleet.load_weights(tmp_path, version=2)
+    assert await ask(fleet, "x") == "a"
+    late = WordEngine("b")
+    await fleet.add(late)
+    assert late.version == 2 and await ask(fleet, "y") == "b"
+    late.die()
+    await asyncio.sleep(0.03)
+    assert late.lives == 2, "it is kept as the others"
+    await fleet.remove("b")
+    await asyncio.sleep(0.01)
+    assert late.lives == 2 and late.closed and await ask(fleet, "y") == "a"
+    keeping.cancel()
+
+
+async def test_a_request_that_finds_no_engine_waits_for_one() -> None:
+    engine = WordEngine("a")
+    fleet = EngineFleet([engine], record_death=lambda *_: None)
+    await fleet.start()
+    engine.die()
+    asking = asyncio.create_task(ask(fleet, "x"))
+    await asyncio.sleep(0.01)
+    assert not asking.done()
+    keeping = asyncio.create_task(fleet.run())
+    assert await asyncio.wait_for(asking, 5) == "a"
+    keeping.cancel()

@@ -1,0 +1,1 @@
+"""Engines in other processes: as one in this process, and what their deaths look like."""

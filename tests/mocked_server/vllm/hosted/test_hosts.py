@@ -1,0 +1,167 @@
+"""Hosts with processes of their own: what a killed, a stopped and an orphaned one look like, here and under Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from buffers.errors import EngineDied, EngineError
+from configs.checkout import python_path
+from configs.tiny_model import make_tiny_model
+from mocked_server.fleet import remote_engine
+from mocked_server.fleet.member import EngineLost
+from mocked_server.fleet.remote_engine import RemoteEngine
+from mocked_server.vllm.hosted.child_host import ChildHost
+from mocked_server.vllm.hosted.outputs import VLLMCodec
+from tests.mocked_server.vllm.hosted.test_remote_engine import PROMPT, outputs_of, plain, sampling
+from tests.support.child_process import gone
+from tests.support.hosted_engines import SECRET, host_settings
+from tests.support.remote_parts import ROOT, two_nodes
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def children_of(pid: int) -> list[int]:
+    """All processes below this one."""
+    below = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+    own = [int(line) for line in below.stdout.split()]
+    return own + [each for child in own for each in children_of(child)]
+
+
+async def lost_after(engine: RemoteEngine, harm: Callable[[], Awaitable[None]]) -> EngineLost:
+    """What a long whole answer under way ends with when this is done to its engine."""
+
+    async def read() -> None:
+        params = sampling(max_tokens=900, kind="FINAL_ONLY", logprobs=0)
+        async for _ in engine.generate(PROMPT, params, request_id=f"lost-{time.monotonic_ns()}"):
+            pass
+
+    reading = asyncio.create_task(read())
+    async with asyncio.timeout(20):
+        while not engine._link or not any(each.qsize() == 0 for each in engine._link._streams.values()):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+    await harm()
+    with pytest.raises(EngineLost) as lost:
+        await asyncio.wait_for(reading, 30)
+    await asyncio.wait_for(engine.until_dead(), 20)
+    assert not engine.is_up
+    return lost.value
+
+
+async def test_a_host_that_is_killed_stopped_or_loses_its_engine_is_replaced(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_engine, "SILENT_S", 4.0)
+    other = make_tiny_model(tmp_path / "other", seed=1)
+    child = ChildHost(host_settings(tiny_model, name="e3"))
+    engine = RemoteEngine(child, VLLMCodec(), secret=SECRET, name="e3", weights=(tiny_model, 2))
+    try:
+        await engine.start()
+        assert engine.is_up and engine.version == 2
+        (before,) = plain(await outputs_of(engine, sampling(), "before"))[0].values()
+        assert [span.version for span in before["versions"]] == ["2"]
+
+        host, below = child.pid, children_of(child.pid)
+
+        async def kill() -> None:
+            os.kill(host, signal.SIGKILL)
+
+        began = time.monotonic()
+        lost = await lost_after(engine, kill)
+        assert time.monotonic() - began < 5 and lost.life == ("e3", 1)
+        (sampled,) = lost.sampled
+        assert 0 < len(sampled.token_ids) == len(sampled.logprobs) < 900
+        assert below and all(gone(pid) for pid in below), "its engine goes with it"
+        await engine.load_weights(other, version=3)  # while it is down
+        await engine.restart()
+        assert engine.is_up and engine.version == 3 and engine.figures().restarts == 1
+        assert engine.figures().sampled_tokens >= 24, "counts are of all its lives"
+
+        host = child.pid
+
+        async def stop() -> None:
+            os.kill(host, signal.SIGSTOP)
+
+        lost = await lost_after(engine, stop)
+        assert "gave no sign of life for 4 s" in str(lost) and lost.sampled[0].token_ids
+        await engine.restart()
+        assert gone(host) and engine.version == 3
+
+        host = child.pid
+        core = next(pid for pid in children_of(host) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+        async def kill_engine() -> None:
+            os.kill(core, signal.SIGKILL)
+
+        lost = await lost_after(engine, kill_engine)
+        assert "died while it answered" in str(lost) and lost.sampled[0].token_ids and lost.life == ("e3", 3)
+        await engine.restart()
+        assert child.pid == host, "a host outlives its engine"
+        (after,) = plain(await outputs_of(engine, sampling(), "after"))[0].values()
+        assert [span.version for span in after["versions"]] == ["3"]
+    finally:
+        await engine.close()
+    assert gone(host)
+
+
+async def test_a_host_that_cannot_begin_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    child = ChildHost(host_settings(tmp_path / "no-model"))
+    with pytest.raises(EngineError, match="the host of engine e0 ended with 1 before it listened") as refused:
+        await child.start()
+    assert not isinstance(refused.value, EngineDied) and "no-model" in capfd.readouterr().err
+    await child.end()
+
+
+def test_a_host_ends_with_its_parent(tiny_model: Path) -> None:
+    settings = host_settings(tiny_model).to_json()
+    command = [sys.executable, "-m", "mocked_server.vllm.hosted.program"]
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(settings + "\n")
+        process.stdin.flush()
+        assert process.stdout.readline().startswith("local:")
+        process.stdin.close()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+async def test_a_host_on_another_node_of_a_cluster_serves_and_its_actors_death_is_seen(tiny_model: Path) -> None:
+    import ray
+
+    from mocked_server.vllm.hosted.ray_host import RayHost
+
+    with two_nodes() as nodes:
+        environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+        host = RayHost(host_settings(tiny_model, name="e4"), num_gpus=0, environment=environment, node_id=nodes.disk)
+        engine = RemoteEngine(host, VLLMCodec(), secret=SECRET, name="e4")
+        try:
+            await engine.start()
+            (told,) = plain(await outputs_of(engine, sampling(), "far"))[0].values()
+            assert len(told["ids"]) == 24
+            pid = await host.actor.pid.remote()
+
+            async def kill() -> None:
+                ray.kill(host.actor)
+
+            lost = await lost_after(engine, kill)
+            assert lost.sampled and gone(pid), "the host goes with its actor"
+            await engine.restart()
+            async with aclosing(engine.generate(PROMPT, sampling(), request_id="again")) as stream:
+                assert [output async for output in stream][-1].finished
+        finally:
+            await engine.close()
