@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from buffers.errors import UnderstudyError
 from configs.schema import Config
 from learner.placement.cards import GIB, Node
-from learner.placement.memory import ASLEEP_BYTES, EngineMemory, Item, of_engine, of_rank, total
+from learner.placement.memory import ASLEEP_BYTES, EngineMemory, Item, adapter_weights, of_engine, of_rank, total
 from learner.placement.model_shape import ModelShape
 
 
@@ -178,7 +178,10 @@ def _planned(config: Config, *, shape: ModelShape, nodes: Sequence[Node], learns
     memories, on_card = list[EngineMemory](), dict[tuple[int, int], tuple[int, EngineMemory, int]]()
     for number, engine in enumerate(placement.engines):
         card = min(nodes[engine.node].cards[card] for card in engine.cards) if on_gpu else None
-        memory = of_engine(shape, rollout, dtype=config.model.dtype, card=card, share=share)
+        memory = of_engine(
+            shape, rollout, dtype=config.model.dtype, card=card, share=share,
+            adapter=adapter_weights(shape, config.learner) if learns else 0, versions=config.buffer.max_policy_lag + 2,
+        )  # fmt: skip
         memories.append(memory)
         reserved = 0 if card is None or rollout.kv_cache_gb is not None else int(share * card)
         for one in engine.cards:
