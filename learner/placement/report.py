@@ -50,6 +50,11 @@ def _lines(plan: Plan, *, config: Config, shape: ModelShape) -> Iterator[str]:
             f"{_numbers('engine', numbers)}{over}: room for ~{tokens:,} tokens in a cache, ~{tokens // longest} sequences of "
             f"rollout.max_model_len={longest}"
         )
+        if tokens < longest:
+            yield (
+                f"tight: {_numbers('engine', numbers)} may not hold one sequence by the estimates; raise "
+                f"rollout.gpu_memory_utilization or rollout.tensor_parallel"
+            )
     if not any(node.cards for node in plan.nodes):
         return
     loading, published = (
