@@ -1,1 +1,1 @@
-"""Where a run's ranks and engines go, and what memory they take there: planned before anything is started."""
+"""The placement of a run's ranks and engines on cards, and the memory that they take there, before anything is started."""

@@ -130,12 +130,26 @@ class EngineMemory:
     """Tokens that the KV cache holds, of the whole engine; below 0: not even the weights have room."""
 
 
-def of_engine(shape: ModelShape, rollout: RolloutConfig, *, dtype: str, card: int | None, share: float) -> EngineMemory:
-    """`card`: bytes of the memory of each of its cards, of which it takes `share`; None: a CPU."""
+def of_engine(
+    shape: ModelShape,
+    rollout: RolloutConfig,
+    *,
+    dtype: str,
+    card: int | None,
+    share: float,
+    adapter: int = 0,
+    versions: int = 1,
+) -> EngineMemory:
+    """`card`: bytes of the memory of each of its cards, of which it takes `share`; None: a CPU. `adapter`: weights of
+    one version of a LoRA adapter, of which it has room for `versions`."""
     each, many = BYTES[dtype], rollout.tensor_parallel
     weights = each * shape.parameters // many
     token = shape.cache_bytes(tensor_parallel=many, bytes_each=each)
     items = [Item(name=f"weights, {dtype}", size=weights)]
+    if adapter:
+        items.append(
+            Item(name=f"adapter, {versions} versions", size=each * adapter * versions // many, is_estimate=True)
+        )
     if card is not None:
         tokens = int(rollout.engine_args.get("max_num_batched_tokens") or BATCHED_TOKENS)
         working = ENGINE_BYTES + each * tokens * (4 * shape.hidden + 3 * shape.intermediate // many)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from buffers.errors import UnderstudyError
 from configs.schema import Config
 from learner.placement.cards import GIB, Node
-from learner.placement.memory import ASLEEP_BYTES, EngineMemory, Item, of_engine, of_rank, total
+from learner.placement.memory import ASLEEP_BYTES, EngineMemory, Item, adapter_weights, of_engine, of_rank, total
 from learner.placement.model_shape import ModelShape
 
 
@@ -24,7 +24,7 @@ class DoesNotFit(UnderstudyError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlace:
-    """Where one engine is."""
+    """The cards of one engine."""
 
     node: int
     cards: tuple[int, ...]
@@ -35,7 +35,7 @@ class EnginePlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where everything is. Rank r is on card `ranks[r]` of node 0; none on a CPU."""
+    """The cards of all ranks and engines. Rank r is on card `ranks[r]` of node 0; none on a CPU."""
 
     ranks: tuple[int, ...]
     engines: tuple[EnginePlace, ...]
@@ -83,7 +83,7 @@ def place(nodes: Sequence[Node], *, ranks: int, engines: int, tensor_parallel: i
         )
         if found is None:
             raise DoesNotFit(
-                f"rollout.engines * rollout.tensor_parallel must be at most the cards that there are, got {engines} * "
+                f"rollout.engines * rollout.tensor_parallel must be at most the number of cards, got {engines} * "
                 f"{tensor_parallel} with cards for {number} engines; set rollout.engines={number}"
             )
         shared, node, cards = found
@@ -93,7 +93,7 @@ def place(nodes: Sequence[Node], *, ranks: int, engines: int, tensor_parallel: i
 
 
 def place_run(config: Config, *, nodes: Sequence[Node], learns: bool = True) -> Placement:
-    """Where a run's ranks and engines are; `learns` false: an evaluation, which has no ranks. Raises as `place`."""
+    """The placement of a run; `learns` false: an evaluation, which has no ranks. Raises as `place`."""
     return place(
         nodes,
         ranks=config.learner.ranks if learns else 0,
@@ -149,7 +149,7 @@ class Plan:
     nodes: list[Node]
     placement: Placement
     uses: list[CardUse]
-    """In the order of nodes and cards; cards that nobody uses are not there."""
+    """Sorted by node and card; cards that nobody uses are left out."""
     engines: list[EngineMemory]
 
 
@@ -178,7 +178,10 @@ def _planned(config: Config, *, shape: ModelShape, nodes: Sequence[Node], learns
     memories, on_card = list[EngineMemory](), dict[tuple[int, int], tuple[int, EngineMemory, int]]()
     for number, engine in enumerate(placement.engines):
         card = min(nodes[engine.node].cards[card] for card in engine.cards) if on_gpu else None
-        memory = of_engine(shape, rollout, dtype=config.model.dtype, card=card, share=share)
+        memory = of_engine(
+            shape, rollout, dtype=config.model.dtype, card=card, share=share,
+            adapter=adapter_weights(shape, config.learner) if learns else 0, versions=config.buffer.max_policy_lag + 2,
+        )  # fmt: skip
         memories.append(memory)
         reserved = 0 if card is None or rollout.kv_cache_gb is not None else int(share * card)
         for one in engine.cards:

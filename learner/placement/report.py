@@ -40,16 +40,27 @@ def _lines(plan: Plan, *, config: Config, shape: ModelShape) -> Iterator[str]:
         used = {use.card for use in uses}
         if free := [card for card in range(len(node.cards)) if card not in used]:
             yield f"  {_numbers('card', free)}: nobody"
+    rooms: dict[tuple[int, int], list[int]] = {}
     for number, (place, memory) in enumerate(zip(plan.placement.engines, plan.engines)):
-        many, tokens, longest = len(place.cards), max(0, memory.cache_tokens), config.rollout.max_model_len
-        over = f", one over {many} cards," if many > 1 else ""
+        rooms.setdefault((len(place.cards), max(0, memory.cache_tokens)), []).append(number)
+    longest = config.rollout.max_model_len
+    for (cards_each, tokens), numbers in rooms.items():
+        over = f", each over {cards_each} cards" if cards_each > 1 else ""
         yield (
-            f"engine {number}{over} has room for ~{tokens:,} tokens in its cache: ~{tokens // longest} sequences of "
+            f"{_numbers('engine', numbers)}{over}: room for ~{tokens:,} tokens in a cache, ~{tokens // longest} sequences of "
             f"rollout.max_model_len={longest}"
         )
+        if tokens < longest:
+            yield (
+                f"tight: {_numbers('engine', numbers)} may not hold one sequence by the estimates; raise "
+                f"rollout.gpu_memory_utilization or rollout.tensor_parallel"
+            )
     if not any(node.cards for node in plan.nodes):
         return
-    loading, published = learner.ranks * MASTER * shape.parameters, BYTES[config.model.dtype] * shape.parameters
+    loading, published = (
+        learner.ranks * MASTER * shape.parameters,
+        BYTES[config.model.dtype] * (adapter_weights(shape, learner) or shape.parameters),
+    )
     load = "the ranks load" if learner.ranks > 1 else "the rank loads"
     yield (
         f"beside its cards, node 0 needs {loading / GIB:.1f} GiB of memory while {load} the model, and ~{2 * published / GIB:.1f} "

@@ -91,7 +91,7 @@ class VLLMEngine:
         """`name`: among the engines of a run. `count_preemptions`: outputs say how often their request was set aside, and figures
         what the scheduler says of itself; costs a few percent of the engine's time.
         `weights`: (folder, version) to begin with, instead of the model's own as version 0. `timeout_s`: see
-        `configs.schema.RolloutConfig.engine_timeout_s`. `devices`: its cards, as CUDA calls them; none: all that there are."""
+        `configs.schema.RolloutConfig.engine_timeout_s`. `devices`: its cards, as CUDA calls them; none: all of this machine's."""
         self._vllm_config = vllm_config
         self._devices = devices
         self._count_preemptions = count_preemptions

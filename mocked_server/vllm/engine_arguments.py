@@ -133,7 +133,7 @@ def _owned_words(settings: EngineSettings) -> list[str]:
 
 
 def words_of(arguments: Mapping[str, Any]) -> list[str]:
-    """As on vLLM's command line: true and false as `--name` and `--no-name`, lists as several words, mappings as JSON."""
+    """The words of vLLM's command line: true and false as `--name` and `--no-name`, lists as several words, mappings as JSON."""
     words = []
     for name, value in arguments.items():
         option = name.replace("_", "-")

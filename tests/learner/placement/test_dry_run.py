@@ -50,6 +50,12 @@ def test_a_tight_card_is_told_with_keys_that_help(folder: Path, capsys) -> None:
     assert last.startswith("tight: card 0 of node 0") and "learner.gradient_checkpointing=true" in last
 
 
+def test_an_engine_that_may_not_hold_a_sequence_is_told(folder: Path, capsys) -> None:
+    """Beside ranks its share is 32 GiB, of which its weights take 30.5."""
+    assert run.main(["--config", "gpu_2x8", "--dry-run", "--gpus", "8x80"]) == 0
+    assert "tight: engines 0-3 may not hold one sequence" in capsys.readouterr().out
+
+
 def test_the_demo_is_on_the_cpu(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")  # no nvidia-smi
     assert run.main(["--dry-run"]) == 0
@@ -98,7 +104,7 @@ def test_a_run_that_has_no_room_is_refused_before_it_starts(
         "data.tasks=tasks.parquet",
         "data.validation.tasks=",
         "learner.ranks=1",
-        "rollout.tensor_parallel=1",
+        "rollout.engines=1",
     ]
     assert run.main(words) == 2
     assert "engine 0 must have room for its weights (15.3 GiB)" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -97,7 +98,7 @@ def test_all_that_the_run_sets_is_owned(tmp_path, monkeypatch):
     defaults = vars(make_arg_parser(FlexibleArgumentParser()).parse_args([]))
     for gpu in (True, False):
         monkeypatch.setattr(engine_arguments, "has_gpu", lambda gpu=gpu: gpu)
-        ours = vars(make_args(settings(tmp_path, sleep=True, kv_cache_gb=1.0)))
+        ours = vars(make_args(replace(settings(tmp_path, sleep=True, kv_cache_gb=1.0), lora_rank=8)))
         differ = {name for name in ours if repr(ours[name]) != repr(defaults[name])}
         assert differ - set(OWNED) <= {"enforce_eager", "model_tag"}
         assert len(differ) > 10
