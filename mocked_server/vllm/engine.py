@@ -334,13 +334,12 @@ class VLLMEngine:
         with self._silence.expecting():
             await _freeze(llm)
             self._stats.cleared(under_way=len(llm.output_processor.request_states))
-            try:
-                with self._silence.long_work():
-                    await llm.collective_rpc("load_published", args=(str(folder),))
-                await llm.update_weight_version(str(version))
-                self.version = version
-            finally:
-                await llm.resume_generation()
+            # A load that fails leaves it frozen: nothing is sampled from weights that are half loaded.
+            with self._silence.long_work():
+                await llm.collective_rpc("load_published", args=(str(folder),))
+            await llm.update_weight_version(str(version))
+            self.version = version
+            await llm.resume_generation()
         self._paused_s = time.monotonic() - began
 
     async def sleep(self) -> None:

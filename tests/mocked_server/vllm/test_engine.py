@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from buffers.errors import EngineError
@@ -101,6 +102,41 @@ def test_weights_change_under_a_running_request_and_each_token_names_its_version
     assert (old - recorded)[versions == 0].abs().max() < TOLERANCE
     assert (new - recorded)[versions == 1].abs().max() < TOLERANCE
     assert (old - recorded)[versions == 1].abs().max() > 0.01, "the two models must differ for this to show anything"
+
+
+def test_an_engine_whose_load_fails_midway_samples_nothing_until_it_is_started_again(
+    rollout, tiny_model, other_model, original_weights, tmp_path
+):
+    engine = rollout.engine
+    weights = load_file(other_model / "model.safetensors")
+    last = sorted(weights)[-1]
+    save_file({**weights, last: weights[last][:-1].clone()}, tmp_path / "model.safetensors")
+    seen = []
+
+    async def fail_midway():
+        began = asyncio.Event()
+
+        def on_token():
+            seen.append(engine.version)
+            began.set()
+
+        running = asyncio.create_task(generate(engine, 900, seed=1, on_token=on_token))
+        await began.wait()
+        with pytest.raises(Exception, match="Attempted to load weight"):
+            await engine.load_weights(tmp_path, version=1)
+        await asyncio.sleep(0.05)  # outputs that were on their way
+        number = len(seen)
+        await asyncio.sleep(0.5)
+        assert len(seen) == number < 900, "it sampled from weights that are half loaded"
+        engine._weights = tiny_model, 0
+        await engine.restart()
+        with pytest.raises(EngineError, match="died while it answered"):
+            await asyncio.wait_for(running, 20)
+        return await generate(engine, 8, seed=2)
+
+    response = rollout.wait(fail_midway())
+    assert set(response.versions.tolist()) == {0}
+    assert (recomputed(tiny_model, response) - torch.tensor(response.logprobs)).abs().max() < TOLERANCE
 
 
 def test_a_tied_head_is_refreshed_by_a_reload(rollout, tiny_model, other_model, original_weights):
