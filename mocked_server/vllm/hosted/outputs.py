@@ -237,7 +237,7 @@ def pack_logprobs(logprobs: Any) -> WireLogprobs | None:
 
 
 def logprobs_of(wire: WireLogprobs | None) -> Any:
-    """As `pack_logprobs` got them. Raises ValueError for what does not fit together."""
+    """The log-probabilities that `pack_logprobs` got. Raises ValueError for what does not fit together."""
     if wire is None:
         return None
     from vllm.logprobs import FlatLogprobs, Logprob

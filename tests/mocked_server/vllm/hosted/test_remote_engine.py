@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from configs.tiny_model import make_tiny_model
 from mocked_server.fleet.member import EngineLost, Sampled
 from mocked_server.fleet.remote_engine import RemoteEngine
 from mocked_server.vllm.hosted.outputs import VLLMCodec, logprobs_of, pack_logprobs
-from tests.support.hosted_engines import SECRET, HostHere, Started
+from tests.mocked_server.fleet.hosts_here import SECRET, HostHere, Started
 
 pytestmark = pytest.mark.engine
 
@@ -50,7 +51,11 @@ async def outputs_of(engine: Any, params: Any, name: str, prompt: list[int] = PR
 
 
 def table(logprobs: Any) -> Any:
-    return None if logprobs is None else (type(logprobs).__name__, [None if each is None else dict(each) for each in logprobs])
+    return (
+        None
+        if logprobs is None
+        else (type(logprobs).__name__, [None if each is None else dict(each) for each in logprobs])
+    )
 
 
 def plain(outputs: list[Any]) -> list[Any]:
@@ -120,7 +125,7 @@ def test_a_stop_string_cuts_the_same_text(rollout: Any, remote: RemoteEngine) ->
 def test_the_whole_so_far_comes_with_each_output(rollout: Any, remote: RemoteEngine) -> None:
     outputs = rollout.wait(outputs_of(remote, sampling(kind="CUMULATIVE"), "so-far"))
     texts = [output.outputs[0].text for output in outputs]
-    assert len(texts) > 1 and all(later.startswith(text) for text, later in zip(texts, texts[1:]))
+    assert len(texts) > 1 and all(later.startswith(text) for text, later in pairwise(texts))
     assert len(outputs[-1].outputs[0].token_ids) == 24
 
 
@@ -141,10 +146,17 @@ def test_what_another_engine_sampled_is_continued(rollout: Any, remote: RemoteEn
     half = FlatLogprobs()
     half.extend(told["logprobs"][:10])
     tokenizer_text = "" if kind == "FINAL_ONLY" else told["text"]
-    parts = rollout.wait(outputs_of(rollout.engine, sampling(**{**params, "kind": "DELTA", "max_tokens": 10}), f"ten-{kind}"))
+    parts = rollout.wait(
+        outputs_of(rollout.engine, sampling(**{**params, "kind": "DELTA", "max_tokens": 10}), f"ten-{kind}")
+    )
     sent = "".join(part.outputs[0].text for part in parts) if kind == "DELTA" else ""
     sampled = Sampled(
-        index=0, token_ids=told["ids"][:10], logprobs=half, versions=[("0", 0)], num_sent_chars=len(sent), cumulative=None
+        index=0,
+        token_ids=told["ids"][:10],
+        logprobs=half,
+        versions=[("0", 0)],
+        num_sent_chars=len(sent),
+        cumulative=None,
     )
     rest = rollout.wait(outputs_of(remote, sampling(**params), f"rest-{kind}", sampled=[sampled]))
     (found,) = plain(rest)[0].values()
