@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from buffers.errors import UnderstudyError
+from buffers.errors import EngineError, UnderstudyError
 from buffers.wire.address import Way, WireAddress
 from buffers.wire.listener import Listener, Peer
 from buffers.wire.session import Message
@@ -202,6 +202,8 @@ class EngineHost:
                     )
         except (UnderstudyError, ValueError, TypeError, LookupError, RuntimeError, OSError) as error:
             logger.warning("engine %s could not %s: %s", engine.name, order.name, error)
+            if not isinstance(error, EngineError):
+                error = EngineError(f"engine {engine.name} could not {order.name}: {type(error).__name__}: {error}")
             client.peer.send("failed", Failure.of(error), number=number)
             return
         client.peer.send("done", self._state(), number=number)

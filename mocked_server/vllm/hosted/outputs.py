@@ -19,6 +19,9 @@ import msgspec
 from mocked_server.fleet.engine_messages import WireCompletion, WireLogprobs, WireOutput, WireSampled
 from mocked_server.fleet.member import Sampled
 
+WHOLE_INTERVAL = 8
+"""Tokens between two deltas of an answer that comes as a whole: as many are sampled again, at most, where its host is lost."""
+
 
 class VLLMCodec:
     """See the module."""
@@ -37,6 +40,8 @@ class VLLMCodec:
         from vllm.sampling_params import RequestOutputKind
 
         params = self._params.decode(data)
+        if params.output_kind is RequestOutputKind.FINAL_ONLY and params.stream_interval is None:
+            params.stream_interval = WHOLE_INTERVAL
         params.output_kind = RequestOutputKind.DELTA
         return params
 
@@ -237,7 +242,7 @@ def pack_logprobs(logprobs: Any) -> WireLogprobs | None:
 
 
 def logprobs_of(wire: WireLogprobs | None) -> Any:
-    """As `pack_logprobs` got them. Raises ValueError for what does not fit together."""
+    """The log-probabilities that `pack_logprobs` got. Raises ValueError for what does not fit together."""
     if wire is None:
         return None
     from vllm.logprobs import FlatLogprobs, Logprob

@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def _line_of(descriptor: int) -> str:
-    """Without a buffer: what comes after it is the event loop's."""
+    """The first line, read without a buffer: what comes after it is the event loop's."""
     line = b""
     while not line.endswith(b"\n"):
         if not (more := os.read(descriptor, 1)):

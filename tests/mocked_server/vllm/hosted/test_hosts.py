@@ -22,9 +22,9 @@ from mocked_server.fleet.member import EngineLost
 from mocked_server.fleet.remote_engine import RemoteEngine
 from mocked_server.vllm.hosted.child_host import ChildHost
 from mocked_server.vllm.hosted.outputs import VLLMCodec
+from tests.mocked_server.fleet.hosts_here import SECRET, host_settings
 from tests.mocked_server.vllm.hosted.test_remote_engine import PROMPT, outputs_of, plain, sampling
 from tests.support.child_process import gone
-from tests.support.hosted_engines import SECRET, host_settings
 from tests.support.remote_parts import ROOT, two_nodes
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -114,6 +114,7 @@ async def test_a_host_that_is_killed_stopped_or_loses_its_engine_is_replaced(
     assert gone(host)
 
 
+@pytest.mark.long
 async def test_a_host_that_cannot_begin_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     child = ChildHost(host_settings(tmp_path / "no-model"))
     with pytest.raises(EngineError, match="the host of engine e0 ended with 1 before it listened") as refused:
@@ -140,6 +141,7 @@ def test_a_host_ends_with_its_parent(tiny_model: Path) -> None:
         process.stdout.close()
 
 
+@pytest.mark.long
 async def test_a_host_on_another_node_of_a_cluster_serves_and_its_actors_death_is_seen(tiny_model: Path) -> None:
     import ray
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from configs.tiny_model import make_tiny_model
 from mocked_server.fleet.member import EngineLost, Sampled
 from mocked_server.fleet.remote_engine import RemoteEngine
 from mocked_server.vllm.hosted.outputs import VLLMCodec, logprobs_of, pack_logprobs
-from tests.support.hosted_engines import SECRET, HostHere, Started
+from tests.mocked_server.fleet.hosts_here import SECRET, HostHere, Started
 
 pytestmark = pytest.mark.engine
 
@@ -125,7 +125,7 @@ def test_a_stop_string_cuts_the_same_text(rollout: Any, remote: RemoteEngine) ->
 def test_the_whole_so_far_comes_with_each_output(rollout: Any, remote: RemoteEngine) -> None:
     outputs = rollout.wait(outputs_of(remote, sampling(kind="CUMULATIVE"), "so-far"))
     texts = [output.outputs[0].text for output in outputs]
-    assert len(texts) > 1 and all(later.startswith(text) for text, later in itertools.pairwise(texts))
+    assert len(texts) > 1 and all(later.startswith(text) for text, later in pairwise(texts))
     assert len(outputs[-1].outputs[0].token_ids) == 24
 
 
