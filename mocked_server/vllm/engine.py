@@ -28,13 +28,14 @@ from typing import Any, ClassVar
 
 from buffers.errors import EngineDied, EngineError, RequestRefused
 from mocked_server.fleet.member import EngineFigures, EngineLost, Sampled
-from mocked_server.vllm import continued_requests, fork_server
+from mocked_server.vllm import continued_requests
 from mocked_server.vllm.adapters import PolicyAdapters, is_adapter
 from mocked_server.vllm.continued_requests import continuing, interrupted, merged, never_began
 from mocked_server.vllm.engine_arguments import has_gpu, set_process_environment
-from mocked_server.vllm.engine_silence import EngineSilence, processor_time
-from mocked_server.vllm.fork_server import engines_of_ours, engines_see
-from mocked_server.vllm.scheduler_stats import SchedulerStats
+from mocked_server.vllm.process import fork_server
+from mocked_server.vllm.process.engine_silence import EngineSilence, processor_time
+from mocked_server.vllm.process.fork_server import engines_of_ours, engines_see
+from mocked_server.vllm.process.scheduler_stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
 

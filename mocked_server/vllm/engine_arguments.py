@@ -21,7 +21,7 @@ from mocked_server.vllm.adapters import lora_words
 
 MAX_WORDS_CHARS = 600
 """Most characters of vLLM's words: some repeat the value that they refuse."""
-WORKER_EXTENSION = "mocked_server.vllm.worker_extension.WorkerExtension"
+WORKER_EXTENSION = "mocked_server.vllm.process.worker_extension.WorkerExtension"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

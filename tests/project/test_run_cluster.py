@@ -18,7 +18,7 @@ from buffers.remote.ray_actor import NAMESPACE, find_actor
 from buffers.wire.address import Way, WireAddress, is_loopback
 from mocked_server.keys import make_secret
 from tests.project.test_resume import SMALL, books_balance
-from tests.support.remote_parts import Nodes, two_nodes
+from tests.support.remote.remote_parts import Nodes, two_nodes
 from tests.support.run_parts import assert_nothing_left, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(400)]

@@ -25,7 +25,7 @@ from buffers.remote.messages import job_of
 from buffers.remote.outbox import MAX_FRAME_BYTES, Outgoing, frames, parcels
 from buffers.remote.remote_ledger import RemoteLedger
 from tests.support.buffer_parts import make_round, make_task, open_running
-from tests.support.in_process_remote_ledger import SECRET, Nearby, open_nearby
+from tests.support.remote.in_process_remote_ledger import SECRET, Nearby, open_nearby
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from buffers.remote.messages import Refusal, job_of
 from buffers.wire.address import Way, WireLost
 from buffers.wire.connection import Connection
 from tests.support.buffer_parts import make_round, make_task, open_running
-from tests.support.in_process_remote_ledger import open_nearby
+from tests.support.remote.in_process_remote_ledger import open_nearby
 
 ROOT = Path(__file__).parents[3]
 SECRET = b"s" * 32

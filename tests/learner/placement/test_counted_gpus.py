@@ -17,7 +17,7 @@ from learner.placement.cards import visible
 from learner.placement.plan import place_run
 from learner.training import ranks as ranks_module
 from learner.training.ranks import LearnerRanks
-from mocked_server.vllm.fork_server import ending_with_us, engines_see
+from mocked_server.vllm.process.fork_server import ending_with_us, engines_see
 from tests.learner.placement.recording_rank import RecordingRank
 
 LISTED = "".join(f"{number}, GPU-{number}, 81559\n" for number in range(10))

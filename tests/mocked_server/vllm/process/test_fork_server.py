@@ -1,4 +1,4 @@
-"""Rules of mocked_server/vllm/fork_server.py, with children that are no engines; whole runs fork engines."""
+"""Rules of mocked_server/vllm/process/fork_server.py, with children that are no engines; whole runs fork engines."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from mocked_server.vllm.engine_arguments import has_gpu
-from mocked_server.vllm.fork_server import engines_of_ours
+from mocked_server.vllm.process.fork_server import engines_of_ours
 from tests.support.child_process import child_process, gone
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SCRIPT = Path(__file__).with_name("fork_server_program.py")
 STARTING = Path(__file__).with_name("starting_engine.py")
 

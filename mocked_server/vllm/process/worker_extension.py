@@ -23,7 +23,7 @@ class WorkerExtension:
         """Called before the first adapter is loaded."""
         from vllm.platforms import current_platform
 
-        from mocked_server.vllm import cpu_adapters
+        from mocked_server.vllm.process import cpu_adapters
 
         if current_platform.is_cpu():
             cpu_adapters.install()

@@ -1,4 +1,4 @@
-"""A process that starts a fork server and forks from it, for tests/mocked_server/vllm/test_fork_server.py: one line of
+"""A process that starts a fork server and forks from it, for tests/mocked_server/vllm/process/test_fork_server.py: one line of
 JSON, then it waits."""
 
 import json
@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from mocked_server.vllm import fork_server
+from mocked_server.vllm.process import fork_server
 
 IMPORTED_AT = time.monotonic()
 

@@ -1,4 +1,4 @@
-"""A server that starts a real engine once it is told to, for tests/mocked_server/vllm/test_fork_server.py: which is
+"""A server that starts a real engine once it is told to, for tests/mocked_server/vllm/process/test_fork_server.py: which is
 killed meanwhile, or gives it up."""
 
 import asyncio

@@ -1,7 +1,7 @@
 """Adapters on a CPU, several times as fast: the tokens of one adapter are computed together.
 
-Installed in the engine's process by `mocked_server.vllm.worker_extension`. vLLM's own way copies an adapter's matrices once for
-each token of a step, which takes six times as long as the model itself. A step has few adapters, one for each version that
+Installed in the engine's process by `mocked_server.vllm.process.worker_extension`. vLLM's own way copies an adapter's matrices
+once for each token of a step, which takes six times as long as the model itself. A step has few adapters, one for each version that
 generations began under: two matrix products for each of them, and each layer, are enough. What is computed is the same.
 """
 

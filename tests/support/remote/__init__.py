@@ -1,0 +1,1 @@
+"""Parts of tests with a ledger elsewhere."""
