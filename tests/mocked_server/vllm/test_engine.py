@@ -124,6 +124,7 @@ def test_an_engine_whose_load_fails_midway_samples_nothing_until_it_is_started_a
         await began.wait()
         with pytest.raises(Exception, match="Attempted to load weight"):
             await engine.load_weights(tmp_path, version=1)
+        assert not engine.dead and await engine._llm.is_paused()
         await asyncio.sleep(0.05)  # outputs that were on their way
         number = len(seen)
         await asyncio.sleep(0.5)
