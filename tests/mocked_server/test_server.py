@@ -385,7 +385,7 @@ def test_a_dead_engine_answers_with_an_error_and_ends_the_loop(tiny_model):
     thread.start()
     thread.engine.dies = True
     _, client = thread.lease()
-    with pytest.raises(openai.InternalServerError, match="engine or the server is going down") as caught:
+    with client, pytest.raises(openai.InternalServerError, match="engine or the server is going down") as caught:
         chat(client, HELLO)
     assert caught.value.status_code == 503
     thread.call(_until(thread._generating.done))
