@@ -58,9 +58,11 @@ from learner.checkpoints.store import WEIGHTS
 from learner.checkpoints.weight_shards import Published
 from learner.checkpoints.weight_sync import WeightSync
 from learner.recovery.restart_limit import RestartLimit
-from learner.recovery.restarts import ended, restart_engine_when_dead
+from learner.recovery.restarts import ended
 from mocked_server.answer_recorder import AnswerRecorder
-from mocked_server.vllm.engine import EngineSettings, VLLMEngine, make_args, make_vllm_config, start_fork_server
+from mocked_server.fleet.engine_fleet import EngineFleet
+from mocked_server.vllm.engine import VLLMEngine, start_fork_server
+from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 
 RANKS = 2
 PROMPT = list(range(40, 60))
@@ -154,7 +156,8 @@ class Served:
                 self.responses.append(await generate(self.engine, SERVED_TOKENS, seed=number + SERVED_AT_ONCE * turn))
             except EngineError:
                 self.lost += 1
-                await self.engine.wait_restarted()
+                while not self.engine.is_up:
+                    await asyncio.sleep(0.05)
 
 
 async def generate(engine: VLLMEngine, num_tokens: int, *, seed: int) -> Any:
@@ -199,8 +202,9 @@ class Kills:
         """The part's figures."""
         ranks, engine = ProcessRanks(self.model), make_engine(self.model)
         sync, limit = WeightSync(self._folder), RestartLimit()
-        await asyncio.gather(ranks.start(), engine.start())
-        keeping = asyncio.create_task(restart_engine_when_dead(engine, restart_limit=limit))
+        fleet = EngineFleet([engine], record_death=lambda name, error: limit.record("engine", error, name=name))
+        await asyncio.gather(ranks.start(), fleet.start())
+        keeping = asyncio.create_task(fleet.run())
         served = Served(engine)
         serving: asyncio.Task[None] | None = None
         try:

@@ -17,5 +17,5 @@ def shape(name: str) -> ModelShape:
     return read_shape(MODELS / name)
 
 
-def node(*, cards: int, gib: float = 80) -> Node:
-    return Node(cards=(int(gib * GIB),) * cards, devices=tuple(map(str, range(cards))))
+def node(*, cards: int, gib: float = 80, alive: bool = True) -> Node:
+    return Node(cards=(int(gib * GIB),) * cards, devices=tuple(map(str, range(cards))), is_alive=alive)

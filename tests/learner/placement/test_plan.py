@@ -7,7 +7,7 @@ import pytest
 from configs.load import load_config
 from learner.placement.cards import Node
 from learner.placement.memory import total
-from learner.placement.plan import DoesNotFit, make_plan, place
+from learner.placement.plan import DoesNotFit, EnginePlace, make_plan, next_engine, place
 from tests.learner.placement.shapes import node, shape
 
 GRPO = ("learner.advantage=grpo", "learner.critic=none", "model.dtype=bfloat16")
@@ -15,7 +15,9 @@ GRPO = ("learner.advantage=grpo", "learner.critic=none", "model.dtype=bfloat16")
 
 def places(nodes, *, ranks, engines=1, tensor_parallel=1):
     found = place(nodes, ranks=ranks, engines=engines, tensor_parallel=tensor_parallel)
-    return found.ranks, [(engine.node, engine.cards, engine.beside_rank) for engine in found.engines]
+    return tuple(rank.card for rank in found.ranks), [
+        (engine.node, engine.cards, engine.beside_rank) for engine in found.engines
+    ]
 
 
 def test_on_one_card_engine_and_rank_share_it():
@@ -45,7 +47,39 @@ def test_engines_go_to_another_node_before_they_share():
 
 
 def test_without_a_gpu_all_is_on_the_cpu():
-    assert places([Node()], ranks=2) == ((), [(0, (), True)])
+    assert places([Node()], ranks=2) == ((None, None), [(0, (), True)])
+
+
+def test_without_a_gpu_engines_are_spread_over_the_nodes():
+    assert places([Node()] * 3, ranks=1, engines=4)[1] == [(0, (), True), (1, (), False), (2, (), False), (0, (), True)]
+
+
+def test_ranks_are_on_as_few_nodes_as_can_be():
+    nodes = [node(cards=2), node(cards=8), node(cards=8)]
+    assert [rank.node for rank in place(nodes, ranks=4, engines=1, tensor_parallel=1).ranks] == [1] * 4
+    assert [rank.node for rank in place(nodes, ranks=2, engines=1, tensor_parallel=1).ranks] == [0] * 2
+    spread = place(nodes, ranks=11, engines=1, tensor_parallel=1)
+    assert [rank.node for rank in spread.ranks] == [0] * 2 + [1] * 8 + [2]
+    assert spread.engines[0].node == 2 and not spread.engines[0].beside_rank
+
+
+def test_a_range_of_engines_takes_what_there_is():
+    assert len(places([node(cards=4)], ranks=1, engines=(1, 9))[1]) == 4
+    assert [at for at, _, _ in places([Node()] * 3, ranks=1, engines=(2, 9))[1]] == [0, 1, 2]
+    with pytest.raises(
+        DoesNotFit, match=r"rollout.engines.fewest must be at most the 3 nodes .* set rollout.engines.fewest=3"
+    ):
+        place([Node()] * 3, ranks=1, engines=(4, 9), tensor_parallel=1)
+
+
+def test_one_more_engine_goes_where_there_is_room():
+    nodes = [node(cards=2), node(cards=2, alive=False), node(cards=2)]
+    placed = place(nodes, ranks=1, engines=3, tensor_parallel=1)
+    assert [engine.node for engine in placed.engines] == [0, 2, 2]
+    more = {"ranks": placed.ranks, "engines": placed.engines, "tensor_parallel": 1, "one_per_cpu": True}
+    beside = next_engine(nodes, **more)
+    assert beside == EnginePlace(node=0, cards=(0,), beside_rank=True)
+    assert next_engine(nodes, **{**more, "engines": [*placed.engines, beside]}) is None
 
 
 @pytest.mark.parametrize(

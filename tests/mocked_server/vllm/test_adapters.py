@@ -20,7 +20,8 @@ from learner.model.lora import add_adapter, peft_names, write_description
 from mocked_server.answer_recorder import AnswerRecorder
 from mocked_server.rollout import VLLMRollout
 from mocked_server.vllm.adapters import lora_words
-from mocked_server.vllm.engine import EngineSettings, VLLMEngine
+from mocked_server.vllm.engine import VLLMEngine
+from mocked_server.vllm.engine_arguments import EngineSettings
 
 pytestmark = pytest.mark.engine
 
