@@ -156,7 +156,7 @@ class Served:
                 self.responses.append(await generate(self.engine, SERVED_TOKENS, seed=number + SERVED_AT_ONCE * turn))
             except EngineError:
                 self.lost += 1
-                while not self.engine.is_up:
+                while not self.engine.is_up:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
 
 

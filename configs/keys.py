@@ -141,6 +141,9 @@ def kind_of(annotation: Any, *, rules: Iterable[Any] = ()) -> str:
         return f"list of {kind_of(inner[0])}"
     if origin is dict:
         return f"mapping of {kind_of(inner[0])} to {kind_of(inner[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        fields = annotation.model_fields.items()
+        return f"{{{', '.join(f'{name}: {kind_of(field.annotation, rules=[field])}' for name, field in fields)}}}"
     return NAMES[annotation] + bounds
 
 

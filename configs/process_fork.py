@@ -1,8 +1,8 @@
 """A process forked of this one that serves a Unix socket, and the end of a process that skips taking Python apart.
 
 Engines (`mocked_server.vllm.process.fork_server`) and the learner's ranks (`learner.training.forked_ranks`) are forked of such a
-process, which has imported what takes them seconds. It stands here because both may import this folder. Linux only; the caller is its
-process's main thread and has no other threads.
+process, which has imported what takes them seconds. It stands here because both may import this folder. Linux only; the caller is
+its process's main thread and has no other threads.
 """
 
 from __future__ import annotations

@@ -152,6 +152,19 @@ class ServerConfig(Section):
     tokens sampled."""
 
 
+class EngineRange(Section):
+    fewest: PositiveInt = 1
+    """Engines that the run needs at its start."""
+    most: PositiveInt
+    """Engines that it has when there is room: more are added as nodes join the cluster."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> EngineRange:
+        if self.fewest > self.most:
+            raise ValueError(f"fewest must be at most most={self.most}, got {self.fewest}; set fewest={self.most}")
+        return self
+
+
 class RolloutConfig(Section):
     temperature: Positive = 1.0
     """Sampling temperature of every training episode, whatever the agent asks for."""
@@ -159,9 +172,10 @@ class RolloutConfig(Section):
     """Most tokens of one generation; an agent may ask for fewer."""
     max_model_len: PositiveInt = 2048
     """Longest prompt + generation, in tokens."""
-    engines: PositiveInt = 1
-    """Engines, each in a process of its own. Episodes are spread over them; when one dies, another one continues what it was
-    sampling, and it is started again."""
+    engines: PositiveInt | EngineRange = 1
+    """Engines, each in a process of its own, on this machine and on the other nodes of the cluster that RAY_ADDRESS names.
+    Episodes are spread over them; when one dies, another one continues what it was sampling, and it is started again, on another
+    node if its own is gone. `{fewest: 2, most: 6}`: as many as there is room for; more join as nodes do."""
     engine_timeout_s: Seconds = 120.0
     """An engine that gives no sign of life for so long while requests wait is killed and restarted: its process may live and be
     deaf. One that is busy with a long step answers between two of them. Loading weights may take ten times as long."""
@@ -179,6 +193,12 @@ class RolloutConfig(Section):
     engine_args: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$")], Any] = Field(default_factory=dict)
     """More arguments of vLLM's engine, by vLLM's names: `{max_num_batched_tokens: 8192, quantization: fp8}`. vLLM's own parser
     judges them. Refused are those that the run sets itself (configs/owned_arguments.py)."""
+
+    @property
+    def engine_range(self) -> tuple[int, int]:
+        """(fewest, most) of `engines`."""
+        engines = self.engines
+        return (engines, engines) if isinstance(engines, int) else (engines.fewest, engines.most)
 
     def share_of_card(self, *, beside_rank: bool) -> float:
         """`gpu_memory_utilization`, or its default; `beside_rank`: an engine is on a card that a rank is on too."""

@@ -98,13 +98,14 @@ def main(argv: Sequence[str] | None = None, *, program: str = "understudy eval")
         print(error, file=sys.stderr)
         return 2
 
+    from learner.placement.cards import in_cluster
     from learner.run import check_inputs, import_ray, prepare_engine
     from learner.startup.input_check import refusal
 
     if told := refusal(lambda: check_inputs(config, resume="", learns=False)):
         print(f"error: {told}", file=sys.stderr)
         return 2
-    import_ray(local=not config.buffer.node)
+    import_ray(local=not in_cluster(config.buffer.node))
     weights = "model.path" if arguments.checkpoint is None else str(arguments.checkpoint)
     return _evaluate(config, weights=weights, limit=arguments.limit, prepare=prepare_engine)
 

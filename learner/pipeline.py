@@ -11,6 +11,7 @@
 | `serve`    | a request                                   | a prompt in the queue, then its answer    | `generate`           |
 | `generate` | prompts (waits: one)                        | a reply and a `Round`                     | `serve`              |
 | `engines`  | the engines' figures (waits: half a second)  | slots of the pool (`agents.concurrency: auto`) | time                |
+| `grow`     | the nodes of the cluster (waits: two seconds) | engines on nodes that have joined       | time                 |
 | `learn`    | a full batch of scored, fresh groups (waits: that many) | new weights in the engine, a step in the ledger | scores |
 
 `learn` is the only finite loop; when it ends the others are cancelled. A loop that fails ends the run with its error; of
@@ -41,10 +42,11 @@ from configs.schema import Config
 from env_adapters.child_process import Child, resolve_command, start_environment
 from learner.checkpoints.store import Checkpoint, CheckpointStore
 from learner.checkpoints.weight_sync import WeightSync
+from learner.engines import RemoteEngines, make_weight_sync, run_nodes
 from learner.evaluation import Evaluation, EvaluationPlan
 from learner.learn_loop import LearnLoop, Outputs, Schedule
-from learner.placement.cards import own_node
-from learner.placement.plan import place_run
+from learner.placement.cards import in_cluster
+from learner.placement.plan import EnginePlace
 from learner.players import Players, make_players
 from learner.recovery.failure_report import why_episodes_fail
 from learner.recovery.failure_watch import watch
@@ -65,9 +67,10 @@ from mocked_server.dispatch import Others
 from mocked_server.fleet.admission import Admission
 from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.fleet.engine_watch import EngineWatch
+from mocked_server.fleet.member import FleetEngine
 from mocked_server.generation import Generation
 from mocked_server.http.uvicorn_server import bind
-from mocked_server.keys import KeyRing, round_secret, secret_of_run
+from mocked_server.keys import KeyRing, round_secret, secret_of_run, wire_secret
 from mocked_server.server import MockedServer
 from mocked_server.vllm.engine import VLLMEngine, interrupts_blocked
 from mocked_server.vllm.engine_arguments import (
@@ -77,6 +80,7 @@ from mocked_server.vllm.engine_arguments import (
     make_vllm_config,
     set_process_environment,
 )
+from mocked_server.vllm.hosted.program import HostSettings
 
 logger = logging.getLogger(__name__)
 
@@ -193,12 +197,15 @@ class Pipeline:
                 warn=self._display.note,
             )
         set_process_environment()
-        self._node = own_node(has_gpu=has_gpu())
-        self._placement = place_run(config, nodes=[self._node], learns=self._evaluates is None)
-        weights = WeightSync(self._folder, adapter=config.learner.lora.rank > 0)
-        stack.push_async_callback(weights.close)
         with self._display.phase("starting engine and server"):
             ray = self._start_ray(stack)
+            if in_cluster(config.buffer.node):
+                await asyncio.shield(ray)
+            self._nodes = await asyncio.to_thread(
+                run_nodes, config, model=model, folder=self._folder, learns=self._evaluates is None
+            )
+            weights = make_weight_sync(config, nodes=self._nodes, folder=self._folder)
+            stack.push_async_callback(weights.close)
             learner, starting = self._start_learner(stack, ray, model=model)
             serving = await self._start_serving(
                 stack, ray, model=model, players=players, address=address, weights=weights
@@ -264,7 +271,7 @@ class Pipeline:
             temperature=config.rollout.temperature,
             seed=config.run.seed,
             keep_versions=config.buffer.max_policy_lag + 1,
-            devices=[self._node.devices[card] for card in self._placement.ranks],
+            places=self._nodes.rank_places,
         )
         learner = LearnerProcesses(
             ranks,
@@ -316,21 +323,20 @@ class Pipeline:
                 config, stack, folder=self._folder, secret=partial(round_secret, self._folder),
                 resume=self._resume, checkpoint=self._checkpoint,
             )  # fmt: skip
-            args = await asyncio.to_thread(
-                make_args,
-                engine_settings(
-                    config,
-                    model=model,
-                    beside_rank=self._placement.shares,
-                    most_running=self._most_running,
-                    evaluates=self._evaluates is not None,
-                ),
+            settings = engine_settings(
+                config,
+                model=model,
+                beside_rank=self._nodes.placement.shares,
+                most_running=self._most_running,
+                evaluates=self._evaluates is not None,
             )
+            args = await asyncio.to_thread(make_args, settings)
             vllm_config = await asyncio.to_thread(make_vllm_config, args)
             engine = self._make_fleet(
                 vllm_config,
+                settings,
                 count_preemptions=players.loops is not None or config.agents.concurrency == "auto",
-                weights=weights.saved(self._checkpoint) if self._checkpoint else None,
+                weights=weights,
             )
             stack.push_async_callback(engine.close)
             await engine.start()
@@ -360,22 +366,37 @@ class Pipeline:
         return EngineWatch(engine.figures, pool=buffers.pool, admission=admission)
 
     def _make_fleet(
-        self, vllm_config: Any, *, count_preemptions: bool, weights: tuple[Path, int] | None
+        self, vllm_config: Any, settings: EngineSettings, *, count_preemptions: bool, weights: WeightSync
     ) -> EngineFleet:
+        """The engines of the plan: on this node forked by this process, on others in hosts of their own."""
         config = self._config
-        engines = [
-            VLLMEngine(
-                vllm_config,
-                name=f"e{number}",
+        self._remote = RemoteEngines(
+            HostSettings(
+                engine=settings,
+                secret=wire_secret(self._folder, host=config.server.host, label=b"engine"),
+                trusted=config.run.trusted_network,
                 count_preemptions=count_preemptions,
-                weights=weights,
                 timeout_s=config.rollout.engine_timeout_s,
-                devices=[self._node.devices[card] for card in place.cards],
+            ),
+            nodes=self._nodes,
+            weights=weights,
+            first=weights.saved(self._checkpoint) if self._checkpoint else None,
+        )
+
+        def make(name: str, place: EnginePlace) -> FleetEngine:
+            if place.node != 0:
+                return self._remote.make(name)
+            return VLLMEngine(
+                vllm_config,
+                name=name,
+                count_preemptions=count_preemptions,
+                weights=self._remote.first,
+                timeout_s=config.rollout.engine_timeout_s,
+                devices=[self._nodes.nodes[0].devices[card] for card in place.cards if self._nodes.nodes[0].devices],
             )
-            for number, place in enumerate(self._placement.engines)
-        ]
+
         return EngineFleet(
-            engines,
+            [make(name, place) for name, place in self._nodes.engines.items()],
             record_death=lambda name, error: self._restart_limit.record("engine", error, name=name),
             max_policy_lag=config.buffer.max_policy_lag,
         )
@@ -487,6 +508,9 @@ class Pipeline:
             loops.create_task(parts.engine.run(), name="keep engines"),
             loops.create_task(parts.engines.run(), name="watch engines"),
         ]
+        if in_cluster(config.buffer.node):
+            growing = self._remote.grow(parts.engine, say=self._display.note)
+            started.append(loops.create_task(growing, name="add engines"))
         if (silence_s := config.agents.silence_s) is not None:
             silent = end_silent(parts.server.episodes.silent, fail=parts.server.fail, seconds=silence_s)
             started.append(loops.create_task(silent, name="end the silent"))

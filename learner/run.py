@@ -92,6 +92,7 @@ def _run(arguments: argparse.Namespace, *, program: str) -> int:
         return 2
     print("understudy: loading torch, Ray and vLLM, which takes 5 to 20 s ...", flush=True)
 
+    from learner.placement.cards import in_cluster
     from learner.training import forked_ranks
     from mocked_server.vllm.engine_arguments import has_gpu
 
@@ -102,7 +103,7 @@ def _run(arguments: argparse.Namespace, *, program: str) -> int:
     # 4. Fork the engines' server (`prepare_engine`), in the run's own process and before it has threads: a fork would lose them.
     if not has_gpu():
         forked_ranks.start()
-    import_ray(local=not config.buffer.node)
+    import_ray(local=not in_cluster(config.buffer.node))
 
     from learner.session import run_session
 
@@ -160,7 +161,7 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
     from buffers.errors import UnderstudyError
     from env_adapters.child_process import resolve_command
     from env_adapters.scoring import reward_model, rewards
-    from learner.placement.cards import of_this_machine, own_node
+    from learner.placement.cards import in_cluster, of_this_machine, own_node
     from learner.placement.plan import make_plan
     from learner.reporting.tracker import check_trackers
     from learner.startup.input_check import check_files, check_model_folder, check_script
@@ -194,7 +195,7 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
         check_named(config.agents.environment)
     if config.agents.loops:
         read_loops(Path(config.agents.loops))
-    if config.rollout.tensor_parallel > 1 or of_this_machine().cards:
+    if not in_cluster(config.buffer.node) and (config.rollout.tensor_parallel > 1 or of_this_machine().cards):
         from mocked_server.vllm.engine_arguments import has_gpu
 
         node = own_node(has_gpu=has_gpu())

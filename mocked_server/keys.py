@@ -117,6 +117,12 @@ def round_secret(folder: Path, *, host: str) -> bytes:
     return hmac.digest(secret_of_run(folder, host=host), b"rows", "sha256")
 
 
+def wire_secret(folder: Path, *, host: str, label: bytes) -> bytes:
+    """What both sides of a wire of the run in `folder` prove that they know; it opens nothing else. `host`: of its server. Raises
+    SecretError."""
+    return hmac.digest(secret_of_run(folder, host=host), label, "sha256")
+
+
 def make_secret(path: Path) -> bytes:
     """A new secret in a new file (mode 0600); the one that is there, if it is."""
     with suppress(FileExistsError), os.fdopen(os.open(path, _NEW, 0o600), "wb") as sink:

@@ -1,26 +1,38 @@
-"""The process of a node's puller: `python -m buffers.weights SOURCE FOLDER FILE`.
+"""The process of a node's puller: `python -m buffers.weights`.
 
-Started by `buffers.weights.puller_process`. Each line that it reads is a call, {"pull": name} or {"keep": [name, ...]}; for each it
+Started by `buffers.weights.puller_process`. The first line that it reads are its settings (`Settings`: a secret is in no command
+line); each other one is a call, {"pull": name, "home": address, "shards": {file: address}} or {"keep": [name, ...]}. For each it
 writes a line, {"folder": path}, {} or {"error": text}. It ends with its input: no puller outlives who started it.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
 from pathlib import Path
 
+import msgspec
+
 from buffers.errors import WeightsError
-from buffers.weights.puller import FolderSource, Puller
+from buffers.weights.puller import Puller
+from buffers.weights.puller_process import Settings
+from buffers.weights.wire_source import WireSource
 
 
-def main(source: str, folder: str, file: str) -> int:
+def main() -> int:
     """Answers calls until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which closes the input
-    puller = Puller(FolderSource(Path(source)), Path(folder), file=file)
+    settings = msgspec.json.decode(sys.stdin.readline(), type=Settings)
+    source = WireSource(Path(settings.source), secret=settings.secret)
+    puller = Puller(source, Path(settings.folder), file=settings.file)
     for line in sys.stdin:
-        print(json.dumps(_answer(puller, json.loads(line))), flush=True)
+        call = json.loads(line)
+        source.turn_to(call.get("home", ""), call.get("shards", {}))
+        print(json.dumps(_answer(puller, call)), flush=True)
+    if settings.removes:
+        shutil.rmtree(settings.removes, ignore_errors=True)
     return 0
 
 
@@ -36,4 +48,4 @@ def _answer(puller: Puller, call: dict[str, object]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())

@@ -127,13 +127,22 @@ def read_manifest(folder: Path) -> Manifest:
     """Raises WeightsError for one that is missing, malformed, or does not cover its tensors."""
     path = folder / MANIFEST
     try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        data = path.read_bytes()
     except FileNotFoundError:
         raise WeightsError(f"version {folder.name} must be in {folder.parent}, and is not; publish it again") from None
-    except (OSError, msgspec.DecodeError) as error:
+    except OSError as error:
         raise WeightsError(f"{path} must be a manifest, got {error}; publish the version again") from error
+    return decode_manifest(data, where=str(path))
+
+
+def decode_manifest(data: bytes, *, where: str) -> Manifest:
+    """Raises WeightsError for one that is malformed, or does not cover its tensors. `where`: it came from there."""
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise WeightsError(f"{where} must be a manifest, got {error}; publish the version again") from error
     if manifest.format != FORMAT:
-        raise WeightsError(f"{path} must have format {FORMAT}, got {manifest.format}; use one version of understudy")
+        raise WeightsError(f"{where} must have format {FORMAT}, got {manifest.format}; use one version of understudy")
     _check(manifest)
     return manifest
 
@@ -145,6 +154,16 @@ def folder_of(name: str, *, among: Path) -> Path:
             f"a version's name must be like version-000007-0a1b2c3d, got {name!r:.100}; publish it again"
         )
     return among / name
+
+
+def published_file(folder: Path, name: str, file: str) -> Path:
+    """A file of a version in `folder`. A node with ranks alone has it under the name that it was written under: a dot before it.
+
+    Raises WeightsError for what is no plain name."""
+    if file != MANIFEST and (file != Path(file).name or not file.endswith((".bin", ".safetensors"))):
+        raise WeightsError(f"a version's file must be {MANIFEST} or a shard, got {file!r:.100}")
+    there = folder_of(name, among=folder)
+    return there / file if there.is_dir() else there.with_name(f".{there.name}") / file
 
 
 def _check(manifest: Manifest) -> None:

@@ -19,7 +19,7 @@ from typing import Protocol
 from buffers.errors import WeightsError
 from buffers.weights import patch
 from buffers.weights.dense_file import DenseFile, corrupt, create_dense_file, mapped
-from buffers.weights.manifest import Manifest, Shard, folder_of, read_manifest, write_manifest
+from buffers.weights.manifest import Manifest, Shard, folder_of, published_file, read_manifest, write_manifest
 from buffers.weights.room import room_for
 from buffers.weights.shard_writer import BITS
 
@@ -49,7 +49,7 @@ class FolderSource:
         return read_manifest(folder_of(name, among=self._folder))
 
     def fetch(self, name: str, shard: Shard, *, to: Path) -> None:
-        there = folder_of(name, among=self._folder) / shard.file
+        there = published_file(self._folder, name, shard.file)
         try:
             os.link(there, to)  # the same memory
         except FileNotFoundError:

@@ -12,9 +12,11 @@ import logging
 import os
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+import msgspec
 
 from buffers.errors import WeightsError
 
@@ -24,11 +26,34 @@ MOST_DEATHS = 3
 """Deaths of the process in one call after which it is no accident."""
 
 
-class PullerProcess:
-    """Pulls from the versions in `source` into `folder`. `python_path`: where the process finds this project."""
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The first line for the process. See `PullerProcess`."""
 
-    def __init__(self, source: Path, folder: Path, *, file: str, python_path: str) -> None:
-        self._words = [sys.executable, "-m", "buffers.weights", str(source), str(folder), file]
+    source: str
+    folder: str
+    file: str
+    secret: bytes
+    removes: str
+
+
+class PullerProcess:
+    """Pulls from the versions in `source` into `folder`. `python_path`: where the process finds this project. `secret`: of the
+    wire to other nodes. `removes`: a folder that goes with the process."""
+
+    def __init__(
+        self,
+        source: Path,
+        folder: Path,
+        *,
+        file: str,
+        python_path: str,
+        secret: bytes = b"",
+        removes: Path | None = None,
+    ) -> None:
+        self._words = [sys.executable, "-m", "buffers.weights"]
+        self._settings = Settings(
+            source=str(source), folder=str(folder), file=file, secret=secret, removes=str(removes or "")
+        )
         self._environment = {**os.environ, "PYTHONPATH": python_path}
         self._process: Process | None = None
 
@@ -37,9 +62,10 @@ class PullerProcess:
         """Id of the process; None: there is none."""
         return None if self._process is None else self._process.pid
 
-    async def pull(self, name: str) -> Path:
-        """The dense folder of the version. Raises WeightsError; see `Puller.pull`."""
-        return Path((await self._call({"pull": name}))["folder"])
+    async def pull(self, name: str, *, home: str = "", shards: Mapping[str, str] | None = None) -> Path:
+        """The dense folder of the version. `home`, `shards`: see `WireSource.turn_to`; none: all is in `source`. Raises
+        WeightsError; see `Puller.pull`."""
+        return Path((await self._call({"pull": name, "home": home, "shards": dict(shards or {})}))["folder"])
 
     async def keep(self, names: Sequence[str]) -> None:
         """Removes all other versions from the folder."""
@@ -51,6 +77,8 @@ class PullerProcess:
                 self._process = await asyncio.create_subprocess_exec(
                     *self._words, stdin=PIPE, stdout=PIPE, env=self._environment
                 )
+                assert self._process.stdin is not None
+                self._process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
             line = await self._answer(self._process, call)
             if line:
                 answer: dict[str, str] = json.loads(line)

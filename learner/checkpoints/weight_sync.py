@@ -1,11 +1,12 @@
 """Weight synchronization: each new version goes from the learner's ranks to the engines as files in shared memory.
 
-    ranks -> published/version-*  (a shard of each rank, a manifest)  -> the node's puller -> pulled/version-*  (dense) -> engines
+    ranks -> published/version-*  (a shard of each rank, a manifest)  -> a node's puller -> pulled/version-*  (dense) -> engines
 
 Called by `learner.pipeline` (the folder, the engine's first weights) and `learner.learn_loop` (`publish`). Versions are
 `buffers.weights`'s: patches against the one before while that pays, else dense. With LoRA a version is the adapter alone.
 Invariant: the weights that were published last stay until the next ones are loaded, so that an engine that is restarted finds
-them there.
+them there. Other nodes (`join`) have folders of their own in memory: the shards of their ranks are served from there, and their
+puller takes what it lacks over the wire.
 
     sync = WeightSync(run_folder)
     engine = VLLMEngine(..., weights=sync.saved(checkpoint))     # a run that is resumed
@@ -15,18 +16,21 @@ them there.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from buffers.errors import WeightsError
+from buffers.weights.node_weights import PUBLISHED, PULLED, same_on
 from buffers.weights.puller_process import PullerProcess
 from buffers.weights.store import VersionStore
+from buffers.weights.version_server import VersionServer
 from configs.checkout import python_path
 from learner.checkpoints.store import ADAPTER_WEIGHTS, WEIGHTS, Checkpoint
 from learner.checkpoints.weight_shards import Published
@@ -51,18 +55,75 @@ class Engine(Protocol):
     async def wake_up(self) -> None: ...
 
 
-class WeightSync:
-    """One per run. `run`: the run's folder. `adapter`: only an adapter (LoRA) is trained and travels."""
+class Node(Protocol):
+    """The weights on another node: `learner.checkpoints.weight_nodes.WeightNode`."""
 
-    def __init__(self, run: Path, *, adapter: bool = False) -> None:
+    address: str
+
+    async def start(self) -> None: ...
+    async def pull(self, name: str, *, home: str, shards: Mapping[str, str]) -> None: ...
+    async def keep(self, pulled: Sequence[str], published: Sequence[str]) -> None: ...
+    async def close(self) -> None: ...
+
+
+class WeightSync:
+    """One per run. `run`: the run's folder. `adapter`: only an adapter (LoRA) is trained and travels. `host`: the address at which
+    other nodes reach this one, `secret`: of the wire between them. `rank_nodes`: the node of each rank, by Ray's name; empty for
+    one on this node. `make_node(node_id, sync)`: the weights on another node."""
+
+    def __init__(
+        self,
+        run: Path,
+        *,
+        adapter: bool = False,
+        host: str = "127.0.0.1",
+        secret: bytes = b"",
+        rank_nodes: Callable[[], Sequence[str]] = tuple,
+        make_node: Callable[[str, WeightSync], Node] | None = None,
+    ) -> None:
         self.folder = _fast_folder(run)
-        self._file = ADAPTER_WEIGHTS if adapter else WEIGHTS
+        self.file = ADAPTER_WEIGHTS if adapter else WEIGHTS
+        self.secret = secret
         self._adapter = adapter
-        published, pulled = self.folder / "published", self.folder / "pulled"
+        self._host = host
+        self._rank_nodes = rank_nodes
+        self._make_node = make_node
+        published, pulled = self.folder / PUBLISHED, self.folder / PULLED
         for folder in (published, pulled):
             folder.mkdir()
         self._store = VersionStore(published)
-        self._puller = PullerProcess(published, pulled, file=self._file, python_path=python_path())
+        self._puller = PullerProcess(published, pulled, file=self.file, python_path=python_path(), secret=secret)
+        self._server: VersionServer | None = None
+        self._nodes: dict[str, Node] = {}
+        self._joining = asyncio.Lock()
+        self._newest: str | None = None
+        self._saved: tuple[Path, Path] | None = None
+        """The folder of `saved`, and what it is of."""
+
+    async def join(self, node_id: str) -> None:
+        """Another node takes part from now on; returns when it has the newest version. Raises WeightsError."""
+        async with self._joining:
+            if node_id in self._nodes:
+                return
+            if self._server is None:
+                self._server = VersionServer(self._store.folder, secret=self.secret, host=self._host)
+            assert self._make_node is not None, "this run has no other nodes"
+            node = self._make_node(node_id, self)
+            await node.start()
+            if self._newest is not None:
+                await node.pull(self._newest, home=self._home, shards=self._shards())
+            self._nodes[node_id] = node
+
+    async def leave(self, node_id: str) -> None:
+        """A node is gone. Does nothing for one that never joined."""
+        if (node := self._nodes.pop(node_id, None)) is not None:
+            await node.close()
+
+    def on_node(self, folder: Path, node_id: str) -> Path:
+        """The folder that another node has of these weights: what `publish` gave to engines, or `saved`."""
+        if self._saved is not None and folder == self._saved[0]:
+            return self._saved[1]
+        return same_on(folder, node_id)
 
     def saved(self, checkpoint: Checkpoint) -> tuple[Path, int]:
         """(folder, version) of a checkpoint's weights, for an engine that starts with them."""
@@ -71,12 +132,15 @@ class WeightSync:
         there = checkpoint.adapter if self._adapter else checkpoint.model
         for name in [path.name for path in there.iterdir()] if self._adapter else [WEIGHTS]:
             (folder / name).symlink_to((there / name).resolve())
+        self._saved = folder, there.resolve()
         return folder, checkpoint.position.step
 
     async def publish(self, learner: Learner, engine: Engine, *, version: int) -> dict[str, float]:
         """Publish the learner's weights as `version`, and load them into the engine; generation pauses for the load only.
 
         Returns figures of it. Raises WeightsError when there is no room for them."""
+        for node_id in filter(None, self._rank_nodes()):
+            await self.join(node_id)
         base = self._store.base
         try:
             folder, figures = await self._bring(learner, version=version, base=base)
@@ -87,6 +151,8 @@ class WeightSync:
             folder, figures = await self._bring(learner, version=version, base=None)
         figures["publish/paused_s"] = await engine.load_weights(folder, version=version)
         await self._puller.keep([folder.name])
+        kept = [path.name for path in self._store.folder.glob("version-*")]
+        await self._on_others(lambda node: node.keep([folder.name], kept))
         return figures
 
     async def _bring(self, learner: Learner, *, version: int, base: str | None) -> tuple[Path, dict[str, float]]:
@@ -101,10 +167,41 @@ class WeightSync:
         figures = {"publish/bytes": float(manifest.num_bytes)}
         if first.changed_share is not None:
             figures["publish/changed_share"] = first.changed_share
-        return await self._puller.pull(manifest.name), figures
+        self._newest = manifest.name
+        shards = self._shards()
+        folder, _ = await asyncio.gather(
+            self._puller.pull(manifest.name, shards=shards),
+            self._on_others(lambda node: node.pull(manifest.name, home=self._home, shards=shards)),
+        )
+        return folder, figures
+
+    @property
+    def _home(self) -> str:
+        return "" if self._server is None else str(self._server.address)
+
+    def _shards(self) -> dict[str, str]:
+        """File -> address of the node whose rank wrote it, where that is not this one."""
+        nodes = {f"rank-{rank}.bin": self._nodes.get(node_id) for rank, node_id in enumerate(self._rank_nodes())}
+        return {file: node.address for file, node in nodes.items() if node is not None}
+
+    async def _on_others(self, ask: Callable[[Node], Awaitable[None]]) -> None:
+        """A node that does not do it is left out; it joins again with the next engine that starts there."""
+
+        async def on(node_id: str, node: Node) -> None:
+            try:
+                await ask(node)
+            except WeightsError as error:
+                logger.warning("node %s has no weights any more: %s", node_id, error)
+                if self._nodes.get(node_id) is node:
+                    await self.leave(node_id)
+
+        await asyncio.gather(*(on(*each) for each in list(self._nodes.items())))
 
     async def close(self) -> None:
         """Ends the puller and removes the folder."""
+        await asyncio.gather(*(node.close() for node in self._nodes.values()))
+        if self._server is not None:
+            await asyncio.to_thread(self._server.close)
         await self._puller.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -8,12 +8,14 @@ exchanged between any two passes. No losses, no data.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,18 +30,33 @@ Shards = list[Tensor]
 
 
 def join(address: str, *, rank: int, world_size: int, device: torch.device) -> DeviceMesh:
-    """Meets the other ranks at `host:port` (rank 0 listens there, and nowhere else). gloo on CPU, NCCL on a GPU.
+    """Meets the other ranks at `host:port` (rank 0 listens there, and nowhere else). gloo on CPU, NCCL on a GPU, both on the
+    interface that leads there.
 
     Raises OSError when the port is taken."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     host, _, port = address.rpartition(":")
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface_to(host)
     # A store that makes its own socket listens on every interface, without authentication.
     listening = {"master_listen_fd": socket.create_server((host, int(port))).detach()} if rank == 0 else {}
     store = dist.TCPStore(host, int(port), world_size, is_master=rank == 0, timeout=PATIENCE, **listening)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     return init_device_mesh(device.type, (world_size,))
+
+
+def interface_to(host: str) -> str:
+    """The name of the network interface from which this machine reaches `host`, by its routes. Raises OSError without one.
+
+    Without a name gloo takes the address of the machine's name, whatever that leads to."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # nothing is sent
+        own: str = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == own for each in addresses):
+            return str(name)
+    raise OSError(f"an interface must have the address {own}, from which {host} is reached, and none has")
 
 
 def leave() -> None:

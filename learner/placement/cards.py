@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from buffers.errors import UnderstudyError
 
+ADDRESS = "RAY_ADDRESS"
 GIB = 2**30
 ASK_S = 20.0
 """`nvidia-smi` takes seconds where the driver is not kept loaded."""
@@ -26,7 +27,17 @@ class Node:
     cards: tuple[int, ...] = ()
     """Bytes of memory of each of its GPUs; empty: it has none."""
     devices: tuple[str, ...] = ()
-    """What CUDA calls each of them, for CUDA_VISIBLE_DEVICES; empty: they are described only."""
+    """What CUDA calls each of them, for CUDA_VISIBLE_DEVICES; empty: they are described, or counted by Ray, only."""
+    id: str = ""
+    """Ray's name of it; empty: it is in no cluster."""
+    address: str = "127.0.0.1"
+    """The address at which the other nodes reach it."""
+    is_alive: bool = True
+
+
+def in_cluster(ledger_node: str) -> bool:
+    """Whether a run joins a Ray cluster: RAY_ADDRESS names one, or the ledger is on a node of one (`buffer.node`)."""
+    return bool(ledger_node or os.environ.get(ADDRESS))
 
 
 def described(text: str) -> list[Node]:

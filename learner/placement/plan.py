@@ -1,9 +1,10 @@
 """Which rank and which engine go on which card, what they take there, and whether that can be.
 
 Called by `learner.run` for `--dry-run`, and by the pipeline, which starts ranks and engines where this says. Rules: ranks are on
-the run's own node, one a card from card 0 up, as they share its files; an engine's cards are neighbours on one node; engines take
-cards without a rank first, on the run's node before others, and share those of ranks when there are no more. Refused is what
-cannot be for certain: estimates alone refuse nothing.
+as few nodes as can be, the run's own first, one a card from card 0 up; an engine's cards are neighbours on one node; engines take
+cards without a rank first, on the run's node before others, and share those of ranks when there are no more. Where no node has a
+GPU, ranks are on the run's own and engines are spread over all. Refused is what cannot be for certain: estimates alone refuse
+nothing.
 """
 
 from __future__ import annotations
@@ -33,11 +34,20 @@ class EnginePlace:
     """A rank is on one of these cards."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """The place of one rank."""
+
+    node: int
+    card: int | None
+    """None: it is on the CPU."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The cards of all ranks and engines. Rank r is on card `ranks[r]` of node 0; none on a CPU."""
+    """The places of all ranks and engines."""
 
-    ranks: tuple[int, ...]
+    ranks: tuple[RankPlace, ...]
     engines: tuple[EnginePlace, ...]
 
     @property
@@ -46,50 +56,73 @@ class Placement:
         return any(engine.beside_rank for engine in self.engines)
 
 
-def num_engines(config: Config) -> int:
-    """Engines of the run."""
-    return config.rollout.engines
-
-
-def place(nodes: Sequence[Node], *, ranks: int, engines: int, tensor_parallel: int) -> Placement:
-    """Raises DoesNotFit where there are too few cards. Nodes without any card: all is on the CPU of the first."""
-    if not any(node.cards for node in nodes):
-        if tensor_parallel > 1:
-            raise DoesNotFit(
-                f"rollout.tensor_parallel must be 1 without a GPU, got {tensor_parallel}; set rollout.tensor_parallel=1"
-            )
-        return Placement(ranks=(), engines=(EnginePlace(node=0, cards=(), beside_rank=True),) * engines)
-    own, most = len(nodes[0].cards), max(len(node.cards) for node in nodes)
-    if ranks > own:
+def place(nodes: Sequence[Node], *, ranks: int, engines: int | tuple[int, int], tensor_parallel: int) -> Placement:
+    """`engines`: as many, or (fewest, most). Raises DoesNotFit where there are too few cards."""
+    fewest, most = (engines, engines) if isinstance(engines, int) else engines
+    width = max(len(node.cards) for node in nodes)
+    if tensor_parallel > max(1, width):
+        at_most = f"at most the {width} cards of one node" if width else "1 without a GPU"
         raise DoesNotFit(
-            f"learner.ranks must be at most the {own} cards of the run's own node, whose files ranks share, got {ranks}; set "
-            f"learner.ranks={own}"
+            f"rollout.tensor_parallel must be {at_most}, got {tensor_parallel}; set rollout.tensor_parallel={max(1, width)}"
         )
-    if tensor_parallel > most:
-        raise DoesNotFit(
-            f"rollout.tensor_parallel must be at most the {most} cards of one node, got {tensor_parallel}; set "
-            f"rollout.tensor_parallel={most}"
+    found = _place_ranks(nodes, ranks=ranks)
+    places: list[EnginePlace] = []
+    for number in range(most):
+        place = next_engine(
+            nodes, ranks=found, engines=places, tensor_parallel=tensor_parallel, one_per_cpu=fewest < most
         )
-    taken: set[tuple[int, int]] = set()
-    places = []
-    for number in range(engines):
-        found = min(
-            (
-                (len(_ranks_on(node, cards, ranks=ranks)), node, cards)
-                for node, cards in _windows(nodes, width=tensor_parallel)
-                if not taken & {(node, card) for card in cards}
-            ),
-            default=None,
-        )
-        if found is None:
+        if place is None:
+            if number >= fewest:
+                break
             raise DoesNotFit(
-                f"rollout.engines * rollout.tensor_parallel must be at most the number of cards, got {engines} * "
+                f"rollout.engines * rollout.tensor_parallel must be at most the number of cards, got {fewest} * "
                 f"{tensor_parallel} with cards for {number} engines; set rollout.engines={number}"
+                if width
+                else f"rollout.engines.fewest must be at most the {number} nodes of the cluster, got {fewest}; set "
+                f"rollout.engines.fewest={number}, or start more nodes (ray start)"
             )
-        shared, node, cards = found
-        taken |= {(node, card) for card in cards}
-        places.append(EnginePlace(node=node, cards=cards, beside_rank=shared > 0))
-    return Placement(ranks=tuple(range(ranks)), engines=tuple(places))
+        places.append(place)
+    return Placement(ranks=found, engines=tuple(places))
+
+
+def _place_ranks(nodes: Sequence[Node], *, ranks: int) -> tuple[RankPlace, ...]:
+    if not any(node.cards for node in nodes):
+        return (RankPlace(0, None),) * ranks
+    # One node that has room for all, else from the first on; `sorted` is stable: the run's own is the first of equals.
+    packed = sorted(range(len(nodes)), key=lambda number: len(nodes[number].cards) < ranks)
+    cards = [RankPlace(number, card) for number in packed for card in range(len(nodes[number].cards))]
+    if ranks > len(cards):
+        where = "of the run's node" if len(nodes) == 1 else f"of all {len(nodes)} nodes"
+        raise DoesNotFit(
+            f"learner.ranks must be at most the {len(cards)} cards {where}, got {ranks}; set learner.ranks={len(cards)}"
+        )
+    return tuple(cards[:ranks])
+
+
+def next_engine(
+    nodes: Sequence[Node],
+    *,
+    ranks: Sequence[RankPlace],
+    engines: Sequence[EnginePlace],
+    tensor_parallel: int,
+    one_per_cpu: bool,
+) -> EnginePlace | None:
+    """The place of one more engine beside those that are there; None: there is no room. `one_per_cpu`: a node without GPUs has
+    room for one."""
+    if not any(node.cards for node in nodes):
+        there = [sum(engine.node == number for engine in engines) for number in range(len(nodes))]
+        free = [number for number, node in enumerate(nodes) if node.is_alive and not (one_per_cpu and there[number])]
+        number = min(free, key=lambda number: there[number], default=None)
+        return None if number is None else EnginePlace(node=number, cards=(), beside_rank=number == 0)
+    taken = {(engine.node, card) for engine in engines for card in engine.cards}
+    with_rank = {(rank.node, rank.card) for rank in ranks}
+    windows = [
+        (sum((node, card) in with_rank for card in cards), node, cards)
+        for node, cards in _windows(nodes, width=tensor_parallel)
+        if nodes[node].is_alive and not taken & {(node, card) for card in cards}
+    ]
+    shared, node, cards = min(windows, default=(0, 0, ()))
+    return EnginePlace(node=node, cards=cards, beside_rank=shared > 0) if cards else None
 
 
 def place_run(config: Config, *, nodes: Sequence[Node], learns: bool = True) -> Placement:
@@ -97,7 +130,7 @@ def place_run(config: Config, *, nodes: Sequence[Node], learns: bool = True) -> 
     return place(
         nodes,
         ranks=config.learner.ranks if learns else 0,
-        engines=num_engines(config),
+        engines=config.rollout.engine_range,
         tensor_parallel=config.rollout.tensor_parallel,
     )
 
@@ -107,10 +140,6 @@ def _windows(nodes: Sequence[Node], *, width: int) -> Iterator[tuple[int, tuple[
     for number, node in enumerate(nodes):
         for end in range(len(node.cards), width - 1, -width):
             yield number, tuple(range(end - width, end))
-
-
-def _ranks_on(node: int, cards: Sequence[int], *, ranks: int) -> list[int]:
-    return [card for card in cards if node == 0 and card < ranks]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,18 +217,19 @@ def _planned(config: Config, *, shape: ModelShape, nodes: Sequence[Node], learns
             on_card[engine.node, one] = number, memory, reserved
     if not on_gpu:
         everything = [
-            CardUse(node=0, card=None, limit=None, rank=rank, rank_items=of_learner)
-            for rank in range(config.learner.ranks)
+            CardUse(node=place.node, card=None, limit=None, rank=rank, rank_items=of_learner)
+            for rank, place in enumerate(placement.ranks)
         ]
         everything += [
-            CardUse(node=0, card=None, limit=None, engine=number, engine_items=memory.items)
-            for number, memory in enumerate(memories)
+            CardUse(node=place.node, card=None, limit=None, engine=number, engine_items=memory.items)
+            for number, (place, memory) in enumerate(zip(placement.engines, memories))
         ]
         return Plan(nodes=list(nodes), placement=placement, uses=everything, engines=memories)
     uses = []
+    rank_on = {(place.node, place.card): rank for rank, place in enumerate(placement.ranks)}
     for node, there in enumerate(nodes):
         for card, limit in enumerate(there.cards):
-            rank = card if node == 0 and card in placement.ranks else None
+            rank = rank_on.get((node, card))
             there_too = on_card.get((node, card))
             if rank is not None or there_too is not None:
                 uses.append(

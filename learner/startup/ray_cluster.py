@@ -25,6 +25,7 @@ import ray
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from buffers.errors import UnderstudyError
+from learner.placement.cards import ADDRESS, in_cluster
 
 logger = logging.getLogger(__name__)
 
@@ -41,19 +42,20 @@ _lock: int | None = None
 
 
 def start(node: str) -> None:
-    """A local Ray without dashboard; where a node is named, the cluster of this machine or of RAY_ADDRESS.
+    """A local Ray without dashboard; where RAY_ADDRESS names a cluster, or a node is named, that one, or the one of this machine.
 
     Raises UnderstudyError when there is none.
     """
-    if not node:
+    if not in_cluster(node):
         _start_local()
         return
+    wanted = f"buffer.node={node}" if node else f"{ADDRESS}={os.environ[ADDRESS]}"
     try:
-        _init(address="auto")
+        _init(address=os.environ.get(ADDRESS) or "auto")
     except (ConnectionError, RuntimeError) as error:
         raise UnderstudyError(
-            f"buffer.node={node} must be a node of a running Ray cluster, but none can be joined: {error}; start one with "
-            f"`ray start --head`, or leave buffer.node empty"
+            f"{wanted} must be of a running Ray cluster, but none can be joined: {error}; start one with `ray start --head`, or "
+            f"{'leave buffer.node empty' if node else f'unset {ADDRESS}'}"
         ) from error
 
 

@@ -54,7 +54,9 @@ def most_running(config: Config, *, evaluates: bool = False) -> int:
         return config.agents.concurrency
     buffer = config.buffer
     groups = (buffer.max_policy_lag + 1) * buffer.groups_per_step
-    most = EVALUATED * config.rollout.engines if evaluates else groups * (buffer.group_size + num_greedy(config))
+    most = (
+        EVALUATED * config.rollout.engine_range[1] if evaluates else groups * (buffer.group_size + num_greedy(config))
+    )
     if config.agents.command and config.agents.processes == 0:
         return min(most, PROGRAMS_PER_PROCESSOR * len(os.sched_getaffinity(0)))
     return most

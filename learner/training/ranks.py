@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffers.errors import UnderstudyError
 from buffers.records import TrainBatch
+from buffers.weights.node_weights import same_on
 from configs.checkout import python_path
 from configs.schema import LearnerConfig
 from learner.checkpoints.weight_shards import Published
@@ -49,8 +51,22 @@ class RankDied(RankFailed):
     """The process of a learner rank died: nothing says that it would do so again."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAt:
+    """The place of one rank."""
+
+    node_id: str = ""
+    """Ray's name of its node; empty: the run's own."""
+    address: str = "127.0.0.1"
+    """The node's, for the ranks of other nodes."""
+    device: str = ""
+    """CUDA's name of its card; empty: it is on the CPU, with one thread."""
+    num_gpus: int = 0
+    """GPUs that Ray counts for it."""
+
+
 class LearnerRanks:
-    """Needs `ray.init` before `start`. `devices`: what CUDA calls the card of each rank; none: on CPU, one thread per rank."""
+    """Needs `ray.init` before `start`. `places`: the place of each rank, asked for at each start."""
 
     def __init__(
         self,
@@ -61,7 +77,7 @@ class LearnerRanks:
         temperature: float,
         seed: int,
         keep_versions: int,
-        devices: Sequence[str] = (),
+        places: Callable[[], Sequence[RankAt]] | None = None,
     ) -> None:
         self._config = config
         self._settings = {
@@ -70,39 +86,38 @@ class LearnerRanks:
             "temperature": temperature,
             "seed": seed,
             "keep_versions": keep_versions,
-            "device": "cuda:0" if devices else "cpu",  # a rank sees its own card only
         }
-        self._devices = devices
+        self._place: Callable[[], Sequence[RankAt]] = places or (lambda: [RankAt()] * config.ranks)
+        self._places: Sequence[RankAt] = ()
         self._actors: list[Any] = []
         self._death: RankDied | None = None
         """Why there are none; the next call raises it as well."""
 
     async def start(self) -> None:
-        """Starts the processes, again after a failure, on this node: they share files with the run; returns when every rank has its
-        model."""
+        """Starts the processes, again after a failure; returns when every rank has its model. Raises RankFailed, and what `places`
+        raises."""
         self._death = None
-        address = _free_address()
-        for rank in range(self._config.ranks):
-            place = {"address": address, "rank": rank, "world_size": self._config.ranks}
-            self._actors.append(self._actor_class(rank).remote(self._config, **self._settings, **place))
+        self._places = await asyncio.to_thread(self._place)
+        first = self._places[0]
+        spread = any(place.node_id != first.node_id for place in self._places)
+        port = await self._free_port(first, host=first.address if spread else "127.0.0.1")
+        address = f"{first.address if spread else '127.0.0.1'}:{port}"
+        for rank, place in enumerate(self._places):
+            group = {"address": address, "rank": rank, "world_size": len(self._places)}
+            device = "cuda:0" if place.device else "cpu"  # a rank sees its own card only
+            self._actors.append(_actor_class(place).remote(self._config, **self._settings, device=device, **group))
         await self._all(_READY)
 
-    def _actor_class(self, rank: int) -> Any:
-        """Ray counts the cards that ranks take; which card is whose, the plan of the run says (`learner.placement.plan`)."""
-        # They meet on loopback: without a name gloo takes the address of the machine's.
-        environment = {"PYTHONPATH": python_path(), "GLOO_SOCKET_IFNAME": "lo"}
-        if self._devices:
-            environment |= {
-                "CUDA_VISIBLE_DEVICES": self._devices[rank],
-                "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-            }
-        else:
-            environment["OMP_NUM_THREADS"] = "1"
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        return ray.remote(
-            num_cpus=0, num_gpus=1 if self._devices else 0, scheduling_strategy=here,
-            runtime_env={"env_vars": environment, **launcher()},
-        )(Trainer)  # fmt: skip
+    async def _free_port(self, first: RankAt, *, host: str) -> int:
+        """A port on the first rank's node."""
+        if not first.node_id:
+            return free_port(host)
+        strategy = NodeAffinitySchedulingStrategy(first.node_id, soft=False)
+        ask = ray.remote(num_cpus=0, scheduling_strategy=strategy, runtime_env=_runtime({}))(free_port)
+        try:
+            return int(await ask.remote(host))
+        except RayError as error:
+            raise RankDied(f"node {first.node_id} must have rank 0 of the learner, and cannot: {error}") from error
 
     async def until_dead(self) -> None:
         """Watches ranks that have nothing to do: raises RankDied as soon as one has died."""
@@ -122,8 +137,9 @@ class LearnerRanks:
         return await self._first("train_step", stored, version=version)
 
     async def publish(self, folder: Path, *, base: str | None = None) -> list[Published]:
-        """See `Trainer.publish`. What each rank wrote, by rank."""
-        return await self._all("publish", folder, base=base)
+        """See `Trainer.publish`. What each rank wrote, by rank; on another node that is in the folder that `same_on` names."""
+        folders = [same_on(folder, place.node_id) if place.node_id else folder for place in self._places]
+        return await self._all("publish", base=base, each=folders)
 
     async def save_pretrained(self, folder: Path) -> None:
         """See `Trainer.save_pretrained`."""
@@ -148,12 +164,17 @@ class LearnerRanks:
         answer: dict[str, float] = (await self._all(method, *args, **options))[0]
         return answer
 
-    async def _all(self, method: str, *args: Any, **options: Any) -> list[Any]:
+    async def _all(self, method: str, *args: Any, each: Sequence[Any] | None = None, **options: Any) -> list[Any]:
+        """Every rank's answer. `each`: one more argument, another for each rank."""
         if not self._actors:
             raise self._death or RankFailed(
                 f"learner.{method} needs running ranks, got none; call start() first, or see the failure before"
             )
-        calls = [asyncio.ensure_future(getattr(actor, method).remote(*args, **options)) for actor in self._actors]
+        own: Sequence[tuple[Any, ...]] = [()] * len(self._actors) if each is None else [(one,) for one in each]
+        calls = [
+            asyncio.ensure_future(getattr(actor, method).remote(*more, *args, **options))
+            for actor, more in zip(self._actors, own, strict=True)
+        ]
         done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
         if any(call.exception() for call in done):
             await self._fail(method, calls)
@@ -182,11 +203,30 @@ class LearnerRanks:
         self._actors = []
 
 
-def _free_address() -> str:
-    """A loopback port that is free, for rank 0 to bind. Of those that no system gives to connections, or to programs that ask
-    for any port: another process would have it before rank 0 is there."""
+def _runtime(environment: Mapping[str, str]) -> dict[str, Any]:
+    return {"env_vars": {"PYTHONPATH": python_path(), **environment}}
+
+
+def _actor_class(place: RankAt) -> Any:
+    """Ray counts the cards that ranks take; which card is whose, the plan of the run says (`learner.placement.plan`)."""
+    if place.device:
+        environment = {"CUDA_VISIBLE_DEVICES": place.device, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    else:
+        environment = {"OMP_NUM_THREADS": "1"}
+    forked = {} if place.node_id else launcher()  # the warm process is this machine's
+    node_id = place.node_id or ray.get_runtime_context().get_node_id()
+    return ray.remote(
+        num_cpus=0, num_gpus=place.num_gpus,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        runtime_env={**_runtime(environment), **forked},
+    )(Trainer)  # fmt: skip
+
+
+def free_port(host: str) -> int:
+    """A port of this machine that is free, for rank 0 to bind. Of those that no system gives to connections, or to programs that
+    ask for any port: another process would have it before rank 0 is there. Raises RankFailed."""
     for port in random.SystemRandom().sample(PORTS, k=len(PORTS)):
         with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return f"127.0.0.1:{port}"
+            probe.bind((host, port))
+            return port
     raise RankFailed(f"learner needs a free port in {PORTS.start}..{PORTS.stop - 1}, got none; end other programs")

@@ -187,6 +187,7 @@ class Trainer:
         """Writes this rank's part of what engines need, in the model's dtype, into `folder`: a version's scratch folder
         (`buffers.weights.store`). All ranks call this. `base`: the version that patches may be against. With an adapter that
         is all that is written."""
+        folder.mkdir(parents=True, exist_ok=True)  # on another node than the store's it is not there
         return self._shards.publish(folder, base=base)
 
     def save_pretrained(self, folder: Path) -> None:

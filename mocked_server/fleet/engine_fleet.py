@@ -68,6 +68,11 @@ class EngineFleet:
             if engine.is_up:
                 self._join(engine)
 
+    @property
+    def names(self) -> list[str]:
+        """The names of its engines, of those that start again too."""
+        return list(self._engines)
+
     async def start(self) -> None:
         """Start all engines; returns when they take requests. Raises EngineError when one does not come up."""
         async with asyncio.TaskGroup() as starting:

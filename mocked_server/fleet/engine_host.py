@@ -179,7 +179,7 @@ class EngineHost:
             client.waiting = []
 
     async def _obey(self, client: _Client, number: int, order: Order) -> None:
-        engine = self._engine
+        engine, paused_s = self._engine, 0.0
         try:
             match order.name:
                 case "start":
@@ -189,7 +189,7 @@ class EngineHost:
                     await engine.restart()
                     self._watch()
                 case "load_weights":
-                    await engine.load_weights(Path(order.folder), version=order.version)
+                    paused_s = await engine.load_weights(Path(order.folder), version=order.version)
                 case "sleep":
                     await engine.sleep()
                 case "wake_up":
@@ -206,7 +206,7 @@ class EngineHost:
                 error = EngineError(f"engine {engine.name} could not {order.name}: {type(error).__name__}: {error}")
             client.peer.send("failed", Failure.of(error), number=number)
             return
-        client.peer.send("done", self._state(), number=number)
+        client.peer.send("done", EngineState.of(engine.figures(), paused_s=paused_s), number=number)
 
     def _watch(self) -> None:
         if self._dying is not None:

@@ -131,10 +131,12 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True):
 
     figures: dict[str, str | bool | int]
     """The fields of EngineFigures."""
+    paused_s: float = 0.0
+    """Seconds that the order paused the engine."""
 
     @classmethod
-    def of(cls, figures: EngineFigures) -> EngineState:
-        return cls({field.name: getattr(figures, field.name) for field in fields(figures)})
+    def of(cls, figures: EngineFigures, *, paused_s: float = 0.0) -> EngineState:
+        return cls({field.name: getattr(figures, field.name) for field in fields(figures)}, paused_s)
 
     def engine_figures(self) -> EngineFigures:
         """Raises TypeError for fields of another version."""

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +75,7 @@ class ClientCodec(Protocol):
 
 
 class RemoteEngine:
-    """See the module. `weights`: (folder, version) to begin with, which its host can read."""
+    """See the module. `weights`: (folder, version) to begin with. `locate`: the folder that its host reads in place of one here."""
 
     def __init__(
         self,
@@ -85,7 +85,9 @@ class RemoteEngine:
         secret: bytes,
         name: str = "e0",
         weights: tuple[Path, int] | None = None,
+        locate: Callable[[Path], Path] = lambda folder: folder,
     ) -> None:
+        self._locate = locate
         self.name = name
         self.version = 0
         self._host = host
@@ -116,8 +118,7 @@ class RemoteEngine:
         except WireError as error:
             raise EngineError(f"the host of engine {self.name} cannot be asked: {error}") from error
         self._link = _Link(connection, on_state=self._see, name=self.name)
-        if self._weights is not None:
-            await self._order(order_to_load(self._weights[0], version=self._weights[1]))
+        await self._load_first()
         await self._order(Order("start"))
         self._be_up()
 
@@ -130,10 +131,13 @@ class RemoteEngine:
             await self.start()
             return
         self._life += 1
-        if self._weights is not None:  # told again: the host may never have heard
-            await self._order(order_to_load(self._weights[0], version=self._weights[1]))
+        await self._load_first()  # told again: the host may never have heard
         await self._order(Order("restart"))
         self._be_up()
+
+    async def _load_first(self) -> None:
+        if (weights := self._weights) is not None:
+            await self._order(order_to_load(self._locate(weights[0]), version=weights[1]))
 
     def _be_up(self) -> None:
         self._is_up = True
@@ -207,12 +211,19 @@ class RemoteEngine:
         finally:
             link.leave(stream, abort=not finished)
 
-    async def load_weights(self, folder: Path, *, version: int) -> None:
-        """Sample with these weights from now on. One that is down gets them with its restart."""
+    async def load_weights(self, folder: Path, *, version: int) -> float:
+        """Sample with these weights from now on. One that is down gets them with its restart; one that starts, before it is up.
+        Returns the seconds that it paused."""
         self._weights = folder, version
-        if self.is_up:
-            with suppress(_HostLost):
-                await self._order(order_to_load(folder, version=version))
+        if self._link is not None and self._link.lost is None:
+            try:
+                return await self._order(order_to_load(self._locate(folder), version=version))
+            except _HostLost:
+                pass
+            except EngineError as error:  # it has none that are whole: it starts anew, where these are
+                logger.error("engine %s is ended, as it could not load version %d: %s", self.name, version, error)
+                await self._host.end()
+        return 0.0
 
     async def sleep(self) -> None:
         """Give memory back until `wake_up`. No effect on one that is down."""
@@ -237,9 +248,12 @@ class RemoteEngine:
             with suppress(_HostLost):
                 await self._order(Order(name))
 
-    async def _order(self, order: Order) -> None:
+    async def _order(self, order: Order) -> float:
+        """Returns the seconds that the engine paused for it."""
         assert self._link is not None
-        self._see(await self._link.order(order))
+        state = await self._link.order(order)
+        self._see(state)
+        return state.paused_s
 
 
 def _nothing(name: str) -> EngineFigures:

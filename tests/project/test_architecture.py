@@ -29,7 +29,13 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """Folder -> the other folders of ours that it may import."""
 OURS = [*MAY_IMPORT, "benchmarks", "scripts", "tests"]
-PARTS_MEET = {"learner/run.py", "learner/cli.py", "learner/pipeline.py", "learner/players.py"}
+PARTS_MEET = {
+    "learner/run.py",
+    "learner/cli.py",
+    "learner/pipeline.py",
+    "learner/players.py",
+    "learner/engines.py",
+}
 """May import every folder of MAY_IMPORT."""
 STANDS_ALONE = "agents/examples/"
 """Programs as a user writes them: they import nothing of ours."""
@@ -44,6 +50,8 @@ OWNERS = {
     "torch.distributed": {"learner/model/fsdp.py", "learner/checkpoints/training_state.py"},
     "ray": {
         "learner/training/ranks.py",
+        "learner/checkpoints/weight_nodes.py",
+        "learner/placement/cluster.py",
         "learner/startup/ray_cluster.py",
         "agents/workers/manager.py",
         "buffers/remote/ray_actor.py",

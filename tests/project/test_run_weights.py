@@ -30,7 +30,7 @@ def puller_of(run: Run) -> int:
     """The process id of the run's puller."""
     until = time.monotonic() + 60
     while True:
-        found = [pid for pid, (_, line) in descendants(run.process.pid).items() if "-m buffers.weights " in line]
+        found = [pid for pid, (_, line) in descendants(run.process.pid).items() if "-m buffers.weights" in line]
         if found:
             return found[0]
         assert run.process.poll() is None and time.monotonic() < until, "there is no puller"

@@ -16,7 +16,7 @@ import torch
 
 from buffers.records import Row, TrainBatch
 from configs.schema import LearnerConfig
-from learner.training.ranks import _free_address
+from learner.training.ranks import free_port
 from learner.training.trainer import Trainer
 
 ROWS, LENGTH = 8, 512
@@ -67,7 +67,7 @@ def main(model: str, lag: int, config: LearnerConfig) -> None:
     torch.set_num_threads(1)
     trainer = Trainer(
         config, model_path=model, dtype="float32", temperature=1.0, seed=0, keep_versions=lag + 1,
-        address=_free_address(), rank=0, world_size=1, device="cpu",
+        address=f"127.0.0.1:{free_port('127.0.0.1')}", rank=0, world_size=1, device="cpu",
     )  # fmt: skip
     loaded = live_tensors()
     for version in range(lag + 1):

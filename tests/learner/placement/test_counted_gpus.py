@@ -14,7 +14,7 @@ import ray
 from configs.load import load_config
 from configs.schema import LearnerConfig
 from learner.placement.cards import visible
-from learner.placement.plan import place_run
+from learner.placement.run_nodes import RunNodes
 from learner.training import ranks as ranks_module
 from learner.training.ranks import LearnerRanks
 from mocked_server.vllm.process.fork_server import ending_with_us, engines_see
@@ -36,10 +36,10 @@ async def test_each_rank_sees_its_own_card_and_ray_counts_it(monkeypatch: pytest
     monkeypatch.setattr(ranks_module, "Trainer", RecordingRank)
     node = visible(LISTED, "2,3,4,5,6,7,8,9")
     config = load_config(overrides=["learner.ranks=3", "rollout.tensor_parallel=4"])
-    placement = place_run(config, nodes=[node])
+    nodes = RunNodes(config, nodes=[node])
     ranks = LearnerRanks(
         LearnerConfig(ranks=3), model_path="", dtype="float32", temperature=1.0, seed=0, keep_versions=1,
-        devices=[node.devices[card] for card in placement.ranks],
+        places=nodes.rank_places,
     )  # fmt: skip
     await ranks.start()
     try:
@@ -52,7 +52,7 @@ async def test_each_rank_sees_its_own_card_and_ray_counts_it(monkeypatch: pytest
         (2, "cuda:0", "4"),
     ]
     assert len({card for one in found for card in one["counted"]}) == 3
-    assert [node.devices[card] for card in placement.engines[0].cards] == ["6", "7", "8", "9"]
+    assert [node.devices[card] for card in nodes.placement.engines[0].cards] == ["6", "7", "8", "9"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,96 @@
+"""The weights on the other nodes of a run, each held by a Ray actor there; no weights go through Ray.
+
+Used by `learner.checkpoints.weight_sync`. The actor's process ends with the run, and what it holds in memory with it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from buffers.errors import UnderstudyError, WeightsError
+from buffers.weights.node_weights import NodeWeights, folder_on
+from configs.checkout import python_path
+
+
+class WeightsActor:
+    """A `NodeWeights` in its own process."""
+
+    def __init__(self, folder: Path, *, host: str, secret: bytes, file: str) -> None:
+        self._weights = NodeWeights(folder, host=host, secret=secret, file=file, python_path=python_path())
+
+    async def address(self) -> str:
+        """Its server's, once its puller runs too."""
+        await self._weights.keep([], [])
+        return self._weights.address
+
+    async def pull(self, name: str, home: str, shards: Mapping[str, str]) -> None:
+        """See `NodeWeights.pull`."""
+        await self._weights.pull(name, home=home, shards=shards)
+
+    async def keep(self, pulled: Sequence[str], published: Sequence[str]) -> None:
+        """See `NodeWeights.keep`."""
+        await self._weights.keep(pulled, published)
+
+    async def close(self) -> None:
+        """See `NodeWeights.close`."""
+        await self._weights.close()
+
+
+class WeightNode:
+    """One other node. `run_folder`: of the weights on the run's own; `host`: the node's address."""
+
+    def __init__(self, node_id: str, *, run_folder: Path, host: str, secret: bytes, file: str) -> None:
+        self.id = node_id
+        self.folder = folder_on(run_folder, node_id)
+        self.address = ""
+        environment = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        self._actor = (
+            ray.remote(WeightsActor)
+            .options(
+                num_cpus=0,
+                max_restarts=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+                runtime_env={"env_vars": environment},
+            )
+            .remote(self.folder, host=host, secret=secret, file=file)
+        )
+
+    async def start(self) -> None:
+        """Returns when it can be asked. Raises WeightsError."""
+        self.address = await self._ask("address")
+
+    async def pull(self, name: str, *, home: str, shards: Mapping[str, str]) -> None:
+        """Have the dense folder of the version there. Raises WeightsError."""
+        await self._ask("pull", name, home, dict(shards))
+
+    async def keep(self, pulled: Sequence[str], published: Sequence[str]) -> None:
+        """Remove all others there. Raises WeightsError."""
+        await self._ask("keep", pulled, published)
+
+    async def close(self) -> None:
+        """End it. Does nothing when it is gone."""
+        try:
+            await self._ask("close")
+        except WeightsError:
+            pass  # its node is gone, and its memory with it
+        ray.kill(self._actor)
+
+    async def _ask(self, method: str, *arguments: object) -> Any:
+        try:
+            return await getattr(self._actor, method).remote(*arguments)
+        except RayTaskError as error:
+            cause = error.cause
+            raise WeightsError(
+                str(cause) if isinstance(cause, UnderstudyError) else f"the weights on node {self.id}: {error}"
+            ) from None
+        except RayError as error:
+            raise WeightsError(
+                f"the weights on node {self.id} must be reached, but are not: {error}; look after that node"
+            ) from error

@@ -1,0 +1,175 @@
+"""Engines on the other nodes of a run's cluster: started where there is room, with the newest weights, and elsewhere when a node
+is gone.
+
+Built by `learner.pipeline`. `RemoteEngines.grow` is a loop.
+
+Loop row: `grow` waits for time; adds engines to the fleet as nodes join the cluster, up to `rollout.engines.most`; unblocked by
+time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from buffers.errors import EngineError, UnderstudyError, WeightsError
+from configs.checkout import python_path
+from configs.schema import Config
+from learner.checkpoints.weight_nodes import WeightNode
+from learner.checkpoints.weight_sync import WeightSync
+from learner.placement.cards import in_cluster, own_node
+from learner.placement.cluster import checked, living_nodes
+from learner.placement.run_nodes import RunNodes
+from mocked_server.fleet.engine_fleet import EngineFleet
+from mocked_server.fleet.remote_engine import RemoteEngine
+from mocked_server.keys import wire_secret
+from mocked_server.vllm.engine_arguments import has_gpu
+from mocked_server.vllm.hosted.outputs import VLLMCodec
+from mocked_server.vllm.hosted.program import HostSettings
+from mocked_server.vllm.hosted.ray_host import RayHost
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 2.0
+REST_S = 30.0
+"""Seconds after a failure before one more engine is tried."""
+
+
+def run_nodes(config: Config, *, model: Path, folder: Path, learns: bool) -> RunNodes:
+    """The nodes of a run: this machine, or those of the Ray cluster that it has joined. `model`, `folder`: what all nodes must see.
+
+    Raises UnderstudyError when what the configuration asks for has no room there, or a node cannot take part."""
+    own = own_node(has_gpu=has_gpu())
+    if not in_cluster(config.buffer.node):
+        return RunNodes(config, nodes=[own], learns=learns)
+    paths = [(model / "config.json").resolve(), folder.resolve()]
+    look = partial(living_nodes, own)
+    nodes = RunNodes(config, nodes=look(), learns=learns, look=look, check=partial(checked, paths=paths))
+    nodes.check()
+    if nodes.ranks_elsewhere and not config.run.trusted_network:
+        raise UnderstudyError(
+            "learner.ranks on other nodes than the run's own exchange gradients by gloo or NCCL, which neither encrypt nor ask who "
+            "is there; set run.trusted_network=true where nobody else is on that network, or learner.ranks to what the run's node "
+            "has room for"
+        )
+    return nodes
+
+
+def make_weight_sync(config: Config, *, nodes: RunNodes, folder: Path) -> WeightSync:
+    """The weight synchronization of a run on these nodes."""
+
+    def make_node(node_id: str, sync: WeightSync) -> WeightNode:
+        address = nodes.address_of(node_id)
+        return WeightNode(node_id, run_folder=sync.folder, host=address, secret=sync.secret, file=sync.file)
+
+    return WeightSync(
+        folder,
+        adapter=config.learner.lora.rank > 0,
+        host=nodes.nodes[0].address,
+        secret=wire_secret(folder, host=config.server.host, label=b"weights"),
+        rank_nodes=nodes.rank_node_ids,
+        make_node=make_node,
+    )
+
+
+class PlacedHost:
+    """The process of an engine's host, at the place that the run's nodes give it at each start. A `HostProcess`."""
+
+    def __init__(self, settings: HostSettings, *, nodes: RunNodes, weights: WeightSync) -> None:
+        self._settings = settings
+        self._nodes = nodes
+        self._weights = weights
+        self._node_id = ""
+        """Its node by Ray's name; empty: the run's own."""
+        self._host: RayHost | None = None
+
+    async def start(self) -> str:
+        """Returns its address once it listens. Raises EngineDied, EngineError."""
+        name = self._settings.name
+        await self.end()
+        place = await asyncio.to_thread(self._nodes.take, name)
+        node = self._nodes.node_of(place)
+        self._node_id = "" if place.node == 0 else node.id
+        if self._node_id:
+            try:
+                await self._weights.join(node.id)
+            except WeightsError as error:
+                raise EngineError(f"engine {name} cannot be on node {node.address}: {error}") from error
+        devices = [node.devices[card] for card in place.cards] if node.devices else []
+        cards = {"CUDA_VISIBLE_DEVICES": ",".join(devices), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        environment = {"PYTHONPATH": python_path(), **_settings_of_vllm(), **(cards if devices else {})}
+        self._host = RayHost(
+            self._settings,
+            # Beside a rank the card is counted for that.
+            num_gpus=0 if place.beside_rank else len(place.cards),
+            environment=environment,
+            node_id=node.id,
+        )
+        address = await self._host.start()
+        logger.info("engine %s is on node %s", name, node.address)
+        return address
+
+    async def end(self) -> None:
+        """End it, whatever it does."""
+        host, self._host = self._host, None
+        if host is not None:
+            await host.end()
+
+    def locate(self, folder: Path) -> Path:
+        """The folder that its node has of these weights."""
+        return self._weights.on_node(folder, self._node_id) if self._node_id else folder
+
+
+class RemoteEngines:
+    """`settings`: of any engine of the run; each gets its name. `first`: (folder, version) of the weights that it begins with;
+    None: the model's own."""
+
+    def __init__(
+        self, settings: HostSettings, *, nodes: RunNodes, weights: WeightSync, first: tuple[Path, int] | None
+    ) -> None:
+        self.first = first
+        self._settings = settings
+        self._nodes = nodes
+        self._weights = weights
+        self._codec = VLLMCodec()
+
+    def make(self, name: str) -> RemoteEngine:
+        """The engine of this name."""
+        host = PlacedHost(replace(self._settings, name=name), nodes=self._nodes, weights=self._weights)
+        return RemoteEngine(
+            host, self._codec, secret=self._settings.secret, name=name, weights=self.first, locate=host.locate
+        )
+
+    async def grow(self, fleet: EngineFleet, *, say: Callable[[str], object]) -> None:
+        """Add engines as there is room for them, until cancelled. `say`: gets a line for each that joins."""
+        rests_until = 0.0
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for gone in await asyncio.to_thread(self._nodes.refresh):
+                logger.warning("node %s is gone", gone)
+                await self._weights.leave(gone)
+            for refusal in self._nodes.refusals():
+                say(f"left out: {refusal}")
+            for name in self._nodes.engines.keys() - set(fleet.names):
+                self._nodes.release(name)
+            if time.monotonic() < rests_until or (new := self._nodes.one_more()) is None:
+                continue
+            try:
+                began = time.monotonic()
+                await fleet.add(self.make(new))
+                say(f"engine {new} has joined, in {time.monotonic() - began:.0f} s")
+            except UnderstudyError as error:
+                self._nodes.release(new)
+                rests_until = time.monotonic() + REST_S
+                say(f"engine {new} could not join: {error}")
+
+
+def _settings_of_vllm() -> dict[str, Any]:
+    return {name: value for name, value in os.environ.items() if name.startswith("VLLM_LOGGING_LEVEL")}
