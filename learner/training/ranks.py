@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffers.errors import UnderstudyError
@@ -185,7 +185,7 @@ class LearnerRanks:
         await asyncio.wait(calls, timeout=GRACE_S)
         self.kill()
         failures = {rank: call.exception() for rank, call in enumerate(calls) if call.done() and call.exception()}
-        deaths = [rank for rank, error in failures.items() if isinstance(error, RayActorError)]
+        deaths = [rank for rank, error in failures.items() if isinstance(error, RayActorError | ActorUnschedulableError)]
         rank = min(deaths or failures)
         cause = getattr(failures[rank], "cause", None) or failures[rank]  # what the rank raised, out of Ray's wrapping
         for call in calls:
