@@ -64,7 +64,7 @@ def assert_nothing_left_in(nodes: Nodes) -> None:
 def test_a_run_goes_on_when_its_ledgers_process_dies_and_ends_it_in_the_end(
     nodes: Nodes, knobs: tuple[str, ...], tmp_path: Path
 ) -> None:
-    run = start(tmp_path, "run.steps=8", *knobs)
+    run = start(tmp_path, "run.steps=8", *knobs, imports=True)
     run.wait_for_step(1)
     assert len(left_in(nodes)) == 3  # the ledger's actor, its process, and a learner's
     before = find_actor(run.folder / "ledger.sqlite", node_id=nodes.disk).where()
@@ -88,11 +88,11 @@ def test_a_run_goes_on_when_its_ledgers_process_dies_and_ends_it_in_the_end(
 def test_a_run_that_is_killed_leaves_its_ledger_and_the_next_one_takes_it_over(
     nodes: Nodes, knobs: tuple[str, ...], tmp_path: Path
 ) -> None:
-    first = start(tmp_path, "run.steps=4", "run.checkpoints.every=1", *knobs, resume="auto")
+    first = start(tmp_path, "run.steps=4", "run.checkpoints.every=1", *knobs, resume="auto", imports=True)
     first.wait_for_step(2)
     first.kill()
     assert [actor["namespace"] for actor in ray.util.list_named_actors(all_namespaces=True)] == [NAMESPACE]
-    second = start(tmp_path, "run.steps=4", "run.checkpoints.every=1", *knobs, resume="auto")
+    second = start(tmp_path, "run.steps=4", "run.checkpoints.every=1", *knobs, resume="auto", imports=True)
     code, output = second.wait(240)
     assert code == 0, output
     assert "resuming after step" in output and second.summary()["steps"] == 4
@@ -104,7 +104,7 @@ def test_a_run_that_is_killed_leaves_its_ledger_and_the_next_one_takes_it_over(
 def test_a_node_that_is_not_there_ends_the_run_with_one_line(
     nodes: Nodes, knobs: tuple[str, ...], tmp_path: Path
 ) -> None:
-    run = start(tmp_path, "run.steps=1", *knobs, "buffer.node=elsewhere")
+    run = start(tmp_path, "run.steps=1", *knobs, "buffer.node=elsewhere", imports=True)
     code, output = run.wait(240)
     assert code == 1, output
     assert "error: buffer.node must name one node of the Ray cluster, got 'elsewhere' for 0 of them" in output
@@ -118,7 +118,7 @@ def test_a_node_that_is_not_there_ends_the_run_with_one_line(
 def test_what_crosses_a_trusted_network_is_signed_only(
     nodes: Nodes, knobs: tuple[str, ...], tmp_path: Path, trusted: str, way: Way
 ) -> None:
-    run = start(tmp_path, "run.steps=2", f"run.trusted_network={trusted}", *knobs)
+    run = start(tmp_path, "run.steps=2", f"run.trusted_network={trusted}", *knobs, imports=True)
     run.wait_for_step(1)
     found = find_actor(run.folder / "ledger.sqlite", node_id=nodes.disk).where().address
     (host,) = {node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == nodes.disk}
