@@ -79,7 +79,7 @@ def parent_of_learner(run: Run) -> int:
 
 @pytest.mark.long
 def test_a_guarded_run_whose_own_process_is_killed_goes_on_by_itself(tmp_path: Path) -> None:
-    run = start(tmp_path, "run.steps=14", "run.checkpoints.every=1", *SMALL, flags=("--keep-running",))
+    run = start(tmp_path, "run.steps=8", "run.checkpoints.every=1", *SMALL, flags=("--keep-running",))
     run.wait_for_step(3)
     before = set(descendants(run.process.pid))
     warm_process = parent_of_learner(run)
@@ -90,9 +90,9 @@ def test_a_guarded_run_whose_own_process_is_killed_goes_on_by_itself(tmp_path: P
     assert code == 0, output
     assert "the run's process died (SIGKILL); starting it again" in output and "resuming after step" in output
     summary = run.summary()
-    assert summary["steps"] == 14 and summary["buffer"]["groups/trained"] == 14 * 4
+    assert summary["steps"] == 8 and summary["buffer"]["groups/trained"] == 8 * 4
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if line["step"]] == list(range(1, 15))
+    assert [line["step"] for line in lines if line["step"]] == list(range(1, 9))
     assert_nothing_left(run)
     assert not [pid for pid in before if Path(f"/proc/{pid}").exists()], "what it left behind was ended"
 
