@@ -159,7 +159,7 @@ def test_agents_that_crash_or_hang_are_counted_and_the_run_goes_on(tmp_path):
         "agents.processes=0",
         "agents.concurrency=4",
         "agents.max_attempts=1",
-        "agents.deadline_s=6",
+        "agents.deadline_s=10",
         f"data.tasks={tmp_path / 'tasks.parquet'}",
         "buffer.groups_per_step=2",
         "buffer.group_size=2",
