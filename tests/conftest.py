@@ -23,6 +23,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ("tests/project/" not in item.path.as_posix(), item.path not in slow))
 
 
+def pytest_collection_finish() -> None:
+    _freeze()
+
+
+def _freeze() -> None:
+    """What is there now, torch and vLLM above all, is not looked through again: half a second, at each collection."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def runs_end_with_their_test() -> Iterator[None]:
     yield
@@ -36,7 +46,7 @@ def runs_end_with_their_test() -> Iterator[None]:
 def what_is_left_open_is_told_of_its_module() -> Iterator[None]:
     """A socket or file that nothing closed fails a test when it is collected: here, not in another module's test."""
     yield
-    gc.collect()
+    _freeze()
 
 
 @pytest.fixture(scope="session")

@@ -394,7 +394,7 @@ def test_a_run_whose_agent_attacks_in_every_episode_ends_with_all_its_steps(tmp_
     write_tasks(tasks, [Task(task_id=f"attacked-{number}", prompt=HI) for number in range(len(rows))])
     run = start(
         tmp_path,
-        "run.steps=6",
+        "run.steps=4",
         f"agents.command=['{{python}}', '{agent}', '{attacks}']",
         "agents.processes=0",
         "agents.concurrency=4",
@@ -409,7 +409,7 @@ def test_a_run_whose_agent_attacks_in_every_episode_ends_with_all_its_steps(tmp_
     code, output = run.wait(280)
     assert code == 0, output
     summary = run.summary()
-    assert summary["steps"] == 6 and summary["restarts"] == {}
+    assert summary["steps"] == 4 and summary["restarts"] == {}
     assert summary["max_logprob_diff"] < 1e-4, "no token of a changed distribution is trained"
     steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert max(step.get("generation/constrained_share", 0.0) for step in steps) > 0.0

@@ -24,6 +24,7 @@ from learner.new_project import FILES
 from learner.reporting.run_metrics import History
 from mocked_server.fleet.engine_rates import EngineRates, metrics_of
 from tests.mocked_server.fleet.scripted_figures import figures
+from tests.support.run_parts import start_here
 
 ROOT = Path(__file__).parents[2]
 ROOT_DOCS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
@@ -278,9 +279,9 @@ def test_the_documented_environment_trains_the_documented_agent(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "my_tasks.py"], cwd=tmp_path, env=environment, check=True)
     assert next(read_tasks(tmp_path / "my_tasks.parquet")).ground_truth == "3"
-    command = [sys.executable, "-m", "learner.run", "--config", "my.yaml", "run.steps=2", "buffer.groups_per_step=2"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=350)
-    assert done.returncode == 0, done.stdout + done.stderr
+    arguments = ["--config", "my.yaml", "run.steps=2", "buffer.groups_per_step=2"]
+    code, output = start_here(arguments, folder=tmp_path, environment=environment).wait(350)
+    assert code == 0, output
     summary = yaml.safe_load((tmp_path / "runs" / "mine" / "summary.json").read_text())
     assert summary["steps"] == 2 and summary["episodes"] == 2 * 2 * 4
     assert summary["max_logprob_diff"] < 1e-4

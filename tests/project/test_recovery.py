@@ -43,8 +43,8 @@ def until_episodes_run(run: Run) -> None:
 
 
 def test_each_part_may_die_and_the_run_makes_all_its_steps(tmp_path: Path) -> None:
-    run = start(tmp_path, "run.steps=14", "run.checkpoints.every=3", *SMALL)
-    for step, part in ((2, "agent"), (4, "environment"), (6, "engine"), (9, "learner")):
+    run = start(tmp_path, "run.steps=9", "run.checkpoints.every=2", *SMALL)
+    for step, part in ((1, "agent"), (2, "environment"), (3, "engine"), (5, "learner")):
         run.wait_for_step(step)
         if part in ("agent", "environment"):
             until_episodes_run(run)
@@ -52,13 +52,13 @@ def test_each_part_may_die_and_the_run_makes_all_its_steps(tmp_path: Path) -> No
     code, output = run.wait(200)
     assert code == 0, output
     summary = run.summary()
-    assert summary["steps"] == 14 and summary["buffer"]["groups/trained"] == 14 * 4
+    assert summary["steps"] == 9 and summary["buffer"]["groups/trained"] == 9 * 4
     assert summary["restarts"] == {"restarts/engine": 1.0, "restarts/environment": 1.0, "restarts/learner": 1.0}
     assert summary["max_logprob_diff"] < 1e-4, "what the new engine samples is what the learner computes"
     assert summary["buffer"]["failed/agent exited with code -9"] > 0
     assert summary["buffer"]["failed/environment died"] > 0
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if line["step"]] == list(range(1, 15)), "each step is reported once"
+    assert [line["step"] for line in lines if line["step"]] == list(range(1, 10)), "each step is reported once"
     kept = [path.name for path in (run.folder / "checkpoints").iterdir()]
     assert 2 <= len(kept) <= 3 and not [name for name in kept if name.startswith(".")], kept
     assert_nothing_left(run)
@@ -79,7 +79,7 @@ def parent_of_learner(run: Run) -> int:
 
 @pytest.mark.long
 def test_a_guarded_run_whose_own_process_is_killed_goes_on_by_itself(tmp_path: Path) -> None:
-    run = start(tmp_path, "run.steps=14", "run.checkpoints.every=1", *SMALL, flags=("--keep-running",))
+    run = start(tmp_path, "run.steps=8", "run.checkpoints.every=1", *SMALL, flags=("--keep-running",))
     run.wait_for_step(3)
     before = set(descendants(run.process.pid))
     warm_process = parent_of_learner(run)
@@ -90,9 +90,9 @@ def test_a_guarded_run_whose_own_process_is_killed_goes_on_by_itself(tmp_path: P
     assert code == 0, output
     assert "the run's process died (SIGKILL); starting it again" in output and "resuming after step" in output
     summary = run.summary()
-    assert summary["steps"] == 14 and summary["buffer"]["groups/trained"] == 14 * 4
+    assert summary["steps"] == 8 and summary["buffer"]["groups/trained"] == 8 * 4
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if line["step"]] == list(range(1, 15))
+    assert [line["step"] for line in lines if line["step"]] == list(range(1, 9))
     assert_nothing_left(run)
     assert not [pid for pid in before if Path(f"/proc/{pid}").exists()], "what it left behind was ended"
 

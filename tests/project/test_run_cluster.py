@@ -60,22 +60,29 @@ def assert_nothing_left_in(nodes: Nodes) -> None:
     assert left_in(nodes) == []
 
 
+def way_between(nodes: Nodes, way: Way) -> Way:
+    """This one, unless the nodes reach each other over loopback."""
+    (host,) = {node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == nodes.disk}
+    return Way.LOCAL if is_loopback(host) else way
+
+
 @pytest.mark.long
 def test_a_run_goes_on_when_its_ledgers_process_dies_and_ends_it_in_the_end(
     nodes: Nodes, knobs: tuple[str, ...], tmp_path: Path
 ) -> None:
-    run = start(tmp_path, "run.steps=8", *knobs)
+    run = start(tmp_path, "run.steps=5", *knobs, imports=True)
     run.wait_for_step(1)
     assert len(left_in(nodes)) == 3  # the ledger's actor, its process, and a learner's
     before = find_actor(run.folder / "ledger.sqlite", node_id=nodes.disk).where()
     assert before.node_id == nodes.disk != nodes.own
+    assert WireAddress.parse(before.address).way is way_between(nodes, Way.ENCRYPTED)
     os.kill(before.pid, signal.SIGKILL)
     code, output = run.wait(240)
     assert code == 0, output
     summary = run.summary()
-    assert summary["steps"] == 8 and summary["max_logprob_diff"] < 1e-4 and summary["max_policy_lag_seen"] <= 1
-    assert summary["buffer"]["groups/trained"] == 32
-    books_balance(run, steps=8)
+    assert summary["steps"] == 5 and summary["max_logprob_diff"] < 1e-4 and summary["max_policy_lag_seen"] <= 1
+    assert summary["buffer"]["groups/trained"] == 20
+    books_balance(run, steps=5)
     with closing(read_database(run.folder / "ledger.sqlite")) as db:
         assert findings(db) == []
         (opened,) = db.execute("SELECT value FROM meta WHERE key = 'epoch'").fetchone()
@@ -88,11 +95,11 @@ def test_a_run_goes_on_when_its_ledgers_process_dies_and_ends_it_in_the_end(
 def test_a_run_that_is_killed_leaves_its_ledger_and_the_next_one_takes_it_over(
     nodes: Nodes, knobs: tuple[str, ...], tmp_path: Path
 ) -> None:
-    first = start(tmp_path, "run.steps=4", "run.checkpoints.every=1", *knobs, resume="auto")
+    first = start(tmp_path, "run.steps=4", "run.checkpoints.every=1", *knobs, resume="auto", imports=True)
     first.wait_for_step(2)
     first.kill()
     assert [actor["namespace"] for actor in ray.util.list_named_actors(all_namespaces=True)] == [NAMESPACE]
-    second = start(tmp_path, "run.steps=4", "run.checkpoints.every=1", *knobs, resume="auto")
+    second = start(tmp_path, "run.steps=4", "run.checkpoints.every=1", *knobs, resume="auto", imports=True)
     code, output = second.wait(240)
     assert code == 0, output
     assert "resuming after step" in output and second.summary()["steps"] == 4
@@ -101,10 +108,11 @@ def test_a_run_that_is_killed_leaves_its_ledger_and_the_next_one_takes_it_over(
     assert_nothing_left_in(nodes)
 
 
+@pytest.mark.long
 def test_a_node_that_is_not_there_ends_the_run_with_one_line(
     nodes: Nodes, knobs: tuple[str, ...], tmp_path: Path
 ) -> None:
-    run = start(tmp_path, "run.steps=1", *knobs, "buffer.node=elsewhere")
+    run = start(tmp_path, "run.steps=1", *knobs, "buffer.node=elsewhere", imports=True)
     code, output = run.wait(240)
     assert code == 1, output
     assert "error: buffer.node must name one node of the Ray cluster, got 'elsewhere' for 0 of them" in output
@@ -114,14 +122,10 @@ def test_a_node_that_is_not_there_ends_the_run_with_one_line(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("trusted", "way"), [("false", Way.ENCRYPTED), ("true", Way.SIGNED)])
-def test_what_crosses_a_trusted_network_is_signed_only(
-    nodes: Nodes, knobs: tuple[str, ...], tmp_path: Path, trusted: str, way: Way
-) -> None:
-    run = start(tmp_path, "run.steps=2", f"run.trusted_network={trusted}", *knobs)
+def test_what_crosses_a_trusted_network_is_signed_only(nodes: Nodes, knobs: tuple[str, ...], tmp_path: Path) -> None:
+    run = start(tmp_path, "run.steps=2", "run.trusted_network=true", *knobs, imports=True)
     run.wait_for_step(1)
     found = find_actor(run.folder / "ledger.sqlite", node_id=nodes.disk).where().address
-    (host,) = {node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == nodes.disk}
-    assert WireAddress.parse(found).way is (Way.LOCAL if is_loopback(host) else way)
+    assert WireAddress.parse(found).way is way_between(nodes, Way.SIGNED)
     code, output = run.wait(240)
     assert code == 0, output

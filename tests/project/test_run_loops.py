@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +13,7 @@ import yaml
 
 from configs.load import FOLDER, load_config
 from tests.project.test_docs import blocks
-from tests.support.run_parts import ROOT, assert_nothing_left, refusal, start
+from tests.support.run_parts import ROOT, assert_nothing_left, refusal, start, start_here
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -72,9 +70,8 @@ def test_the_documented_loops_train(tmp_path):
     }
     (tmp_path / "loops_config.yaml").write_text(yaml.safe_dump(config))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
-    command = [sys.executable, "-m", "learner.run", "--config", "loops_config.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=350)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, output = start_here(["--config", "loops_config.yaml"], folder=tmp_path, environment=environment).wait(350)
+    assert code == 0, output
     summary = yaml.safe_load((tmp_path / "run" / "summary.json").read_text())
     assert (summary["steps"], summary["episodes"]) == (2, 16)
     assert summary["max_logprob_diff"] < 1e-4

@@ -15,7 +15,7 @@ from tests.support.run_parts import Run, assert_nothing_left, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(300)]
 
-SMALL = ("warm_start.steps=20", "buffer.groups_per_step=4", "buffer.group_size=4", "agents.concurrency=32")
+SMALL = ("warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=4", "agents.concurrency=32")
 WEIGHTS_BYTES = 361_216 * 2
 """Of the demo's model in bfloat16."""
 
@@ -38,7 +38,7 @@ def puller_of(run: Run) -> int:
 
 
 def test_two_ranks_in_bfloat16_publish_patches_and_a_killed_puller_and_engine_cost_none(tmp_path: Path) -> None:
-    settings = ("model.dtype=bfloat16", "learner.lr=1e-6", "learner.ranks=2", "run.steps=8")
+    settings = ("model.dtype=bfloat16", "learner.lr=1e-6", "learner.ranks=2", "run.steps=6")
     run = start(tmp_path, *settings, *SMALL)
     run.wait_for_step(2)
     os.kill(puller_of(run), 9)
@@ -48,24 +48,25 @@ def test_two_ranks_in_bfloat16_publish_patches_and_a_killed_puller_and_engine_co
     assert code == 0, output
     assert "the puller of the weights died (exit code -9)" in (run.folder / "log.txt").read_text()
     sent, shares = figures(run, "publish/bytes"), figures(run, "publish/changed_share")
-    assert len(sent) == len(shares) == 8 and max(sent) < 0.15 * WEIGHTS_BYTES, sent
+    assert len(sent) == len(shares) == 6 and max(sent) < 0.15 * WEIGHTS_BYTES, sent
     assert all(0.0 < share < 0.1 for share in shares)
-    assert min(figures(run, "publish/paused_s")) > 0.0
+    paused = figures(run, "publish/paused_s")
+    assert sum(seconds > 0.0 for seconds in paused) >= 5, "none only where there was no engine to pause"
     assert run.summary()["max_logprob_diff"] < 0.2, "as bfloat16 rounds"
     assert_nothing_left(run)
 
 
 def test_adapters_are_exact_through_an_engines_death_and_a_resume(tmp_path: Path) -> None:
-    run = start(tmp_path, "run.steps=6", *SMALL, config="configs/grpo_lora.yaml")
+    run = start(tmp_path, "run.steps=4", *SMALL, config="configs/grpo_lora.yaml")
     run.wait_for_step(2)
     kill(run, "engine")
     code, output = run.wait(200)
     assert code == 0, output
     assert run.summary()["restarts"] == {"restarts/engine": 1.0}
-    again = start(tmp_path, "run.steps=8", *SMALL, config="configs/grpo_lora.yaml", resume="auto")
+    again = start(tmp_path, "run.steps=5", *SMALL, config="configs/grpo_lora.yaml", resume="auto")
     code, output = again.wait(200)
     assert code == 0, output
-    assert len(figures(again, "publish/bytes")) == 8
+    assert len(figures(again, "publish/bytes")) == 5
     assert max(figures(again, "policy/max_logprob_diff")) < 1e-5, "each token is of the adapter that it names"
     assert max(figures(again, "publish/bytes")) < 0.6 * 2 * WEIGHTS_BYTES, "the adapter alone travels"
     assert max(figures(again, "policy/lag_max")) == 1.0

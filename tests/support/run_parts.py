@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +20,10 @@ import pytest
 
 from buffers.errors import UnderstudyError
 from configs.load import load_config
+from tests.support import warm_runs
 
 ROOT = Path(__file__).parents[2]
-MARK = "UNDERSTUDY_TEST_RUN"
+MARK = warm_runs.MARK
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
@@ -29,11 +31,11 @@ LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 class Run:
     """A started run: its process, its folder, and the mark that all its processes carry in their environment."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | warm_runs.ForkedRun
     folder: Path
     mark: str
     children: set[tuple[str, str]] = field(default_factory=set)
-    """(process id, start time) of each child seen."""
+    """(process id, start time) of each process seen."""
 
     def wait(self, timeout_s: float = 150) -> tuple[int, str]:
         """(exit code, what was printed); fails when it does not end."""
@@ -54,21 +56,27 @@ class Run:
             time.sleep(0.2)
 
     def processes(self) -> list[str]:
-        """Command lines of all living processes of this run: those that carry its mark, and its children (vLLM's engine writes
-        its title over its environment) even after it ended. Zombies do not count."""
-        found = []
+        """Command lines of all living processes of this run: those that carry its mark, and all below them (vLLM's engine writes
+        its title over its environment) even after their parents ended. Zombies do not count."""
+        seen: dict[str, tuple[str, str, str]] = {}
+        ours = {str(self.process.pid)} if self.process.poll() is None else set()
         for entry in Path("/proc").iterdir():
-            try:
+            with suppress(OSError):  # it ended while we looked, or is not ours
                 if not entry.name.isdigit():
                     continue
                 state, parent, *_, started = (entry / "stat").read_text().rpartition(")")[2].split()[:20]
-                if int(parent) == self.process.pid:
-                    self.children.add((entry.name, started))
+                seen[entry.name] = (state, parent, started)
                 marked = f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes()
-                if state != "Z" and (marked or (entry.name, started) in self.children):
-                    found.append(f"{entry.name} {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ').decode()}")
-            except OSError:
-                continue  # it ended while we looked, or is not ours
+                if marked or (entry.name, started) in self.children:
+                    ours.add(entry.name)
+        while below := {pid for pid, (_, parent, _) in seen.items() if parent in ours} - ours:
+            ours |= below
+        self.children |= {(pid, seen[pid][2]) for pid in ours & seen.keys()}
+        found = []
+        for pid in ours & seen.keys():
+            with suppress(OSError):
+                if seen[pid][0] != "Z":
+                    found.append(f"{pid} {Path(f'/proc/{pid}/cmdline').read_bytes().replace(bytes(1), b' ').decode()}")
         return found
 
     def open_to_others(self) -> list[str]:
@@ -103,12 +111,12 @@ def start(
     config: str = "configs/demo.yaml",
     resume: str = "",
     flags: tuple[str, ...] = (),
+    imports: bool = False,
 ) -> Run:
+    """`imports`: a process of its own, as a user's. Otherwise it is forked of one that has imported everything, and is started in
+    half of the time."""
     mark = uuid.uuid4().hex
-    command = [
-        sys.executable,
-        "-m",
-        "learner.run",
+    arguments = [
         "--config",
         config,
         f"run.dir={tmp_path}",
@@ -118,16 +126,30 @@ def start(
         *flags,
         *(["--resume", resume] if resume else []),
     ]
+    environment = {**os.environ, MARK: mark}
+    if not (imports or flags):
+        return start_here(arguments, folder=ROOT, environment=environment, results=tmp_path / "run")
     process = subprocess.Popen(
-        command,
+        [sys.executable, "-m", "learner.run", *arguments],
         cwd=ROOT,
-        env={**os.environ, MARK: mark},
+        env=environment,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         process_group=0,
     )
     run = Run(process, tmp_path / "run", mark)
+    STARTED.append(run)
+    return run
+
+
+def start_here(
+    arguments: list[str], *, folder: Path, environment: Mapping[str, str], results: Path | None = None
+) -> Run:
+    """A forked run with these arguments only, in this folder. `results`: its own folder, where a test reads it."""
+    mark = environment.get(MARK) or uuid.uuid4().hex
+    process = warm_runs.start(arguments, folder=folder, environment={**environment, MARK: mark})
+    run = Run(process, results or folder, mark)
     STARTED.append(run)
     return run
 

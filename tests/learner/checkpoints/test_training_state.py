@@ -15,6 +15,7 @@ from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
 from learner.training.ranks import LearnerRanks, RankFailed
 from learner.training.trainer import Trainer
+from tests.support import warm_runs
 from tests.support.learner_parts import make_model, make_trainer, walks
 from tests.support.weights.published_weights import published, published_by
 
@@ -33,7 +34,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def _cluster() -> Iterator[None]:
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
+    with warm_runs.forked_ranks_here():
+        yield
     ray.shutdown()
 
 

@@ -1,6 +1,7 @@
-"""One real rank on a CPU, and the memory that it takes: `python -m tests.learner.placement.rank_memory MODEL LAG CONFIG_JSON`.
+"""Real ranks on a CPU, and the memory that each takes: `python -m tests.learner.placement.rank_memory MODEL CASES_JSON`.
 
-Prints JSON: bytes of the tensors after loading, between two steps, and at the most within a step. Called by test_memory.py.
+Prints JSON for each case (`[lag, configuration]`), in order: bytes of the tensors after loading, between two steps, and at the
+most within a step. Each rank is a fork of this process, which has imported everything. Called by test_memory.py.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import os
 import sys
 from collections.abc import Callable
 
@@ -15,11 +17,12 @@ import numpy as np
 import torch
 
 from buffers.records import Row, TrainBatch
+from configs.process_fork import leave
 from configs.schema import LearnerConfig
 from learner.training.ranks import free_port
 from learner.training.trainer import Trainer
 
-ROWS, LENGTH = 8, 512
+ROWS, LENGTH = 4, 512
 
 
 def batch(version: int) -> TrainBatch:
@@ -74,9 +77,13 @@ def main(model: str, lag: int, config: LearnerConfig) -> None:
         trainer.train_step(batch(version), version=version)
     between = live_tensors()
     grown = largest_growth(lambda: trainer.train_step(batch(lag + 1), version=lag + 1))
-    print(json.dumps({"loaded": loaded, "between": between, "peak": between + grown}))
+    print(json.dumps({"loaded": loaded, "between": between, "peak": between + grown}), flush=True)
     trainer.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), LearnerConfig(**json.loads(sys.argv[3])))
+    for lag, keys in json.loads(sys.argv[2]):
+        if os.fork() == 0:
+            main(sys.argv[1], lag, LearnerConfig(**keys))
+            leave(0)
+        assert os.wait()[1] == 0

@@ -68,10 +68,6 @@ async def test_ranks_on_a_cpu_take_no_card(monkeypatch: pytest.MonkeyPatch) -> N
     assert (found["device"], found["counted"]) == ("cpu", [])
 
 
-def _write_what_it_sees(path: Path) -> None:
-    path.write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_an_engines_process_sees_its_cards_and_ours_goes_on_with_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
@@ -80,7 +76,8 @@ def test_an_engines_process_sees_its_cards_and_ours_goes_on_with_its_own(
     context = ending_with_us(multiprocessing.get_context(method), [])
     for name, devices in (("two", ("2", "3")), ("all", ())):
         with engines_see(devices):
-            process = context.Process(target=_write_what_it_sees, args=(tmp_path / name,))
+            # A function of Python's own: a new interpreter would import this module, for seconds.
+            process = context.Process(target=os.system, args=(f"printf $CUDA_VISIBLE_DEVICES > {tmp_path / name}",))
             process.start()
         process.join()
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"

@@ -46,29 +46,36 @@ def test_models_are_as_large_as_their_names_say() -> None:
     assert sizes == [1.72, 8.19, 32.76]
 
 
+CASES: dict[str, tuple[int, dict[str, object]]] = {
+    "all weights": (1, GRPO),
+    "versions and reference": (3, GRPO | {"gradient_checkpointing": True, "kl": {"coef": 0.01}}),
+    "adapter": (1, GRPO | {"lora": {"rank": 8}}),
+    "critic": (1, GRPO | {"advantage": "gae", "critic": "separate"}),
+}
+"""The most that a policy may lag behind, and the learner's configuration."""
+
+
+@pytest.fixture(scope="module")
+def measured(model: Path) -> dict[str, dict[str, int]]:
+    """What a real rank takes in each case."""
+    command = [sys.executable, "-m", "tests.learner.placement.rank_memory", str(model), json.dumps([*CASES.values()])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return dict(zip(CASES, told, strict=True))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("lag", "keys"),
-    [
-        (1, {}),
-        (3, {"gradient_checkpointing": True, "kl": {"coef": 0.01}}),
-        (1, {"lora": {"rank": 8}}),
-        (1, {"advantage": "gae", "critic": "separate"}),
-    ],
-    ids=["all-weights", "versions-and-reference", "adapter", "critic"],
-)
-def test_a_rank_takes_what_the_plan_says(model: Path, lag: int, keys: dict[str, object]) -> None:
-    given = GRPO | keys
-    command = [sys.executable, "-m", "tests.learner.placement.rank_memory", str(model), str(lag), json.dumps(given)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    measured = json.loads(done.stdout.splitlines()[-1])
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_takes_what_the_plan_says(model: Path, measured: dict[str, dict[str, int]], case: str) -> None:
+    (lag, given), took = CASES[case], measured[case]
     items = of_rank(
         read_shape(model), LearnerConfig(**given), dtype="float32", buffer=BufferConfig(max_policy_lag=lag),
         longest_row=LENGTH, on_gpu=False,
     )  # fmt: skip
     between = total([item for item in items if item.stays])
-    assert abs(measured["between"] - between) < 0.5 * MIB, (measured, between)
-    assert 0.7 * total(items) < measured["peak"] < 1.02 * total(items), (measured, total(items))
+    assert abs(took["between"] - between) < 0.5 * MIB, (took, between)
+    assert 0.7 * total(items) < took["peak"] < 1.02 * total(items), (took, total(items))
 
 
 def test_a_rank_of_many_holds_its_part() -> None:

@@ -149,3 +149,16 @@ def test_a_ray_that_does_not_start_is_one_line_with_the_remedy(monkeypatch: pyte
     folder = ray_cluster._folder
     ray_cluster.stop()
     assert folder is not None and not folder.exists()
+
+
+def test_a_node_that_is_not_there_or_not_alive_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [
+        {"NodeID": name, "NodeManagerAddress": f"10.0.0.{n}", "NodeManagerHostname": "twins", "Alive": n != 3}
+        for n, name in enumerate(("one", "two", "gone"), start=1)
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    assert ray_cluster.find_node("10.0.0.2") == ("two", "10.0.0.2")
+    known = r"set it to one of one \(10\.0\.0\.1\), two \(10\.0\.0\.2\)"
+    for name, number in (("elsewhere", 0), ("gone", 0), ("twins", 2)):
+        with pytest.raises(UnderstudyError, match=f"got '{name}' for {number} of them; {known}"):
+            ray_cluster.find_node(name)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
 from learner.training.ranks import LearnerRanks, RankFailed
+from tests.support import warm_runs
 from tests.support.learner_parts import assert_same_weights, make_model, make_trainer, walks
 from tests.support.weights.published_weights import published, published_by
 
@@ -31,7 +32,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def _cluster() -> Iterator[None]:
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
+    with warm_runs.forked_ranks_here():
+        yield
     ray.shutdown()
 
 

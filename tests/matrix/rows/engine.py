@@ -34,7 +34,7 @@ def rows() -> list[Row]:
         Row("buffer.max_policy_lag", "2", lagged, metric("staleness/max", lambda lags: 1 <= max(lags) <= 2)),
         Row("buffer.node", "", "no-such-node", prints("error: buffer.node", "nowhere")),
         Row("run.trusted_network", True, "tests/project/test_run_cluster.py::test_what_crosses_a_trusted_network_is_signed_only"),
-        Row("run.trusted_network", False, "tests/project/test_run_cluster.py::test_what_crosses_a_trusted_network_is_signed_only"),
+        Row("run.trusted_network", False, "tests/project/test_run_cluster.py::test_a_run_goes_on_when_its_ledgers_process_dies_and_ends_it_in_the_end"),
         Row("buffer.node", "", "tests/project/test_run_cluster.py::test_a_run_goes_on_when_its_ledgers_process_dies_and_ends_it_in_the_end"),
     ]  # fmt: skip
 

@@ -273,8 +273,15 @@ async def kill_midway(engine, asked, *, name: str, as_whole: bool, n: int = 1):
     return recorder.responses(version=-1), texts, sampled
 
 
-@pytest.mark.parametrize("as_whole", [False, True], ids=["stream", "whole"])
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(
+    ("n", "as_whole"),
+    [
+        pytest.param(1, False, id="1-stream", marks=pytest.mark.long),
+        pytest.param(1, True, id="1-whole", marks=pytest.mark.long),
+        pytest.param(3, False, id="3-stream"),
+        pytest.param(3, True, id="3-whole"),
+    ],
+)
 def test_an_answer_goes_on_where_the_engine_that_died_had_come_to(rollout, tiny_model, as_whole, n):
     engine, tokenizer = rollout.engine, rollout.engine._llm.tokenizer
     asked = params(400, as_whole=as_whole, n=n)

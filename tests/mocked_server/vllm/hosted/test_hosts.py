@@ -58,6 +58,7 @@ async def lost_after(engine: RemoteEngine, harm: Callable[[], Awaitable[None]]) 
     return lost.value
 
 
+@pytest.mark.long
 async def test_a_host_that_is_killed_stopped_or_loses_its_engine_is_replaced(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,7 +88,9 @@ def say(process: subprocess.Popen[str], line: str) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("method", ["fork server", pytest.param("fork", marks=pytest.mark.long), "spawn"])
+@pytest.mark.parametrize(
+    "method", ["fork server", *(pytest.param(name, marks=pytest.mark.long) for name in ("fork", "spawn"))]
+)
 def test_an_engine_that_still_starts_ends_with_its_server_that_is_killed(tiny_model: Path, method: str) -> None:
     with starting(tiny_model, method) as (process, engine):
         process.kill()
