@@ -1,8 +1,9 @@
 """The process of a node's puller: `python -m buffers.weights`.
 
 Started by `buffers.weights.puller_process`. The first line that it reads are its settings (`Settings`: a secret is in no command
-line); each other one is a call, {"pull": name, "home": address, "shards": {file: address}} or {"keep": [name, ...]}. For each it
-writes a line, {"folder": path}, {} or {"error": text}. It ends with its input: no puller outlives who started it.
+line); each other one is a call: {"pull": name, "home": address, "shards": {file: address}}, {"copy": name, "home": address} or
+{"keep": [name, ...]}. For each it writes a line: {"folder": path}, {} or {"error": text}. It ends with its input: no puller
+outlives who started it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def main() -> int:
         call = json.loads(line)
         source.turn_to(call.get("home", ""), call.get("shards", {}))
         print(json.dumps(_answer(puller, call)), flush=True)
+    source.close()
     if settings.removes:
         shutil.rmtree(settings.removes, ignore_errors=True)
     return 0
@@ -40,6 +42,8 @@ def _answer(puller: Puller, call: dict[str, object]) -> dict[str, str]:
     try:
         if "pull" in call:
             return {"folder": str(puller.pull(str(call["pull"])))}
+        if "copy" in call:
+            return {"folder": str(puller.copy(str(call["copy"])))}
         names = call["keep"]
         puller.keep([str(name) for name in names] if isinstance(names, list) else [])
         return {}

@@ -51,6 +51,10 @@ class NodeWeights:
         """Have the dense folder of the version. `home`, `shards`: see `WireSource.turn_to`. Raises WeightsError."""
         await self._puller.pull(name, home=home, shards=shards)
 
+    async def copy(self, name: str, *, home: str) -> None:
+        """Have the dense folder of the version from the server at `home` that has that. Raises WeightsError."""
+        await self._puller.copy(name, home=home)
+
     async def keep(self, pulled: Sequence[str], published: Sequence[str]) -> None:
         """Remove all other versions, and the shards of all others."""
         for old in self._published.iterdir():

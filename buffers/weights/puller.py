@@ -19,7 +19,15 @@ from typing import Protocol
 from buffers.errors import WeightsError
 from buffers.weights import patch
 from buffers.weights.dense_file import DenseFile, corrupt, create_dense_file, mapped
-from buffers.weights.manifest import Manifest, Shard, folder_of, published_file, read_manifest, write_manifest
+from buffers.weights.manifest import (
+    Manifest,
+    Shard,
+    folder_of,
+    published_file,
+    read_manifest,
+    safetensors_header,
+    write_manifest,
+)
 from buffers.weights.room import room_for
 from buffers.weights.shard_writer import BITS
 
@@ -85,6 +93,25 @@ class Puller:
             shutil.rmtree(scratch, ignore_errors=True)
         return target
 
+    def copy(self, name: str) -> Path:
+        """The dense folder of the version, from a source that has it as it is here: for who joins late. Raises WeightsError."""
+        target = folder_of(name, among=self._folder)
+        if target.is_dir():
+            return target
+        manifest = self._source.manifest(name)
+        scratch = self._folder / f".{target.name}"
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+        try:
+            size = len(safetensors_header(manifest.tensors)) + manifest.dense_bytes
+            whole = Shard(file=self._file, size=size, tensors=[], pieces=[])
+            self._source.fetch(name, whole, to=scratch / self._file)
+            self._finish(scratch, manifest)
+            scratch.rename(target)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        return target
+
     def keep(self, names: Sequence[str]) -> None:
         """Removes all other versions."""
         for old in self._folder.glob("version-*"):
@@ -118,7 +145,6 @@ class Puller:
         have, path = self._folder / first.name / self._file, scratch / self._file
         if first is newest and len(first.shards) == 1 and first.shards[0].is_safetensors:
             self._source.fetch(first.name, first.shards[0], to=path)
-            dense = DenseFile(path, newest.tensors)
         else:
             create_dense_file(path, first.tensors, what=f"version {newest.name}")
             dense = DenseFile(path, newest.tensors, writable=True)
@@ -126,10 +152,14 @@ class Puller:
                 dense.copy_from(DenseFile(have, first.tensors))
             for manifest in chain[1:] if have.is_file() else chain:
                 self._apply(manifest, scratch, target=dense)
-        dense.verify(newest)
-        for name, text in newest.extra.items():
+        self._finish(scratch, newest)
+
+    def _finish(self, scratch: Path, manifest: Manifest) -> None:
+        """Compares the dense file with the manifest, and writes what is beside it."""
+        DenseFile(scratch / self._file, manifest.tensors).verify(manifest)
+        for name, text in manifest.extra.items():
             (scratch / Path(name).name).write_text(text, encoding="utf-8")
-        write_manifest(scratch, newest)
+        write_manifest(scratch, manifest)
 
     def _apply(self, manifest: Manifest, scratch: Path, *, target: DenseFile) -> None:
         for shard in manifest.shards:

@@ -67,6 +67,10 @@ class PullerProcess:
         WeightsError; see `Puller.pull`."""
         return Path((await self._call({"pull": name, "home": home, "shards": dict(shards or {})}))["folder"])
 
+    async def copy(self, name: str, *, home: str) -> Path:
+        """The dense folder of the version, from the server at `home` that has that. Raises WeightsError."""
+        return Path((await self._call({"copy": name, "home": home}))["folder"])
+
     async def keep(self, names: Sequence[str]) -> None:
         """Removes all other versions from the folder."""
         await self._call({"keep": list(names)})

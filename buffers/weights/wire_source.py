@@ -43,6 +43,12 @@ class WireSource:
         server that has it, where that is another one."""
         self._home, self._shards = home, shards
 
+    def close(self) -> None:
+        """End its connections."""
+        for connection in self._connections.values():
+            connection.close()
+        self._connections = {}
+
     def manifest(self, name: str) -> Manifest:
         """Raises WeightsError when there is no such version, or nobody answers."""
         if published_file(self._folder, name, MANIFEST).is_file() or not self._home:

@@ -34,6 +34,10 @@ class WeightsActor:
         """See `NodeWeights.pull`."""
         await self._weights.pull(name, home=home, shards=shards)
 
+    async def copy(self, name: str, home: str) -> None:
+        """See `NodeWeights.copy`."""
+        await self._weights.copy(name, home=home)
+
     async def keep(self, pulled: Sequence[str], published: Sequence[str]) -> None:
         """See `NodeWeights.keep`."""
         await self._weights.keep(pulled, published)
@@ -69,6 +73,10 @@ class WeightNode:
     async def pull(self, name: str, *, home: str, shards: Mapping[str, str]) -> None:
         """Have the dense folder of the version there. Raises WeightsError."""
         await self._ask("pull", name, home, dict(shards))
+
+    async def copy(self, name: str, *, home: str) -> None:
+        """Have the dense folder there that `home` serves. Raises WeightsError."""
+        await self._ask("copy", name, home)
 
     async def keep(self, pulled: Sequence[str], published: Sequence[str]) -> None:
         """Remove all others there. Raises WeightsError."""

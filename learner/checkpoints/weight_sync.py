@@ -62,6 +62,7 @@ class Node(Protocol):
 
     async def start(self) -> None: ...
     async def pull(self, name: str, *, home: str, shards: Mapping[str, str]) -> None: ...
+    async def copy(self, name: str, *, home: str) -> None: ...
     async def keep(self, pulled: Sequence[str], published: Sequence[str]) -> None: ...
     async def close(self) -> None: ...
 
@@ -94,6 +95,8 @@ class WeightSync:
         self._store = VersionStore(published)
         self._puller = PullerProcess(published, pulled, file=self.file, python_path=python_path(), secret=secret)
         self._server: VersionServer | None = None
+        self._dense_server: VersionServer | None = None
+        """Serves what is pulled here, to nodes that join late."""
         self._nodes: dict[str, Node] = {}
         self._joining = asyncio.Lock()
         self._newest: str | None = None
@@ -105,13 +108,14 @@ class WeightSync:
         async with self._joining:
             if node_id in self._nodes:
                 return
-            if self._server is None:
+            if self._server is None or self._dense_server is None:
                 self._server = VersionServer(self._store.folder, secret=self.secret, host=self._host)
+                self._dense_server = VersionServer(self.folder / PULLED, secret=self.secret, host=self._host)
             assert self._make_node is not None, "this run has no other nodes"
             node = self._make_node(node_id, self)
             await node.start()
             if self._newest is not None:
-                await node.pull(self._newest, home=self._home, shards=self._shards())
+                await node.copy(self._newest, home=str(self._dense_server.address))
             self._nodes[node_id] = node
 
     async def leave(self, node_id: str) -> None:
@@ -167,12 +171,13 @@ class WeightSync:
         figures = {"publish/bytes": float(manifest.num_bytes)}
         if first.changed_share is not None:
             figures["publish/changed_share"] = first.changed_share
-        self._newest = manifest.name
         shards = self._shards()
-        folder, _ = await asyncio.gather(
-            self._puller.pull(manifest.name, shards=shards),
-            self._on_others(lambda node: node.pull(manifest.name, home=self._home, shards=shards)),
-        )
+        async with self._joining:  # who joins is in time for this version, or begins with it
+            folder, _ = await asyncio.gather(
+                self._puller.pull(manifest.name, shards=shards),
+                self._on_others(lambda node: node.pull(manifest.name, home=self._home, shards=shards)),
+            )
+            self._newest = manifest.name
         return folder, figures
 
     @property
@@ -200,8 +205,8 @@ class WeightSync:
     async def close(self) -> None:
         """Ends the puller and removes the folder."""
         await asyncio.gather(*(node.close() for node in self._nodes.values()))
-        if self._server is not None:
-            await asyncio.to_thread(self._server.close)
+        for server in filter(None, (self._server, self._dense_server)):
+            await asyncio.to_thread(server.close)
         await self._puller.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ GRACE_S = 5.0
 """Seconds after a first failure in which others may still report theirs: a peer's complaint can precede a death."""
 
 
+NODE_GRACE_S = 60.0
+"""The same where ranks are on other nodes: Ray takes as long to know that a node is gone."""
+DEATHS = (RayActorError, ActorUnschedulableError)
 PORTS = range(20_000, 30_000)
 """Ports where ranks meet. Ports for outgoing connections begin at 32768 on Linux."""
 WARM_START_BATCH = 32
@@ -182,10 +186,10 @@ class LearnerRanks:
 
     async def _fail(self, method: str, calls: list[asyncio.Future[Any]]) -> None:
         """Names the rank to blame, ends all ranks and raises."""
-        await asyncio.wait(calls, timeout=GRACE_S)
+        await self._until_a_death(calls, timeout_s=NODE_GRACE_S if any(at.node_id for at in self._places) else GRACE_S)
         self.kill()
         failures = {rank: call.exception() for rank, call in enumerate(calls) if call.done() and call.exception()}
-        deaths = [rank for rank, error in failures.items() if isinstance(error, RayActorError | ActorUnschedulableError)]
+        deaths = [rank for rank, error in failures.items() if isinstance(error, DEATHS)]
         rank = min(deaths or failures)
         cause = getattr(failures[rank], "cause", None) or failures[rank]  # what the rank raised, out of Ray's wrapping
         for call in calls:
@@ -195,6 +199,15 @@ class LearnerRanks:
         failure = kind(f"learner rank {rank} of {len(calls)} {what}: {cause}; the learner has ended, start it again")
         self._death = failure if isinstance(failure, RankDied) else None
         raise failure from cause
+
+    async def _until_a_death(self, calls: Sequence[asyncio.Future[Any]], *, timeout_s: float) -> None:
+        """Until a rank is known to have died, or all have answered."""
+        until = time.monotonic() + timeout_s
+        waiting = set(calls)
+        while waiting and (left := until - time.monotonic()) > 0:
+            done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if any(isinstance(call.exception(), DEATHS) for call in done):
+                return
 
     def kill(self) -> None:
         """Ends the processes at once."""

@@ -22,7 +22,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-SETUP = "mount -t tmpfs tmpfs /tmp && mount -t tmpfs -o size=4g tmpfs /dev/shm && ip link set lo up && exec sleep infinity"
+SETUP = (
+    "mount -t tmpfs tmpfs /tmp && mount -t tmpfs -o size=4g tmpfs /dev/shm && ip link set lo up && exec sleep infinity"
+)
 
 
 @cache
@@ -64,8 +66,10 @@ class Host:
 
     def kill(self) -> None:
         """End all its processes at once, and its network with them."""
-        with suppress(ProcessLookupError, IndexError):
-            os.kill(_child_of(self.holder.pid), signal.SIGKILL)  # the first process of its namespace: the others go with it
+        if self.holder.poll() is None:
+            os.kill(
+                _child_of(self.holder.pid), signal.SIGKILL
+            )  # the first process of its namespace: the others go with it
         self.holder.wait(30)
 
 
