@@ -69,7 +69,8 @@ from mocked_server.generation import Generation
 from mocked_server.http.uvicorn_server import bind
 from mocked_server.keys import KeyRing, round_secret, secret_of_run
 from mocked_server.server import MockedServer
-from mocked_server.vllm.engine import VLLMEngine, interrupts_blocked
+from mocked_server.servers.choose import make_engines
+from mocked_server.vllm.engine import interrupts_blocked
 from mocked_server.vllm.engine_arguments import (
     EngineSettings,
     has_gpu,
@@ -363,17 +364,15 @@ class Pipeline:
         self, vllm_config: Any, *, count_preemptions: bool, weights: tuple[Path, int] | None
     ) -> EngineFleet:
         config = self._config
-        engines = [
-            VLLMEngine(
-                vllm_config,
-                name=f"e{number}",
-                count_preemptions=count_preemptions,
-                weights=weights,
-                timeout_s=config.rollout.engine_timeout_s,
-                devices=[self._node.devices[card] for card in place.cards],
-            )
-            for number, place in enumerate(self._placement.engines)
-        ]
+        engines = make_engines(
+            config,
+            vllm_config,
+            devices=[[self._node.devices[card] for card in place.cards] for place in self._placement.engines],
+            learns=self._evaluates is None,
+            folder=self._folder,
+            count_preemptions=count_preemptions,
+            weights=weights,
+        )
         return EngineFleet(
             engines,
             record_death=lambda name, error: self._restart_limit.record("engine", error, name=name),
