@@ -22,11 +22,9 @@ def check_engine_name(engine: str) -> str:
         return engine
     parts = urlsplit(engine)
     if parts.scheme not in ("http", "https") or not parts.hostname or re.search(r"\s", engine):
-        raise ValueError(f"must be vllm, sglang or the URL of a running server (http://HOST:PORT), got {engine!r}")
+        raise ValueError("must be vllm, sglang or the URL of a running server (http://HOST:PORT)")
     if parts.query or parts.fragment or parts.path.strip("/"):
-        raise ValueError(
-            f"must be the root of a server (http://HOST:PORT), got {engine!r}; leave out what follows the port"
-        )
+        raise ValueError("must be the root of a server (http://HOST:PORT), without what follows the port")
     return engine.rstrip("/")
 
 

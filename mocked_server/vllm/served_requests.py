@@ -114,8 +114,11 @@ class ServedRequests:
         if state is None:
             return True
         if tokens.versions is not None:
-            starts = [(label, completion.num_before + start) for label, start in tokens.versions]
-            state.weight_version_starts = [*completion.versions_before, *starts]
+            starts = list(completion.versions_before)
+            for label, start in tokens.versions:
+                if not starts or starts[-1][0] != label:
+                    starts.append((label, completion.num_before + start))
+            state.weight_version_starts = starts
         if tokens.num_cached_tokens is not None:
             state.num_cached_tokens = tokens.num_cached_tokens
         by_string = tokens.finish_reason == "stop" and isinstance(tokens.stop_reason, str)
