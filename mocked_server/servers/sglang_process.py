@@ -1,7 +1,7 @@
 """An SGLang server as a child process: its command line, its start and its end.
 
 Made by `mocked_server.servers.choose` for each engine of `rollout.engine=sglang`. The server listens on loopback, on a port that
-was free; its output goes to a file in the run's folder. Invariant: `end` ends the process and all that it started.
+was free; its output goes to a file in the run's folder. Invariant: the process ends with the run, however that ends.
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ LOOK_S = 0.5
 END_S = 10.0
 LOG_TAIL_CHARS = 600
 MODULE = ("-m", "sglang.launch_server")
+WITH_PARENT = """\
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""Becomes another program that the kernel ends with its parent (PR_SET_PDEATHSIG): no killed run leaves its cards taken."""
 
 
 class SGLangProcess:
@@ -53,18 +59,7 @@ class SGLangProcess:
         """Its URL, once it answers. Raises EngineDied when a signal ended it meanwhile, EngineError with the end of its log when it
         ended by itself."""
         port = _free_port()
-        command = [*self._program, *arguments(self._config, model=self._model, port=port)]
-        environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(self._devices)} if self._devices else {})}
-        with self._log.open("ab") as log:
-            self._process = await asyncio.to_thread(
-                subprocess.Popen,
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        self._process = self._start_process(port)
         url = f"http://127.0.0.1:{port}"
         client = ServerClient(url)
         try:
@@ -77,6 +72,17 @@ class SGLangProcess:
         finally:
             await client.close()
         return url
+
+    def _start_process(self, port: int) -> subprocess.Popen[bytes]:
+        """Runs in the main thread, which the process is bound to."""
+        command = [*self._program, *arguments(self._config, model=self._model, port=port)]
+        if sys.platform == "linux":
+            command = [sys.executable, "-c", WITH_PARENT, *command]
+        environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(self._devices)} if self._devices else {})}
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
 
     def _check_alive(self) -> None:
         assert self._process is not None
