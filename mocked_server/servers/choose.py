@@ -17,10 +17,9 @@ from buffers.errors import EngineError
 from configs.engine_rules import is_url
 from configs.schema import Config
 from mocked_server.fleet.member import FleetEngine
-from mocked_server.servers.facts import KEY, Needs, check_facts
+from mocked_server.servers.facts import KEY, Needs
 from mocked_server.servers.http_client import ServerClient, ServerLost, ServerRefused
-from mocked_server.servers.recognise import recognised
-from mocked_server.servers.server_engine import RunningServer, ServerEngine, check_tokens, nobody_answers
+from mocked_server.servers.server_engine import RunningServer, ServerEngine, examined, nobody_answers
 from mocked_server.servers.sglang_process import SGLangProcess
 from mocked_server.vllm.engine import VLLMEngine
 from mocked_server.vllm.engine_arguments import set_process_environment
@@ -48,9 +47,7 @@ async def _check_running(url: str, needs: Needs) -> None:
     client = ServerClient(url)
     try:
         async with asyncio.timeout(MAX_CHECK_S):
-            server = await recognised(client)
-            check_facts(await server.identify(), url=url, needs=needs)
-            await check_tokens(server, url=url, vocabulary=needs.vocabulary)
+            await examined(client, needs=needs)
     except (ServerLost, TimeoutError) as error:
         raise EngineError(nobody_answers(url, error)) from error
     except ServerRefused as error:

@@ -177,10 +177,7 @@ class ServerEngine:
         self._url = await self._place.start()
         self._client = ServerClient(self._url)
         try:
-            self._server = await recognised(self._client)
-            self._facts = await self._server.identify()
-            check_facts(self._facts, url=self._url, needs=self._needs)
-            await check_tokens(self._server, url=self._url, vocabulary=self._needs.vocabulary)
+            self._server, self._facts = await examined(self._client, needs=self._needs)
             await self._load_first()
         except ServerRefused as error:
             raise EngineError(f"{KEY}={self._url} cannot be used, it answered {error}") from error
@@ -411,6 +408,22 @@ def _request_error(error: ServerRefused) -> RequestRefused | RequestFailed:
     if 400 <= error.status < 500:
         return RequestRefused(error.text[:MAX_MESSAGE_CHARS], field=error.field)
     return RequestFailed(f"the server failed on this request: {error.text[:MAX_MESSAGE_CHARS]}")
+
+
+async def examined(client: ServerClient, *, needs: Needs) -> tuple[Server, ServerFacts]:
+    """The server behind `client`, and what it says of itself, once it is seen to give what the run needs. Raises EngineError for
+    one that cannot be the engine; ServerLost, ServerRefused."""
+    try:
+        server: Server = await recognised(client)
+        facts = await server.identify()
+        check_facts(facts, url=client.url, needs=needs)
+        await check_tokens(server, url=client.url, vocabulary=needs.vocabulary)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise EngineError(
+            f"{KEY} must be a vLLM or SGLang server of a version that is known, got {client.url}, which answers what cannot be "
+            f"read ({type(error).__name__}: {error}); use vLLM >= 0.32, < 0.34 or SGLang 0.5.23"
+        ) from error
+    return server, facts
 
 
 async def check_tokens(server: Server, *, url: str, vocabulary: int) -> None:

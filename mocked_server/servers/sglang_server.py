@@ -62,6 +62,11 @@ class SGLangServer:
                 f"prompt_logprobs cannot be had from the server that {KEY} names; leave them out",
                 field="prompt_logprobs",
             )
+        if params.ignore_eos and params.stop_token_ids:
+            raise RequestRefused(
+                "stop_token_ids have no effect beside ignore_eos with SGLang; leave one of them out",
+                field="stop_token_ids",
+            )
         if params.logprobs == -1:
             raise RequestRefused(
                 "logprobs must be at most 20 with SGLang, got -1, the whole vocabulary; ask for fewer", field="logprobs"

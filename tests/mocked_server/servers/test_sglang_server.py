@@ -60,7 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tables": {"logprobs": 2},
     "whole": {"logprobs": 1, "kind": "FINAL_ONLY"},
     "without text": {"detokenize": False, "logprobs": 1},
-    "stop token": {"stop_token_ids": list(range(300)), "logprobs": 0},
+    "stop token": {"stop_token_ids": list(range(300)), "logprobs": 0, "ignore_eos": False},
 }
 
 
@@ -122,6 +122,7 @@ def test_closing_the_iterator_ends_the_request_at_the_server(rollout: Any, engin
         ({"bad_words": ["x"]}, "bad_words"),
         ({"allowed_token_ids": [3]}, "allowed_token_ids"),
         ({"structured": ["a", "b"]}, "structured_outputs"),
+        ({"stop_token_ids": [3]}, "stop_token_ids"),
     ],
 )
 def test_what_sglang_does_otherwise_is_refused_with_its_field(
