@@ -2,7 +2,7 @@
 
 Called by `mocked_server.servers.server_engine`. vLLM's input processor judges a request, and its output processor decodes text,
 finds stop strings, joins completions and keeps log-probabilities, as `AsyncLLM` has them do; only the tokens come from elsewhere.
-Seams relied on (tests/mocked_server/servers/test_vllm_server.py): `InputProcessor.process_inputs`, `OutputProcessor.add_request`,
+Seams relied on (tests/mocked_server/vllm/test_served_requests.py): `InputProcessor.process_inputs`, `OutputProcessor.add_request`,
 `process_outputs` and `abort_requests`, `ParentRequest.get_child_info`.
 
 Invariant: ids, log-probabilities, text and reasons are those that an engine in this process would give for the same tokens.
