@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
+from configs.engine_rules import check_engine_keys, check_engine_name
 from configs.no_effect import refuse_unused
 from configs.owned_arguments import check_names
 from configs.recipes import RECIPES, filled, own_aggregation
@@ -166,6 +167,9 @@ class EngineRange(Section):
 
 
 class RolloutConfig(Section):
+    engine: Annotated[str, AfterValidator(check_engine_name)] = "vllm"
+    """What samples: `vllm` or `sglang`, which the run starts, or http://HOST:PORT, a vLLM or SGLang server that runs already. Such
+    a server must give token ids with log-probabilities, and for training take new weights; see docs/engines.md."""
     temperature: Positive = 1.0
     """Sampling temperature of every training episode, whatever the agent asks for."""
     max_tokens: PositiveInt = 512
@@ -484,6 +488,12 @@ class Config(Section):
                 f"generates while the learner updates; set buffer.max_policy_lag=0"
             )
         check_names(self.rollout.engine_args)
+        check_engine_keys(
+            self.rollout.engine,
+            given=self.rollout.model_dump(exclude_defaults=True),
+            sleeps=self.rollout.sleep,
+            lora_rank=learner.lora.rank,
+        )
         if self.rollout.max_tokens >= self.rollout.max_model_len:
             raise ValueError(
                 f"rollout.max_tokens must be < rollout.max_model_len, got {self.rollout.max_tokens} >= "

@@ -47,7 +47,7 @@ def run_nodes(config: Config, *, model: Path, folder: Path, learns: bool) -> Run
 
     Raises UnderstudyError when what the configuration asks for has no room there, or a node cannot take part."""
     own = own_node(has_gpu=has_gpu())
-    if not in_cluster(config.buffer.node):
+    if not in_cluster(config.buffer.node) or config.rollout.engine != "vllm":  # other engines are on this machine
         return RunNodes(config, nodes=[own], learns=learns)
     paths = [(model / "config.json").resolve(), folder.resolve()]
     look = partial(living_nodes, own)

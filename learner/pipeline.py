@@ -46,7 +46,6 @@ from learner.engines import RemoteEngines, make_weight_sync, run_nodes
 from learner.evaluation import Evaluation, EvaluationPlan
 from learner.learn_loop import LearnLoop, Outputs, Schedule
 from learner.placement.cards import in_cluster
-from learner.placement.plan import EnginePlace
 from learner.players import Players, make_players
 from learner.recovery.failure_report import why_episodes_fail
 from learner.recovery.failure_watch import watch
@@ -67,12 +66,12 @@ from mocked_server.dispatch import Others
 from mocked_server.fleet.admission import Admission
 from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.fleet.engine_watch import EngineWatch
-from mocked_server.fleet.member import FleetEngine
 from mocked_server.generation import Generation
 from mocked_server.http.uvicorn_server import bind
 from mocked_server.keys import KeyRing, round_secret, secret_of_run, wire_secret
 from mocked_server.server import MockedServer
-from mocked_server.vllm.engine import VLLMEngine, interrupts_blocked
+from mocked_server.servers.choose import make_engines
+from mocked_server.vllm.engine import interrupts_blocked
 from mocked_server.vllm.engine_arguments import (
     EngineSettings,
     has_gpu,
@@ -382,21 +381,22 @@ class Pipeline:
             weights=weights,
             first=weights.saved(self._checkpoint) if self._checkpoint else None,
         )
-
-        def make(name: str, place: EnginePlace) -> FleetEngine:
-            if place.node != 0:
-                return self._remote.make(name)
-            return VLLMEngine(
-                vllm_config,
-                name=name,
-                count_preemptions=count_preemptions,
-                weights=self._remote.first,
-                timeout_s=config.rollout.engine_timeout_s,
-                devices=[self._nodes.nodes[0].devices[card] for card in place.cards if self._nodes.nodes[0].devices],
-            )
-
+        here = self._nodes.nodes[0].devices
+        places = self._nodes.engines
+        engines = make_engines(
+            config,
+            vllm_config,
+            devices={
+                name: [here[card] for card in place.cards if here] for name, place in places.items() if place.node == 0
+            },
+            learns=self._evaluates is None,
+            folder=self._folder,
+            count_preemptions=count_preemptions,
+            weights=self._remote.first,
+        )
+        engines += [self._remote.make(name) for name, place in places.items() if place.node != 0]
         return EngineFleet(
-            [make(name, place) for name, place in self._nodes.engines.items()],
+            engines,
             record_death=lambda name, error: self._restart_limit.record("engine", error, name=name),
             max_policy_lag=config.buffer.max_policy_lag,
         )

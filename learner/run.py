@@ -205,12 +205,21 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
         from mocked_server.vllm.engine_arguments import check_engine_args
 
         check_engine_args(engine_settings(config, model=Path(config.model.path), beside_rank=True))
+    check_engine_of_others(config, learns=learns)
     scorers = [config.data.scorer] if isinstance(config.data.scorer, str) else config.data.scorer.values()
     for scorer in filter(None, scorers):
         if scorer.startswith(reward_model.PREFIX):
             check_model_folder("data.scorer", scorer.removeprefix(reward_model.PREFIX))
         else:
             rewards.resolve(scorer, batch=False)
+
+
+def check_engine_of_others(config: Config, *, learns: bool) -> None:
+    """Raises UnderstudyError where `rollout.engine` is not vLLM, and cannot be the run's engine."""
+    if config.rollout.engine != "vllm":
+        from mocked_server.servers.choose import check_engine
+
+        check_engine(config, vocabulary=shape_of(config.model.path).vocabulary, learns=learns)
 
 
 def import_ray(*, local: bool) -> None:

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = (
     "tests/mocked_server/vllm/test_vllm_seams.py",
     "tests/mocked_server/vllm/test_engine_arguments.py",
+    "tests/mocked_server/vllm/test_served_requests.py",
     "tests/mocked_server/http/test_dialects.py",
     "tests/mocked_server/test_server.py",
 )

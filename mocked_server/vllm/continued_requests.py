@@ -1,9 +1,9 @@
 """Lets an engine continue what another one has begun to sample: its outputs are as if it had been one engine all along.
 
 The engine's core gets prompt and sampled tokens as one prompt; vLLM's state of the request in this process, which counts tokens,
-decodes text and finds stop strings, is brought to where the other engine was. Called by `mocked_server.vllm.engine`. Seams relied
-on (tests/mocked_server/vllm/test_vllm_seams.py): `RequestState.from_new_request`, its detokenizer, log-probabilities and weight
-version starts.
+decodes text and finds stop strings, is brought to where the other engine was. Called by `mocked_server.vllm.engine` and
+`mocked_server.servers.server_engine`. Seams relied on (tests/mocked_server/vllm/test_vllm_seams.py):
+`RequestState.from_new_request`, its detokenizer, log-probabilities and weight version starts.
 
 Invariants: no character is sent twice or left out, also within a character of several tokens and within a stop string; versions
 are those of the engines that sampled.
@@ -12,7 +12,7 @@ are those of the engines that sampled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from copy import copy
 from typing import Any
@@ -139,6 +139,40 @@ def _ended(output: Any) -> Sampled:
         num_sent_chars=0,
         output=output,
     )
+
+
+async def continued(
+    generate: Callable[[list[int], Any, str, dict[str, Any]], AsyncGenerator[Any, None]],
+    prompt_token_ids: list[int],
+    params: Any,
+    *,
+    request_id: str,
+    sampled: Sequence[Sampled],
+    extra: dict[str, Any],
+) -> AsyncGenerator[Any, None]:
+    """The outputs of a request after what another engine has `sampled`: each completion that had not ended is a request of its own
+    to `generate(prompt, params, id, extra)`."""
+    from vllm.sampling_params import RequestOutputKind
+
+    rest = [
+        generate(
+            [*prompt_token_ids, *one.token_ids],
+            continuing(name := f"{request_id}-{one.index}", params, prompt_len=len(prompt_token_ids), sampled=one),
+            name,
+            extra,
+        )
+        for one in sampled
+        if one.output is None
+    ]
+    outputs = merged(
+        rest,
+        ended=[one for one in sampled if one.output is not None],
+        as_whole=params.output_kind is RequestOutputKind.FINAL_ONLY,
+        request_id=request_id,
+    )
+    async with aclosing(outputs):
+        async for output in outputs:
+            yield output
 
 
 async def merged(

@@ -30,7 +30,7 @@ from buffers.errors import EngineDied, EngineError, RequestRefused
 from mocked_server.fleet.member import EngineFigures, EngineLost, Sampled
 from mocked_server.vllm import continued_requests
 from mocked_server.vllm.adapters import PolicyAdapters, is_adapter
-from mocked_server.vllm.continued_requests import continuing, interrupted, merged, never_began
+from mocked_server.vllm.continued_requests import continued, interrupted, never_began
 from mocked_server.vllm.engine_arguments import has_gpu, set_process_environment
 from mocked_server.vllm.process import fork_server
 from mocked_server.vllm.process.engine_silence import EngineSilence, processor_time
@@ -120,7 +120,7 @@ class VLLMEngine:
     async def start(self) -> None:
         """Boot the engine process; raises EngineError when it does not come up."""
         self._life += 1
-        _numbers_only_where_asked()
+        numbers_only_where_asked()
         continued_requests.install()
         booting = asyncio.create_task(asyncio.to_thread(self._boot), name="boot the engine")
         try:
@@ -252,7 +252,9 @@ class VLLMEngine:
         """Yield vLLM's RequestOutputs for exactly these prompt ids, after what another engine has `sampled`; closing the iterator
         aborts the request. Raises EngineLost when the engine is down, or dies meanwhile."""
         if sampled:
-            return self._continue(prompt_token_ids, params, request_id, sampled, extra)
+            return continued(
+                self._generate, prompt_token_ids, params, request_id=request_id, sampled=sampled, extra=extra
+            )
         return self._generate(prompt_token_ids, params, request_id, extra)
 
     async def _generate(
@@ -284,32 +286,6 @@ class VLLMEngine:
             raise
         finally:
             never_began(request_id)
-
-    async def _continue(
-        self, ids: list[int], params: Any, request_id: str, sampled: Sequence[Sampled], extra: dict[str, Any]
-    ) -> AsyncGenerator[Any, None]:
-        """Each completion that had not ended is a request of its own."""
-        from vllm.sampling_params import RequestOutputKind
-
-        rest = [
-            self._generate(
-                [*ids, *one.token_ids],
-                continuing(name := f"{request_id}-{one.index}", params, prompt_len=len(ids), sampled=one),
-                name,
-                extra,
-            )
-            for one in sampled
-            if one.output is None
-        ]
-        outputs = merged(
-            rest,
-            ended=[one for one in sampled if one.output is not None],
-            as_whole=params.output_kind is RequestOutputKind.FINAL_ONLY,
-            request_id=request_id,
-        )
-        async with aclosing(outputs):
-            async for output in outputs:
-                yield output
 
     def _lost(self, message: str, *, sampled: Sequence[Sampled]) -> EngineLost:
         return EngineLost(message, life=(self.name, self._life), sampled=sampled)
@@ -468,7 +444,7 @@ def refusal_of(error: Exception) -> RequestRefused:
     return RequestRefused(text[:MAX_MESSAGE_CHARS], field=getattr(error, "parameter", None))
 
 
-def _numbers_only_where_asked() -> None:
+def numbers_only_where_asked() -> None:
     """vLLM decodes every sampled token once more for its entry in the log-probabilities. Requests with NUMBERS_ONLY in their
     `extra_args` do without: those texts are not read, and they are a tenth of this process's time."""
     from vllm.v1.engine.logprobs import LogprobsProcessor

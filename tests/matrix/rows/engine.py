@@ -15,6 +15,8 @@ def rows() -> list[Row]:
     """One for each key and value."""
     lagged = learner_name("grpo")
     return [
+        Row("rollout.engine", "", "tests/project/servers/test_run_servers.py::test_a_vllm_server_is_trained_through_its_death"),
+        Row("rollout.engine", "", "tests/project/servers/test_run_servers.py::test_a_server_with_sglangs_routes_is_trained"),
         Row("rollout.temperature", "", "batch", _sampled_at_its_temperature),
         Row("rollout.max_tokens", "", "batch", counted("SELECT max(num_sampled) FROM round", 5)),
         Row("rollout.max_model_len", "", "batch", _long_prompts_fail),

@@ -26,6 +26,22 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"rollout.tensor_parallel": 2},
         ("rollout.tensor_parallel must be 1 without a GPU", "got 2"),
     ),
+    "an engine that is not installed": (
+        {"rollout.engine": "sglang"},
+        ("rollout.engine=sglang needs the package sglang", "rollout.engine=vllm"),
+    ),
+    "an engine that is no server": (
+        {"rollout.engine": "ftp://here"},
+        ("rollout.engine must be vllm, sglang or the URL", "'ftp://here'"),
+    ),
+    "a server where nobody answers": (
+        {"rollout.engine": "http://127.0.0.1:1"},
+        ("rollout.engine must be the URL of a running server", "nobody answers"),
+    ),
+    "two engines at one server": (
+        {"rollout.engine": "http://127.0.0.1:1", "rollout.engines": 2},
+        ("rollout.engines=2 with rollout.engine=http://127.0.0.1:1",),
+    ),
     "an argument that the run owns": (
         {"rollout.engine_args": {"logprobs_mode": "raw_logprobs"}},
         ("rollout.engine_args", "'logprobs_mode'", "leave it out"),

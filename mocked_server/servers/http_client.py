@@ -1,0 +1,129 @@
+"""HTTP to an inference server: JSON requests, and answers that stream as server-sent events.
+
+Called by `mocked_server.servers.vllm_server`, `sglang_server` and `server_engine`. Invariant: every failure of the connection is a
+`ServerLost`, and every refusal of the server's a `ServerRefused`; nothing of httpx's leaves this module.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import httpx
+
+from buffers.errors import EngineDied, EngineError
+
+CONNECT_S = 10.0
+MAX_TEXT_CHARS = 400
+"""Most characters of a server's answer in a message."""
+
+
+class ServerLost(EngineDied):
+    """Nobody answers, or the connection broke."""
+
+
+class ServerRefused(EngineError):
+    """The server answered with an error. `status`: of the HTTP answer, or the code in its stream; `text`: its words; `field`: what
+    it names as wrong."""
+
+    def __init__(self, status: int, text: str, *, field: str | None = None) -> None:
+        super().__init__(f"{status}: {text}")
+        self.status = status
+        self.text = text
+        self.field = field
+
+
+class ServerClient:
+    """`url`: such as http://127.0.0.1:8000. Lives in one event loop; `close` breaks what still streams."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            timeout=httpx.Timeout(None, connect=CONNECT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,  # no proxy of this process's environment stands before an engine
+        )
+
+    async def get(self, path: str, *, timeout_s: float | None = None) -> Any:
+        """The answer's JSON; None where it has none. Raises ServerLost, ServerRefused."""
+        return await self._ask("GET", path, None, timeout_s=timeout_s)
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
+        """The answer's JSON, or None, to this body. Raises as `get`."""
+        return await self._ask("POST", path, body, timeout_s=timeout_s)
+
+    async def _ask(self, method: str, path: str, body: Any, *, timeout_s: float | None) -> Any:
+        try:
+            answer = await self._http.request(
+                method,
+                path,
+                json=body,
+                timeout=httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s or CONNECT_S)),
+            )
+        except (httpx.HTTPError, OSError) as error:
+            raise ServerLost(_words(error)) from error
+        if answer.is_error:
+            raise _refused(answer.status_code, answer.text)
+        try:
+            return answer.json()
+        except ValueError:
+            return None
+
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The JSON of each event until `[DONE]`; closing it hangs up, which ends the request. Raises ServerLost, ServerRefused."""
+        try:
+            async with self._http.stream("POST", path, json=body) as answer:
+                if answer.is_error:
+                    raise _refused(answer.status_code, (await answer.aread()).decode(errors="replace"))
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data:"):
+                        continue
+                    data = line.removeprefix("data:").strip()
+                    if data == "[DONE]":
+                        return
+                    yield _event(data)
+        except (httpx.HTTPError, httpx.StreamError, OSError) as error:
+            raise ServerLost(_words(error)) from error
+        raise ServerLost("the connection ended before the answer did")
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+
+def _event(data: str) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except ValueError as error:
+        raise ServerLost(f"the stream has an event that is no JSON: {data[:MAX_TEXT_CHARS]}") from error
+    if not isinstance(found, dict):
+        raise ServerLost(f"the stream has an event that is no object: {data[:MAX_TEXT_CHARS]}")
+    if (failure := found.get("error")) is not None:
+        told = failure if isinstance(failure, dict) else {"message": str(failure)}
+        code = told.get("code")
+        raise ServerRefused(
+            code if isinstance(code, int) else 500, _line(str(told.get("message"))), field=told.get("param")
+        )
+    return found
+
+
+def _refused(status: int, text: str) -> ServerRefused:
+    """A server's error: OpenAI's form, FastAPI's, SGLang's, or plain text."""
+    try:
+        told = json.loads(text)
+    except ValueError:
+        return ServerRefused(status, _line(text))
+    found = told.get("error", told.get("detail", told.get("message", text))) if isinstance(told, dict) else text
+    field = found.get("param") if isinstance(found, dict) else None
+    words = found.get("message", found) if isinstance(found, dict) else found
+    return ServerRefused(status, _line(str(words)), field=field)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:MAX_TEXT_CHARS]
+
+
+def _words(error: Exception) -> str:
+    return _line(str(error)) or type(error).__name__

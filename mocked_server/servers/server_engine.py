@@ -1,0 +1,458 @@
+"""An engine of the fleet that is an inference server: asked over HTTP with token ids, given weights by the name of a folder.
+
+Made by `mocked_server.servers.choose`. Which software the server runs is found out when it starts (`vllm_server`, `sglang_server`);
+the server itself is one that its owner started (`RunningServer`) or a child of this process (`sglang_process`). Text, stop strings
+and several completions of one request are made here, by vLLM's own parts (`mocked_server.vllm.served_requests`).
+
+Invariants: weights change only while the server is paused and its cache dropped, and not before all streams are silent, so a token
+has one version: the server's own label at the end of an answer, and until then the version that was in force when it came. A
+server that is lost loses all that it was sampling to EngineLost; closing a generation hangs up, which ends it at the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from buffers.errors import EngineDied, EngineError, RequestFailed, RequestRefused
+from mocked_server.fleet.member import EngineFigures, EngineLost, Sampled
+from mocked_server.servers.facts import KEY, Needs, ServerFacts, check_facts
+from mocked_server.servers.http_client import ServerClient, ServerLost, ServerRefused
+from mocked_server.servers.recognise import recognised
+from mocked_server.vllm.continued_requests import continued
+from mocked_server.vllm.engine import MAX_MESSAGE_CHARS
+from mocked_server.vllm.process.engine_silence import EngineSilence
+from mocked_server.vllm.served_requests import Completion, ServedRequests, Tokens
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Seconds between two looks at whether the server lives."""
+RETRY_S = 0.5
+SETTLE_S = 0.05
+"""Streams that were silent for so long, of a server that is paused, have nothing more on its way."""
+
+
+class Server(Protocol):
+    """One server's routes: `mocked_server.servers.vllm_server.VLLMServer`, `sglang_server.SGLangServer`. Any call may raise
+    ServerLost or ServerRefused."""
+
+    alive: str
+    """Path of the question whether it lives, which costs nothing."""
+    answers: str
+    """Path of a question that its engine answers between two steps."""
+
+    async def identify(self) -> ServerFacts:
+        """What it says of itself; asked first."""
+        ...
+
+    def check(self, params: Any) -> None:
+        """Raises RequestRefused for SamplingParams that it cannot do."""
+        ...
+
+    def sample(self, completion: Completion) -> AsyncGenerator[Tokens, None]:
+        """Sample one completion."""
+        ...
+
+    async def pause(self) -> None:
+        """Freeze what it samples, and drop its cached keys and values."""
+        ...
+
+    async def load(self, folder: Path, *, version: int) -> None:
+        """Load weights; tokens are labelled with `version` from now on."""
+        ...
+
+    async def resume(self) -> None:
+        """Undo `pause`."""
+        ...
+
+
+class Place(Protocol):
+    """The server's whereabouts, and its start and end: `RunningServer`, or `mocked_server.servers.sglang_process.SGLangProcess`."""
+
+    begins_with_model: bool
+    """It has the run's model when it starts; else the model is loaded into it."""
+
+    async def start(self) -> str:
+        """Its URL, once it takes requests. Raises EngineError."""
+        ...
+
+    async def end(self) -> None: ...
+
+    @property
+    def has_ended(self) -> bool:
+        """Its process is gone."""
+        ...
+
+
+class RunningServer:
+    """A server that runs already, at `url`; it is never ended. `timeout_s`: one that was lost may take so long to come back."""
+
+    begins_with_model = False
+    has_ended = False
+
+    def __init__(self, url: str, *, timeout_s: float) -> None:
+        self.url = url
+        self._timeout_s = timeout_s
+        self._was_there = False
+
+    async def start(self) -> str:
+        """Returns once it answers. Raises EngineDied where nobody does."""
+        deadline = time.monotonic() + (self._timeout_s if self._was_there else 0.0)
+        while True:
+            client = ServerClient(self.url)
+            try:
+                await recognised(client)
+                self._was_there = True
+                return self.url
+            except ServerLost as error:
+                if time.monotonic() > deadline:
+                    raise EngineDied(nobody_answers(self.url, error)) from error
+            finally:
+                await client.close()
+            await asyncio.sleep(RETRY_S)
+
+    async def end(self) -> None:
+        """Nothing: its owner ends it."""
+
+
+def nobody_answers(url: str, error: Exception) -> str:
+    """The refusal of a URL."""
+    return f"{KEY} must be the URL of a running server, got {url}, where nobody answers ({error}); start it first"
+
+
+class ServerEngine:
+    """`requests`: makes vLLM's outputs; one for each engine. `weights`: (folder, version) to begin with; None: the model's own, of
+    `model`, as version 0. `timeout_s`: see `configs.schema.RolloutConfig.engine_timeout_s`."""
+
+    def __init__(
+        self,
+        place: Place,
+        requests: ServedRequests,
+        *,
+        model: Path,
+        needs: Needs,
+        weights: tuple[Path, int] | None = None,
+        timeout_s: float = 120.0,
+        name: str = "e0",
+    ) -> None:
+        self.name = name
+        self.version = 0
+        self._place = place
+        self._requests = requests
+        self._model = model
+        self._needs = needs
+        self._weights = weights
+        self._timeout_s = timeout_s
+        self._url = ""
+        self._client: ServerClient | None = None
+        self._server: Server | None = None
+        self._facts: ServerFacts | None = None
+        self._silence = EngineSilence(timeout_s)
+        self._life = 0
+        self._is_up = False
+        self._dead = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
+        self._loading = asyncio.Lock()
+        self._last_tokens_at = 0.0
+        self._totals: Counter[str] = Counter()
+
+    @property
+    def is_up(self) -> bool:
+        """It takes requests."""
+        return self._is_up
+
+    async def start(self) -> None:
+        """Returns when the server takes requests, with the run's weights. Raises EngineDied where it was lost meanwhile,
+        EngineError for a server that cannot be used."""
+        self._life += 1
+        self._dead = asyncio.Event()
+        self._url = await self._place.start()
+        self._client = ServerClient(self._url)
+        try:
+            self._server, self._facts = await examined(self._client, needs=self._needs)
+            await self._load_first()
+        except ServerRefused as error:
+            raise EngineError(f"{KEY}={self._url} cannot be used, it answered {error}") from error
+        self._is_up = True
+        self._watching = asyncio.create_task(self._watch(), name=f"watch engine {self.name}")
+
+    async def _load_first(self) -> None:
+        assert self._facts is not None
+        loaded: tuple[Path, int] | None = None
+        while True:
+            weights = self._weights
+            if weights is None and not self._place.begins_with_model:
+                weights = (self._model, 0)
+            if weights is None or weights == loaded:
+                return
+            if not self._facts.no_weights:
+                await self._load(*weights)
+            loaded = weights
+
+    async def restart(self) -> None:
+        """Begin again with a server that was lost, or its successor, and the newest weights. Raises as `start`."""
+        await self.close()
+        await self.start()
+
+    async def until_dead(self) -> None:
+        """Returns when the server is lost."""
+        await self._dead.wait()
+
+    async def close(self) -> None:
+        """Leave the server; a child process is ended. What it was still answering ends with EngineLost."""
+        self._is_up = False
+        self._dead.set()
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait({self._watching})
+            self._watching = None
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+        await self._place.end()
+
+    def _lose(self, why: str) -> None:
+        if self._is_up:
+            logger.error("the server of engine %s (%s) is lost: %s", self.name, self._url, why)
+        self._is_up = False
+        self._dead.set()
+
+    async def _watch(self) -> None:
+        """Find out that the server is lost: nobody answers, it says so itself, its process is gone, or it makes no progress."""
+        client, server = self._client, self._server
+        assert client is not None and server is not None
+        deaf = asyncio.create_task(self._silence.lasting(self._answers))
+        try:
+            while not deaf.done():
+                await asyncio.wait({deaf}, timeout=LOOK_S)
+                if self._place.has_ended:
+                    return self._lose("its process is gone")
+                if self._loading.locked():
+                    continue
+                try:
+                    await client.get(server.alive, timeout_s=self._timeout_s)
+                except (ServerLost, ServerRefused) as error:
+                    if not self._loading.locked():
+                        return self._lose(str(error))
+            self._lose("it makes no progress with requests waiting")
+        finally:
+            deaf.cancel()
+
+    async def _answers(self) -> None:
+        assert self._client is not None and self._server is not None
+        try:
+            await self._client.get(self._server.answers)
+        except (ServerLost, ServerRefused) as error:
+            self._lose(str(error))
+
+    # Generation
+
+    def generate(
+        self,
+        prompt_token_ids: list[int],
+        params: Any,
+        *,
+        request_id: str,
+        sampled: Sequence[Sampled] = (),
+        **extra: Any,
+    ) -> AsyncGenerator[Any, None]:
+        """Yield vLLM's RequestOutputs, after what another engine has `sampled`; closing the iterator ends the request at the
+        server. Raises EngineLost when the server is lost, RequestRefused for what it cannot do."""
+        if sampled:
+            return continued(
+                self._generate, prompt_token_ids, params, request_id=request_id, sampled=sampled, extra=extra
+            )
+        return self._generate(prompt_token_ids, params, request_id, extra)
+
+    async def _generate(
+        self, ids: list[int], params: Any, request_id: str, extra: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        server, life = self._server, (self.name, self._life)
+        if not self._is_up or server is None:
+            raise EngineLost(
+                f"the server of engine {self.name} is lost", life=life, sampled=self._requests.lost(request_id)
+            )
+        reading: list[asyncio.Task[None]] = []
+        try:
+            server.check(params)
+            completions, queue = self._requests.begin(ids, params, request_id=request_id, extra=extra)
+            with self._silence.expecting():
+                reading += [asyncio.create_task(self._read(server, one, queue.put)) for one in completions]
+                finished = False
+                while not finished:
+                    output = await queue.get()
+                    finished = output.finished
+                    self._count(output)
+                    yield output
+        except (ServerLost, EngineDied) as error:
+            self._lose(str(error))
+            raise EngineLost(
+                f"the server of engine {self.name} was lost while it answered {request_id}: {error}",
+                life=life,
+                sampled=self._requests.lost(request_id),
+            ) from error
+        except ServerRefused as error:
+            raise _request_error(error) from error
+        finally:
+            for task in reading:
+                task.cancel()
+            await asyncio.gather(*reading, return_exceptions=True)
+            self._requests.end(request_id)
+
+    async def _read(self, server: Server, completion: Completion, put: Callable[[Any], None]) -> None:
+        """Bring one completion's tokens from the server into the request's queue, and what ends it there."""
+        ended = False
+        try:
+            async with aclosing(server.sample(completion)) as stream:
+                async for tokens in stream:
+                    self._silence.heard()
+                    self._last_tokens_at = time.monotonic()
+                    if tokens.versions is not None and self._facts is not None and self._facts.no_weights:
+                        tokens = replace(tokens, versions=None)  # labels of its owner's, and not of this run's
+                    ended = self._requests.feed(completion, tokens, version=self.version)
+                    if ended:
+                        break
+            if not ended:
+                raise ServerLost("its answer ended without a reason")
+        except EngineError as error:
+            put(error)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            put(
+                RequestFailed(
+                    f"the server at {self._url} answered what cannot be read ({type(error).__name__}: {error})"
+                )
+            )
+
+    def _count(self, output: Any) -> None:
+        self._totals["sampled_tokens"] += sum(len(completion.token_ids) for completion in output.outputs)
+        if output.finished:
+            self._totals["prompt_tokens"] += len(output.prompt_token_ids or ())
+            self._totals["cached_tokens"] += output.num_cached_tokens or 0
+
+    # Weights and memory
+
+    async def load_weights(self, folder: Path, *, version: int) -> float:
+        """Sample with these weights from now on: running requests freeze and continue. Returns the seconds that they froze. A
+        server that is lost gets them with its restart. Raises EngineError where it refuses them; it stays paused then."""
+        self._weights = folder, version
+        if not self._is_up:
+            return 0.0
+        began = time.monotonic()
+        try:
+            await self._load(folder, version)
+        except ServerLost as error:
+            self._lose(str(error))
+            return 0.0
+        return time.monotonic() - began
+
+    async def _load(self, folder: Path, version: int) -> None:
+        server = self._server
+        assert server is not None
+        async with self._loading:
+            with self._silence.expecting(), self._silence.long_work():
+                try:
+                    await server.pause()
+                    await self._settled()
+                    await server.load(folder, version=version)
+                    self.version = version
+                    await server.resume()
+                except ServerRefused as error:
+                    raise EngineError(
+                        f"{KEY} must be a server that can load the run's weights, got {self._url}, which answered {error}; it "
+                        f"needs a model of the same shape, and must see the folder {folder}"
+                    ) from error
+
+    async def _settled(self) -> None:
+        """Wait until what was sampled before the pause has arrived."""
+        paused_at = time.monotonic()
+        while self._requests.under_way():
+            left = max(paused_at, self._last_tokens_at) + SETTLE_S - time.monotonic()
+            if left <= 0:
+                return
+            await asyncio.sleep(left)
+
+    async def sleep(self) -> None:
+        """A server's memory is its own: `rollout.sleep` is refused at the start."""
+
+    async def wake_up(self) -> None:
+        """Undo `sleep`."""
+
+    def figures(self) -> EngineFigures:
+        """See `EngineFigures`. A server does not say how often it set a request aside."""
+        states = self._requests.under_way()
+        return EngineFigures(
+            name=self.name,
+            is_up=self._is_up,
+            version=self.version,
+            running=len(states),
+            waiting=sum(state.is_prefilling for state in states),
+            tokens_held=sum(state.prompt_len + state.detokenizer.num_output_tokens() for state in states),
+            kv_capacity=0 if self._facts is None else self._facts.kv_capacity,
+            sampled_tokens=self._totals["sampled_tokens"],
+            prompt_tokens=self._totals["prompt_tokens"],
+            cached_tokens=self._totals["cached_tokens"],
+            preemptions=0,
+            restarts=max(0, self._life - 1),
+        )
+
+
+def _request_error(error: ServerRefused) -> RequestRefused | RequestFailed:
+    if 400 <= error.status < 500:
+        return RequestRefused(error.text[:MAX_MESSAGE_CHARS], field=error.field)
+    return RequestFailed(f"the server failed on this request: {error.text[:MAX_MESSAGE_CHARS]}")
+
+
+async def examined(client: ServerClient, *, needs: Needs) -> tuple[Server, ServerFacts]:
+    """The server behind `client`, and what it says of itself, once it is seen to give what the run needs. Raises EngineError for
+    one that cannot be the engine; ServerLost, ServerRefused."""
+    try:
+        server: Server = await recognised(client)
+        facts = await server.identify()
+        check_facts(facts, url=client.url, needs=needs)
+        await check_tokens(server, url=client.url, vocabulary=needs.vocabulary)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise EngineError(
+            f"{KEY} must be a vLLM or SGLang server of a version that is known, got {client.url}, which answers what cannot be "
+            f"read ({type(error).__name__}: {error}); use vLLM >= 0.32, < 0.34 or SGLang 0.5.23"
+        ) from error
+    return server, facts
+
+
+async def check_tokens(server: Server, *, url: str, vocabulary: int) -> None:
+    """Ask for one token after the last id of the vocabulary, and after the id beyond it. Raises EngineError for a server that does
+    not give ids with log-probabilities, or has another vocabulary; ServerLost."""
+    try:
+        tokens = await _first_token(server, vocabulary - 1)
+    except ServerRefused as error:
+        why = f"token id {vocabulary - 1}" if error.status == 400 else "the request"
+        raise EngineError(
+            f"{KEY} must take and give token ids of model.path's vocabulary of {vocabulary}, got {url}, which refuses {why}: "
+            f"{error}; serve the same model, with the route for token ids"
+        ) from error
+    if len(tokens.token_ids) != 1 or len(tokens.logprobs) != 1 or not tokens.logprobs[0][0][1] <= 0.0:
+        raise EngineError(
+            f"{KEY} must give each token's id and log-probability, got {url}, which gave {tokens.token_ids} with "
+            f"{tokens.logprobs}; use vLLM >= 0.32 or SGLang"
+        )
+    with suppress(ServerRefused):
+        await _first_token(server, vocabulary)
+        raise EngineError(
+            f"{KEY} must serve model.path's vocabulary of {vocabulary} tokens, got {url}, which has more; serve the same model"
+        )
+
+
+async def _first_token(server: Server, token_id: int) -> Tokens:
+    from mocked_server.vllm.served_requests import probe
+
+    async with aclosing(server.sample(probe(token_id))) as stream:
+        found = [tokens async for tokens in stream]
+    joined = [token for tokens in found for token in tokens.token_ids]
+    return Tokens(token_ids=joined, logprobs=[row for tokens in found for row in tokens.logprobs])

@@ -1,0 +1,1 @@
+"""Tests of engines that are servers of others."""
