@@ -73,8 +73,8 @@ def make_engines(
     count_preemptions: bool,
     weights: tuple[Path, int] | None,
 ) -> list[FleetEngine]:
-    """The engines of a run. `vllm_config`: of the model; `devices`: the cards of each engine, by its name; `folder`: the run's, for the logs of
-    servers that it starts; the rest: see `VLLMEngine`."""
+    """The engines of a run. `vllm_config`: of the model; `devices`: the cards of each engine, by its name; `folder`: the run's, for
+    the logs of servers that it starts; the rest: see `VLLMEngine`."""
     rollout = config.rollout
     if rollout.engine == "vllm":
         return [
