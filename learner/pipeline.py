@@ -68,6 +68,7 @@ from mocked_server.fleet.engine_watch import EngineWatch
 from mocked_server.generation import Generation
 from mocked_server.http.uvicorn_server import bind
 from mocked_server.keys import KeyRing, round_secret, secret_of_run
+from mocked_server.processes.server_processes import ServerProcesses
 from mocked_server.server import MockedServer
 from mocked_server.vllm.engine import VLLMEngine, interrupts_blocked
 from mocked_server.vllm.engine_arguments import (
@@ -316,16 +317,14 @@ class Pipeline:
                 config, stack, folder=self._folder, secret=partial(round_secret, self._folder),
                 resume=self._resume, checkpoint=self._checkpoint,
             )  # fmt: skip
-            args = await asyncio.to_thread(
-                make_args,
-                engine_settings(
-                    config,
-                    model=model,
-                    beside_rank=self._placement.shares,
-                    most_running=self._most_running,
-                    evaluates=self._evaluates is not None,
-                ),
+            settings = engine_settings(
+                config,
+                model=model,
+                beside_rank=self._placement.shares,
+                most_running=self._most_running,
+                evaluates=self._evaluates is not None,
             )
+            args = await asyncio.to_thread(make_args, settings)
             vllm_config = await asyncio.to_thread(make_vllm_config, args)
             engine = self._make_fleet(
                 vllm_config,
@@ -340,14 +339,28 @@ class Pipeline:
                 score_fn=players.rewards.score if players.rewards else None,
                 loops=players.loops, sock=address.socket, keys=address.keys,
                 others=Others(agents=players.names is None, default=players.default),
+                processes=self._make_server_processes(settings, keys=address.keys, ledger=buffers.ledger),
             )  # fmt: skip
+            stack.push_async_callback(server.close)
             server.attach_engine(engine)
             server.engines = engines = self._watch_engines(engine, buffers=buffers)
             for episode, rounds in buffers.running:
                 server.resume_episode(episode, rounds)
             await server.start()
-            stack.push_async_callback(server.close)
         return Serving(engine=engine, engines=engines, server=server, buffers=buffers)
+
+    def _make_server_processes(
+        self, settings: EngineSettings, *, keys: KeyRing, ledger: Ledger
+    ) -> ServerProcesses | None:
+        """The server's processes beside this one, which has the ledger and the engines."""
+        if self._config.server.processes == 1:
+            return None
+        return ServerProcesses(
+            settings,
+            keys=keys,
+            rounds=ledger.rounds,
+            record_death=lambda name, error: self._restart_limit.record("server process", error, name=name),
+        )
 
     @property
     def _most_running(self) -> int:
