@@ -313,9 +313,11 @@ class PromptHost:
     def _beat(self) -> None:
         state, silent = self._state(), time.monotonic() - SILENT_S
         for client in list(self._clients.values()):
-            if client.peer.heard_at < silent and client.process is not None:
+            if client.peer.heard_at < silent and client.figures is not None and client.process is not None:
                 logger.error("server process %d was silent for %.0f s", client.process, SILENT_S)
-                self._on_silent(client.process)
+                process = client.process
+                self.lose(process)
+                self._on_silent(process)
             else:
                 client.peer.send("beat", state)
 

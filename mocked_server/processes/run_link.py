@@ -38,7 +38,8 @@ class AnswerCodec(Protocol):
 
 
 class RunLink:
-    """See the module. `on_closed(episode_id, reason)`: the run says that an episode ended. `figures`: told every second."""
+    """See the module. `on_closed(episode_id, reason)`: the run says that an episode ended. `figures`: told every second, once
+    there are some."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class RunLink:
         *,
         process: int,
         on_closed: Callable[[str, str], object],
-        figures: Callable[[], Figures],
+        figures: Callable[[], Figures | None],
     ) -> None:
         self.is_full = False
         self.lost: str | None = None
@@ -138,8 +139,8 @@ class RunLink:
     # On the event loop
 
     def _beat(self) -> None:
-        if self.lost is None:
-            self._connection.post("beat", self._figures())
+        if self.lost is None and (figures := self._figures()) is not None:
+            self._connection.post("beat", figures)
 
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, []

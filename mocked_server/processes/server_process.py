@@ -61,6 +61,7 @@ class ServerProcess:
         """Episodes that the run is asked for."""
         own = (ASKED_HEADER, str(settings.process).encode())
         self._forwards = [Forward(url, headers=[own]) for url in settings.urls]
+        self._http: HttpService | None = None
         self._told: Counter[str] = Counter()
         """Refusals that the run knows of."""
 
@@ -85,8 +86,9 @@ class ServerProcess:
             elsewhere=self._elsewhere,
             find=self._find,
         )
-        self._http = HttpService(app, sockets=[self._sock])
-        await self._http.start()
+        http = HttpService(app, sockets=[self._sock])
+        await http.start()
+        self._http = http
 
     async def until_lost(self) -> str:
         """Why it cannot serve any more, once that is so."""
@@ -94,7 +96,8 @@ class ServerProcess:
 
     async def close(self) -> None:
         """End open connections."""
-        await self._http.close()
+        if self._http is not None:
+            await self._http.close()
         for forward in self._forwards:
             await forward.close()
         await self._link.close()
@@ -131,12 +134,15 @@ class ServerProcess:
         remember(live, [round_of(each) for each in adopted.rounds], decode=decode)
         return live
 
-    def _figures(self) -> Figures:
-        new = self._models.refused - self._told if hasattr(self, "_models") else Counter[str]()
+    def _figures(self) -> Figures | None:
+        """None: it does not serve yet, and what it imports may keep it from saying anything."""
+        if self._http is None:
+            return None
+        new = self._models.refused - self._told
         self._told += new
         return Figures(
             episodes_open=len(self.episodes),
-            requests=self._models.count if hasattr(self, "_models") else 0,
+            requests=self._models.count,
             forwarded=sum(forward.count for forward in self._forwards),
             refused=dict(new),
             cpu_s=time.process_time(),
