@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import httpx2
 import openai
 import pytest
 from openai import OpenAI
@@ -18,7 +19,7 @@ from buffers.records import Task
 from configs.schema import RolloutConfig
 from tests.support.server_parts import LOGPROB, ServerThread, whole_prompt
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 HELLO = [{"role": "user", "content": "Hello."}]
 
@@ -209,7 +210,7 @@ def test_a_killed_process_is_replaced_and_its_episodes_go_on(two: ServerThread) 
         while not next(iter(stream)).choices[0].delta.content:
             pass
         os.kill(before["pid"], signal.SIGKILL)
-        with pytest.raises((httpx.HTTPError, openai.APIError)):
+        with pytest.raises((httpx2.HTTPError, openai.APIError)):  # of OpenAI's client
             list(stream)
     two.engine.gate.set()
     later = [*HELLO, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "Go on."}]
@@ -227,6 +228,7 @@ def test_a_killed_process_is_replaced_and_its_episodes_go_on(two: ServerThread) 
 
 def test_a_stopped_process_is_found_and_replaced(two: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mocked_server.processes.prompt_host.SILENT_S", 4.0)
+    until(lambda: figures(two, "p1")["is_up"])
     leased, before = Leased(two, 1), figures(two, "p1")
     os.kill(before["pid"], signal.SIGSTOP)
     assert leased.ask(0, max_retries=5).choices[0].message.content == "ok"
