@@ -169,10 +169,17 @@ class MockedServer:
         """The model's name in the API."""
         return str(self._args.served_model_name[0])
 
-    def environment(self, key: str) -> dict[str, str]:
+    @property
+    def num_processes(self) -> int:
+        """Server processes, this one included."""
+        return 1 if self.processes is None else 1 + len(self.processes.urls)
+
+    def environment(self, key: str, *, process: int | None = None) -> dict[str, str]:
         """The variables that an agent's OpenAI or Anthropic client reads, and ours. `key`: its episode's, or the worker key. They
-        name the server process that owns the episode; each worker has one of them."""
-        root = self.base_url if self.processes is None else self.url_of(self.processes.process_of(key))
+        name the server process that owns the episode, one for each worker, or this `process`."""
+        if process is None:
+            process = 0 if self.processes is None else self.processes.process_of(key)
+        root = self.url_of(process)
         return {
             "OPENAI_BASE_URL": f"{root}/v1",
             "OPENAI_API_BASE": f"{root}/v1",

@@ -212,6 +212,7 @@ def test_a_killed_process_is_replaced_and_its_episodes_go_on(two: ServerThread) 
         os.kill(before["pid"], signal.SIGKILL)
         with pytest.raises((httpx2.HTTPError, openai.APIError)):  # of OpenAI's client
             list(stream)
+    until(lambda: two.generation.stats.running == 0)  # the run has seen that it is gone
     two.engine.gate.set()
     later = [*HELLO, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "Go on."}]
     answer = leased.ask(1, later, max_retries=5)
