@@ -359,7 +359,7 @@ class Pipeline:
             settings,
             keys=keys,
             rounds=ledger.rounds,
-            record_death=lambda name, error: self._restart_limit.record("server process", error, name=name),
+            record_death=lambda name, error: self._restart_limit.record("server_process", error, name=name),
         )
 
     @property

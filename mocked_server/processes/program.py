@@ -47,12 +47,19 @@ def of_json(text: str) -> tuple[ProcessSettings, int]:
 
 async def serve(settings: ProcessSettings, sock: socket.socket) -> str:
     """Serve until stdin ends, or the run is lost; why."""
-    ended = asyncio.Event()
+    ended, serves = asyncio.Event(), False
+
+    def end() -> None:
+        if not serves:
+            leave(0)  # nothing was begun that would have to be ended
+        ended.set()
+
     loop = asyncio.get_running_loop()
-    loop.add_reader(sys.stdin.fileno(), lambda: None if os.read(sys.stdin.fileno(), 4096) else ended.set())
-    loop.add_signal_handler(signal.SIGTERM, ended.set)
+    loop.add_reader(sys.stdin.fileno(), lambda: None if os.read(sys.stdin.fileno(), 4096) else end())
+    loop.add_signal_handler(signal.SIGTERM, end)
     process = ServerProcess(settings, sock=sock)
     await process.start()
+    serves = True
     os.write(sys.stdout.fileno(), READY)
     waiting = {asyncio.create_task(ended.wait()), asyncio.create_task(process.until_lost())}
     done, others = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

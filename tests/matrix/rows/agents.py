@@ -141,8 +141,9 @@ def _served_by(number: int) -> Effect:
         answered = [one for one in notes(ended) if any(status == 200 for status, _ in one["answers"])]
         urls = {one["variables"]["OPENAI_BASE_URL"] for one in answered}
         diff = ended.summary["max_logprob_diff"]
-        seen = f"{len(answered)} episodes were served by {len(urls)} processes, log-probabilities differ by {diff:.1e}"
-        return expect(len(urls) == number and diff < 1e-4, seen)
+        told = {name: figures["requests"] for name, figures in ended.summary["server"].get("processes", {}).items()}
+        seen = f"{len(answered)} episodes were served by {len(urls)} processes, log-probabilities differ by {diff:.1e}, {told}"
+        return expect(len(urls) == number and len(told) in (0, number) and all(told.values()) and diff < 1e-4, seen)
 
     return effect
 
