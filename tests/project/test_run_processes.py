@@ -10,7 +10,7 @@ import pytest
 from tests.support.run_parts import Run, assert_nothing_left, start
 
 SMALL = (
-    "server.processes=2", "warm_start.steps=0", "learner.critic=none", "learner.advantage=grpo", "agents.concurrency=8",
+    "server.processes=2", "warm_start.steps=2", "learner.critic=none", "learner.advantage=grpo", "agents.concurrency=8",
     "buffer.groups_per_step=2", "buffer.group_size=4", "run.seed=1",
 )  # fmt: skip
 
