@@ -1,7 +1,7 @@
 """What the run's process and its server processes say to each other over the wire, as msgpack.
 
 Used by `prompt_host` (the run's side) and `run_link` (a server process's side). Requests have numbers, given by the server process;
-what is answered to several of them goes together in batches, which it acknowledges.
+what is answered to several of them goes together in batches, of which it acknowledges several together.
 
     server process: hello process | prompts [[number, WirePrompt]] | abandon number | adopt episode | beat Figures | ack
     the run:        answers [Item] | adopted Adopted | closed [episode, reason] | beat RunState
@@ -29,8 +29,10 @@ from mocked_server.fleet.engine_messages import WireOutput
 BEAT_S = 1.0
 SILENT_S = 30.0
 """A side that was silent for so long has gone: its beats come every second."""
-MAX_UNREAD = 16
+MAX_UNREAD = 32
 """Batches of answers that a server process has not acknowledged; further ones wait, and go together."""
+ACK_EVERY = 8
+"""Batches that are acknowledged together."""
 
 
 class WirePrompt(msgspec.Struct, array_like=True, frozen=True):

@@ -22,7 +22,7 @@ from buffers.wire.address import WireError
 from buffers.wire.connection import Connection
 from buffers.wire.session import Message
 from mocked_server.fleet.engine_messages import WireOutput
-from mocked_server.processes.messages import BEAT_S, SILENT_S, Adopted, Figures, Item, RunState, WirePrompt
+from mocked_server.processes.messages import ACK_EVERY, BEAT_S, SILENT_S, Adopted, Figures, Item, RunState, WirePrompt
 
 _ITEMS = msgspec.msgpack.Decoder(list[Item])
 _ADOPTED = msgspec.msgpack.Decoder(Adopted)
@@ -159,7 +159,8 @@ class RunLink:
                 case "answers":
                     for item in _ITEMS.decode(message.body):
                         self._deliver(item)
-                    self._connection.post("ack", number=message.number)
+                    if message.number % ACK_EVERY == 0:
+                        self._connection.post("ack", number=message.number)
                 case "adopted":
                     adopting = self._adopting.pop(message.number, None)
                     if adopting is not None and not adopting.done():
