@@ -1,9 +1,12 @@
 """Several engines as one: what it costs, what a death costs, how evenly load is spread.
 
-`python -m benchmarks.fleet [--quick] [--parts cost kills join cached tail paced] [--json PATH]`. Parts:
+`python -m benchmarks.fleet [--quick] [--parts cost processes kills join cached tail paced] [--json PATH]`. Parts:
 
 - cost: `fleet_of_one_vs_direct`, rounds/s of a server whose one engine is in a fleet over those of one that has it directly. The
   engine does nothing, so that nothing hides the difference; 64 agents, both servers asked in turn, medians.
+- processes: `rounds_2_processes_vs_1`, rounds/s of a server with `server.processes=2` over those of one with 1, before an engine
+  that does nothing; agents ask the process that owns their episode. 64 agents, both servers asked in turn, medians. Agents and
+  servers share the machine's processors: of two, the agents take some.
 - kills: 64 streaming agents (openai client, no retries) on 3 real engines, of which each is killed once and then one is stopped:
   `client_errors`, `lost_episodes` (rounds that the ledger lacks), `max_logprob_diff` of all that is recorded, `hung_found_s` from
   the stop to the end of the stopped process.
@@ -81,6 +84,29 @@ def cost(model: Path, folder: Path, *, quick: bool) -> dict[str, Any]:
     return {
         "fleet_of_one_vs_direct": median(ratios),
         "rounds_per_s": {name: median(values) for name, values in found.items()},
+    }
+
+
+def processes(model: Path, folder: Path, *, quick: bool) -> dict[str, Any]:
+    """Two server processes against one, in turn."""
+    rounds, repeats = (4, 2) if quick else (10, 7)
+    found: dict[int, list[float]] = {1: [], 2: []}
+    with ExitStack() as stack:
+        pair = {
+            number: stack.enter_context(
+                servers(nothing_settings(model, processes=number), folder=folder, kinds=["understudy"])
+            )[0]
+            for number in found
+        }
+        for repeat in range(repeats + 1):
+            for number in sorted(pair, reverse=repeat % 2 == 1):
+                plan = pair[number].plan(agents=64, rounds=rounds, first=WORDS, later=LATER, max_tokens=32)
+                found[number].append(pair[number].load(plan)["rounds_per_s"])
+    measured = {number: values[1:] for number, values in found.items()}  # the first begins connections and episodes
+    ratios = [two / one for one, two in zip(measured[1], measured[2], strict=True)]
+    return {
+        "rounds_2_processes_vs_1": median(ratios),
+        "processes_rounds_per_s": {str(number): median(values) for number, values in measured.items()},
     }
 
 
@@ -303,7 +329,7 @@ def paced(model: Path, folder: Path, *, quick: bool) -> dict[str, Any]:
     }
 
 
-PARTS = ("cost", "kills", "join", "cached", "tail", "paced")
+PARTS = ("cost", "processes", "kills", "join", "cached", "tail", "paced")
 
 
 def measure(parts: list[str], *, quick: bool) -> Mapping[str, Any]:
@@ -316,7 +342,7 @@ def measure(parts: list[str], *, quick: bool) -> Mapping[str, Any]:
             print(name, json.dumps(found), flush=True)
             figures.update(found)
 
-        for name, part in (("cost", cost), ("paced", paced), ("kills", kills)):
+        for name, part in (("cost", cost), ("processes", processes), ("paced", paced), ("kills", kills)):
             if name in parts:
                 folder = Path(scratch) / name
                 folder.mkdir()

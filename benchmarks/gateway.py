@@ -72,6 +72,7 @@ class Server:
             if line.startswith(b'{"base_url"'):
                 announced = json.loads(line)
                 self.base_url, self._keys = announced["base_url"], announced["keys"]
+                self._urls = announced.get("urls", {})
                 return
         raise RuntimeError(f"the {self.kind} server did not start; its log ends:\n{self._path.read_text()[-3000:]}")
 
@@ -80,7 +81,8 @@ class Server:
         num_keys = agents * plan.pop("conversations", 1)
         self._used += num_keys
         keys = self._keys[self._used - num_keys : self._used]
-        return Plan(base_url=self.base_url, keys=keys, agents=agents, **plan)
+        urls = {key: self._urls[key] for key in keys if key in self._urls}
+        return Plan(base_url=self.base_url, keys=keys, agents=agents, urls=urls, **plan)
 
     def load(self, plan: Plan) -> dict[str, Any]:
         """Run the agents; adds `cpu_ms_per_round`, the server's own processor time. Raises RuntimeError when requests failed."""

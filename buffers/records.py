@@ -109,6 +109,8 @@ class LeasedEpisode:
     """HOST:PORT of the environment, where there is one."""
     seed: int = 0
     """What the episode's environment starts from: the same for all episodes of a group."""
+    base_url: str = ""
+    """Root of the server process that owns the episode, without /v1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,6 +143,10 @@ class ServerConfig(Section):
     """Address on which agents reach the server."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """0: any free port."""
+    processes: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that serve agents: an event loop carries a few hundred model calls a second. Each owns the episodes that it leases,
+    which a lease says in `base_url`; the first is the run's own, the others have the ports after `port`. One that dies is started
+    again."""
     tool_parser: str | None = None
     """A tool parser of vLLM by name (hermes, llama3_json, ...). None: tools are refused."""
     reasoning_parser: str | None = None

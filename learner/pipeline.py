@@ -69,6 +69,7 @@ from mocked_server.fleet.engine_watch import EngineWatch
 from mocked_server.generation import Generation
 from mocked_server.http.uvicorn_server import bind
 from mocked_server.keys import KeyRing, round_secret, secret_of_run, wire_secret
+from mocked_server.processes.server_processes import ServerProcesses
 from mocked_server.server import MockedServer
 from mocked_server.servers.choose import make_engines
 from mocked_server.vllm.engine import interrupts_blocked
@@ -345,14 +346,28 @@ class Pipeline:
                 score_fn=players.rewards.score if players.rewards else None,
                 loops=players.loops, sock=address.socket, keys=address.keys,
                 others=Others(agents=players.names is None, default=players.default),
+                processes=self._make_server_processes(settings, keys=address.keys, ledger=buffers.ledger),
             )  # fmt: skip
+            stack.push_async_callback(server.close)
             server.attach_engine(engine)
             server.engines = engines = self._watch_engines(engine, buffers=buffers)
             for episode, rounds in buffers.running:
                 server.resume_episode(episode, rounds)
             await server.start()
-            stack.push_async_callback(server.close)
         return Serving(engine=engine, engines=engines, server=server, buffers=buffers)
+
+    def _make_server_processes(
+        self, settings: EngineSettings, *, keys: KeyRing, ledger: Ledger
+    ) -> ServerProcesses | None:
+        """The server's processes beside this one, which has the ledger and the engines."""
+        if self._config.server.processes == 1:
+            return None
+        return ServerProcesses(
+            settings,
+            keys=keys,
+            rounds=ledger.rounds,
+            record_death=lambda name, error: self._restart_limit.record("server_process", error, name=name),
+        )
 
     @property
     def _most_running(self) -> int:

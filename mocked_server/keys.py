@@ -2,7 +2,8 @@
 
 Four kinds of key, each derived from the run's secret and useless for any other purpose:
 
-- an *episode* key opens one episode's model calls (it is that agent's OPENAI_API_KEY);
+- an *episode* key opens one episode's model calls (it is that agent's OPENAI_API_KEY); it names the server process that owns the
+  episode (`server.processes`);
 - the *worker* key leases tasks (`GET /tasks`); each long-lived agent program has its own, so that it is known who leased;
 - the *scorer* key reports scores and reads ground truths; agents never see it;
 - the *admin* key adds tasks and reads the server's state.
@@ -21,6 +22,7 @@ import stat
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from buffers.errors import UnderstudyError
 from buffers.wire.address import is_loopback
@@ -29,11 +31,20 @@ PREFIX = "us-"
 DIGEST_CHARS = 32
 SECRET_BYTES = 32
 SECRET_FILE = "server.key"
+OWNER_MARK = "~"
+"""It stands between the number of a server process and the id of an episode that it owns."""
 _NEW = os.O_CREAT | os.O_WRONLY | os.O_EXCL
 
 
 class SecretError(UnderstudyError):
     """There is no secret where there must be one, or it can be read by others."""
+
+
+class OwnedEpisode(NamedTuple):
+    """An episode, and the number of the server process that owns it; 0 is the run's own."""
+
+    episode_id: str
+    process: int
 
 
 class KeyRing:
@@ -45,12 +56,18 @@ class KeyRing:
         self.scorer = PREFIX + "scorer-" + self._digest("scorer")
         self.admin = PREFIX + "admin-" + self._digest("admin")
 
+    @property
+    def secret(self) -> bytes:
+        """What the run's other server processes make the same keys of."""
+        return self._secret
+
     def _digest(self, purpose: str) -> str:
         return hmac.new(self._secret, purpose.encode(), hashlib.sha256).hexdigest()[:DIGEST_CHARS]
 
-    def episode_key(self, episode_id: str) -> str:
-        """The key that opens this episode's model calls."""
-        return f"{PREFIX}{episode_id}-{self._digest('episode:' + episode_id)}"
+    def episode_key(self, episode_id: str, *, process: int = 0) -> str:
+        """The key that opens this episode's model calls. `process`: the server process that owns it."""
+        name = f"{process}{OWNER_MARK}{episode_id}" if process else episode_id
+        return f"{PREFIX}{name}-{self._digest('episode:' + name)}"
 
     def worker_key(self, name: str) -> str:
         """The key with which the worker of this name leases tasks; `worker` is that of no name."""
@@ -66,11 +83,18 @@ class KeyRing:
 
     def episode_of(self, key: str) -> str | None:
         """The episode that this key opens, or None when it is not one of ours."""
+        owned = self.owned_by(key)
+        return None if owned is None else owned.episode_id
+
+    def owned_by(self, key: str) -> OwnedEpisode | None:
+        """The episode that this key opens and the server process that owns it, or None when it is not one of ours."""
         if not key.startswith(PREFIX):
             return None
-        episode_id, _, digest = key[len(PREFIX) :].rpartition("-")
-        expected = self._digest("episode:" + episode_id)
-        return episode_id if episode_id and self.same(digest, expected) else None
+        name, _, digest = key[len(PREFIX) :].rpartition("-")
+        if not name or not self.same(digest, self._digest("episode:" + name)):
+            return None
+        process, mark, episode_id = name.partition(OWNER_MARK)
+        return OwnedEpisode(episode_id, int(process)) if mark else OwnedEpisode(name, 0)
 
     @staticmethod
     def same(given: str, expected: str) -> bool:
@@ -121,6 +145,11 @@ def wire_secret(folder: Path, *, host: str, label: bytes) -> bytes:
     """What both sides of a wire of the run in `folder` prove that they know; it opens nothing else. `host`: of its server. Raises
     SecretError."""
     return hmac.digest(secret_of_run(folder, host=host), label, "sha256")
+
+
+def process_secret(secret: bytes) -> bytes:
+    """What the run and its server processes prove to each other that they know; it follows from the run's secret."""
+    return hmac.digest(secret, b"server processes", "sha256")
 
 
 def make_secret(path: Path) -> bytes:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import uvicorn
+from starlette.types import ASGIApp
 
 from buffers.errors import EngineError, EpisodeClosed, EpisodeError, StorageFull, UnderstudyError, UnknownEpisode
 from buffers.ledger.ledger import Ledger
@@ -38,7 +38,7 @@ from mocked_server.http.attribution import Attribution
 from mocked_server.http.model_requests import ModelRequests
 from mocked_server.http.request_limits import MAX_BODY_BYTES, MAX_EPISODE_ROUTE_BYTES, BodyLimit, PortRouter
 from mocked_server.http.routes import build_admin_app, build_app
-from mocked_server.http.uvicorn_server import PatientProtocol, QuietServer, ServerError, bind
+from mocked_server.http.uvicorn_server import HttpService, bind
 from mocked_server.keys import KeyRing
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
 from mocked_server.vllm.generate_route import Sleeper
@@ -69,6 +69,38 @@ class EngineReports(Protocol):
         ...
 
 
+class ServerProcesses(Protocol):
+    """The other server processes of a run: `mocked_server.processes.server_processes`. Number 0 is the run's own."""
+
+    urls: Sequence[str]
+    """Root of each, from number 1 on."""
+
+    def elsewhere(self, key: str, path: str) -> ASGIApp | None:
+        """What passes a request with this key on to its owner; None: it is served here."""
+        ...
+
+    def process_of(self, key: str) -> int:
+        """The server process of an episode's key, or of a worker's."""
+        ...
+
+    def owner(self, episode_id: str, *, asked: int | None) -> int:
+        """The server process that owns an episode from now on."""
+        ...
+
+    def begun(self, episode_id: str) -> None:
+        """Rounds of this episode are in the ledger."""
+        ...
+
+    def closed(self, episode_id: str, reason: str) -> None: ...
+    def status(self) -> dict[str, dict[str, Any]]: ...
+    async def start(self, server: MockedServer) -> None: ...
+    async def run(self) -> None:
+        """Start processes that die again, until cancelled."""
+        ...
+
+    async def close(self) -> None: ...
+
+
 class MockedServer:
     """See the module. `pool` hands out episodes, `notify_score_fn(episode_id, score)` takes their scores (any thread)."""
 
@@ -86,9 +118,10 @@ class MockedServer:
         others: Others = AGENTS,
         sock: socket.socket | None = None,
         keys: KeyRing | None = None,
+        processes: ServerProcesses | None = None,
     ) -> None:
         """`score_fn`: judges plain prompts; `loops`: plays rows that name an agent loop; `others`: who plays the others.
-        `sock`: None: bound here."""
+        `sock`: None: bound here. `processes`: the other server processes of the run; None: this one serves alone."""
         self.keys = keys or KeyRing()
         self.episodes = Episodes()
         self.prompt_queue = PromptQueue()
@@ -98,6 +131,7 @@ class MockedServer:
         self.num_scored = 0
         self.on_ended: Callable[[str, str], object] = lambda *_: None
         """Called with the id of each episode that ended, and how it did: scored, failed or closed."""
+        self.processes = processes
         self.engines: EngineReports | None = None
         """What `GET /status` and `GET /metrics` say of the engines; None: nothing."""
         self._endings: dict[str, asyncio.Event] = {}
@@ -116,8 +150,8 @@ class MockedServer:
         self._admin_socket = bind("127.0.0.1", 0)
         self._host = server.host
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._uvicorn: uvicorn.Server | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._http: HttpService | None = None
+        self._keeping: asyncio.Task[None] | None = None
         self._pooling: asyncio.Task[None] | None = None
 
     @property
@@ -135,18 +169,31 @@ class MockedServer:
         """The model's name in the API."""
         return str(self._args.served_model_name[0])
 
-    def environment(self, key: str) -> dict[str, str]:
-        """The variables that an agent's OpenAI or Anthropic client reads, and ours. `key`: its episode's, or the worker key."""
+    @property
+    def num_processes(self) -> int:
+        """Server processes, this one included."""
+        return 1 if self.processes is None else 1 + len(self.processes.urls)
+
+    def environment(self, key: str, *, process: int | None = None) -> dict[str, str]:
+        """The variables that an agent's OpenAI or Anthropic client reads, and ours. `key`: its episode's, or the worker key. They
+        name the server process that owns the episode, one for each worker, or this `process`."""
+        if process is None:
+            process = 0 if self.processes is None else self.processes.process_of(key)
+        root = self.url_of(process)
         return {
-            "OPENAI_BASE_URL": f"{self.base_url}/v1",
-            "OPENAI_API_BASE": f"{self.base_url}/v1",
+            "OPENAI_BASE_URL": f"{root}/v1",
+            "OPENAI_API_BASE": f"{root}/v1",
             "OPENAI_API_KEY": key,
-            "ANTHROPIC_BASE_URL": self.base_url,
+            "ANTHROPIC_BASE_URL": root,
             "ANTHROPIC_API_KEY": key,
             "MODEL": self.model,
-            "TASKS_URL": f"{self.base_url}/tasks",
+            "TASKS_URL": f"{root}/tasks",
             "ENV_ADDRESS": self.env_address,
         }
+
+    def url_of(self, process: int) -> str:
+        """Root of the server process of this number, without /v1; 0 is the run's own."""
+        return self.base_url if self.processes is None or process == 0 else self.processes.urls[process - 1]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Token ids as text, control tokens included."""
@@ -160,30 +207,15 @@ class MockedServer:
         """Serve on the running event loop; returns when requests are answered."""
         self._loop = asyncio.get_running_loop()
         self.model_requests = ModelRequests(await build_serving_app(self._args, self._client))
-        config = uvicorn.Config(
-            self._front(),
-            http=PatientProtocol,
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            proxy_headers=False,
-            timeout_keep_alive=120,
-            lifespan="off",
-        )
-        self._uvicorn = QuietServer(config)
-        started = asyncio.Event()
-        self._uvicorn.on_started = started.set
-        self._serving = asyncio.create_task(
-            self._uvicorn.serve(sockets=[self._socket, self._admin_socket]), name="serve"
-        )
-        waiter = asyncio.create_task(started.wait())
-        await asyncio.wait({waiter, self._serving}, return_when=asyncio.FIRST_COMPLETED)
-        if not started.is_set():
-            waiter.cancel()
-            raise ServerError(f"the HTTP server ended while it started: {self._serving.exception()!r}")
+        self._http = HttpService(self._front(), sockets=[self._socket, self._admin_socket])
+        if self.processes is not None:
+            await self.processes.start(self)
+        await self._http.start()
         self._pooling = asyncio.create_task(self.pool.run(), name="pool")
         if self._dispatch is not None:
             self._dispatching = asyncio.create_task(self._dispatch.run(), name="dispatch")
+        if self.processes is not None:
+            self._keeping = asyncio.create_task(self.processes.run(), name="keep server processes")
 
     def _front(self) -> PortRouter:
         """What listens: the model API, the episode routes and, on a port of its own, the administrator's."""
@@ -195,6 +227,7 @@ class MockedServer:
                 keys=self.keys,
                 episodes=self.episodes,
                 is_full=lambda: self.pool.is_full,
+                elsewhere=None if self.processes is None else self.processes.elsewhere,
             ),
             admin=BodyLimit(build_admin_app(self), max_bytes=MAX_BODY_BYTES),
             admin_port=self._admin_socket.getsockname()[1],
@@ -202,8 +235,9 @@ class MockedServer:
 
     async def wait(self) -> None:
         """Wait until the server is closed; raises when the pool's loop or the HTTP server failed."""
-        assert self._serving is not None and self._pooling is not None, "start() first"
-        running = {task for task in (self._serving, self._pooling, self._dispatching) if task is not None}
+        assert self._http is not None and self._pooling is not None, "start() first"
+        tasks = (self._http.task, self._pooling, self._dispatching, self._keeping)
+        running = {task for task in tasks if task is not None}
         done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             if not task.cancelled():
@@ -219,10 +253,13 @@ class MockedServer:
             await asyncio.wait({self._dispatching})
         if self._pooling is not None:
             await self._pooling
-        if self._uvicorn is not None and self._serving is not None:
-            self._uvicorn.should_exit = True
-            self._uvicorn.force_exit = True
-            await self._serving
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait({self._keeping})
+        if self.processes is not None:
+            await self.processes.close()
+        if self._http is not None:
+            await self._http.close()
         self._socket.close()
         self._admin_socket.close()
 
@@ -233,11 +270,19 @@ class MockedServer:
 
     # What agents and scorers ask for, in Python; `mocked_server.http.routes` has the same over HTTP.
 
-    async def lease_episode(self, *, wait_s: float, worker: str = "") -> LeasedEpisode | None:
-        """Lease the next episode; None when there is none within `wait_s`. Raises PoolClosed when there are no more."""
+    async def lease_episode(
+        self, *, wait_s: float, worker: str = "", process: int | None = None
+    ) -> LeasedEpisode | None:
+        """Lease the next episode; None when there is none within `wait_s`. Raises PoolClosed when there are no more. `process`: the
+        server process that was asked for it, and owns it; None: the one with the fewest."""
         lease = self.pool.lease if self._dispatch is None else self._dispatch.lease
         episode = await lease(wait_s=wait_s)
-        return None if episode is None else self.open_episode(episode, worker=worker)
+        if episode is None:
+            return None
+        if self.processes is None:
+            return self.open_episode(episode, worker=worker)
+        owner = self.processes.owner(episode.episode_id, asked=process)
+        return self.open_episode(episode, worker=worker, process=owner)
 
     def _make_dispatch(self) -> Dispatch:
         players: dict[str, Play] = {}
@@ -274,17 +319,20 @@ class MockedServer:
         await asyncio.gather(*(tell(score, detail=detail) for score, detail in part_scores(live, played.outputs)))
         return played.score
 
-    def open_episode(self, episode: Episode, *, worker: str | None = None) -> LeasedEpisode:
-        """Let an episode's key open the model API."""
+    def open_episode(self, episode: Episode, *, worker: str | None = None, process: int = 0) -> LeasedEpisode:
+        """Let an episode's key open the model API. `process`: the server process that owns it."""
         self.episodes.open(episode, worker=worker)
         return LeasedEpisode(
-            episode_id=episode.episode_id, api_key=self.keys.episode_key(episode.episode_id),
-            task=episode.task.public(), env_address=self.env_address, seed=episode.seed,
+            episode_id=episode.episode_id, api_key=self.keys.episode_key(episode.episode_id, process=process),
+            task=episode.task.public(), env_address=self.env_address, seed=episode.seed, base_url=self.url_of(process),
         )  # fmt: skip
 
     def resume_episode(self, episode: Episode, rounds: Sequence[Round]) -> None:
-        """Take over an episode of an earlier process: its key opens the model API again, which continues these rounds."""
+        """Take over an episode of an earlier process: its key opens the model API again, which continues these rounds. Its key says
+        which server process owns it; that one asks for it."""
         self.open_episode(episode)
+        if self.processes is not None:
+            self.processes.begun(episode.episode_id)
         tokenizer = self._client.renderer.get_tokenizer()
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         remember(self.episodes.get(episode.episode_id), rounds, decode=decode)
@@ -334,6 +382,8 @@ class MockedServer:
         self.episodes.close(episode_id, reason)
         if (ended := self._endings.pop(episode_id, None)) is not None:
             ended.set()
+        if self.processes is not None:
+            self.processes.closed(episode_id, reason)
         self.on_ended(episode_id, reason)
 
     @property
@@ -366,18 +416,25 @@ class MockedServer:
         live = self.episodes.get(episode_id)
         return {"episode_id": episode_id, "task": live.episode.task.private()}
 
+    @property
+    def is_full(self) -> bool:
+        """The ledger's disk takes nothing more for now."""
+        return self.pool.is_full
+
     def check_storage(self) -> None:
         """Raises StorageFull while the ledger's disk is full."""
         if self.pool.is_full:
             raise StorageFull("the ledger's disk is full; free some space, then send this again")
 
     def status(self) -> dict[str, Any]:
-        """Counts for `GET /status`, and under `engines` the figures of each engine by its name."""
+        """Counts for `GET /status`, under `engines` the figures of each engine by its name, and with several server processes those
+        of each under `processes`."""
         return {
             "prompts_waiting": self.prompt_queue.qsize(),
             **self.episodes.metrics(),
             **self.pool.metrics(),
             "engines": {} if self.engines is None else self.engines.status(),
+            **({} if self.processes is None else {"processes": self.processes.status()}),
         }
 
     def engine_figures(self) -> Sequence[EngineFigures]:

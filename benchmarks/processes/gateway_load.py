@@ -34,6 +34,8 @@ class Plan:
     """Every later message of the user."""
     max_tokens: int
     stream: bool = False
+    urls: dict[str, str] = field(default_factory=dict)
+    """Key -> root of the server process that owns its episode; those that are not named have `base_url`."""
 
 
 @dataclass(slots=True)
@@ -70,7 +72,7 @@ async def play(plan: Plan, key: str, session: aiohttp.ClientSession, figures: Fi
     for number in range(plan.rounds):
         body = {"model": "policy", "messages": messages, "max_tokens": plan.max_tokens, "ignore_eos": True}
         began = time.perf_counter()
-        async with session.post(plan.base_url + PATH, json=body, headers=headers) as answer:
+        async with session.post(plan.urls.get(key, plan.base_url) + PATH, json=body, headers=headers) as answer:
             reply = await answer.json()
         if answer.status != 200:
             figures.errors.append(json.dumps(reply)[:300])

@@ -2,7 +2,7 @@
 
 KIND: `understudy` (MockedServer, ledger on disk, generation) or `vllm` (vLLM's own server as it is). Both have the same arguments
 of vLLM, and either the real engine or one that does nothing: it answers with the tokens that were asked for, at once, or one every
-`token_ms`. Prints one JSON line when it answers requests: `{"base_url", "keys"}`. Ends with its standard input.
+`token_ms`. Prints one JSON line when it answers requests: `{"base_url", "keys", "urls"}`. Ends with its standard input.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ import threading
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.processes.paced_engine import WORD_ID, PacedEngine, equal_logprobs
+from buffers.ledger.ledger import Ledger
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.fleet.engine_fleet import EngineFleet
+from mocked_server.keys import KeyRing
+from mocked_server.processes.server_processes import ServerProcesses
 from mocked_server.vllm.engine import VLLMEngine
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
 
@@ -41,6 +44,8 @@ class Settings:
     """Real ones, in a fleet."""
     paced: int = 0
     """Engines that give tokens by the clock, in a fleet, in place of others."""
+    processes: int = 1
+    """Server processes, of which the engine that does nothing is in the first."""
     in_fleet: bool = False
     """The engine that does nothing is the one engine of a fleet."""
     token_ms: float = 0.0
@@ -164,7 +169,6 @@ def _engine_settings(settings: Settings, rollout: RolloutConfig) -> EngineSettin
 
 async def serve_understudy(settings: Settings) -> None:
     """The dataset as the pipeline has it: the ledger on disk, one episode open for each key."""
-    from buffers.ledger.ledger import Ledger
     from buffers.multi_round import MultiRoundBufferDataset
     from buffers.records import Task
     from buffers.tasks.task_pool import TaskPool
@@ -191,6 +195,8 @@ async def serve_understudy(settings: Settings) -> None:
             server=ServerConfig(port=settings.port),
             pool=pool,
             notify_score_fn=MultiRoundBufferDataset(ledger).notify_score,
+            keys=(keys := KeyRing()),
+            processes=_processes(settings, rollout, keys=keys, ledger=ledger) if settings.processes > 1 else None,
         )
         engine = _engine(settings, vllm_config, decode=server._client.renderer.get_tokenizer().decode)
         keeping = None
@@ -203,7 +209,11 @@ async def serve_understudy(settings: Settings) -> None:
         prompt = [{"role": "user", "content": "go"}]
         await pool.put([Task(task_id=f"task-{i}", prompt=prompt) for i in range(settings.episodes)])
         leased = [await server.lease_episode(wait_s=60.0) for _ in range(settings.episodes)]
-        _announce(settings, [lease.api_key for lease in leased if lease is not None])
+        _announce(
+            settings,
+            [lease.api_key for lease in leased if lease is not None],
+            urls={lease.api_key: lease.base_url for lease in leased if lease is not None and settings.processes > 1},
+        )
         await asyncio.to_thread(sys.stdin.read)
         await server.close()
         await asyncio.wait({generating})
@@ -211,6 +221,13 @@ async def serve_understudy(settings: Settings) -> None:
             keeping.cancel()
             await asyncio.wait({keeping})
             await engine.close()
+
+
+def _processes(settings: Settings, rollout: RolloutConfig, *, keys: KeyRing, ledger: Ledger) -> ServerProcesses:
+    own = ServerConfig(port=0, processes=settings.processes)
+    return ServerProcesses(
+        replace(_engine_settings(settings, rollout), server=own), keys=keys, rounds=ledger.rounds
+    )  # fmt: skip
 
 
 def _engine(settings: Settings, vllm_config: Any, *, decode: Any) -> Any:
@@ -258,8 +275,9 @@ def _wait_for_health(port: int) -> None:
             time.sleep(0.1)
 
 
-def _announce(settings: Settings, keys: list[str]) -> None:
-    print(json.dumps({"base_url": f"http://127.0.0.1:{settings.port}", "keys": keys}), flush=True)
+def _announce(settings: Settings, keys: list[str], *, urls: dict[str, str] | None = None) -> None:
+    told = {"base_url": f"http://127.0.0.1:{settings.port}", "keys": keys, "urls": urls or {}}
+    print(json.dumps(told), flush=True)
 
 
 def main() -> None:

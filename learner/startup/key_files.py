@@ -31,7 +31,9 @@ class Server(Protocol):
     def base_url(self) -> str: ...
     @property
     def admin_url(self) -> str: ...
-    def environment(self, key: str) -> dict[str, str]: ...
+    @property
+    def num_processes(self) -> int: ...
+    def environment(self, key: str, *, process: int | None = None) -> dict[str, str]: ...
 
 
 @contextmanager
@@ -53,9 +55,13 @@ def environment_files(folder: Path, server: Server) -> Iterator[None]:
 
 
 def _files_of(server: Server) -> dict[str, dict[str, str]]:
-    """Agents and scorers each have a key of their own."""
+    """Agents and scorers each have a key of their own; agents a file for each server process."""
     return {
         "agent.env": server.environment(server.keys.worker),
         "scorer.env": {"SERVER_URL": server.base_url, "SCORER_KEY": server.keys.scorer},
         "admin.env": {"SERVER_URL": server.admin_url, "ADMIN_KEY": server.keys.admin},
+        **{
+            f"agent-{process}.env": server.environment(server.keys.worker, process=process)
+            for process in range(1, server.num_processes)
+        },
     }

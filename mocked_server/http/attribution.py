@@ -7,14 +7,14 @@ answered here, in the dialect's own error form; nothing of them is recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from buffers.errors import EpisodeClosed, EpisodeError, StorageFull, UnknownEpisode
-from mocked_server.conversation.live_episodes import Episodes
+from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
 from mocked_server.http.dialects import GENERATE, GENERATING, MODELS, RETRY_AFTER_S, ROUTES, SLEEP, WAKE_UP, error_body
 from mocked_server.keys import PREFIX, KeyRing
 from mocked_server.request_context import Call, current_call
@@ -48,9 +48,20 @@ class Attribution:
     paths to `others`."""
 
     def __init__(
-        self, models: ASGIApp, *, others: ASGIApp, keys: KeyRing, episodes: Episodes, is_full: Callable[[], bool] = bool
+        self,
+        models: ASGIApp,
+        *,
+        others: ASGIApp,
+        keys: KeyRing,
+        episodes: Episodes,
+        is_full: Callable[[], bool] = bool,
+        elsewhere: Callable[[str, str], ASGIApp | None] | None = None,
+        find: Callable[[str], Awaitable[LiveEpisode]] | None = None,
     ) -> None:
-        """`is_full`: nothing more can be recorded for now."""
+        """`is_full`: nothing more can be recorded for now. `elsewhere`: what passes a model request with this key to this path on
+        to another server process, None where it is served here. `find`: gets an episode that is not known here yet."""
+        self._elsewhere = elsewhere
+        self._find = find
         self._models = models
         self._others = others
         self._keys = keys
@@ -62,13 +73,19 @@ class Attribution:
             await self._others(scope, receive, send)
             return
         key, path = key_of(scope)
+        elsewhere = None
+        if self._elsewhere is not None and key is not None and path in ROUTES:
+            elsewhere = self._elsewhere(key, path)
+        if elsewhere is not None:
+            await elsewhere(scope, receive, send)
+            return
         if path != scope["path"]:
             scope = {**scope, "path": path, "raw_path": path.encode()}
         if path not in ROUTES:
             await self._others(scope, receive, send)
             return
         try:
-            call = self._call(key, path)
+            call = await self._call(key, path)
         except EpisodeError as error:
             closed = isinstance(error, EpisodeClosed)
             await _refuse(
@@ -89,12 +106,12 @@ class Attribution:
         finally:
             current_call.reset(token)
 
-    def _call(self, key: str | None, path: str) -> Call | None:
+    async def _call(self, key: str | None, path: str) -> Call | None:
         if key is None:
             raise UnknownEpisode("no API key was sent; set OPENAI_API_KEY to the api_key that came with the task")
         episode_id = self._keys.episode_of(key)
         if episode_id is not None and path not in CLOSED_TO_EPISODES:
-            return Call(self._episodes.get(episode_id))
+            return Call(self._episodes.get(episode_id) if self._find is None else await self._find(episode_id))
         is_worker = self._keys.worker_of(key) is not None
         if path in OPEN_TO_WORKERS and is_worker:
             return None

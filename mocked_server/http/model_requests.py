@@ -68,12 +68,15 @@ class ModelRequests:
         self.refused: Counter[str] = Counter()
         """Why requests were refused -> how often; at most `MAX_REASONS`."""
         self.room = BodyRoom()
+        self.count = 0
+        """Requests of episodes so far."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = current_call.get()
         if call is None or scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
+        self.count += 1
         path: str = scope["path"]
         send = self._with_errors_seen(path, send)
         with ExitStack() as held:

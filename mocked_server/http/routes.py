@@ -9,8 +9,9 @@
 | `GET /health`    | none   | 200 while the server answers                                                      |
 | `GET /status`    | admin  | counts of everything, as JSON                                                     |
 
-The administrator's routes are an application of their own, on a port of its own. Every route but `/health` has a key among
-its dependencies. While the disk is full, what would have to be stored is answered with 507 and Retry-After.
+A leased episode is owned by the server process that was asked for it. The administrator's routes are an application of their own,
+on a port of its own. Every route but `/health` has a key among its dependencies. While the disk is full, what would have to be
+stored is answered with 507 and Retry-After.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class EpisodeService(Protocol):
 
     keys: KeyRing
 
-    async def lease_episode(self, *, wait_s: float, worker: str = "") -> LeasedEpisode | None: ...
+    async def lease_episode(
+        self, *, wait_s: float, worker: str = "", process: int | None = None
+    ) -> LeasedEpisode | None: ...
     async def add_tasks(self, rows: list[dict[str, Any]]) -> int: ...
     async def notify_score(self, episode_id: str, score: float, *, detail: ScoreDetail | None = None) -> bool: ...
     async def fail(self, episode_id: str, reason: str) -> None: ...
@@ -230,8 +233,10 @@ def _worker_routes(service: EpisodeService) -> APIRouter:
         request: Request,
         wait: Annotated[float, Query(ge=0.0, le=MAX_WAIT_S, allow_inf_nan=False)] = 0.0,
         worker: str = its_worker,
+        x_server_process: Annotated[int, Header(ge=0)] = 0,
     ) -> Response:
-        leased = await _unless_gone(request, service.lease_episode(wait_s=wait, worker=worker))
+        lease = service.lease_episode(wait_s=wait, worker=worker, process=x_server_process)
+        leased = await _unless_gone(request, lease)
         return Response(status_code=204) if leased is None else JSONResponse(asdict(leased))
 
     return router

@@ -2,8 +2,9 @@
 
 A request must be there, whole, within `RECEIVE_S` of its connection or its first byte, and its head must be small; who reads
 nothing of a long answer for `SEND_S` is cut off; beyond `MAX_CONNECTIONS` the one that has been idle longest is closed. uvicorn
-itself waits without end. Used by `mocked_server.server`. Invariant: a client that sends or reads slowly, or not at all, holds a
-connection for that long and no longer; one that waits for an answer is never cut off. It knows nothing of what is asked.
+itself waits without end. Used by `mocked_server.server` and `mocked_server.processes.server_process`. Invariant: a client that
+sends or reads slowly, or not at all, holds a connection for that long and no longer; one that waits for an answer is never cut
+off. It knows nothing of what is asked.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -198,6 +199,46 @@ def allow_files() -> None:
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class HttpService:
+    """An application on sockets that listen already, on the running event loop, from `start` until `close`."""
+
+    def __init__(self, app: Any, *, sockets: Sequence[socket.socket]) -> None:
+        config = uvicorn.Config(
+            app,
+            http=PatientProtocol,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            timeout_keep_alive=120,
+            lifespan="off",
+        )
+        self._server = QuietServer(config)
+        self._sockets = list(sockets)
+        self.task: asyncio.Task[None] | None = None
+        """Ends with the service, or raises why it failed."""
+
+    async def start(self) -> None:
+        """Returns when requests are answered. Raises ServerError."""
+        started = asyncio.Event()
+        self._server.on_started = started.set
+        self.task = asyncio.create_task(self._server.serve(sockets=self._sockets), name="serve")
+        waiter = asyncio.create_task(started.wait())
+        await asyncio.wait({waiter, self.task}, return_when=asyncio.FIRST_COMPLETED)
+        if not started.is_set():
+            waiter.cancel()
+            raise ServerError(f"the HTTP server ended while it started: {self.task.exception()!r}")
+
+    async def close(self) -> None:
+        """Stop listening, end open connections."""
+        if self.task is not None:
+            self._server.should_exit = True
+            self._server.force_exit = True
+            await self.task
+        for sock in self._sockets:
+            sock.close()
 
 
 class QuietServer(uvicorn.Server):

@@ -14,12 +14,12 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
 from buffers.errors import EngineError
-from buffers.prompt_queue import Prompt, PromptQueue, Response
+from buffers.prompt_queue import Prompt, Response
 from buffers.records import Int32
 from configs.schema import RolloutConfig
 from mocked_server.conversation.continuation import Continuation, continue_tokens
@@ -43,13 +43,21 @@ PASSED_ON = ("reasoning_ended", "reasoning_parser_kwargs", "lora_request")
 """Arguments of `generate` that the engine needs too."""
 
 
+class PromptSink(Protocol):
+    """What takes prompts to be generated: the queue of this process, or the way to the run's."""
+
+    def put(self, prompt: Prompt) -> None:
+        """Raises queue.Full, QueueClosed, EngineError."""
+        ...
+
+
 class QueueClient:
     """What vLLM's serving layer takes for its engine: every generation becomes a `Prompt` in the queue."""
 
     errored = False
     dead_error = EngineError("the engine died")
 
-    def __init__(self, vllm_config: Any, *, queue: PromptQueue, rollout: RolloutConfig, strict: bool) -> None:
+    def __init__(self, vllm_config: Any, *, queue: PromptSink, rollout: RolloutConfig, strict: bool) -> None:
         from vllm.renderers import renderer_from_config
         from vllm.v1.engine.input_processor import InputProcessor
 

@@ -44,7 +44,7 @@ OWNERS = {
     "vllm": {"mocked_server/vllm/*.py", "mocked_server/check/vllm_*.py", "agents/loops/vllm_*.py"},
     "fastapi": {"mocked_server/http/routes.py"},
     "prometheus_client": {"mocked_server/http/prometheus_text.py"},
-    "uvicorn": {"mocked_server/server.py", "mocked_server/http/uvicorn_server.py"},
+    "uvicorn": {"mocked_server/http/uvicorn_server.py"},
     "pyarrow": {"buffers/tasks/parquet.py", "buffers/ledger/tools/export.py"},
     "sqlite3": {"buffers/ledger/*.py"},
     "torch.distributed": {"learner/model/fsdp.py", "learner/checkpoints/training_state.py"},

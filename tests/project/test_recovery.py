@@ -18,7 +18,13 @@ from tests.support.run_parts import Run, assert_nothing_left, start
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(300)]
 
 SMALL = ("warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=2", "agents.concurrency=16")
-PARTS = {"engine": "VLLM::", "learner": "ray::Trainer", "environment": "walk.server", "agent": "walk_agent"}
+PARTS = {
+    "engine": "VLLM::",
+    "learner": "ray::Trainer",
+    "environment": "walk.server",
+    "agent": "walk_agent",
+    "server": "mocked_server.processes.program",
+}
 """What their command lines hold."""
 
 
@@ -105,4 +111,21 @@ def test_what_dies_again_and_again_ends_the_run_with_its_error(tmp_path: Path) -
     code, output = run.wait(120)
     assert code == 1, output
     assert "error: the environment process ended (exit code 0)" in output and "Traceback" not in output
+    assert_nothing_left(run)
+
+
+@pytest.mark.timeout(500)
+def test_a_run_goes_on_exactly_when_one_of_its_server_processes_is_killed(tmp_path: Path) -> None:
+    settings = ("server.processes=2", "warm_start.steps=2", "learner.critic=none", "learner.advantage=grpo")
+    sizes = ("agents.concurrency=8", "buffer.groups_per_step=2", "buffer.group_size=4", "run.seed=1", "run.steps=6")
+    run = start(tmp_path, *settings, *sizes)
+    run.wait_for_step(1, timeout_s=400)
+    kill(run, "server")
+    code, output = run.wait(400)
+    assert code == 0, output
+    summary = run.summary()
+    assert summary["steps"] == 6 and summary["episodes"] == 6 * 8
+    assert summary["max_logprob_diff"] < 1e-4 and summary["restarts"] == {"restarts/server_process": 1.0}
+    own, further = (summary["server"]["processes"][name] for name in ("p0", "p1"))
+    assert (own["restarts"], further["restarts"]) == (0, 1) and own["requests"] > 0 and further["url"] != own["url"]
     assert_nothing_left(run)

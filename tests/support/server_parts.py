@@ -22,11 +22,14 @@ from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.fleet.member import EngineLost, Sampled
 from mocked_server.generation import Generation
 from mocked_server.keys import KeyRing
+from mocked_server.processes.server_processes import ServerProcesses
 from mocked_server.server import MockedServer
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 
 T = TypeVar("T")
 LOGPROB = -0.25
+START_S = 240.0
+"""Further server processes import vLLM first."""
 
 
 class ScriptedEngine:
@@ -134,7 +137,7 @@ class ServerThread:
             "deadline_s": 60.0, "max_attempts": 1, **(pool or {}),
         }  # fmt: skip
         self.ledger = ledger or Ledger(None)
-        self._keys = keys
+        self._keys = keys or KeyRing()
         self.rounds = MultiRoundBufferDataset(self.ledger)
         self.score_fn: Callable[[Task, str], float] | None = None
         self.loops: Any = None
@@ -145,7 +148,7 @@ class ServerThread:
     def start(self, engine: Any = None) -> None:
         if self._owns_loop:
             self._thread.start()
-        self.call(self._start(engine))
+        self.submit(self._start(engine)).result(START_S)
 
     async def _start(self, engine: Any) -> None:
         self.pool = TaskPool(self.ledger, **self._pool_settings)
@@ -159,6 +162,7 @@ class ServerThread:
             keys=self._keys,
             score_fn=lambda task, text: self.score_fn(task, text) if self.score_fn else 0.0,
             loops=self.loops,
+            processes=self._make_processes(),
         )
         tokenizer = self.server._client.renderer.get_tokenizer()
         self.tokenizer = tokenizer
@@ -169,6 +173,11 @@ class ServerThread:
         self._resume()
         await self.server.start()
         self._generating = asyncio.create_task(self.generation.run())
+
+    def _make_processes(self) -> ServerProcesses | None:
+        if self._settings.server.processes == 1:
+            return None
+        return ServerProcesses(self._settings, keys=self._keys, rounds=self.ledger.rounds, record_death=lambda *_: None)
 
     def _resume(self) -> None:
         """As `learner.pipeline` does it: before the first request can come."""

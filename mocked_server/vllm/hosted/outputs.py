@@ -18,6 +18,7 @@ import msgspec
 
 from mocked_server.fleet.engine_messages import WireCompletion, WireLogprobs, WireOutput, WireSampled
 from mocked_server.fleet.member import Sampled
+from mocked_server.vllm.engine import NUMBERS_ONLY
 
 WHOLE_INTERVAL = 8
 """Tokens between two deltas of an answer that comes as a whole: as many are sampled again, at most, where its host is lost."""
@@ -45,10 +46,30 @@ class VLLMCodec:
         params.output_kind = RequestOutputKind.DELTA
         return params
 
-    def pack_output(self, output: Any) -> WireOutput:
-        """An output of deltas."""
+    def params_as_sent(self, data: msgspec.Raw) -> Any:
+        """SamplingParams as `pack_params` got them. Raises ValueError (msgspec's) for what is none."""
+        return self._params.decode(data)
+
+    def shows_logprobs(self, params: Any) -> bool:
+        """Whether the request asked to see log-probabilities; else the HTTP layer looks at none."""
+        return NUMBERS_ONLY not in (params.extra_args or {})
+
+    def output_of(self, wire: WireOutput, *, request_id: str) -> Any:
+        """vLLM's RequestOutput that `pack_output` got, of whichever kind; its prompt is not said again."""
+        from vllm.outputs import RequestOutput
+
+        preemptions = wire.num_preemptions
+        return RequestOutput(
+            request_id=request_id, prompt=None, prompt_token_ids=[], prompt_logprobs=logprobs_of(wire.prompt_logprobs),
+            outputs=[_completion_of(completion) for completion in wire.completions], finished=wire.finished,
+            metrics=None if preemptions is None else SimpleNamespace(num_preemptions=preemptions),  # type: ignore[arg-type]
+            num_cached_tokens=wire.num_cached_tokens,
+        )  # fmt: skip
+
+    def pack_output(self, output: Any, *, logprobs: bool = True) -> WireOutput:
+        """An output, of deltas or whole. `logprobs`: with those of what was sampled."""
         return WireOutput(
-            [_pack_completion(completion) for completion in output.outputs],
+            [_pack_completion(completion, logprobs=logprobs) for completion in output.outputs],
             output.finished,
             pack_logprobs(output.prompt_logprobs),
             output.num_cached_tokens,
@@ -192,12 +213,12 @@ def _begun(sampled: Sampled) -> _Completion:
     )
 
 
-def _pack_completion(completion: Any) -> WireCompletion:
+def _pack_completion(completion: Any, *, logprobs: bool) -> WireCompletion:
     return WireCompletion(
         completion.index,
         completion.text,
         list(completion.token_ids),
-        pack_logprobs(completion.logprobs),
+        pack_logprobs(completion.logprobs) if logprobs else None,
         completion.cumulative_logprob,
         completion.finish_reason,
         completion.stop_reason,

@@ -33,6 +33,8 @@ def rows() -> list[Row]:
         Row("env.command", "", "judged", all_of(_env_address, metric("reward/mean", lambda means: max(means) > 0))),
         Row("server.host", "", "program", _address(lambda url: url.startswith("http://127.0.0.2:"))),
         Row("server.port", "", "judged", _at_its_port),
+        Row("server.processes", "1", "crashes", _served_by(1)),
+        Row("server.processes", "2", "program", _served_by(2)),
         Row("server.tool_parser", "null", "no-parsers", _statuses({400})),
         Row("server.tool_parser", "set", "parsers", _statuses({200})),
         Row("server.reasoning_parser", "null", "no-parsers", _reasons(False)),
@@ -128,6 +130,20 @@ def _address(holds: Any) -> Effect:
     def effect(ended: Ended) -> str:
         url = notes(ended)[0]["variables"]["OPENAI_BASE_URL"]
         return expect(holds(url), f"programs found the model at {url}")
+
+    return effect
+
+
+def _served_by(number: int) -> Effect:
+    """Programs of that many addresses had answers, which are recorded exactly."""
+
+    def effect(ended: Ended) -> str:
+        answered = [one for one in notes(ended) if any(status == 200 for status, _ in one["answers"])]
+        urls = {one["variables"]["OPENAI_BASE_URL"] for one in answered}
+        diff = ended.summary["max_logprob_diff"]
+        told = {name: figures["requests"] for name, figures in ended.summary["server"].get("processes", {}).items()}
+        seen = f"{len(answered)} episodes were served by {len(urls)} processes, log-probabilities differ by {diff:.1e}, {told}"
+        return expect(len(urls) == number and len(told) in (0, number) and all(told.values()) and diff < 1e-4, seen)
 
     return effect
 

@@ -101,7 +101,7 @@ def _each() -> list[Run]:
     return [
         Run(
             name="program",
-            settings={**EACH, "server.host": "127.0.0.2", "agents.concurrency": 3},
+            settings={**EACH, "server.host": "127.0.0.2", "server.processes": 2, "agents.concurrency": 3},
             files=programs(written(_all_columns())),
             environment=notes,
         ),

@@ -1,0 +1,1 @@
+"""Tests of mocked_server/processes."""
