@@ -201,7 +201,7 @@ class LearnerRanks:
         raise failure from cause
 
     async def _until_a_death(self, calls: Sequence[asyncio.Future[Any]], *, timeout_s: float) -> None:
-        """Until a rank is known to have died, or all have answered."""
+        """Returns when a rank is known to have died, or all have answered."""
         until = time.monotonic() + timeout_s
         waiting = set(calls)
         while waiting and (left := until - time.monotonic()) > 0:

@@ -63,7 +63,7 @@ def values_of(annotation: Any) -> list[Any]:
 def _name_of(annotation: Any) -> str:
     """A type's own name, without its rules."""
     plain = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
-    return NAMES[get_origin(plain) or plain]
+    return "mapping" if isinstance(plain, type) and issubclass(plain, BaseModel) else NAMES[get_origin(plain) or plain]
 
 
 def enumerated() -> list[tuple[str, Any]]:

@@ -8,6 +8,7 @@ from tests.matrix.effects import absent, all_of, always, counted, expect, metric
 from tests.matrix.records import Effect, Ended, Row
 from tests.matrix.scenarios.learner_runs import learner_name
 
+HOSTS = "tests/project/cluster/test_run_hosts.py::test_a_run_on_three_hosts_goes_on_when_one_joins_and_one_dies"
 SHARES = "tests/mocked_server/vllm/test_engine_arguments.py::test_an_engine_takes_its_share_of_a_card"
 
 
@@ -21,7 +22,8 @@ def rows() -> list[Row]:
         Row("rollout.max_tokens", "", "batch", counted("SELECT max(num_sampled) FROM round", 5)),
         Row("rollout.max_model_len", "", "batch", _long_prompts_fail),
         Row("rollout.engine_timeout_s", "", "deaths", metric("restarts/engine", lambda counts: max(counts) == 1)),
-        Row("rollout.engines", "", "fleet", _engines_die_and_nothing_is_lost),
+        Row("rollout.engines", "integer", "fleet", _engines_die_and_nothing_is_lost),
+        Row("rollout.engines", "mapping", HOSTS),
         Row("rollout.kv_cache_gb", "null", "batch", _cache(0.25, token_bytes=1024)),
         Row("rollout.kv_cache_gb", "set", "dapo", _cache(0.03, token_bytes=512)),
         Row("rollout.tensor_parallel", "", "tests/learner/placement/test_counted_gpus.py::test_each_rank_sees_its_own_card_and_ray_counts_it"),
@@ -35,9 +37,9 @@ def rows() -> list[Row]:
         Row("buffer.max_policy_lag", "0", "batch", always("staleness/max", 0)),
         Row("buffer.max_policy_lag", "2", lagged, metric("staleness/max", lambda lags: 1 <= max(lags) <= 2)),
         Row("buffer.node", "", "no-such-node", prints("error: buffer.node", "nowhere")),
-        Row("run.trusted_network", True, "tests/project/test_run_cluster.py::test_what_crosses_a_trusted_network_is_signed_only"),
-        Row("run.trusted_network", False, "tests/project/test_run_cluster.py::test_a_run_goes_on_when_its_ledgers_process_dies_and_ends_it_in_the_end"),
-        Row("buffer.node", "", "tests/project/test_run_cluster.py::test_a_run_goes_on_when_its_ledgers_process_dies_and_ends_it_in_the_end"),
+        Row("run.trusted_network", True, "tests/project/cluster/test_run_cluster.py::test_what_crosses_a_trusted_network_is_signed_only"),
+        Row("run.trusted_network", False, "tests/project/cluster/test_run_cluster.py::test_a_run_goes_on_when_its_ledgers_process_dies_and_ends_it_in_the_end"),
+        Row("buffer.node", "", "tests/project/cluster/test_run_cluster.py::test_a_run_goes_on_when_its_ledgers_process_dies_and_ends_it_in_the_end"),
     ]  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from tests.matrix.scenarios.learner_runs import learner_name
 
 GAE, GRPO, OLD = learner_name("gae"), learner_name("grpo"), learner_name("rloo")
 
+SERVER_KILLED = "tests/project/test_recovery.py::test_a_run_goes_on_exactly_when_one_of_its_server_processes_is_killed"
 NOT_FINITE = "tests/learner/reporting/test_summary.py::test_values_that_are_not_finite_are_left_out_and_counted"
 """No figure of a run that works is not finite."""
 
@@ -20,7 +21,11 @@ def rows() -> list[Row]:
     """One for each metric of docs/metrics.md that is shown here; the others are missing."""
     known = {name: (run, effect) for table in (_batch(), _policy(), _rest()) for name, (run, effect) in table.items()}
     shown = [Row(f"metric {name}", "", *known[name]) for name in metrics() if name in known]
-    return [*shown, Row("metric tracker/refused", "", NOT_FINITE)]
+    return [
+        *shown,
+        Row("metric tracker/refused", "", NOT_FINITE),
+        Row("metric restarts/server_process", "", SERVER_KILLED),
+    ]
 
 
 def positive(name: str) -> Effect:

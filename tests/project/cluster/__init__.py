@@ -1,0 +1,1 @@
+"""Whole runs whose engine is a server of others."""
