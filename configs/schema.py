@@ -55,8 +55,8 @@ class RunConfig(Section):
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "swanlab"]] = ["tensorboard"]
     """Destinations of figures, beside metrics.jsonl. All but tensorboard must be installed first."""
     trusted_network: bool = False
-    """Nobody else is on the network between the run's machines: what crosses it is signed, and not encrypted. Without
-    `buffer.node` nothing does."""
+    """Nobody else is on the network between the run's machines: what crosses it is signed, and not encrypted. The
+    learner's ranks on other nodes need it. Nothing crosses a network without `buffer.node` and RAY_ADDRESS."""
     reward_optimum: float | None = None
     """The best mean score that the task allows; drawn in the reward curve and reported in the summary."""
 
