@@ -1,6 +1,6 @@
 """Several engines as one: what it costs, what a death costs, how evenly load is spread.
 
-`python -m benchmarks.fleet [--quick] [--parts cost processes kills join cached tail paced] [--json PATH]`. Parts:
+`python -m benchmarks.fleet [--quick] [--parts cost processes kills join cached tail paced weights] [--json PATH]`. Parts:
 
 - cost: `fleet_of_one_vs_direct`, rounds/s of a server whose one engine is in a fleet over those of one that has it directly. The
   engine does nothing, so that nothing hides the difference; 64 agents, both servers asked in turn, medians.
@@ -16,6 +16,7 @@
   96 episodes at once of 4 rounds whose lengths are spread widely; engines slow down by what they hold.
 - paced: `paced_2048_share`, tokens/s of 32 paced engines with 64 generations each over what they could give, and
   `paced_cpu_ms_per_round`, the server's processor time.
+- weights: the figures of `benchmarks.weights`, which has a process of its own.
 
 It judges nothing. Invariant: what is compared gets the same requests.
 """
@@ -329,7 +330,16 @@ def paced(model: Path, folder: Path, *, quick: bool) -> dict[str, Any]:
     }
 
 
-PARTS = ("cost", "processes", "kills", "join", "cached", "tail", "paced")
+def weights(folder: Path, *, quick: bool) -> dict[str, Any]:
+    """What new weights cost, and whether they arrive bit for bit."""
+    path = folder / "weights.json"
+    words = [sys.executable, "-m", "benchmarks.weights", "--json", str(path), *(["--quick"] if quick else [])]
+    subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    found: dict[str, Any] = json.loads(path.read_text())
+    return {name: value for name, value in found.items() if name not in ("benchmark", "settings", "machine", "wall_s")}
+
+
+PARTS = ("cost", "processes", "kills", "join", "cached", "tail", "paced", "weights")
 
 
 def measure(parts: list[str], *, quick: bool) -> Mapping[str, Any]:
@@ -351,6 +361,8 @@ def measure(parts: list[str], *, quick: bool) -> Mapping[str, Any]:
             take("tail", asyncio.run(tail(quick=quick)))
         if "join" in parts or "cached" in parts:
             take("join", asyncio.run(real_engines(model, parts=parts)))
+        if "weights" in parts:
+            take("weights", weights(Path(scratch), quick=quick))
     return figures
 
 

@@ -221,7 +221,8 @@ def _equal_groups(batch: TrainBatch) -> float:
 
 
 def _share(steps: list[dict[str, float]], name: str) -> float | None:
-    """Share that a figure in seconds has in the time of the steps that have it; None: no step has it."""
+    """Share that a figure in seconds has in the time of the steps that have it; None: no step has it. Where a learner started again
+    between two steps, the figure may be longer than the step."""
     known = [s for s in steps if name in s]
-    total = sum(s["time/step_s"] for s in known)
+    total = sum(max(s["time/step_s"], s[name]) for s in known)
     return sum(s[name] for s in known) / total if total else None

@@ -86,3 +86,12 @@ def test_the_engine_is_never_idle_for_longer_than_the_steps_take_also_after_a_re
     assert ["time/engine_idle_s" in figures for figures in first.steps] == [False, True, True]
     assert first.summary()["engine_idle_share"] == 1.0
     assert run(first.steps).summary()["engine_idle_share"] == 1.0
+
+
+def test_no_share_is_above_one_when_a_learner_started_again_between_steps():
+    now = [0.0]
+    history = History(load_config(), earlier=[], clock=lambda: now[0])
+    for at in (100.0, 101.0, 126.0, 127.0):  # 25 s for a new learner, in which no engine had a request
+        now[0] = at
+        history.add(walks(), {"time/step_s": 1.0, "time/wait_s": 0.5}, version=0, stats=GenerationStats())
+    assert history.summary()["engine_idle_share"] == 1.0
