@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+import warnings
 from collections import deque
 from contextlib import suppress
 from typing import Any, Self
@@ -19,7 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from buffers.wire.address import Way, WireAddress, WireError, WireLost
 from buffers.wire.session import FAREWELL, WRONG_SECRET, Message, Session
-from buffers.wire.sockets import HANDSHAKE_S, connect
+from buffers.wire.sockets import HANDSHAKE_S, connect, end_context, new_context
 
 SEND_S = 30.0
 """Seconds for a listener to read what waits to be sent to it."""
@@ -31,8 +32,13 @@ class Connection:
 
     def __init__(self, address: str | WireAddress, *, secret: bytes) -> None:
         self.address = address if isinstance(address, WireAddress) else WireAddress.parse(address)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket, self._events = connect(self._context, self.address, secret=secret)
+        self._is_closed = True  # until there is something to close
+        self._context = new_context()
+        try:
+            self._socket, self._events = connect(self._context, self.address, secret=secret)
+        except BaseException:
+            end_context(self._context)
+            raise
         self._wakes, self._waker = socket.socketpair()
         self._wakes.setblocking(False)
         self._waker.setblocking(False)
@@ -108,7 +114,15 @@ class Connection:
             self._wakes.close()
             self._waker.close()
         self._socket.disable_monitor()
-        self._context.destroy(_LINGER_MS if self._is_greeted else 0)
+        end_context(self._context, linger_ms=_LINGER_MS if self._is_greeted else 0)
+
+    def __del__(self) -> None:
+        if not self._is_closed:
+            warnings.warn(f"a connection to {self.address} was not closed", ResourceWarning, source=self, stacklevel=2)
+            for each in (self._socket, self._events):
+                each.close(0)
+            for pipe in (self._wakes, self._waker):
+                pipe.close()
 
     def _put(self, parts: list[Any]) -> None:
         until = time.monotonic() + SEND_S

@@ -23,7 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 from buffers.errors import UnderstudyError
 from buffers.wire.address import Way, WireError
 from buffers.wire.session import FAREWELL, MESSAGE, Message, Session
-from buffers.wire.sockets import bind, unbind
+from buffers.wire.sockets import bind, end_context, new_context, unbind
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +72,11 @@ class Listener:
     ) -> None:
         self._secret = secret
         self._on_message, self._on_tick, self._on_gone = on_message, on_tick, on_gone
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = new_context()
         try:
             self._socket, self.address = bind(self._context, host=host, port=port, way=way, secret=secret)
         except OSError:
-            self._context.destroy(0)
+            end_context(self._context)
             raise
         self._events = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_ACCEPT_FAILED
@@ -152,7 +152,7 @@ class Listener:
         finally:
             self._closing = True
             self._socket.disable_monitor()
-            self._context.destroy(0)
+            end_context(self._context)
             self._waker.close()
             self._wakes.close()
             unbind(self.address)

@@ -20,6 +20,23 @@ _RECEIVE_QUEUE, _SEND_QUEUE = 64, 1024
 """Messages that wait in a connection's queues; then it is not read, and what is sent to it is refused."""
 
 
+_CONTEXTS: set[zmq.Context[zmq.Socket[bytes]]] = set()
+"""Those that are not ended. Garbage collection must not find one: pyzmq would wait without end for sockets that it has lost."""
+
+
+def new_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """One of a connection's, or a listener's, own; `end_context` ends it."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    _CONTEXTS.add(context)
+    return context
+
+
+def end_context(context: zmq.Context[zmq.Socket[bytes]], *, linger_ms: int = 0) -> None:
+    """Close all its sockets, and end it."""
+    context.destroy(linger_ms)
+    _CONTEXTS.discard(context)
+
+
 def bind(
     context: zmq.Context[zmq.Socket[bytes]], *, host: str, port: int, way: Way, secret: bytes
 ) -> tuple[zmq.Socket[bytes], WireAddress]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -417,3 +418,14 @@ def test_a_port_that_is_taken_is_named() -> None:
 def test_importing_an_address_does_not_import_zeromq() -> None:
     code = "import sys, buffers.wire.address; sys.exit('zmq' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_a_connection_that_nobody_closed_is_told_and_holds_up_no_garbage_collection() -> None:
+    listener = Listener(secret=SECRET, way=Way.LOCAL, on_message=lambda peer, message: None)
+    connection = Connection(listener.address, secret=SECRET)
+    ring: list[object] = [connection]
+    ring.append(ring)  # only the collector finds it
+    with pytest.warns(ResourceWarning, match="was not closed"):
+        del connection, ring
+        gc.collect()
+    listener.close()

@@ -56,9 +56,10 @@ class WordEngine:
         self.done.append("close")
         self.is_up = False
 
-    async def load_weights(self, folder: Path, *, version: int) -> None:
+    async def load_weights(self, folder: Path, *, version: int) -> float:
         self.done.append(f"load {folder} {version}")
         self.version = version
+        return 0.125
 
     async def sleep(self) -> None:
         self.done.append("sleep")
