@@ -425,7 +425,7 @@ def test_a_connection_that_nobody_closed_is_told_and_holds_up_no_garbage_collect
     connection = Connection(listener.address, secret=SECRET)
     ring: list[object] = [connection]
     ring.append(ring)  # only the collector finds it
+    del connection, ring
     with pytest.warns(ResourceWarning, match="was not closed"):
-        del connection, ring
         gc.collect()
     listener.close()

@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 from buffers.remote.ray_actor import start_actor
 from buffers.remote.remote_ledger import RemoteLedger
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SECRET = b"s" * 32
 
 
