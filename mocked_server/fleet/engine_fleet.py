@@ -62,6 +62,8 @@ class EngineFleet:
         self.is_supervised = False
         """`run` starts engines that died again."""
         self._keeping: asyncio.TaskGroup | None = None
+        self._starting: list[FleetEngine] = []
+        """Engines that `add` starts."""
         self._weights: tuple[Path, int] | None = None
         """(folder, version) of the newest."""
         for engine in engines:
@@ -99,9 +101,15 @@ class EngineFleet:
     async def add(self, engine: FleetEngine) -> None:
         """Start one more engine with the newest weights; it takes requests when this returns. Raises EngineError when it does not
         come up."""
-        if self._weights is not None:
-            await engine.load_weights(self._weights[0], version=self._weights[1])
-        await self._start(engine)
+        self._starting.append(engine)  # it is given newer weights meanwhile: the files of older ones go
+        try:
+            if self._weights is not None:
+                await engine.load_weights(self._weights[0], version=self._weights[1])
+            await self._start(engine)
+            while (weights := self._weights) is not None and engine.is_up and engine.version != weights[1]:
+                await engine.load_weights(weights[0], version=weights[1])
+        finally:
+            self._starting.remove(engine)
         self._engines[engine.name] = engine
         self._join(engine)
         if self._keeping is not None:
@@ -208,9 +216,9 @@ class EngineFleet:
         self.version, self._weights = version, (folder, version)
         self._routes.publish(version)
         longest = 0.0
-        for engine in list(self._engines.values()):
+        for engine in [*self._engines.values(), *self._starting]:
             longest = max(longest, await engine.load_weights(folder, version=version))
-            if engine.is_up and engine.version == version:
+            if engine.is_up and engine.version == version and engine.name in self._engines:
                 self._join(engine)
         return longest
 
@@ -232,4 +240,4 @@ class EngineFleet:
     async def close(self) -> None:
         """End all engines."""
         self.is_supervised = False
-        await asyncio.gather(*(engine.close() for engine in self._engines.values()))
+        await asyncio.gather(*(engine.close() for engine in [*self._engines.values(), *self._starting]))

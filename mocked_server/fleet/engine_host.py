@@ -200,7 +200,7 @@ class EngineHost:
                     raise UnderstudyError(
                         f"an order must be start, restart, load_weights, sleep, wake_up or close, got {name:.40}"
                     )
-        except (UnderstudyError, ValueError, TypeError, LookupError, RuntimeError, OSError) as error:
+        except Exception as error:  # whatever it is: the client waits for the answer
             logger.warning("engine %s could not %s: %s", engine.name, order.name, error)
             if not isinstance(error, EngineError):
                 error = EngineError(f"engine {engine.name} could not {order.name}: {type(error).__name__}: {error}")

@@ -80,7 +80,11 @@ NO_PACKAGES = (STANDS_ALONE, "tests/outside/clients/", "tests/outside/environmen
 """Programs that are started by their path, with the interpreters of others."""
 MAX_FUNCTION_LINES = 60
 HELP_CPU_S = 0.5
-BORDERS = {("mocked_server/generation.py", "serve"), ("learner/startup/ray_cluster.py", "_start_local")}
+BORDERS = {
+    ("mocked_server/generation.py", "serve"),
+    ("mocked_server/fleet/engine_host.py", "_obey"),
+    ("learner/startup/ray_cluster.py", "_start_local"),
+}
 """Functions that catch all that one request causes, and log it with its id; or that Ray raises, which has no class for it."""
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 CATCH_ALL = {"Exception", "BaseException"}

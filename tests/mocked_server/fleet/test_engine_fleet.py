@@ -207,3 +207,25 @@ async def test_a_request_that_finds_no_engine_waits_for_one() -> None:
     keeping = asyncio.create_task(fleet.run())
     assert await asyncio.wait_for(asking, 5) == "a"
     keeping.cancel()
+
+
+async def test_an_engine_that_joins_while_weights_are_published_begins_with_the_newest() -> None:
+    """The files of older versions go as soon as all engines of the fleet have newer ones."""
+
+    class Slow(WordEngine):
+        async def start(self) -> None:
+            await begun.wait()
+            await super().start()
+
+    begun = asyncio.Event()
+    first, late = WordEngine("e0"), Slow("e1")
+    fleet = EngineFleet([first])
+    await fleet.start()
+    await fleet.load_weights(Path("/w1"), version=1)
+    joining = asyncio.create_task(fleet.add(late))
+    await asyncio.sleep(0)
+    await fleet.load_weights(Path("/w2"), version=2)
+    begun.set()
+    await joining
+    assert (late.version, first.version) == (2, 2) and fleet.names == ["e0", "e1"]
+    await fleet.close()
