@@ -36,7 +36,7 @@ class Connection:
         self._context = new_context()
         try:
             self._socket, self._events = connect(self._context, self.address, secret=secret)
-        except BaseException:
+        except (zmq.ZMQError, OSError, ValueError):
             end_context(self._context)
             raise
         self._wakes, self._waker = socket.socketpair()

@@ -143,6 +143,9 @@ class RunNodes:
                     self._ranks = place(living, ranks=len(self._ranks), engines=0, tensor_parallel=1).ranks
                 except UnderstudyError as error:
                     raise RankFailed(f"the learner's ranks have lost a node: {error}") from error
+            # Ray counts a card once: where an engine came first, it is that one's.
+            engines = [engine for engine in self._engines.values() if not engine.beside_rank]
+            counted = {(engine.node, card) for engine in engines for card in engine.cards}
             return [
                 RankAt(
                     node_id="" if rank.node == 0 else self.nodes[rank.node].id,
@@ -150,7 +153,7 @@ class RunNodes:
                     device=devices[rank.card]
                     if (devices := self.nodes[rank.node].devices) and rank.card is not None
                     else "",
-                    num_gpus=int(rank.card is not None),
+                    num_gpus=int(rank.card is not None and (rank.node, rank.card) not in counted),
                 )
                 for rank in self._ranks
             ]

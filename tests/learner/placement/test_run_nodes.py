@@ -113,6 +113,14 @@ def test_ranks_move_to_the_nodes_that_are_left() -> None:
         nodes.rank_places()
 
 
+def test_a_card_that_an_engine_has_already_is_not_counted_twice() -> None:
+    cluster = Cluster(0, 1, 1, 1)
+    nodes = cluster.run("learner.ranks=2", "rollout.engines=1")
+    assert where(nodes) == {"e0": "d"} and [place.num_gpus for place in nodes.rank_places()] == [1, 1]
+    cluster.lose("c")
+    assert [(place.node_id, place.num_gpus) for place in nodes.rank_places()] == [("b", 1), ("d", 0)]
+
+
 def test_ranks_see_the_cards_that_their_node_told() -> None:
     nodes = Cluster(0, 2).run("learner.ranks=2", "rollout.engines=1", "run.trusted_network=true")
     nodes.check()
