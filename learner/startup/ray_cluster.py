@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from buffers.errors import UnderstudyError
@@ -34,6 +35,9 @@ MAX_TEMP_CHARS = 30
 """Most characters of the folder for temporary files: the name of a Unix socket has at most 107 bytes, of which Ray's own need
 64."""
 LAST_WORDS_CHARS = 2000
+UNUSED_DAEMONS = "start_monitor", "start_log_monitor", "start_api_server"
+"""Methods of Ray's node that start the autoscaler's monitor, the log monitor and the server of the dashboard. `ray.init` starts all
+three, even without a dashboard; nothing here asks them, and they take seconds of a processor and 300 MB."""
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _folder: Path | None = None
 """Folder of the Ray that this process has started."""
@@ -71,7 +75,7 @@ def _start_local() -> None:
     token = _folder / "token"
     with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
-    with _authenticated_by(token):
+    with _authenticated_by(token), _without_unused_daemons():
         # Without an address Ray would join any cluster of this machine. A folder below ours, as Ray makes its own open to all.
         # No prestarted workers: each of our actors has a runtime environment of its own, so that none could be reused.
         try:
@@ -112,6 +116,23 @@ def _authenticated_by(token: Path) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+@contextmanager
+def _without_unused_daemons() -> Iterator[None]:
+    """A node that is started inside has only the daemons that its actors need; `ray start` has options for this, `ray.init` none."""
+
+    def start_nothing(node: Node, **_: object) -> None:
+        """In place of a method that starts a daemon."""
+
+    before = {name: getattr(Node, name) for name in UNUSED_DAEMONS}
+    for name in UNUSED_DAEMONS:
+        setattr(Node, name, start_nothing)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(Node, name, method)
 
 
 def temp_folder() -> Path:

@@ -11,8 +11,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
+from ray._private.node import Node
 
 from buffers.errors import UnderstudyError
 from learner.startup import ray_cluster
@@ -105,6 +107,15 @@ def test_its_workers_have_the_token_and_no_copy_of_it_is_in_their_environment(st
     token = (started / "token").read_text()
     assert seen[ray_cluster.TOKEN_PATH] == str(started / "token") and ray_cluster.TOKEN not in seen
     assert len(token) == 64 and token not in json.dumps(seen)
+
+
+def test_daemons_that_nothing_asks_are_not_started(started: Path) -> None:
+    commands = [" ".join(process.cmdline()) for process in psutil.process_iter() if process.ppid() == os.getpid()]
+    own = [command for command in commands if str(started) in command]
+    assert any("gcs_server" in command for command in own) and any("raylet" in command for command in own)
+    assert not [command for command in own if any(name in command for name in ("monitor", "dashboard.py"))]
+    for name in ray_cluster.UNUSED_DAEMONS:  # those whom this process starts Ray for later get them
+        assert getattr(Node, name).__name__ == name
 
 
 def test_each_start_has_its_own_token_and_the_end_removes_its_folder() -> None:
