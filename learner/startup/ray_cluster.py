@@ -120,7 +120,7 @@ def _authenticated_by(token: Path) -> Iterator[None]:
 
 @contextmanager
 def _without_unused_daemons() -> Iterator[None]:
-    """A node that is started inside has only the daemons that its actors need; `ray start` has options for this, `ray.init` none."""
+    """A node that is started inside has the daemons that its actors need and no others: `ray.init` has no option for it."""
 
     def start_nothing(node: Node, **_: object) -> None:
         """In place of a method that starts a daemon."""
