@@ -128,5 +128,5 @@ def _compare(found: Tensor, *, expected: Tensor, dtype: torch.dtype, what: str) 
     if not difference <= MOST_DIFFERENCE.get(dtype, MOST_DIFFERENCE[torch.float32]):
         raise ValueError(
             f"{what} must give two branches of a row what their rows have, and differs by {difference:.1e} of the largest "
-            f"entry; set learner.prefix_tree=off, or train on another device"
+            f"entry; set learner.prefix_tree=false, or train on another device"
         )

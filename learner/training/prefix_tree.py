@@ -17,7 +17,7 @@ import numpy.typing as npt
 from buffers.records import Int32
 
 Places = npt.NDArray[np.int64]
-LEAST_SHARED = 16
+LEAST_SHARED = 8
 """Tokens that a fork must lie beyond the one before it: each segment costs a call of attention, and its path gathered once more."""
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -266,7 +267,7 @@ class Trainer:
     def _load(self, folder: str, *, value_head: bool) -> Policy:
         # Sharding moves it to the rank's device, layer by layer: the whole of it may be larger than a card.
         policy = load_policy(folder, value_head=value_head, device=torch.device("cpu"))
-        if self._config.prefix_tree != "off":
+        if self._config.prefix_tree:
             check_branches(policy.lm)
             check_kernel(policy.lm, device=self._device, dtype=self._dtype)
         if (lora := self._config.lora).rank:
@@ -320,11 +321,11 @@ class Trainer:
 
     def _with_shared_prefixes(self, sequences: Sequences, *, table: BatchTensors) -> Sequences:
         """The same rows, what they share computed once, where that pays."""
-        if self._config.prefix_tree == "off":
+        if not self._config.prefix_tree:
             return sequences
         return with_shared_prefixes(
             sequences,
-            groups=table.groups[table.units].numpy(),
+            groups=_row_groups(table),
             num_ranks=self._world_size,
             token_budget=self._config.token_budget,
         )
@@ -426,7 +427,9 @@ class Trainer:
                 group["eps"] = ADAM_EPS * (goals.scale if group["eps_grows"] else 1.0)
         step_metrics = StepMetrics()
         rng = np.random.default_rng((self._seed, self._steps))
-        owners = kept_together(table.sequences, episodes=table.episodes, num=config.minibatches)
+        owners = kept_together(
+            table.sequences, groups=_row_groups(table), episodes=table.episodes, num=config.minibatches
+        )
         for _ in range(config.epochs):
             for rows in split_minibatches(owners, num=config.minibatches, rng=rng):
                 if not bool(table.fresh[table.sequences.places(rows)].any()):
@@ -491,6 +494,12 @@ class Trainer:
         critic = value_loss(values, targets=goals.targets, clip=config.value_clip * goals.scale)
         total = loss.total + critic / goals.scale
         return replace(loss, total=total, means=loss.means | {"critic/vf_loss": critic.detach()})
+
+
+def _row_groups(table: BatchTensors) -> npt.NDArray[np.int64]:
+    """[N] group of each row."""
+    groups: npt.NDArray[np.int64] = table.groups[table.units].numpy()
+    return groups
 
 
 def _share(hints: Sequence[str | None]) -> float:

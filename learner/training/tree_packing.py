@@ -133,11 +133,15 @@ def with_shared_prefixes(
     return found if pays else sequences
 
 
-def kept_together(sequences: Sequences, *, episodes: npt.NDArray[np.int64], num: int) -> npt.NDArray[np.int64]:
-    """[N] what a mini-batch takes as a whole: groups where prefixes are shared and there are enough of them, else episodes."""
-    if isinstance(sequences, TreeSequences) and len(np.unique(sequences.groups)) >= num:
-        return sequences.groups
-    return episodes
+def kept_together(
+    sequences: Sequences, *, groups: npt.NDArray[np.int64], episodes: npt.NDArray[np.int64], num: int
+) -> npt.NDArray[np.int64]:
+    """[N] what one of `num` mini-batches takes as a whole: groups where their rows share enough, else episodes. By the rows alone:
+    neither ranks nor budgets nor how rows are packed may change what is trained together."""
+    if len(np.unique(groups)) < num:
+        return episodes
+    computed = PrefixTree(sequences.ids).tokens(range(len(sequences.ids)))
+    return groups if int(sequences.lengths.sum()) >= LEAST_RATIO * computed else episodes
 
 
 def _paths(layout: Layout, *, device: torch.device) -> Paths | None:

@@ -178,10 +178,14 @@ def test_rows_that_share_too_little_are_packed_one_by_one() -> None:
     assert found.raw_over_unique == 300 / (300 - 2 * 27)
 
 
-def test_mini_batch_takes_groups_whole_where_there_are_enough() -> None:
-    rows = branching(seed=0, num=4)
-    tree = as_tree(rows, groups=[0, 0, 1, 1])
-    episodes = np.arange(4)
-    assert kept_together(tree, episodes=episodes, num=2).tolist() == [0, 0, 1, 1]
-    assert kept_together(tree, episodes=episodes, num=3).tolist() == [0, 1, 2, 3]
-    assert kept_together(rows, episodes=episodes, num=2).tolist() == [0, 1, 2, 3]
+def test_mini_batch_takes_groups_whole_where_they_share_and_there_are_enough() -> None:
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, VOCABULARY, 100).astype(np.int32) for _ in range(4)]
+    groups, episodes, masks = np.array([0, 0, 1, 1]), np.arange(4), [np.zeros(100, dtype=np.uint8)] * 4
+    apart = kept_together(Sequences(ids, masks=masks), groups=groups, episodes=episodes, num=2)
+    for row in (1, 3):
+        ids[row][:60] = ids[row - 1][:60]
+    rows = Sequences(ids, masks=masks)
+    few = kept_together(rows, groups=groups, episodes=episodes, num=3)
+    assert apart.tolist() == few.tolist() == [0, 1, 2, 3]
+    assert kept_together(rows, groups=groups, episodes=episodes, num=2).tolist() == [0, 0, 1, 1]
