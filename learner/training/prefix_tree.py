@@ -85,7 +85,9 @@ class PrefixTree:
         ordered = self.sorted(rows)
         nodes: list[Places] = []
         positions: list[Places] = []
-        firsts, cuts, total = [], set(), 0
+        firsts: list[int] = []
+        cuts: set[int] = set()
+        total = 0
         path = np.empty(0, dtype=np.int64)
         for row, shared in zip(ordered, self._depths(ordered)):
             length = self._lengths[row]

@@ -3,15 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from buffers.records import Row, TrainBatch
 from learner.model import packed_attention as attention
 from learner.model.branch_check import check_branches, check_kernel
 from learner.model.micro_batch import Paths
-from tests.support.learner_parts import VOCABULARY, assert_same_weights, make_model, make_row, make_trainer, random_lm
+from tests.support.learner_parts import assert_same_weights, branching_batch, make_model, make_trainer, random_lm
 from tests.support.weights.published_weights import published
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -27,32 +25,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
-def branching_batch(*, seed: int = 0) -> TrainBatch:
-    """Three groups of four episodes: a prompt of 40 tokens, two answers with 20 observed tokens between. In each group two episodes
-    say the same at first, and one has a second row: another answer to what it observed."""
-    rng = np.random.default_rng(seed)
-    rows: list[Row] = []
-    for group in range(3):
-        prompt = rng.integers(0, VOCABULARY, 40)
-        for sample in range(4):
-            first, seen = rng.integers(0, VOCABULARY, 8), rng.integers(0, VOCABULARY, 20)
-            if sample == 1:
-                first = rows[-1].ids[40:48]
-            named = {
-                "episode": f"{group}-{sample}-0",
-                "group": group,
-                "score": float(sample % 2 and group < 2),
-                "hint": "ab",
-            }
-            for branch in range(2 if sample == 3 else 1):
-                ids = np.concatenate([prompt, first, seen, rng.integers(0, VOCABULARY, 6)])
-                mask = [0] * 40 + [int(branch == 0)] * 8 + [0] * 20 + [1] * 6
-                weight = 0.5 if sample == 3 else 1.0
-                recorded = rng.normal(-5.0, 0.1, len(ids)).tolist()
-                rows.append(make_row(ids.tolist(), mask=mask, logprobs=recorded, loss_weight=weight, **named))
-    return TrainBatch(rows=rows)
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_steps_on_a_tree_are_those_on_packed_rows(model: Path, way: str) -> None:
     """Two steps: in the second the tokens are of an older version, and of the reference's."""
@@ -64,7 +36,7 @@ def test_steps_on_a_tree_are_those_on_packed_rows(model: Path, way: str) -> None
         learner.close()
     (tree, tree_weights), (packed, packed_weights) = found
     for one, other in zip(tree, packed, strict=True):
-        assert one["learner/raw_over_unique"] > 1.5 > other["learner/raw_over_unique"] == 1.0
+        assert one["learner/raw_over_unique"] > 1.3 > other["learner/raw_over_unique"] == 1.0
         for name in other.keys() - {"learner/raw_over_unique", "time/prepare_s", "time/train_s"}:
             assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
         assert one["policy/grad_norm"] > 0.01
