@@ -29,7 +29,7 @@ from learner.training.tree_packing import TreeSequences
 EPISODES, BRANCHES = 8, 9
 SYSTEM, TASK, ROUND, TAIL = 17_000, 400, 2_500, 400
 """Tokens of an agent's row: system prompt with the tools, the task, what a branch has more of the history than the one before it,
-and what its own end has. Nine rows of 30,400 tokens in the mean: as a recorded episode of 24 rounds."""
+and what its own end has. Nine rows of 30,400 tokens in the mean, as a recorded episode of 24 rounds."""
 MEDIUM = {"hidden": 768, "layers": 12, "ffn": 1536, "heads": 12, "kv_heads": 6}
 """64 million weights in its layers."""
 SMALL = {"hidden": 128, "layers": 2, "ffn": 256, "heads": 4, "kv_heads": 2}
