@@ -1,4 +1,4 @@
-"""The learner's speed: a GRPO update on packed rows against padded ones, against TRL's, and on one rank against two.
+"""The learner's speed: a GRPO update on packed rows against padded ones, against TRL's, as a prefix tree, and on two ranks.
 
 `python -m benchmarks.learner [--quick] [--json PATH]`. All sides train the same small model on the same rows of long-tailed
 length, each in a process of its own, one after another and in turn; a side's time is the median over its steps, without
@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.matmul_rate import matmul_rate, update_flops
+from benchmarks.prefix_tree import MEDIUM, SMALL, TreeShape, measure_tree
 from benchmarks.processes.learner_side import Rows
 from benchmarks.report import Report, end_on_sigterm, parser_of
 from buffers.errors import UnderstudyError
@@ -224,7 +225,9 @@ def table(parts: dict[str, Any]) -> str:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = parser_of("learner", doc=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rows and steps, once, without TRL")
-    parser.add_argument("--sides", nargs="+", default=None, help="packed and any of padded sorted_padded trl two_ranks")
+    parser.add_argument(
+        "--sides", nargs="+", default=None, help="tree, packed, and with packed padded sorted_padded trl two_ranks"
+    )
     for name, default, meaning in (
         ("rows", 64, "rows of the batch, a multiple of 8"),
         ("longest", 2048, "tokens of the longest row"),
@@ -234,6 +237,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         ("heads", 4, "its attention heads; half as many for keys and values"),
         ("steps", 2, "steps of each run that count"),
         ("repeats", 3, "runs of each side"),
+        ("tree-token-budget", 4608, "most tokens at once of the prefix tree's sides, which have a larger model"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default {default})")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -244,11 +248,28 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         arguments.rows, arguments.steps, arguments.repeats = min(arguments.rows, 24), 1, 1
     if arguments.rows % GROUP_SIZE or arguments.rows < GROUP_SIZE:
         parser.error(f"--rows must be a multiple of {GROUP_SIZE}, got {arguments.rows}")
-    everything = ["packed", "padded", "sorted_padded", "trl", "two_ranks"]
+    everything = ["packed", "padded", "sorted_padded", "trl", "two_ranks", "tree"]
     arguments.sides = arguments.sides or [side for side in everything if not (arguments.quick and side == "trl")]
-    if "packed" not in arguments.sides or not set(arguments.sides) <= set(everything):
-        parser.error(f"--sides must name packed and others of {' '.join(everything)}, got {' '.join(arguments.sides)}")
+    if {"packed", "tree"}.isdisjoint(arguments.sides[:1]) or not set(arguments.sides) <= set(everything):
+        parser.error(
+            f"--sides must begin with packed or tree and name {' '.join(everything)}, got {' '.join(arguments.sides)}"
+        )
     return arguments
+
+
+def _tree(arguments: argparse.Namespace, *, folder: Path) -> dict[str, Any]:
+    """The prefix tree's figures: with a medium model, or in a hurry with a small one on shorter rows."""
+    short = TreeShape(scale=200.0, prompt=512, answer=64)
+    return measure_tree(
+        lambda commands: run_to_end(commands, log=folder / "tree"),
+        folder=folder,
+        shape=short if arguments.quick else TreeShape(),
+        model=SMALL if arguments.quick else MEDIUM,
+        repeats=arguments.repeats,
+        token_budget=arguments.tree_token_budget,
+        device=arguments.device,
+        dtype=arguments.dtype,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -272,17 +293,23 @@ def main(argv: list[str] | None = None) -> int:
             dtype=arguments.dtype,
             gradient_checkpointing=arguments.gradient_checkpointing,
         )
+        sides = [side for side in arguments.sides if side != "tree"]
+        results: dict[str, Any] = {}
         try:
-            results = measure(bench, sides=arguments.sides, repeats=arguments.repeats, rows=rows)
+            if sides:
+                results = measure(bench, sides=sides, repeats=arguments.repeats, rows=rows)
+            if "tree" in arguments.sides:
+                results |= _tree(arguments, folder=folder)
         except SideFailed as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-    rate = matmul_rate(device=arguments.device, dtype=arguments.dtype)
-    flops = update_flops(rows.lengths, trained=int(rows.mask.sum()), vocabulary=VOCAB_SIZE, **shape)
-    results["matmul_flops_per_s"] = rate
-    results["share_of_matmul_rate"] = flops / results["parts"]["packed"]["update_s"] / rate
-    print(table(results["parts"]))
-    print(f"packed: {results['share_of_matmul_rate']:.1%} of the matrix-product rate of {rate / 1e12:.3g} TFLOP/s")
+    if sides:
+        rate = matmul_rate(device=arguments.device, dtype=arguments.dtype)
+        flops = update_flops(rows.lengths, trained=int(rows.mask.sum()), vocabulary=VOCAB_SIZE, **shape)
+        results["matmul_flops_per_s"] = rate
+        results["share_of_matmul_rate"] = flops / results["parts"]["packed"]["update_s"] / rate
+        print(table(results["parts"]))
+        print(f"packed: {results['share_of_matmul_rate']:.1%} of the matrix-product rate of {rate / 1e12:.3g} TFLOP/s")
     settings = {name: str(value) for name, value in vars(arguments).items()} | shape
     report.write(arguments.json, settings=settings, figures=results)
     return 0

@@ -127,7 +127,7 @@ def _row_logprobs(model: Path, rows: Rows, *, device: str, dtype: str, packed: b
     for piles in plan(sequences.lengths, rows=range(len(batch)), num_ranks=1, token_budget=budget):
         micro = sequences.micro_batch(piles[0], device=torch.device(device))
         with torch.no_grad():
-            outputs = policy(micro.ids, micro.mask, micro.starts, longest=micro.longest, temperature=1.0)
+            outputs = policy(micro, temperature=1.0)
         found[micro.index.cpu()] = outputs.logprobs.float().cpu()
     return found
 

@@ -117,6 +117,7 @@ def make_trainer(arguments: argparse.Namespace) -> Trainer:
         lr_warmup_steps=0,
         minibatches=1,
         token_budget=arguments.token_budget,
+        prefix_tree=arguments.way == "packed",
         correction="none",
         check_logprobs=False,
         gradient_checkpointing=arguments.gradient_checkpointing,

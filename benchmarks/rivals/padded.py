@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from learner.model.micro_batch import MicroBatch
 from learner.model.policy import Policy
 
 ALIKE = 0.7
@@ -27,11 +28,11 @@ class PaddedPolicy(Policy):
         super().__init__(lm, value_head=value_head)
         lm.set_attn_implementation("sdpa")
 
-    def states(self, ids: Tensor, starts: Tensor, *, longest: int) -> Tensor:
+    def states(self, micro: MicroBatch) -> Tensor:
         """[T, hidden]"""
-        places = starts[:-1, None] + torch.arange(longest, device=ids.device)
-        inside = places < starts[1:, None]
-        padded = torch.where(inside, ids[places.clamp(max=len(ids) - 1)], 0)
+        places = micro.starts[:-1, None] + torch.arange(micro.longest, device=micro.ids.device)
+        inside = places < micro.starts[1:, None]
+        padded = torch.where(inside, micro.ids[places.clamp(max=len(micro.ids) - 1)], 0)
         hidden: Tensor = self.lm.get_decoder()(input_ids=padded, use_cache=False).last_hidden_state
         return hidden[inside]
 

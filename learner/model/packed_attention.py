@@ -1,9 +1,10 @@
 """Causal attention over rows that lie one after another in one sequence: no row sees another, and nothing is padded.
 
 Registered with transformers under the name `PACKED` and used by `learner.model.policy` for every model. A model hands
-over what transformers calls `cu_seq_lens_q` and `max_length_q`: where rows start, and the longest. Invariant: a row's
-result is that of the row alone (up to rounding). On a GPU in half precision one kernel does all rows; elsewhere each
-row is its own call, at the cost of that row's length squared and not of the pack's. No dropout: the engine samples
+over what transformers calls `cu_seq_lens_q` and `max_length_q`: where segments start, and the longest. A segment is a row, or with
+`paths` a part of rows that share what is before it: keys and values of its path are gathered, and its last query sees all of
+them. Invariant: a row's result is that of the row alone (up to rounding). On a GPU in half precision one kernel does all
+segments; elsewhere each is its own call, at the cost of its own length times that of its path. No dropout: the engine samples
 without it.
 """
 
@@ -17,8 +18,12 @@ from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from learner.model.micro_batch import Paths
+
 PACKED = "packed_rows"
 HALF = (torch.float16, torch.bfloat16)
+MASKED_AT_ONCE = 512
+"""Queries of one call with a mask: half of them, in the mean, is what a query computes beyond what it sees."""
 UNKNOWN = ("softcap", "s_aux", "position_bias")
 """What some models ask of attention beside the causal mask, and this does not do."""
 
@@ -32,6 +37,7 @@ def packed_attention(
     *,
     cu_seq_lens_q: Tensor,
     max_length_q: int,
+    paths: Paths | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **others: Any,
@@ -46,31 +52,56 @@ def packed_attention(
             f"model.path must name a model with plain causal attention, got {type(module).__name__} with "
             f"{', '.join(wanted) or 'a mask of its own'}; train another model"
         )
+    rows, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
+    seen, most = cu_seq_lens_q, max_length_q
+    if paths is not None:
+        keys, values = (_gathered(states, places=paths.places) for states in (keys, values))
+        seen, most = paths.starts, paths.longest
     if has_kernel(query):
-        rows, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
         window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
         options: dict[str, Any] = {"scale": scaling, "window_size": window, "enable_gqa": True}
-        ends = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-        return varlen_attn(rows, keys, values, *ends, **options)[None], None
-    lengths = cu_seq_lens_q.diff().tolist()
-    parts = zip(*(states.split(lengths, dim=2) for states in (query, key, value)))
-    done = [_row_attention(*part, scaling=scaling, window=sliding_window) for part in parts]
-    return torch.cat(done, dim=2).transpose(1, 2), None
+        return varlen_attn(rows, keys, values, cu_seq_lens_q, seen, max_length_q, most, **options)[None], None
+    parts = [rows.split(cu_seq_lens_q.diff().tolist())]
+    parts += [states.split(seen.diff().tolist()) for states in (keys, values)]
+    done = [_segment_attention(*part, scaling=scaling, window=sliding_window) for part in zip(*parts)]
+    return torch.cat(done)[None], None
 
 
 def has_kernel(query: Tensor) -> bool:
-    """Whether torch has one kernel for all rows here."""
+    """Whether torch has one kernel for all segments here."""
     return bool(query.is_cuda and query.dtype in HALF)
 
 
-def _row_attention(query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None) -> Tensor:
-    """One row, [1, H, L, D]; `window`: how many tokens a token sees, itself included (None: all before it)."""
-    length, mask = query.shape[2], None
-    if window is not None and window < length:
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
-    return functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
-    )
+def _gathered(states: Tensor, *, places: Tensor) -> Tensor:
+    """[T, G, D] -> [P, G, D]. As an embedding: what the branches of a place ask for is added up in a fixed order, in float32 on a
+    GPU."""
+    return functional.embedding(places, states.flatten(1)).unflatten(1, states.shape[1:])
+
+
+def _segment_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None
+) -> Tensor:
+    """query [L, H, D], key and value [K, G, D] of its path -> [L, H, D]; the last query sees all keys.
+
+    `window`: how many tokens a token sees, itself included (None: all before it).
+    """
+    query, key, value = (states.transpose(0, 1)[None] for states in (query, key, value))
+    length, ahead = query.shape[2], key.shape[2] - query.shape[2]
+    options: dict[str, Any] = {"scale": scaling, "enable_gqa": True}
+    if not ahead and (window is None or window >= length):
+        done = functional.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+        return done[0].transpose(0, 1)
+    parts = []
+    for start in range(0, length, MASKED_AT_ONCE):
+        end = min(start + MASKED_AT_ONCE, length)
+        first = 0 if window is None else max(0, ahead + start - window + 1)
+        own = (states[:, :, first : ahead + end] for states in (key, value))
+        mask = torch.ones(end - start, ahead + end - first, dtype=torch.bool, device=query.device)
+        mask = mask.tril(ahead + start - first)
+        if window is not None:
+            mask = mask.triu(ahead + start - first - window + 1)
+        parts.append(functional.scaled_dot_product_attention(query[:, :, start:end], *own, attn_mask=mask, **options))
+    return torch.cat(parts, dim=2)[0].transpose(0, 1)
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -2,7 +2,7 @@
 
 Built by `learner.training.trainer`; its forward pass is the only place where log-probabilities and values are computed.
 Invariant: a token's log-probability is that of the softmax of logits / temperature, in float32, given the exact ids
-before it: what the engine records while sampling. Rows are packed, see `learner.model.packed_attention`; only positions
+before it: what the engine records while sampling. Rows are packed, see `learner.model.packed_attention`; only places
 that precede a trained token reach the output matrix. Knows nothing of sharding, losses or batches. Not for models that
 transform the output matrix's logits (soft-capping, logit scales): the exactness check shows it.
 """
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from learner.model.micro_batch import MicroBatch, Paths
 from learner.model.packed_attention import PACKED
 
 LOGITS_AT_ONCE = 2**26
@@ -62,39 +63,30 @@ class Policy(nn.Module):  # type: ignore[misc]
         for layer in self.layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
-    def states(self, ids: Tensor, starts: Tensor, *, longest: int) -> Tensor:
+    def states(self, micro: MicroBatch) -> Tensor:
         """[T, hidden] last hidden states."""
-        return hidden_states(self.lm, ids, starts=starts, longest=longest)
+        options: dict[str, Any] = {"positions": micro.positions, "starts": micro.starts, "longest": micro.longest}
+        return hidden_states(self.lm, micro.ids, **options, paths=micro.paths)
 
     def forward(
-        self,
-        ids: Tensor,
-        mask: Tensor,
-        starts: Tensor,
-        *,
-        longest: int,
-        temperature: float | None,
-        entropy: bool = False,
-        energy: bool = False,
+        self, micro: MicroBatch, *, temperature: float | None, entropy: bool = False, energy: bool = False
     ) -> TokenOutputs:
-        """ids [T] and mask [T] (true: trained) of packed rows, see `learner.training.packing.MicroBatch`; `temperature`
-        None: no log-probabilities, a critic of its own.
+        """`temperature` None: no log-probabilities, a critic of its own.
 
         A head that shares the policy's states reads them and does not train them: its errors have one sign when rewards
         rise, and moving every state by them has made a policy that had solved its task forget it in one update (the
         interference of arXiv:2009.04416, whose answer while the policy trains is this one).
         """
-        chosen = self.states(ids, starts, longest=longest)[:-1][mask[1:]]  # the state before a token predicts it
+        chosen = self.states(micro)[micro.before]  # the state before a token predicts it
         values = None
         if self.value_head is not None:
             judged = chosen if temperature is None else chosen.detach()
             values = self.value_head(judged).float().squeeze(-1).clone()  # no view: FSDP
         if temperature is None:
-            return TokenOutputs(None, None, values)
-        logprobs, entropies, energies = self._logprobs(
-            chosen, ids[1:][mask[1:]], temperature=temperature, entropy=entropy, energy=energy
-        )
-        return TokenOutputs(logprobs, entropies, values, energies)
+            return TokenOutputs(None, None, _of_rows(values, micro))
+        outputs = self._logprobs(chosen, micro.tokens, temperature=temperature, entropy=entropy, energy=energy)
+        logprobs, entropies, energies = (_of_rows(output, micro) for output in outputs)
+        return TokenOutputs(logprobs, entropies, _of_rows(values, micro), energies)
 
     def _logprobs(
         self, states: Tensor, tokens: Tensor, *, temperature: float, entropy: bool, energy: bool
@@ -120,16 +112,23 @@ class Policy(nn.Module):  # type: ignore[misc]
         return logprobs, _entropy(logits) if entropy else None, squared_norm
 
 
-def hidden_states(lm: Any, ids: Tensor, *, starts: Tensor, longest: int) -> Tensor:
-    """[T, hidden] last states of packed rows; positions count from 0 in each row."""
-    places = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
-    positions = places - starts[torch.searchsorted(starts, places, right=True) - 1]
+def _of_rows(predicted: Tensor | None, micro: MicroBatch) -> Tensor | None:
+    """[u] -> [m]: rows that were one up to a token share what was computed for it."""
+    return predicted if predicted is None or micro.shared is None else predicted[micro.shared]
+
+
+def hidden_states(
+    lm: Any, ids: Tensor, *, positions: Tensor, starts: Tensor, longest: int, paths: Paths | None = None
+) -> Tensor:
+    """[T, hidden] last states of a pack, see `MicroBatch`."""
+    shared = {} if paths is None else {"paths": paths}
     states: Tensor = lm.get_decoder()(
         input_ids=ids[None],
-        position_ids=positions[None].long(),
+        position_ids=positions[None],
         use_cache=False,
         cu_seq_lens_q=starts,
         max_length_q=longest,
+        **shared,
     ).last_hidden_state[0]
     return states
 
@@ -154,8 +153,8 @@ def check_rows_apart(lm: Any) -> None:
     ids = torch.arange(6, device=device)
     starts = torch.tensor([0, 3, 6], dtype=torch.int32, device=device)
     with torch.no_grad():
-        beside = hidden_states(lm, ids, starts=starts, longest=3)[3:]
-        alone = hidden_states(lm, ids[3:], starts=starts[:2], longest=3)
+        beside = hidden_states(lm, ids, positions=ids % 3, starts=starts, longest=3)[3:]
+        alone = hidden_states(lm, ids[3:], positions=ids[:3], starts=starts[:2], longest=3)
     crosstalk = float((beside - alone).abs().max() / alone.abs().max())
     if not crosstalk <= MOST_CROSSTALK:
         raise ValueError(

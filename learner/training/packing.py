@@ -4,13 +4,12 @@ Called by `learner.training.trainer`, `learner.training.batch_tensors` and `lear
 holds the whole batch and makes the same plan from it, so no communication is needed to agree. Invariants: each row is
 in exactly one micro-batch of a plan, and every rank runs the same number of micro-batches (FSDP's collectives are
 entered by all ranks or none): a rank without rows runs one that trains nothing. Rows lie one after another in a pack,
-without padding. No model and no loss here.
+without padding; `learner.training.tree_packing` lays out what they share once. No model and no loss here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,25 +17,10 @@ import torch
 from torch import Tensor
 
 from buffers.records import Int32, UInt8
+from learner.model.micro_batch import MicroBatch
 
 Plan = list[list[list[int]]]
 """[micro-batch][rank] -> rows."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """One forward pass of one rank: n rows of T tokens in all, m of them trained."""
-
-    ids: Tensor
-    """[T] int64."""
-    mask: Tensor
-    """[T] bool: true where the token is trained; never at the first token of a row."""
-    starts: Tensor
-    """[n + 1] int32: where each row starts, and T."""
-    longest: int
-    """Tokens of the longest row."""
-    index: Tensor
-    """[m] int64: place of each trained token in the batch's flat arrays, row by row."""
 
 
 class Sequences:
@@ -59,6 +43,15 @@ class Sequences:
     def num_trained(self) -> int:
         return int(self.counts.sum())
 
+    @property
+    def raw_over_unique(self) -> float:
+        """Tokens of the rows over those that a pass over them computes."""
+        return 1.0
+
+    def plan(self, rows: Sequence[int], *, num_ranks: int, token_budget: int) -> Plan:
+        """Who computes which of these rows, and when."""
+        return plan(self.lengths, rows=rows, num_ranks=num_ranks, token_budget=token_budget)
+
     def places(self, rows: Sequence[int]) -> Tensor:
         """[m] flat places of the trained tokens of these rows, in this order."""
         spans = [np.arange(self._starts[row], self._starts[row + 1]) for row in rows]
@@ -69,20 +62,26 @@ class Sequences:
         ids = [self.ids[row] for row in rows] or [np.zeros(2, dtype=np.int32)]
         masks = [self.masks[row] for row in rows] or [np.zeros(2, dtype=np.uint8)]
         lengths = [len(row) for row in ids]
+        flat = np.concatenate(ids).astype(np.int64)
+        trained = np.flatnonzero(np.concatenate(masks))
         return MicroBatch(
-            ids=torch.from_numpy(np.concatenate(ids).astype(np.int64)).to(device),
-            mask=torch.from_numpy(np.concatenate(masks).astype(np.bool_)).to(device),
+            ids=torch.from_numpy(flat).to(device),
+            positions=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device),
             starts=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device),
             longest=max(lengths),
+            before=torch.from_numpy(trained - 1).to(device),
+            tokens=torch.from_numpy(flat[trained]).to(device),
+            shared=None,
             index=self.places(rows).to(device),
         )
 
 
-def split_minibatches(episodes: npt.NDArray[np.int64], *, num: int, rng: np.random.Generator) -> list[list[int]]:
-    """Shuffles episodes and deals them into `num` parts (fewer when episodes are fewer); returns each part's rows."""
-    order = rng.permutation(np.unique(episodes))
+def split_minibatches(owners: npt.NDArray[np.int64], *, num: int, rng: np.random.Generator) -> list[list[int]]:
+    """Shuffles what rows belong to (episodes, or whole groups) and deals it into `num` parts (fewer when there are fewer);
+    returns each part's rows."""
+    order = rng.permutation(np.unique(owners))
     parts = np.array_split(order, min(num, len(order)))
-    return [np.flatnonzero(np.isin(episodes, part)).tolist() for part in parts]
+    return [np.flatnonzero(np.isin(owners, part)).tolist() for part in parts]
 
 
 def plan(lengths: npt.NDArray[np.int64], *, rows: Sequence[int], num_ranks: int, token_budget: int) -> Plan:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -31,12 +32,15 @@ from learner.algorithms.values import explained_variance, score_scale
 from learner.checkpoints import hf_export, training_state
 from learner.checkpoints.weight_shards import Published, WeightShards
 from learner.model import fsdp
+from learner.model.branch_check import check_branches, check_kernel
 from learner.model.lora import LoraConfig, add_adapter
+from learner.model.micro_batch import MicroBatch
 from learner.model.policy import Policy, TokenOutputs, load_policy
 from learner.training.batch_tensors import BatchTensors, token_table
 from learner.training.hinted_rows import hinted_sequences
-from learner.training.packing import MicroBatch, Sequences, plan, split_minibatches
+from learner.training.packing import Sequences, split_minibatches
 from learner.training.step_metrics import StepMetrics
+from learner.training.tree_packing import kept_together, with_shared_prefixes
 from learner.training.warm_start import load_traces, train_on_traces
 
 VALUE_HEAD_LR_RATIO = 10.0
@@ -140,6 +144,7 @@ class Trainer:
         started = time.monotonic()
         config = self._config
         table = token_table(batch, min_version=version - self._keep_versions + 1, mask_truncated=config.mask_truncated)
+        table = replace(table, sequences=self._with_shared_prefixes(table.sequences, table=table))
         if config.kl.coef > 0.0 and self._reference is None:
             self._reference = fsdp.clone_shards(self._policy)
         before = Before(*self._sweep(table.sequences, critic=True))
@@ -160,6 +165,7 @@ class Trainer:
             **({"policy/hinted_share": _share(table.hints)} if self._estimator.needs_hints else {}),
             "policy/truncated_share": float(table.truncated.float().mean()),
             "learner/tokens": float(table.sequences.lengths.sum()),
+            "learner/raw_over_unique": table.sequences.raw_over_unique,
             "learner/trained_tokens": float(table.sequences.num_trained),
             "time/prepare_s": prepared - started,
             "time/train_s": time.monotonic() - started,
@@ -261,6 +267,9 @@ class Trainer:
     def _load(self, folder: str, *, value_head: bool) -> Policy:
         # Sharding moves it to the rank's device, layer by layer: the whole of it may be larger than a card.
         policy = load_policy(folder, value_head=value_head, device=torch.device("cpu"))
+        if self._config.prefix_tree:
+            check_branches(policy.lm)
+            check_kernel(policy.lm, device=self._device, dtype=self._dtype)
         if (lora := self._config.lora).rank:
             self._adapter = add_adapter(policy.lm, rank=lora.rank, alpha=lora.alpha, seed=self._seed)
         if self._config.gradient_checkpointing:
@@ -297,28 +306,29 @@ class Trainer:
         return fsdp.all_sum(found).cpu()
 
     def _forward(self, micro: MicroBatch, *, entropy: bool, energy: bool = False) -> TokenOutputs:
-        outputs: TokenOutputs = self._policy(
-            micro.ids,
-            micro.mask,
-            micro.starts,
-            longest=micro.longest,
-            temperature=self._temperature,
-            entropy=entropy,
-            energy=energy,
-        )
+        outputs: TokenOutputs = self._policy(micro, temperature=self._temperature, entropy=entropy, energy=energy)
         return outputs
 
     def _values(self, micro: MicroBatch, *, shared: Tensor | None) -> Tensor | None:
         """The separate critic's values, or else the policy's own (None: no critic)."""
         if self._critic is None:
             return shared
-        values: Tensor = self._critic(
-            micro.ids, micro.mask, micro.starts, longest=micro.longest, temperature=None
-        ).values
+        values: Tensor = self._critic(micro, temperature=None).values
         return values
 
     def _plan(self, sequences: Sequences, *, rows: Sequence[int]) -> list[list[list[int]]]:
-        return plan(sequences.lengths, rows=rows, num_ranks=self._world_size, token_budget=self._config.token_budget)
+        return sequences.plan(rows, num_ranks=self._world_size, token_budget=self._config.token_budget)
+
+    def _with_shared_prefixes(self, sequences: Sequences, *, table: BatchTensors) -> Sequences:
+        """The same rows, what they share computed once, where that pays."""
+        if not self._config.prefix_tree:
+            return sequences
+        return with_shared_prefixes(
+            sequences,
+            groups=_row_groups(table),
+            num_ranks=self._world_size,
+            token_budget=self._config.token_budget,
+        )
 
     def _remember(self, version: int) -> None:
         """Keeps these weights for the steps in which they will be an older version."""
@@ -383,6 +393,7 @@ class Trainer:
         hinted = None
         if self._estimator.needs_hints and any(table.hints):
             sequences = hinted_sequences(table.sequences, hints=table.hints, tokenizer=self._tokenizer)
+            sequences = self._with_shared_prefixes(sequences, table=table)
             hinted = table.padded(self._sweep(sequences, critic=False)[0] - before.logprobs)
         evidence = AdvantageInputs(
             scores=table.scores,
@@ -416,8 +427,11 @@ class Trainer:
                 group["eps"] = ADAM_EPS * (goals.scale if group["eps_grows"] else 1.0)
         step_metrics = StepMetrics()
         rng = np.random.default_rng((self._seed, self._steps))
+        owners = kept_together(
+            table.sequences, groups=_row_groups(table), episodes=table.episodes, num=config.minibatches
+        )
         for _ in range(config.epochs):
-            for rows in split_minibatches(table.episodes, num=config.minibatches, rng=rng):
+            for rows in split_minibatches(owners, num=config.minibatches, rng=rng):
                 if not bool(table.fresh[table.sequences.places(rows)].any()):
                     continue
                 weights = table.weights(rows, mode=config.aggregation, norm=config.loss_norm)
@@ -480,6 +494,12 @@ class Trainer:
         critic = value_loss(values, targets=goals.targets, clip=config.value_clip * goals.scale)
         total = loss.total + critic / goals.scale
         return replace(loss, total=total, means=loss.means | {"critic/vf_loss": critic.detach()})
+
+
+def _row_groups(table: BatchTensors) -> npt.NDArray[np.int64]:
+    """[N] group of each row."""
+    groups: npt.NDArray[np.int64] = table.groups[table.units].numpy()
+    return groups
 
 
 def _share(hints: Sequence[str | None]) -> float:

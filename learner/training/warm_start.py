@@ -88,7 +88,7 @@ def train_on_traces(
         loss = torch.zeros((), device=device)
         for piles in shares:
             micro = traces.micro_batch(piles[rank], device=device)
-            outputs = policy(micro.ids, micro.mask, micro.starts, longest=micro.longest, temperature=1.0)
+            outputs = policy(micro, temperature=1.0)
             negative = -outputs.logprobs.sum() * scale
             (negative * world_size).backward()  # FSDP averages over ranks; the sum is wanted
             loss += negative.detach()

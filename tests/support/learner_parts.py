@@ -125,3 +125,29 @@ def walks(*, num_groups: int = 2, group_size: int = 4, seed: int = 0, version: i
                 )
             )
     return TrainBatch(rows=rows)
+
+
+def branching_batch(*, seed: int = 0) -> TrainBatch:
+    """Three groups of four episodes: a prompt of 40 tokens, two answers with 20 observed tokens between. In each group two episodes
+    say the same at first, and one has a second row: another answer to what it observed."""
+    rng = np.random.default_rng(seed)
+    rows: list[Row] = []
+    for group in range(3):
+        prompt = rng.integers(0, VOCABULARY, 40)
+        for sample in range(4):
+            first, seen = rng.integers(0, VOCABULARY, 8), rng.integers(0, VOCABULARY, 20)
+            if sample == 1:
+                first = rows[-1].ids[40:48]
+            named: dict[str, Any] = {
+                "episode": f"{group}-{sample}-0",
+                "group": group,
+                "score": float(sample % 2 and group < 2),
+                "hint": "ab",
+            }
+            for branch in range(2 if sample == 3 else 1):
+                ids = np.concatenate([prompt, first, seen, rng.integers(0, VOCABULARY, 6)])
+                mask = [0] * 40 + [int(branch == 0)] * 8 + [0] * 20 + [1] * 6
+                weight = 0.5 if sample == 3 else 1.0
+                recorded = rng.normal(-5.0, 0.1, len(ids)).tolist()
+                rows.append(make_row(ids.tolist(), mask=mask, logprobs=recorded, loss_weight=weight, **named))
+    return TrainBatch(rows=rows)

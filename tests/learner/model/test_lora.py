@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -14,6 +15,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from learner.model import fsdp
 from learner.model.lora import add_adapter
+from learner.model.micro_batch import MicroBatch
+from learner.training.packing import Sequences
 from learner.training.trainer import Trainer
 from tests.support.learner_parts import make_model, make_trainer, walks
 from tests.support.weights.published_weights import published
@@ -78,11 +81,14 @@ def test_reference_is_the_model_with_its_adapter_off_and_costs_an_adapters_memor
     )
     with fsdp.swapped(trainer._policy, shards=trainer._reference), torch.no_grad():
         ids = PROMPT[0]
-        starts = torch.tensor([0, len(ids)], dtype=torch.int32)
-        mask = torch.ones(len(ids), dtype=torch.bool)
-        found = trainer._policy(ids, mask, starts, longest=len(ids), temperature=1.0).logprobs
+        found = trainer._policy(_all_trained(ids), temperature=1.0).logprobs
     plain = _logits(AutoModelForCausalLM.from_pretrained(model))[0, :-1].log_softmax(-1)
     torch.testing.assert_close(found, plain.gather(-1, PROMPT[0, 1:, None])[:, 0], atol=2e-5, rtol=0)
+
+
+def _all_trained(ids: torch.Tensor) -> MicroBatch:
+    mask = (np.arange(len(ids)) > 0).astype(np.uint8)
+    return Sequences([ids.numpy().astype(np.int32)], masks=[mask]).micro_batch([0], device=torch.device("cpu"))
 
 
 def test_engine_gets_the_adapter_and_the_trained_weights_stay(trainer: Trainer, model: Path, tmp_path: Path) -> None:
@@ -113,9 +119,7 @@ def test_next_step_finds_the_logprobs_of_the_merged_weights(trainer: Trainer, tm
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         expected = merged(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-        starts = torch.tensor([0, len(ids)], dtype=torch.int32)
-        mask = torch.ones(len(ids), dtype=torch.bool)
-        found = trainer._policy(ids, mask, starts, longest=len(ids), temperature=1.0).logprobs
+        found = trainer._policy(_all_trained(ids), temperature=1.0).logprobs
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
 
 

@@ -34,7 +34,7 @@ def test_rank_without_rows_runs_a_micro_batch_that_trains_nothing() -> None:
     empty = Sequences([np.arange(5, dtype=np.int32)], masks=[np.zeros(5, dtype=np.uint8)]).micro_batch([], device=CPU)
     assert empty.ids.tolist() == [0, 0]
     assert empty.starts.tolist() == [0, 2]
-    assert empty.mask.sum() == 0
+    assert len(empty.before) == len(empty.tokens) == 0
     assert empty.index.tolist() == []
 
 
@@ -43,7 +43,9 @@ def test_micro_batch_packs_rows_and_numbers_its_trained_tokens() -> None:
     masks = [np.array([0, 1, 1], dtype=np.uint8), np.array([0, 1], dtype=np.uint8)]
     micro = Sequences(rows, masks=masks).micro_batch([1, 0], device=CPU)
     assert micro.ids.tolist() == [8, 9, 5, 6, 7]
-    assert micro.mask.tolist() == [False, True, False, True, True]
+    assert micro.positions.tolist() == [0, 1, 0, 1, 2]
+    assert micro.before.tolist() == [0, 2, 3]
+    assert micro.tokens.tolist() == [9, 6, 7]
     assert micro.starts.tolist() == [0, 2, 5]
     assert micro.longest == 3
     assert micro.index.tolist() == [2, 0, 1]

@@ -17,7 +17,7 @@ from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
 from learner.training.ranks import LearnerRanks, RankFailed
 from tests.support import warm_runs
-from tests.support.learner_parts import assert_same_weights, make_model, make_trainer, walks
+from tests.support.learner_parts import assert_same_weights, branching_batch, make_model, make_trainer, walks
 from tests.support.weights.published_weights import published, published_by
 
 KNOBS: dict[str, Any] = {"lr": 1e-3, "lr_warmup_steps": 0, "token_budget": 100, "kl": {"coef": 0.01}, "epochs": 2}
@@ -43,10 +43,10 @@ def _ranks(model: Path, *, num: int, **knobs: Any) -> LearnerRanks:
 
 
 def _batches() -> list[TrainBatch]:
-    """The second holds tokens of both versions, and an odd number of episodes."""
+    """The first shares prefixes. The second holds tokens of both versions, and an odd number of episodes."""
     newer = walks(num_groups=3, group_size=3, seed=2, version=1).rows
     others = [replace(row, episode_id=f"9{row.episode_id}", group_id=row.group_id + 90) for row in newer]
-    return [walks(), TrainBatch(rows=[*walks(seed=1, version=0).rows, *others])]
+    return [branching_batch(), TrainBatch(rows=[*walks(seed=1, version=0).rows, *others])]
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ async def test_two_ranks_compute_what_one_computes(model: Path, tmp_path: Path, 
     await ranks.close()
     for one, two in zip(alone, together, strict=True):
         assert one.keys() == two.keys()
-        for name in one.keys() - CLOCKS:
+        for name in one.keys() - CLOCKS - {"learner/raw_over_unique"}:  # a group may be divided over ranks
             assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
     assert_same_weights(one_weights, two_weights)
     start = AutoModelForCausalLM.from_pretrained(model).state_dict()

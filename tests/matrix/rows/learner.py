@@ -72,12 +72,22 @@ def _switches() -> list[Row]:
     layers = "learner.gradient_checkpointing"
     gae, separate, plain, lora = learner_name("gae"), "rounds", learner_name("grpo"), learner_name("dr_grpo")
     steered, opo, again = learner_name("reinforce_plus_plus"), learner_name("opo"), learner_name("rloo")
+    apart = learner_name("remax")
     return [
         Row("learner.critic", "shared", gae, all_of(_has("critic/value_mean"), _value_head)),
         Row("learner.critic", "separate", separate, trains("learner.critic", "shared")),
         Row("learner.critic", "none", plain, absent("critic/value_mean")),
         Row(layers, False, plain, _passes(layers, True, more=True)),
         Row(layers, True, again, _passes(layers, False, more=False)),
+        Row(
+            "learner.prefix_tree",
+            True,
+            "rounds",
+            all_of(_shares(True), changes_no_weight("learner.prefix_tree", False)),
+        ),
+        Row(
+            "learner.prefix_tree", False, apart, all_of(_shares(False), changes_no_weight("learner.prefix_tree", True))
+        ),
         Row("learner.clip.low", "null", lora, trains("learner.clip.low", 0.01)),
         Row("learner.clip.low", "set", gae, trains("learner.clip.low", None)),
         Row("learner.clip.high", "null", lora, trains("learner.clip.high", 0.01)),
@@ -187,6 +197,20 @@ def _passes(key: str, neighbour: Any, *, more: bool) -> Effect:
         own, other = replay(ended).passes, replay(ended, {key: neighbour}).passes
         seen = expect(other > own if more else other < own, f"{own} passes of a layer, {other} with {neighbour}")
         return f"{seen}; {changes_no_weight(key, neighbour)(ended)}"
+
+    return effect
+
+
+def _shares(is_on: bool) -> Effect:
+    """The run computes what rows share once, or each row by itself, and its replay with the other value does the other."""
+
+    def effect(ended: Ended) -> str:
+        from tests.matrix.replay import replay
+
+        name = "learner/raw_over_unique"
+        other = [line[name] for line in replay(ended, {"learner.prefix_tree": not is_on}).metrics]
+        tree, rows = (ended.metric(name), other) if is_on else (other, ended.metric(name))
+        return expect(max(tree) > 1.1 and set(rows) == {1.0}, f"{name}: {tree} with the tree, {rows} without")
 
     return effect
 

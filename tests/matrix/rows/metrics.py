@@ -114,6 +114,7 @@ def _policy() -> dict[str, tuple[str, Effect]]:
         "learner/updates": (GRPO, always("learner/updates", 6)),
         "learner/skipped": (GRPO, always("learner/skipped", 0)),
         "learner/tokens": (GRPO, _equals("learner/tokens", "batch/tokens")),
+        "learner/raw_over_unique": ("rounds", metric("learner/raw_over_unique", lambda values: 1.1 < max(values) < 8)),
         "learner/trained_tokens": (GRPO, _equals("learner/trained_tokens", "batch/trained_tokens")),
         "warm_start/first_loss": ("mix", positive("warm_start/first_loss")),
         "warm_start/last_loss": ("mix", _less("warm_start/last_loss", "warm_start/first_loss")),

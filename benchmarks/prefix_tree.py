@@ -1,0 +1,172 @@
+"""What the learner's prefix tree saves, what it costs where nothing is shared, and that it changes no gradient.
+
+A part of `benchmarks.learner`, which calls `measure_tree`. An update on a tree and one on packed rows are timed in turn in one
+process; a figure is the quotient of the medians. Rows are made up: `agent_rows` as an agent like Claude Code leaves them, scaled
+down; `group_rows` one prompt with eight answers. It judges nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.processes.learner_side import Rows
+from configs.tiny_model import VOCAB_SIZE, make_tiny_model
+from learner.model.policy import Policy, load_policy
+from learner.training.packing import Sequences
+from learner.training.prefix_tree import PrefixTree
+from learner.training.tree_packing import TreeSequences
+
+EPISODES, BRANCHES = 8, 9
+SYSTEM, TASK, ROUND, TAIL = 17_000, 400, 2_500, 400
+"""Tokens of an agent's row: system prompt with the tools, the task, what a branch has more of the history than the one before it,
+and what its own end has. Nine rows of 30,400 tokens in the mean, as a recorded episode of 24 rounds."""
+MEDIUM = {"hidden": 768, "layers": 12, "ffn": 1536, "heads": 12, "kv_heads": 6}
+"""64 million weights in its layers."""
+SMALL = {"hidden": 128, "layers": 2, "ffn": 256, "heads": 4, "kv_heads": 2}
+RANDOM_TREES = 5
+Run = Callable[[list[list[str]]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeShape:
+    """Sizes of the rows: for CPUs, agents' rows are made shorter by `scale`."""
+
+    scale: float = 96.0
+    prompt: int = 2048
+    answer: int = 256
+    apart: int = 16
+    """Rows that share nothing."""
+
+
+def agent_rows(*, scale: float, seed: int = 0) -> Rows:
+    """Eight episodes of nine branches: each has more of its episode's history than the one before, and an end of its own."""
+    rng = np.random.default_rng(seed)
+    system, task, more, tail = (max(2, round(size / scale)) for size in (SYSTEM, TASK, ROUND, TAIL))
+    shared, rows = _random(rng, system), []
+    for _ in range(EPISODES):
+        history = np.concatenate([shared, _random(rng, task + BRANCHES * more)])
+        for branch in range(1, BRANCHES + 1):
+            rows.append((np.concatenate([history[: system + task + branch * more], _random(rng, tail)]), tail))
+    return _as_rows(rows, groups=[0] * len(rows), rng=rng)
+
+
+def group_rows(*, prompt: int, answer: int, seed: int = 0) -> Rows:
+    """Eight answers to one prompt."""
+    rng = np.random.default_rng(seed)
+    shared = _random(rng, prompt)
+    rows = [(np.concatenate([shared, _random(rng, answer)]), answer) for _ in range(8)]
+    return _as_rows(rows, groups=[0] * 8, rng=rng)
+
+
+def apart_rows(*, num: int, seed: int = 0) -> Rows:
+    """Rows of 64 to 256 tokens that share nothing."""
+    rng = np.random.default_rng(seed)
+    rows = [(_random(rng, int(length)), int(length) // 2) for length in rng.integers(64, 257, num)]
+    return _as_rows(rows, groups=[row // 8 for row in range(num)], rng=rng)
+
+
+def _random(rng: np.random.Generator, size: int) -> np.ndarray:
+    return rng.integers(0, VOCAB_SIZE, size)
+
+
+def _as_rows(rows: list[tuple[np.ndarray, int]], *, groups: list[int], rng: np.random.Generator) -> Rows:
+    """Ids, and how many tokens of the end are trained."""
+    lengths = np.array([len(ids) for ids, _ in rows])
+    masks = [(np.arange(len(ids)) >= len(ids) - trained).astype(np.uint8) for ids, trained in rows]
+    return Rows(
+        ids=np.concatenate([ids for ids, _ in rows]).astype(np.int32),
+        mask=np.concatenate(masks),
+        lengths=lengths,
+        prompts=lengths - np.array([trained for _, trained in rows]),
+        scores=rng.integers(0, 2, len(rows)).astype(np.float32),
+        groups=np.array(groups),
+    )
+
+
+def measure_tree(
+    run: Run,
+    *,
+    folder: Path,
+    shape: TreeShape,
+    model: dict[str, int],
+    repeats: int,
+    token_budget: int,
+    device: str,
+    dtype: str,
+) -> dict[str, Any]:
+    """The figures, under the names that the benchmark writes. `run` starts a command and waits for its end."""
+    path = make_tiny_model(folder / "tree_model", **model)
+    sides = {
+        "agents": agent_rows(scale=shape.scale),
+        "group8": group_rows(prompt=shape.prompt, answer=shape.answer),
+        "1": apart_rows(num=shape.apart),
+    }
+    figures: dict[str, Any] = {"tree_grad_diff": grad_difference(make_tiny_model(folder / "small", **SMALL))}
+    print(f"prefix tree: gradients differ by {figures['tree_grad_diff']:.1e} of their norm", flush=True)
+    for name, rows in sides.items():
+        rows.write(folder / "tree_rows.npz")
+        out = folder / "tree.json"
+        command = [sys.executable, "-m", "benchmarks.processes.tree_side", "--rows", folder / "tree_rows.npz"]
+        command += ["--model", path, "--out", out, "--repeats", repeats, "--token-budget", token_budget]
+        command += ["--device", device, "--dtype", dtype, "--address", _free_address()]
+        run([[str(word) for word in command]])
+        found = json.loads(out.read_text())
+        packed, tree, ratio = (median(found[key]) for key in ("packed_s", "tree_s", "raw_over_unique"))
+        if name == "1":
+            figures["tree_cost_ratio_1"] = tree / packed
+        else:
+            figures[f"tree_speedup_{name}"] = packed / tree
+            figures[f"tree_tokens_{name}"] = ratio
+        figures[f"tree_seconds_{name}"] = found
+        print(
+            f"prefix tree, {name}: packed {packed:.3f} s, tree {tree:.3f} s, {ratio:.2f} times fewer tokens", flush=True
+        )
+    return figures
+
+
+def grad_difference(model: Path, *, seed: int = 0) -> float:
+    """The largest difference of gradients over random trees of several levels, as a share of the gradient's norm; in float32."""
+    policy = load_policy(model, value_head=False, device=torch.device("cpu"))
+    found = []
+    for number in range(RANDOM_TREES):
+        rows = _random_tree(np.random.default_rng((seed, number)))
+        tree = TreeSequences(rows, tree=PrefixTree(rows.ids), groups=np.zeros(len(rows.ids), dtype=np.int64))
+        one, other = (_gradient(policy, sequences) for sequences in (tree, rows))
+        found.append(float((one - other).norm() / other.norm()))
+    return max(found)
+
+
+def _random_tree(rng: np.random.Generator, *, num: int = 24) -> Sequences:
+    ids = [_random(rng, 200)]
+    while len(ids) < num:
+        other = ids[rng.integers(len(ids))]
+        ids.append(
+            np.concatenate([other[: rng.integers(len(other) // 2, len(other))], _random(rng, rng.integers(2, 100))])
+        )
+    masks = [((rng.random(len(row)) < 0.5) & (np.arange(len(row)) > 0)).astype(np.uint8) for row in ids]
+    return Sequences([row.astype(np.int32) for row in ids], masks=masks)
+
+
+def _gradient(policy: Policy, sequences: Sequences) -> torch.Tensor:
+    policy.zero_grad()
+    weights = torch.randn(sequences.num_trained, generator=torch.Generator().manual_seed(0))
+    for piles in sequences.plan(range(len(sequences.ids)), num_ranks=1, token_budget=2048):
+        micro = sequences.micro_batch(piles[0], device=torch.device("cpu"))
+        (policy(micro, temperature=1.0).logprobs * weights[micro.index]).sum().backward()
+    return torch.cat([each.grad.flatten().double() for each in policy.parameters() if each.grad is not None])
+
+
+def _free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"

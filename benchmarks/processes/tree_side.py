@@ -1,0 +1,97 @@
+"""Times updates on the rows of a file, packed one by one and as a prefix tree, in turn, and writes down what they took.
+
+`python -m benchmarks.processes.tree_side --rows FILE --model FOLDER --out FILE ...`, started by `benchmarks.prefix_tree`.
+Invariant: both ways are one trainer with one set of weights, and only `learner.prefix_tree` differs; a time has everything from
+the rows to the new weights in it, the making of the tree too. It compares nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.processes.learner_side import Rows
+from configs.schema import LearnerConfig
+from learner.training.batch_tensors import BatchTensors, token_table
+from learner.training.trainer import Before, Trainer
+
+
+class TreeTrainer(Trainer):
+    """Makes one update, by itself, in either way."""
+
+    def timed_update(self, table: BatchTensors, *, prefix_tree: bool) -> tuple[float, float]:
+        """Seconds of an update, and tokens of the rows over those computed."""
+        self._config = self._config.model_copy(update={"prefix_tree": prefix_tree})
+        nothing = torch.zeros_like(table.behaviour)
+        before = Before(table.behaviour, nothing, nothing, nothing)
+        self._wait()
+        began = time.perf_counter()
+        laid_out = replace(table, sequences=self._with_shared_prefixes(table.sequences, table=table))
+        self._learn(laid_out, before=before)
+        self._wait()
+        return time.perf_counter() - began, laid_out.sequences.raw_over_unique
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train in both ways, in turn, and write the seconds of each."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.processes.tree_side", description=(__doc__ or "").split("\n")[0]
+    )
+    for name in ("rows", "model", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--address", required=True, help="host:port where the one rank meets itself")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--token-budget", type=int, default=8192)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--gradient-checkpointing", action="store_true")
+    arguments = parser.parse_args(argv)
+    config = LearnerConfig(
+        advantage="grpo",
+        critic="none",
+        lr=1e-6,
+        lr_warmup_steps=0,
+        minibatches=1,
+        token_budget=arguments.token_budget,
+        gradient_checkpointing=arguments.gradient_checkpointing,
+    )
+    trainer = TreeTrainer(
+        config,
+        model_path=str(arguments.model),
+        dtype=arguments.dtype,
+        temperature=1.0,
+        seed=0,
+        keep_versions=1,
+        address=arguments.address,
+        rank=0,
+        world_size=1,
+        device=arguments.device,
+    )
+    table = token_table(Rows.read(arguments.rows).batch(), min_version=0)
+    trainer.timed_update(table, prefix_tree=True)  # makes the optimizer's state
+    figures: dict[str, list[float]] = {"packed_s": [], "tree_s": [], "raw_over_unique": []}
+    for _ in range(arguments.repeats):
+        figures["packed_s"].append(trainer.timed_update(table, prefix_tree=False)[0])
+        seconds, ratio = trainer.timed_update(table, prefix_tree=True)
+        figures["tree_s"].append(seconds)
+        figures["raw_over_unique"].append(ratio)
+    arguments.out.write_text(json.dumps(figures), encoding="utf-8")
+    trainer.close()
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # threads of torch.distributed that still run sometimes abort an orderly exit

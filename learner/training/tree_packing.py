@@ -1,0 +1,156 @@
+"""Rows to micro-batches in which what rows share is computed once: as `learner.training.packing`, with a prefix tree.
+
+Called by `learner.training.trainer`. Invariants: as there, every rank makes the same plan; a micro-batch holds at most
+`token_budget` places, and at most GATHERED times as many gathered keys, but for a row longer than that; a group's rows are on one
+rank and in one mini-batch unless that leaves ranks or mini-batches without work. No model and no loss here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from learner.model.micro_batch import MicroBatch, Paths
+from learner.training.packing import Plan, Sequences
+from learner.training.prefix_tree import Layout, PrefixTree
+
+LEAST_RATIO = 1.1
+"""Tokens of the rows over those of the tree below which rows are packed one by one."""
+GATHERED = 4
+"""Gathered keys for each token of the budget: a chain of short branches would gather its path again and again."""
+WORTH_SPLITTING = 0.9
+"""A group is divided where the rank that has most to do then has at most this share of it."""
+
+
+class TreeSequences(Sequences):
+    """Rows whose shared prefixes are laid out once."""
+
+    def __init__(self, rows: Sequences, *, tree: PrefixTree, groups: npt.NDArray[np.int64]) -> None:
+        super().__init__(rows.ids, masks=rows.masks)
+        self.groups = groups
+        self._tree = tree
+        self._raw_over_unique = 1.0
+
+    @property
+    def raw_over_unique(self) -> float:
+        return self._raw_over_unique
+
+    def measure(self, *, num_ranks: int, token_budget: int) -> float:
+        """Tokens of the rows over those that a pass over all of them computes."""
+        everything = self.plan(range(len(self.ids)), num_ranks=num_ranks, token_budget=token_budget)
+        computed = sum(self._tree.tokens(pile) for piles in everything for pile in piles)
+        self._raw_over_unique = float(self.lengths.sum()) / computed
+        return self._raw_over_unique
+
+    def plan(self, rows: Sequence[int], *, num_ranks: int, token_budget: int) -> Plan:
+        """Divides groups over ranks by what they add to compute, then each rank's rows, in the tree's order, into micro-batches."""
+        shares = self._shares(rows, num_ranks=num_ranks)
+        piles = [self._piles(share, token_budget=token_budget) for share in shares]
+        steps = max(1, max(len(pile) for pile in piles))
+        return [[pile[step] if step < len(pile) else [] for pile in piles] for step in range(steps)]
+
+    def micro_batch(self, rows: Sequence[int], *, device: torch.device) -> MicroBatch:
+        """Lays these rows out as a tree. No rows: one of two tokens that trains nothing."""
+        if not rows:
+            return super().micro_batch(rows, device=device)
+        layout = self._tree.layout(rows)
+        ids = np.empty(len(layout.positions), dtype=np.int64)
+        for row, nodes in zip(layout.rows, layout.nodes):
+            ids[nodes] = self.ids[row]
+        trained = [np.flatnonzero(self.masks[row]) for row in layout.rows]
+        after = np.concatenate([self.ids[row][own] for row, own in zip(layout.rows, trained)])
+        predicting = np.concatenate([nodes[own - 1] for nodes, own in zip(layout.nodes, trained)])
+        before, firsts, which = np.unique(predicting, return_index=True, return_inverse=True)
+        longest = int(np.diff(layout.starts).max())
+        return MicroBatch(
+            ids=torch.from_numpy(ids).to(device),
+            positions=torch.from_numpy(layout.positions).to(device),
+            starts=torch.from_numpy(layout.starts.astype(np.int32)).to(device),
+            longest=longest,
+            before=torch.from_numpy(before).to(device),
+            tokens=torch.from_numpy(after[firsts].astype(np.int64)).to(device),
+            shared=torch.from_numpy(which).to(device),
+            index=self.places(layout.rows).to(device),
+            paths=_paths(layout, device=device),
+        )
+
+    def _shares(self, rows: Sequence[int], *, num_ranks: int) -> list[list[int]]:
+        """The rows of each rank. Groups are whole, unless dividing one shortens the work of the rank that has most."""
+        ordered = self._tree.sorted(rows)
+        owners = self.groups[ordered]
+        items = [[ordered[place] for place in np.flatnonzero(owners == group)] for group in np.unique(owners)]
+        shares, most = self._dealt(items, num_ranks=num_ranks)
+        while num_ranks > 1 and items and len(heaviest := max(items, key=self._tree.tokens)) > 1:
+            half = len(heaviest) // 2
+            finer = [item for item in items if item is not heaviest] + [heaviest[:half], heaviest[half:]]
+            finer_shares, finer_most = self._dealt(finer, num_ranks=num_ranks)
+            if finer_most > WORTH_SPLITTING * most:
+                break
+            items, shares, most = finer, finer_shares, finer_most
+        return shares
+
+    def _dealt(self, items: list[list[int]], *, num_ranks: int) -> tuple[list[list[int]], int]:
+        """The largest first, each to the rank with least to do; and the tokens of the rank with most."""
+        sizes = [(self._tree.tokens(item), item) for item in items]
+        shares: list[list[int]] = [[] for _ in range(num_ranks)]
+        loads = [0] * num_ranks
+        for size, item in sorted(sizes, key=lambda one: (-one[0], one[1])):
+            rank = loads.index(min(loads))
+            shares[rank] += item
+            loads[rank] += size
+        return shares, max(loads)
+
+    def _piles(self, rows: Sequence[int], *, token_budget: int) -> list[list[int]]:
+        """Runs of rows that fit both budgets, then the small ones together where they fit."""
+        most = GATHERED * token_budget
+        piles: list[list[int]] = []
+        runs = self._tree.runs(rows, tokens=token_budget, gathered=most)
+        for run in sorted(runs, key=lambda run: (-self._tree.tokens(run), run)):
+            for place, pile in enumerate(piles):
+                tokens, gathered = self._tree.size([*pile, *run])
+                if tokens <= token_budget and gathered <= most:
+                    piles[place] = [*pile, *run]
+                    break
+            else:
+                piles.append(run)
+        return piles
+
+
+def with_shared_prefixes(
+    sequences: Sequences, *, groups: npt.NDArray[np.int64], num_ranks: int, token_budget: int
+) -> Sequences:
+    """These rows as a tree, or as they are where that does not pay. `groups` [N]: rows that are to stay together."""
+    tree = PrefixTree(sequences.ids)
+    everything = range(len(sequences.ids))
+    raw = int(sequences.lengths.sum())
+    if raw < LEAST_RATIO * tree.tokens(everything):
+        return sequences
+    found = TreeSequences(sequences, tree=tree, groups=groups)
+    pays = found.measure(num_ranks=num_ranks, token_budget=token_budget) >= LEAST_RATIO
+    return found if pays else sequences
+
+
+def kept_together(
+    sequences: Sequences, *, groups: npt.NDArray[np.int64], episodes: npt.NDArray[np.int64], num: int
+) -> npt.NDArray[np.int64]:
+    """[N] what one of `num` mini-batches takes as a whole: groups where their rows share enough, else episodes. By the rows alone:
+    neither ranks nor budgets nor how rows are packed may change what is trained together."""
+    if len(np.unique(groups)) < num:
+        return episodes
+    computed = PrefixTree(sequences.ids).tokens(range(len(sequences.ids)))
+    return groups if int(sequences.lengths.sum()) >= LEAST_RATIO * computed else episodes
+
+
+def _paths(layout: Layout, *, device: torch.device) -> Paths | None:
+    """None where no segment has another before it: rows that share nothing."""
+    lengths = np.array([len(path) for path in layout.paths])
+    if (lengths == np.diff(layout.starts)).all():
+        return None
+    return Paths(
+        places=torch.from_numpy(np.concatenate(layout.paths)).to(device),
+        starts=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device),
+        longest=int(lengths.max()),
+    )

@@ -1,0 +1,191 @@
+"""Rules of the prefix tree: what rows share is computed once, and every number is that of the rows packed one by one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM
+
+from learner.model.policy import Policy
+from learner.training.packing import Sequences, plan
+from learner.training.prefix_tree import PrefixTree
+from learner.training.tree_packing import GATHERED, TreeSequences, kept_together, with_shared_prefixes
+from tests.support.learner_parts import VOCABULARY, random_lm
+
+CPU = torch.device("cpu")
+
+
+def branching(*, seed: int, num: int = 12, longest: int = 60) -> Sequences:
+    """Rows that leave one another at random depths, several levels deep: among them equal rows, and starts of others."""
+    rng = np.random.default_rng(seed)
+    ids = [rng.integers(0, VOCABULARY, 90)]
+    while len(ids) < num:
+        other = ids[rng.integers(len(ids))]
+        start = other[: rng.integers(len(other) // 3, len(other) + 1)]
+        ids.append(np.concatenate([start, rng.integers(0, VOCABULARY, rng.integers(0, longest))]))
+    ids = [ids[place].astype(np.int32) for place in rng.permutation(num)]
+    masks = [((rng.random(len(row)) < 0.5) & (np.arange(len(row)) > 0)).astype(np.uint8) for row in ids]
+    return Sequences(ids, masks=masks)
+
+
+def as_tree(sequences: Sequences, *, groups: list[int] | None = None) -> TreeSequences:
+    owners = np.zeros(len(sequences.ids), dtype=np.int64) if groups is None else np.array(groups)
+    return TreeSequences(sequences, tree=PrefixTree(sequences.ids), groups=owners)
+
+
+def _windowed() -> Any:
+    """Each token sees 24 tokens: windows that end within a segment, and in one before it."""
+    return MistralForCausalLM(
+        MistralConfig(
+            vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=16, intermediate_size=128, initializer_range=0.1, sliding_window=24,
+        )
+    )  # fmt: skip
+
+
+def _passes(policy: Policy, sequences: Sequences, *, token_budget: int) -> tuple[torch.Tensor, list[torch.Tensor], int]:
+    """[3, M] log-probabilities, entropies and values, the gradients of a weighted sum of them, and the tokens computed."""
+    policy.zero_grad()
+    weights = torch.randn(3, sequences.num_trained, generator=torch.Generator().manual_seed(3))
+    found = torch.full((3, sequences.num_trained), torch.nan)
+    computed = 0
+    for piles in sequences.plan(range(len(sequences.ids)), num_ranks=1, token_budget=token_budget):
+        micro = sequences.micro_batch(piles[0], device=CPU)
+        out = policy(micro, temperature=0.9, entropy=True)
+        stacked = torch.stack([out.logprobs, out.entropy, out.values])
+        (stacked * weights[:, micro.index]).sum().backward()
+        found[:, micro.index] = stacked.detach()
+        computed += len(micro.ids)
+    return found, [each.grad.clone() for each in policy.parameters() if each.grad is not None], computed
+
+
+@pytest.mark.parametrize("token_budget", [10_000, 200])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("make", [random_lm, _windowed])
+def test_tree_has_the_outputs_and_gradients_of_packed_rows(
+    make: Callable[[], Any], dtype: torch.dtype, token_budget: int
+) -> None:
+    """Trees of several levels, whole and in pieces. Gradients differ by at most 1e-6 of their size."""
+    torch.manual_seed(0)
+    policy = Policy(make().eval(), value_head=True).to(dtype)
+    torch.nn.init.normal_(policy.value_head.weight)
+    for seed in range(3):
+        rows = branching(seed=seed)
+        found, gradients, computed = _passes(policy, as_tree(rows), token_budget=token_budget)
+        expected, others, raw = _passes(policy, rows, token_budget=token_budget)
+        assert raw == rows.lengths.sum() > 1.15 * computed
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+        one, other = (torch.cat([each.flatten().double() for each in part]) for part in (gradients, others))
+        assert float((one - other).norm() / other.norm()) <= 1e-6
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_layout_holds_every_row_once_and_each_place_predicts_one_token(seed: int) -> None:
+    rows = branching(seed=seed, num=15).ids
+    tree = PrefixTree(rows)
+    chosen = np.random.default_rng(seed).choice(15, 1 + seed % 15, replace=False).tolist()
+    layout = tree.layout(chosen)
+    ids = np.full(len(layout.positions), -1)
+    after: dict[int, int] = {}
+    for row, nodes in zip(layout.rows, layout.nodes, strict=True):
+        assert layout.positions[nodes].tolist() == list(range(len(rows[row])))
+        assert set(ids[nodes].tolist()) <= {-1, *rows[row].tolist()}
+        ids[nodes] = rows[row]
+        for place, token in zip(nodes[:-1].tolist(), rows[row][1:].tolist()):
+            assert after.setdefault(place, token) == token
+    for row, nodes in zip(layout.rows, layout.nodes, strict=True):
+        assert ids[nodes].tolist() == rows[row].tolist()
+    assert sorted(layout.rows) == sorted(chosen) and -1 not in ids
+    for start, end, path in zip(layout.starts[:-1], layout.starts[1:], layout.paths, strict=True):
+        assert path[start - end :].tolist() == list(range(start, end))
+        assert any(path.tolist() == nodes[: len(path)].tolist() for nodes in layout.nodes)
+    assert tree.size(chosen) == (len(ids), sum(map(len, layout.paths)))
+
+
+def test_rows_part_one_token_before_they_differ() -> None:
+    """Rows of 40 that differ from the 31st on share 29 places: the 30th predicts another token in each."""
+    rng = np.random.default_rng(0)
+    stem = rng.integers(0, 9, 30)
+    rows = [np.concatenate([stem, np.full(10, own)]).astype(np.int32) for own in (10, 11)]
+    assert PrefixTree(rows).size([0, 1]) == (29 + 2 * 11, 29 + 2 * 40)
+    assert PrefixTree([rows[0], rows[0]]).size([0, 1]) == (40, 40)
+    assert PrefixTree([rows[0], rows[0][:20]]).size([0, 1]) == (40, 40)
+
+
+def test_fork_close_behind_another_is_made_there() -> None:
+    stem = np.arange(40)
+    late = [np.concatenate([stem, [7] * 3, np.full(9, own)]).astype(np.int32) for own in (50, 51)]
+    early = np.concatenate([stem, np.full(9, 52)]).astype(np.int32)
+    layout = PrefixTree([*late, early]).layout([0, 1, 2])
+    assert layout.starts.tolist() == [0, 39, 39 + 13, 39 + 26, 39 + 26 + 10]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_plan_has_each_row_once_within_both_budgets(num_ranks: int) -> None:
+    rows = branching(seed=1, num=40)
+    tree = as_tree(rows, groups=[row // 5 for row in range(40)])
+    budget = 150
+    steps = tree.plan(range(40), num_ranks=num_ranks, token_budget=budget)
+    assert sorted(row for piles in steps for pile in piles for row in pile) == list(range(40))
+    assert all(len(piles) == num_ranks for piles in steps)
+    for pile in (pile for piles in steps for pile in piles if len(pile) > 1):
+        micro = tree.micro_batch(pile, device=CPU)
+        assert len(micro.ids) <= budget
+        assert micro.paths is None or len(micro.paths.places) <= GATHERED * budget
+
+
+def test_chain_of_short_branches_is_split_by_what_it_gathers() -> None:
+    """A stem of 1,000 tokens with a branch of two at every twentieth: few tokens, and each branch gathers half a stem."""
+    stem = np.arange(1000, dtype=np.int32)
+    rows = [stem, *(np.append(stem[:end], [5, 5]).astype(np.int32) for end in range(20, 1000, 20))]
+    tree = as_tree(Sequences(rows, masks=[np.zeros(len(row), dtype=np.uint8) for row in rows]))
+    steps = tree.plan(range(len(rows)), num_ranks=1, token_budget=3000)
+    assert PrefixTree(rows).tokens(range(len(rows))) < 1200
+    assert len(steps) > 2
+    assert all(PrefixTree(rows).size(pile)[1] <= GATHERED * 3000 for (pile,) in steps)
+
+
+def test_group_stays_on_one_rank_unless_another_would_be_idle() -> None:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCABULARY, 64) for _ in range(4)]
+    ids = [np.concatenate([prompts[row % 4], rng.integers(0, VOCABULARY, 20)]).astype(np.int32) for row in range(32)]
+    rows = Sequences(ids, masks=[np.zeros(84, dtype=np.uint8)] * 32)
+    tree = as_tree(rows, groups=[row % 4 for row in range(32)])
+    steps = tree.plan(range(32), num_ranks=2, token_budget=10_000)
+    groups = [{row % 4 for piles in steps for row in piles[rank]} for rank in range(2)]
+    assert not groups[0] & groups[1] and len(groups[0]) == 2
+    alone = tree.plan(range(0, 32, 4), num_ranks=2, token_budget=10_000)
+    assert [len(pile) for piles in alone for pile in piles] == [4, 4]
+
+
+def test_rows_that_share_too_little_are_packed_one_by_one() -> None:
+    """27 of 300 tokens are shared: 9 %. And the plan is the one without a tree."""
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, VOCABULARY, 100).astype(np.int32) for _ in range(3)]
+    ids[1][:28] = ids[0][:28]
+    rows = Sequences(ids, masks=[np.zeros(100, dtype=np.uint8)] * 3)
+    groups = np.zeros(3, dtype=np.int64)
+    found = with_shared_prefixes(rows, groups=groups, num_ranks=1, token_budget=1000)
+    assert found is rows and found.raw_over_unique == 1.0
+    assert found.plan([0, 1, 2], num_ranks=1, token_budget=1000) == plan(
+        rows.lengths, rows=[0, 1, 2], num_ranks=1, token_budget=1000
+    )
+    ids[2][:28] = ids[0][:28]
+    found = with_shared_prefixes(rows, groups=groups, num_ranks=1, token_budget=1000)
+    assert isinstance(found, TreeSequences)
+    assert found.raw_over_unique == 300 / (300 - 2 * 27)
+
+
+def test_mini_batch_takes_groups_whole_where_they_share_and_there_are_enough() -> None:
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, VOCABULARY, 100).astype(np.int32) for _ in range(4)]
+    groups, episodes, masks = np.array([0, 0, 1, 1]), np.arange(4), [np.zeros(100, dtype=np.uint8)] * 4
+    apart = kept_together(Sequences(ids, masks=masks), groups=groups, episodes=episodes, num=2)
+    for row in (1, 3):
+        ids[row][:60] = ids[row - 1][:60]
+    rows = Sequences(ids, masks=masks)
+    few = kept_together(rows, groups=groups, episodes=episodes, num=3)
+    assert apart.tolist() == few.tolist() == [0, 1, 2, 3]
+    assert kept_together(rows, groups=groups, episodes=episodes, num=2).tolist() == [0, 0, 1, 1]
