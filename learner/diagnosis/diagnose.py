@@ -1,7 +1,7 @@
 """`diagnose(folder)`: what holds learning back in a run, the worst first.
 
-Called by `learner.diagnosis.command_line` and by pages that show a run; needs neither torch nor vLLM. `RULES` is the table: a rule is a
-function of the evidence. Invariant: there is at least one finding; where nothing is wrong it says so, with figures.
+Called by `learner.diagnosis.command_line` and by pages that show a run; needs neither torch nor vLLM. `RULES` is the table: a rule
+is a function of the evidence. Invariant: there is at least one finding; where nothing is wrong it says so, with figures.
 """
 
 from __future__ import annotations

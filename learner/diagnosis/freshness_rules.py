@@ -119,7 +119,7 @@ def capped_weights(run: Evidence) -> Finding | None:
     return Finding(
         rule="capped_weights",
         severity=by_share(share, harms=MANY),
-        sentence=f"{percent(share)} of the trained tokens are far more likely now than when they were sampled, and weigh too little.",
+        sentence=f"{percent(share)} of the trained tokens are far more likely now than when they were sampled.",
         figure=share,
         measure="policy/is_capped",
         remedy=f"{slower}, or fresher data: buffer.max_policy_lag={max(0, lag - 1)}" if lag else slower,

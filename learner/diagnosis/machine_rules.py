@@ -140,18 +140,17 @@ def dying_parts(run: Evidence) -> Finding | None:
 
 
 def _more(run: Evidence) -> str:
-    """What lets more episodes run at once."""
+    """What lets more episodes run at once, as far as the pool says what they wait for."""
     slots, running = run.last("pool/slots", default=64.0), run.mean("pool/running") or 0.0
-    lag = run.config.buffer.max_policy_lag
-    if run.last("pool/admissible_groups", default=1.0) == 0.0 and running < 0.8 * slots:
-        return f"let episodes of later steps begin: buffer.max_policy_lag={lag + 1}"
+    waiting, room = run.last("pool/agents_waiting"), run.last("pool/admissible_groups", default=1e9)
+    work = "or faster agents, tools and environments"
     if running >= 0.8 * slots:
-        return f"agents.concurrency={2 * int(slots)}"
-    if run.config.agents.processes > 0 and run.last("pool/agents_waiting", default=1.0) == 0.0:
-        return f"agents.processes={2 * run.config.agents.processes}"
-    return "make the agent's own work, its tools and its environment faster, or run more of them at once: " + (
-        f"agents.concurrency={2 * int(slots)}"
-    )
+        return f"more episodes at once, agents.concurrency={2 * int(slots)}, {work}"
+    if waiting > 0.0 and room <= run.config.buffer.groups_per_step:  # all that a step frees is taken at once
+        return f"let episodes of later steps begin, buffer.max_policy_lag={run.config.buffer.max_policy_lag + 1}, {work}"
+    processes = run.config.agents.processes
+    more = f"agents.processes={2 * processes}" if processes else f"agents.concurrency={2 * int(slots)}"
+    return f"{more}, {work}"
 
 
 def _faster_generation(run: Evidence) -> str:

@@ -199,8 +199,8 @@ def entropy_gone(run: Evidence) -> Finding | None:
 
 
 def blind_critic(run: Evidence) -> Finding | None:
-    """After 10 steps the critic explains at most 5 % of its targets' variance, by the median of the last steps in which scores
-    differ."""
+    """After 10 steps in which the reward has not risen the critic explains at most 5 % of its targets' variance, by the median of
+    the steps in which scores differ."""
     learner = run.config.learner
     spread = 0.05 * run.score_range
     known = [
@@ -208,7 +208,7 @@ def blind_critic(run: Evidence) -> Finding | None:
         for step in run.recent
         if "critic/explained_variance" in step and step["reward/std"] > spread
     ]
-    if learner.advantage != "gae" or len(run.steps) < ENOUGH_STEPS or len(known) < ENOUGH_STEPS // 2 or run.is_solved:
+    if learner.advantage != "gae" or len(run.steps) < ENOUGH_STEPS or len(known) < ENOUGH_STEPS // 2 or run.has_risen:
         return None
     explained = median(known)
     if explained > BLIND:
@@ -217,7 +217,7 @@ def blind_critic(run: Evidence) -> Finding | None:
     raised = f"learner.critic_lr={3 * learner.critic_lr:.3g}" if own else "learner.critic=separate"
     return Finding(
         rule="blind_critic",
-        severity=Severity.SLOWS if run.has_risen else Severity.HARMS,
+        severity=Severity.HARMS,
         sentence=f"the critic explains {percent(max(explained, 0.0))} of its targets' variance: its values are noise.",
         figure=explained,
         measure="critic/explained_variance",

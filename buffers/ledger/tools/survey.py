@@ -133,6 +133,7 @@ def _newest_groups(db: sqlite3.Connection) -> str:
 
 
 def _failures(db: sqlite3.Connection) -> tuple[Failures, ...]:
+    """Without those whose next attempt has not started: at the end of a run its agents are ended, and so are their episodes."""
     numbers: Counter[str] = Counter()
     examples: dict[str, str] = {}
     for reason, number in db.execute(
@@ -141,7 +142,12 @@ def _failures(db: sqlite3.Connection) -> tuple[Failures, ...]:
         kind = reason.partition(":")[0]
         numbers[kind] += number
         examples.setdefault(kind, reason)
-    return tuple(Failures(kind=kind, number=n, example=examples[kind]) for kind, n in numbers.most_common())
+    for (reason,) in db.execute(
+        "SELECT failed.reason FROM episode AS next JOIN episode AS failed ON failed.group_id = next.group_id "
+        "AND failed.sample_index = next.sample_index AND failed.attempt = next.attempt - 1 WHERE next.state = 'pending'"
+    ):
+        numbers[reason.partition(":")[0]] -= 1
+    return tuple(Failures(kind=kind, number=n, example=examples[kind]) for kind, n in numbers.most_common() if n)
 
 
 def _group_scores(db: sqlite3.Connection, *, groups: str) -> tuple[GroupScores, ...]:
