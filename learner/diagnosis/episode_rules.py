@@ -11,7 +11,7 @@ from buffers.ledger.episodes import GIVEN_UP, NO_VARIANCE, RESTART
 from buffers.ledger.scores import CONSTRAINED, NO_ROUNDS
 from buffers.ledger.tools.survey import Failures
 from learner.diagnosis.evidence import Evidence
-from learner.diagnosis.finding import Finding, Severity, by_share, percent
+from learner.diagnosis.finding import Finding, Severity, by_share, counted, percent
 from learner.recovery.failure_report import MEANINGS, most_frequent_error
 
 AFTER_EFFECTS = frozenset({GIVEN_UP, NO_VARIANCE, RESTART, STALE})
@@ -170,7 +170,9 @@ def cut_answers(run: Evidence) -> Finding | None:
     if share < CUT or not answers.cut or not _is_cut_worse(run):
         return None
     most, length = run.config.rollout.max_tokens, run.config.rollout.max_model_len
-    told = f"{percent(share)} of the sampled tokens are in answers that were cut at {answers.cut_tokens} tokens"
+    told = (
+        f"{percent(share)} of the sampled tokens are in answers that were cut at {counted(answers.cut_tokens, 'token')}"
+    )
     if answers.score_of_whole is not None and answers.score_of_cut is not None:
         told += f"; such episodes score {answers.score_of_cut:.3g}, others {answers.score_of_whole:.3g}"
     if answers.cut_tokens < most:

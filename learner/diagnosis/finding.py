@@ -40,6 +40,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.01 or share == 0.0 else f"{100 * share:.1g} %"
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def by_share(share: float, *, harms: float) -> Severity:
     """HARMS from `harms` on, else SLOWS."""
     return Severity.HARMS if share >= harms else Severity.SLOWS

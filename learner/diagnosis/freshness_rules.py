@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from buffers.ledger.batches import STALE
 from learner.diagnosis.evidence import Evidence
-from learner.diagnosis.finding import Finding, Severity, by_share, percent
+from learner.diagnosis.finding import Finding, Severity, by_share, counted, percent
 
 DRIFT = {"float32": 1e-4, "bfloat16": 5e-2}
 """Largest difference of a log-probability, engine against learner, by model.dtype; with bfloat16 the mean one."""
@@ -54,12 +54,11 @@ def stale_groups(run: Evidence) -> Finding | None:
     if share < LOST:
         return None
     lag = run.config.buffer.max_policy_lag
+    age = f"more than {counted(lag, 'version')} old"
     if by_group >= by_token:
-        sentence = (
-            f"{evicted} of {complete} complete groups were thrown away, as their data was more than {lag} versions old."
-        )
+        sentence = f"{evicted} of {complete} complete groups were thrown away, as their data was {age}."
     else:
-        sentence = f"{percent(share)} of the sampled tokens are more than {lag} versions old, and not trained."
+        sentence = f"{percent(share)} of the sampled tokens are {age}, and not trained."
     fewer = max(1, int(run.last("pool/slots", default=64.0)) // 2)
     return Finding(
         rule="stale_groups",

@@ -147,7 +147,9 @@ def _more(run: Evidence) -> str:
     if running >= 0.8 * slots:
         return f"more episodes at once, agents.concurrency={2 * int(slots)}, {work}"
     if waiting > 0.0 and room <= run.config.buffer.groups_per_step:  # all that a step frees is taken at once
-        return f"let episodes of later steps begin, buffer.max_policy_lag={run.config.buffer.max_policy_lag + 1}, {work}"
+        return (
+            f"let episodes of later steps begin, buffer.max_policy_lag={run.config.buffer.max_policy_lag + 1}, {work}"
+        )
     processes = run.config.agents.processes
     more = f"agents.processes={2 * processes}" if processes else f"agents.concurrency={2 * int(slots)}"
     return f"{more}, {work}"

@@ -14,6 +14,7 @@ from tests.support.buffer_parts import make_round, make_task
 
 GOOD = [0.0, 1.0, 0.0, 1.0]
 NO_SCORE = "agent exited with code 0 before a score was reported"
+CRASHED = "agent exited with code 1 before a score was reported"
 
 
 def recorded(folder: Path, *overrides: str, **steps: object) -> RecordedRun:
@@ -104,7 +105,7 @@ CASES = [
     Case(
         rule="nothing_scored",
         fires=lambda folder: RecordedRun(folder).ledger(failing(NO_SCORE, number=2, good=0)),
-        quiet=lambda folder: RecordedRun(folder).ledger(failing("agent exited with code 1 before a score was reported", number=2, good=0)),
+        quiet=lambda folder: RecordedRun(folder).ledger(failing(CRASHED, number=2, good=0)),
         severity=Severity.STOPS, figure=1.0, says=("data.scorer=exact_match", "POST /scores"),
     ),
     Case(

@@ -99,13 +99,13 @@ CASES = [
         rule="stale_groups",
         fires=evicted(2),
         quiet=evicted(0),
-        severity=Severity.SLOWS, figure=2 / 12, says=("2 of 12 complete groups", "buffer.max_policy_lag=2", "agents.concurrency=48"),
+        severity=Severity.SLOWS, figure=2 / 12, says=("2 of 12 complete groups", "buffer.max_policy_lag=2"),
     ),
     Case(
         rule="stale_groups",
         fires=recorded(figures={"policy/too_old_share": 0.5}),
         quiet=recorded(figures={"policy/too_old_share": 0.04}),
-        severity=Severity.HARMS, figure=0.5, says=("50 % of the sampled tokens are more than 1 versions old",),
+        severity=Severity.HARMS, figure=0.5, says=("50 % of the sampled tokens are more than 1 version old",),
     ),
     Case(
         rule="uncorrected_data",
