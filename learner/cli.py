@@ -33,6 +33,7 @@ commands, each with a --help of its own:
   ledger COMMAND RUN ...                    every task, episode, round and score of a run: inspect, doctor, export, ...
   eval [--config FILE] [--checkpoint RUN]   play a task file without a learner: mean, pass@k, failures by reason
   compare RUN RUN                           what differs between runs, in configuration and figures, with a picture
+  why RUN ...                               what holds learning back in a run, the worst first, and what to change
   keys [PREFIX]                             the default and the meaning of each configuration key
 
 paths are relative to the folder that you are in; results go to its runs/
@@ -150,6 +151,13 @@ def compare(words: list[str]) -> int:
     return main(words)
 
 
+def why(words: list[str]) -> int:
+    """What holds learning back in a run."""
+    from learner.diagnosis.command_line import main
+
+    return main(words)
+
+
 def keys(words: list[str]) -> int:
     """`python -m configs.keys`."""
     from configs.keys import main
@@ -215,6 +223,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "ledger": ledger,
     "eval": evaluate,
     "compare": compare,
+    "why": why,
     "keys": keys,
 }
 

@@ -22,7 +22,7 @@ from learner.pipeline import Pipeline
 from learner.reporting.display import Display
 from learner.reporting.summary import reward_curve_png, reward_curve_text, summary_table, write_summary
 from learner.reporting.tracker import Tracker
-from learner.startup.run_folder import CONFIG, find_resume, fresh_folder
+from learner.startup.run_folder import CONFIG, LEDGER, find_resume, fresh_folder
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +70,13 @@ def run_session(
         write_summary(folder / "summary.json", summary)
         if pipeline.history.rewards:
             report(console, pipeline.history.rewards, summary=summary, folder=folder)
-        for line in pipeline.history.verdicts():
+        verdicts = pipeline.history.verdicts()
+        for line in verdicts:
             say(f"note: {line}", style="bold yellow")
         for error in errors:
             say(f"error: {error}", style="bold red")
+        if verdicts or (errors and (folder / LEDGER).is_file()):
+            say(how_to_see_why(folder, program=program))
         if code == 130 or (errors and pipeline.history.rewards):
             say(how_to_go_on(folder, began=bool(pipeline.history.rewards), program=program))
     return code
@@ -167,6 +170,12 @@ def report(console: Console, rewards: list[float], *, summary: dict[str, Any], f
     for name, file in files.items():
         if (folder / file).exists():
             console.print(f"{name:>12}: {folder / file}", highlight=False, markup=False, soft_wrap=True)
+
+
+def how_to_see_why(folder: Path, *, program: str) -> str:
+    """The command that says what held learning back, in the user's way of calling us."""
+    command = "understudy why" if program.startswith("understudy") else "python -m learner.cli why"
+    return f"what held it back:\n  {command} {folder}"
 
 
 def how_to_go_on(folder: Path, *, began: bool, program: str) -> str:

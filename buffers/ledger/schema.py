@@ -8,6 +8,7 @@ of rounds and tokens, kept by what inserts them), so that reading the counts nev
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 from buffers.errors import UnderstudyError
@@ -228,6 +229,16 @@ def read_database(path: Path) -> sqlite3.Connection:
             f"release that wrote it"
         )
     return db
+
+
+def is_owned(path: Path) -> bool:
+    """Whether a process has the ledger at `path` open for writing. It only looks."""
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}-owner?mode=ro", uri=True, timeout=0.0)) as db:
+            db.execute("SELECT 1 FROM sqlite_schema")
+    except sqlite3.OperationalError as error:  # locked; or there is no such file, and was no owner
+        return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
+    return False
 
 
 def _own(path: Path) -> sqlite3.Connection:

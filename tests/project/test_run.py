@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from buffers.records import Task
 from buffers.tasks.parquet import write_tasks
 from env_adapters.walk.game import walk_tasks
+from learner.diagnosis.diagnose import diagnose
+from learner.diagnosis.finding import Severity
 from tests.support.run_parts import ROOT, assert_nothing_left, refusal, start
 
 
@@ -50,6 +52,8 @@ def test_a_run_trains_exactly_validates_and_leaves_its_results(tmp_path):
     assert (run.folder / "reward.png").read_bytes()[:4] == b"\x89PNG"
     assert list((run.folder / "tensorboard").glob("events*"))
     assert "reward_last" in output and str(run.folder / "checkpoint") in output
+    said = {finding.rule: finding.severity for finding in diagnose(run.folder)}
+    assert "few_steps" in said and Severity.STOPS not in said.values(), said
     AutoModelForCausalLM.from_pretrained(run.folder / "checkpoint")
     assert AutoTokenizer.from_pretrained(run.folder / "checkpoint").chat_template
     assert_nothing_left(run)
@@ -196,6 +200,11 @@ def test_agents_that_never_succeed_end_the_run_with_the_reason(tmp_path):
     assert "given up without one scored episode" in output and "code 3" in output
     assert "most often: data.scorer tests.support.scoring.none failed on task" in output
     assert "ValueError: this judge has no opinion" in output
+    assert f"python -m learner.cli why {run.folder}" in output
+    found = {finding.rule: finding for finding in diagnose(run.folder)}
+    assert {"ended_with_error", "nothing_scored", "failing_episodes"} <= found.keys()
+    assert all(finding.severity == Severity.STOPS for finding in found.values()), found
+    assert "this judge has no opinion" in found["nothing_scored"].sentence
     assert_nothing_left(run)
 
 

@@ -92,6 +92,7 @@ def _sentences() -> list[Row]:
         Row(claim, "README: understudy init, run", "tests/learner/test_cli.py::test_an_installed_wheel_trains_the_project_that_it_writes"),
         Row(claim, "README: understudy resume", "resumed", _continues),
         Row(claim, "README: understudy compare", "tests/learner/reporting/test_compare.py::test_it_shows_the_keys_that_differ_the_figures_and_a_picture"),
+        Row(claim, "README: understudy why", "tests/project/test_run.py::test_agents_that_never_succeed_end_the_run_with_the_reason"),
         Row(claim, "README: hostile requests harm neither server nor engine", "tests/fuzz/test_fuzz.py::test_no_request_harms_the_real_engine_or_who_else_it_answers"),
         Row(claim, "agents.md: SEED is the same in a group", "program", _seeds),
         Row(claim, "agents.md: exit codes", "crashes", _exit_code_is_the_reason),

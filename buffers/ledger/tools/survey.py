@@ -1,0 +1,214 @@
+"""A ledger in figures: failures by reason, what groups scored, which answers were cut, tasks, judges. For a diagnosis of its run.
+
+Called by `learner.diagnosis`, also while the run lives. Invariants: it only reads, all of one commit; it looks at the newest groups
+only in detail, so that its time does not grow with the rounds of a run. It judges nothing.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from buffers.errors import UnderstudyError
+from buffers.ledger.schema import is_owned, read_database
+from buffers.training_rows import ABORTED, CUT
+
+NEWEST_GROUPS = 256
+"""Groups with scores that are looked at in detail."""
+NEWEST_EPISODES = 512
+"""Scored episodes of these whose rounds are looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failures:
+    """Failed episodes of one kind."""
+
+    kind: str
+    """The reason, up to its colon."""
+    number: int
+    example: str
+    """The most frequent reason of this kind, with its detail."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupScores:
+    """What the scored members of one group have."""
+
+    task_id: str
+    """Empty: an episode without a task."""
+    number: int
+    lowest: float
+    highest: float
+    tokens: int
+    """Trainable tokens of all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """The rounds of the newest scored episodes."""
+
+    episodes: int = 0
+    rounds: int = 0
+    cut: int = 0
+    """Rounds that ended at their largest number of tokens."""
+    cut_tokens: int = 0
+    """Tokens of the longest of these."""
+    aborted: int = 0
+    score_of_cut: float | None = None
+    """Mean score of episodes with such a round; None: there is none."""
+    score_of_whole: float | None = None
+    """Mean score of the others."""
+    episodes_cut: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerSurvey:
+    """One commit of a ledger."""
+
+    counts: Mapping[str, int]
+    """As `Ledger.counts`."""
+    failures: tuple[Failures, ...] = ()
+    """The most frequent kind first."""
+    groups: tuple[GroupScores, ...] = ()
+    """The newest groups that have scores, the newest first; without validation."""
+    answers: Answers = field(default_factory=Answers)
+    refused_scores: Mapping[str, int] = field(default_factory=dict)
+    """Why (`closed`, `conflict`, `no rounds`) -> scores that were reported and not stored."""
+    missing_judges: Mapping[str, int] = field(default_factory=dict)
+    """Judge -> scored episodes that have no score of it, though others of their group do."""
+    episodes_judged: int = 0
+    """Scored episodes in which judges were looked for."""
+    running_without_rounds: int = 0
+    """Running episodes of which no model call has ended."""
+    is_alive: bool = False
+    """A process has the ledger open for writing: the run lives."""
+
+    def count(self, name: str) -> int:
+        """0 for what was never counted."""
+        return self.counts.get(name, 0)
+
+
+def survey(path: Path) -> LedgerSurvey:
+    """Raises UnderstudyError for what is no ledger of this version."""
+    try:
+        with closing(read_database(path)) as db:
+            db.execute("PRAGMA query_only = ON")
+            db.execute("BEGIN")
+            return _read(db, is_alive=is_owned(path))
+    except sqlite3.Error as error:
+        raise UnderstudyError(
+            f"ledger {path} must be readable, got: {error}; look at it with `understudy ledger doctor`"
+        ) from error
+
+
+def _read(db: sqlite3.Connection, *, is_alive: bool) -> LedgerSurvey:
+    newest = _newest_groups(db)
+    missing, judged = _missing_judges(db, groups=newest)
+    silent = db.execute("SELECT count(*) FROM episode WHERE state = 'running' AND num_rounds = 0").fetchone()[0]
+    return LedgerSurvey(
+        counts=dict(db.execute("SELECT name, n FROM counter").fetchall()),
+        failures=_failures(db),
+        groups=_group_scores(db, groups=newest),
+        answers=_answers(db, groups=newest),
+        refused_scores=_refused_scores(db),
+        missing_judges=missing,
+        episodes_judged=judged,
+        running_without_rounds=silent,
+        is_alive=is_alive,
+    )
+
+
+def _newest_groups(db: sqlite3.Connection) -> str:
+    """Their ids, as the JSON list that `json_each` reads."""
+    found = db.execute(
+        "SELECT json_group_array(group_id) FROM (SELECT group_id FROM grp WHERE num_scored > 0 "
+        "AND state NOT IN ('validating', 'validated') ORDER BY group_id DESC LIMIT ?)",
+        (NEWEST_GROUPS,),
+    )
+    return str(found.fetchone()[0])
+
+
+def _failures(db: sqlite3.Connection) -> tuple[Failures, ...]:
+    """Without those whose next attempt has not started: at the end of a run its agents are ended, and so are their episodes."""
+    numbers: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for reason, number in db.execute(
+        "SELECT reason, count(*) FROM episode WHERE state = 'failed' GROUP BY reason ORDER BY 2 DESC"
+    ):
+        kind = reason.partition(":")[0]
+        numbers[kind] += number
+        examples.setdefault(kind, reason)
+    for (reason,) in db.execute(
+        "SELECT failed.reason FROM episode AS next JOIN episode AS failed ON failed.group_id = next.group_id "
+        "AND failed.sample_index = next.sample_index AND failed.attempt = next.attempt - 1 WHERE next.state = 'pending'"
+    ):
+        numbers[reason.partition(":")[0]] -= 1
+    return tuple(Failures(kind=kind, number=n, example=examples[kind]) for kind, n in numbers.most_common() if n)
+
+
+def _group_scores(db: sqlite3.Connection, *, groups: str) -> tuple[GroupScores, ...]:
+    found = db.execute(
+        "SELECT coalesce(task_id, ''), count(*), min(score), max(score), sum(num_tokens) FROM episode JOIN grp USING (group_id) "
+        "WHERE group_id IN (SELECT value FROM json_each(?)) AND episode.state = 'scored' GROUP BY group_id ORDER BY group_id DESC",
+        (groups,),
+    )
+    return tuple(
+        GroupScores(task_id=task_id, number=number, lowest=lowest, highest=highest, tokens=tokens)
+        for task_id, number, lowest, highest, tokens in found
+    )
+
+
+def _answers(db: sqlite3.Connection, *, groups: str) -> Answers:
+    """Of a round what stands before its body is read."""
+    found = db.execute(
+        "SELECT score, count(*), sum(finish_reason = ?), max(iif(finish_reason = ?, num_sampled, 0)), sum(finish_reason = ?) "
+        "FROM (SELECT episode_id, score FROM episode WHERE group_id IN (SELECT value FROM json_each(?)) AND state = 'scored' "
+        "ORDER BY seq DESC LIMIT ?) JOIN round USING (episode_id) GROUP BY episode_id",
+        (CUT, CUT, ABORTED, groups, NEWEST_EPISODES),
+    ).fetchall()
+    cut, whole = [row for row in found if row[2]], [row for row in found if not row[2]]
+    return Answers(
+        episodes=len(found),
+        episodes_cut=len(cut),
+        rounds=sum(row[1] for row in found),
+        cut=sum(row[2] for row in found),
+        cut_tokens=max((row[3] for row in found), default=0),
+        aborted=sum(row[4] for row in found),
+        score_of_cut=_mean_score(cut),
+        score_of_whole=_mean_score(whole),
+    )
+
+
+def _mean_score(rows: Sequence[Sequence[float]]) -> float | None:
+    return sum(row[0] for row in rows) / len(rows) if rows else None
+
+
+def _refused_scores(db: sqlite3.Connection) -> dict[str, int]:
+    found = db.execute(
+        "SELECT verdict, count(*) FROM score WHERE verdict NOT IN ('stored', 'revised') AND part = 'whole' GROUP BY verdict"
+    )
+    return dict(found.fetchall())
+
+
+def _missing_judges(db: sqlite3.Connection, *, groups: str) -> tuple[dict[str, int], int]:
+    """Judge -> episodes without its score in groups of which it judged another episode; episodes that were looked at."""
+    found = db.execute(
+        "SELECT group_id, episode_id, judge FROM episode JOIN score USING (episode_id) WHERE group_id IN "
+        "(SELECT value FROM json_each(?)) AND state = 'scored' AND part = 'whole' AND verdict IN ('stored', 'revised')",
+        (groups,),
+    )
+    by_group: dict[int, dict[str, set[str]]] = {}
+    for group_id, episode_id, judge in found:
+        by_group.setdefault(group_id, {}).setdefault(judge, set()).add(episode_id)
+    missing: Counter[str] = Counter()
+    judged = 0
+    for judges in by_group.values():
+        members = set().union(*judges.values())
+        judged += len(members)
+        for judge, episodes in judges.items():
+            missing[judge] += len(members - episodes)
+    return {judge: number for judge, number in missing.items() if number}, judged

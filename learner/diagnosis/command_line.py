@@ -1,0 +1,111 @@
+"""`understudy why runs/NAME`: prints what holds learning back in a run, or in several, the worst first.
+
+Called by `learner.cli`. It changes nothing of the runs, which may be under way, finished or killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from buffers.errors import UnderstudyError
+from learner.diagnosis.diagnose import findings
+from learner.diagnosis.evidence import Evidence, read_evidence
+from learner.diagnosis.finding import Finding, Severity
+
+HEADINGS = {
+    Severity.STOPS: "stops learning",
+    Severity.HARMS: "harms",
+    Severity.SLOWS: "costs time or data",
+    Severity.NOTE: "note",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """One run with its findings."""
+
+    run: Evidence
+    findings: list[Finding]
+
+
+def main(argv: Sequence[str] | None = None, *, program: str = "understudy why") -> int:
+    """Exit codes: 0 printed, 2 a folder holds no run."""
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description="Say what holds learning back in a run, the worst first, with figure and remedy. It only reads the folder.",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs: live, finished or killed")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the findings to this file too")
+    arguments = parser.parse_args(argv)
+    try:
+        diagnoses = []
+        for folder in arguments.runs:
+            run = read_evidence(folder)
+            diagnoses.append(Diagnosis(run=run, findings=findings(run)))
+        if arguments.json is not None:
+            _write(arguments.json, [as_json(each) for each in diagnoses])
+    except UnderstudyError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+    print("\n\n".join(in_words(each) for each in diagnoses))
+    return 0
+
+
+def in_words(diagnosis: Diagnosis) -> str:
+    """Several lines: the run, then each finding with its remedy."""
+    lines = [f"{diagnosis.run.folder}: {course(diagnosis.run)}"]
+    for number, finding in enumerate(diagnosis.findings, 1):
+        lines.append(f"{number}. {HEADINGS[finding.severity]} [{finding.rule}]: {finding.sentence}")
+        if finding.remedy:
+            lines.append(f"   remedy: {finding.remedy}")
+    return "\n".join(lines)
+
+
+def course(run: Evidence) -> str:
+    """What the run is doing, and where its reward went."""
+    state = _state(run)
+    if not run.steps:
+        return f"{state}, no step made"
+    best = run.config.run.reward_optimum
+    return (
+        f"{state}, {len(run.steps)} of {run.config.run.steps} steps, reward {run.first_reward:.3f} in the first ones, "
+        f"{run.last_reward:.3f} in the last ones" + (f", at best {best:g}" if best is not None else "")
+    )
+
+
+def _state(run: Evidence) -> str:
+    if run.ledger is not None and run.ledger.is_alive:
+        return "under way"
+    if not run.summary:
+        return "killed, or on another node" if run.ledger is None else "killed"
+    if run.summary.get("error"):
+        return "ended with an error"
+    return "stopped" if run.summary.get("stopped") else "finished"
+
+
+def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """What `--json` writes of one run."""
+    return {
+        "run": str(diagnosis.run.folder),
+        "state": _state(diagnosis.run),
+        "steps": len(diagnosis.run.steps),
+        "findings": [asdict(finding) for finding in diagnosis.findings],
+    }
+
+
+def _write(path: Path, found: list[dict[str, Any]]) -> None:
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise UnderstudyError(f"--json must be a file that can be written, got {path} ({error})") from error
+    finally:
+        unfinished.unlink(missing_ok=True)

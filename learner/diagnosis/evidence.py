@@ -1,0 +1,169 @@
+"""`Evidence`: all that a run's folder says, read once; the rules look at nothing else.
+
+Called by `learner.diagnosis.diagnose`, of finished runs, of living ones and of killed ones. Invariant: it changes no byte of the
+folder. A last line of `metrics.jsonl` that is not complete is left out; files that are not there yet are empty.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from buffers.errors import UnderstudyError
+from buffers.ledger.tools.survey import LedgerSurvey, survey
+from configs.load import ConfigError, load_config
+from configs.schema import Config
+
+CONFIG, METRICS, SUMMARY, LEDGER = "config.yaml", "metrics.jsonl", "summary.json", "ledger.sqlite"
+FIRST_STEPS, LAST_STEPS = 3, 5
+"""Steps that the first and the last reward are the mean of, as in summary.json."""
+RECENT_STEPS = 10
+"""Steps at the end that rules look at: what was so earlier may have passed."""
+SOLVED = 0.01
+"""Distance from `run.reward_optimum` within which a task counts as solved."""
+CLEAR_RISE = 2.0
+"""Standard errors by which the last reward has to be above the first to have risen."""
+
+
+class DiagnosisError(UnderstudyError):
+    """A folder that holds no run that can be read; the message is for the user."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """One run."""
+
+    folder: Path
+    config: Config
+    steps: Sequence[Mapping[str, float]]
+    """The figures of each step that has a reward, in order."""
+    validations: Sequence[Mapping[str, float]] = ()
+    """Lines with figures of a validation."""
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    """Empty while the run is under way for the first time."""
+    ledger: LedgerSurvey | None = None
+    """None: the folder has none, as it lies on another node."""
+
+    @property
+    def recent(self) -> Sequence[Mapping[str, float]]:
+        """The steps at the end."""
+        return self.steps[-RECENT_STEPS:]
+
+    def values(self, name: str) -> list[float]:
+        """A metric in the recent steps that have it."""
+        return [step[name] for step in self.recent if name in step]
+
+    def mean(self, name: str) -> float | None:
+        """Its mean there; None: no recent step has it."""
+        values = self.values(name)
+        return fmean(values) if values else None
+
+    def last(self, name: str, default: float = 0.0) -> float:
+        """The newest value of a metric."""
+        return next((step[name] for step in reversed(self.steps) if name in step), default)
+
+    def time_share(self, name: str) -> float | None:
+        """Share that a time has in the recent steps' time; None: no recent step has it."""
+        known = [step for step in self.recent if name in step and "time/step_s" in step]
+        total = sum(max(step["time/step_s"], step[name]) for step in known)
+        return sum(step[name] for step in known) / total if total > 0 else None
+
+    def count(self, name: str) -> int:
+        """A count of the ledger; of the summary where the ledger is elsewhere."""
+        if self.ledger is not None:
+            return self.ledger.count(name)
+        return int(self.summary.get("buffer", {}).get(name, 0))
+
+    @cached_property
+    def rewards(self) -> list[float]:
+        """Mean score of each step."""
+        return [step["reward/mean"] for step in self.steps]
+
+    @property
+    def first_reward(self) -> float:
+        """Of the first steps; 0 without any."""
+        return fmean(self.rewards[:FIRST_STEPS] or [0.0])
+
+    @property
+    def last_reward(self) -> float:
+        """Of the last steps; 0 without any."""
+        return fmean(self.rewards[-LAST_STEPS:] or [0.0])
+
+    @property
+    def has_risen(self) -> bool:
+        """Whether the reward is above its beginning by more than what the scores' spread explains."""
+        errors = [_squared_error(self.steps[:FIRST_STEPS]), _squared_error(self.steps[-LAST_STEPS:])]
+        return self.last_reward - self.first_reward > CLEAR_RISE * sum(errors) ** 0.5 and len(self.steps) > FIRST_STEPS
+
+    @property
+    def is_solved(self) -> bool:
+        """The reward is at its best: at `run.reward_optimum`, or, where that is not known, at the best score that was ever seen and
+        above its beginning."""
+        if not self.steps:
+            return False
+        best = self.config.run.reward_optimum
+        if best is not None:
+            return self.last_reward >= best - SOLVED
+        highest = max(step["reward/max"] for step in self.steps)
+        return self.has_risen and self.last_reward >= highest - SOLVED * abs(highest)
+
+    @property
+    def score_range(self) -> float:
+        """Distance of the highest score from the lowest that was seen in a step."""
+        return max((step["reward/max"] for step in self.steps), default=0.0) - min(
+            (step["reward/min"] for step in self.steps), default=0.0
+        )
+
+
+def _squared_error(steps: Sequence[Mapping[str, float]]) -> float:
+    """Squared standard error of the steps' mean reward, by the spread of their scores."""
+    episodes = sum(step["batch/episodes"] for step in steps)
+    return fmean(step["reward/std"] ** 2 for step in steps) / episodes if steps else 0.0
+
+
+def read_evidence(folder: Path) -> Evidence:
+    """Raises DiagnosisError where there is no run, or one that cannot be read."""
+    if not (folder / CONFIG).is_file():
+        raise DiagnosisError(f"RUN must be a run's folder, got {folder} without {CONFIG}; name one, such as runs/demo")
+    try:
+        config = load_config(folder / CONFIG)
+    except ConfigError as error:
+        raise DiagnosisError(f"{folder / CONFIG} must be a configuration of this release, got: {error}") from None
+    lines = _lines(folder / METRICS)
+    ledger = folder / LEDGER
+    return Evidence(
+        folder=folder,
+        config=config,
+        steps=[line for line in lines if "reward/mean" in line],
+        validations=[line for line in lines if "val/mean" in line],
+        summary=_summary(folder / SUMMARY),
+        ledger=survey(ledger) if ledger.is_file() else None,
+    )
+
+
+def _lines(path: Path) -> list[dict[str, float]]:
+    if not path.is_file():
+        return []
+    lines = path.read_bytes().split(b"\n")[
+        :-1
+    ]  # what stands after the last newline is being written, or was when it died
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise DiagnosisError(
+            f"{path} must hold a JSON object on each line, got one that cannot be read: {error}"
+        ) from None
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise DiagnosisError(f"{path} must be a run's summary, got one that cannot be read: {error}") from None

@@ -1,0 +1,65 @@
+"""Each rule of `understudy why` finds what it is for, and nothing in a run just beside it; each remedy's keys can be set."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from configs.load import load_config
+from learner.diagnosis.diagnose import ORDER, RULES, findings
+from learner.diagnosis.finding import Severity
+from tests.learner.diagnosis import episode_cases, figure_cases
+from tests.learner.diagnosis.case import Case
+from tests.learner.diagnosis.recorded_run import RecordedRun
+
+CASES = [*episode_cases.CASES, *figure_cases.CASES]
+KEY = re.compile(r"\b((?:run|model|data|agents|env|server|rollout|buffer|learner)\.[\w.]+=[\w.+-]*\w)")
+
+
+def names(cases: list[Case]) -> list[str]:
+    return [f"{case.rule}-{number}" for number, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=names(CASES))
+def test_a_rule_fires_where_it_must_and_only_there(tmp_path, case):
+    found = case.fires(tmp_path / "fires").judge(case.rule)
+    assert found is not None
+    assert (found.severity, found.figure) == (case.severity, pytest.approx(case.figure))
+    told = f"{found.sentence} {found.remedy}"
+    assert [words for words in case.says if words not in told] == [], told
+    quiet = case.quiet(tmp_path / "quiet").judge(case.rule)
+    assert quiet is None, quiet
+
+
+@pytest.mark.parametrize("case", CASES, ids=names(CASES))
+def test_a_remedy_can_be_set_in_the_run_that_it_is_for(tmp_path, case):
+    run = case.fires(tmp_path)
+    for finding in findings(run.evidence()):
+        for choice in re.split(r", | or |; ", finding.remedy):
+            load_config(run.folder / "config.yaml", KEY.findall(choice))
+
+
+def test_every_rule_has_a_case():
+    assert {case.rule for case in CASES} == {rule.__name__ for rule in RULES}
+
+
+def test_a_run_in_which_all_is_well_is_told_so_with_figures(tmp_path):
+    run = RecordedRun(tmp_path).steps().ledger(episode_cases.groups(*[episode_cases.GOOD] * 5)).summary()
+    (found,) = findings(run.evidence())
+    assert (found.rule, found.severity, found.remedy) == ("healthy", Severity.NOTE, "")
+    assert "the reward went from 0.255 to 0.691 in 12 steps; 0 % of the episodes failed" in found.sentence
+    assert "policy/max_logprob_diff 2.9e-06" in found.sentence
+
+
+def test_a_reward_that_no_rule_explains_is_told_so(tmp_path):
+    (found,) = findings(RecordedRun(tmp_path).steps(rises=False).evidence())
+    assert (found.rule, found.severity) == ("unexplained", Severity.HARMS)
+    assert "0.400 in the first 3, 0.400 in the last 5" in found.sentence and "run.steps=24" in found.remedy
+
+
+def test_the_worst_comes_first(tmp_path):
+    figures = {"policy/entropy": 0.001, "time/save_s": 1.0, "policy/clipfrac": 0.3, "policy/grad_norm": 0.0}
+    found = findings(RecordedRun(tmp_path).steps(figures, rises=False).evidence())
+    assert [finding.rule for finding in found] == ["no_gradient", "entropy_gone", "clipped_tokens", "long_saving"]
+    assert sorted(found, key=lambda finding: ORDER.index(finding.severity)) == found
