@@ -25,7 +25,7 @@ from configs.schema import RolloutConfig
 from mocked_server.conversation.continuation import Continuation, continue_tokens
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
 from mocked_server.conversation.restored_rounds import memo_of
-from mocked_server.http.dialects import GENERATE, ROUTES, SLEEP, WAKE_UP
+from mocked_server.http.dialects import GENERATE, SERVED, SLEEP, WAKE_UP
 from mocked_server.http.failures import FAILURES, failure_of
 from mocked_server.request_context import AnswerPart, Call, PendingReply, Sampling, current_call
 from mocked_server.vllm.exact_rendering import ExactRendering
@@ -284,7 +284,7 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
     # Metrics and CORS of a public server: each costs every request of an agent some of its time.
     app.user_middleware.clear()
     app.middleware_stack = None
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in SERVED]
     tokens = TokenRoute(client)
     for path, endpoint in ((GENERATE, tokens.answer), (SLEEP, tokens.sleep), (WAKE_UP, tokens.wake_up)):
         app.router.add_route(path, endpoint, methods=["POST"])
