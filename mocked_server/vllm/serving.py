@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from buffers.errors import EngineError
+from buffers.errors import EngineError, RequestRefused
 from buffers.prompt_queue import Prompt, Response
 from buffers.records import Int32
 from configs.schema import RolloutConfig
@@ -87,6 +87,12 @@ class QueueClient:
         call = current_call.get()
         if call is None:
             raise ValueError("this request belongs to no episode; use the api_key that came with the task")
+        if (
+            prompt.get("type") != "token"
+        ):  # else a model that sees would be shown, and trained on, the places of images alone
+            raise RequestRefused(
+                "only text is served: an image would not be recorded; describe it in words", field="messages"
+            )
         call.live.check_room()
         rendered = list(prompt["prompt_token_ids"])
         plan = call.continuation or continue_tokens(call.live, rendered)

@@ -195,7 +195,7 @@ REFUSED = [
     (configured(responseModalities=["IMAGE"]), "responseModalities"),
     (configured(responseMimeType="text/x.enum"), "responseMimeType"),
     (configured(speechConfig={"voiceConfig": {}}), "speechConfig"),
-    (configured(candidateCount=65), "n x prompts"),
+    (configured(candidateCount=129), "n x prompts"),
     (configured(maxOutputTokens="many"), "generationConfig.maxOutputTokens"),
     (configured(topK=1.5), "top_k"),
 ]  # fmt: skip
