@@ -37,10 +37,11 @@ class GeminiRoutes:
         if body is None:
             return
         sends_events = path == GEMINI_STREAM and parse_qs(scope["query_string"]).get(b"alt") == [b"sse"]
+        answer: _Answer = _Counted(send)
         try:
             fields = _parsed(body)
             if path == GEMINI_COUNT:
-                chat, answer = count_of(fields, model=model), _Counted(send)
+                chat = count_of(fields, model=model)
             else:
                 chat = generation_of(fields, model=model, streams=sends_events)
                 shown = shows_thoughts(fields)

@@ -18,7 +18,8 @@ def weather(city: str) -> str:
 
 
 config = types.GenerateContentConfig(system_instruction="You are helpful.", tools=[add, weather])
-chat = genai.Client().chats.create(model=os.environ["MODEL"], config=config)
+client = genai.Client()
+chat = client.chats.create(model=os.environ["MODEL"], config=config)
 task = json.loads(os.environ["TASK_JSON"])["prompt"][0]["content"]
 if os.environ.get("STREAM"):
     for question in (task, "Once more?"):
