@@ -175,8 +175,8 @@ class MockedServer:
         return 1 if self.processes is None else 1 + len(self.processes.urls)
 
     def environment(self, key: str, *, process: int | None = None) -> dict[str, str]:
-        """The variables that an agent's OpenAI or Anthropic client reads, and ours. `key`: its episode's, or the worker key. They
-        name the server process that owns the episode, one for each worker, or this `process`."""
+        """The variables that an agent's OpenAI, Anthropic or Google client reads, and ours. `key`: its episode's, or the worker
+        key. They name the server process that owns the episode, one for each worker, or this `process`."""
         if process is None:
             process = 0 if self.processes is None else self.processes.process_of(key)
         root = self.url_of(process)
@@ -186,6 +186,8 @@ class MockedServer:
             "OPENAI_API_KEY": key,
             "ANTHROPIC_BASE_URL": root,
             "ANTHROPIC_API_KEY": key,
+            "GOOGLE_GEMINI_BASE_URL": root,
+            "GEMINI_API_KEY": key,
             "MODEL": self.model,
             "TASKS_URL": f"{root}/tasks",
             "ENV_ADDRESS": self.env_address,

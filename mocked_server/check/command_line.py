@@ -22,8 +22,8 @@ from buffers.records import Task
 DESCRIPTION = "Can this agent be trained? Runs it once against a tiny model on this machine and says."
 EPILOG = """\
 The command is started once, in an empty folder, with the environment that training gives it (OPENAI_BASE_URL, OPENAI_API_KEY,
-ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, MODEL, TASK_JSON, SEED) and its task on standard input. ENV_ADDRESS names a stand-in that
-answers everything. {python} in the command is the Python that understudy runs with.
+ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, GOOGLE_GEMINI_BASE_URL, GEMINI_API_KEY, MODEL, TASK_JSON, SEED) and its task on standard
+input. ENV_ADDRESS names a stand-in that answers everything. {python} in the command is the Python that understudy runs with.
 exit codes: 0 it can be trained, 1 it cannot, 2 the check itself could not be made, 130 stopped by Ctrl-C
 """
 TASK = {"prompt": [{"role": "user", "content": "What is 12 + 30? Use the tools that you have."}]}

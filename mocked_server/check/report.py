@@ -15,7 +15,16 @@ from buffers.records import Round, Row
 from buffers.training_rows import ABORTED
 from mocked_server.check.stand_in_environment import ANSWER
 from mocked_server.conversation.branch_causes import EXPECTED, REMEDY, BranchCause
-from mocked_server.http.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES
+from mocked_server.http.dialects import (
+    CHAT,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    GEMINI,
+    GEMINI_COUNT,
+    GEMINI_STREAM,
+    MESSAGES,
+    RESPONSES,
+)
 
 NAMES = {
     CHAT: "OpenAI chat completions",
@@ -23,6 +32,9 @@ NAMES = {
     RESPONSES: "OpenAI responses",
     MESSAGES: "Anthropic messages",
     COUNT_TOKENS: "Anthropic token counts",
+    GEMINI: "Google generateContent",
+    GEMINI_STREAM: "Google streamGenerateContent",
+    GEMINI_COUNT: "Google token counts",
 }
 NEEDS_PARSER = "server.tool_parser to the one of your model (hermes for Qwen), for the tools that it offers"
 TIMED_OUT = 124
@@ -169,7 +181,8 @@ def _advice(seen: TrialObservations, *, kept: int, causes: Sequence[BranchReport
     if not seen.dialects and seen.exit_code == 0:
         advice.append(
             "no request came: the agent must read OPENAI_BASE_URL and OPENAI_API_KEY (or ANTHROPIC_BASE_URL and "
-            "ANTHROPIC_API_KEY) from its environment, and take its model's name from MODEL"
+            "ANTHROPIC_API_KEY, or GOOGLE_GEMINI_BASE_URL and GEMINI_API_KEY) from its environment, and take its model's "
+            "name from MODEL"
         )
     elif not seen.dialects:
         advice.append("it made no model call before that: mend this first, then check again")

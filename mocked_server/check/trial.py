@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from buffers.errors import RequestRefused
 from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import EpisodeScores, Row, Task
@@ -30,7 +31,9 @@ from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.check.report import Report, TrialObservations, features_of, make_report
 from mocked_server.check.scripted_replies import LINE, line_for
 from mocked_server.check.stand_in_environment import StandInEnvironment
+from mocked_server.gemini.chat_request import generation_of
 from mocked_server.generation import Generation
+from mocked_server.http.dialects import CHAT, GEMINI_ROUTES, GEMINI_STREAM
 from mocked_server.request_context import Call
 from mocked_server.server import MockedServer
 
@@ -56,7 +59,9 @@ class RequestLog:
         self.dialects[path] += 1
         try:
             fields = json.loads(body)
-        except (ValueError, RecursionError):
+            if path in GEMINI_ROUTES:
+                path, fields = CHAT, generation_of(fields, model="", streams=path == GEMINI_STREAM)
+        except (ValueError, RecursionError, RequestRefused):
             return
         if isinstance(fields, dict):
             self.features.update(features_of(path, fields))

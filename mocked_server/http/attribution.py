@@ -1,8 +1,9 @@
 """Which episode does a request belong to? Answered from its API key or its URL, without touching the agent.
 
-Pure ASGI, in front of vLLM's application and of our own routes. The key is taken from `Authorization: Bearer`, `x-api-key`, or
-a path prefix `/e/<key>/v1/...` (for agents whose key cannot be set). Model routes without a valid key of a running episode are
-answered here, in the dialect's own error form; nothing of them is recorded.
+Pure ASGI, in front of vLLM's application and of our own routes. The key is taken from `Authorization: Bearer`, `x-api-key`,
+`x-goog-api-key`, the `key` of a query in Google's dialect, or a path prefix `/e/<key>/v1/...` (for agents whose key cannot be set).
+Model routes without a valid key of a running episode are answered here, in the dialect's own error form; nothing of them is
+recorded.
 """
 
 from __future__ import annotations
@@ -10,12 +11,24 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from typing import Any
+from urllib.parse import parse_qs
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from buffers.errors import EpisodeClosed, EpisodeError, StorageFull, UnknownEpisode
 from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
-from mocked_server.http.dialects import GENERATE, GENERATING, MODELS, RETRY_AFTER_S, ROUTES, SLEEP, WAKE_UP, error_body
+from mocked_server.http.dialects import (
+    GENERATE,
+    GENERATING,
+    MODELS,
+    RETRY_AFTER_S,
+    ROUTES,
+    SLEEP,
+    WAKE_UP,
+    error_body,
+    is_google,
+    route_of,
+)
 from mocked_server.keys import PREFIX, KeyRing
 from mocked_server.request_context import Call, current_call
 
@@ -35,10 +48,12 @@ def key_of(scope: Scope) -> tuple[str | None, str]:
         return key, slash + rest
     keys = []
     for name, value in scope["headers"]:
-        if name == b"x-api-key":
+        if name in (b"x-api-key", b"x-goog-api-key"):
             keys.append(value.decode("latin-1"))
         elif name == b"authorization" and value[:7].lower() == b"bearer ":
             keys.append(value[7:].decode("latin-1").strip())
+    if (query := scope.get("query_string")) and is_google(route_of(path)[0]):
+        keys += [key.decode("latin-1") for key in parse_qs(query).get(b"key", ())]
     # Some clients send both headers, one of them with a placeholder.
     return next((key for key in keys if key.startswith(PREFIX)), keys[0] if keys else None), path
 
@@ -72,15 +87,16 @@ class Attribution:
         if scope["type"] != "http":
             await self._others(scope, receive, send)
             return
-        key, path = key_of(scope)
+        key, asked = key_of(scope)
+        path, named = route_of(asked)
         elsewhere = None
         if self._elsewhere is not None and key is not None and path in ROUTES:
             elsewhere = self._elsewhere(key, path)
         if elsewhere is not None:
             await elsewhere(scope, receive, send)
             return
-        if path != scope["path"]:
-            scope = {**scope, "path": path, "raw_path": path.encode()}
+        if named or path != scope["path"]:
+            scope = {**scope, "path": path, "raw_path": path.encode(), "path_params": named}
         if path not in ROUTES:
             await self._others(scope, receive, send)
             return

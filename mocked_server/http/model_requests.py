@@ -16,7 +16,8 @@ from typing import Protocol
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mocked_server.client_retries import Answer, TakenOver
-from mocked_server.http.dialects import GENERATE, GENERATING, as_anthropic, error_body, is_anthropic, message_of
+from mocked_server.gemini.routes import GeminiRoutes
+from mocked_server.http.dialects import GEMINI_ROUTES, GENERATE, GENERATING, error_body, message_of, respelled
 from mocked_server.http.failures import Failure, StreamStart, failure_of
 from mocked_server.http.request_fields import refused, servable
 from mocked_server.http.request_limits import (
@@ -64,6 +65,7 @@ class ModelRequests:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._gemini = GeminiRoutes(app)
         self.observer: Observer | None = None
         self.refused: Counter[str] = Counter()
         """Why requests were refused -> how often; at most `MAX_REASONS`."""
@@ -113,7 +115,8 @@ class ModelRequests:
         if scope["path"] not in GENERATING or attempt is None:
             await self._ask(call, scope, replaying(body, receive), send)
             return
-        key = hashlib.blake2b(body, digest_size=16, key=scope["path"].encode()).digest()
+        where = repr((scope["path"], scope.get("path_params"), scope.get("query_string"))).encode()
+        key = hashlib.blake2b(body, digest_size=16, key=hashlib.blake2b(where, digest_size=16).digest()).digest()
         answer = call.live.answers.find(key, attempt=attempt)
         if answer is None:
             answer = Answer()
@@ -143,8 +146,9 @@ class ModelRequests:
             else:
                 await answer.send(message)
 
+        app = self._gemini if scope["path"] in GEMINI_ROUTES else self._app
         try:
-            await self._app(scope, receive, unless_it_fails)
+            await app(scope, receive, unless_it_fails)
         except (RuntimeError, *UNREADABLE) as error:
             # Starlette's own, when an application fails that has begun an answer: the reason is its cause.
             cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ is not None else error
@@ -193,8 +197,7 @@ class ModelRequests:
                 self.observer.failed(path, start["status"], body)
             if start["status"] in REFUSED:
                 self._count(message_of(body))
-            if is_anthropic(path):
-                body = as_anthropic(start["status"], body)
+            body = respelled(path, start["status"], body)
             await send({**start, "headers": _with_length(start["headers"], body)})
             await send({"type": "http.response.body", "body": body})
 

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from buffers.errors import EngineError
+from buffers.errors import EngineError, RequestRefused
 from buffers.prompt_queue import Prompt, Response
 from buffers.records import Int32
 from configs.schema import RolloutConfig
 from mocked_server.conversation.continuation import Continuation, continue_tokens
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
 from mocked_server.conversation.restored_rounds import memo_of
-from mocked_server.http.dialects import GENERATE, ROUTES, SLEEP, WAKE_UP
+from mocked_server.http.dialects import GENERATE, SERVED, SLEEP, WAKE_UP
 from mocked_server.http.failures import FAILURES, failure_of
 from mocked_server.request_context import AnswerPart, Call, PendingReply, Sampling, current_call
 from mocked_server.vllm.exact_rendering import ExactRendering
@@ -87,6 +87,12 @@ class QueueClient:
         call = current_call.get()
         if call is None:
             raise ValueError("this request belongs to no episode; use the api_key that came with the task")
+        if (
+            prompt.get("type") != "token"
+        ):  # else a model that sees would be shown, and trained on, the places of images alone
+            raise RequestRefused(
+                "only text is served: an image would not be recorded; describe it in words", field="messages"
+            )
         call.live.check_room()
         rendered = list(prompt["prompt_token_ids"])
         plan = call.continuation or continue_tokens(call.live, rendered)
@@ -284,7 +290,7 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
     # Metrics and CORS of a public server: each costs every request of an agent some of its time.
     app.user_middleware.clear()
     app.middleware_stack = None
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in SERVED]
     tokens = TokenRoute(client)
     for path, endpoint in ((GENERATE, tokens.answer), (SLEEP, tokens.sleep), (WAKE_UP, tokens.wake_up)):
         app.router.add_route(path, endpoint, methods=["POST"])

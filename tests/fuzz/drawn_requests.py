@@ -16,16 +16,33 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
-from mocked_server.http.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, GENERATE, MESSAGES, RESPONSES
+from mocked_server.gemini.requests import CountTokensRequest, GenerateContentRequest
+from mocked_server.http.dialects import (
+    CHAT,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    GEMINI,
+    GEMINI_COUNT,
+    GEMINI_STREAM,
+    GENERATE,
+    MESSAGES,
+    RESPONSES,
+)
 from tests.fuzz.hostile_values import INTEGERS, NUMBERS, SOUND, STRINGS, Pairs, hostile, spelled, spoilt
 from tests.fuzz.known_attacks import CASES, QUESTION, THOUGHT, THOUGHTFUL
 
+GOOGLE, GOOGLE_STREAM, GOOGLE_COUNT = (path.replace("*", "policy") for path in (GEMINI, GEMINI_STREAM, GEMINI_COUNT))
+GOOGLE_STREAM += "?alt=sse"
+GOOGLES_QUESTION = [{"role": "user", "parts": [{"text": "Where?"}]}]
 PLAIN: dict[str, dict[str, Any]] = {
     CHAT: {"model": "policy", "messages": QUESTION, "max_tokens": 4},
     COMPLETIONS: {"model": "policy", "prompt": "Where?", "max_tokens": 4},
     RESPONSES: {"model": "policy", "input": "Where?", "max_output_tokens": 4},
     MESSAGES: {"model": "policy", "messages": QUESTION, "max_tokens": 4},
     COUNT_TOKENS: {"model": "policy", "messages": QUESTION},
+    GOOGLE: {"contents": GOOGLES_QUESTION, "generationConfig": {"maxOutputTokens": 4}},
+    GOOGLE_STREAM: {"contents": GOOGLES_QUESTION, "generationConfig": {"maxOutputTokens": 4}},
+    GOOGLE_COUNT: {"contents": GOOGLES_QUESTION},
     GENERATE: {"prompt_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}},
 }
 """Path -> a body that is served."""
@@ -35,9 +52,15 @@ AFTER_REASONING: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": THOUGHT},
     MESSAGES: {"messages": THOUGHTFUL},
     COUNT_TOKENS: {},
+    GOOGLE: {"contents": [{"role": "user", "parts": [{"text": THOUGHT}]}]},
+    GOOGLE_STREAM: {"contents": [{"role": "user", "parts": [{"text": THOUGHT}]}]},
+    GOOGLE_COUNT: {},
 }
 """The other half of the requests: see `THOUGHT`."""
-SHARES = {CHAT: 34, COMPLETIONS: 20, RESPONSES: 14, MESSAGES: 10, COUNT_TOKENS: 4, GENERATE: 18}
+SHARES = {
+    CHAT: 34, COMPLETIONS: 20, RESPONSES: 14, MESSAGES: 10, COUNT_TOKENS: 4, GOOGLE: 8, GOOGLE_STREAM: 6, GOOGLE_COUNT: 2,
+    GENERATE: 18,
+}  # fmt: skip
 STREAMING = {CHAT, COMPLETIONS, RESPONSES, MESSAGES}
 REACH_THE_ENGINE = 5
 """So much likelier than others is a field that shapes the sampling: see `SOUND`."""
@@ -96,6 +119,9 @@ def fields(path: str) -> tuple[Field, ...]:
         RESPONSES: ResponsesRequest,
         MESSAGES: AnthropicMessagesRequest,
         COUNT_TOKENS: AnthropicCountTokensRequest,
+        GOOGLE: GenerateContentRequest,
+        GOOGLE_STREAM: GenerateContentRequest,
+        GOOGLE_COUNT: CountTokensRequest,
     }[path]
     return tuple(Field(name, schema_of(field.annotation)) for name, field in model.model_fields.items())
 

@@ -31,8 +31,11 @@ from schemathesis import Case, GenerationMode
 from buffers.records import Task
 from configs.schema import RolloutConfig
 from configs.tiny_model import make_tiny_model
+from mocked_server.gemini.requests import CountTokensRequest, GenerateContentRequest
+from mocked_server.http.dialects import TOKENIZE
 from mocked_server.http.routes import build_admin_app, build_app
 from mocked_server.vllm.engine_arguments import set_process_environment
+from tests.fuzz.drawn_requests import GOOGLE, GOOGLE_COUNT, GOOGLE_STREAM, GOOGLES_QUESTION
 from tests.fuzz.real_engine import MAX_FAILURES, attack
 from tests.support.server_parts import ServerThread
 
@@ -46,6 +49,9 @@ PLAIN: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": QUESTION, "max_tokens": 4},
     "/v1/messages/count_tokens": {"messages": QUESTION},
     "/v1/responses": {"input": "Where?"},
+    GOOGLE: {"contents": GOOGLES_QUESTION},
+    GOOGLE_STREAM.partition("?")[0]: {"contents": GOOGLES_QUESTION},
+    GOOGLE_COUNT: {"contents": GOOGLES_QUESTION},
 }
 """Path -> a body that is served, but for names that only the server knows."""
 
@@ -53,12 +59,37 @@ PLAIN: dict[str, dict[str, Any]] = {
 def operations(served: ServerThread) -> list[tuple[str, Any]]:
     """(where it listens, operation) of every route that has a schema: ours, the administrator's, the model API's."""
     server = served.server
-    apps = ((server.base_url, build_app(server)), (server.admin_url, build_admin_app(server)))
+    ours, model_api = server.base_url, served.serving_app().openapi()
+    del model_api["paths"][TOKENIZE]  # it is not open to anybody
+    descriptions = (
+        (ours, build_app(server).openapi()),
+        (server.admin_url, build_admin_app(server).openapi()),
+        (ours, model_api),
+        (ours, googles_openapi()),
+    )
     found = []
-    for url, app in (*apps, (server.base_url, served.serving_app())):
-        for result in schemathesis.openapi.from_dict(app.openapi()).get_all_operations():
+    for url, description in descriptions:
+        for result in schemathesis.openapi.from_dict(description).get_all_operations():
             found.append((url, result.ok()))
     return found
+
+
+def googles_openapi() -> dict[str, Any]:
+    """Google's dialect, which is no route of an application that describes itself."""
+    kinds = {GOOGLE: GenerateContentRequest, GOOGLE_STREAM: GenerateContentRequest, GOOGLE_COUNT: CountTokensRequest}
+    paths, schemas = {}, {}
+    for path, kind in kinds.items():
+        schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas |= schema.pop("$defs")
+        body = {"content": {"application/json": {"schema": schema}}, "required": True}
+        alternatives = [{"name": "alt", "in": "query", "schema": {"enum": ["sse", "json"]}}]
+        paths[path.partition("?")[0]] = {
+            "post": {"requestBody": body, "parameters": alternatives, "responses": {"200": {"description": ""}}}
+        }
+    return {
+        "openapi": "3.1.0", "info": {"title": "Google's dialect", "version": "1"}, "paths": paths,
+        "components": {"schemas": schemas},
+    }  # fmt: skip
 
 
 def fuzz(served: ServerThread, *, cases: int, seed: int = 0) -> Counter[str]:

@@ -36,6 +36,18 @@ def npm_program(package: str, program: str) -> Path:
     return path
 
 
+def npm_packages(name: str, *packages: str) -> Path:
+    """A folder called `name` from which these npm packages (`name@version`) are found."""
+    folder = KEPT / name
+    done = folder / "installed.txt"
+    if not done.is_file() or done.read_text().split() != list(packages):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        _run(["npm", "install", "--no-fund", "--no-audit", "--silent", "--prefix", str(folder), *packages])
+        done.write_text("\n".join(packages))
+    return folder
+
+
 def _run(command: list[str]) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_LIMIT_S, env=environment)

@@ -19,7 +19,7 @@ import pytest
 from buffers.records import Task
 from mocked_server.check.command_line import TASK
 from mocked_server.check.trial import trial_server
-from tests.outside.agent_environments import npm_program, python_with
+from tests.outside.agent_environments import npm_packages, npm_program, python_with
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(700)]
 
@@ -27,6 +27,7 @@ CLIENTS = Path(__file__).parent / "clients"
 MAX_DRIFT = 1e-4
 FRAMEWORKS = ("openai-agents==0.24.0", "langgraph==1.2.22", "langchain-openai==1.7.3", "smolagents[openai]==1.26.0")
 """They agree on what they need, and one environment is made sooner than three."""
+AI_SDK = ("ai@6.0.326", "@ai-sdk/openai@3.0.141", "@ai-sdk/google@3.0.141")
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +106,37 @@ def test_an_agent_that_rewrites_its_answers_and_forces_calls_is_trained_exactly_
         ("codex.sh", "@openai/codex@0.169.0", "codex"),
         ("claude.sh", "@anthropic-ai/claude-code@2.1.197", "claude"),
         ("opencode.sh", "opencode-ai@1.18.33", "opencode"),
+        ("gemini.sh", "@google/gemini-cli@0.61.0", "gemini"),
+        ("qwen.sh", "@qwen-code/qwen-code@0.24.4", "qwen"),
     ],
 )
 def test_a_coding_agent_is_trained_exactly(try_out, script, package, program):
     path = npm_program(package, program)
     assert_exact(try_out(["sh", str(CLIENTS / script), str(path)]), rounds=3)
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize(
+    ("program", "requirements", "environment"),
+    [
+        ("google_genai.py", ["google-genai==3.4.0"], {}),
+        ("google_genai.py", ["google-genai==3.4.0"], {"STREAM": "1"}),
+        ("pydantic_agent.py", ["pydantic-ai-slim[openai,google]==2.68.0"], {}),
+        ("pydantic_agent.py", ["pydantic-ai-slim[openai,google]==2.68.0"], {"API": "google"}),
+        ("strands_agent.py", ["strands-agents[openai]==1.62.0"], {}),
+        ("agno_agent.py", ["agno==3.1.10", "openai==3.54.0"], {}),
+        ("autogen_agent.py", ["autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5"], {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value.values()) if isinstance(value, dict) else "",
+)
+def test_an_agent_of_another_framework_is_trained_exactly(try_out, program, requirements, environment):
+    python = python_with(program.removesuffix("_agent.py").removesuffix(".py"), *requirements)
+    assert_exact(try_out([str(python), str(CLIENTS / program)], **environment), rounds=4)
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("api", ["chat", "responses", "google"])
+def test_an_agent_of_the_ai_sdk_is_trained_exactly(try_out, api):
+    modules = npm_packages("ai-sdk", *AI_SDK)
+    report = try_out(["node", str(CLIENTS / "ai_sdk.mjs")], API=api, MODULES=str(modules))
+    assert_exact(report, rounds=4)

@@ -10,11 +10,12 @@ import pytest
 from buffers.records import Episode, Task
 from mocked_server.conversation.live_episodes import Episodes
 from mocked_server.http.attribution import Attribution, key_of
-from mocked_server.http.dialects import GENERATE, GENERATING, MESSAGES, MODELS, SLEEP, WAKE_UP
+from mocked_server.http.dialects import GEMINI, GEMINI_ROUTES, GENERATE, GENERATING, MESSAGES, MODELS, SLEEP, WAKE_UP
 from mocked_server.keys import KeyRing
 from mocked_server.request_context import current_call
 
 CHAT = "/v1/chat/completions"
+GOOGLES = "/v1beta/models/policy:generateContent"
 KEYS = KeyRing(bytes(32))
 MINE = KEYS.episode_key("1-0-0")
 
@@ -85,10 +86,36 @@ def door() -> Door:
         ("/e/us-1", [bearer("us-2")], "us-1", ""),
         ("/e/" + CHAT, [], "", CHAT),
         ("/ex/us-1" + CHAT, [], None, "/ex/us-1" + CHAT),
+        (GOOGLES, [(b"x-goog-api-key", b"a")], "a", GOOGLES),
+        (GOOGLES, [(b"x-goog-api-key", b"none"), bearer("us-1")], "us-1", GOOGLES),
+        ("/e/us-1" + GOOGLES, [(b"x-goog-api-key", b"us-2")], "us-1", GOOGLES),
     ],
 )
 def test_the_key_is_in_a_header_or_in_the_path(path: str, headers: list[Any], key: str | None, rest: str) -> None:
     assert key_of({"path": path, "headers": headers}) == (key, rest)
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "key"),
+    [
+        (GOOGLES, b"key=us-1", "us-1"),
+        (GOOGLES, b"alt=sse&key=us%2D1", "us-1"),
+        (GOOGLES, b"alt=sse&key=", None),
+        (CHAT, b"key=us-1", None),
+        ("/v1beta/models/x:other", b"key=us-1", None),
+    ],
+)
+def test_the_key_may_be_in_the_query_of_googles_dialect_only(path: str, query: bytes, key: str | None) -> None:
+    assert key_of({"path": path, "headers": [], "query_string": query}) == (key, path)
+
+
+async def test_the_model_of_googles_dialect_is_in_its_path(door: Door) -> None:
+    named = []
+    door.app._models = lambda scope, *_: named.append(scope["path_params"]) or door._models(scope, *_)  # type: ignore
+    for path in (GOOGLES, f"/e/{MINE}{GOOGLES}", "/v1/models/my/own:generateContent"):
+        assert await door.ask(path, bearer(MINE)) == "models"
+    assert named == [{"model": "policy"}, {"model": "policy"}, {"model": "my/own"}]
+    assert door.answered == [(GEMINI, "1-0-0", 1)] * 3
 
 
 async def test_a_running_episodes_key_opens_its_model_calls(door: Door) -> None:
@@ -152,7 +179,8 @@ async def test_while_the_disk_is_full_what_generates_waits_and_the_list_of_model
     for path in sorted(GENERATING):
         assert await door.ask(path, bearer(MINE)) == 503
         assert "disk is full" in door.error["message"]
-        assert path == MESSAGES or door.error["code"] == "storage_full"
+        expected = {MESSAGES: None, **dict.fromkeys(GEMINI_ROUTES, 503)}.get(path, "storage_full")
+        assert door.error.get("code") == expected
         assert door.headers == {b"content-type": b"application/json", b"retry-after": b"5"}
     assert await door.ask(MODELS, bearer(MINE)) == "models"
     assert await door.ask(CHAT, bearer("x")) == 401, "a stranger is not told"

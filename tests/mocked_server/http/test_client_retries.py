@@ -158,12 +158,16 @@ def test_an_answer_that_was_given_up_is_generated_again(held):
     assert [r.finish_reason for r in held.stored(episode) if r.finish_reason != "abort"] == ["stop"]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/v1/messages"])
+GOOGLES = "/v1beta/models/policy:generateContent"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/v1/messages", GOOGLES])
 def test_retries_are_joined_in_every_dialect(served, path):
     bodies = {
         "/v1/completions": {"model": "policy", "prompt": "Hello."},
         "/v1/responses": {"model": "policy", "input": "Hello."},
         "/v1/messages": {"model": "policy", "messages": HELLO, "max_tokens": 8},
+        GOOGLES: {"contents": [{"role": "user", "parts": [{"text": "Hello."}]}]},
     }
     episode, client = served.lease()
     answers = [send(served, client, attempt, path=path, body=bodies[path]) for attempt in (0, 1, 2)]

@@ -314,6 +314,19 @@ def test_images_are_refused(served):
     assert served.engine.prompts == []
 
 
+def test_images_are_refused_also_where_the_model_sees(served, monkeypatch):
+    """Only token ids are passed on and recorded: the image itself would be lost on the way."""
+    _, client = served.lease()
+    seen = served.server._client
+    generate = seen.generate
+    monkeypatch.setattr(
+        seen, "generate", lambda prompt, *args, **kw: generate({**prompt, "type": "multimodal"}, *args, **kw)
+    )
+    with pytest.raises(openai.BadRequestError, match="only text is served"):
+        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": ASK}])
+    assert served.engine.prompts == []
+
+
 def test_both_keys_may_be_sent_one_of_them_a_placeholder(served):
     episode, client = served.lease()
     headers = {"x-api-key": "placeholder", "Authorization": f"Bearer {client.api_key}"}

@@ -10,7 +10,7 @@ import pytest
 
 from buffers.errors import EngineError, EpisodeError, RequestFailed, RequestRefused
 from buffers.prompt_queue import QueueClosed
-from mocked_server.http.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES, error_event
+from mocked_server.http.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, GEMINI, MESSAGES, RESPONSES, error_event
 
 HI = [{"role": "user", "content": "hi"}]
 BODIES = {
@@ -18,20 +18,28 @@ BODIES = {
     COMPLETIONS: {"prompt": "hi"},
     RESPONSES: {"input": "hi"},
     MESSAGES: {"messages": HI, "max_tokens": 4},
+    GEMINI: {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]},
 }
+WRONG = {
+    MESSAGES: ("stop", {"stop_sequences": [str(number) for number in range(100)]}),
+    GEMINI: ("stop", {"generationConfig": {"stopSequences": [str(number) for number in range(100)]}}),
+}
+
+
+def post(http, path, *, stream, **fields):
+    if path == GEMINI:
+        way = "streamGenerateContent?alt=sse" if stream else "generateContent"
+        return http.post(f"/v1beta/models/policy:{way}", json={**BODIES[path], **fields})
+    return http.post(path, json={"model": "policy", "stream": stream, **BODIES[path], **fields})
 
 
 @pytest.mark.parametrize("path", BODIES)
 def test_a_stream_that_is_refused_before_it_generates_has_a_status_and_names_the_field(served, path):
     _, client = served.lease()
     with served.http(client.api_key) as http:
-        wrong = (
-            {"stop_sequences": [str(number) for number in range(100)]}
-            if path == MESSAGES
-            else {"logit_bias": {"99999": 1}}
-        )
-        answer = http.post(path, json={"model": "policy", "stream": True, **wrong, **BODIES[path]})
-    assert answer.status_code == 400 and ("stop" if path == MESSAGES else "logit_bias") in answer.text, answer.text
+        name, wrong = WRONG.get(path, ("logit_bias", {"logit_bias": {"99999": 1}}))
+        answer = post(http, path, stream=True, **wrong)
+    assert answer.status_code == 400 and name in answer.text, answer.text
     assert answer.headers["content-type"] == "application/json" and served.engine.prompts == []
 
 
@@ -46,7 +54,7 @@ def test_a_stream_that_fails_after_it_began_ends_with_an_error_and_no_broken_con
     kept, served.generation._count = served.generation._count, break_off
     try:
         with served.http(client.api_key) as http:
-            answer = http.post(path, json={"model": "policy", "stream": True, **BODIES[path]})
+            answer = post(http, path, stream=True)
     finally:
         served.generation._count = kept
     assert answer.status_code == 200 and "error" in answer.text
@@ -75,11 +83,10 @@ def test_what_fails_before_anything_was_generated_has_its_status_in_every_dialec
         raise error
 
     _, client = served.lease()
-    body = {"model": "policy", "stream": stream, **BODIES[path]}
     for put in (refuse, lambda prompt: prompt.reply.fail(error)):
         monkeypatch.setattr(served.server.prompt_queue, "put", put)
         with served.http(client.api_key) as http:
-            answer = http.post(path, json=body)
+            answer = post(http, path, stream=stream)
         assert (answer.status_code, answer.headers.get("retry-after")) == (status, retry_after), answer.text
         assert answer.headers.get("x-should-retry") == ("false" if status < 500 else None)
         assert answer.headers["content-type"] == "application/json"

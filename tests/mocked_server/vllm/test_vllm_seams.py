@@ -89,9 +89,9 @@ def test_every_dialect_generates_through_the_client(served, path):
 
 
 def test_the_routes_of_the_model_api_exist(served):
-    from mocked_server.http.dialects import ROUTES
+    from mocked_server.http.dialects import SERVED
 
-    assert {route.path for route in served.serving_app().router.routes} == set(ROUTES)
+    assert {route.path for route in served.serving_app().router.routes} == set(SERVED)
 
 
 def test_statistics_of_requests_are_kept_for_any_logger():

@@ -1,0 +1,283 @@
+"""A request of Google's dialect as a chat request: the same messages, tools and limits in OpenAI's words.
+
+Called by `routes`, and by `mocked_server.check` to see what an agent asks for. Invariant: equal conversations give equal messages,
+however a client has cut an answer into contents; so a second round continues the first as in the chat dialect. What cannot be
+served is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from buffers.errors import RequestRefused
+from mocked_server.gemini.requests import (
+    Content,
+    CountTokensRequest,
+    Fields,
+    FunctionResponse,
+    GenerateContentRequest,
+    GenerationConfig,
+    Part,
+    ThinkingConfig,
+    Tool,
+    ToolConfig,
+)
+from mocked_server.gemini.schemas import json_schema_of
+from mocked_server.http.request_fields import MAX_MESSAGES
+
+Message = dict[str, Any]
+Asked = TypeVar("Asked", bound=Fields)
+
+NOT_TEXT = ("inline_data", "file_data", "executable_code", "code_execution_result")
+UNFILTERED = frozenset({None, "OFF", "BLOCK_NONE", "HARM_BLOCK_THRESHOLD_UNSPECIFIED"})
+PLAIN_RESULTS = ({"output"}, {"result"})
+"""Names under which clients wrap a result that is a text: the model reads the text."""
+CHOICES = {"AUTO": "auto", "VALIDATED": "auto", "NONE": "none", "ANY": "required", "MODE_UNSPECIFIED": "auto"}
+"""VALIDATED would force calls into their schema, which is not the policy's choice then; see `mocked_server.vllm.serving`."""
+MAX_PROBLEMS = 5
+
+
+def generation_of(body: Any, *, model: str, streams: bool) -> dict[str, Any]:
+    """The chat request of a `generateContent` body. Raises RequestRefused."""
+    asked = _read(GenerateContentRequest, body)
+    config = asked.generation_config or GenerationConfig()
+    if asked.cached_content:
+        raise _unsupported("cachedContent", "no conversation is kept for the agent; send the whole one as contents")
+    _check_safety(asked)
+    chat = _conversation(asked, model=model) | _sampling(config)
+    if (tools := chat.get("tools")) and (choice := _tool_choice(asked.tool_config, tools)) is not None:
+        chat["tool_choice"] = choice
+    if (form := _response_format(config)) is not None:
+        chat["response_format"] = form
+    if streams:
+        chat |= {"stream": True, "stream_options": {"include_usage": True}}
+    return chat
+
+
+def count_of(body: Any, *, model: str) -> dict[str, Any]:
+    """What of a `countTokens` body is rendered, as the chat request of the same prompt. Raises RequestRefused."""
+    asked = _read(CountTokensRequest, body)
+    return _conversation(asked.generate_content_request or GenerateContentRequest(contents=asked.contents), model=model)
+
+
+def shows_thoughts(body: Any) -> bool:
+    """Does the agent want to see thoughts? `body`: one that `generation_of` has taken."""
+    config = _read(GenerateContentRequest, body).generation_config
+    thinking = None if config is None else config.thinking_config
+    return thinking is not None and thinking.include_thoughts is True
+
+
+def _read(kind: type[Asked], body: Any) -> Asked:
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        problems = [
+            f"{'.'.join(str(part) for part in each['loc']) or 'the body'}: {each['msg']}"
+            for each in error.errors(include_url=False, include_input=False, include_context=False)[:MAX_PROBLEMS]
+        ]
+        raise RequestRefused("; ".join(problems)) from None
+
+
+def _unsupported(field: str, remedy: str) -> RequestRefused:
+    return RequestRefused(f"{field} is not supported: {remedy}", field=field)
+
+
+def _check_safety(asked: GenerateContentRequest) -> None:
+    for setting in asked.safety_settings or ():
+        if setting.threshold not in UNFILTERED:
+            raise _unsupported(
+                "safetySettings", f"nothing is held back here; set BLOCK_NONE, got {setting.threshold:.100}"
+            )
+
+
+def _conversation(asked: GenerateContentRequest, *, model: str) -> dict[str, Any]:
+    messages = _Messages()
+    if (system := asked.system_instruction) is not None:
+        messages.add_system(system)
+    if not asked.contents:
+        raise RequestRefused("contents must hold at least one message, got none", field="contents")
+    for content in asked.contents:
+        messages.add(content)
+    chat: dict[str, Any] = {"model": model, "messages": messages.messages}
+    if tools := _tools(asked.tools or ()):
+        chat["tools"] = tools
+    return chat
+
+
+class _Messages:
+    """Contents become messages: an answer is one message however it was cut, each result of a function is one of its own."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._num_calls = 0
+        self._unanswered: list[tuple[str, str]] = []
+        """(id, function's name) of calls whose result has not come yet."""
+
+    def add_system(self, content: Content) -> None:
+        """What the system says, before all else."""
+        parts = [{"type": "text", "text": _text_of(part)} for part in content.parts or ()]
+        if parts:
+            self._put({"role": "system", "content": _simplest(parts)})
+
+    def add(self, content: Content) -> None:
+        """The next content."""
+        if content.role == "model":
+            self._add_answer(content.parts or [])
+        elif content.role in (None, "", "user", "function"):
+            self._add_turn(content.parts or [])
+        else:
+            raise RequestRefused(f"role must be user or model, got {content.role[:50]!r}", field="contents.role")
+
+    def _add_answer(self, parts: Iterable[Part]) -> None:
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self._put({"role": "assistant", "content": ""})
+        answer = self.messages[-1]
+        for part in parts:
+            if part.function_call is not None:
+                call = part.function_call
+                identity = call.id or f"call_{self._num_calls}"
+                self._num_calls += 1
+                self._unanswered.append((identity, call.name))
+                function = {"name": call.name, "arguments": _as_json(call.args or {}, field="functionCall.args")}
+                answer.setdefault("tool_calls", []).append({"id": identity, "type": "function", "function": function})
+            elif part.thought:
+                answer["reasoning"] = answer.get("reasoning", "") + _text_of(part)
+            else:
+                answer["content"] += _text_of(part)
+
+    def _add_turn(self, parts: Iterable[Part]) -> None:
+        texts: list[dict[str, Any]] = []
+        for part in parts:
+            if part.function_response is None:
+                texts.append({"type": "text", "text": _text_of(part)})
+                continue
+            result = part.function_response
+            self._put({"role": "tool", "tool_call_id": self._answered(result), "content": _result_text(result)})
+        if texts:
+            self._put({"role": "user", "content": _simplest(texts)})
+
+    def _answered(self, result: FunctionResponse) -> str:
+        """The id of the call that this is the result of: by its id, else the first of its name that has none yet."""
+        by_id = [call for call in self._unanswered if call[0] == result.id]
+        by_name = [call for call in self._unanswered if call[1] == result.name]
+        if not (found := by_id or by_name):
+            return result.id or result.name
+        self._unanswered.remove(found[0])
+        return found[0][0]
+
+    def _put(self, message: Message) -> None:
+        self.messages.append(message)
+        if len(self.messages) > MAX_MESSAGES:
+            raise RequestRefused(
+                f"contents must be at most {MAX_MESSAGES:,} messages, got more; send fewer", field="contents"
+            )
+
+
+def _text_of(part: Part) -> str:
+    for name in NOT_TEXT:
+        if getattr(part, name) is not None:
+            field = Part.model_fields[name].alias or name
+            raise _unsupported(field, "only text and function calls are served")
+    return part.text or ""
+
+
+def _simplest(texts: list[dict[str, Any]]) -> Any:
+    return texts[0]["text"] if len(texts) == 1 else texts
+
+
+def _result_text(result: FunctionResponse) -> str:
+    if result.parts:
+        raise _unsupported("functionResponse.parts", "only text is served; put the result into response")
+    response = result.response or {}
+    if set(response) in PLAIN_RESULTS and isinstance(text := next(iter(response.values())), str):
+        return text
+    return _as_json(response, field="functionResponse.response")
+
+
+def _as_json(value: Any, *, field: str) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise RequestRefused(f"{field} must be JSON, which has no NaN and no Infinity", field=field) from None
+
+
+def _tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
+    functions = []
+    for tool in tools:
+        if others := sorted(name for name, value in (tool.model_extra or {}).items() if value is not None):
+            raise _unsupported(f"tools.{others[0][:50]}", "no tool is run here; declare a function of the agent's own")
+        for declared in tool.function_declarations or ():
+            function: dict[str, Any] = {"name": declared.name}
+            if declared.description is not None:
+                function["description"] = declared.description
+            if declared.parameters_json_schema is not None:
+                function["parameters"] = declared.parameters_json_schema
+            elif declared.parameters is not None:
+                function["parameters"] = json_schema_of(declared.parameters)
+            functions.append({"type": "function", "function": function})
+    return functions
+
+
+def _tool_choice(config: ToolConfig | None, tools: list[dict[str, Any]]) -> Any:
+    calling = None if config is None else config.function_calling_config
+    if calling is None:
+        return None
+    mode = calling.mode or "AUTO"
+    if mode not in CHOICES:
+        raise RequestRefused(f"mode must be one of {', '.join(CHOICES)}, got {mode[:50]!r}", field="toolConfig")
+    allowed, offered = set(calling.allowed_function_names or ()), {tool["function"]["name"] for tool in tools}
+    if mode == "NONE" or not allowed or allowed >= offered:
+        return CHOICES[mode]
+    if mode == "ANY" and len(allowed) == 1:
+        return {"type": "function", "function": {"name": allowed.pop()}}
+    raise _unsupported("allowedFunctionNames", "name one function with mode ANY, or offer only those in tools")
+
+
+def _sampling(config: GenerationConfig) -> dict[str, Any]:
+    if config.response_logprobs or config.logprobs is not None:
+        raise _unsupported("responseLogprobs", "the server records them; ask for logprobs by chat completions")
+    if any(kind.upper() not in ("TEXT", "MODALITY_UNSPECIFIED") for kind in config.response_modalities or ()):
+        raise _unsupported("responseModalities", "only text is served")
+    for name, value in (("speechConfig", config.speech_config), ("imageConfig", config.image_config)):
+        if value:
+            raise _unsupported(name, "only text is served")
+    top_k = config.top_k
+    asked: Mapping[str, Any] = {
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": int(top_k) if top_k is not None and top_k.is_integer() else top_k,
+        "max_completion_tokens": config.max_output_tokens,
+        "n": config.candidate_count,
+        "stop": config.stop_sequences,
+        "seed": config.seed,
+        "presence_penalty": config.presence_penalty,
+        "frequency_penalty": config.frequency_penalty,
+        "reasoning_effort": _effort(config.thinking_config),
+    }
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _effort(thinking: ThinkingConfig | None) -> str | None:
+    """Budgets are left to the model, as Google's are ("a guide"), but for none at all."""
+    if thinking is None:
+        return None
+    if thinking.thinking_budget == 0:
+        return "none"
+    level = (thinking.thinking_level or "").lower()
+    return None if level in ("", "thinking_level_unspecified") else level
+
+
+def _response_format(config: GenerationConfig) -> dict[str, Any] | None:
+    schema = config.response_json_schema
+    if schema is None and config.response_schema is not None:
+        schema = json_schema_of(config.response_schema)
+    kind = config.response_mime_type
+    if kind not in (None, "", "text/plain", "application/json"):
+        raise _unsupported("responseMimeType", f"use application/json with a schema, or text/plain; got {kind:.50}")
+    if schema is not None:
+        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    return {"type": "json_object"} if kind == "application/json" else None
