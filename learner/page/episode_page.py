@@ -1,0 +1,219 @@
+"""One episode of a run for the page: its record, its tree, its conversation, and windows of its tokens.
+
+Used by `learner.page.routes`. Invariant: a request costs what its window holds: an episode's rounds are decoded once and kept
+for the few episodes that were asked for last. It only reads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from buffers.ledger.batches import read_rounds
+from buffers.ledger.reading import round_causes, views
+from buffers.ledger.reading.branches import NOT_SAMPLED, Branch, branches_of, num_trained, window_of
+from buffers.records import Round
+from learner.page.conversation import Turn, turns_of, with_text
+from learner.page.run_view import RunView
+from learner.page.token_window import MOST_TOKENS, packed, pieces_of
+from learner.page.untrained import why_untrained
+from learner.reporting.token_figures import RoundFigures, read_figures
+
+KEPT = 8
+"""Episodes whose rounds are in memory."""
+_SCORES = (
+    "SELECT part, round_index, judge, value, verdict, hint, told_at FROM score WHERE episode_id = ? "
+    "ORDER BY score_id LIMIT 5000"
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Opened:
+    """An episode with its rounds; `turns` by branch, once they were asked for."""
+
+    rounds: list[Round]
+    branches: list[Branch]
+    causes: dict[int, str]
+    figures: dict[int, RoundFigures]
+    turns: dict[int, list[Turn]] = field(default_factory=dict)
+
+
+class EpisodePages:
+    """The episodes of one run."""
+
+    def __init__(self, view: RunView, *, meanings: Mapping[str, str]) -> None:
+        """`meanings`: what each cause of a break means, in a sentence."""
+        self._view = view
+        self._meanings = meanings
+        self._lock = threading.Lock()
+        self._opened: OrderedDict[tuple[Any, ...], Opened] = OrderedDict()
+
+    def shown(self, found: Sequence[int]) -> list[dict[str, Any]]:
+        """Records of the episodes with these numbers."""
+        with self._view.ledger() as db:
+            some = views.episodes_at(db, found)
+        return [self.record(one) for one in some]
+
+    def record(self, one: views.EpisodeView) -> dict[str, Any]:
+        """An episode for a list."""
+        table = self._view.index.episodes
+        if one.seq < len(table) and table["there"][one.seq]:
+            causes, cut = int(table["causes"][one.seq]), bool(table["cut"][one.seq])
+            one = replace(one, breaks=round_causes.names(causes), cut=cut)
+        return asdict(one)
+
+    def detail(self, episode_id: str) -> dict[str, Any]:
+        """All but its texts and tokens. Raises Unknown."""
+        one, opened = self._open(episode_id)
+        with self._view.ledger() as db:
+            members = [each.episode_id for each in views.episodes_of(db, group_id=one.group_id)]
+            task = views.task_of(db, task_id=one.task_id)
+            told = db.execute(_SCORES, (episode_id,)).fetchall()
+        place = members.index(episode_id)
+        scores = [
+            dict(zip(("part", "round", "judge", "value", "verdict", "hint", "told_at"), each, strict=True))
+            for each in told
+        ]
+        one = replace(
+            one, breaks=sorted(set(opened.causes.values())), cut=any(r.finish_reason == "length" for r in opened.rounds)
+        )
+        return {
+            "episode": asdict(one),
+            "task": task,
+            "neighbours": {
+                "previous": members[place - 1] if place else None,
+                "next": members[place + 1] if place + 1 < len(members) else None,
+                "group": members,
+            },
+            "scores": scores,
+            "advantages": _spread(opened.figures),
+            "rounds": _rounds(opened, scores=scores, meanings=self._meanings),
+            "branches": [
+                {
+                    "branch": branch.number,
+                    "leaf": branch.leaf,
+                    "path": [each.round_index for each in branch.path],
+                    "tokens": branch.num_tokens,
+                    "trained_tokens": branch.num_trained,
+                    "aborted": branch.aborted,
+                }
+                for branch in opened.branches
+            ],
+            "why_untrained": why_untrained(one),
+        }
+
+    def conversation(self, episode_id: str, *, branch: int, start: int, count: int) -> dict[str, Any]:
+        """Some turns of a branch, with their text."""
+        _, opened = self._open(episode_id)
+        found, decoder = _branch(opened, branch), self._view.decoder()
+        if branch not in opened.turns:
+            opened.turns[branch] = turns_of(found, decoder=decoder)
+        turns = opened.turns[branch]
+        shown = []
+        for turn in turns[start : start + count]:
+            ids = window_of(found, start=turn.token_start, count=turn.token_end - turn.token_start).ids
+            shown.append(asdict(with_text(turn, ids.tolist(), decoder=decoder)))
+        return {"branch": branch, "num_turns": len(turns), "start": start, "turns": shown}
+
+    def tokens(self, episode_id: str, *, branch: int, start: int, count: int) -> bytes:
+        """A window of a branch's tokens; see `token_window`."""
+        _, opened = self._open(episode_id)
+        found = _branch(opened, branch)
+        window = window_of(found, start=start, count=min(count, MOST_TOKENS))
+        number = len(window.ids)
+        learner, begin, advantage = (np.full(number, np.nan, np.float32) for _ in range(3))
+        trained = window.mask.copy()
+        known = np.zeros(number, bool)
+        for index, figures in opened.figures.items():
+            own = np.flatnonzero((window.round_index == index) & (window.order != NOT_SAMPLED))
+            order = window.order[own]
+            if len(order) and order.max() < len(figures.learner):
+                learner[own], begin[own] = figures.learner[order], figures.start[order]
+                advantage[own], trained[own] = figures.advantage[order], figures.weighed[order]
+                known[own] = True
+        masked = window.mask.astype(bool)
+        kept = "all" if bool(known[masked].all()) and masked.any() else "some" if known.any() else "none"
+        head = {
+            "branch": branch,
+            "start": start,
+            "count": number,
+            "num_tokens": found.num_tokens,
+            "pieces": pieces_of(window.ids.tolist(), decoder=self._view.decoder()),
+            "figures": kept,
+        }
+        arrays: dict[str, np.ndarray[Any, Any]] = {
+            "ids": window.ids, "sampled": window.sampled, "mask": window.mask, "trained": trained, "version": window.version,
+            "round": window.round_index, "logprob": window.logprob, "learner": learner, "start_logprob": begin,
+            "advantage": advantage,
+        }  # fmt: skip
+        return packed(head, arrays)
+
+    def _open(self, episode_id: str) -> tuple[views.EpisodeView, Opened]:
+        """The episode as it is now, with its rounds."""
+        with self._view.ledger() as db:
+            one = views.episode(db, episode_id=episode_id)
+            (last,) = db.execute("SELECT max(rowid) FROM round WHERE episode_id = ?", (episode_id,)).fetchone()
+            key = (episode_id, one.state, one.step, last)
+            with self._lock:
+                if (opened := self._opened.get(key)) is not None:
+                    self._opened.move_to_end(key)
+                    return one, opened
+            rounds = read_rounds(db, episode_id=episode_id)
+        causes = round_causes.causes_of([(r.round_index, r.parent, r.finish_reason, r.memo) for r in rounds])
+        figures = {} if one.step is None else read_figures(self._view.folder, step=one.step, episode_id=episode_id)
+        opened = Opened(rounds=rounds, branches=branches_of(rounds), causes=causes, figures=figures)
+        with self._lock:
+            self._opened[key] = opened
+            while len(self._opened) > KEPT:
+                self._opened.popitem(last=False)
+        return one, opened
+
+
+def _branch(opened: Opened, number: int) -> Branch:
+    if not 0 <= number < len(opened.branches):
+        raise views.Unknown(
+            f"branch must be one of the episode's {len(opened.branches)}, got {number}; they begin at 0"
+        )
+    return opened.branches[number]
+
+
+def _rounds(opened: Opened, *, scores: list[dict[str, Any]], meanings: Mapping[str, str]) -> list[dict[str, Any]]:
+    of_branch = {index: branch.number for branch in opened.branches for index in branch.fresh}
+    for branch in opened.branches:
+        for each in branch.path:
+            of_branch.setdefault(each.round_index, branch.number)
+    by_round: dict[int, list[dict[str, Any]]] = {}
+    for score in scores:
+        if score["round"] is not None:
+            by_round.setdefault(score["round"], []).append(score)
+    return [
+        {
+            "round": each.round_index,
+            "parent": each.parent,
+            "branch": of_branch[each.round_index],
+            "finish": each.finish_reason,
+            "tail": len(each.tail_ids),
+            "sampled": len(each.sampled_ids),
+            "trained": num_trained(each),
+            "versions": np.unique(each.versions).tolist(),
+            "mean_logprob": float(each.logprobs.mean()) if len(each.logprobs) else None,
+            "cause": (cause := opened.causes.get(each.round_index)),
+            "cause_expected": cause in round_causes.MEANT,
+            "cause_sentence": meanings.get(cause or "", ""),
+            "scores": by_round.get(each.round_index, []),
+        }
+        for each in opened.rounds
+    ]
+
+
+def _spread(figures: dict[int, RoundFigures]) -> dict[str, float] | None:
+    values = np.concatenate([np.zeros(0, np.float32), *(each.advantage for each in figures.values())])
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return None
+    return {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}
