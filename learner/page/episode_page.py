@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from buffers.ledger.batches import read_rounds
 from buffers.ledger.reading import round_causes, views
-from buffers.ledger.reading.branches import NOT_SAMPLED, Branch, branches_of, num_trained, window_of
+from buffers.ledger.reading.branches import NOT_SAMPLED, Branch, Window, branches_of, num_trained, window_of
 from buffers.records import Round
-from learner.page.conversation import Turn, turns_of, with_text
+from learner.page.episode_parts.conversation import Turn, turns_of, with_text
+from learner.page.episode_parts.token_window import MOST_TOKENS, packed, pieces_of
+from learner.page.episode_parts.untrained import why_untrained
+from learner.page.run_files.metric_columns import plain
 from learner.page.run_view import RunView
-from learner.page.token_window import MOST_TOKENS, packed, pieces_of
-from learner.page.untrained import why_untrained
-from learner.reporting.token_figures import RoundFigures, read_figures
+from learner.reporting.token_figures import ARRAYS, RoundFigures, read_figures
 
+Numbers = npt.NDArray[np.floating[Any]]
 KEPT = 8
 """Episodes whose rounds are in memory."""
 _SCORES = (
@@ -125,33 +129,42 @@ class EpisodePages:
         _, opened = self._open(episode_id)
         found = _branch(opened, branch)
         window = window_of(found, start=start, count=min(count, MOST_TOKENS))
-        number = len(window.ids)
-        learner, begin, advantage = (np.full(number, np.nan, np.float32) for _ in range(3))
-        trained = window.mask.copy()
-        known = np.zeros(number, bool)
-        for index, figures in opened.figures.items():
-            own = np.flatnonzero((window.round_index == index) & (window.order != NOT_SAMPLED))
-            order = window.order[own]
-            if len(order) and order.max() < len(figures.learner):
-                learner[own], begin[own] = figures.learner[order], figures.start[order]
-                advantage[own], trained[own] = figures.advantage[order], figures.weighed[order]
-                known[own] = True
+        figures, known = _figures_of(window, opened.figures)
         masked = window.mask.astype(bool)
         kept = "all" if bool(known[masked].all()) and masked.any() else "some" if known.any() else "none"
         head = {
             "branch": branch,
             "start": start,
-            "count": number,
+            "count": len(window.ids),
             "num_tokens": found.num_tokens,
             "pieces": pieces_of(window.ids.tolist(), decoder=self._view.decoder()),
             "figures": kept,
         }
         arrays: dict[str, np.ndarray[Any, Any]] = {
-            "ids": window.ids, "sampled": window.sampled, "mask": window.mask, "trained": trained, "version": window.version,
-            "round": window.round_index, "logprob": window.logprob, "learner": learner, "start_logprob": begin,
-            "advantage": advantage,
+            "ids": window.ids, "sampled": window.sampled, "mask": window.mask, "trained": figures.weighed,
+            "version": window.version, "round": window.round_index, "logprob": window.logprob, "learner": figures.learner,
+            "start_logprob": figures.start, "advantage": figures.advantage,
         }  # fmt: skip
         return packed(head, arrays)
+
+    def overview(self, episode_id: str, *, branch: int, buckets: int) -> dict[str, Any]:
+        """The whole branch in so many buckets: where to look in a long one."""
+        _, opened = self._open(episode_id)
+        found = _branch(opened, branch)
+        window = window_of(found, start=0, count=found.num_tokens)
+        figures, _ = _figures_of(window, opened.figures)
+        number = min(buckets, len(window.ids))
+        ends = [place * len(window.ids) // max(number, 1) for place in range(number + 1)]
+        version = np.where(window.sampled > 0, window.version, np.nan)
+        columns: dict[str, tuple[Callable[[Numbers], Any], Numbers]] = {
+            "logprob": (np.min, window.logprob),
+            "difference": (np.max, np.abs(figures.learner - window.logprob)),
+            "version": (np.max, version),
+            "advantage": (np.mean, figures.advantage),
+            "mask": (np.mean, window.mask.astype(np.float64)),
+        }
+        shown = {name: _bucketed(values, ends, reduce=reduce) for name, (reduce, values) in columns.items()}
+        return {"branch": branch, "num_tokens": len(window.ids), "buckets": number, **shown}
 
     def _open(self, episode_id: str) -> tuple[views.EpisodeView, Opened]:
         """The episode as it is now, with its rounds."""
@@ -180,6 +193,36 @@ def _branch(opened: Opened, number: int) -> Branch:
             f"branch must be one of the episode's {len(opened.branches)}, got {number}; they begin at 0"
         )
     return opened.branches[number]
+
+
+def _figures_of(window: Window, kept: Mapping[int, RoundFigures]) -> tuple[RoundFigures, npt.NDArray[np.bool_]]:
+    """[n] the learner's figures of a window's tokens, and of which tokens they are kept."""
+    number = len(window.ids)
+    found = RoundFigures(
+        learner=np.full(number, np.nan, np.float32),
+        start=np.full(number, np.nan, np.float32),
+        advantage=np.full(number, np.nan, np.float32),
+        weighed=window.mask.copy(),
+    )
+    known = np.zeros(number, bool)
+    for index, figures in kept.items():
+        own = np.flatnonzero((window.round_index == index) & (window.order != NOT_SAMPLED))
+        order = window.order[own]
+        if len(order) and order.max() < len(figures.learner):
+            for name in ARRAYS:
+                getattr(found, name)[own] = getattr(figures, name)[order]
+            known[own] = True
+    return found, known
+
+
+def _bucketed(values: Numbers, ends: Sequence[int], *, reduce: Callable[[Numbers], Any]) -> list[float | None]:
+    """One value for each bucket, of what is a number in it."""
+    found = []
+    for start, end in pairwise(ends):
+        some = values[start:end]
+        some = some[np.isfinite(some)]
+        found.append(float(reduce(some)) if len(some) else np.nan)
+    return plain(np.array(found, dtype=np.float64))
 
 
 def _rounds(opened: Opened, *, scores: list[dict[str, Any]], meanings: Mapping[str, str]) -> list[dict[str, Any]]:

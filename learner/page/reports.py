@@ -17,7 +17,7 @@ from buffers.ledger.reading import views
 from buffers.ledger.reading.episode_filter import FilterError
 from buffers.ledger.reading.episode_index import EPISODE_STATES, GROUP_STATES
 from buffers.ledger.reading.reader import LedgerUnreadable, counts, trained_steps
-from learner.page import untrained as why
+from learner.page.episode_parts import untrained as why
 from learner.page.run_files.metric_columns import MetricColumns, Points, plain
 from learner.page.run_files.run_folders import read_summary, without_secrets
 from learner.page.run_view import RunView

@@ -26,11 +26,11 @@ from buffers.ledger.reading.views import Unknown
 from learner.page import reports
 from learner.page.changes import Changes, here, tick_of
 from learner.page.episode_page import EpisodePages
+from learner.page.episode_parts.token_window import MOST_TOKENS
 from learner.page.findings import Findings
 from learner.page.run_files.run_folders import NoRun
 from learner.page.run_set import RunSet, UnknownRun
 from learner.page.run_view import RunView
-from learner.page.token_window import MOST_TOKENS
 
 STATIC = Path(__file__).parent / "static"
 MOST_POINTS = 10_000
@@ -182,6 +182,10 @@ class Api:
         query = Parameters(request)
         view, pages = self._view(request), self._pages(request)
         view.look_on()
+        if seqs := query.texts("seqs"):
+            return {
+                "episodes": pages.shown([int(seq) for seq in seqs[:MOST_EPISODES] if seq.isascii() and seq.isdigit()])
+            }
         found = view.search(
             episode_filter(query),
             order=query.text("sort", "newest"),
@@ -196,6 +200,10 @@ class Api:
             "facets": found.facets,
         }
 
+    def order(self, request: Request) -> bytes:
+        query = Parameters(request)
+        return self._view(request).order(episode_filter(query), order=query.text("sort", "newest"))
+
     def episode(self, request: Request) -> dict[str, Any]:
         return self._pages(request).detail(request.path_params["episode"])
 
@@ -206,6 +214,14 @@ class Api:
             branch=query.number("branch", 0, most=1 << 30),
             start=query.number("start", 0, most=1 << 40),
             count=query.number("count", 200, most=MOST_TURNS, least=1),
+        )
+
+    def overview(self, request: Request) -> dict[str, Any]:
+        query = Parameters(request)
+        return self._pages(request).overview(
+            request.path_params["episode"],
+            branch=query.number("branch", 0, most=1 << 30),
+            buckets=query.number("buckets", 400, most=MOST_POINTS, least=1),
         )
 
     def tokens(self, request: Request) -> bytes:
@@ -244,8 +260,10 @@ def build_app(runs: RunSet, *, default: str, about: Mapping[str, str]) -> Starle
         f"{run}/groups": api.groups,
         f"{run}/groups/{{group:int}}": api.group,
         f"{run}/episodes": api.episodes,
+        f"{run}/episodes/order": api.order,
         f"{run}/episodes/{{episode}}": api.episode,
         f"{run}/episodes/{{episode}}/conversation": api.conversation,
+        f"{run}/episodes/{{episode}}/overview": api.overview,
         f"{run}/episodes/{{episode}}/tokens": api.tokens,
         f"{run}/untrained": api.untrained,
         f"{run}/findings": api.findings,

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from buffers.ledger.reading import round_causes
-from buffers.ledger.reading.episode_filter import EpisodeFilter, Found, search
+from buffers.ledger.reading.episode_filter import EpisodeFilter, Found, ordered, search
 from buffers.ledger.reading.episode_index import EpisodeIndex
 from buffers.ledger.reading.reader import LedgerReader, LedgerUnreadable, counts, trained_steps
+from learner.page.episode_parts.token_window import TokenDecoder
 from learner.page.run_files import machine_state
 from learner.page.run_files.line_file import LineFile
 from learner.page.run_files.metric_columns import MetricColumns
@@ -32,7 +33,6 @@ from learner.page.run_files.run_folders import (
     read_summary,
     state_of,
 )
-from learner.page.token_window import TokenDecoder
 
 T = TypeVar("T")
 EPISODES_AT_ONCE = 400
@@ -256,6 +256,11 @@ class RunView:
                 with self._open()[0].read() as db:
                     round_causes.look_at(db, index, unseen)
             return found
+
+    def order(self, wanted: EpisodeFilter, *, order: str) -> bytes:
+        """The numbers of all episodes that match, in order, as little-endian int32."""
+        with self.indexed() as index:
+            return ordered(index, wanted, order=order)[0].astype("<i4").tobytes()
 
     def counted(self) -> tuple[dict[str, int], int, int]:
         """Counts, steps trained, lineages."""

@@ -171,5 +171,8 @@ async def _serve_for_run() -> int:
 
 async def _linger(access: Access) -> None:
     """The run was killed: wait until no reader was there for a while."""
-    while (left_s := access.last_used + LINGER_S - time.monotonic()) > 0.0:
+    while True:
+        left_s = access.last_used + LINGER_S - time.monotonic()
+        if left_s <= 0.0:
+            return
         await asyncio.sleep(left_s)

@@ -86,7 +86,7 @@ def branches_of(rounds: Sequence[Round]) -> list[Branch]:
     leaves = [index for index in sorted(kept) if index not in parents]
     lost = sorted(index for index in known if index not in kept)
     taken: set[int] = set()
-    found = []
+    found: list[Branch] = []
     for leaf in [*leaves, *lost]:
         path = _path(leaf, known=known)
         fresh = {each.round_index for each in path if leaf in kept and num_trained(each)} - taken

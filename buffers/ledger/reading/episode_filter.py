@@ -68,32 +68,36 @@ class Found:
     facets: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
-def search(index: EpisodeIndex, wanted: EpisodeFilter, *, order: str, limit: int, cursor: str | None) -> Found:
-    """The first `limit` after the cursor. Raises FilterError for an order or cursor that is none."""
+def ordered(index: EpisodeIndex, wanted: EpisodeFilter, *, order: str) -> tuple[Places, npt.NDArray[np.float64]]:
+    """All that match, in order, and what each is ordered by. Raises FilterError for an order that is none."""
     if order not in ORDERS:
         raise FilterError(f"sort must be one of {', '.join(ORDERS)}, got {order!r:.40}; leave it out for newest")
     matching = np.flatnonzero(chosen(index, wanted))
     column, descends = ORDERS[order]
-    keys = matching if column == "seq" else index.episodes[column][matching].astype(np.float64)
+    keys = (matching if column == "seq" else index.episodes[column][matching]).astype(np.float64)
     if column == "score":
         keys = np.where(np.isnan(keys), -np.inf if descends else np.inf, keys)
     sign = -1 if descends else 1
     ranked = np.lexsort((sign * matching, sign * keys))
+    return matching[ranked], keys[ranked]
+
+
+def search(index: EpisodeIndex, wanted: EpisodeFilter, *, order: str, limit: int, cursor: str | None) -> Found:
+    """The first `limit` after the cursor. Raises FilterError for an order or cursor that is none."""
+    places, keys = ordered(index, wanted, order=order)
+    sign = -1 if ORDERS[order][1] else 1
     start = 0
     if cursor:
         value, seq = _read_cursor(cursor)
-        ordered, places = sign * keys[ranked], sign * matching[ranked]
-        start = int(np.searchsorted(ordered, sign * value, side="left"))
-        end = int(np.searchsorted(ordered, sign * value, side="right"))
-        start += int(np.searchsorted(places[start:end], sign * seq, side="right"))
-    some = ranked[start : start + limit]
-    more = start + limit < len(ranked)
-    last = some[-1] if len(some) else None
+        start = int(np.searchsorted(sign * keys, sign * value, side="left"))
+        end = int(np.searchsorted(sign * keys, sign * value, side="right"))
+        start += int(np.searchsorted(sign * places[start:end], sign * seq, side="right"))
+    end = min(start + limit, len(places))
     return Found(
-        places=[int(place) for place in matching[some]],
-        total=len(matching),
-        next=f"{float(keys[last])!r}_{int(matching[last])}" if more and last is not None else None,
-        facets={} if cursor else facets(index, matching),
+        places=[int(place) for place in places[start:end]],
+        total=len(places),
+        next=f"{float(keys[end - 1])!r}_{int(places[end - 1])}" if start < end < len(places) else None,
+        facets={} if cursor else facets(index, places),
     )
 
 

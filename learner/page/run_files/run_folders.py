@@ -126,10 +126,12 @@ def without_secrets(value: Any) -> Any:
     """A configuration with the values of keys that are named like secrets left out."""
     if isinstance(value, dict):
         return {
-            name: LEFT_OUT if _is_secret(str(name)) and item else without_secrets(item) for name, item in value.items()
+            name: LEFT_OUT if has_secret_name(str(name)) and item else without_secrets(item)
+            for name, item in value.items()
         }
     return [without_secrets(item) for item in value] if isinstance(value, list) else value
 
 
-def _is_secret(name: str) -> bool:
+def has_secret_name(name: str) -> bool:
+    """Whether a key of this name holds a secret."""
     return bool(_SECRET_NAME.search(name)) and name not in _NOT_SECRET
