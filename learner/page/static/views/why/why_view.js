@@ -5,11 +5,12 @@ import { source } from "../../data/source.js";
 import { useRequest } from "../../data/use_request.js";
 import { Awaiting, Notice } from "../../parts/notice.js";
 
-const MARKS = { high: "bad", medium: "warn", low: "idle" };
+const WORDS = { stops: "stops learning", harms: "harms", slows: "costs time or data", note: "note" };
+const MARKS = { stops: "bad", harms: "warn" };
 
 function Finding({ one }) {
   return html`<li class=${`finding ${MARKS[one.severity] ?? "idle"}`}>
-    <span class=${`state ${MARKS[one.severity] ?? "idle"}`}>${one.severity}</span>
+    <span class=${`state ${MARKS[one.severity] ?? "idle"}`}>${WORDS[one.severity] ?? one.severity}</span>
     <div><p class="finding-sentence">${one.sentence}</p>
       ${one.figure !== null && one.figure !== "" && html`<p><span class="soft">Figure </span><span class="mono">${String(one.figure)}</span></p>`}
       ${one.remedy && html`<p><span class="soft">Remedy </span>${one.remedy}</p>`}</div>
