@@ -33,6 +33,7 @@ commands, each with a --help of its own:
   ledger COMMAND RUN ...                    every task, episode, round and score of a run: inspect, doctor, export, ...
   eval [--config FILE] [--checkpoint RUN]   play a task file without a learner: mean, pass@k, failures by reason
   compare RUN RUN                           what differs between runs, in configuration and figures, with a picture
+  page [RUN ...]                            runs in a browser: machine, curves, episodes, tokens; --export FILE for others
   keys [PREFIX]                             the default and the meaning of each configuration key
 
 paths are relative to the folder that you are in; results go to its runs/
@@ -150,6 +151,13 @@ def compare(words: list[str]) -> int:
     return main(words)
 
 
+def page(words: list[str]) -> int:
+    """`python -m learner.page`."""
+    from learner.page.command_line import main
+
+    return main(words)
+
+
 def keys(words: list[str]) -> int:
     """`python -m configs.keys`."""
     from configs.keys import main
@@ -215,6 +223,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "ledger": ledger,
     "eval": evaluate,
     "compare": compare,
+    "page": page,
     "keys": keys,
 }
 

@@ -1,6 +1,6 @@
-"""Who may see the page: holders of a one-time link, whose browser gets a cookie, and of a run's admin key. And strict headers.
+"""Keeps the page to holders of a one-time link, whose browser gets a cookie, or of a run's admin key; adds strict headers.
 
-Pure ASGI around all routes of `learner.page.routes`. Invariants: without one of the two, nothing is told but that; a link opens
+Pure ASGI around all routes of `learner.page.routes`. Invariants: without one of the two, nothing is answered but that; a link opens
 once; a request under another host's name (a page of others that resolves to this machine) is refused; the method is GET or HEAD.
 """
 
@@ -37,7 +37,7 @@ MOST_SESSIONS = 100
 
 class Access:
     """`links`: secrets of links that are open already. `admin_keys`: those of the runs that are shown, asked for each time.
-    `new_link`: is told the secret of the next link when one was used."""
+    `new_link` takes the secret of the next link when one was used."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Access:
             await _answer(guarded, 401, path, CLOSED)
 
     async def _open(self, given: str, headers: dict[bytes, str], send: Send) -> None:
-        """A link: its browser gets a cookie, once. Who has one already goes on."""
+        """Answers a link: its browser gets a cookie, once. One that has a cookie already needs no link."""
         link = next((link for link in self._links if _same(link, given)), None)
         more: list[tuple[bytes, bytes]] = []
         if link is not None:

@@ -2,7 +2,7 @@
 
 Used by `learner.page.routes`. Invariant: an event's id says all that its reader knows (a mark of this process, and for each run the
 last line of figures, the time of the machine's line, the ledger's version and the run's state), so that nothing is kept for a
-reader, and one that comes back is told what it missed, or `reset`.
+reader, and one that comes back receives what it missed, or `reset`.
 """
 
 from __future__ import annotations

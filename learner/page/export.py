@@ -25,7 +25,7 @@ from learner.page.run_set import RunSet
 from learner.page.snapshot import snapshot
 
 PREFIX = "page/"
-"""Of the modules' names in the import map."""
+"""The modules' names in the import map begin so."""
 _IMPORT = re.compile(r'(?P<before>\b(?:from|import)\s*)"(?P<path>\.{1,2}/[^"\n]+\.js)"')
 _STYLE = re.compile(r'<link rel="stylesheet" href="static/(?P<path>[\w./-]+)">\n?')
 _ICON = re.compile(r'<link rel="icon"[^>]*>\n?')

@@ -29,7 +29,7 @@ class Told:
 
 
 class Findings:
-    """Of any run, by its folder."""
+    """The findings of any run, by its folder."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -43,7 +43,7 @@ class RunSet:
         self._take(find_runs(named))
 
     def ids(self) -> list[str]:
-        """Names of the runs that there are now."""
+        """Names of the present runs."""
         with self._lock:
             if self._clock() - self._looked > LOOK_S:
                 self._looked = self._clock()

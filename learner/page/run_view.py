@@ -7,7 +7,6 @@ another node, of another release, or not there yet) has figures and a machine, a
 
 from __future__ import annotations
 
-import sqlite3
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 from buffers.ledger.reading import round_causes
 from buffers.ledger.reading.episode_filter import EpisodeFilter, Found, ordered, search
 from buffers.ledger.reading.episode_index import EpisodeIndex
-from buffers.ledger.reading.reader import LedgerReader, LedgerUnreadable, counts, trained_steps
+from buffers.ledger.reading.reader import Connection, LedgerReader, LedgerUnreadable, counts, trained_steps
 from learner.page.episode_parts.token_window import TokenDecoder
 from learner.page.run_files import machine_state
 from learner.page.run_files.line_file import LineFile
@@ -49,9 +48,9 @@ class RunView:
         self.run_id = run_id
         self.folder = folder
         self._files = threading.RLock()
-        """Of what is kept of small files."""
+        """Guards what is kept of small files."""
         self._indexing = threading.RLock()
-        """Of the index and its connection."""
+        """Guards the index and its connection."""
         self._opening = threading.Lock()
         self._metrics_file, self._machine_file = LineFile(folder / METRICS), LineFile(folder / MACHINE)
         self._metrics = MetricColumns()
@@ -60,7 +59,7 @@ class RunView:
         self._machine: list[dict[str, Any]] = []
         self._config: tuple[float, dict[str, Any]] = (-1.0, {})
         self._readers: tuple[LedgerReader, LedgerReader] | None = None
-        """For the index, and for everything else."""
+        """Two: for the index, and for everything else."""
         self.index = EpisodeIndex()
         self._indexed_version = -1
         self._decoder: TokenDecoder | None = None
@@ -178,7 +177,7 @@ class RunView:
     # The ledger
 
     @contextmanager
-    def ledger(self) -> Iterator[sqlite3.Connection]:
+    def ledger(self) -> Iterator[Connection]:
         """A connection that only reads, for a block that sees one commit. Raises LedgerUnreadable."""
         with self._open()[1].read() as db:
             yield db

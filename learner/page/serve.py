@@ -1,12 +1,12 @@
-"""`understudy page RUN ...`: serves the page of runs on this machine, until Ctrl-C; and the page of a live run, as its child.
+"""Serves the page of runs on this machine, until Ctrl-C; and the page of a live run, as its child.
 
-The only place of the page that meets the server's parts: its HTTP protocol with deadlines, its keys, the words for causes.
-Invariants: it listens on loopback only; it is a process of its own at low priority, which reads files, so that no run waits for it.
+Called by `learner.page.command_line`. The only place of the page that meets the server's parts: its HTTP protocol with deadlines,
+its keys, the words for causes. Invariants: it listens on loopback only; it is a process of its own, at low priority beside a run,
+and reads files, so that no run waits for it.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -20,7 +20,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from buffers.errors import UnderstudyError
 from buffers.wire.address import is_loopback
 from learner.page.access import OPEN, Access
 from learner.page.routes import build_app
@@ -47,32 +46,16 @@ class Orders:
     link: str
 
 
-def main(words: Sequence[str] | None = None, *, program: str = "understudy page") -> int:
-    """Exit codes: 0 it was ended, 2 there is no run to show."""
-    parser = argparse.ArgumentParser(
-        prog=program, description="Show runs in a browser on this machine: live, ended or killed, several side by side."
-    )
-    parser.add_argument("runs", nargs="*", type=Path, default=[], metavar="RUN", help="runs/NAME, or a folder of runs")
-    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: any free one)")
-    parser.add_argument("--export", type=Path, metavar="FILE", help="write one HTML file that opens without a server")
-    parser.add_argument(
-        "--episodes", type=int, default=24, metavar="N", help="with --export: so many episodes of each run (default 24)"
-    )
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args(words)
-    if arguments.child:
-        return _child()
-    named = arguments.runs or [Path("runs")]
-    try:
-        if arguments.export is not None:
-            from learner.page.export import export
+def serve(named: Sequence[Path], *, port: int) -> int:
+    """The page of these runs until Ctrl-C. Raises NoRun, ServerError."""
+    return asyncio.run(_serve_until_stopped(named, port=port))
 
-            print(export(named, to=arguments.export, episodes=arguments.episodes, meanings=break_meanings()))
-            return 0
-        return asyncio.run(_serve_until_stopped(named, port=arguments.port))
-    except UnderstudyError as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        return 2
+
+def serve_for_run() -> int:
+    """The page of a live run, started by `learner.startup.page_process` when it is asked for."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends this process
+    os.nice(NICE)
+    return asyncio.run(_serve_for_run())
 
 
 def break_meanings() -> dict[str, str]:
@@ -143,13 +126,6 @@ def admin_keys(folders: Sequence[Path]) -> list[str]:
     return found
 
 
-def _child() -> int:
-    """The page of a live run, started by `learner.startup.page_process` when it is asked for."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends this process
-    os.nice(NICE)
-    return asyncio.run(_serve_for_run())
-
-
 async def _serve_for_run() -> int:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
@@ -163,7 +139,7 @@ async def _serve_for_run() -> int:
     with socket.socket(fileno=orders.descriptor) as listening:
         async with serving(listening, list(map(Path, orders.folders)), link=orders.link, new_link=say) as access:
             if await reader.read(1):
-                await asyncio.sleep(FAREWELL_S)  # pages are told how the run ended
+                await asyncio.sleep(FAREWELL_S)  # open pages receive how the run ended
             else:
                 await _linger(access)
     return 0

@@ -33,7 +33,7 @@ class TokenFigures:
     learner: Float32
     """Log-probability by the weights that sampled it; nan where those are not kept."""
     start: Float32
-    """By the weights before the step."""
+    """Log-probability by the weights before the step."""
     advantage: Float32
     weighed: UInt8
     """1: it had weight in the loss; 0: it was too old, or of an answer that was cut and left out."""

@@ -29,7 +29,7 @@ VISITS = 16
 
 
 class PageProcess:
-    """`folder`: the run's. `on_link`: is told a new address when the one before was used."""
+    """`folder`: the run's. `on_link` takes a new address when the one before was used."""
 
     def __init__(self, folder: Path, *, on_link: Callable[[str], object] = lambda _: None) -> None:
         self._folder = folder

@@ -64,7 +64,7 @@ class Window:
     version: Int32
     """-1: not sampled."""
     round_index: Int32
-    """Of the round that brought the token, in its prompt or as a sample."""
+    """The round that brought the token, in its prompt or as a sample."""
     logprob: Float32
     """nan: not sampled."""
     order: Int32
@@ -79,7 +79,7 @@ def num_trained(round_: Round) -> int:
 
 
 def branches_of(rounds: Sequence[Round]) -> list[Branch]:
-    """In the order of the training rows; then those that end in an aborted round."""
+    """All branches in the order of the training rows; then those that end in an aborted round."""
     known = {each.round_index: each for each in rounds}
     kept = {index: each for index, each in known.items() if each.finish_reason != ABORTED}
     parents = {each.parent for each in kept.values()}

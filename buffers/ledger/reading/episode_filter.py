@@ -110,7 +110,7 @@ def _read_cursor(cursor: str) -> tuple[float, int]:
 
 
 def chosen(index: EpisodeIndex, wanted: EpisodeFilter) -> Chosen:
-    """By `seq`, whether the episode matches."""
+    """Entry `seq`: whether the episode matches."""
     table = index.episodes
     group = index.groups[table["group"]]
     keep: Chosen = table["there"].copy()
@@ -143,7 +143,7 @@ def chosen(index: EpisodeIndex, wanted: EpisodeFilter) -> Chosen:
 
 
 def untrained(index: EpisodeIndex) -> Chosen:
-    """By `seq`: it failed, or its group was given up."""
+    """Entry `seq`: it failed, or its group was given up."""
     table = index.episodes
     evicted = index.groups[table["group"]]["state"] == GROUP_STATES.index("evicted")
     lost: Chosen = table["there"] & ((table["state"] == EPISODE_STATES.index("failed")) | evicted)

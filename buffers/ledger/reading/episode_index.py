@@ -78,9 +78,9 @@ class EpisodeIndex:
     def __init__(self) -> None:
         self._seen = _Seen()
         self.episodes: Columns = np.zeros(1, _EPISODE)
-        """By `seq`."""
+        """Row `seq` is that episode."""
         self.groups: Columns = np.zeros(1, _GROUP)
-        """By group id."""
+        """Row n is group n."""
         self.reasons, self.tasks, self.agents = Names(), Names(), Names()
         self.agent_of: list[int] = []
         """Agent of each task, by the task's number; -1: none is named."""

@@ -15,6 +15,8 @@ from pathlib import Path
 from buffers.errors import UnderstudyError
 from buffers.ledger.schema import read_database
 
+Connection = sqlite3.Connection
+
 
 class LedgerUnreadable(UnderstudyError):
     """There is no ledger here, or it cannot be read."""

@@ -44,7 +44,7 @@ def engines_of(line: Line) -> list[dict[str, Any]]:
 
 
 def waits(line: Line, *, groups_per_step: int, max_policy_lag: int) -> list[dict[str, str]]:
-    """Who waits for what, in sentences."""
+    """The waits of the machine: who, for what, and why in a sentence."""
     pool, groups, tasks = _of(line, "pool"), _of(line, "groups"), _of(line, "tasks")
     ready, open_, running = _number(groups, "ready"), _number(groups, "open"), _number(pool, "running")
     slots, asking = _number(pool, "slots"), _number(pool, "agents_waiting")

@@ -37,7 +37,7 @@ class MetricColumns:
 
     @property
     def names(self) -> list[str]:
-        """In order of the alphabet."""
+        """All figures in order of the alphabet."""
         return sorted(self._columns)
 
     @property
@@ -46,7 +46,7 @@ class MetricColumns:
         return self._steps[-1] if self._steps else 0
 
     def last(self, name: str) -> float | None:
-        """The last value of a figure that there is."""
+        """The last value of a figure of a step."""
         column = self._columns.get(name)
         if column is None:
             return None
@@ -129,5 +129,5 @@ def _reduce(points: Points, name: str, values: Column) -> None:
 
 
 def plain(values: npt.NDArray[np.floating[Any]]) -> list[float | None]:
-    """As JSON has numbers: six significant digits, None for what is none."""
+    """The values as JSON has numbers: six significant digits, None for what is none."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]

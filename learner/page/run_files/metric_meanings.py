@@ -11,7 +11,7 @@ from pathlib import Path
 METRICS = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 _NAME = re.compile(r"`([\w/.-]+/[\w/.<>-]+)`")
 _CELLS = 4
-"""Of a table's row: names, unit, meaning, what is healthy."""
+"""The cells of a row: names, unit, meaning, what is healthy."""
 
 
 def meanings(file: Path = METRICS) -> dict[str, str]:
