@@ -145,8 +145,9 @@ class RunMaker:
         return episode
 
     def failed(self) -> None:
-        """An episode that passed its deadline, and will be tried no more."""
-        for episode in self.open(version=TRAINED, size=2):
+        """Two episodes that passed their deadline, and will be tried no more."""
+        for _ in range(2):
+            (episode,) = self.open(version=TRAINED, size=1)
             self.talk(episode, version=TRAINED)
             self.ledger.fail_episode(episode, "deadline: 30 s", max_attempts=1).result()
 

@@ -9,9 +9,9 @@ import { filtersOf } from "../episodes/filters.js";
 
 let kept = { key: null, answer: null };
 
-// The order is the same for every episode of a walk.
-function orderOnce(key, run, filters, signal) {
-  if (kept.key === key) return Promise.resolve(kept.answer);
+// The order is the same for every episode of a walk; one that is newer than it asks again.
+function orderOnce(key, { run, filters, seq }, signal) {
+  if (kept.key === key && kept.answer.includes(seq)) return Promise.resolve(kept.answer);
   return source.order(run, filters, signal).then((answer) => {
     kept = { key, answer };
     return answer;
@@ -21,7 +21,7 @@ function orderOnce(key, run, filters, signal) {
 export function ListWalk({ run, seq, part }) {
   const filters = filtersOf(route.value.params);
   const key = JSON.stringify([run, filters]);
-  const order = useRequest(key, (signal) => orderOnce(key, run, filters, signal));
+  const order = useRequest(kept.key === key && !kept.answer.includes(seq) ? `${key} ${seq}` : key, (signal) => orderOnce(key, { run, filters, seq }, signal));
   const at = useMemo(() => order.data?.indexOf(seq) ?? -1, [order.data, seq]);
   const to = async (by) => {
     const next = at < 0 ? undefined : order.data[at + by];

@@ -7,34 +7,40 @@ import { useThrottled } from "../../data/use_throttled.js";
 
 const FIRST = 100;
 const MOST_AT_ONCE = 200;
-const REFRESH_MS = 1500;
+const REFRESH_MS = 2500;
 
-// The first rows come with the counts, at once with the index of all; rows beyond them are asked for by their numbers.
+// The first rows come with the counts. The index of all is asked for when the reader goes beyond them; rows there are asked for
+// by their numbers.
 function useIndex(run, filters, revision) {
-  const asked = JSON.stringify(filters);
-  const head = useRequest(`${run} ${asked} ${revision}`, (signal) => source.episodes(run, { ...filters, limit: FIRST }, signal));
-  const index = useRequest(`${run} ${asked} ${revision}`, (signal) => source.order(run, filters, signal));
-  return { head, index };
+  const asked = `${run} ${JSON.stringify(filters)} `;
+  const [deep, setDeep] = useState(null);
+  const head = useRequest(asked + revision, (signal) => source.episodes(run, { ...filters, limit: FIRST }, signal));
+  const index = useRequest(deep === asked ? asked + revision : null, (signal) => source.order(run, filters, signal));
+  const seqs = useMemo(() => {
+    if (index.answered?.startsWith(asked)) return index.data ?? [];
+    return head.data?.episodes.map((one) => one.seq) ?? [];
+  }, [asked, index.data, head.data]);
+  return { head, seqs, goDeep: () => setDeep(asked) };
 }
 
-// Rows by number. What the head brought replaces what was there: a state may have changed.
-function useRows(run, head) {
+// Rows by number, each with the revision of which it is; one of an earlier revision is shown until the new one is there.
+function useRows(run, head, revision) {
   const rows = useRef(new Map());
+  const stamps = useRef(new Map());
   const [, drawAgain] = useState(0);
-  const asking = useRef(new Set());
-  useMemo(() => head?.episodes.forEach((one) => rows.current.set(one.seq, one)), [head]);
+  const keep = (episodes) => episodes.forEach((one) => {
+    rows.current.set(one.seq, one);
+    stamps.current.set(one.seq, revision);
+  });
+  useMemo(() => head && keep(head.episodes), [head]);
   const fetchRows = useCallback(async (seqs) => {
-    const missing = seqs.filter((seq) => !rows.current.has(seq) && !asking.current.has(seq)).slice(0, MOST_AT_ONCE);
+    const missing = seqs.filter((seq) => stamps.current.get(seq) !== revision).slice(0, MOST_AT_ONCE);
     if (!missing.length) return;
-    missing.forEach((seq) => asking.current.add(seq));
-    try {
-      const { episodes } = await source.episodes(run, { seqs: missing.join(",") });
-      episodes.forEach((one) => rows.current.set(one.seq, one));
-      drawAgain((n) => n + 1);
-    } finally {
-      missing.forEach((seq) => asking.current.delete(seq));
-    }
-  }, [run]);
+    missing.forEach((seq) => stamps.current.set(seq, revision));
+    const { episodes } = await source.episodes(run, { seqs: missing.join(",") });
+    keep(episodes);
+    drawAgain((n) => n + 1);
+  }, [run, revision]);
   return { rows: rows.current, fetchRows };
 }
 
@@ -45,17 +51,11 @@ export function useEpisodeWindow(run, filters, { hold }) {
   useEffect(() => {
     if (!hold) setDrawn(revision);
   }, [revision, hold]);
-  const { head, index } = useIndex(run, filters, drawn);
-  const { rows, fetchRows } = useRows(run, head.data);
-  const seqs = index.data ?? head.data?.episodes.map((one) => one.seq) ?? [];
-  const stale = useRef(drawn);
+  const { head, seqs, goDeep } = useIndex(run, filters, drawn);
+  const { rows, fetchRows } = useRows(run, head.data, drawn);
   const show = useCallback((first, last) => {
-    const wanted = Array.from(seqs.slice(first, last));
-    if (stale.current !== drawn) {
-      stale.current = drawn;
-      if (first > FIRST) wanted.forEach((seq) => rows.delete(seq));
-    }
-    fetchRows(wanted).catch(() => null); // the request of the head tells what is wrong
-  }, [seqs, drawn]);
-  return { head, seqs, rows, show, isBehind: drawn !== revision, refresh: () => setDrawn(revision) };
+    if (last > FIRST) goDeep();
+    fetchRows(Array.from(seqs.slice(first, last))).catch(() => null); // the request of the head tells what is wrong
+  }, [seqs, fetchRows]);
+  return { head, seqs, count: Math.max(head.data?.total ?? 0, seqs.length), rows, show, isBehind: drawn !== revision, refresh: () => setDrawn(revision) };
 }

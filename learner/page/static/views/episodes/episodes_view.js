@@ -37,7 +37,7 @@ export function EpisodesView({ run }) {
   const list = useEpisodeWindow(run, filters, { hold: isDown || at > 0 });
   const rowHeight = useRowHeight();
   useEffect(() => setAt(-1), [JSON.stringify(filters)]);
-  const move = (by) => setAt((now) => Math.max(0, Math.min(list.seqs.length - 1, now + by)));
+  const move = (by) => setAt((now) => Math.max(0, Math.min(list.count - 1, now + by)));
   const open = () => {
     const one = list.rows.get(list.seqs[at]);
     if (one) go(link("episode", { id: one.episode_id, params: { run, ...filters } }));
@@ -51,7 +51,7 @@ export function EpisodesView({ run }) {
     <${FilterBar} facets=${list.head.data?.facets} />
     ${list.head.error && html`<${Notice} tone="bad">${list.head.error.message}<//>`}
     ${!list.head.data ? html`<${Awaiting} request=${list.head} what="episodes" />` : html`<div class="card list-card">
-      <${VirtualList} label="episodes" count=${list.seqs.length} rowHeight=${rowHeight} header=${HEADER} selected=${at} onRange=${onRange}
+      <${VirtualList} label="episodes" count=${list.count} rowHeight=${rowHeight} header=${HEADER} selected=${at} onRange=${onRange}
         row=${(index) => html`<${EpisodeRow} episode=${list.rows.get(list.seqs[index])} run=${run} filters=${filters} />`} />
-      ${list.seqs.length === 0 && html`<p class="list-empty soft">No episode matches.</p>`}</div>`}`;
+      ${list.count === 0 && html`<p class="list-empty soft">No episode matches.</p>`}</div>`}`;
 }

@@ -29,7 +29,7 @@ function Row({ group, run }) {
 }
 
 export function GroupTable({ run }) {
-  const revision = useThrottled(ledgerRevision, 1000);
+  const revision = useThrottled(ledgerRevision, 2000);
   const request = useRequest(`${run} ${revision}`, (signal) => source.groups(run, { state: "ready,open", limit: 100 }, signal));
   const groups = request.data?.groups ?? [];
   return html`<section class="card"><div class="card-head"><h2>Groups that are open or ready</h2>
