@@ -34,6 +34,7 @@ commands, each with a --help of its own:
   eval [--config FILE] [--checkpoint RUN]   play a task file without a learner: mean, pass@k, failures by reason
   compare RUN RUN                           what differs between runs, in configuration and figures, with a picture
   why RUN ...                               what holds learning back in a run, the worst first, and what to change
+  page [RUN ...]                            runs in a browser: machine, curves, episodes, tokens; --export FILE for others
   keys [PREFIX]                             the default and the meaning of each configuration key
 
 paths are relative to the folder that you are in; results go to its runs/
@@ -158,6 +159,13 @@ def why(words: list[str]) -> int:
     return main(words)
 
 
+def page(words: list[str]) -> int:
+    """`python -m learner.page`."""
+    from learner.page.command_line import main
+
+    return main(words)
+
+
 def keys(words: list[str]) -> int:
     """`python -m configs.keys`."""
     from configs.keys import main
@@ -224,6 +232,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "eval": evaluate,
     "compare": compare,
     "why": why,
+    "page": page,
     "keys": keys,
 }
 

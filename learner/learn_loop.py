@@ -28,6 +28,7 @@ from learner.recovery.restart_limit import RestartLimit
 from learner.reporting.display import Display
 from learner.reporting.episode_samples import Traces
 from learner.reporting.run_metrics import GenerationTotals, History
+from learner.reporting.token_figures import TokenFiles
 from learner.reporting.tracker import Tracker
 from learner.startup.run_buffers import RunBuffers
 from learner.training.ranks import RankDied
@@ -60,6 +61,7 @@ class Outputs:
     more_figures: Callable[[], dict[str, float]] = dict
     """Figures of other parts, for each step's line."""
     traces: Traces | None = None
+    tokens: TokenFiles | None = None
 
 
 class LearnLoop:
@@ -105,6 +107,8 @@ class LearnLoop:
         self._saved_at: dict[int, Checkpoint] = {}
         """Step -> the checkpoint that was saved there."""
         self._stopped = False
+        self.activity = "starting"
+        """What the learner does now: starting, waiting (for groups), updating, or saving."""
 
     def stop(self) -> bool:
         """Finish after the step in progress. False: no step was begun yet, the caller ends the run itself."""
@@ -160,12 +164,15 @@ class LearnLoop:
         every = self._schedule.run.checkpoints.every
         for step in range(self.step + 1, self._schedule.run.steps + 1):
             waited = time.monotonic()
+            self.activity = "waiting"
             if (batch := await self._sample()) is None:
                 return
             self._batch = batch
             began = time.monotonic()
+            self.activity = "saving"
             await self._saved()
             saved = time.monotonic()
+            self.activity = "updating"
             metrics = await self._train(batch, step=step)
             ended = time.monotonic()
             times = {
@@ -249,9 +256,16 @@ class LearnLoop:
             metrics |= await self._publish()
             await self._pool.set_version(step)
         metrics["time/publish_s"] = time.monotonic() - began
-        if self._out.traces is not None and step > self._done:
-            await asyncio.to_thread(self._out.traces.add, batch, step=step)
+        if step > self._done:
+            await self._keep_tokens(batch, step=step)
         return metrics
+
+    async def _keep_tokens(self, batch: TrainBatch, *, step: int) -> None:
+        """Some episodes of the batch as text, and what the learner made of single tokens."""
+        if self._out.traces is not None:
+            await asyncio.to_thread(self._out.traces.add, batch, step=step)
+        if self._out.tokens is not None and (figures := await self._learner.ranks.token_figures()) is not None:
+            await asyncio.to_thread(self._out.tokens.add, batch, figures, step=step)
 
     @asynccontextmanager
     async def _asleep(self) -> AsyncIterator[dict[str, float]]:

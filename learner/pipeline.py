@@ -54,7 +54,9 @@ from learner.recovery.restart_limit import RestartLimit
 from learner.recovery.restarts import Environment, end_silent, ended
 from learner.reporting.display import Display
 from learner.reporting.episode_samples import Traces
+from learner.reporting.machine_log import MachineLog
 from learner.reporting.run_metrics import History
+from learner.reporting.token_figures import TokenFiles
 from learner.reporting.tracker import Tracker
 from learner.startup import ray_cluster
 from learner.startup.key_files import environment_files
@@ -152,6 +154,7 @@ class Pipeline:
         self._checkpoint = checkpoint
         self._evaluates = evaluates
         self._learn: LearnLoop | None = None
+        self._machine = MachineLog(folder)
         self.failures: dict[str, int] = {}
         """Attempts that failed, by reason, at the end."""
         self.evaluation: Evaluation | None = None
@@ -166,6 +169,7 @@ class Pipeline:
 
     async def run(self) -> None:
         """Build everything, learn, tear everything down."""
+        self._machine.write({"phase": "starting", "learner": "starting"})
         async with AsyncExitStack() as stack:
             parts = await self._build(stack)
             async with asyncio.TaskGroup() as loops:
@@ -465,6 +469,7 @@ class Pipeline:
                 generated=generation.stats,
                 more_figures=lambda: players.figures() | serving.engines.metrics(),
                 traces=traces,
+                tokens=TokenFiles(self._folder, start=self._start),
             ),
             restart_limit=self._restart_limit,
             validation=self._make_validation(players, serving.buffers.ledger),
@@ -593,15 +598,51 @@ class Pipeline:
                 env_log=self._folder / "env.log" if self._config.env.command else None,
             )
 
+        def look() -> None:
+            self._machine.write(self._machine_state(parts))
+            show()
+
         await watch(
             counts=parts.buffers.ledger.counts,
             groups_per_step=self._config.buffer.groups_per_step,
-            show=show,
+            show=look,
             say=self._display.note,
             pool=parts.buffers.pool.metrics,
             is_starting=lambda: self._display.is_starting,
             why=why,
         )
+
+    def _machine_state(self, parts: Parts) -> dict[str, Any]:
+        """What the loops hold now, for `MachineLog`."""
+        pool, counts, status = parts.buffers.pool.metrics(), parts.buffers.ledger.counts(), parts.engines.status()
+        shown = (
+            "is_up",
+            "version",
+            "running",
+            "waiting",
+            "kv_share",
+            "tokens_per_s",
+            "cached_share",
+            "restarts",
+            "preemptions",
+        )
+        return {
+            "phase": self._display.phase_name,
+            "step": self._learn.step if self._learn is not None else 0,
+            "steps_planned": self._config.run.steps,
+            "learner": self._learn.activity if self._learn is not None else "none",
+            "tasks": {"admissible_groups": pool.get("pool/admissible_groups")},
+            "pool": {
+                name: pool[f"pool/{name}"]
+                for name in ("slots", "running", "agents_waiting", "started", "scored", "failed")
+            },
+            "prompts_waiting": parts.server.prompt_queue.qsize(),
+            "generating": parts.generation.stats.running,
+            "engines": [{"name": name, **{each: figures[each] for each in shown}} for name, figures in status.items()],
+            "groups": {name.removeprefix("groups/"): n for name, n in counts.items() if name.startswith("groups/")},
+            "rounds": counts["rounds"],
+            "tokens": counts["tokens"],
+        }
 
 
 def engine_settings(

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from learner.pipeline import Pipeline
 from learner.reporting.display import Display
 from learner.reporting.summary import reward_curve_png, reward_curve_text, summary_table, write_summary
 from learner.reporting.tracker import Tracker
+from learner.startup.page_process import PageProcess
 from learner.startup.run_folder import CONFIG, LEDGER, find_resume, fresh_folder
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ def run_session(
         if again:
             say(f"resuming after step {start}, from {checkpoint.folder if checkpoint else 'the start'}")
         prepare()
+        page = PageProcess(folder)
+        say(f"page: {page.url}")
         with (
             Tracker(
                 folder, trackers=config.run.trackers, name=config.run.name, config=config.model_dump(), start=start
@@ -63,7 +66,7 @@ def run_session(
             pipeline = Pipeline(
                 config, folder=folder, display=display, tracker=tracker, resume=again, checkpoint=checkpoint
             )
-            code, errors = asyncio.run(supervise(pipeline))
+            code, errors = asyncio.run(with_page(supervise(pipeline), page=page, display=display))
         for error in errors:
             logger.error("the run ended: %s", error)
         summary = {**pipeline.history.summary(), "stopped": code == 130, "error": "\n".join(errors) or None}
@@ -102,6 +105,19 @@ def own_terminal(log: Path) -> Iterator[TextIO]:
             for number, descriptor in zip((1, 2), saved, strict=True):
                 os.dup2(descriptor, number)
                 os.close(descriptor)
+
+
+async def with_page(
+    run: Coroutine[Any, Any, tuple[int, list[str]]], *, page: PageProcess, display: Display
+) -> tuple[int, list[str]]:
+    """The outcome of `run`, beside which the page is there for visits."""
+    display.page(page.url)
+    page.on_link = display.page
+    page.start()
+    try:
+        return await run
+    finally:
+        await page.close()
 
 
 async def supervise(pipeline: Pipeline) -> tuple[int, list[str]]:

@@ -212,13 +212,20 @@ def open_database(path: Path | None) -> tuple[sqlite3.Connection, sqlite3.Connec
     return db, owner
 
 
-def read_database(path: Path) -> sqlite3.Connection:
+def read_database(path: Path, *, any_thread: bool = False) -> sqlite3.Connection:
     """A connection that only reads, at any time: what it sees within a transaction is one commit of the owner, if there is one.
 
-    Raises UnderstudyError for what is no ledger of this version.
+    `any_thread`: the caller sees to it that one thread at a time uses it. Raises UnderstudyError for what is no ledger of this
+    version.
     """
     try:
-        db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=10.0)
+        db = sqlite3.connect(
+            f"{path.resolve().as_uri()}?mode=ro",
+            uri=True,
+            isolation_level=None,
+            timeout=10.0,
+            check_same_thread=not any_thread,
+        )
         version = _read_version(db)
     except sqlite3.Error as error:
         raise UnderstudyError(f"{path} must be a ledger file: {error}; name a run's folder or its ledger") from error

@@ -44,6 +44,7 @@ class _Shown:
     episodes_running: int = 0
     groups_ready: int = 0
     engines: tuple[str, ...] = ()
+    page: str = ""
 
 
 class Display:
@@ -102,6 +103,11 @@ class Display:
             self._say(f"{name} ... {outcome}{self._clock() - began_s:.1f} s")
 
     @property
+    def phase_name(self) -> str:
+        """What the run is busy with before its first step or after its last one; empty: with steps."""
+        return self._shown.phase
+
+    @property
     def is_starting(self) -> bool:
         """The run is busy with what comes before its first step, or after its last one."""
         return bool(self._shown.phase)
@@ -146,6 +152,10 @@ class Display:
         """What each engine does at this moment, in a line."""
         self._shown = replace(self._shown, engines=tuple(lines))
 
+    def page(self, url: str) -> None:
+        """The address of the run's live page."""
+        self._shown = replace(self._shown, page=url)
+
     def render(self) -> RenderableType:
         """The panel for what was stored last."""
         shown = self._shown
@@ -171,6 +181,8 @@ class Display:
         )
         if shown.engines:
             rows.add_row("engines", Text("\n".join(shown.engines)))
+        if shown.page:
+            rows.add_row("page", Text(shown.page))
         return Panel(Group(rows), title=self._title, title_align="left", expand=False)
 
     def _progress(self, shown: _Shown) -> Text:

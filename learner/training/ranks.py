@@ -27,6 +27,7 @@ from buffers.weights.node_weights import same_on
 from configs.checkout import python_path
 from configs.schema import LearnerConfig
 from learner.checkpoints.weight_shards import Published
+from learner.reporting.token_figures import TokenFigures
 from learner.training.forked_ranks import launcher
 from learner.training.trainer import Trainer
 
@@ -139,6 +140,11 @@ class LearnerRanks:
         """See `Trainer.train_step`. The batch is stored once for all ranks."""
         stored = await asyncio.to_thread(ray.put, batch)
         return await self._first("train_step", stored, version=version)
+
+    async def token_figures(self) -> TokenFigures | None:
+        """See `Trainer.token_figures`."""
+        figures: TokenFigures | None = (await self._all("token_figures"))[0]
+        return figures
 
     async def publish(self, folder: Path, *, base: str | None = None) -> list[Published]:
         """See `Trainer.publish`. What each rank wrote, by rank; on another node that is in the folder that `same_on` names."""

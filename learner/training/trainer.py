@@ -36,6 +36,7 @@ from learner.model.branch_check import check_branches, check_kernel
 from learner.model.lora import LoraConfig, add_adapter
 from learner.model.micro_batch import MicroBatch
 from learner.model.policy import Policy, TokenOutputs, load_policy
+from learner.reporting.token_figures import TokenFigures
 from learner.training.batch_tensors import BatchTensors, token_table
 from learner.training.hinted_rows import hinted_sequences
 from learner.training.packing import Sequences, split_minibatches
@@ -116,6 +117,7 @@ class Trainer:
         self._history: dict[int, fsdp.Shards] = {}
         self._reference: fsdp.Shards | None = None
         self._steps = 0
+        self._token_figures: TokenFigures | None = None
 
     def warm_start(self, traces_path: Path, *, steps: int, batch_size: int, lr: float, seed: int) -> dict[str, float]:
         """Supervised learning on a parquet file of traces; a separate critic starts from the same weights."""
@@ -148,7 +150,13 @@ class Trainer:
         if config.kl.coef > 0.0 and self._reference is None:
             self._reference = fsdp.clone_shards(self._policy)
         before = Before(*self._sweep(table.sequences, critic=True))
-        metrics = self._check_logprobs(table, logprobs=before.logprobs, version=version)
+        metrics, recomputed = self._check_logprobs(table, logprobs=before.logprobs, version=version)
+        self._token_figures = TokenFigures(
+            learner=recomputed.numpy(),
+            start=before.logprobs.numpy(),
+            advantage=np.full(len(recomputed), np.nan, np.float32),
+            weighed=table.fresh.numpy().astype(np.uint8),
+        )
         if config.check_logprobs:
             self._remember(version)
         prepared = time.monotonic()
@@ -170,6 +178,11 @@ class Trainer:
             "time/prepare_s": prepared - started,
             "time/train_s": time.monotonic() - started,
         }
+
+    def token_figures(self) -> TokenFigures | None:
+        """The figures of the last step's tokens, on rank 0: all ranks have the same. They are given once."""
+        figures, self._token_figures = self._token_figures, None
+        return figures if self._rank == 0 else None
 
     def _learn(self, table: BatchTensors, *, before: Before) -> dict[str, float]:
         """The updates on a batch, and what moves with them: the coefficients of KL and entropy."""
@@ -336,12 +349,15 @@ class Trainer:
         for old in [old for old in self._history if old <= version - self._keep_versions + 1]:
             del self._history[old]
 
-    def _check_logprobs(self, table: BatchTensors, *, logprobs: Tensor, version: int) -> dict[str, float]:
-        """Compares recorded log-probabilities with those of the version that sampled each token, where still kept."""
-        if not self._config.check_logprobs:
-            return {}
+    def _check_logprobs(
+        self, table: BatchTensors, *, logprobs: Tensor, version: int
+    ) -> tuple[dict[str, float], Tensor]:
+        """Compares recorded log-probabilities with those of the version that sampled each token, where still kept; and [M] these,
+        nan where it is not."""
         answers = logprobs.clone()
         checked = table.versions == version
+        if not self._config.check_logprobs:
+            return {}, torch.where(checked, answers, torch.nan)
         owners = np.repeat(np.arange(len(table.sequences.ids)), table.sequences.counts)
         for old, shards in self._history.items():
             own = (table.versions == old) & ~checked
@@ -356,7 +372,7 @@ class Trainer:
             "policy/max_logprob_diff": float(difference.max()) if len(difference) else 0.0,
             "policy/mean_logprob_diff": float(difference.mean()) if len(difference) else 0.0,
             "policy/checked_share": float(checked.float().mean()),
-        }
+        }, torch.where(checked, answers, torch.nan)
 
     def _goals(
         self, table: BatchTensors, *, shares: Tensor, before: Before, entropy: float
@@ -372,6 +388,9 @@ class Trainer:
                 metrics["policy/kl_ref"] = float((shares * kl).sum())
         evidence = self._evidence(table, shares=shares, before=before, rewards=rewards)
         estimate = self._estimator.compute(evidence)
+        if self._token_figures is not None:
+            advantages = estimate.advantages[table.slots].float().numpy()
+            self._token_figures = replace(self._token_figures, advantage=advantages)
         targets = Targets(
             behaviour=table.behaviour,
             proximal=before.logprobs,

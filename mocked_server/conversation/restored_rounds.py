@@ -13,15 +13,19 @@ import numpy as np
 
 from buffers.records import Round
 from buffers.training_rows import ABORTED
+from mocked_server.conversation.branch_causes import BranchCause
 from mocked_server.conversation.chat_history import DIGEST_BYTES, ChatOptions, Conversation
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
 
 _INPUTS_END, _IDENTITY_END = 2 * DIGEST_BYTES, 4 * DIGEST_BYTES
 
 
-def memo_of(chat: Conversation | None) -> bytes:
-    """What the ledger keeps of a chat beside its ids: the digests by which a later request is recognised."""
-    return b"" if chat is None else chat.digests[-1] + chat.asked.inputs + chat.asked.identity
+def memo_of(chat: Conversation | None, cause: BranchCause | None = None) -> bytes:
+    """What the ledger keeps of a chat beside its ids: the digests by which a later request is recognised, then why it could not
+    continue the answer before, for people (`buffers.ledger.reading.round_causes`)."""
+    if chat is None:
+        return b""
+    return chat.digests[-1] + chat.asked.inputs + chat.asked.identity + (cause.value.encode() if cause else b"")
 
 
 def remember(live: LiveEpisode, rounds: Sequence[Round], *, decode: Callable[[list[int]], str]) -> None:

@@ -203,7 +203,7 @@ class QueueClient:
             sampling=sampling,
             reply=reply,
             parent=None if plan is None else plan.parent_index,
-            memo=b"" if plan is None else memo_of(plan.chat),
+            memo=b"" if plan is None else memo_of(plan.chat, plan.cause),
             first_trained=first_trained,
         )
         self._queue.put(prompt)

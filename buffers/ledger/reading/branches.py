@@ -1,0 +1,158 @@
+"""The branches of an episode's token tree as the learner sees them, and the ids, masks and versions along one of them.
+
+Used by `learner.page`. Invariant: a branch that is trained has the ids and the mask of its training row
+(`buffers.training_rows`), id for id; the branches of aborted rounds come after those, and train nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from buffers.errors import UnderstudyError
+from buffers.records import Float32, Int32, Round, UInt8
+from buffers.training_rows import ABORTED
+
+NOT_SAMPLED = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch:
+    """A path from a root to a leaf."""
+
+    number: int
+    path: tuple[Round, ...]
+    fresh: frozenset[int]
+    """Rounds that are trained here, and in no earlier branch."""
+    aborted: bool
+
+    @property
+    def leaf(self) -> int:
+        return self.path[-1].round_index
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(len(each.tail_ids) + len(each.sampled_ids) for each in self.path)
+
+    @cached_property
+    def num_trained(self) -> int:
+        return sum(num_trained(each) for each in self.path if each.round_index in self.fresh)
+
+    def borders(self) -> list[tuple[int, int, int]]:
+        """(start, start of what was sampled, end) of each round of the path."""
+        found: list[tuple[int, int, int]] = []
+        start = 0
+        for each in self.path:
+            middle = start + len(each.tail_ids)
+            found.append((start, middle, middle + len(each.sampled_ids)))
+            start = found[-1][2]
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """[n] each: the tokens of a branch from `start` on."""
+
+    start: int
+    ids: Int32
+    sampled: UInt8
+    mask: UInt8
+    version: Int32
+    """-1: not sampled."""
+    round_index: Int32
+    """The round that brought the token, in its prompt or as a sample."""
+    logprob: Float32
+    """nan: not sampled."""
+    order: Int32
+    """Which of its round's trained tokens it is, from 0; -1: none."""
+
+
+def num_trained(round_: Round) -> int:
+    """Tokens of a round that may be trained."""
+    if round_.finish_reason == ABORTED:
+        return 0
+    return len(round_.sampled_ids) if round_.trained is None else int(np.count_nonzero(round_.trained))
+
+
+def branches_of(rounds: Sequence[Round]) -> list[Branch]:
+    """All branches in the order of the training rows; then those that end in an aborted round."""
+    known = {each.round_index: each for each in rounds}
+    kept = {index: each for index, each in known.items() if each.finish_reason != ABORTED}
+    parents = {each.parent for each in kept.values()}
+    leaves = [index for index in sorted(kept) if index not in parents]
+    lost = sorted(index for index in known if index not in kept)
+    taken: set[int] = set()
+    found: list[Branch] = []
+    for leaf in [*leaves, *lost]:
+        path = _path(leaf, known=known)
+        fresh = {each.round_index for each in path if leaf in kept and num_trained(each)} - taken
+        taken |= fresh
+        found.append(Branch(number=len(found), path=path, fresh=frozenset(fresh), aborted=leaf not in kept))
+    return found
+
+
+def _path(leaf: int, *, known: dict[int, Round]) -> tuple[Round, ...]:
+    path = [known[leaf]]
+    while (parent := path[-1].parent) is not None:
+        if parent not in known or parent >= path[-1].round_index:
+            raise UnderstudyError(
+                f"round {path[-1].round_index} of episode {path[0].episode_id}: its parent must be an earlier round, got {parent}; "
+                f"check the ledger with `understudy ledger doctor`"
+            )
+        path.append(known[parent])
+    return tuple(path[::-1])
+
+
+def window_of(branch: Branch, *, start: int, count: int) -> Window:
+    """At most `count` tokens; only the rounds within are put together."""
+    end = min(start + count, branch.num_tokens)
+    number = max(0, end - start)
+    window = Window(
+        start=start,
+        ids=np.empty(number, np.int32),
+        sampled=np.zeros(number, np.uint8),
+        mask=np.zeros(number, np.uint8),
+        version=np.full(number, NOT_SAMPLED, np.int32),
+        round_index=np.empty(number, np.int32),
+        logprob=np.full(number, np.nan, np.float32),
+        order=np.full(number, NOT_SAMPLED, np.int32),
+    )
+    for round_, (first, middle, last) in zip(branch.path, branch.borders(), strict=True):
+        if last > start and first < end:
+            _put(window, round_, first=first, middle=middle, is_fresh=round_.round_index in branch.fresh)
+    return window
+
+
+def _put(window: Window, round_: Round, *, first: int, middle: int, is_fresh: bool) -> None:
+    """What lies in the window of a round that begins at `first`."""
+    start, end = window.start, window.start + len(window.ids)
+    last = middle + len(round_.sampled_ids)
+    here, there = _overlap(first, middle, start=start, end=end)
+    window.ids[here] = round_.tail_ids[there]
+    window.round_index[here] = round_.round_index
+    here, there = _overlap(middle, last, start=start, end=end)
+    window.ids[here] = round_.sampled_ids[there]
+    window.round_index[here] = round_.round_index
+    window.sampled[here] = 1
+    window.version[here] = round_.versions[there]
+    window.logprob[here] = round_.logprobs[there]
+    if is_fresh:
+        chosen = _chosen(round_)
+        window.mask[here] = chosen[there]
+        window.order[here] = np.where(chosen, np.cumsum(chosen) - 1, NOT_SAMPLED)[there]
+
+
+def _chosen(round_: Round) -> npt.NDArray[np.bool_]:
+    return np.ones(len(round_.sampled_ids), bool) if round_.trained is None else round_.trained.astype(bool)
+
+
+def _overlap(first: int, last: int, *, start: int, end: int) -> tuple[slice, slice]:
+    """What [first, last) shares with [start, end): as a slice of the window, and of the part."""
+    low, high = max(first, start), min(last, end)
+    if low >= high:
+        return slice(0, 0), slice(0, 0)
+    return slice(low - start, high - start), slice(low - first, high - first)

@@ -1,0 +1,149 @@
+"""Server-sent events: what changed of the runs that a page looks at, at most four times a second.
+
+Used by `learner.page.routes`. Invariant: an event's id says all that its reader knows (a mark of this process, and for each run the
+last line of figures, the time of the machine's line, the ledger's version and the run's state), so that nothing is kept for a
+reader, and one that comes back receives what it missed, or `reset`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, unquote
+
+from learner.page.run_set import RunSet, UnknownRun
+from learner.page.run_view import RunView
+
+LOOK_S = 0.25
+QUIET_S = 15.0
+BOOT = secrets.token_hex(4)
+"""The mark of this process: what another one said means nothing here."""
+_UNKNOWN = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What a reader knows of one run."""
+
+    line: int = -1
+    """-1: no figures were fetched."""
+    machine: str = _UNKNOWN
+    ledger: str = _UNKNOWN
+    state: str = _UNKNOWN
+
+
+def tick_of(known: Mapping[str, Known]) -> str:
+    """The id of an event."""
+    parts = [
+        f"{quote(run, safe='')}.{each.line}.{each.machine}.{each.ledger}.{each.state}" for run, each in known.items()
+    ]
+    return "!".join([BOOT, *parts])
+
+
+def read_tick(tick: str) -> dict[str, Known] | None:
+    """The opposite; None: of another process, or none at all."""
+    boot, *parts = tick.split("!")
+    if boot != BOOT:
+        return None
+    known: dict[str, Known] = {}
+    for part in parts:
+        fields = part.rsplit(".", 4)
+        if len(fields) != 5 or not fields[1].lstrip("-").isdigit():
+            return None
+        known[unquote(fields[0])] = Known(line=int(fields[1]), machine=fields[2], ledger=fields[3], state=fields[4])
+    return known
+
+
+def here(view: RunView) -> Known:
+    """What a reader knows that has just fetched the figures of a run, and nothing else."""
+    return Known(line=view.lines_after(-1)[0])
+
+
+def news_of(view: RunView, known: Known) -> tuple[Known, list[tuple[str, dict[str, Any]]]]:
+    """What a reader knows after it was told, and what to tell: events by name."""
+    events: list[tuple[str, dict[str, Any]]] = []
+    entry = view.entry()
+    state = f"{entry['state']}-{entry['step']}"
+    if state != known.state:
+        names = ("state", "step", "steps_planned", "error")
+        events.append(("run", {"run": view.run_id, **{name: entry[name] for name in names}}))
+    line, lines = view.lines_after(known.line)
+    if known.line >= 0 and lines is None:
+        events.append(("reset", {}))
+    elif known.line >= 0 and lines:
+        events.append(("metrics", {"run": view.run_id, "rows": lines}))
+    machine = view.machine_now()
+    at = _UNKNOWN if machine is None else str(round(float(machine.get("at") or 0.0) * 1000))
+    if at != known.machine and machine is not None:
+        events.append(("machine", {"run": view.run_id, "now": machine}))
+    ledger = str(view.data_version())
+    if ledger != known.ledger and ledger != "None":
+        counts, version, _ = view.counted()
+        events.append(("ledger", {"run": view.run_id, "counts": counts, "version": version}))
+    return Known(line=line, machine=at, ledger=ledger, state=state), events
+
+
+class Changes:
+    """`stream` is one reader's connection."""
+
+    def __init__(self, runs: RunSet) -> None:
+        self._runs = runs
+        self.num_readers = 0
+
+    async def stream(self, run_ids: Sequence[str], *, since: str) -> AsyncIterator[bytes]:
+        """Events until the reader hangs up. `since`: the id of the last one that it knows; empty: it begins."""
+        found = read_tick(since) if since else {}
+        known = {run: (found or {}).get(run, Known()) for run in run_ids}
+        self.num_readers += 1
+        try:
+            yield b"retry: 1000\n\n"
+            if found is None:
+                known = await asyncio.to_thread(self._fresh, run_ids)
+                yield _event("reset", {"tick": tick_of(known)}, tick=tick_of(known))
+            listed, quiet_s = self._runs.ids(), 0.0
+            while True:
+                told, known, listed = await asyncio.to_thread(self._look, known, listed)
+                for number, (name, data) in enumerate(told, 1):
+                    data = {"tick": tick_of(known)} if name == "reset" else data
+                    # The id says that all was told: the last one's.
+                    yield _event(name, data, tick=tick_of(known) if number == len(told) else "")
+                quiet_s = 0.0 if told else quiet_s + LOOK_S
+                if quiet_s >= QUIET_S:
+                    quiet_s = 0.0
+                    yield b": quiet\n\n"
+                await asyncio.sleep(LOOK_S)
+        finally:
+            self.num_readers -= 1
+
+    def _fresh(self, run_ids: Sequence[str]) -> dict[str, Known]:
+        known = {}
+        for run in run_ids:
+            try:
+                known[run] = here(self._runs.view(run))
+            except UnknownRun:
+                known[run] = Known()
+        return known
+
+    def _look(
+        self, known: dict[str, Known], listed: list[str]
+    ) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, Known], list[str]]:
+        told: list[tuple[str, dict[str, Any]]] = []
+        now = dict(known)
+        for run, each in known.items():
+            try:
+                now[run], some = news_of(self._runs.view(run), each)
+            except UnknownRun:
+                continue
+            told += some
+        if (ids := self._runs.ids()) != listed:
+            told.append(("runs", {}))
+        return told, now, ids
+
+
+def _event(name: str, data: Mapping[str, Any], *, tick: str) -> bytes:
+    mark = f"id: {tick}\n" if tick else ""
+    return f"{mark}event: {name}\ndata: {json.dumps(data, allow_nan=False)}\n\n".encode()

@@ -1,0 +1,262 @@
+"""One episode of a run for the page: its record, its tree, its conversation, and windows of its tokens.
+
+Used by `learner.page.routes`. Invariant: a request costs what its window holds: an episode's rounds are decoded once and kept
+for the few episodes that were asked for last. It only reads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from buffers.ledger.batches import read_rounds
+from buffers.ledger.reading import round_causes, views
+from buffers.ledger.reading.branches import NOT_SAMPLED, Branch, Window, branches_of, num_trained, window_of
+from buffers.records import Round
+from learner.page.episode_parts.conversation import Turn, turns_of, with_text
+from learner.page.episode_parts.token_window import MOST_TOKENS, packed, pieces_of
+from learner.page.episode_parts.untrained import why_untrained
+from learner.page.run_files.metric_columns import plain
+from learner.page.run_view import RunView
+from learner.reporting.token_figures import ARRAYS, RoundFigures, read_figures
+
+Numbers = npt.NDArray[np.floating[Any]]
+KEPT = 8
+"""Episodes whose rounds are in memory."""
+_SCORES = (
+    "SELECT part, round_index, judge, value, verdict, hint, told_at FROM score WHERE episode_id = ? "
+    "ORDER BY score_id LIMIT 5000"
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Opened:
+    """An episode with its rounds; `turns` by branch, once they were asked for."""
+
+    rounds: list[Round]
+    branches: list[Branch]
+    causes: dict[int, str]
+    figures: dict[int, RoundFigures]
+    turns: dict[int, list[Turn]] = field(default_factory=dict)
+
+
+class EpisodePages:
+    """The episodes of one run."""
+
+    def __init__(self, view: RunView, *, meanings: Mapping[str, str]) -> None:
+        """`meanings`: what each cause of a break means, in a sentence."""
+        self._view = view
+        self._meanings = meanings
+        self._lock = threading.Lock()
+        self._opened: OrderedDict[tuple[Any, ...], Opened] = OrderedDict()
+
+    def shown(self, found: Sequence[int]) -> list[dict[str, Any]]:
+        """Records of the episodes with these numbers."""
+        with self._view.ledger() as db:
+            some = views.episodes_at(db, found)
+        return [self.record(one) for one in some]
+
+    def record(self, one: views.EpisodeView) -> dict[str, Any]:
+        """An episode for a list."""
+        table = self._view.index.episodes
+        if one.seq < len(table) and table["there"][one.seq]:
+            causes, cut = int(table["causes"][one.seq]), bool(table["cut"][one.seq])
+            one = replace(one, breaks=round_causes.names(causes), cut=cut)
+        return asdict(one)
+
+    def detail(self, episode_id: str) -> dict[str, Any]:
+        """All but its texts and tokens. Raises Unknown."""
+        one, opened = self._open(episode_id)
+        with self._view.ledger() as db:
+            members = [each.episode_id for each in views.episodes_of(db, group_id=one.group_id)]
+            task = views.task_of(db, task_id=one.task_id)
+            told = db.execute(_SCORES, (episode_id,)).fetchall()
+        place = members.index(episode_id)
+        scores = [
+            dict(zip(("part", "round", "judge", "value", "verdict", "hint", "told_at"), each, strict=True))
+            for each in told
+        ]
+        one = replace(
+            one, breaks=sorted(set(opened.causes.values())), cut=any(r.finish_reason == "length" for r in opened.rounds)
+        )
+        return {
+            "episode": asdict(one),
+            "task": task,
+            "neighbours": {
+                "previous": members[place - 1] if place else None,
+                "next": members[place + 1] if place + 1 < len(members) else None,
+                "group": members,
+            },
+            "scores": scores,
+            "advantages": _spread(opened.figures),
+            "rounds": _rounds(opened, scores=scores, meanings=self._meanings),
+            "branches": [
+                {
+                    "branch": branch.number,
+                    "leaf": branch.leaf,
+                    "path": [each.round_index for each in branch.path],
+                    "tokens": branch.num_tokens,
+                    "trained_tokens": branch.num_trained,
+                    "aborted": branch.aborted,
+                }
+                for branch in opened.branches
+            ],
+            "why_untrained": why_untrained(one),
+        }
+
+    def conversation(self, episode_id: str, *, branch: int, start: int, count: int) -> dict[str, Any]:
+        """Some turns of a branch, with their text."""
+        _, opened = self._open(episode_id)
+        found, decoder = _branch(opened, branch), self._view.decoder()
+        if branch not in opened.turns:
+            opened.turns[branch] = turns_of(found, decoder=decoder)
+        turns = opened.turns[branch]
+        shown = []
+        for turn in turns[start : start + count]:
+            ids = window_of(found, start=turn.token_start, count=turn.token_end - turn.token_start).ids
+            shown.append(asdict(with_text(turn, ids.tolist(), decoder=decoder)))
+        return {"branch": branch, "num_turns": len(turns), "start": start, "turns": shown}
+
+    def tokens(self, episode_id: str, *, branch: int, start: int, count: int) -> bytes:
+        """A window of a branch's tokens; see `token_window`."""
+        _, opened = self._open(episode_id)
+        found = _branch(opened, branch)
+        window = window_of(found, start=start, count=min(count, MOST_TOKENS))
+        figures, known = _figures_of(window, opened.figures)
+        masked = window.mask.astype(bool)
+        kept = "all" if bool(known[masked].all()) and masked.any() else "some" if known.any() else "none"
+        head = {
+            "branch": branch,
+            "start": start,
+            "count": len(window.ids),
+            "num_tokens": found.num_tokens,
+            "pieces": pieces_of(window.ids.tolist(), decoder=self._view.decoder()),
+            "figures": kept,
+        }
+        arrays: dict[str, np.ndarray[Any, Any]] = {
+            "ids": window.ids, "sampled": window.sampled, "mask": window.mask, "trained": figures.weighed,
+            "version": window.version, "round": window.round_index, "logprob": window.logprob, "learner": figures.learner,
+            "start_logprob": figures.start, "advantage": figures.advantage,
+        }  # fmt: skip
+        return packed(head, arrays)
+
+    def overview(self, episode_id: str, *, branch: int, buckets: int) -> dict[str, Any]:
+        """The whole branch in so many buckets: where to look in a long one."""
+        _, opened = self._open(episode_id)
+        found = _branch(opened, branch)
+        window = window_of(found, start=0, count=found.num_tokens)
+        figures, _ = _figures_of(window, opened.figures)
+        number = min(buckets, len(window.ids))
+        ends = [place * len(window.ids) // max(number, 1) for place in range(number + 1)]
+        version = np.where(window.sampled > 0, window.version, np.nan)
+        columns: dict[str, tuple[Callable[[Numbers], Any], Numbers]] = {
+            "logprob": (np.min, window.logprob),
+            "difference": (np.max, np.abs(figures.learner - window.logprob)),
+            "version": (np.max, version),
+            "advantage": (np.mean, figures.advantage),
+            "mask": (np.mean, window.mask.astype(np.float64)),
+        }
+        shown = {name: _bucketed(values, ends, reduce=reduce) for name, (reduce, values) in columns.items()}
+        return {"branch": branch, "num_tokens": len(window.ids), "buckets": number, **shown}
+
+    def _open(self, episode_id: str) -> tuple[views.EpisodeView, Opened]:
+        """The episode as it is now, with its rounds."""
+        with self._view.ledger() as db:
+            one = views.episode(db, episode_id=episode_id)
+            (last,) = db.execute("SELECT max(rowid) FROM round WHERE episode_id = ?", (episode_id,)).fetchone()
+            key = (episode_id, one.state, one.step, last)
+            with self._lock:
+                if (opened := self._opened.get(key)) is not None:
+                    self._opened.move_to_end(key)
+                    return one, opened
+            rounds = read_rounds(db, episode_id=episode_id)
+        causes = round_causes.causes_of([(r.round_index, r.parent, r.finish_reason, r.memo) for r in rounds])
+        figures = {} if one.step is None else read_figures(self._view.folder, step=one.step, episode_id=episode_id)
+        opened = Opened(rounds=rounds, branches=branches_of(rounds), causes=causes, figures=figures)
+        with self._lock:
+            self._opened[key] = opened
+            while len(self._opened) > KEPT:
+                self._opened.popitem(last=False)
+        return one, opened
+
+
+def _branch(opened: Opened, number: int) -> Branch:
+    if not 0 <= number < len(opened.branches):
+        raise views.Unknown(
+            f"branch must be one of the episode's {len(opened.branches)}, got {number}; they begin at 0"
+        )
+    return opened.branches[number]
+
+
+def _figures_of(window: Window, kept: Mapping[int, RoundFigures]) -> tuple[RoundFigures, npt.NDArray[np.bool_]]:
+    """[n] the learner's figures of a window's tokens, and of which tokens they are kept."""
+    number = len(window.ids)
+    found = RoundFigures(
+        learner=np.full(number, np.nan, np.float32),
+        start=np.full(number, np.nan, np.float32),
+        advantage=np.full(number, np.nan, np.float32),
+        weighed=window.mask.copy(),
+    )
+    known = np.zeros(number, bool)
+    for index, figures in kept.items():
+        own = np.flatnonzero((window.round_index == index) & (window.order != NOT_SAMPLED))
+        order = window.order[own]
+        if len(order) and order.max() < len(figures.learner):
+            for name in ARRAYS:
+                getattr(found, name)[own] = getattr(figures, name)[order]
+            known[own] = True
+    return found, known
+
+
+def _bucketed(values: Numbers, ends: Sequence[int], *, reduce: Callable[[Numbers], Any]) -> list[float | None]:
+    """One value for each bucket, of what is a number in it."""
+    found = []
+    for start, end in pairwise(ends):
+        some = values[start:end]
+        some = some[np.isfinite(some)]
+        found.append(float(reduce(some)) if len(some) else np.nan)
+    return plain(np.array(found, dtype=np.float64))
+
+
+def _rounds(opened: Opened, *, scores: list[dict[str, Any]], meanings: Mapping[str, str]) -> list[dict[str, Any]]:
+    of_branch = {index: branch.number for branch in opened.branches for index in branch.fresh}
+    for branch in opened.branches:
+        for each in branch.path:
+            of_branch.setdefault(each.round_index, branch.number)
+    by_round: dict[int, list[dict[str, Any]]] = {}
+    for score in scores:
+        if score["round"] is not None:
+            by_round.setdefault(score["round"], []).append(score)
+    return [
+        {
+            "round": each.round_index,
+            "parent": each.parent,
+            "branch": of_branch[each.round_index],
+            "finish": each.finish_reason,
+            "tail": len(each.tail_ids),
+            "sampled": len(each.sampled_ids),
+            "trained": num_trained(each),
+            "versions": np.unique(each.versions).tolist(),
+            "mean_logprob": float(each.logprobs.mean()) if len(each.logprobs) else None,
+            "cause": (cause := opened.causes.get(each.round_index)),
+            "cause_expected": cause in round_causes.MEANT,
+            "cause_sentence": meanings.get(cause or "", ""),
+            "scores": by_round.get(each.round_index, []),
+        }
+        for each in opened.rounds
+    ]
+
+
+def _spread(figures: dict[int, RoundFigures]) -> dict[str, float] | None:
+    values = np.concatenate([np.zeros(0, np.float32), *(each.advantage for each in figures.values())])
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return None
+    return {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}

@@ -1,0 +1,172 @@
+"""What an exported page holds of runs: all figures, some episodes with their tokens, and no secrets.
+
+Used by `learner.page.export`. Invariant: what looks like a key, or is the value of an environment variable that is named like one,
+is nowhere in it: not in a text, and not in the tokens of a branch that says it.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from buffers.errors import UnderstudyError
+from buffers.ledger.reading.episode_filter import EpisodeFilter
+from buffers.ledger.reading.round_causes import ANY_BREAK
+from learner.page import reports
+from learner.page.episode_page import EpisodePages
+from learner.page.episode_parts.token_window import MOST_TOKENS, packed_text
+from learner.page.findings import diagnosed
+from learner.page.run_files.run_folders import LEFT_OUT, has_secret_name
+from learner.page.run_set import RunSet
+from learner.page.run_view import RunView
+
+FORMAT = 1
+MOST_BRANCHES = 4
+"""Branches of an episode that are written."""
+MOST_TURNS = 500
+MOST_GROUPS = 200
+POINTS = 10_000
+_KEYS = re.compile(
+    r"\bus-[\w.~-]{3,200}-[0-9a-f]{32}\b"  # the run's own: mocked_server/keys.py
+    r"|\b(?:sk|pk|rk)-[A-Za-z0-9_-]{16,}|\bhf_[A-Za-z0-9]{20,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}"
+    r"|\bAKIA[0-9A-Z]{16}\b|\bxox[abps]-[\w-]{10,}|\bAIza[\w-]{30,}|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,}"
+    r"|(?i:bearer )[\w.~+/-]{16,}=*"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    re.DOTALL,
+)
+_LEAST_SECRET = 8
+"""Characters of an environment variable's value that is looked for."""
+
+
+class Secrets:
+    """`environment`: variables that may hold some."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._values = sorted(
+            {value for name, value in environment.items() if has_secret_name(name) and len(value) >= _LEAST_SECRET},
+            key=len,
+            reverse=True,
+        )
+        self._home = str(Path.home())
+
+    def are_in(self, text: str) -> bool:
+        """Whether something would be left out."""
+        return _KEYS.search(text) is not None or any(value in text for value in self._values)
+
+    def without(self, value: Any) -> Any:
+        """JSON with each of them replaced, in names too; the user's home folder is `~`."""
+        if isinstance(value, str):
+            for secret in self._values:
+                value = value.replace(secret, LEFT_OUT)
+            value = _KEYS.sub(LEFT_OUT, value)
+            return value.replace(self._home, "~") if len(self._home) > 1 else value
+        if isinstance(value, dict):
+            return {self.without(name): self.without(item) for name, item in value.items()}
+        return [self.without(item) for item in value] if isinstance(value, list) else value
+
+
+def snapshot(runs: RunSet, *, episodes: int, about: Mapping[str, str]) -> dict[str, Any]:
+    """`episodes`: so many of each run."""
+    hidden = Secrets(os.environ)
+    views = [runs.view(name) for name in runs.ids()]
+    figures = reports.metrics(views, names=None, first=None, last=None, most=POINTS, about=about)
+    found = {}
+    for view in views:
+        whole = {**_run(view), "metrics": figures["runs"][view.run_id]}
+        found[view.run_id] = hidden.without(whole) | _episodes(
+            view, runs.pages(view.run_id), number=episodes, hidden=hidden
+        )
+    return {
+        "format": FORMAT,
+        "made_at": time.time(),
+        "default": views[0].run_id,
+        "runs": found,
+        "names": figures["names"],
+        "about": figures["about"],
+    }
+
+
+def _run(view: RunView) -> dict[str, Any]:
+    """All but figures and episodes."""
+    entry = {**view.entry(), "folder": view.folder.name}
+    index = {**reports.run_index(view), "folder": view.folder.name}
+    return {
+        "run": entry,
+        "index": index,
+        "config": reports.run_config(view),
+        "scores": _or_empty(lambda: reports.score_spread(view, first=None, last=None, most=POINTS)),
+        "machine": view.machine(since=0.0, points=POINTS),
+        "untrained": _or_empty(lambda: reports.untrained(view)) or {"reasons": []},
+        "findings": (told := diagnosed(view.folder)) and {"findings": told.findings, "available": told.available},
+    }
+
+
+def _or_empty(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Nothing where the run has no ledger here."""
+    try:
+        return read()
+    except UnderstudyError:
+        return {}
+
+
+def _episodes(view: RunView, pages: EpisodePages, *, number: int, hidden: Secrets) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "episodes": [], "details": {}, "group_details": {}, "groups": [], "conversations": {}, "tokens": {}, "overviews": {},
+    }  # fmt: skip
+    try:
+        chosen = pages.shown(sampled(view, number=number))
+        groups = reports.groups(view, states=("open", "ready"), after=None, limit=MOST_GROUPS)["groups"]
+        details = {one["episode_id"]: pages.detail(one["episode_id"]) for one in chosen}
+        for one in chosen:
+            if (key := str(one["group_id"])) not in found["group_details"]:
+                found["group_details"][key] = hidden.without(reports.group(view, one["group_id"], record=pages.record))
+    except UnderstudyError:
+        return found
+    found["episodes"], found["details"] = hidden.without(chosen), hidden.without(details)
+    known = {group["group_id"] for group in groups}
+    more = [each["group"] for each in found["group_details"].values() if each["group"]["group_id"] not in known]
+    found["groups"] = hidden.without(groups) + more
+    for name, detail in details.items():
+        for branch in range(min(len(detail["branches"]), MOST_BRANCHES)):
+            _add_branch(found, pages, name, branch, hidden=hidden)
+    return found
+
+
+def _add_branch(found: dict[str, Any], pages: EpisodePages, name: str, branch: int, *, hidden: Secrets) -> None:
+    key = f"{name}/{branch}"
+    try:
+        talk = pages.conversation(name, branch=branch, start=0, count=MOST_TURNS)
+        window = pages.tokens(name, branch=branch, start=0, count=MOST_TOKENS)
+    except UnderstudyError:  # no tokenizer on this machine
+        return
+    found["conversations"][key] = hidden.without(talk)
+    if not hidden.are_in(packed_text(window)):
+        found["tokens"][key] = base64.b64encode(window).decode()
+        found["overviews"][key] = pages.overview(name, branch=branch, buckets=400)
+
+
+def sampled(view: RunView, *, number: int) -> Sequence[int]:
+    """So many episodes: the best and the worst of steps over the whole run, then broken, untrained and long ones."""
+    with view.indexed() as index:
+        trained = sorted({int(step) for step in index.groups["step"][index.groups["there"]] if step > 0})
+    spread = max(1, (number + 2) // 3)
+    stride = max(1, len(trained) // spread)
+    found: dict[int, None] = {}
+
+    def take(wanted: EpisodeFilter, order: str, limit: int) -> None:
+        for place in view.search(wanted, order=order, limit=limit, cursor=None).places:
+            found.setdefault(place)
+
+    for step in trained[::-1][::stride][:spread]:
+        for order in ("-score", "score"):
+            take(EpisodeFilter(steps=(step, step), states=("scored",)), order, 1)
+    take(EpisodeFilter(causes=ANY_BREAK), "newest", spread // 2)
+    take(EpisodeFilter(untrained=True), "newest", spread // 2)
+    take(EpisodeFilter(states=("scored",)), "-tokens", spread // 2)
+    take(EpisodeFilter(states=("scored",)), "newest", number)
+    return list(found)[:number]

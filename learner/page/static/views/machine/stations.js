@@ -1,0 +1,59 @@
+// What each part of the machine shows of a state: its main figure, what stands beside it, and lines below.
+import { count, figure, share, short } from "../../core/format.js";
+
+function tasks({ tasks: it }) {
+  const room = it.admissible_groups;
+  return { figure: count(it.opened), unit: "groups opened", lines: [room === null ? null : room > 0 ? `room for ${count(room)} more` : "no room: the learner is behind"] };
+}
+
+function agents({ pool }) {
+  return {
+    figure: count(pool.running), of: count(pool.slots), unit: "episodes running", fill: pool.slots ? pool.running / pool.slots : 0,
+    lines: [`${count(pool.agents_waiting)} agents without a task`, `${count(pool.scored)} scored, ${count(pool.failed)} failed`],
+  };
+}
+
+function prompts(state) {
+  return { figure: count(state.prompts_waiting), unit: "prompts waiting", lines: [`${count(state.generating)} being answered`] };
+}
+
+function engines({ engines: all }) {
+  const up = all.filter((one) => one.is_up);
+  const rate = up.reduce((sum, one) => sum + (one.tokens_per_s ?? 0), 0);
+  return { figure: short(Math.round(rate)), unit: "tokens/s", of: null, lines: [`${up.length} of ${all.length} up`], engines: all };
+}
+
+function rounds(state) {
+  return { figure: short(state.rounds), unit: "rounds stored", lines: [`${short(state.tokens)} tokens`] };
+}
+
+function groups({ groups: it }) {
+  return { figure: count(it.ready), unit: "groups ready", lines: [`${count(it.open)} open`, `${count(it.evicted)} evicted`] };
+}
+
+function learner(state) {
+  return {
+    figure: figure(state.step), of: state.steps_planned ? figure(state.steps_planned) : null, unit: "steps", fill: state.steps_planned ? state.step / state.steps_planned : 0,
+    lines: [`policy version ${figure(state.version)}`, `${count(state.groups.trained)} groups trained`], word: state.learner,
+  };
+}
+
+export const STATIONS = [
+  { name: "tasks", label: "Tasks", show: tasks },
+  { name: "agents", label: "Agents", show: agents },
+  { name: "prompts", label: "Prompts", show: prompts },
+  { name: "engines", label: "Engines", show: engines },
+  { name: "rounds", label: "Rounds", show: rounds },
+  { name: "groups", label: "Groups", show: groups },
+  { name: "learner", label: "Learner", show: learner },
+];
+
+export const LABELS = Object.fromEntries(STATIONS.map(({ name, label }) => [name, label.toLowerCase()]));
+
+export function engineFacts(engine) {
+  return {
+    version: `v${figure(engine.version)}`,
+    load: `${count(engine.running)}${engine.waiting ? ` + ${count(engine.waiting)} waiting` : " running"}`,
+    kv: share(engine.kv_share),
+  };
+}

@@ -1,0 +1,57 @@
+"""What the machine of a run does, a line a second, in `machine.jsonl`: the last one is now, the others how it was.
+
+Written by `learner.pipeline`, read by `learner.page`. Invariant: the file stays below `MOST_BYTES`: when it is full every second
+line of its older part is dropped, so that it reaches back to the start, ever more coarsely. A line that cannot be written (a full
+disk) is left out; a run does not end for it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+FILE = "machine.jsonl"
+MOST_BYTES = 4 * 1024 * 1024
+
+
+class MachineLog:
+    """Appends to the file of a run's folder. `clock`: seconds since 1970."""
+
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._path = folder / FILE
+        self._clock = clock
+        self._who = {"pid": os.getpid(), "host": socket.gethostname(), "began": psutil.Process().create_time()}
+        self._is_failing = False
+
+    def write(self, state: Mapping[str, Any]) -> None:
+        """Add a line with the time and the process."""
+        line = json.dumps({"at": round(self._clock(), 3), **self._who, **state}, separators=(",", ":"))
+        try:
+            with self._path.open("a", encoding="utf-8") as sink:
+                sink.write(line + "\n")
+                size = sink.tell()
+            if size > MOST_BYTES:
+                self._thin()
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                logger.warning("%s cannot be written: %s; the page shows no machine meanwhile", self._path, error)
+            self._is_failing = True
+
+    def _thin(self) -> None:
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        older = 3 * len(lines) // 4
+        lines = lines[:older:2] + lines[older:]
+        scratch = self._path.with_name(f".{FILE}.tmp")
+        scratch.write_bytes(b"".join(lines))
+        os.replace(scratch, self._path)

@@ -1,0 +1,57 @@
+"""The machine: who waits for whom is seen at a glance, and what changes is there without a reload."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.learner.page.browser.conftest import Viewer
+from tests.learner.page.browser.prepared_run import PreparedRun, machine_line
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_loops_are_drawn_with_who_waits_for_whom(viewer: Viewer) -> None:
+    page = viewer.open("machine?run=made")
+    names = page.locator(".station h3")
+    expect(names).to_have_text(["Tasks", "Agents", "Prompts", "Engines", "Rounds", "Groups", "Learner"])
+    expect(page.locator(".station-agents")).to_contain_text("12 / 16")
+    engines = page.locator(".engine")
+    expect(engines.nth(0)).to_contain_text("v24")
+    expect(engines.nth(0)).to_contain_text("9 + 2 waiting")
+    expect(engines.nth(0)).to_contain_text("KV 40 %")
+    expect(engines.nth(1)).to_contain_text("down")
+    expect(page.locator(".station-learner")).to_contain_text("waits for groups")
+    expect(page.locator(".station-groups")).to_contain_text("learner waits for this")
+    expect(page.locator(".waits")).to_contain_text("1 of the 8 groups of a step are ready")
+
+
+def test_a_group_shows_its_age_and_how_many_updates_it_has_left(viewer: Viewer) -> None:
+    page = viewer.open("machine?run=made")
+    row = page.locator("tbody tr", has_text="ready").first
+    expect(row).to_contain_text("4 / 4")
+    head = page.locator("thead th").all_inner_texts()
+    cells = row.locator("td").all_inner_texts()
+    shown = dict(zip(head, cells, strict=True))
+    assert shown["Updates until stale"] == "1"
+    assert shown["Age"].endswith(("s", "min"))
+
+
+def test_a_new_state_of_the_machine_is_shown_without_a_reload(viewer: Viewer, prepared: PreparedRun) -> None:
+    page = viewer.open("machine?run=made")
+    expect(page.locator(".station-prompts .station-figure")).not_to_have_text("41")
+    page.evaluate("window.sameDocument = true")
+    with (prepared.folder / "machine.jsonl").open("a") as sink:
+        sink.write(json.dumps(machine_line(at=time.time(), prompts=41, learner="updating")) + "\n")
+    expect(page.locator(".station-prompts .station-figure")).to_have_text("41")
+    expect(page.locator(".station-learner")).to_contain_text("updating")
+    assert page.evaluate("window.sameDocument")
+    assert sum("/api/runs/made/machine" in url for url in viewer.requests) == 1  # what changed was sent, nothing else again
+
+
+def test_what_the_machine_did_is_drawn_over_time(viewer: Viewer) -> None:
+    page = viewer.open("machine?run=made")
+    expect(page.locator(".panel .uplot")).to_have_count(6)
