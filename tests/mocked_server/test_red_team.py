@@ -39,6 +39,7 @@ from tests.support.server_parts import ServerThread, whole_prompt
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 EXACT = 1e-5
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+GOOGLE = "/v1beta/models/policy:generateContent"
 HI = [{"role": "user", "content": "hi"}]
 BIG = 2**70
 MIB = 1 << 20
@@ -54,6 +55,11 @@ def complete(**fields: Any) -> tuple[str, dict[str, Any]]:
 
 def generate(**params: Any) -> tuple[str, dict[str, Any]]:
     return GENERATE, {"prompt_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4, **params}}
+
+
+def google(**config: Any) -> tuple[str, dict[str, Any]]:
+    contents = [{"role": "user", "parts": [{"text": "hi"}]}]
+    return GOOGLE, {"contents": contents, "generationConfig": {"maxOutputTokens": 4, **config}}
 
 
 def nested(depth: int) -> str:
@@ -91,6 +97,10 @@ REFUSED: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
     "n of 2,000": (chat(n=2000), "n x prompts"),
     "many prompts with n": (complete(prompt=["hi"] * 20, n=20), "n x prompts"),
     "template arguments of 15 MB": (chat(chat_template_kwargs={"x": "y" * 15_000_000}), "chat_template_kwargs"),
+    "candidateCount of 2,000": (google(candidateCount=2000), "n x prompts"),
+    "stopSequences with a lone surrogate": (google(stopSequences=["\ud800"]), "stop must"),
+    "200,000 stopSequences": (google(stopSequences=[f"s{i}" for i in range(200_000)]), "stop"),
+    "a seed beyond 64 bits": (google(seed=BIG), "seed"),
     "a field's name in escapes": ((CHAT, {"prompt_logprobs": 1}), "prompt_logprobs"),
 }
 """What is refused: the request, and a word of the message."""
@@ -99,6 +109,9 @@ EMPTY: dict[str, tuple[str, dict[str, Any]]] = {
     "$ref to itself": chat(structured_outputs={"json": {"$ref": "#"}}),
     "$ref to itself as a response format": chat(
         response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
+    ),
+    "$ref to itself as a response schema": google(
+        responseMimeType="application/json", responseJsonSchema={"$ref": "#"}
     ),
     "a grammar without an end": chat(structured_outputs={"grammar": 'root ::= root "a" | root'}),
     "one token, which stops": chat(allowed_token_ids=[2], stop_token_ids=[2], min_tokens=3),
@@ -113,6 +126,8 @@ CONSTRAINED: dict[str, tuple[tuple[str, dict[str, Any]], int]] = {
     "presence_penalty": (complete(presence_penalty=1.5), 0),
     "frequency_penalty": (complete(frequency_penalty=-1.5), 0),
     "repetition_penalty": (complete(repetition_penalty=1.3), 0),
+    "presencePenalty": (google(presencePenalty=1.5), 0),
+    "responseSchema": (google(responseMimeType="application/json", responseSchema={"type": "STRING"}), 0),
     "structured_outputs": (complete(structured_outputs={"regex": "[ab]+"}), 0),
     "min_tokens": (complete(min_tokens=3, max_tokens=8, ignore_eos=True), 5),
     "nothing": (complete(ignore_eos=True), 4),
