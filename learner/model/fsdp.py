@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 PATIENCE = timedelta(minutes=30)
@@ -73,6 +73,13 @@ def shard(module: nn.Module, *, layers: Sequence[nn.Module], mesh: DeviceMesh, d
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else mixed
     for part in (*layers, module):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    register_fsdp_forward_method(module, "states_alone")
+
+
+def give_memory(module: nn.Module, *, device: torch.device) -> None:
+    """Memory for the parameters that have none (on the device `meta`): of sharded ones, for this rank's part. Nothing is written
+    there yet. The others move to the device."""
+    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
 
 
 def all_sum(values: Tensor) -> Tensor:

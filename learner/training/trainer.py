@@ -31,8 +31,9 @@ from learner.algorithms.values import explained_variance, score_scale
 from learner.checkpoints import hf_export, training_state
 from learner.checkpoints.weight_shards import Published, WeightShards
 from learner.model import fsdp
+from learner.model.load import load_policy
 from learner.model.lora import LoraConfig, add_adapter
-from learner.model.policy import Policy, TokenOutputs, load_policy
+from learner.model.policy import Policy, TokenOutputs
 from learner.training.batch_tensors import BatchTensors, token_table
 from learner.training.hinted_rows import hinted_sequences
 from learner.training.packing import MicroBatch, Sequences, plan, split_minibatches
@@ -259,14 +260,15 @@ class Trainer:
         fsdp.leave()
 
     def _load(self, folder: str, *, value_head: bool) -> Policy:
-        # Sharding moves it to the rank's device, layer by layer: the whole of it may be larger than a card.
-        policy = load_policy(folder, value_head=value_head, device=torch.device("cpu"))
+        return load_policy(folder, value_head=value_head, device=self._device, prepare=self._prepare)
+
+    def _prepare(self, policy: Policy) -> None:
+        """Makes of a plain model what is trained, on this rank: before it has weights."""
         if (lora := self._config.lora).rank:
             self._adapter = add_adapter(policy.lm, rank=lora.rank, alpha=lora.alpha, seed=self._seed)
         if self._config.gradient_checkpointing:
             policy.checkpoint_layers()
         fsdp.shard(policy, layers=policy.layers, mesh=self._mesh, dtype=self._dtype)
-        return policy
 
     def _adamw(self, policy: Policy, *, lr: float, grows: bool) -> torch.optim.AdamW:
         """`peak_lr` is reached after the warm-up. A value head learns faster: at the policy's rate it lags for 20 steps; and in
