@@ -166,7 +166,18 @@ RECIPES: dict[str, Values] = {
 }
 """Recipe -> what it sets in the learner's section."""
 SYSTEM_KEYS = frozenset(
-    {"ranks", "lora", "gradient_checkpointing", "lr", "lr_warmup_steps", "grad_clip", "token_budget", "check_logprobs"}
+    {
+        "ranks",
+        "lora",
+        "gradient_checkpointing",
+        "lr",
+        "lr_warmup_steps",
+        "grad_clip",
+        "token_budget",
+        "check_logprobs",
+        "keep_on",
+        "offload",
+    }
 )
 """Keys of the learner that say how a step is computed, not which: no recipe sets them, and a later recipe leaves them."""
 

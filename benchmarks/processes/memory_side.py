@@ -61,7 +61,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--address", required=True, help="host:port where the ranks meet")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--learner", type=json.loads, default={}, help="keys of the learner, as JSON")
-    for name, default in (("rows", 4), ("length", 256), ("vocabulary", 400), ("lag", 0), ("rank", 0), ("world-size", 1)):
+    for name, default in (
+        ("rows", 4),
+        ("length", 256),
+        ("vocabulary", 400),
+        ("lag", 0),
+        ("rank", 0),
+        ("world-size", 1),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -74,9 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     figures |= {"loaded_mb": resident_mb() - before, "loading_peak_mb": peak_mb() - before}
     for version in range(arguments.lag + 2):
-        one = batch(
-            rows=arguments.rows, length=arguments.length, vocabulary=arguments.vocabulary, version=version
-        )
+        one = batch(rows=arguments.rows, length=arguments.length, vocabulary=arguments.vocabulary, version=version)
         trainer.train_step(one, version=version)
     figures["peak_mb"] = peak_mb() - before
     Path(f"{arguments.out}.{arguments.rank}").write_text(json.dumps(figures), encoding="utf-8")

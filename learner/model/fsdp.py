@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor
 PATIENCE = timedelta(minutes=30)
 """How long ranks wait for one another when they meet: a large model is not read equally fast by all."""
 Shards = list[Tensor]
-"""This rank's part of each trained parameter, in the order of `module.parameters()`. Frozen ones never differ."""
+"""This rank's part of each trained parameter, in the order of `module.parameters()`, in any dtype and on any device. Frozen ones never
+differ."""
 
 
 def join(address: str, *, rank: int, world_size: int, device: torch.device) -> DeviceMesh:
@@ -135,9 +136,14 @@ def trained(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def clone_shards(module: nn.Module) -> Shards:
-    """A copy of this rank's shards of what is trained."""
-    return [parameter.detach().to_local().clone() for parameter in trained(module)]
+def clone_shards(
+    module: nn.Module, *, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Shards:
+    """A copy of this rank's shards of what is trained, on their own device if no other is named."""
+    return [
+        parameter.detach().to_local().to(device=device or parameter.device, dtype=dtype, copy=True)
+        for parameter in trained(module)
+    ]
 
 
 def load_shards(module: nn.Module, *, shards: Shards) -> None:
@@ -148,8 +154,8 @@ def load_shards(module: nn.Module, *, shards: Shards) -> None:
 
 @contextmanager
 def swapped(module: nn.Module, *, shards: Shards) -> Iterator[None]:
-    """Runs the block with other weights, then puts the present ones back."""
-    present = clone_shards(module)
+    """Runs the block with other weights, then puts the present ones back, which are meanwhile where the others are kept."""
+    present = clone_shards(module, device=shards[0].device)
     load_shards(module, shards=shards)
     try:
         yield

@@ -9,6 +9,7 @@ batches or know of the engine.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from learner.checkpoints.weight_shards import Published, WeightShards
 from learner.model import fsdp
 from learner.model.load import load_policy
 from learner.model.lora import LoraConfig, add_adapter
+from learner.model.optimizer import EPS, make_adamw
 from learner.model.policy import Policy, TokenOutputs
 from learner.training.batch_tensors import BatchTensors, token_table
 from learner.training.hinted_rows import hinted_sequences
@@ -41,8 +43,6 @@ from learner.training.step_metrics import StepMetrics
 from learner.training.warm_start import load_traces, train_on_traces
 
 VALUE_HEAD_LR_RATIO = 10.0
-ADAM_EPS = 1e-8
-"""What is added to the size of a gradient that Adam divides by."""
 REFERENCE = "reference"
 """Name of the reference weights in a checkpoint; older versions are named by their number."""
 
@@ -142,7 +142,7 @@ class Trainer:
         config = self._config
         table = token_table(batch, min_version=version - self._keep_versions + 1, mask_truncated=config.mask_truncated)
         if config.kl.coef > 0.0 and self._reference is None:
-            self._reference = fsdp.clone_shards(self._policy)
+            self._reference = self._kept_weights()
         before = Before(*self._sweep(table.sequences, critic=True))
         metrics = self._check_logprobs(table, logprobs=before.logprobs, version=version)
         if config.check_logprobs:
@@ -236,7 +236,9 @@ class Trainer:
     def load(self, folder: Path) -> None:
         """Resumes from what `save` wrote, on any number of ranks. All ranks call this. Raises ValueError, before any change,
         for a checkpoint of another shape."""
-        counters, copies = training_state.load(folder, learned=self._learned(), rank=self._rank)
+        counters, copies = training_state.load(
+            folder, learned=self._learned(), like=self._kept_weights(), rank=self._rank
+        )
         self._reference = copies.pop(REFERENCE, None)
         self._history = {int(version): shards for version, shards in copies.items()}
         self._steps, self._kl.value = counters.steps, counters.kl_coef
@@ -278,7 +280,7 @@ class Trainer:
         if policy.value_head is not None:
             head = list(policy.value_head.parameters())
             groups.append({"params": head, "peak_lr": VALUE_HEAD_LR_RATIO * lr, "rate_grows": True, "eps_grows": False})
-        return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=ADAM_EPS, weight_decay=0.0)
+        return make_adamw(groups, lr=lr, on_host=self._config.offload)
 
     def _sweep(self, sequences: Sequences, *, critic: bool, rows: Sequence[int] | None = None) -> Tensor:
         """[4, M] log-probabilities, entropies, values and energies of the trained tokens, no gradient; 0 outside of `rows`, and
@@ -322,21 +324,29 @@ class Trainer:
     def _plan(self, sequences: Sequences, *, rows: Sequence[int]) -> list[list[list[int]]]:
         return plan(sequences.lengths, rows=rows, num_ranks=self._world_size, token_budget=self._config.token_budget)
 
+    def _kept_weights(self) -> fsdp.Shards:
+        """A copy of what is trained, for a later pass. Passes round weights to the model's dtype, in which they were published too:
+        in that dtype such a copy gives the same numbers to the bit."""
+        host = torch.device("cpu") if self._config.keep_on == "host" else None
+        return fsdp.clone_shards(self._policy, dtype=self._dtype, device=host)
+
     def _remember(self, version: int) -> None:
         """Keeps these weights for the steps in which they will be an older version."""
-        self._history[version] = fsdp.clone_shards(self._policy)
+        self._history[version] = self._kept_weights()
         for old in [old for old in self._history if old <= version - self._keep_versions + 1]:
             del self._history[old]
 
     def _check_logprobs(self, table: BatchTensors, *, logprobs: Tensor, version: int) -> dict[str, float]:
-        """Compares recorded log-probabilities with those of the version that sampled each token, where still kept."""
+        """Compares recorded log-probabilities with those of the version that sampled each token, where still kept. Those of the
+        present one are known; for older ones a share of the rows is computed again."""
         if not self._config.check_logprobs:
             return {}
+        picked = torch.from_numpy(self._rows_to_check(len(table.sequences.ids)))
         answers = logprobs.clone()
         checked = table.versions == version
         owners = np.repeat(np.arange(len(table.sequences.ids)), table.sequences.counts)
         for old, shards in self._history.items():
-            own = (table.versions == old) & ~checked
+            own = (table.versions == old) & ~checked & picked[owners]
             if not bool(own.any()):
                 continue
             with fsdp.swapped(self._policy, shards=shards):
@@ -349,6 +359,13 @@ class Trainer:
             "policy/mean_logprob_diff": float(difference.mean()) if len(difference) else 0.0,
             "policy/checked_share": float(checked.float().mean()),
         }
+
+    def _rows_to_check(self, num_rows: int) -> np.ndarray:
+        """[num_rows] true where a row is computed again under older versions; drawn anew in each step, alike on all ranks."""
+        rng = np.random.default_rng((self._seed, self._steps, num_rows))
+        picked = np.zeros(num_rows, dtype=bool)
+        picked[rng.permutation(num_rows)[: math.ceil(self._config.check_logprobs * num_rows)]] = True
+        return picked
 
     def _goals(
         self, table: BatchTensors, *, shares: Tensor, before: Before, entropy: float
@@ -415,7 +432,7 @@ class Trainer:
         for optimizer in filter(None, (self._optimizer, self._critic_optimizer)):
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * warmth * (goals.scale if group["rate_grows"] else 1.0)
-                group["eps"] = ADAM_EPS * (goals.scale if group["eps_grows"] else 1.0)
+                group["eps"] = EPS * (goals.scale if group["eps_grows"] else 1.0)
         step_metrics = StepMetrics()
         rng = np.random.default_rng((self._seed, self._steps))
         for _ in range(config.epochs):
