@@ -1,8 +1,8 @@
 """A data set with columns of its own -> a task file. Reads parquet files, and folders that `datasets` has written (`save_to_disk`).
 
-Called by `learner.startup.hub`, before a run starts. Invariants: one batch of rows is in memory at a time; the file appears whole or
-not at all; only the named columns are read. It needs no package but pyarrow, downloads nothing, and judges no row: the run's own check
-of its task files does.
+Called by `learner.startup.hub`, before a run starts. Invariants: one batch of rows is in memory at a time; the file appears whole
+or not at all; only the named columns are read. It needs no package but pyarrow, downloads nothing, and judges no row: the run's
+own check of its task files does.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def saved_files(folder: Path) -> list[Path]:
 
 
 def write_task_file(files: Sequence[Path], *, columns: Mapping[str, str], source: str, to: Path) -> None:
-    """Writes the rows of the data set's files, in order, as tasks. `columns`: ours -> the data set's; those that it does not name have
-    our names, or are left out. Raises TaskError."""
+    """Writes the rows of the data set's files, in order, as tasks. `columns`: ours -> the data set's; those that it does not name
+    have our names, or are left out. Raises TaskError."""
     chosen = _chosen(_columns_of(files[0]), columns=columns, source=source)
     to.parent.mkdir(parents=True, exist_ok=True)
     unfinished = to.with_name(f".{to.name}.{os.getpid()}")

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 PATIENCE = timedelta(minutes=30)
 """How long ranks wait for one another when they meet: a large model is not read equally fast by all."""
 Shards = list[Tensor]
-"""This rank's part of each trained parameter, in the order of `module.parameters()`, in any dtype and on any device. Frozen ones never
-differ."""
+"""This rank's part of each trained parameter, in the order of `module.parameters()`, in any dtype and on any device. Frozen ones
+never differ."""
 
 
 def join(address: str, *, rank: int, world_size: int, device: torch.device) -> DeviceMesh:

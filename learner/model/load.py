@@ -1,9 +1,10 @@
 """A policy from a Hugging Face folder, of which each rank reads its own part and no more.
 
 Called by `learner.training.trainer`. The model is built without memory, changed (an adapter, sharding), given memory, and filled
-from the folder's files. Invariants: nothing is left as it was allocated: each weight is read, or the folder is refused; buffers that
-are computed from the configuration are computed here, and equal on all ranks. The exception is an architecture whose files transformers
-takes apart and joins anew (experts): its weights are read whole by each rank, one rank's memory being that of the whole model.
+from the folder's files. Invariants: nothing is left as it was allocated: each weight is read, or the folder is refused; buffers
+that are computed from the configuration are computed here, and equal on all ranks. The exception is an architecture whose files
+transformers takes apart and joins anew (experts): its weights are read whole by each rank, one rank's memory being that of the
+whole model.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ def _aliases(lm: Any) -> dict[str, list[str]]:
 
 
 def _stored_name(name: str, others: Iterable[str], *, lm: Any, files: WeightFiles) -> str:
-    """The name in the files: its own, that of a weight tied to it, or one of these as the model without its output matrix has it."""
+    """The name in the files: its own, that of a weight tied to it, or one of these as the model without its output matrix has
+    it."""
     prefix = f"{lm.base_model_prefix}."
     for each in (name, *others):
         for stored in (each, each.removeprefix(prefix)):

@@ -1,7 +1,7 @@
 """AdamW in one kernel, with its two moments on the card or in the host's memory.
 
-Made by `learner.training.trainer` and `learner.training.warm_start`. Invariant: where the moments lie changes no bit of an update. A
-parameter at a time: with the moments on the host, those of one are on the card at once.
+Made by `learner.training.trainer` and `learner.training.warm_start`. Invariant: where the moments lie changes no bit of an
+update. A parameter at a time: with the moments on the host, those of one are on the card at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The weights of a Hugging Face folder, read by parts: some rows of one parameter at a time, from any number of files.
 
-Called by `learner.model.policy`, on each rank for what that rank holds. Invariant: no more than PIECE elements of a safetensors file
-are in memory at once, beside what they are written to, and no page of the file stays mapped. It knows files and names, not models.
+Called by `learner.model.policy`, on each rank for what that rank holds. Invariant: no more than PIECE elements of a safetensors
+file are in memory at once, beside what they are written to, and no page of the file stays mapped. It knows files and names, not
+models.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What a rank of the learner and an engine hold on a card, item by item, before any of it exists.
 
-Called by `learner.placement.plan`. A rank keeps float32 shards: its part of the weights, of the gradients and of AdamW's two moments;
-and in the dtype of its passes a copy for each version that may still be checked (`learner.training.trainer`). What comes and goes within an update is an
-estimate and says so; `tests/learner/placement/test_memory.py` holds all of it against a real rank. Bytes are those of one card.
+Called by `learner.placement.plan`. A rank keeps float32 shards: its part of the weights, of the gradients and of AdamW's two
+moments; and in the dtype of its passes a copy for each version that may still be checked (`learner.training.trainer`). What comes
+and goes within an update is an estimate and says so; `tests/learner/placement/test_memory.py` holds all of it against a real
+rank. Bytes are those of one card.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Models and data sets of the Hugging Face hub by name, and data sets on this disk: a configuration that names them becomes one that
-names folders and files of this machine.
+"""Models and data sets of the Hugging Face hub by name, and data sets on this disk: a configuration that names them becomes one
+that names folders and files of this machine.
 
 Called by `learner.run` and `learner.evaluate` before anything starts. Each download is a process of its own (this module as a
-program), which has huggingface_hub and its threads and shows its progress on standard error. Invariants: a folder that exists is that
-folder, whatever the hub has; what is named is one commit, found in hub's cache again; without a network, or with HF_HUB_OFFLINE, the
-cache is all there is. Files are data: nothing in them is run.
+program), which has huggingface_hub and its threads and shows its progress on standard error. Invariants: a folder that exists is
+that folder, whatever the hub has; what is named is one commit, found in hub's cache again; without a network, or with
+HF_HUB_OFFLINE, the cache is all there is. Files are data: nothing in them is run.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ SHAPE_FILES = ("config.json",)
 CONVERTED = "refs/convert/parquet"
 """The branch on which the hub keeps each data set as parquet, by its own conversion."""
 MARK_CHARS = 12
+MADE = ".tasks"
+"""The folder beside the runs that has task files made of data sets."""
 
 
 def is_hub_model(path: str) -> bool:
@@ -44,11 +46,12 @@ def is_dataset(path: str) -> bool:
     """Whether a task file is named by a data set."""
     from buffers.tasks.datasets import is_saved_dataset
 
-    return path.startswith(SCHEME) or is_saved_dataset(Path(path))
+    return path.startswith(SCHEME) or (path != "" and is_saved_dataset(Path(path)))
 
 
 def with_local_files(config: Config) -> Config:
-    """The configuration with folders and files of this machine; what is missing is downloaded. Raises UnderstudyError, in one line."""
+    """The configuration with folders and files of this machine; what is missing is downloaded. Raises UnderstudyError, in one
+    line."""
     model, data = config.model, config.data
     if is_hub_model(model.path):
         model = model.model_copy(update={"path": str(model_folder(model.path))})
@@ -56,7 +59,7 @@ def with_local_files(config: Config) -> Config:
     def own(path: str) -> str:
         if not is_dataset(path):
             return path
-        return _asked("tasks", path, str(Path(config.run.dir) / "tasks"), json.dumps(data.columns))
+        return _asked("tasks", path, str(Path(config.run.dir) / MADE), json.dumps(data.columns))
 
     tasks = own(data.tasks) if isinstance(data.tasks, str) else {own(path): much for path, much in data.tasks.items()}
     validation = data.validation.model_copy(update={"tasks": own(data.validation.tasks)})

@@ -1,4 +1,5 @@
-"""Rules of learner/model/load.py and weight_files.py: what is read by parts is what transformers reads whole, or is refused by name."""
+"""Rules of learner/model/load.py and weight_files.py: what is read by parts is what transformers reads whole, or is refused by
+name."""
 
 from __future__ import annotations
 

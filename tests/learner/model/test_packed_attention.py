@@ -21,8 +21,8 @@ from transformers import (
 
 from benchmarks.rivals.padded import PaddedPolicy
 from learner.model import packed_attention as attention
-from learner.model.packed_attention import PACKED, packed_attention
 from learner.model.load import load_policy
+from learner.model.packed_attention import PACKED, packed_attention
 from learner.model.policy import Policy, check_rows_apart
 from learner.training.packing import Sequences
 from tests.support.learner_parts import VOCABULARY, make_model, make_trainer, random_lm
