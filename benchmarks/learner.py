@@ -30,11 +30,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.matmul_rate import matmul_rate, update_flops
 from benchmarks.processes.learner_side import Rows
 from benchmarks.report import Report, end_on_sigterm, parser_of
 from buffers.errors import UnderstudyError
 from configs.tiny_model import VOCAB_SIZE, make_tiny_model
+from learner.model.load import empty_model
+from learner.model.operations import Work, matmul_rate
 
 ROOT = Path(__file__).resolve().parent.parent
 TRL = "trl==1.16.0"
@@ -272,13 +273,16 @@ def main(argv: list[str] | None = None) -> int:
             dtype=arguments.dtype,
             gradient_checkpointing=arguments.gradient_checkpointing,
         )
+        work = Work.of(empty_model(bench.model))
         try:
             results = measure(bench, sides=arguments.sides, repeats=arguments.repeats, rows=rows)
         except SideFailed as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
     rate = matmul_rate(device=arguments.device, dtype=arguments.dtype)
-    flops = update_flops(rows.lengths, trained=int(rows.mask.sum()), vocabulary=VOCAB_SIZE, **shape)
+    flops = work.update_flops(
+        tokens=int(rows.lengths.sum()), squares=int((rows.lengths**2).sum()), trained=int(rows.mask.sum())
+    )
     results["matmul_flops_per_s"] = rate
     results["share_of_matmul_rate"] = flops / results["parts"]["packed"]["update_s"] / rate
     print(table(results["parts"]))

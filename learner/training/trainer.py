@@ -34,6 +34,7 @@ from learner.checkpoints.weight_shards import Published, WeightShards
 from learner.model import fsdp
 from learner.model.load import load_policy
 from learner.model.lora import LoraConfig, add_adapter
+from learner.model.operations import Work, matmul_rate
 from learner.model.optimizer import EPS, make_adamw
 from learner.model.policy import Policy, TokenOutputs
 from learner.training.batch_tensors import BatchTensors, token_table
@@ -110,6 +111,8 @@ class Trainer:
             config.entropy_coef, target=entropy.target, step=entropy.step, most=entropy.most
         )
         self._shards = WeightShards(self._policy.lm, dtype=self._dtype, rank=rank, adapter=self._adapter)
+        self._work = Work.of(self._policy.lm)
+        self._rate = matmul_rate(device=device, dtype=dtype) * world_size
         self._history: dict[int, fsdp.Shards] = {}
         self._reference: fsdp.Shards | None = None
         self._steps = 0
@@ -171,7 +174,9 @@ class Trainer:
         shares = table.weights(range(len(table.hints)), mode="token-mean")
         entropy = float((shares * before.entropy).sum())
         plan, kl_taken = self._goals(table, shares=shares, before=before, entropy=entropy)
+        began = time.monotonic()
         metrics = self._update(table, goals=plan) | kl_taken | {"policy/entropy": entropy}
+        metrics["learner/mfu"] = self._useful_flops(table.sequences) / (time.monotonic() - began) / self._rate
         if self._config.kl.coef > 0.0:
             metrics["policy/kl_coef"] = self._kl.value
             self._kl.update(metrics["policy/kl_ref"], num_episodes=len(np.unique(table.episodes)))
@@ -183,6 +188,14 @@ class Trainer:
             metrics["critic/explained_variance"] = explained_variance(before.values, returns=returns)
             metrics["critic/value_mean"] = float(before.values.mean())
         return metrics
+
+    def _useful_flops(self, sequences: Sequences) -> float:
+        """What the updates of a step ask for: the policy's forward and backward passes, and a separate critic's."""
+        lengths = sequences.lengths.astype(np.int64)
+        passes = self._config.epochs * (1 if self._critic is None else 2)
+        return passes * self._work.update_flops(
+            tokens=int(lengths.sum()), squares=int((lengths**2).sum()), trained=sequences.num_trained
+        )
 
     def publish(self, folder: Path, *, base: str | None = None) -> Published:
         """Writes this rank's part of what engines need, in the model's dtype, into `folder`: a version's scratch folder
