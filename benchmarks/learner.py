@@ -30,12 +30,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.matmul_rate import matmul_rate, update_flops
 from benchmarks.prefix_tree import MEDIUM, SMALL, TreeShape, measure_tree
 from benchmarks.processes.learner_side import Rows
 from benchmarks.report import Report, end_on_sigterm, parser_of
 from buffers.errors import UnderstudyError
 from configs.tiny_model import VOCAB_SIZE, make_tiny_model
+from learner.model.load import empty_model
+from learner.model.operations import Work, matmul_rate
 
 ROOT = Path(__file__).resolve().parent.parent
 TRL = "trl==1.16.0"
@@ -305,7 +306,10 @@ def main(argv: list[str] | None = None) -> int:
             return 1
     if sides:
         rate = matmul_rate(device=arguments.device, dtype=arguments.dtype)
-        flops = update_flops(rows.lengths, trained=int(rows.mask.sum()), vocabulary=VOCAB_SIZE, **shape)
+        work = Work.of(empty_model(bench.model))
+        flops = work.update_flops(
+            tokens=int(rows.lengths.sum()), squares=int((rows.lengths**2).sum()), trained=int(rows.mask.sum())
+        )
         results["matmul_flops_per_s"] = rate
         results["share_of_matmul_rate"] = flops / results["parts"]["packed"]["update_s"] / rate
         print(table(results["parts"]))

@@ -176,6 +176,8 @@ SYSTEM_KEYS = frozenset(
         "token_budget",
         "prefix_tree",
         "check_logprobs",
+        "keep_on",
+        "offload",
     }
 )
 """Keys of the learner that say how a step is computed, not which: no recipe sets them, and a later recipe leaves them."""

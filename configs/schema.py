@@ -63,7 +63,9 @@ class RunConfig(Section):
 
 class ModelConfig(Section):
     path: Text = "tiny"
-    """A Hugging Face folder, or `tiny`: a small Qwen3 made on this machine, with random weights."""
+    """A Hugging Face folder; or a model of the Hugging Face hub by name (Qwen/Qwen3-0.6B), which is downloaded once, to the hub's
+    cache (HF_HOME, HF_HUB_OFFLINE and HF_TOKEN are the hub's own); or `tiny`: a small Qwen3 made on this machine, with random
+    weights."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the engine's weights and of the learner's forward and backward passes."""
 
@@ -81,8 +83,14 @@ class ValidationConfig(Section):
 
 class DataConfig(Section):
     tasks: str | dict[str, Positive] = ""
-    """Parquet file of tasks (columns as in verl: prompt, data_source, reward_model, extra_info, agent_name); or several, as
-    {file: weight}: each is shuffled and repeated on its own, and gives its share of the tasks."""
+    """Parquet file of tasks (columns as in verl: prompt, data_source, reward_model, extra_info, agent_name); or a data set, of the
+    Hugging Face hub (hf://openai/gsm8k/main/train: owner, name, config, split) or a split that `datasets` saved to this disk; or
+    several, as {file: weight}: each is shuffled and repeated on its own, and gives its share of the tasks."""
+    columns: dict[Literal["task_id", "prompt", "ground_truth", "data_source", "agent_name", "extra_info"], str] = Field(
+        default_factory=dict
+    )
+    """The columns of data sets: {prompt: question, ground_truth: answer}. One that is not named has our name, or is left out. A
+    data set is written once as a task file, in `<run.dir>/.tasks`. No effect on parquet files, which have our names."""
     validation: ValidationConfig = ValidationConfig()
     make: list[str] = Field(default_factory=list)
     """Command that writes the task files, validation tasks and `warm_start.demonstrations` when one of them is missing.
@@ -418,8 +426,16 @@ class LearnerConfig(Section):
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy bonus in the loss."""
     adaptive_entropy: AdaptiveEntropyConfig = AdaptiveEntropyConfig()
-    check_logprobs: bool = True
-    """Recompute every trained token under the version that sampled it and report the largest difference."""
+    check_logprobs: Fraction = 1.0
+    """Share of the rows whose trained tokens are computed again under the older version that sampled them; the largest difference
+    is reported. Tokens of the present version are compared in any case, at no cost; 0 (or false): none are, and no version is
+    kept."""
+    keep_on: Literal["device", "host"] = "device"
+    """Memory for older versions and the reference, which are kept in `model.dtype`: a rank's card, or the host's, from where they
+    are copied for each pass that needs them."""
+    offload: bool = False
+    """Keep the optimizer's moments in the host's memory and copy each parameter's to the card for its update: 8 bytes a weight less
+    on the card, 16 bytes a weight over the bus in each update."""
 
     @property
     def aggregation(self) -> str:
@@ -519,7 +535,8 @@ class Config(Section):
                 f"data.reward_manager=dapo compares episodes of one task: buffer.group_size must be >= 2, got "
                 f"{self.buffer.group_size}; set buffer.group_size=8"
             )
-        names = [PurePath(path).stem for path in data.task_files]
+        # a data set, which has no suffix, is known by its whole name
+        names = [PurePath(path).stem if PurePath(path).suffix else path for path in data.task_files]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(
                 f"data.tasks must name files with different names, got {twice[0]!r} twice; tasks are known by them: rename one"

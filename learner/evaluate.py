@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from buffers.errors import TaskError
+from buffers.errors import TaskError, UnderstudyError
 from configs.schema import Config
 
 FILE = "evaluation.json"
@@ -100,10 +100,17 @@ def main(argv: Sequence[str] | None = None, *, program: str = "understudy eval")
 
     from learner.placement.cards import in_cluster
     from learner.run import check_inputs, import_ray, prepare_engine
-    from learner.startup.input_check import refusal
+    from learner.startup.hub import with_local_files
+    from learner.startup.input_check import check_model, refusal
 
     if told := refusal(lambda: check_inputs(config, resume="", learns=False)):
         print(f"error: {told}", file=sys.stderr)
+        return 2
+    try:
+        config = with_local_files(config)
+        check_model(config.model.path)
+    except UnderstudyError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     import_ray(local=not in_cluster(config.buffer.node))
     weights = "model.path" if arguments.checkpoint is None else str(arguments.checkpoint)

@@ -77,8 +77,10 @@ def main(argv: list[str] | None = None, *, program: str = PROGRAM) -> int:
 
 
 def _run(arguments: argparse.Namespace, *, program: str) -> int:
+    from buffers.errors import UnderstudyError
     from configs.load import DEFAULT, ConfigError, load_config, shipped
-    from learner.startup.input_check import refusal
+    from learner.startup.hub import with_local_files
+    from learner.startup.input_check import check_model, refusal
 
     try:
         config = load_config(shipped(arguments.config or DEFAULT), arguments.overrides)
@@ -89,6 +91,12 @@ def _run(arguments: argparse.Namespace, *, program: str) -> int:
         return dry_run(config, gpus=arguments.gpus)
     if told := refusal(lambda: check_inputs(config, resume=arguments.resume)):
         print(f"error: {told}", file=sys.stderr)
+        return 2
+    try:
+        config = with_local_files(config)
+        check_model(config.model.path)
+    except UnderstudyError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     print("understudy: loading torch, Ray and vLLM, which takes 5 to 20 s ...", flush=True)
 
@@ -140,10 +148,15 @@ def dry_run(config: Config, *, gpus: str) -> int:
 
 
 def shape_of(path: str) -> ModelShape:
-    """The sizes of the model at `model.path`; `tiny` is made for it, and removed. Raises UnderstudyError."""
+    """The sizes of the model at `model.path`; `tiny` is made for it, and removed; of a model of the hub, config.json is enough.
+    Raises UnderstudyError."""
     from tempfile import TemporaryDirectory
 
     from learner.placement.model_shape import read_shape
+    from learner.startup.hub import SHAPE_FILES, is_hub_model, model_folder
+
+    if is_hub_model(path):
+        return read_shape(model_folder(path, only=SHAPE_FILES))
 
     if path != "tiny":
         return read_shape(Path(path))

@@ -25,7 +25,7 @@ from benchmarks.learner import ROOT, Bench, long_tailed_rows
 from benchmarks.processes.learner_side import Rows
 from buffers.errors import UnderstudyError
 from configs.tiny_model import make_tiny_model
-from learner.model.policy import load_policy
+from learner.model.load import load_policy
 from learner.training.packing import Sequences, plan
 
 NO_GPU = 2

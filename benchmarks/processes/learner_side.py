@@ -24,7 +24,8 @@ from benchmarks.rivals.padded import PaddedPolicy, equal_piles, padding_share, s
 from buffers.records import Row, TrainBatch
 from configs.schema import LearnerConfig
 from learner.model import fsdp
-from learner.model.policy import Policy, load_policy
+from learner.model.load import load_policy
+from learner.model.policy import Policy
 from learner.training.packing import Plan, Sequences
 from learner.training.trainer import Trainer
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from learner.checkpoints.weight_shards import WeightShards
 from learner.model import fsdp
-from learner.model.policy import load_policy
+from learner.model.load import load_policy
 
 CHANGED, SIZE = 0.02, 0.05
 """Share of the elements that a version changes, and the standard deviation of what is added to them."""

@@ -1,4 +1,4 @@
-"""Task and trace files: parquet in verl's columns -> `Task`s, lazily. The only owner of pyarrow.
+"""Task and trace files: parquet in verl's columns -> `Task`s, lazily. The owner of pyarrow, with `buffers.tasks.datasets`.
 
 Called by the task pool and the task source, by programs that make data and by the warm start. Invariants: a file is read
 one slice, or some of its row groups, at a time; a row that cannot be used stops the reading with file, row, column, rule,
@@ -38,7 +38,7 @@ MAX_NAME_CHARS = 500
 _SLICE = 1024
 _TASK_COLUMNS = ("task_id", "data_source", "prompt", "reward_model", "extra_info", "agent_name")
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-_TASK_SCHEMA = pa.schema(
+TASK_SCHEMA = pa.schema(
     [
         ("task_id", pa.string()),
         ("data_source", pa.string()),
@@ -124,13 +124,13 @@ class TaskFile:
     def _pylist(self, table: Any, rows: Sequence[int]) -> list[dict[str, Any]]:
         try:
             return _pylist(table)
-        except _BadCell as error:
+        except BadCell as error:
             raise TaskError(f"{self.path}, row {rows[error.row]}: {error}") from error
 
     def _parsed(self, row: int, parse: Callable[[], T]) -> T:
         try:
             return parse()
-        except _BadCell as error:
+        except BadCell as error:
             raise TaskError(f"{self.path}, row {row}: {error}") from error
 
     def _read(self, groups: Sequence[int], *, columns: list[str]) -> Any:
@@ -161,11 +161,28 @@ def tasks_of_rows(rows: Iterable[dict[str, Any]], *, source: str) -> list[Task]:
     for number, row in enumerate(rows):
         try:
             if "prompt" not in row or not row.get("task_id"):
-                raise _BadCell("task_id, prompt", "both there", sorted(row), "add them")
+                raise BadCell("task_id, prompt", "both there", sorted(row), "add them")
             tasks.append(_task(row, default_id=""))
-        except _BadCell as error:
+        except BadCell as error:
             raise TaskError(f"{source}, row {number}: {error}") from error
     return tasks
+
+
+def task_row(cells: Mapping[str, Any], *, data_source: str) -> dict[str, Any]:
+    """A row of a task file from cells by our names, `ground_truth` among them. `data_source`: that of a row without one. Raises
+    BadCell for a prompt that is none."""
+    messages = _messages(dict(cells), column="prompt")
+    extra_info = _object(dict(cells), column="extra_info")
+    truth = cells.get("ground_truth")
+    _json_cell(truth, column="ground_truth")
+    return {
+        "task_id": None if cells.get("task_id") is None else str(cells["task_id"]),
+        "data_source": _text(dict(cells), column="data_source") or data_source,
+        "prompt": [{"role": each["role"], "content": each["content"]} for each in messages],
+        "reward_model": _as_json({"style": "rule", "ground_truth": truth}),
+        "extra_info": _as_json(extra_info),
+        "agent_name": _text(dict(cells), column="agent_name"),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +221,7 @@ def write_tasks(path: Path, tasks: Iterable[Task], *, structs: bool = False) -> 
                 "agent_name": task.agent_name,
             }
         )
-    _write(path, rows=rows, schema=None if structs else _TASK_SCHEMA)
+    _write(path, rows=rows, schema=None if structs else TASK_SCHEMA)
 
 
 def write_traces(
@@ -219,7 +236,7 @@ def write_traces(
     _write(path, rows=rows, schema=_TRACE_SCHEMA)
 
 
-class _BadCell(Exception):
+class BadCell(Exception):
     """Raised while a row is parsed; becomes a TaskError that names file and row."""
 
     def __init__(self, column: str, rule: str, value: object, remedy: str, *, row: int = 0) -> None:
@@ -255,14 +272,14 @@ def _read(file: Any, *, columns: list[str], parse: Callable[[int, dict[str, Any]
                 for row in _pylist(batch):
                     yield parse(number, row)
                     number += 1
-        except _BadCell as error:
+        except BadCell as error:
             raise TaskError(f"{path}, row {number + error.row}: {error}") from error
         except (pa.ArrowException, OSError) as error:
             raise TaskError(f"{path} must be readable after row {number}: {error}; write it again") from error
 
 
 def _pylist(table: Any) -> list[dict[str, Any]]:
-    """The rows of a table or batch. Raises _BadCell for the first cell that is no Python value: text that is no UTF-8, a time that
+    """The rows of a table or batch. Raises BadCell for the first cell that is no Python value: text that is no UTF-8, a time that
     no calendar has."""
     try:
         rows: list[dict[str, Any]] = table.to_pylist()
@@ -273,7 +290,7 @@ def _pylist(table: Any) -> list[dict[str, Any]]:
                 try:
                     table.column(name)[row].as_py()
                 except (ValueError, OverflowError) as error:
-                    raise _BadCell(name, "UTF-8 text, or numbers", str(error), "write it as text", row=row) from error
+                    raise BadCell(name, "UTF-8 text, or numbers", str(error), "write it as text", row=row) from error
         raise
 
 
@@ -295,9 +312,9 @@ def _trace(row: dict[str, Any]) -> Trace:
         try:
             tools = json.loads(cell)
         except (TypeError, ValueError) as error:
-            raise _BadCell("tools", f"JSON text ({error})", cell, "write OpenAI's list of tools") from error
+            raise BadCell("tools", f"JSON text ({error})", cell, "write OpenAI's list of tools") from error
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise _BadCell("tools", "a JSON list of objects", cell, "write OpenAI's list of tools")
+            raise BadCell("tools", "a JSON list of objects", cell, "write OpenAI's list of tools")
     return Trace(messages=_messages(row, column="messages"), tools=tools)
 
 
@@ -306,14 +323,14 @@ def _messages(row: dict[str, Any], *, column: str) -> list[Message]:
     if isinstance(cell, str) and cell:
         cell = [{"role": "user", "content": cell}]
     if not isinstance(cell, list) or not cell:
-        raise _BadCell(
+        raise BadCell(
             column, "text or a list of messages, not empty", cell, "write [{'role': 'user', 'content': '...'}]"
         )
     for message in cell:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
-            raise _BadCell(column, "a list of messages with a role", message, "give each message a role and a content")
+            raise BadCell(column, "a list of messages with a role", message, "give each message a role and a content")
         if not isinstance(message.get("content"), str | list):
-            raise _BadCell(column, "a list of messages with a content", message, "use text, or a list of parts")
+            raise BadCell(column, "a list of messages with a content", message, "use text, or a list of parts")
     # A struct column fills the fields that a message lacks with null.
     messages = [{key: value for key, value in message.items() if value is not None} for message in cell]
     _json_cell(messages, column=column)
@@ -331,9 +348,9 @@ def _object(row: dict[str, Any], *, column: str) -> dict[str, Any]:
         try:
             value = json.loads(cell)
         except (ValueError, RecursionError) as error:
-            raise _BadCell(column, f"JSON ({error})", cell[:200], remedy) from error
+            raise BadCell(column, f"JSON ({error})", cell[:200], remedy) from error
     if not isinstance(value, dict):
-        raise _BadCell(column, "an object", cell, remedy)
+        raise BadCell(column, "an object", cell, remedy)
     _json_cell(value, column=column)
     return value
 
@@ -341,10 +358,10 @@ def _object(row: dict[str, Any], *, column: str) -> dict[str, Any]:
 def _text(row: dict[str, Any], *, column: str) -> str | None:
     cell = row.get(column)
     if cell is not None and not isinstance(cell, str):
-        raise _BadCell(column, "text", cell, "write the column as strings")
+        raise BadCell(column, "text", cell, "write the column as strings")
     if cell and not (len(cell) <= MAX_NAME_CHARS and cell.isprintable()):
         rule = f"at most {MAX_NAME_CHARS} printable characters"
-        raise _BadCell(column, rule, cell[:200], "write a short name in one line")
+        raise BadCell(column, rule, cell[:200], "write a short name in one line")
     return cell
 
 
@@ -352,13 +369,13 @@ def _json_cell(value: object, *, column: str) -> None:
     try:
         text = _as_json(value).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise _BadCell(
+        raise BadCell(
             column, f"JSON: finite numbers, text, lists, objects ({error})", value, "write it as text"
         ) from error
     if len(text) > MAX_CELL_BYTES:
-        raise _BadCell(column, f"at most {MAX_CELL_BYTES} bytes", f"{len(text)} bytes", "write less")
+        raise BadCell(column, f"at most {MAX_CELL_BYTES} bytes", f"{len(text)} bytes", "write less")
     if text.count(b"{") + text.count(b"[") > MAX_DEPTH and _is_deep(value, MAX_DEPTH):
-        raise _BadCell(column, f"nested at most {MAX_DEPTH} deep", text[:200], "write it flatter, or as text")
+        raise BadCell(column, f"nested at most {MAX_DEPTH} deep", text[:200], "write it flatter, or as text")
 
 
 _as_json = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode

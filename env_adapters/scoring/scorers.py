@@ -82,7 +82,8 @@ def gsm8k_flexible(task: Task, answer: str) -> float:
 
 
 def _truth(task: Task) -> str:
-    return str(task.ground_truth).strip().replace(",", "")
+    """The number; of a worked solution, as GSM8K's column `answer` has it, what stands after the last `####`."""
+    return str(task.ground_truth).rpartition("####")[2].strip().replace(",", "")
 
 
 SCORERS: dict[str, Callable[[Task, str], float]] = {

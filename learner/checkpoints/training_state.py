@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from learner.model.fsdp import Shards
+from learner.model.optimizer import HostAdamW, on_host
 
 COUNTERS = "counters.json"
 COPY, RANDOM = "copy", "random"
@@ -71,8 +72,11 @@ def save(
         (folder / COUNTERS).write_text(json.dumps(asdict(counters)), encoding="utf-8")
 
 
-def load(folder: Path, *, learned: Mapping[str, Learned], rank: int) -> tuple[Counters, dict[str, Shards]]:
-    """Writes the folder's state into the modules and optimizers; returns the counters and the weight copies.
+def load(
+    folder: Path, *, learned: Mapping[str, Learned], like: Shards, rank: int
+) -> tuple[Counters, dict[str, Shards]]:
+    """Writes the folder's state into the modules and optimizers; returns the counters and the weight copies, of the dtype of `like`
+    and on its device.
 
     Raises ValueError, before any change, for a checkpoint of other names or shapes.
     """
@@ -80,7 +84,7 @@ def load(folder: Path, *, learned: Mapping[str, Learned], rank: int) -> tuple[Co
     stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     _check(folder, stored=stored, learned=learned)
     policy = learned["policy"].module
-    copies = {name: [torch.empty_like(part) for part in _locals(policy)] for name in counters.copies}
+    copies = {name: [torch.empty_like(part) for part in like] for name in counters.copies}
     state = {name: value for name, value in _random_states(rank).items() if name in stored}
     for name, part in learned.items():
         _make_optimizer_state(name, part, stored=stored)
@@ -111,9 +115,15 @@ def _make_optimizer_state(name: str, part: Learned, *, stored: Mapping[str, Any]
         prefix = f"{name}.{key}{OPTIMIZER}"
         kinds = [other.removeprefix(prefix) for other in stored if other.startswith(prefix)]
         part.optimizer.state[parameter] = {
-            kind: torch.zeros(()) if stored[prefix + kind].size == torch.Size() else torch.zeros_like(parameter)
+            kind: _room(parameter, is_number=stored[prefix + kind].size == torch.Size(), optimizer=part.optimizer)
             for kind in kinds
         }
+
+
+def _room(parameter: Tensor, *, is_number: bool, optimizer: torch.optim.Optimizer) -> Tensor:
+    """Where the optimizer keeps it: on the parameter's device, where its kernel looks for it, or on the host."""
+    room = torch.zeros((), device=parameter.device) if is_number else torch.zeros_like(parameter)
+    return on_host(room) if isinstance(optimizer, HostAdamW) else room
 
 
 def _copy(name: str, module: nn.Module, *, shards: Shards) -> dict[str, Tensor]:
@@ -140,11 +150,6 @@ def _like(parameter: Tensor, local: Tensor) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-def _locals(module: nn.Module) -> Shards:
-    parameters = [parameter.detach() for _, parameter in _trained(module)]
-    return [part.to_local() if isinstance(part, DTensor) else part for part in parameters]
 
 
 def _random_states(rank: int) -> dict[str, Tensor]:

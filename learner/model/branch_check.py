@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from learner.model.micro_batch import Paths
 from learner.model.packed_attention import packed_attention
-from learner.model.policy import hidden_states
+from learner.model.policy import Policy
 
-MOST_DIFFERENCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+MOST_DIFFERENCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 0.1}
 """Largest difference, relative to the largest entry: far above rounding, far below that of a branch that sees one token fewer."""
 STEM, BRANCHES = 5, (4, 3)
 WINDOW = 4
@@ -31,9 +31,10 @@ class _Pack(NamedTuple):
     paths: Paths | None
 
 
-def check_branches(lm: Any) -> None:
-    """The whole model on two branches of a stem. Raises ValueError for one whose states or gradients differ from the rows'."""
-    device = next(lm.parameters()).device
+def check_branches(policy: Policy) -> None:
+    """The whole model on two branches of a stem. Raises ValueError for one whose states or gradients differ from the rows'. All
+    ranks of a sharded policy enter."""
+    device = next(policy.parameters()).device
     tree, rows, stretches = _packs(device)
     ids = torch.arange(STEM + sum(BRANCHES), device=device)
     flat = torch.cat([ids[stretch] for stretch in stretches])
@@ -41,11 +42,12 @@ def check_branches(lm: Any) -> None:
     depths = torch.empty_like(ids)
     for stretch in stretches:
         depths[stretch] = torch.arange(len(stretch), device=device)
-    one, slope = _model_pass(lm, ids, positions=depths, pack=tree, stretches=stretches)
-    other, slopes = _model_pass(lm, flat, positions=positions, pack=rows, stretches=None)
+    one, slope = _model_pass(policy, ids, positions=depths, pack=tree, stretches=stretches)
+    other, slopes = _model_pass(policy, flat, positions=positions, pack=rows, stretches=None)
     summed = torch.zeros_like(slope).index_add(0, torch.cat(stretches), slopes)
     for found, expected in ((one, other), (slope, summed)):
-        _compare(found, expected=expected, dtype=torch.float32, what=f"the attention of {type(lm).__name__}")
+        what = f"the attention of {type(policy.lm).__name__}"
+        _compare(found.float(), expected=expected.float(), dtype=one.dtype, what=what)
 
 
 def check_kernel(lm: Any, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -87,7 +89,7 @@ def _packs(device: torch.device) -> tuple[_Pack, _Pack, list[Tensor]]:
 
 
 def _model_pass(
-    lm: Any, ids: Tensor, *, positions: Tensor, pack: _Pack, stretches: list[Tensor] | None
+    policy: Policy, ids: Tensor, *, positions: Tensor, pack: _Pack, stretches: list[Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """States row by row, and the gradient of a weighted sum of them at the embedded tokens."""
     embedded: list[Tensor] = []
@@ -96,10 +98,11 @@ def _model_pass(
         embedded.append(output.detach().requires_grad_())
         return embedded[0]
 
-    hook = lm.get_input_embeddings().register_forward_hook(watch)
+    hook = policy.lm.get_input_embeddings().register_forward_hook(watch)
     try:
         starts = torch.tensor(pack.starts, dtype=torch.int32, device=ids.device)
-        states = hidden_states(lm, ids, positions=positions, starts=starts, longest=pack.longest, paths=pack.paths)
+        options: dict[str, Any] = {"positions": positions, "starts": starts, "longest": pack.longest}
+        states = policy.states_alone(ids, **options, paths=pack.paths)
     finally:
         hook.remove()
     told = states if stretches is None else torch.cat([states[stretch] for stretch in stretches])

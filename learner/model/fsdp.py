@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 PATIENCE = timedelta(minutes=30)
 """How long ranks wait for one another when they meet: a large model is not read equally fast by all."""
 Shards = list[Tensor]
-"""This rank's part of each trained parameter, in the order of `module.parameters()`. Frozen ones never differ."""
+"""This rank's part of each trained parameter, in the order of `module.parameters()`, in any dtype and on any device. Frozen ones
+never differ."""
 
 
 def join(address: str, *, rank: int, world_size: int, device: torch.device) -> DeviceMesh:
@@ -73,6 +74,13 @@ def shard(module: nn.Module, *, layers: Sequence[nn.Module], mesh: DeviceMesh, d
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else mixed
     for part in (*layers, module):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    register_fsdp_forward_method(module, "states_alone")
+
+
+def give_memory(module: nn.Module, *, device: torch.device) -> None:
+    """Memory for the parameters that have none (on the device `meta`): of sharded ones, for this rank's part. Nothing is written
+    there yet. The others move to the device."""
+    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
 
 
 def all_sum(values: Tensor) -> Tensor:
@@ -128,9 +136,14 @@ def trained(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def clone_shards(module: nn.Module) -> Shards:
-    """A copy of this rank's shards of what is trained."""
-    return [parameter.detach().to_local().clone() for parameter in trained(module)]
+def clone_shards(
+    module: nn.Module, *, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Shards:
+    """A copy of this rank's shards of what is trained, on their own device if no other is named."""
+    return [
+        parameter.detach().to_local().to(device=device or parameter.device, dtype=dtype, copy=True)
+        for parameter in trained(module)
+    ]
 
 
 def load_shards(module: nn.Module, *, shards: Shards) -> None:
@@ -141,8 +154,8 @@ def load_shards(module: nn.Module, *, shards: Shards) -> None:
 
 @contextmanager
 def swapped(module: nn.Module, *, shards: Shards) -> Iterator[None]:
-    """Runs the block with other weights, then puts the present ones back."""
-    present = clone_shards(module)
+    """Runs the block with other weights, then puts the present ones back, which are meanwhile where the others are kept."""
+    present = clone_shards(module, device=shards[0].device)
     load_shards(module, shards=shards)
     try:
         yield

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 PEFT_PREFIX = "base_model.model."
 """Prefix of each name in an adapter file, as `peft.PeftModel.from_pretrained` expects it."""
 DESCRIPTION = "adapter_config.json"
+ADAPTER = "default"
+"""The name by which peft knows the only adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,17 +41,27 @@ def add_adapter(lm: Any, *, rank: int, alpha: float, seed: int) -> LoraConfig:
     """
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
     with torch.random.fork_rng(devices=[]):  # A is random: the same on every rank
-        torch.manual_seed(seed)
         inject_adapter_in_model(config, lm)
-    for name, module in lm.named_modules():
-        if isinstance(module, LoraLayer) and not isinstance(module.get_base_layer(), nn.Linear):
-            raise ValueError(
-                f"learner.lora.rank > 0 needs linear layers, got {type(module.get_base_layer()).__name__} for {name}; "
-                f"set learner.lora.rank=0 for this model"
-            )
+        torch.manual_seed(seed)
+        for name, module in lm.named_modules():
+            if isinstance(module, LoraLayer):
+                _start(module, name=name)
     config.base_model_name_or_path = lm.name_or_path
     config.target_modules = set(config.target_modules or ())
     return config
+
+
+def _start(layer: Any, *, name: str) -> None:
+    """Gives an adapter its first weights, on a layer that may itself have no memory yet, where peft leaves it without any."""
+    if not isinstance(layer.get_base_layer(), nn.Linear):
+        raise ValueError(
+            f"learner.lora.rank > 0 needs linear layers, got {type(layer.get_base_layer()).__name__} for {name}; "
+            f"set learner.lora.rank=0 for this model"
+        )
+    for part in (layer.lora_A, layer.lora_B):
+        if part[ADAPTER].weight.is_meta:
+            part[ADAPTER].to_empty(device="cpu")
+    layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
 
 
 def merged(parameters: Iterable[tuple[str, Tensor]], *, scaling: float) -> Iterator[tuple[str, Tensor]]:
@@ -68,6 +80,11 @@ def merged(parameters: Iterable[tuple[str, Tensor]], *, scaling: float) -> Itera
             yield held[0], held[1] + scaling * (whole @ down)
         else:
             yield name.replace(".base_layer", ""), whole
+
+
+def plain_name(name: str) -> str:
+    """The name that a frozen parameter has in the model without an adapter."""
+    return name.replace(".base_layer.", ".")
 
 
 def peft_name(name: str) -> str:

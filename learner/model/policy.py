@@ -10,23 +10,20 @@ transform the output matrix's logits (soft-capping, logit scales): the exactness
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
 from learner.model.micro_batch import MicroBatch, Paths
 from learner.model.packed_attention import PACKED
 
 LOGITS_AT_ONCE = 2**26
 """256 MiB in float32: 442 tokens of a vocabulary of 151,936, where 8,192 tokens would take 4.6 GiB several times over."""
-MOST_CROSSTALK = 1e-3
-"""Largest difference, relative to the states' size, that another row in the pack may make: far above rounding in float32."""
+MOST_CROSSTALK = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+"""Largest difference, relative to the states' size, that another row in the pack may make: far above rounding in each dtype."""
 
 
 class TokenOutputs(NamedTuple):
@@ -67,6 +64,13 @@ class Policy(nn.Module):  # type: ignore[misc]
         """[T, hidden] last hidden states."""
         options: dict[str, Any] = {"positions": micro.positions, "starts": micro.starts, "longest": micro.longest}
         return hidden_states(self.lm, micro.ids, **options, paths=micro.paths)
+
+    def states_alone(
+        self, ids: Tensor, *, positions: Tensor, starts: Tensor, longest: int, paths: Paths | None = None
+    ) -> Tensor:
+        """As `hidden_states`, outside of `forward`, of a sharded policy too: `learner.model.fsdp.shard` registers it."""
+        states = hidden_states(self.lm, ids, positions=positions, starts=starts, longest=longest, paths=paths)
+        return states.clone()  # no view: FSDP
 
     def forward(
         self, micro: MicroBatch, *, temperature: float | None, entropy: bool = False, energy: bool = False
@@ -133,33 +137,20 @@ def hidden_states(
     return states
 
 
-def load_policy(folder: str | Path, *, value_head: bool, device: torch.device) -> Policy:
-    """Reads a Hugging Face folder in float32 (the master weights). Dropout is off: the engine samples without it.
-
-    Raises ValueError for a model that cannot keep packed rows apart.
-    """
-    logging.disable_progress_bar()
-    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    policy = Policy(lm, value_head=value_head)
-    policy.to(device)
-    policy.eval()
-    check_rows_apart(lm)
-    return policy
-
-
-def check_rows_apart(lm: Any) -> None:
-    """Two rows of three tokens: the second must be what it is alone. Raises ValueError; recurrent layers carry state over."""
-    device = next(lm.parameters()).device
+def check_rows_apart(policy: Policy) -> None:
+    """Two rows of three tokens: the second must be what it is alone. Raises ValueError; recurrent layers carry state over. All
+    ranks of a sharded policy enter."""
+    device = next(policy.parameters()).device
     ids = torch.arange(6, device=device)
     starts = torch.tensor([0, 3, 6], dtype=torch.int32, device=device)
     with torch.no_grad():
-        beside = hidden_states(lm, ids, positions=ids % 3, starts=starts, longest=3)[3:]
-        alone = hidden_states(lm, ids[3:], positions=ids[:3], starts=starts[:2], longest=3)
+        beside = policy.states_alone(ids, positions=ids % 3, starts=starts, longest=3)[3:]
+        alone = policy.states_alone(ids[3:], positions=ids[:3], starts=starts[:2], longest=3)
     crosstalk = float((beside - alone).abs().max() / alone.abs().max())
-    if not crosstalk <= MOST_CROSSTALK:
+    if not crosstalk <= MOST_CROSSTALK[alone.dtype]:
         raise ValueError(
-            f"model.path must name a model whose layers keep packed rows apart, got {type(lm).__name__}, where another row "
-            f"changes a state by {crosstalk:.1e} of its size; train a model with transformers' attention interface"
+            f"model.path must name a model whose layers keep packed rows apart, got {type(policy.lm).__name__}, where another "
+            f"row changes a state by {crosstalk:.1e} of its size; train a model with transformers' attention interface"
         )
 
 

@@ -1,13 +1,14 @@
 """What a rank of the learner and an engine hold on a card, item by item, before any of it exists.
 
-Called by `learner.placement.plan`. A rank keeps float32 shards: its part of the weights, of the gradients, of AdamW's two moments
-and of a copy for each version that may still be checked (`learner.training.trainer`). What comes and goes within an update is an
-estimate and says so; `tests/learner/placement/test_memory.py` holds all of it against a real rank. Bytes are those of one card.
+Called by `learner.placement.plan`. A rank keeps float32 shards: its part of the weights, of the gradients and of AdamW's two
+moments; and in the dtype of its passes a copy for each version that may still be checked (`learner.training.trainer`). What comes
+and goes within an update is an estimate and says so; `tests/learner/placement/test_memory.py` holds all of it against a real
+rank. Bytes are those of one card.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from configs.schema import CPU_KV_CACHE_GB, BufferConfig, LearnerConfig, RolloutConfig
@@ -71,19 +72,15 @@ def of_rank(
     items = [
         Item(name="weights, float32", size=MASTER * (whole + head) // ranks),
         Item(name="gradients, float32", size=MASTER * trained // ranks, stays=False),
-        Item(name="optimizer (AdamW)", size=2 * MASTER * trained // ranks),
     ]
-    if learner.check_logprobs and buffer.max_policy_lag:
-        name = f"versions kept (buffer.max_policy_lag={buffer.max_policy_lag})"
-        items.append(Item(name=name, size=MASTER * trained * buffer.max_policy_lag // ranks))
-    if learner.kl.coef > 0:
-        items.append(Item(name="reference (learner.kl.coef)", size=MASTER * trained // ranks))
     if _critic(learner) == "separate":
-        moved = adapter_weights(shape, learner) if learner.lora.rank else shape.parameters
         items += [
-            Item(name="critic: weights and optimizer", size=MASTER * (whole + 2 * moved) // ranks),
-            Item(name="critic: gradients", size=MASTER * moved // ranks, stays=False),
+            Item(name="critic: weights, float32", size=MASTER * (whole + shape.hidden + 1) // ranks),
+            Item(name="critic: gradients", size=MASTER * _moved(shape, learner) // ranks, stays=False),
         ]
+    items += [
+        item for item, is_away in _movable(shape, learner, dtype=dtype, buffer=buffer) if not (is_away and on_gpu)
+    ]
     models = 2 if _critic(learner) == "separate" else 1
     each = BYTES[dtype]
     tokens = max(learner.token_budget, longest_row)
@@ -94,6 +91,31 @@ def of_rank(
         _passing("logits", LOGIT_COPIES * MASTER * min(LOGITS_AT_ONCE, tokens * shape.vocabulary)),
         *([Item(name="CUDA and NCCL", size=CUDA_BYTES, is_estimate=True)] if on_gpu else []),
     ]
+
+
+def on_host(shape: ModelShape, learner: LearnerConfig, *, dtype: str, buffer: BufferConfig) -> list[Item]:
+    """What one of `learner.ranks` on a card keeps in the host's memory."""
+    return [item for item, is_away in _movable(shape, learner, dtype=dtype, buffer=buffer) if is_away]
+
+
+def _movable(
+    shape: ModelShape, learner: LearnerConfig, *, dtype: str, buffer: BufferConfig
+) -> Iterator[tuple[Item, bool]]:
+    """What a rank keeps between steps and may keep on the host, with whether it is to."""
+    ranks, trained = learner.ranks, trained_weights(shape, learner)
+    copy = BYTES[dtype] * trained
+    both = trained + (_moved(shape, learner) if _critic(learner) == "separate" else 0)
+    yield Item(name="optimizer (AdamW)", size=2 * MASTER * both // ranks), learner.offload
+    if learner.check_logprobs and (lag := buffer.max_policy_lag):
+        name = f"versions kept (buffer.max_policy_lag={lag}), {dtype}"
+        yield Item(name=name, size=copy * lag // ranks), learner.keep_on == "host"
+    if learner.kl.coef > 0:
+        yield Item(name=f"reference (learner.kl.coef), {dtype}", size=copy // ranks), learner.keep_on == "host"
+
+
+def _moved(shape: ModelShape, learner: LearnerConfig) -> int:
+    """Weights of a separate critic that have a gradient."""
+    return shape.hidden + 1 + (adapter_weights(shape, learner) if learner.lora.rank else shape.parameters)
 
 
 def _passing(name: str, size: int) -> Item:

@@ -46,8 +46,8 @@ def read_shape(folder: Path) -> ModelShape:
     """Raises UnderstudyError for a folder without a config.json that transformers knows."""
     if not (folder / "config.json").is_file():
         raise UnderstudyError(
-            f"model.path must name a folder with a config.json, got {folder} without one; for a model of the Hugging Face hub, "
-            f"`hf download NAME config.json --local-dir {folder}` is enough for a dry run"
+            f"model.path must name a folder with a config.json, got {folder} without one; name one that has it, or a model of "
+            f"the Hugging Face hub (OWNER/NAME)"
         )
     import torch
     from torch import nn

@@ -10,7 +10,7 @@ from itertools import groupby
 
 from configs.schema import Config
 from learner.placement.cards import GIB
-from learner.placement.memory import BYTES, MASTER, Item, adapter_weights, trained_weights
+from learner.placement.memory import BYTES, Item, adapter_weights, on_host, trained_weights
 from learner.placement.model_shape import ModelShape
 from learner.placement.plan import CardUse, Plan
 
@@ -57,15 +57,10 @@ def _lines(plan: Plan, *, config: Config, shape: ModelShape) -> Iterator[str]:
             )
     if not any(node.cards for node in plan.nodes):
         return
-    loading, published = (
-        learner.ranks * MASTER * shape.parameters,
-        BYTES[config.model.dtype] * (adapter_weights(shape, learner) or shape.parameters),
-    )
-    load = "the ranks load" if learner.ranks > 1 else "the rank loads"
-    yield (
-        f"beside its cards, node 0 needs {loading / GIB:.1f} GiB of memory while {load} the model, and ~{2 * published / GIB:.1f} "
-        f"while weights are published"
-    )
+    published = BYTES[config.model.dtype] * (adapter_weights(shape, learner) or shape.parameters)
+    yield f"beside its cards, node 0 needs ~{2 * published / GIB:.1f} GiB of memory while weights are published"
+    for item in on_host(shape, learner, dtype=config.model.dtype, buffer=config.buffer):
+        yield f"beside its card, each rank keeps in its node's memory: {item.name}, {item.size / GIB:.1f} GiB"
     for use in plan.uses:
         if use.limit is not None and use.phases[1] > use.limit:
             yield (

@@ -18,6 +18,7 @@ from typing import TypeVar
 from buffers.errors import TaskError, UnderstudyError
 from buffers.tasks.parquet import agent_names, read_demonstrations, read_tasks
 from configs.schema import Config
+from learner.startup.hub import is_dataset, is_hub_model
 
 T = TypeVar("T")
 FIRST_ROWS = 1000
@@ -66,15 +67,16 @@ def check_files(config: Config, *, resumes: bool) -> None:
     start."""
     data, warm = config.data, "" if resumes else config.warm_start.demonstrations
     named = [path for path in (*data.task_files, data.validation.tasks, warm) if path]
-    is_made = bool(data.make) and not all(Path(path).is_file() for path in named)
+    is_made = bool(data.make) and not all(Path(path).is_file() or is_dataset(path) for path in named)
     files = {"data.tasks": list(data.task_files), "data.validation.tasks": [data.validation.tasks]}
     for key, paths in files.items():
         for path in filter(None, paths):
-            if not is_made or Path(path).is_file():
+            if not is_dataset(path) and (not is_made or Path(path).is_file()):
                 check_tasks(key, path, first=FIRST_ROWS)
     if warm and (not is_made or Path(warm).is_file()):
         check_demonstrations(warm)
-    check_model(config.model.path)
+    if not is_hub_model(config.model.path):
+        check_model(config.model.path)
 
 
 def check_tasks(key: str, path: str, *, first: int | None = None) -> Mapping[str | None, int]:
@@ -104,7 +106,8 @@ def _named(key: str, path: str, read: Callable[[Path], T]) -> T:
 
 def check_model(path: str) -> Path:
     """The folder of the policy's model; `tiny` is made later. Raises TaskError."""
-    return Path(path) if path == "tiny" else check_model_folder("model.path", path, others=" or `tiny`")
+    others = ", a model of the Hugging Face hub (OWNER/NAME) or `tiny`"
+    return Path(path) if path == "tiny" else check_model_folder("model.path", path, others=others)
 
 
 def check_model_folder(key: str, path: str, *, others: str = "") -> Path:
@@ -120,11 +123,6 @@ def check_model_folder(key: str, path: str, *, others: str = "") -> Path:
             return folder
     else:
         what = "is not a folder"
-        if not folder.is_absolute() and len(folder.parts) == 2 and not folder.parent.exists():
-            remedy = (
-                f"a run downloads nothing: for a model of the Hugging Face hub, `hf download {path} --local-dir "
-                f"models/{folder.name}`, then {key}=models/{folder.name}"
-            )
     raise TaskError(f"{key} must be a Hugging Face folder{others}, got {path} ({folder.absolute()} {what}); {remedy}")
 
 

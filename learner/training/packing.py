@@ -44,9 +44,15 @@ class Sequences:
         return int(self.counts.sum())
 
     @property
+    def computed(self) -> tuple[int, int]:
+        """Tokens that a pass over the rows computes, and twice the tokens that these see, less one each: L and L^2 of a row."""
+        lengths = self.lengths.astype(np.int64)
+        return int(lengths.sum()), int((lengths**2).sum())
+
+    @property
     def raw_over_unique(self) -> float:
         """Tokens of the rows over those that a pass over them computes."""
-        return 1.0
+        return float(self.lengths.sum()) / self.computed[0]
 
     def plan(self, rows: Sequence[int], *, num_ranks: int, token_budget: int) -> Plan:
         """Who computes which of these rows, and when."""

@@ -9,6 +9,7 @@ batches or know of the engine.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,9 +34,12 @@ from learner.checkpoints import hf_export, training_state
 from learner.checkpoints.weight_shards import Published, WeightShards
 from learner.model import fsdp
 from learner.model.branch_check import check_branches, check_kernel
+from learner.model.load import load_policy
 from learner.model.lora import LoraConfig, add_adapter
 from learner.model.micro_batch import MicroBatch
-from learner.model.policy import Policy, TokenOutputs, load_policy
+from learner.model.operations import Work, matmul_rate
+from learner.model.optimizer import EPS, make_adamw
+from learner.model.policy import Policy, TokenOutputs
 from learner.reporting.token_figures import TokenFigures
 from learner.training.batch_tensors import BatchTensors, token_table
 from learner.training.hinted_rows import hinted_sequences
@@ -45,8 +49,6 @@ from learner.training.tree_packing import kept_together, with_shared_prefixes
 from learner.training.warm_start import load_traces, train_on_traces
 
 VALUE_HEAD_LR_RATIO = 10.0
-ADAM_EPS = 1e-8
-"""What is added to the size of a gradient that Adam divides by."""
 REFERENCE = "reference"
 """Name of the reference weights in a checkpoint; older versions are named by their number."""
 
@@ -114,6 +116,8 @@ class Trainer:
             config.entropy_coef, target=entropy.target, step=entropy.step, most=entropy.most
         )
         self._shards = WeightShards(self._policy.lm, dtype=self._dtype, rank=rank, adapter=self._adapter)
+        self._work = Work.of(self._policy.lm)
+        self._rate = matmul_rate(device=device, dtype=dtype) * world_size
         self._history: dict[int, fsdp.Shards] = {}
         self._reference: fsdp.Shards | None = None
         self._steps = 0
@@ -148,7 +152,7 @@ class Trainer:
         table = token_table(batch, min_version=version - self._keep_versions + 1, mask_truncated=config.mask_truncated)
         table = replace(table, sequences=self._with_shared_prefixes(table.sequences, table=table))
         if config.kl.coef > 0.0 and self._reference is None:
-            self._reference = fsdp.clone_shards(self._policy)
+            self._reference = self._kept_weights()
         before = Before(*self._sweep(table.sequences, critic=True))
         metrics, recomputed = self._check_logprobs(table, logprobs=before.logprobs, version=version)
         self._token_figures = TokenFigures(
@@ -189,7 +193,9 @@ class Trainer:
         shares = table.weights(range(len(table.hints)), mode="token-mean")
         entropy = float((shares * before.entropy).sum())
         plan, kl_taken = self._goals(table, shares=shares, before=before, entropy=entropy)
+        began = time.monotonic()
         metrics = self._update(table, goals=plan) | kl_taken | {"policy/entropy": entropy}
+        metrics["learner/mfu"] = self._useful_flops(table.sequences) / (time.monotonic() - began) / self._rate
         if self._config.kl.coef > 0.0:
             metrics["policy/kl_coef"] = self._kl.value
             self._kl.update(metrics["policy/kl_ref"], num_episodes=len(np.unique(table.episodes)))
@@ -201,6 +207,13 @@ class Trainer:
             metrics["critic/explained_variance"] = explained_variance(before.values, returns=returns)
             metrics["critic/value_mean"] = float(before.values.mean())
         return metrics
+
+    def _useful_flops(self, sequences: Sequences) -> float:
+        """What the updates of a step ask for: the policy's forward and backward passes, and a separate critic's. What rows share
+        counts once."""
+        tokens, squares = sequences.computed
+        passes = self._config.epochs * (1 if self._critic is None else 2)
+        return passes * self._work.update_flops(tokens=tokens, squares=squares, trained=sequences.num_trained)
 
     def publish(self, folder: Path, *, base: str | None = None) -> Published:
         """Writes this rank's part of what engines need, in the model's dtype, into `folder`: a version's scratch folder
@@ -254,7 +267,9 @@ class Trainer:
     def load(self, folder: Path) -> None:
         """Resumes from what `save` wrote, on any number of ranks. All ranks call this. Raises ValueError, before any change,
         for a checkpoint of another shape."""
-        counters, copies = training_state.load(folder, learned=self._learned(), rank=self._rank)
+        counters, copies = training_state.load(
+            folder, learned=self._learned(), like=self._kept_weights(), rank=self._rank
+        )
         self._reference = copies.pop(REFERENCE, None)
         self._history = {int(version): shards for version, shards in copies.items()}
         self._steps, self._kl.value = counters.steps, counters.kl_coef
@@ -278,17 +293,19 @@ class Trainer:
         fsdp.leave()
 
     def _load(self, folder: str, *, value_head: bool) -> Policy:
-        # Sharding moves it to the rank's device, layer by layer: the whole of it may be larger than a card.
-        policy = load_policy(folder, value_head=value_head, device=torch.device("cpu"))
+        policy = load_policy(folder, value_head=value_head, device=self._device, prepare=self._prepare)
         if self._config.prefix_tree:
-            check_branches(policy.lm)
+            check_branches(policy)
             check_kernel(policy.lm, device=self._device, dtype=self._dtype)
+        return policy
+
+    def _prepare(self, policy: Policy) -> None:
+        """Makes of a plain model what is trained, on this rank: before it has weights."""
         if (lora := self._config.lora).rank:
             self._adapter = add_adapter(policy.lm, rank=lora.rank, alpha=lora.alpha, seed=self._seed)
         if self._config.gradient_checkpointing:
             policy.checkpoint_layers()
         fsdp.shard(policy, layers=policy.layers, mesh=self._mesh, dtype=self._dtype)
-        return policy
 
     def _adamw(self, policy: Policy, *, lr: float, grows: bool) -> torch.optim.AdamW:
         """`peak_lr` is reached after the warm-up. A value head learns faster: at the policy's rate it lags for 20 steps; and in
@@ -298,7 +315,7 @@ class Trainer:
         if policy.value_head is not None:
             head = list(policy.value_head.parameters())
             groups.append({"params": head, "peak_lr": VALUE_HEAD_LR_RATIO * lr, "rate_grows": True, "eps_grows": False})
-        return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=ADAM_EPS, weight_decay=0.0)
+        return make_adamw(groups, lr=lr, on_host=self._config.offload)
 
     def _sweep(self, sequences: Sequences, *, critic: bool, rows: Sequence[int] | None = None) -> Tensor:
         """[4, M] log-probabilities, entropies, values and energies of the trained tokens, no gradient; 0 outside of `rows`, and
@@ -343,9 +360,15 @@ class Trainer:
             token_budget=self._config.token_budget,
         )
 
+    def _kept_weights(self) -> fsdp.Shards:
+        """A copy of what is trained, for a later pass. Passes round weights to the model's dtype, in which they were published too:
+        in that dtype such a copy gives the same numbers to the bit."""
+        host = torch.device("cpu") if self._config.keep_on == "host" else None
+        return fsdp.clone_shards(self._policy, dtype=self._dtype, device=host)
+
     def _remember(self, version: int) -> None:
         """Keeps these weights for the steps in which they will be an older version."""
-        self._history[version] = fsdp.clone_shards(self._policy)
+        self._history[version] = self._kept_weights()
         for old in [old for old in self._history if old <= version - self._keep_versions + 1]:
             del self._history[old]
 
@@ -353,14 +376,15 @@ class Trainer:
         self, table: BatchTensors, *, logprobs: Tensor, version: int
     ) -> tuple[dict[str, float], Tensor]:
         """Compares recorded log-probabilities with those of the version that sampled each token, where still kept; and [M] these,
-        nan where it is not."""
+        nan where it is not. Those of the present version are known; for older ones a share of the rows is computed again."""
         answers = logprobs.clone()
         checked = table.versions == version
         if not self._config.check_logprobs:
             return {}, torch.where(checked, answers, torch.nan)
+        picked = torch.from_numpy(self._rows_to_check(len(table.sequences.ids)))
         owners = np.repeat(np.arange(len(table.sequences.ids)), table.sequences.counts)
         for old, shards in self._history.items():
-            own = (table.versions == old) & ~checked
+            own = (table.versions == old) & ~checked & picked[owners]
             if not bool(own.any()):
                 continue
             with fsdp.swapped(self._policy, shards=shards):
@@ -373,6 +397,13 @@ class Trainer:
             "policy/mean_logprob_diff": float(difference.mean()) if len(difference) else 0.0,
             "policy/checked_share": float(checked.float().mean()),
         }, torch.where(checked, answers, torch.nan)
+
+    def _rows_to_check(self, num_rows: int) -> np.ndarray:
+        """[num_rows] true where a row is computed again under older versions; drawn anew in each step, alike on all ranks."""
+        rng = np.random.default_rng((self._seed, self._steps, num_rows))
+        picked = np.zeros(num_rows, dtype=bool)
+        picked[rng.permutation(num_rows)[: math.ceil(self._config.check_logprobs * num_rows)]] = True
+        return picked
 
     def _goals(
         self, table: BatchTensors, *, shares: Tensor, before: Before, entropy: float
@@ -443,7 +474,7 @@ class Trainer:
         for optimizer in filter(None, (self._optimizer, self._critic_optimizer)):
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * warmth * (goals.scale if group["rate_grows"] else 1.0)
-                group["eps"] = ADAM_EPS * (goals.scale if group["eps_grows"] else 1.0)
+                group["eps"] = EPS * (goals.scale if group["eps_grows"] else 1.0)
         step_metrics = StepMetrics()
         rng = np.random.default_rng((self._seed, self._steps))
         owners = kept_together(

@@ -32,18 +32,18 @@ class TreeSequences(Sequences):
         super().__init__(rows.ids, masks=rows.masks)
         self.groups = groups
         self._tree = tree
-        self._raw_over_unique = 1.0
+        self._computed = super().computed
 
     @property
-    def raw_over_unique(self) -> float:
-        return self._raw_over_unique
+    def computed(self) -> tuple[int, int]:
+        return self._computed
 
-    def measure(self, *, num_ranks: int, token_budget: int) -> float:
-        """Tokens of the rows over those that a pass over all of them computes."""
+    def measure(self, *, num_ranks: int, token_budget: int) -> None:
+        """Counts what a pass over all rows computes, divided over so many ranks and within this budget."""
         everything = self.plan(range(len(self.ids)), num_ranks=num_ranks, token_budget=token_budget)
-        computed = sum(self._tree.tokens(pile) for piles in everything for pile in piles)
-        self._raw_over_unique = float(self.lengths.sum()) / computed
-        return self._raw_over_unique
+        depths = [self._tree.layout(pile).positions for piles in everything for pile in piles if pile]
+        tokens, squares = sum(map(len, depths)), sum(int((2 * own + 1).sum()) for own in depths)
+        self._computed = tokens, squares
 
     def plan(self, rows: Sequence[int], *, num_ranks: int, token_budget: int) -> Plan:
         """Divides groups over ranks by what they add to compute, then each rank's rows, in the tree's order, into micro-batches."""
@@ -129,8 +129,8 @@ def with_shared_prefixes(
     if raw < LEAST_RATIO * tree.tokens(everything):
         return sequences
     found = TreeSequences(sequences, tree=tree, groups=groups)
-    pays = found.measure(num_ranks=num_ranks, token_budget=token_budget) >= LEAST_RATIO
-    return found if pays else sequences
+    found.measure(num_ranks=num_ranks, token_budget=token_budget)
+    return found if found.raw_over_unique >= LEAST_RATIO else sequences
 
 
 def kept_together(

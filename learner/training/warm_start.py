@@ -17,6 +17,7 @@ import torch
 
 from buffers.tasks.parquet import Trace, read_demonstrations
 from learner.model import fsdp
+from learner.model.optimizer import make_adamw
 from learner.model.policy import Policy
 from learner.training.packing import Sequences, plan
 
@@ -77,7 +78,7 @@ def train_on_traces(
     """`steps` AdamW updates on `batch_size` traces each. Returns first and last mean loss (nats per token) and seconds."""
     started = time.monotonic()
     device = next(policy.parameters()).device
-    optimizer = torch.optim.AdamW(fsdp.trained(policy), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = make_adamw([{"params": fsdp.trained(policy)}], lr=lr)
     rng = np.random.default_rng(seed)
     losses: list[float] = []
     for step in range(steps):

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import learner as benchmark
 from benchmarks.gpu import run_all
 from benchmarks.learner import ROOT, Bench, SideFailed, compare, free_address, long_tailed_rows, measure, table
-from benchmarks.matmul_rate import matmul_rate, update_flops
 from benchmarks.processes.learner_side import WAYS, Rows, make_trainer, timed_steps
 from benchmarks.rivals.padded import equal_piles, padding_share, sorted_piles
 from configs.tiny_model import make_tiny_model
+from learner.model.operations import Work, matmul_rate
 
 
 def test_rows_have_a_long_tail_and_train_what_was_sampled(tmp_path: Path) -> None:
@@ -63,8 +64,15 @@ def test_operations_are_counted_by_hand() -> None:
     weights = 2 * 8 * 8 + 2 * 8 * 4 + 3 * 8 * 6
     attention = 2 * 8 * (5**2 + 3**2)  # two products of 2 x 8 operations over half a square
     forward = 2 * weights * 8 + attention + 2 * 8 * 10 * 4
-    shape = {"hidden": 8, "layers": 1, "ffn": 6, "heads": 4, "kv_heads": 2}
-    assert update_flops(np.array([5, 3]), trained=4, vocabulary=10, **shape) == 3 * forward
+    config = Qwen3Config(
+        vocab_size=10, hidden_size=8, num_hidden_layers=1, intermediate_size=6, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=2,
+    )  # fmt: skip
+    lm = Qwen3ForCausalLM(config)
+    rows = {"tokens": 8, "squares": 5**2 + 3**2, "trained": 4}
+    assert Work.of(lm).update_flops(**rows) == 3 * forward
+    lm.requires_grad_(False)  # as with LoRA: no gradients of the layers' weights
+    assert Work.of(lm).update_flops(**rows) == 3 * forward - 2 * weights * 8
     assert 1e8 < matmul_rate(device="cpu", dtype="float32") < 1e13
 
 

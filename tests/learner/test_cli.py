@@ -43,7 +43,9 @@ def test_help_names_every_command_and_answers_at_once(tmp_path):
     assert used_s < HELP_CPU_S, f"--help must take under {HELP_CPU_S} s of CPU, got {used_s:.2f} s"
 
 
-@pytest.mark.parametrize("command", ["demo", "init", "run", "resume", "ledger", "eval", "compare", "why", "page", "keys"])
+@pytest.mark.parametrize(
+    "command", ["demo", "init", "run", "resume", "ledger", "eval", "compare", "why", "page", "keys"]
+)
 def test_each_command_has_a_help_of_its_own(tmp_path, command):
     done = understudy(command, "--help", cwd=tmp_path)
     assert done.returncode == 0 and "usage:" in done.stdout, done.stderr

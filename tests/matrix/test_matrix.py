@@ -26,7 +26,7 @@ def test_every_value_key_column_metric_and_promise_has_a_row():
     ("what", "value"),
     [
         ("learner.loss", "gspo"),
-        ("learner.check_logprobs", False),
+        ("learner.kl.in_reward", False),
         ("agents.silence_s", "null"),
         ("run.name", ""),
         ("column agent_name", ""),

@@ -46,7 +46,7 @@ OWNERS = {
     "fastapi": {"mocked_server/http/routes.py"},
     "prometheus_client": {"mocked_server/http/prometheus_text.py"},
     "uvicorn": {"mocked_server/http/uvicorn_server.py"},
-    "pyarrow": {"buffers/tasks/parquet.py", "buffers/ledger/tools/export.py"},
+    "pyarrow": {"buffers/tasks/parquet.py", "buffers/tasks/datasets.py", "buffers/ledger/tools/export.py"},
     "sqlite3": {"buffers/ledger/*.py"},
     "torch.distributed": {"learner/model/fsdp.py", "learner/checkpoints/training_state.py"},
     "ray": {

@@ -23,7 +23,7 @@ KNOBS: dict[str, Any] = {
     "lr": 1e-3, "critic": "separate", "critic_lr": 2e-3, "lr_warmup_steps": 3, "token_budget": 100,
     "kl": {"coef": 0.01, "target": 0.001}, "epochs": 2,
 }  # fmt: skip
-CLOCKS = {"time/prepare_s", "time/train_s"}
+CLOCKS = {"time/prepare_s", "time/train_s", "learner/mfu"}
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,9 @@ from transformers import (
 
 from benchmarks.rivals.padded import PaddedPolicy
 from learner.model import packed_attention as attention
+from learner.model.load import load_policy
 from learner.model.packed_attention import PACKED, packed_attention
-from learner.model.policy import Policy, check_rows_apart, load_policy
+from learner.model.policy import Policy, check_rows_apart
 from learner.training.packing import Sequences
 from tests.support.learner_parts import VOCABULARY, make_model, make_trainer, random_lm
 
@@ -112,9 +113,9 @@ def test_model_that_mixes_packed_rows_is_refused() -> None:
     """A recurrent model: its state does not know where a row starts."""
     torch.manual_seed(0)
     lm = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=8)).eval()
-    Policy(lm, value_head=False)
+    policy = Policy(lm, value_head=False)
     with pytest.raises(ValueError, match=r"keep packed rows apart, got MambaForCausalLM, where another row"):
-        check_rows_apart(lm)
+        check_rows_apart(policy)
 
 
 @pytest.mark.parametrize("window", [None, 3])

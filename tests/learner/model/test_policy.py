@@ -1,23 +1,26 @@
 """Rules of learner/model/policy.py: the log-probabilities are the model's own."""
 
+import numpy as np
 import pytest
 import torch
 
 from learner.model import policy as policy_module
 from learner.model.policy import Policy
+from learner.training.packing import Sequences
 from tests.support.learner_parts import VOCABULARY, random_lm
 
 ROWS = torch.randint(0, VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(1))
 MASK = torch.rand(3, 12, generator=torch.Generator().manual_seed(2)) < 0.4
 MASK[:, 0] = False
-STARTS = torch.tensor([0, 12, 24, 36], dtype=torch.int32)
-PACK = {"ids": ROWS.flatten(), "mask": MASK.flatten(), "starts": STARTS, "longest": 12}
+PACK = Sequences(list(ROWS.int().numpy()), masks=list(MASK.numpy().astype(np.uint8))).micro_batch(
+    range(3), device=torch.device("cpu")
+)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_and_entropy_are_those_of_the_plain_model(temperature: float) -> None:
     with torch.no_grad():
-        outputs = Policy(random_lm(), value_head=False)(**PACK, temperature=temperature, entropy=True)
+        outputs = Policy(random_lm(), value_head=False)(PACK, temperature=temperature, entropy=True)
         full = (random_lm()(ROWS).logits[:, :-1] / temperature).log_softmax(-1)
     expected = full.gather(-1, ROWS[:, 1:, None]).squeeze(-1)[MASK[:, 1:]]
     torch.testing.assert_close(outputs.logprobs, expected, atol=2e-6, rtol=0)
@@ -27,10 +30,10 @@ def test_logprobs_and_entropy_are_those_of_the_plain_model(temperature: float) -
 
 def test_fresh_value_head_predicts_zero_from_the_state_before_the_token() -> None:
     policy = Policy(random_lm(), value_head=True)
-    assert policy(**PACK, temperature=None).values.tolist() == [0.0] * int(MASK.sum())
+    assert policy(PACK, temperature=None).values.tolist() == [0.0] * int(MASK.sum())
     with torch.no_grad():
         policy.value_head.weight.normal_(generator=torch.Generator().manual_seed(0))
-        values = policy(**PACK, temperature=None).values
+        values = policy(PACK, temperature=None).values
         hidden = random_lm().get_decoder()(input_ids=ROWS).last_hidden_state
         expected = policy.value_head(hidden).squeeze(-1)[:, :-1][MASK[:, 1:]]
     torch.testing.assert_close(values, expected, atol=1e-5, rtol=0)
@@ -42,13 +45,13 @@ def test_a_shared_head_reads_the_policys_states_and_a_critic_of_its_own_trains_t
         policy = Policy(random_lm(), value_head=True)
         with torch.no_grad():
             policy.value_head.weight.fill_(1.0)
-        policy(**PACK, temperature=temperature).values.sum().backward()
+        policy(PACK, temperature=temperature).values.sum().backward()
         assert policy.value_head.weight.grad.abs().sum() > 0.0
         assert any(parameter.grad is not None for parameter in policy.lm.parameters()) is moved
 
 
 def test_critic_alone_computes_no_logprobs() -> None:
-    outputs = Policy(random_lm(), value_head=True)(**PACK, temperature=None)
+    outputs = Policy(random_lm(), value_head=True)(PACK, temperature=None)
     assert outputs.logprobs is None and outputs.entropy is None
 
 
@@ -62,7 +65,7 @@ def test_logits_of_few_tokens_exist_at_once_and_the_numbers_stay(
         policy = Policy(random_lm(), value_head=True).double()  # in float32 the order of a sum shows, on some machines
         seen: list[int] = []
         policy.lm.get_output_embeddings().register_forward_hook(lambda *call, seen=seen: seen.append(len(call[2])))
-        outputs = policy(**PACK, temperature=0.7, entropy=entropy)
+        outputs = policy(PACK, temperature=0.7, entropy=entropy)
         (outputs.logprobs.sum() + (outputs.entropy.square().sum() if entropy else 0.0)).backward()
         gradients = [weight.grad for weight in policy.lm.parameters()]
         results.append((outputs, gradients, max(seen)))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from configs.schema import BufferConfig, LearnerConfig, RolloutConfig
 from configs.tiny_model import make_tiny_model
 from learner.model.lora import add_adapter
-from learner.placement.memory import adapter_weights, of_engine, of_rank, total
+from learner.placement.memory import adapter_weights, of_engine, of_rank, on_host, total
 from learner.placement.model_shape import read_shape
 from tests.learner.placement.rank_memory import LENGTH
 from tests.learner.placement.shapes import shape
@@ -87,7 +87,22 @@ def test_a_rank_of_many_holds_its_part() -> None:
         for ranks in (1, 4)
     )  # fmt: skip
     assert total(one, certain=True) == pytest.approx(4 * total(four, certain=True))
-    assert total(one, certain=True) == pytest.approx(shape("Qwen3-8B").parameters * 4 * 5)  # and one version kept
+    assert total(one, certain=True) == pytest.approx(shape("Qwen3-8B").parameters * 18)  # a version kept in bfloat16: 2
+
+
+def test_what_is_kept_on_the_host_is_not_on_the_card() -> None:
+    given = GRPO | {"kl": {"coef": 0.01}, "ranks": 2}
+    model, rest = shape("Qwen3-8B"), {"dtype": "bfloat16", "buffer": BufferConfig()}
+    moved = LearnerConfig(**given, keep_on="host", offload=True)
+    sizes = [
+        total(of_rank(model, learner, longest_row=1, on_gpu=True, **rest), certain=True)
+        for learner in (LearnerConfig(**given), moved)
+    ]
+    on_the_host = total(on_host(model, moved, **rest))
+    assert on_the_host == sizes[0] - sizes[1] == pytest.approx(model.parameters * (8 + 2 + 2) / 2)
+    assert on_host(model, LearnerConfig(**given), **rest) == []
+    same = of_rank(model, moved, longest_row=1, on_gpu=False, **rest)  # on a CPU it is all one memory
+    assert total(same, certain=True) == sizes[0]
 
 
 @pytest.mark.parametrize(("tensor_parallel", "tokens"), [(1, 1000), (8, 8000), (16, 8000)])

@@ -21,7 +21,7 @@ from tests.support.learner_parts import assert_same_weights, branching_batch, ma
 from tests.support.weights.published_weights import published, published_by
 
 KNOBS: dict[str, Any] = {"lr": 1e-3, "lr_warmup_steps": 0, "token_budget": 100, "kl": {"coef": 0.01}, "epochs": 2}
-CLOCKS = {"time/prepare_s", "time/train_s"}
+CLOCKS = {"time/prepare_s", "time/train_s", "learner/mfu"}
 
 
 @pytest.fixture(scope="module")

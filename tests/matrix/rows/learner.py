@@ -96,8 +96,18 @@ def _switches() -> list[Row]:
         Row("learner.kl.target", "set", steered, all_of(trains("learner.kl.target", None), _steered)),
         Row("learner.kl.in_reward", False, gae, trains("learner.kl.in_reward", True)),
         Row("learner.kl.in_reward", True, steered, trains("learner.kl.in_reward", False)),
-        Row("learner.check_logprobs", False, opo, absent("policy/max_logprob_diff")),
-        Row("learner.check_logprobs", True, plain, _exact),
+        Row("learner.check_logprobs", "", opo, absent("policy/max_logprob_diff")),
+        Row("learner.check_logprobs", "", plain, _exact),
+        Row(
+            "learner.check_logprobs",
+            "",
+            steered,
+            metric("policy/checked_share", lambda shares: 0.0 < min(shares) < 1.0),
+        ),
+        Row("learner.keep_on", "device", plain, changes_no_weight("learner.keep_on", "host")),
+        Row("learner.keep_on", "host", steered, changes_no_weight("learner.keep_on", "device")),
+        Row("learner.offload", False, plain, changes_no_weight("learner.offload", True)),
+        Row("learner.offload", True, steered, changes_no_weight("learner.offload", False)),
     ]
 
 

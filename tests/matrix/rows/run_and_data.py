@@ -42,6 +42,7 @@ def _data_rows() -> list[Row]:
     letters, truth = "val/mean/letters", "val/mean/truth"
     return [
         Row("data.tasks", "text", "prompts", counted("SELECT count(*) > 0 FROM task WHERE task_id LIKE 'tasks-%'", 1)),
+        Row("data.columns", "", "tests/learner/startup/test_hub.py::test_a_data_set_of_the_hub_becomes_a_task_file"),
         Row("data.tasks", "mapping", "mix", _three_of_one_for_each_of_the_other),
         Row("data.make", "", "mix", lambda ended: expect((ended.files / "many.parquet").is_file(), "many.parquet was made")),
         Row("data.make", "demonstrations missing", "made-demonstrations", _warmed),

@@ -39,7 +39,10 @@ ALSO: dict[str, dict[str, Any]] = {
     "dr_grpo": {"learner.lora.rank": 4, "learner.lora.alpha": 32.0, "learner.lr": 2e-2},
     "rloo": {"learner.gradient_checkpointing": True, "learner.token_budget": 64, "learner.grad_clip": 0.02},
     "remax": {"learner.prefix_tree": False, "learner.correction_bounds.low": 0.9, "learner.correction_bounds.high": 1.1},
-    "reinforce_plus_plus": {"learner.kl.in_reward": True, "learner.kl.target": 0.001, "learner.kl.horizon": 40.0},
+    "reinforce_plus_plus": {
+        "learner.kl.in_reward": True, "learner.kl.target": 0.001, "learner.kl.horizon": 40.0,
+        "learner.check_logprobs": 0.3, "learner.keep_on": "host", "learner.offload": True,
+    },
     "reinforce_plus_plus_baseline": {"learner.cov.share": 0.3, "learner.cov.low": 0.0},
     "opo": {"learner.check_logprobs": False, "model.dtype": "bfloat16", "learner.cov.share": 0.3},
     "gpg": {

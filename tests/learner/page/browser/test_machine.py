@@ -49,7 +49,9 @@ def test_a_new_state_of_the_machine_is_shown_without_a_reload(viewer: Viewer, pr
     expect(page.locator(".station-prompts .station-figure")).to_have_text("41")
     expect(page.locator(".station-learner")).to_contain_text("updating")
     assert page.evaluate("window.sameDocument")
-    assert sum("/api/runs/made/machine" in url for url in viewer.requests) == 1  # what changed was sent, nothing else again
+    assert (
+        sum("/api/runs/made/machine" in url for url in viewer.requests) == 1
+    )  # what changed was sent, nothing else again
 
 
 def test_what_the_machine_did_is_drawn_over_time(viewer: Viewer) -> None:

@@ -1,0 +1,94 @@
+"""What a rank of the learner takes: one of two beside one alone, and six shapes beside what `--dry-run` says of them.
+
+Called by `benchmarks.learner --memory`. Each rank is a process of its own (`benchmarks.processes.memory_side`), and its figure the
+most that it ever held, without what the interpreter and torch hold before there is a model. It judges nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.processes.learner_side import MIB
+from configs.schema import BufferConfig, LearnerConfig
+from configs.tiny_model import VOCAB_SIZE, make_tiny_model
+from learner.placement.memory import of_rank, total
+from learner.placement.model_shape import read_shape
+
+GRPO = {"advantage": "grpo", "critic": "none", "minibatches": 1}
+LARGE = {"hidden": 1024, "layers": 24, "heads": 16, "kv_heads": 8, "ffn": 3072}
+"""0.3B weights: 24 of the layers of Qwen3-0.6B, whose vocabulary would be a third more."""
+SMALL = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "ffn": 1536}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A model, and how it is trained."""
+
+    model: Mapping[str, int]
+    learner: Mapping[str, Any] = field(default_factory=dict)
+    rows: int = 4
+    length: int = 256
+    lag: int = 0
+    dtype: str = "float32"
+
+
+SHAPES = {
+    "wide": Shape(model={**SMALL, "hidden": 1024, "layers": 3, "heads": 16, "ffn": 4096}),
+    "deep": Shape(model={**SMALL, "layers": 16}),
+    "tokens": Shape(model=SMALL, rows=8, length=512),
+    "versions": Shape(model=SMALL, lag=2, learner={"kl": {"coef": 0.01}}),
+    "checkpointing": Shape(model=SMALL, rows=8, length=512, learner={"gradient_checkpointing": True}),
+    "adapter": Shape(model=SMALL, rows=8, length=512, learner={"lora": {"rank": 16}}),
+}
+
+
+class Ranks:
+    """Starts ranks, and reads what they took. `run_to_end`: runs commands side by side; `address`: a free one."""
+
+    def __init__(self, folder: Path, *, run_to_end: Callable[..., None], address: Callable[[], str]) -> None:
+        self._folder = folder
+        self._run_to_end = run_to_end
+        self._address = address
+
+    def peaks(self, name: str, shape: Shape, *, model: Path, ranks: int = 1) -> list[dict[str, float]]:
+        """The figures of each rank."""
+        out, where = self._folder / f"{name}-{ranks}.json", self._address()
+        learner = json.dumps({**GRPO, **shape.learner, "token_budget": shape.rows * shape.length})
+        shared = ["--model", model, "--out", out, "--address", where, "--learner", learner, "--dtype", shape.dtype]
+        for key in ("rows", "length", "lag"):
+            shared += [f"--{key}", getattr(shape, key)]
+        shared += ["--vocabulary", VOCAB_SIZE, "--world-size", ranks]
+        own = [sys.executable, "-m", "benchmarks.processes.memory_side", *map(str, shared)]
+        self._run_to_end([[*own, "--rank", str(rank)] for rank in range(ranks)], log=self._folder / name)
+        return [json.loads(Path(f"{out}.{rank}").read_text(encoding="utf-8")) for rank in range(ranks)]
+
+
+def predicted_mb(shape: Shape, *, model: Path) -> float:
+    """What `--dry-run` says of a rank on a CPU."""
+    tokens = shape.rows * shape.length
+    learner = LearnerConfig(**{**GRPO, **shape.learner, "token_budget": tokens})
+    buffer = BufferConfig(max_policy_lag=shape.lag)
+    rank = {"dtype": shape.dtype, "buffer": buffer, "longest_row": shape.length, "on_gpu": False}
+    return total(of_rank(read_shape(model), learner, **rank)) / MIB
+
+
+def measure_memory(ranks: Ranks, *, folder: Path) -> dict[str, Any]:
+    """`rank_peak_share`, `predicted_peak_error` (the largest of the shapes), and all figures that they come from."""
+    large = Shape(model=LARGE, rows=2, length=64)
+    model = make_tiny_model(folder / "large", **large.model)
+    alone, both = (ranks.peaks("large", large, model=model, ranks=many) for many in (1, 2))
+    share = max(one["peak_mb"] for one in both) / alone[0]["peak_mb"]
+    found: dict[str, Any] = {"rank_peak_share": share, "rank_alone_mb": alone[0], "rank_of_two_mb": both}
+    print(f"a rank of two takes {share:.3f} of one alone ({alone[0]['peak_mb']:.0f} MB)", flush=True)
+    errors = {}
+    for name, shape in SHAPES.items():
+        model = make_tiny_model(folder / name, **shape.model)
+        took, said = ranks.peaks(name, shape, model=model)[0]["peak_mb"], predicted_mb(shape, model=model)
+        errors[name] = {"took_mb": took, "predicted_mb": said, "error": said / took - 1.0}
+        print(f"{name:>14}: took {took:.0f} MB, predicted {said:.0f}, {said / took - 1.0:+.1%}", flush=True)
+    return found | {"predicted_peak_error": max(abs(one["error"]) for one in errors.values()), "shapes": errors}

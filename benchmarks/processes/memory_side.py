@@ -1,0 +1,95 @@
+"""One rank of the learner in a process of its own, and the most memory that it took: one side of `benchmarks.learner_memory`.
+
+`python -m benchmarks.processes.memory_side --model FOLDER --out FILE --address HOST:PORT ...`, once per rank. Invariant: what is
+reported is the process's own peak (its resident set), from before the model is read to the end of the second step, less what it
+held before: the interpreter and torch, which is reported beside it. It compares nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.processes.learner_side import MIB, resident_mb
+from buffers.records import Row, TrainBatch
+from configs.schema import LearnerConfig
+from learner.training.trainer import Trainer
+
+
+def batch(*, rows: int, length: int, vocabulary: int, version: int) -> TrainBatch:
+    """Rows of one length, of which the second half was sampled by `version`."""
+    rng = np.random.default_rng(version)
+    mask = np.ones(length, dtype=np.uint8)
+    mask[: length // 2] = 0
+    return TrainBatch(
+        rows=[
+            Row(
+                episode_id=f"{number // 2}-{number}-0",
+                group_id=number // 2,
+                score=float(number % 2),
+                ids=rng.integers(0, vocabulary, length).astype(np.int32),
+                mask=mask,
+                logprobs=-5.0 * mask.astype(np.float32),
+                versions=np.where(mask, version, -1).astype(np.int32),
+                rounds=np.where(mask, 0, -1).astype(np.int32),
+            )
+            for number in range(rows)
+        ]
+    )
+
+
+def peak_mb() -> float:
+    """The most memory that this process ever took."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Two steps; the figures go to `--out`, with the rank's number at its end."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.processes.memory_side", description=(__doc__ or "").split("\n")[0]
+    )
+    for name in ("model", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--address", required=True, help="host:port where the ranks meet")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--learner", type=json.loads, default={}, help="keys of the learner, as JSON")
+    for name, default in (
+        ("rows", 4),
+        ("length", 256),
+        ("vocabulary", 400),
+        ("lag", 0),
+        ("rank", 0),
+        ("world-size", 1),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    before = resident_mb()
+    figures: dict[str, Any] = {"before_mb": before}
+    trainer = Trainer(
+        LearnerConfig(ranks=arguments.world_size, **arguments.learner),
+        model_path=str(arguments.model), dtype=arguments.dtype, temperature=1.0, seed=0, keep_versions=arguments.lag + 1,
+        address=arguments.address, rank=arguments.rank, world_size=arguments.world_size, device="cpu",
+    )  # fmt: skip
+    figures |= {"loaded_mb": resident_mb() - before, "loading_peak_mb": peak_mb() - before}
+    for version in range(arguments.lag + 2):
+        one = batch(rows=arguments.rows, length=arguments.length, vocabulary=arguments.vocabulary, version=version)
+        trainer.train_step(one, version=version)
+    figures["peak_mb"] = peak_mb() - before
+    Path(f"{arguments.out}.{arguments.rank}").write_text(json.dumps(figures), encoding="utf-8")
+    trainer.close()
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # threads of torch.distributed that still run sometimes abort an orderly exit

@@ -1,0 +1,74 @@
+"""What a machine can do at most, and what an update asks of it, in floating-point operations.
+
+Used by `learner.training.trainer` for the metric `learner/mfu`, and by `benchmarks.learner`. Invariant: only what the mathematics
+needs is counted: no padding, no layer computed twice, no pass without gradient, and half of each attention square.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+SIDES = {"cuda": 8192, "cpu": 1024}
+REPEATS = 3
+
+
+@cache
+def matmul_rate(*, device: str, dtype: str) -> float:
+    """FLOP/s of a square matrix product in `dtype`, the median of REPEATS, measured once. On one thread on a CPU."""
+    side = SIDES[device.split(":")[0]]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        a, b = (torch.randn(side, side, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
+        seconds = []
+        for _ in range(REPEATS + 2):
+            began = time.perf_counter()
+            a @ b
+            if a.is_cuda:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+    finally:
+        torch.set_num_threads(threads)
+    return 2.0 * side**3 / median(seconds[2:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a causal language model is made of, as far as its matrix products go. Mixtures of experts are not counted."""
+
+    weights: int
+    """Of the linear layers that each token meets; without the output matrix."""
+    width: int
+    """Of all query heads of all layers together."""
+    output: int
+    """Weights of the output matrix."""
+    is_frozen: bool = False
+    """The weights have no gradient of their own (LoRA)."""
+
+    @classmethod
+    def of(cls, lm: Any) -> Work:
+        """That of a model, sharded or not."""
+        text = lm.config.get_text_config()
+        layers = lm.get_decoder().layers
+        linear = [part.weight for layer in layers for part in layer.modules() if isinstance(part, nn.Linear)]
+        heads = text.num_attention_heads
+        return cls(
+            weights=sum(weight.numel() for weight in linear),
+            width=len(layers) * heads * (getattr(text, "head_dim", None) or text.hidden_size // heads),
+            output=text.hidden_size * text.vocab_size,
+            is_frozen=not all(weight.requires_grad for weight in linear),
+        )
+
+    def update_flops(self, *, tokens: int, squares: int, trained: int) -> float:
+        """Forward and backward pass, which is twice the forward. `squares`: the tokens that each token sees are, added, half of
+        that; `trained`: the output matrix is applied at these positions only."""
+        of_weights = 2.0 * self.weights * tokens
+        others = 2.0 * self.width * squares + 2.0 * self.output * trained
+        return (2.0 if self.is_frozen else 3.0) * of_weights + 3.0 * others

@@ -1,0 +1,112 @@
+"""The weights of a Hugging Face folder, read by parts: some rows of one parameter at a time, from any number of files.
+
+Called by `learner.model.policy`, on each rank for what that rank holds. Invariant: no more than PIECE elements of a safetensors
+file are in memory at once, beside what they are written to, and no page of the file stays mapped. It knows files and names, not
+models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+PIECE = 2**24
+"""Elements that are read at once."""
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class WeightFiles:
+    """`*.safetensors`, or else `*.bin`, with an index file or without one."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ValueError for a folder without weights, or with an index that names a file that is not there."""
+        self.folder = folder
+        self._bins: dict[Path, dict[str, Tensor]] = {}
+        self._files = self._indexed() or self._found()
+        self.names = frozenset(self._files)
+
+    def _indexed(self) -> dict[str, Path]:
+        """Parameter -> file, as the index says; empty without one."""
+        for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+            if (index := self.folder / name).is_file():
+                found = {key: self.folder / file for key, file in json.loads(index.read_text())["weight_map"].items()}
+                if missing := sorted({file.name for file in found.values() if not file.is_file()}):
+                    raise ValueError(
+                        f"model.path must name a folder with all files of {name}, got {self.folder} without {missing[0]}; "
+                        f"download the model again"
+                    )
+                return found
+        return {}
+
+    def _found(self) -> dict[str, Path]:
+        files = sorted(self.folder.glob("*.safetensors")) or sorted(self.folder.glob("*.bin"))
+        found = {name: file for file in files for name in self._names_in(file)}
+        if not found:
+            raise ValueError(
+                f"model.path must name a folder with weights (*.safetensors or *.bin), got {self.folder} without any; name the "
+                f"folder that has them"
+            )
+        return found
+
+    def _names_in(self, file: Path) -> list[str]:
+        if file.suffix == ".bin":
+            return list(self._bin(file))
+        try:
+            with safe_open(file, framework="pt") as opened:
+                return list(opened.keys())
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} must be a safetensors file: {error}; download the model again") from error
+
+    def shape(self, name: str) -> list[int]:
+        """The parameter's whole shape."""
+        file = self._files[name]
+        if file.suffix == ".bin":
+            return list(self._bin(file)[name].shape)
+        with safe_open(file, framework="pt") as opened:
+            return list(opened.get_slice(name).get_shape())
+
+    def pieces(self, name: str, *, start: int, count: int) -> Iterator[Tensor]:
+        """Whole rows of a parameter, one piece after another, flat: the elements [start, start + count) in row-major order, which
+        are whole rows. Raises ValueError where they are no plain floats."""
+        shape = self.shape(name)
+        width = torch.Size(shape[1:]).numel()
+        first, last = start // width, (start + count) // width
+        step = max(1, PIECE // width)
+        for row in range(first, last, step):
+            piece = self._rows(name, row, min(row + step, last))
+            if piece.dtype not in FLOATS:
+                raise ValueError(
+                    f"model.path must name a model of plain weights, got {str(piece.dtype).removeprefix('torch.')} for {name} in "
+                    f"{self.folder}; use the model as it was before it was quantized"
+                )
+            yield piece.flatten()
+
+    def whole(self, name: str) -> Tensor:
+        """All of it, as it is stored."""
+        file = self._files[name]
+        if file.suffix == ".bin":
+            return self._bin(file)[name]
+        with safe_open(file, framework="pt") as opened:
+            found: Tensor = opened.get_tensor(name)
+        return found
+
+    def _rows(self, name: str, first: int, last: int) -> Tensor:
+        file = self._files[name]
+        if file.suffix == ".bin":
+            return self._bin(file)[name][first:last]
+        with safe_open(file, framework="pt") as opened:  # closed each time: what was read would stay mapped
+            part: Tensor = opened.get_slice(name)[first:last]
+        return part
+
+    def _bin(self, file: Path) -> dict[str, Tensor]:
+        """A file of torch's own, mapped: what is not read takes no memory."""
+        if file not in self._bins:
+            loaded: Any = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            self._bins[file] = loaded
+        return self._bins[file]
