@@ -24,7 +24,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("file", type=Path, help="the PNG that is written")
-    parser.add_argument("--view", default="curves", help="as in the page's address: curves, machine, episode/7-0-0, ...")
+    parser.add_argument(
+        "--view", default="curves", help="as in the page's address: curves, machine, episode/7-0-0, ..."
+    )
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("--height", type=int, default=800)
     asked = parser.parse_args()

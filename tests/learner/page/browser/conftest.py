@@ -134,7 +134,11 @@ class Viewer:
     def foreign(self) -> list[str]:
         """Requests to another host."""
         home = urlsplit(self.root).netloc
-        return [url for url in self.requests if urlsplit(url).scheme in ("http", "https", "ws") and urlsplit(url).netloc != home]
+        return [
+            url
+            for url in self.requests
+            if urlsplit(url).scheme in ("http", "https", "ws") and urlsplit(url).netloc != home
+        ]
 
 
 @contextmanager

@@ -120,7 +120,9 @@ class RunMaker:
         seen = self.ids("\n") + self.turn("tool", "nothing but numbers") + start
         self.round(first, index=1, parent=0, tail=seen, said=self.ids("right, right<|im_end|>"), version=TRAINED)
         edited = self.turn("user", "You are at 4.") + start
-        self.round(first, index=2, tail=edited, said=self.ids("right<|im_end|>"), version=TRAINED, cause="history_edited")
+        self.round(
+            first, index=2, tail=edited, said=self.ids("right<|im_end|>"), version=TRAINED, cause="history_edited"
+        )
         for other in others:
             self.talk(other, version=TRAINED)
         for one in (first, *others):

@@ -29,7 +29,12 @@ def address(view: str, prepared: PreparedRun) -> str:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("viewport", [WIDE, NARROW], ids=["wide", "narrow"])
 def test_no_view_has_a_serious_finding(
-    browser: Browser, pages: Pages, cookies: list[dict[str, object]], prepared: PreparedRun, theme: str, viewport: dict[str, int]
+    browser: Browser,
+    pages: Pages,
+    cookies: list[dict[str, object]],
+    prepared: PreparedRun,
+    theme: str,
+    viewport: dict[str, int],
 ) -> None:
     found, wider = [], []
     with looking(browser, pages.root, cookies, viewport=viewport, color_scheme=theme, bypass_csp=True) as viewer:

@@ -36,7 +36,7 @@ def test_a_group_shows_its_age_and_how_many_updates_it_has_left(viewer: Viewer) 
     head = page.locator("thead th").all_inner_texts()
     cells = row.locator("td").all_inner_texts()
     shown = dict(zip(head, cells, strict=True))
-    assert shown["Updates until stale"] == "1"
+    assert shown["Updates until stale"] == "2"
     assert shown["Age"].endswith(("s", "min"))
 
 
@@ -49,7 +49,9 @@ def test_a_new_state_of_the_machine_is_shown_without_a_reload(viewer: Viewer, pr
     expect(page.locator(".station-prompts .station-figure")).to_have_text("41")
     expect(page.locator(".station-learner")).to_contain_text("updating")
     assert page.evaluate("window.sameDocument")
-    assert sum("/api/runs/made/machine" in url for url in viewer.requests) == 1  # what changed was sent, nothing else again
+    assert (
+        sum("/api/runs/made/machine" in url for url in viewer.requests) == 1
+    )  # what changed was sent, nothing else again
 
 
 def test_what_the_machine_did_is_drawn_over_time(viewer: Viewer) -> None:

@@ -43,7 +43,9 @@ def test_all_files_together_are_small() -> None:
 
 def test_nothing_sets_markup_from_text() -> None:
     own = {name: text for name, text in modules().items() if not name.startswith("vendor/")}
-    forbidden = re.compile(r"innerHTML\s*=|outerHTML|insertAdjacentHTML|document\.write|dangerouslySetInnerHTML|\beval\(|new Function|\bimport\(")
+    forbidden = re.compile(
+        r"innerHTML\s*=|outerHTML|insertAdjacentHTML|document\.write|dangerouslySetInnerHTML|\beval\(|new Function|\bimport\("
+    )
     assert [name for name, text in own.items() if forbidden.search(text)] == []
 
 
