@@ -85,7 +85,15 @@ def write_lines(file: Path, lines: Sequence[dict[str, Any]], *, mode: str = "w")
 
 def machine_line(**more: Any) -> dict[str, Any]:
     """A line of machine.jsonl, of now."""
-    engine = {"name": "e0", "is_up": True, "version": 2, "running": 3, "waiting": 1, "kv_share": 0.5, "tokens_per_s": 10.0}
+    engine = {
+        "name": "e0",
+        "is_up": True,
+        "version": 2,
+        "running": 3,
+        "waiting": 1,
+        "kv_share": 0.5,
+        "tokens_per_s": 10.0,
+    }
     return {
         "at": time.time(), "pid": 1, "host": "elsewhere", "began": 0.0, "phase": "", "step": 2, "steps_planned": 4,
         "learner": "waiting", "tasks": {"admissible_groups": 1}, "prompts_waiting": 2, "generating": 3, "engines": [engine],

@@ -120,7 +120,9 @@ def test_the_machine_says_who_waits_for_what(client):
 
 def test_groups_have_an_age_and_the_updates_until_they_are_stale(client):
     ready, opened = (get(client, "/api/runs/seen/groups", state=state)["groups"] for state in ("ready", "open"))
-    assert [(one["group_id"], one["mean"], one["std"], one["updates_until_stale"]) for one in ready] == [(4, 0.5, 0.5, 1)]
+    assert [(one["group_id"], one["mean"], one["std"], one["updates_until_stale"]) for one in ready] == [
+        (4, 0.5, 0.5, 1)
+    ]
     assert [(one["group_id"], one["num_scored"], one["updates_until_stale"]) for one in opened] == [(5, 0, None)]
     assert ready[0]["age_s"] >= 0.0
     both = get(client, "/api/runs/seen/groups", state="ready,open", limit=1)
@@ -197,7 +199,14 @@ def test_a_conversation_has_roles_thoughts_and_hostile_text_as_text(client):
         ("system", False, False), ("user", False, False), ("assistant", True, True),
         ("tool", False, False), ("assistant", True, True),
     ]  # fmt: skip
-    assert [part["text"] for turn in turns for part in turn["parts"]] == ["Be brief.", "Hé, 日本?", "hm", "a", "42", "b"]
+    assert [part["text"] for turn in turns for part in turn["parts"]] == [
+        "Be brief.",
+        "Hé, 日本?",
+        "hm",
+        "a",
+        "42",
+        "b",
+    ]
     assert [part["kind"] for turn in turns for part in turn["parts"]] == [
         "text", "text", "thought", "text", "tool_result", "text",
     ]  # fmt: skip
@@ -221,7 +230,11 @@ def test_a_window_of_tokens_has_texts_and_exact_values(client):
     start = len(ids_of(OPENING))
     assert arrays["sampled"][:start].sum() == 0 and np.isnan(arrays["logprob"][:start]).all()
     assert arrays["logprob"][start : start + 3].tolist() == [-0.125, -0.25, -0.375]
-    assert arrays["version"][[0, start, -1]].tolist() == [-1, 0, 1] and arrays["round"][[0, start, -1]].tolist() == [0, 0, 1]
+    assert arrays["version"][[0, start, -1]].tolist() == [-1, 0, 1] and arrays["round"][[0, start, -1]].tolist() == [
+        0,
+        0,
+        1,
+    ]
     trained = arrays["mask"].astype(bool)
     assert arrays["learner"][trained].tolist() == [-float(number) for number in range(trained.sum())]
     assert (arrays["start_logprob"][trained] == -0.5).all() and arrays["advantage"][trained][0] == -1.0
