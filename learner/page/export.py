@@ -28,7 +28,7 @@ PREFIX = "page/"
 """The modules' names in the import map begin so."""
 _IMPORT = re.compile(r'(?P<before>\b(?:from|import)\s*)"(?P<path>\.{1,2}/[^"\n]+\.js)"')
 _STYLE = re.compile(r'<link rel="stylesheet" href="static/(?P<path>[\w./-]+)">\n?')
-_ICON = re.compile(r'<link rel="icon"[^>]*>\n?')
+_LEFT_OUT = re.compile(r'<link rel="(?:icon|modulepreload)"[^>]*>\n?')
 _SCRIPT = re.compile(r'<script type="module" src="static/(?P<path>[\w./-]+)"></script>')
 
 
@@ -82,7 +82,7 @@ def page_of(found: Mapping[str, Any], *, static: Path) -> str:
     body = (
         f'<script type="application/json" id="snapshot">{_data(found)}</script>\n<script type="module">{start}</script>'
     )
-    page = _ICON.sub("", _STYLE.sub("", page))
+    page = _LEFT_OUT.sub("", _STYLE.sub("", page))
     before, _, after = page.partition("</head>")
     charset, rest = _after_charset(before)
     after = _SCRIPT.sub(lambda _: body, after)

@@ -231,10 +231,11 @@ class RunView:
         """See to it that a thread looks at the agents of all tasks and at the rounds of all episodes, newest first."""
         with self._files:
             if self._looking is None or not self._looking.is_alive():
-                self._looking = threading.Thread(target=self._look, name=f"look at {self.run_id}", daemon=True)
+                self._looking = threading.Thread(target=self.look, name=f"look at {self.run_id}", daemon=True)
                 self._looking.start()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Look until all that ended is looked at, or the view is closed."""
         try:
             while not self._is_closed.wait(LOOK_PAUSE_S):
                 with self.indexed() as index, self._open()[0].read() as db:

@@ -119,6 +119,7 @@ def _episodes(view: RunView, pages: EpisodePages, *, number: int, hidden: Secret
         "episodes": [], "details": {}, "group_details": {}, "groups": [], "conversations": {}, "tokens": {}, "overviews": {},
     }  # fmt: skip
     try:
+        view.look()
         chosen = pages.shown(sampled(view, number=number))
         groups = reports.groups(view, states=("open", "ready"), after=None, limit=MOST_GROUPS)["groups"]
         details = {one["episode_id"]: pages.detail(one["episode_id"]) for one in chosen}

@@ -82,10 +82,10 @@ class TokenFiles:
 def read_figures(folder: Path, *, step: int, episode_id: str) -> dict[int, RoundFigures]:
     """Round -> the figures of its trained tokens, of an episode that this step trained; empty where none are kept."""
     try:
-        with np.load(_file(folder / FOLDER, step), allow_pickle=False) as found:
+        with _file(folder / FOLDER, step).open("rb") as source, np.load(source, allow_pickle=False) as found:
             rows = json.loads(found["rows"].tobytes())
             arrays = {name: found[name] for name in ARRAYS}
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
         return {}
     figures: dict[int, RoundFigures] = {}
     place = 0

@@ -22,8 +22,9 @@ export function VirtualList({ label, count, rowHeight, row, onRange, selected, h
     if (selected === undefined || selected < 0) return;
     const { scrollTop, clientHeight } = box.current;
     const top = selected * rowHeight;
+    const head = box.current.firstElementChild.offsetHeight; // it covers the first rows in sight
     if (top < scrollTop) box.current.scrollTop = top;
-    else if (top + rowHeight > scrollTop + clientHeight) box.current.scrollTop = top + rowHeight - clientHeight;
+    else if (top + rowHeight + head > scrollTop + clientHeight) box.current.scrollTop = top + rowHeight + head - clientHeight;
   }, [selected]);
 
   const first = Math.max(0, Math.floor(view.top / rowHeight) - OVERSCAN);

@@ -15,6 +15,11 @@ from tests.learner.page.browser.prepared_run import HOSTILE, LONG_LINE, LONG_TOK
 pytestmark = pytest.mark.slow
 
 
+def logprob_at(place: int) -> str:
+    """That of a sampled token of the prepared run's first rounds, as far as a float32 has it exactly."""
+    return f"{-(abs(math.sin(place)) ** 4) * 9:.6f}"[:-3]
+
+
 def test_the_conversation_has_roles_tools_and_thoughts_that_fold(viewer: Viewer, prepared: PreparedRun) -> None:
     page = viewer.open(f"episode/{prepared.branched}?run=made")
     expect(page.locator(".turn-head strong")).to_have_text(["system", "user", "assistant", "tool", "assistant"])
@@ -24,7 +29,7 @@ def test_the_conversation_has_roles_tools_and_thoughts_that_fold(viewer: Viewer,
     thought.locator("summary").click()
     expect(thought.get_by_text("Four to the right.")).to_be_visible()
     expect(page.locator("details.tool_call")).to_contain_text('look({"far": true})')
-    expect(page.locator("details.tool_result, .role-tool")).to_contain_text(["nothing but numbers"])
+    expect(page.locator(".role-tool")).to_contain_text("nothing but numbers")
 
 
 def test_the_tree_names_the_cause_of_a_break(viewer: Viewer, prepared: PreparedRun) -> None:
@@ -68,9 +73,9 @@ def test_a_token_shows_its_exact_figures_by_key_and_under_the_pointer(viewer: Vi
     for _ in range(given + 2):
         tokens.press("ArrowRight")
     expect(figures).to_contain_text(f"v{TRAINED}")
-    expect(figures).to_contain_text(f"{-(abs(math.sin(2)) ** 4) * 9:.6f}")
+    expect(figures).to_contain_text(logprob_at(2))
     page.locator(".tokens .t").nth(given + 3).hover()
-    expect(figures).to_contain_text(f"{-(abs(math.sin(3)) ** 4) * 9:.6f}")
+    expect(figures).to_contain_text(logprob_at(3))
 
 
 def test_tokens_are_coloured_by_what_is_chosen(viewer: Viewer, prepared: PreparedRun) -> None:

@@ -36,7 +36,7 @@ def test_a_group_shows_its_age_and_how_many_updates_it_has_left(viewer: Viewer) 
     head = page.locator("thead th").all_inner_texts()
     cells = row.locator("td").all_inner_texts()
     shown = dict(zip(head, cells, strict=True))
-    assert shown["Updates until stale"] == "1"
+    assert shown["Updates until stale"] == "2"
     assert shown["Age"].endswith(("s", "min"))
 
 

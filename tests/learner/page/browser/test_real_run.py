@@ -51,7 +51,7 @@ def test_a_run_is_followed_live_and_kept_when_it_is_killed(browser: Browser, tmp
         run.wait_for_step(shown_step(page) + 2)
         expect(page.locator(".run-state .state").first).to_have_text("live")
         page.get_by_role("link", name="Episodes").click()
-        page.get_by_label("Group is").select_option("trained")
+        page.locator("select[name=group_state]").select_option("trained")
         page.locator(".vrow .e-id a").first.click()
         page.get_by_role("button", name="Tokens").click()
         page.get_by_role("button", name="engine – learner").click()

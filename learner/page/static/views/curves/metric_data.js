@@ -4,6 +4,8 @@ import { metricRows } from "../../data/live.js";
 import { source } from "../../data/source.js";
 import { useRequest } from "../../data/use_request.js";
 
+const MOST_POINTS = 1000;
+
 // Rows of steps that the columns do not have yet; a step that a resumed run made again replaces the one that was there.
 function extend(table, rows) {
   if (!rows.length) return table;
@@ -24,9 +26,10 @@ function latestRows(run, after) {
   return [...bySteps.values()].sort((a, b) => a.step - b.step);
 }
 
-export function useMetrics(runs, names) {
-  const key = JSON.stringify([runs, names]);
-  const request = useRequest(key, (signal) => source.metrics({ runs: runs.join(","), names: names?.join(","), points: 2000 }, signal));
+// `drawn`: the columns that are wanted; the names of all others come with them.
+export function useMetrics(runs, drawn) {
+  const key = JSON.stringify([runs, drawn]);
+  const request = useRequest(key, (signal) => source.metrics({ runs: runs.join(","), names: drawn.join(","), points: MOST_POINTS }, signal));
   const arrived = metricRows.value;
   const tables = useMemo(() => {
     if (!request.data) return null;

@@ -51,7 +51,15 @@ export function useEpisodeWindow(run, filters, { hold }) {
   useEffect(() => {
     if (!hold) setDrawn(revision);
   }, [revision, hold]);
-  const { head, seqs, goDeep } = useIndex(run, filters, drawn);
+  const [again, setAgain] = useState(0);
+  const { head, seqs, goDeep } = useIndex(run, filters, `${drawn} ${again}`);
+  // Breaks are looked for in the background: a list by cause is asked for again until all are known.
+  const grows = Boolean(filters.cause) && head.data?.indexed < 1;
+  useEffect(() => {
+    if (!grows) return undefined;
+    const timer = setTimeout(() => setAgain(again + 1), REFRESH_MS);
+    return () => clearTimeout(timer);
+  }, [grows, again]);
   const { rows, fetchRows } = useRows(run, head.data, drawn);
   const show = useCallback((first, last) => {
     if (last > FIRST) goDeep();
