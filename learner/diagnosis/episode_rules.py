@@ -35,8 +35,8 @@ def no_model_calls(run: Evidence) -> Finding | None:
     return Finding(
         rule="no_model_calls",
         severity=_severity(run, share),
-        sentence=f"{counted(number, 'episode')} ({percent(share)} of the attempts) ended without one model call: their agents asked "
-        f"something else than this run's server, or nothing.",
+        sentence=f"{counted(number, 'episode')} ({percent(share)} of the attempts) ended without one model call: their agents "
+        f"asked something else than this run's server, or nothing.",
         figure=share,
         measure="share of the attempts",
         remedy="let the agent take OPENAI_BASE_URL and OPENAI_API_KEY from its environment; "
