@@ -212,15 +212,16 @@ def open_database(path: Path | None) -> tuple[sqlite3.Connection, sqlite3.Connec
     return db, owner
 
 
-def read_database(path: Path, *, any_thread: bool = False) -> sqlite3.Connection:
+def read_database(path: Path, *, any_thread: bool = False, leave_no_trace: bool = False) -> sqlite3.Connection:
     """A connection that only reads, at any time: what it sees within a transaction is one commit of the owner, if there is one.
 
-    `any_thread`: the caller sees to it that one thread at a time uses it. Raises UnderstudyError for what is no ledger of this
-    version.
+    `any_thread`: the caller sees to it that one thread at a time uses it. `leave_no_trace`: where nobody has the ledger open and it
+    was closed in order, SQLite makes no files beside it. Raises UnderstudyError for what is no ledger of this version.
     """
+    immutable = "&immutable=1" if leave_no_trace and _is_closed(path) else ""
     try:
         db = sqlite3.connect(
-            f"{path.resolve().as_uri()}?mode=ro",
+            f"{path.resolve().as_uri()}?mode=ro{immutable}",
             uri=True,
             isolation_level=None,
             timeout=10.0,
@@ -246,6 +247,11 @@ def is_owned(path: Path) -> bool:
     except sqlite3.OperationalError as error:  # locked; or there is no such file, and was no owner
         return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
     return False
+
+
+def _is_closed(path: Path) -> bool:
+    log = path.with_name(f"{path.name}-wal")
+    return not is_owned(path) and not (log.is_file() and log.stat().st_size)
 
 
 def _own(path: Path) -> sqlite3.Connection:

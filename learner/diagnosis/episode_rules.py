@@ -35,8 +35,8 @@ def no_model_calls(run: Evidence) -> Finding | None:
     return Finding(
         rule="no_model_calls",
         severity=_severity(run, share),
-        sentence=f"{number} episodes ({percent(share)} of the attempts) ended without one model call: their agents asked "
-        f"something else than this run's server, or nothing.",
+        sentence=f"{counted(number, 'episode')} ({percent(share)} of the attempts) ended without one model call: their agents "
+        f"asked something else than this run's server, or nothing.",
         figure=share,
         measure="share of the attempts",
         remedy="let the agent take OPENAI_BASE_URL and OPENAI_API_KEY from its environment; "
@@ -56,7 +56,7 @@ def nothing_scored(run: Evidence) -> Finding | None:
     return Finding(
         rule="nothing_scored",
         severity=_severity(run, share),
-        sentence=f"{number} episodes ({percent(share)} of the attempts) got no score: {MEANINGS[worst.kind]}"
+        sentence=f"{counted(number, 'episode')} ({percent(share)} of the attempts) got no score: {MEANINGS[worst.kind]}"
         + (f"; most often: {detail}" if detail else "")
         + ".",
         figure=share,
@@ -117,7 +117,7 @@ def failing_episodes(run: Evidence) -> Finding | None:
     return Finding(
         rule="failing_episodes",
         severity=_severity(run, share),
-        sentence=f"{number} episodes ({percent(share)} of the attempts) failed, {worst.number} of them: {meaning}{told}."
+        sentence=f"{counted(number, 'episode')} ({percent(share)} of the attempts) failed, {worst.number} of them: {meaning}{told}."
         + _log_of(run, worst),
         figure=share,
         measure="share of the attempts",

@@ -95,7 +95,7 @@ class LedgerSurvey:
 def survey(path: Path) -> LedgerSurvey:
     """Raises UnderstudyError for what is no ledger of this version."""
     try:
-        with closing(read_database(path)) as db:
+        with closing(read_database(path, leave_no_trace=True)) as db:
             db.execute("PRAGMA query_only = ON")
             db.execute("BEGIN")
             return _read(db, is_alive=is_owned(path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from inspect import getdoc
@@ -49,14 +50,30 @@ def test_it_prints_the_worst_first_with_remedies_of_several_runs_and_writes_json
     assert second["findings"][0]["severity"] == "stops"
 
 
-def test_a_killed_run_is_read_with_what_it_had_written_and_not_a_byte_is_changed(tmp_path, capsys):
-    run = RecordedRun(tmp_path / "killed").steps(number=11).ledger(groups(*[MIXED] * 5))
+def test_of_a_run_that_ended_not_a_byte_is_changed_and_no_file_is_made(tmp_path):
+    run = RecordedRun(tmp_path).steps().ledger(groups(*[MIXED] * 5)).summary()
+    before = files(run.folder)
+    assert [finding.rule for finding in diagnose(run.folder)] == ["healthy"]
+    assert files(run.folder) == before
+
+
+def test_a_killed_run_is_read_with_what_it_had_written(tmp_path, capsys):
+    run = RecordedRun(tmp_path / "lives").steps(number=11)
     with (run.folder / "metrics.jsonl").open("a") as lines:
         lines.write('{"step": 12, "reward/me')
-    before = files(run.folder)
-    assert main([str(run.folder)]) == 0
-    assert "killed: killed, 11 of 40 steps" in capsys.readouterr().out
-    assert files(run.folder) == before
+    with Ledger(run.folder / "ledger.sqlite") as ledger:
+        group(ledger, [0.5] * 16, task=0)
+        group(ledger, ["deadline"], task=1)
+        killed = shutil.copytree(
+            run.folder, tmp_path / "killed"
+        )  # what a process that dies leaves: its log is not merged
+    kept = ("ledger.sqlite", "ledger.sqlite-wal", "metrics.jsonl")
+    before = files(killed)
+    assert main([str(killed)]) == 0
+    shown = capsys.readouterr().out
+    assert f"{killed}: killed, 11 of 40 steps" in shown and "1 episode (6 % of the attempts) failed" in shown
+    after = files(killed)
+    assert [after[name] for name in kept] == [before[name] for name in kept] and before["ledger.sqlite-wal"]
 
 
 def test_a_run_under_way_is_read_beside_its_writer(tmp_path, capsys):
