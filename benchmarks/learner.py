@@ -3,7 +3,8 @@
 `python -m benchmarks.learner [--quick] [--json PATH]`. All sides train the same small model on the same rows of long-tailed
 length, each in a process of its own, one after another and in turn; a side's time is the median over its steps, without
 the first. `update` is forward, backward, clipping and AdamW; `step` has the pass for the log-probabilities before the
-update as well. Speed-ups are quotients of update times unless their name says otherwise.
+update as well. Speed-ups are quotients of update times unless their name says otherwise. `rank_peak_share` and
+`predicted_peak_error` are about memory, see `benchmarks.learner_memory`.
 
 The padded sides are the product with other micro-batches: `padded` takes rows as they come, as many as fit the token
 budget when all are as long as the longest; `sorted_padded` puts rows of like length together. TRL comes from an
@@ -30,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.learner_memory import Ranks, measure_memory
 from benchmarks.processes.learner_side import Rows
 from benchmarks.report import Report, end_on_sigterm, parser_of
 from buffers.errors import UnderstudyError
@@ -224,7 +226,9 @@ def table(parts: dict[str, Any]) -> str:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = parser_of("learner", doc=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rows and steps, once, without TRL")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rows and steps, once, without TRL and without the memory of ranks"
+    )
     parser.add_argument("--sides", nargs="+", default=None, help="packed and any of padded sorted_padded trl two_ranks")
     for name, default, meaning in (
         ("rows", 64, "rows of the batch, a multiple of 8"),
@@ -276,6 +280,9 @@ def main(argv: list[str] | None = None) -> int:
         work = Work.of(empty_model(bench.model))
         try:
             results = measure(bench, sides=arguments.sides, repeats=arguments.repeats, rows=rows)
+            if arguments.device == "cpu" and not arguments.quick:
+                ranks = Ranks(folder, run_to_end=run_to_end, address=free_address)
+                results |= measure_memory(ranks, folder=folder)
         except SideFailed as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
