@@ -3,7 +3,8 @@
 `python -m benchmarks.learner [--quick] [--json PATH]`. All sides train the same small model on the same rows of long-tailed
 length, each in a process of its own, one after another and in turn; a side's time is the median over its steps, without
 the first. `update` is forward, backward, clipping and AdamW; `step` has the pass for the log-probabilities before the
-update as well. Speed-ups are quotients of update times unless their name says otherwise.
+update as well. Speed-ups are quotients of update times unless their name says otherwise. `rank_peak_share` and
+`predicted_peak_error` are about memory, see `benchmarks.learner_memory`.
 
 The padded sides are the product with other micro-batches: `padded` takes rows as they come, as many as fit the token
 budget when all are as long as the longest; `sorted_padded` puts rows of like length together. TRL comes from an
@@ -30,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.learner_memory import Ranks, measure_memory
 from benchmarks.prefix_tree import MEDIUM, SMALL, TreeShape, measure_tree
 from benchmarks.processes.learner_side import Rows
 from benchmarks.report import Report, end_on_sigterm, parser_of
@@ -225,9 +227,14 @@ def table(parts: dict[str, Any]) -> str:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = parser_of("learner", doc=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rows and steps, once, without TRL")
     parser.add_argument(
-        "--sides", nargs="+", default=None, help="tree, packed, and with packed padded sorted_padded trl two_ranks"
+        "--quick", action="store_true", help="fewer rows and steps, once, without TRL and without the memory of ranks"
+    )
+    parser.add_argument(
+        "--sides",
+        nargs="+",
+        default=None,
+        help="tree, memory, packed, and with packed padded sorted_padded trl two_ranks",
     )
     for name, default, meaning in (
         ("rows", 64, "rows of the batch, a multiple of 8"),
@@ -249,11 +256,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         arguments.rows, arguments.steps, arguments.repeats = min(arguments.rows, 24), 1, 1
     if arguments.rows % GROUP_SIZE or arguments.rows < GROUP_SIZE:
         parser.error(f"--rows must be a multiple of {GROUP_SIZE}, got {arguments.rows}")
-    everything = ["packed", "padded", "sorted_padded", "trl", "two_ranks", "tree"]
-    arguments.sides = arguments.sides or [side for side in everything if not (arguments.quick and side == "trl")]
-    if {"packed", "tree"}.isdisjoint(arguments.sides[:1]) or not set(arguments.sides) <= set(everything):
+    everything = ["packed", "padded", "sorted_padded", "trl", "two_ranks", "tree", "memory"]
+    left_out = {"trl", "memory"} if arguments.quick else {"memory"} if arguments.device != "cpu" else set()
+    arguments.sides = arguments.sides or [side for side in everything if side not in left_out]
+    compared = set(arguments.sides) - {"tree", "memory"}
+    if not set(arguments.sides) <= set(everything) or (compared and "packed" not in arguments.sides):
         parser.error(
-            f"--sides must begin with packed or tree and name {' '.join(everything)}, got {' '.join(arguments.sides)}"
+            f"--sides must be of {' '.join(everything)}, the others with packed, got {' '.join(arguments.sides)}"
         )
     return arguments
 
@@ -294,13 +303,16 @@ def main(argv: list[str] | None = None) -> int:
             dtype=arguments.dtype,
             gradient_checkpointing=arguments.gradient_checkpointing,
         )
-        sides = [side for side in arguments.sides if side != "tree"]
+        sides = [side for side in arguments.sides if side not in ("tree", "memory")]
         results: dict[str, Any] = {}
         try:
             if sides:
                 results = measure(bench, sides=sides, repeats=arguments.repeats, rows=rows)
             if "tree" in arguments.sides:
                 results |= _tree(arguments, folder=folder)
+            if "memory" in arguments.sides:
+                ranks = Ranks(folder, run_to_end=run_to_end, address=free_address)
+                results |= measure_memory(ranks, folder=folder)
         except SideFailed as error:
             print(f"error: {error}", file=sys.stderr)
             return 1

@@ -1,7 +1,7 @@
 """What a rank of the learner takes: one of two beside one alone, and six shapes beside what `--dry-run` says of them.
 
-Called by `benchmarks.learner --memory`. Each rank is a process of its own (`benchmarks.processes.memory_side`), and its figure the
-most that it ever held, without what the interpreter and torch hold before there is a model. It judges nothing.
+Called by `benchmarks.learner`. Each rank is a process of its own (`benchmarks.processes.memory_side`), and its figure
+the most that it ever held, without what the interpreter and torch hold before there is a model. It judges nothing.
 """
 
 from __future__ import annotations

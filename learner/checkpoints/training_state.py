@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from learner.model.fsdp import Shards
-from learner.model.optimizer import HostAdamW, on_host
+from learner.model.fsdp import Shards, on_host
+from learner.model.optimizer import HostAdamW
 
 COUNTERS = "counters.json"
 COPY, RANDOM = "copy", "random"
@@ -121,7 +121,7 @@ def _make_optimizer_state(name: str, part: Learned, *, stored: Mapping[str, Any]
 
 
 def _room(parameter: Tensor, *, is_number: bool, optimizer: torch.optim.Optimizer) -> Tensor:
-    """Where the optimizer keeps it: on the parameter's device, where its kernel looks for it, or on the host."""
+    """An empty state: on the parameter's device, where the optimizer's kernel looks for it, or on the host."""
     room = torch.zeros((), device=parameter.device) if is_number else torch.zeros_like(parameter)
     return on_host(room) if isinstance(optimizer, HostAdamW) else room
 

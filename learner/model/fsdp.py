@@ -13,7 +13,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -161,6 +161,22 @@ def swapped(module: nn.Module, *, shards: Shards) -> Iterator[None]:
         yield
     finally:
         load_shards(module, shards=present)
+
+
+def local(tensor: Any) -> Tensor:
+    """This rank's part of a tensor."""
+    found: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return found.detach()
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The tensor with its elements in the host's memory, still a part of a whole where it is one."""
+    if not isinstance(tensor, DTensor):
+        return tensor.cpu()
+    return DTensor.from_local(
+        tensor.to_local().cpu(), tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape,
+        stride=tensor.stride(),
+    )  # fmt: skip
 
 
 class LocalRange(NamedTuple):

@@ -44,9 +44,9 @@ class Work:
     """What a causal language model is made of, as far as its matrix products go. Mixtures of experts are not counted."""
 
     weights: int
-    """Of the linear layers that each token meets; without the output matrix."""
+    """Those of the linear layers, which each token meets; without the output matrix."""
     width: int
-    """Of all query heads of all layers together."""
+    """All query heads of all layers together."""
     output: int
     """Weights of the output matrix."""
     is_frozen: bool = False

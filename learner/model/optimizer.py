@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
+
+from learner.model.fsdp import local, on_host
 
 BETAS = (0.9, 0.95)
 EPS = 1e-8
@@ -20,9 +21,9 @@ EPS = 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def make_adamw(groups: list[dict[str, Any]], *, lr: float, on_host: bool = False) -> torch.optim.AdamW:
-    """Without weight decay. `on_host`: the moments are in the host's memory between updates."""
-    kind = HostAdamW if on_host else torch.optim.AdamW
+def make_adamw(groups: list[dict[str, Any]], *, lr: float, moments_on_host: bool = False) -> torch.optim.AdamW:
+    """AdamW without weight decay. `moments_on_host`: its moments are in the host's memory between updates."""
+    kind = HostAdamW if moments_on_host else torch.optim.AdamW
     return kind(groups, lr=lr, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True)
 
 
@@ -53,19 +54,3 @@ class HostAdamW(torch.optim.AdamW):  # type: ignore[misc]
         for name, moved in zip(("step", *MOMENTS), (step, *moments), strict=True):
             if (kept := local(state[name])) is not moved:
                 kept.copy_(moved)
-
-
-def local(tensor: Any) -> Tensor:
-    """This rank's part of a tensor."""
-    found: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return found.detach()
-
-
-def on_host(tensor: Tensor) -> Tensor:
-    """The tensor with its elements in the host's memory, still a part of a whole where it is one."""
-    if not isinstance(tensor, DTensor):
-        return tensor.cpu()
-    return DTensor.from_local(
-        tensor.to_local().cpu(), tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape,
-        stride=tensor.stride(),
-    )  # fmt: skip

@@ -315,7 +315,7 @@ class Trainer:
         if policy.value_head is not None:
             head = list(policy.value_head.parameters())
             groups.append({"params": head, "peak_lr": VALUE_HEAD_LR_RATIO * lr, "rate_grows": True, "eps_grows": False})
-        return make_adamw(groups, lr=lr, on_host=self._config.offload)
+        return make_adamw(groups, lr=lr, moments_on_host=self._config.offload)
 
     def _sweep(self, sequences: Sequences, *, critic: bool, rows: Sequence[int] | None = None) -> Tensor:
         """[4, M] log-probabilities, entropies, values and energies of the trained tokens, no gradient; 0 outside of `rows`, and

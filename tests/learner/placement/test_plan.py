@@ -110,7 +110,7 @@ def test_ranks_without_room_are_refused_with_a_number_of_ranks_that_has():
     config = load_config(overrides=[*GRPO, "learner.ranks=1"])
     with pytest.raises(
         DoesNotFit,
-        match=r"learner rank 0 must have room .* \(152\.6 GiB\) .* got 80\.0 GiB; set "
+        match=r"learner rank 0 must have room .* \(137\.3 GiB\) .* got 80\.0 GiB; set "
         r"learner\.gradient_checkpointing=true and learner\.ranks=3",
     ):
         make_plan(config, shape=shape("Qwen3-8B"), nodes=[node(cards=8)])

@@ -14,7 +14,7 @@ from buffers.errors import UnderstudyError
 from buffers.tasks.parquet import read_tasks
 from configs.schema import Config
 from learner.startup.hub import is_hub_model, with_local_files
-from tests.support.fake_hub import FakeHub, fake_hub
+from tests.learner.startup.fake_hub import FakeHub, fake_hub
 
 COLUMNS = {"prompt": "question", "ground_truth": "answer"}
 GSM8K = [{"question": f"{n} + 1?", "answer": f"One more.\n#### {n + 1}", "level": "easy"} for n in range(5)]
