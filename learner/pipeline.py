@@ -56,6 +56,7 @@ from learner.reporting.display import Display
 from learner.reporting.episode_samples import Traces
 from learner.reporting.run_metrics import History
 from learner.reporting.tracker import Tracker
+from learner.role_models import RoleModels, role_models, role_names
 from learner.startup import ray_cluster
 from learner.startup.key_files import environment_files
 from learner.startup.model_and_tasks import prepare_files
@@ -110,6 +111,7 @@ class Serving:
     engines: EngineWatch
     server: MockedServer
     buffers: RunBuffers
+    others: RoleModels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +124,7 @@ class Parts:
     server: MockedServer
     buffers: RunBuffers
     generation: Generation
+    others: RoleModels
     environment: Environment | None
     main: LearnLoop | Evaluation
 
@@ -212,9 +215,15 @@ class Pipeline:
             )
         engine, server, buffers = serving.engine, serving.server, serving.buffers
         generation = Generation(
-            engine, queue=server.prompt_queue, rounds=buffers.ledger, blame=partial(self._end_killer, server)
+            engine,
+            queue=server.prompt_queue,
+            rounds=buffers.ledger,
+            blame=partial(self._end_killer, server),
+            frozen=serving.others.engines,
         )
         server.on_ended = generation.forget
+        for upstream in serving.others.upstreams.values():
+            upstream.record, upstream.encode = generation.record, server.encode
         for episode, rounds in buffers.running:
             generation.resume(episode.episode_id, rounds)
         if self._evaluates:
@@ -233,7 +242,7 @@ class Pipeline:
         stack.enter_context(environment_files(self._folder, server))
         return Parts(
             players=players, engine=engine, engines=serving.engines, server=server, buffers=buffers, generation=generation,
-            environment=environment, main=main,
+            others=serving.others, environment=environment, main=main,
         )  # fmt: skip
 
     @property
@@ -339,7 +348,17 @@ class Pipeline:
                 weights=weights,
             )
             stack.push_async_callback(engine.close)
-            await engine.start()
+            others = role_models(
+                config,
+                settings=settings,
+                vllm_config=vllm_config,
+                record_death=lambda name, error: self._restart_limit.record("engine", error, name=name),
+                stack=stack,
+            )
+            await asyncio.gather(*(each.start() for each in (engine, *others.engines.values())))
+            weights.earlier = others.earlier_versions(self._folder)
+            if weights.earlier is not None:
+                await weights.earlier.begin(checkpoint=self._remote.first)
             server = MockedServer(
                 args=args, vllm_config=vllm_config, rollout=config.rollout, server=config.server,
                 pool=buffers.pool, notify_score_fn=buffers.rounds.notify_score,
@@ -347,6 +366,7 @@ class Pipeline:
                 loops=players.loops, sock=address.socket, keys=address.keys,
                 others=Others(agents=players.names is None, default=players.default),
                 processes=self._make_server_processes(settings, keys=address.keys, ledger=buffers.ledger),
+                roles=others.roles,
             )  # fmt: skip
             stack.push_async_callback(server.close)
             server.attach_engine(engine)
@@ -354,7 +374,7 @@ class Pipeline:
             for episode, rounds in buffers.running:
                 server.resume_episode(episode, rounds)
             await server.start()
-        return Serving(engine=engine, engines=engines, server=server, buffers=buffers)
+        return Serving(engine=engine, engines=engines, server=server, buffers=buffers, others=others)
 
     def _make_server_processes(
         self, settings: EngineSettings, *, keys: KeyRing, ledger: Ledger
@@ -463,7 +483,7 @@ class Pipeline:
                 tracker=self._tracker,
                 display=self._display,
                 generated=generation.stats,
-                more_figures=lambda: players.figures() | serving.engines.metrics(),
+                more_figures=lambda: players.figures() | serving.engines.metrics() | serving.others.figures(),
                 traces=traces,
             ),
             restart_limit=self._restart_limit,
@@ -521,6 +541,10 @@ class Pipeline:
             loops.create_task(parts.generation.run(), name="generate"),
             loops.create_task(self.watch(parts), name="watch"),
             loops.create_task(parts.engine.run(), name="keep engines"),
+            *(
+                loops.create_task(fleet.run(), name=f"keep the engine of {role}")
+                for role, fleet in parts.others.engines.items()
+            ),
             loops.create_task(parts.engines.run(), name="watch engines"),
         ]
         if in_cluster(config.buffer.node):
@@ -620,6 +644,7 @@ def engine_settings(
         lora_rank=0 if evaluates else config.learner.lora.rank,
         kept_versions=config.buffer.max_policy_lag + 1,
         beside_rank=beside_rank,
+        role_names=role_names(config),
     )
 
 

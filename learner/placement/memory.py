@@ -76,6 +76,10 @@ def of_rank(
     if learner.check_logprobs and buffer.max_policy_lag:
         name = f"versions kept (buffer.max_policy_lag={buffer.max_policy_lag})"
         items.append(Item(name=name, size=MASTER * trained * buffer.max_policy_lag // ranks))
+    if learner.teacher.path:
+        items.append(
+            Item(name="teacher, as large as the policy", size=MASTER * shape.parameters // ranks, is_estimate=True)
+        )
     if learner.kl.coef > 0:
         items.append(Item(name="reference (learner.kl.coef)", size=MASTER * trained // ranks))
     if _critic(learner) == "separate":

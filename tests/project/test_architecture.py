@@ -35,6 +35,7 @@ PARTS_MEET = {
     "learner/pipeline.py",
     "learner/players.py",
     "learner/engines.py",
+    "learner/role_models.py",
 }
 """May import every folder of MAY_IMPORT."""
 STANDS_ALONE = "agents/examples/"
