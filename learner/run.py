@@ -219,6 +219,14 @@ def check_other_models(config: Config) -> None:
     """Raises UnderstudyError for a teacher or a model of a role that is not there, or does not have the policy's tokenizer."""
     from buffers.errors import UnderstudyError
 
+    from learner.placement.cards import of_this_machine
+
+    frozen = next((name for name, role in config.roles.items() if role.frozen is not None), "")
+    if frozen and of_this_machine().cards:
+        raise UnderstudyError(
+            f"roles.{frozen}.frozen has an engine on machines without a GPU only, got {len(of_this_machine().cards)} cards; serve "
+            f"that model by a server of its own, and set roles.{frozen}.url"
+        )
     named = {"learner.teacher.path": config.learner.teacher.path}
     named |= {
         f"roles.{name}.frozen": role.frozen for name, role in config.roles.items() if isinstance(role.frozen, str)

@@ -60,7 +60,7 @@ def notify_score(
             f"episode {episode_id} must have sampled at least one token that can be trained to be scored, got none: it failed; "
             + (
                 "each of its model calls constrained what was sampled (response_format, logit_bias, ...), which is not the "
-                "policy's own choice: leave that out of some calls"
+                "policy's own choice, or asked a role that it does not play: leave that out of some calls"
                 if is_constrained
                 else "check that its agent reached the model"
             )

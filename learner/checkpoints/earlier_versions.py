@@ -1,8 +1,8 @@
 """Earlier versions of the policy, for roles that play it as it was some versions ago (`roles.NAME.frozen: -10`).
 
-Called by `learner.checkpoints.weight_sync` with each version that is published. A copy of each is kept on disk, in the run's folder,
-as long as a role may still need it: `age` + 1 of them. Invariants: a follower plays exactly the version that is `age` versions old, or
-the oldest there is in the first steps; a run that is resumed finds the versions that it had.
+Called by `learner.checkpoints.weight_sync` with each version that is published. A copy of each is kept on disk, in the run's
+folder, as long as a role may still need it: `age` + 1 of them. Invariants: a follower plays exactly the version that is `age`
+versions old, or the oldest there is in the first steps; a run that is resumed finds the versions that it had.
 """
 
 from __future__ import annotations

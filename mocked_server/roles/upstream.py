@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import httpx
 from starlette.types import Send
 
-from mocked_server.http.dialects import GENERATING, error_body, is_anthropic
+from mocked_server.http.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES, error_body, is_anthropic
 from mocked_server.request_context import Call
 
+PASSED_ON = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS})
 TIMEOUT_S = 600.0
 MAX_KEPT_BYTES = 1024 * 1024
 """Bytes of an answer that are looked at for the record; all of it is passed on."""
@@ -48,8 +49,12 @@ class Upstream:
 
     async def answer(self, call: Call, path: str, body: bytes, *, send: Send) -> None:
         """Ask the other server, and pass on what it says as it comes."""
+        fields = _object(body)
+        if fields is None or path not in PASSED_ON:
+            what = "a JSON object" if path in PASSED_ON else f"for one of {', '.join(sorted(PASSED_ON))}"
+            await _fail(send, path, f"a request of role {call.role.name} must be {what}", status=400)
+            return
         call.generates = True
-        fields = json.loads(body)
         headers = {**self._headers, "content-type": "application/json"}
         if is_anthropic(path):
             headers["anthropic-version"] = "2023-06-01"
@@ -72,19 +77,20 @@ class Upstream:
                 await response.aclose()
         except httpx.HTTPError as error:
             if not has_begun:
-                await _fail(send, path, f"the server of role {call.role.name} gave no answer ({type(error).__name__})")
+                why = f"the server of role {call.role.name} gave no answer ({type(error).__name__})"
+                await _fail(send, path, why, status=502)
                 return
         self._keep(call, path, fields, bytes(kept), is_whole=is_whole)
         await send({"type": "http.response.body", "body": b""})
 
     def _keep(self, call: Call, path: str, fields: dict[str, Any], answer: bytes, *, is_whole: bool) -> None:
-        if self.record is None or path not in GENERATING or not is_whole:
+        if self.record is None or path == COUNT_TOKENS or not is_whole:
             return
         asked = fields.get("messages", fields.get("input", fields.get("prompt", "")))
         self.record(
             call.live.episode_id,
             role=call.role.name,
-            asked=self.encode(json.dumps(asked, ensure_ascii=False)) or self.encode("{}"),
+            asked=self.encode(json.dumps(asked, ensure_ascii=False)),
             said=self.encode(text_of(answer)),
             finish_reason="stop",
         )
@@ -123,8 +129,16 @@ def _texts(event: Any) -> Iterator[str]:
                 yield part["text"]
 
 
-async def _fail(send: Send, path: str, message: str) -> None:
-    body = error_body(path, status=502, message=message, code="upstream_unavailable")
+def _object(body: bytes) -> dict[str, Any] | None:
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+async def _fail(send: Send, path: str, message: str, *, status: int) -> None:
+    body = error_body(path, status=status, message=message, code="upstream_unavailable" if status == 502 else None)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 502, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -157,3 +157,13 @@ def test_a_model_of_others_that_is_not_there_fails_its_request_only(tiny_model: 
 )
 def test_what_an_answer_says_is_found_in_every_dialect(answer: Any, said: str) -> None:
     assert text_of(json.dumps(answer).encode()) == said
+
+
+def test_what_cannot_be_passed_on_is_refused(server: ServerThread) -> None:
+    _, client = server.lease()
+    root = f"/e/{client.api_key}/judge"
+    with server.http() as http:
+        bad = http.post(f"{root}/v1/chat/completions", content=b"[1]")
+        tokens = http.post(f"{root}/generate", json={"prompt_ids": [1]})
+    assert (bad.status_code, tokens.status_code) == (400, 400)
+    assert "must be a JSON object" in bad.text and "must be for one of /v1/chat/completions" in tokens.text
