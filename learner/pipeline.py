@@ -333,12 +333,9 @@ class Pipeline:
                 resume=self._resume, checkpoint=self._checkpoint,
             )  # fmt: skip
             settings = engine_settings(
-                config,
-                model=model,
-                beside_rank=self._nodes.placement.shares,
-                most_running=self._most_running,
+                config, model=model, beside_rank=self._nodes.placement.shares, most_running=self._most_running,
                 evaluates=self._evaluates is not None,
-            )
+            )  # fmt: skip
             args = await asyncio.to_thread(make_args, settings)
             vllm_config = await asyncio.to_thread(make_vllm_config, args)
             engine = self._make_fleet(
@@ -349,16 +346,9 @@ class Pipeline:
             )
             stack.push_async_callback(engine.close)
             others = role_models(
-                config,
-                settings=settings,
-                vllm_config=vllm_config,
-                record_death=lambda name, error: self._restart_limit.record("engine", error, name=name),
-                stack=stack,
+                config, settings=settings, vllm_config=vllm_config, record_death=self._engine_died, stack=stack
             )
-            await asyncio.gather(*(each.start() for each in (engine, *others.engines.values())))
-            weights.earlier = others.earlier_versions(self._folder)
-            if weights.earlier is not None:
-                await weights.earlier.begin(checkpoint=self._remote.first)
+            await others.start_beside(engine, folder=self._folder, weights=weights, first=self._remote.first)
             server = MockedServer(
                 args=args, vllm_config=vllm_config, rollout=config.rollout, server=config.server,
                 pool=buffers.pool, notify_score_fn=buffers.rounds.notify_score,
@@ -388,6 +378,9 @@ class Pipeline:
             rounds=ledger.rounds,
             record_death=lambda name, error: self._restart_limit.record("server_process", error, name=name),
         )
+
+    def _engine_died(self, name: str, error: Exception) -> None:
+        self._restart_limit.record("engine", error, name=name)
 
     @property
     def _most_running(self) -> int:
@@ -432,7 +425,7 @@ class Pipeline:
         engines += [self._remote.make(name) for name, place in places.items() if place.node != 0]
         return EngineFleet(
             engines,
-            record_death=lambda name, error: self._restart_limit.record("engine", error, name=name),
+            record_death=self._engine_died,
             max_policy_lag=config.buffer.max_policy_lag,
         )
 

@@ -6,6 +6,7 @@ earlier version of the policy gets its weights from `learner.checkpoints.earlier
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -15,6 +16,7 @@ from typing import Any
 
 from configs.schema import Config
 from learner.checkpoints.earlier_versions import EarlierVersions, Follower
+from learner.checkpoints.weight_sync import WeightSync
 from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.roles.names import Roles
 from mocked_server.roles.upstream import Upstream
@@ -40,13 +42,17 @@ class RoleModels:
         found = {name: follower.version for name, follower in self.followers.items()}
         return {f"policy/role_version/{name}": float(version) for name, version in found.items() if version is not None}
 
-    def earlier_versions(self, folder: Path) -> EarlierVersions | None:
-        """What gives them their weights; None: no role plays an earlier version."""
-        if not self.followers:
-            return None
-        own = folder / "earlier"
-        own.mkdir(exist_ok=True)
-        return EarlierVersions(own, followers=list(self.followers.values()))
+    async def start_beside(
+        self, policy: EngineFleet, *, folder: Path, weights: WeightSync, first: tuple[Path, int] | None
+    ) -> None:
+        """Start all engines. `weights` gives earlier versions to those that play them; `first`: (folder, version) of the weights
+        that a run is resumed with; `folder`: the run's."""
+        await asyncio.gather(*(each.start() for each in (policy, *self.engines.values())))
+        if self.followers:
+            own = folder / "earlier"
+            own.mkdir(exist_ok=True)
+            weights.earlier = EarlierVersions(own, followers=list(self.followers.values()))
+            await weights.earlier.begin(checkpoint=first)
 
 
 def role_names(config: Config) -> tuple[str, ...]:

@@ -218,7 +218,6 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
 def check_other_models(config: Config) -> None:
     """Raises UnderstudyError for a teacher or a model of a role that is not there, or does not have the policy's tokenizer."""
     from buffers.errors import UnderstudyError
-
     from learner.placement.cards import of_this_machine
 
     frozen = next((name for name, role in config.roles.items() if role.frozen is not None), "")

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from starlette.types import Send
 
 from buffers.errors import RequestRefused, ScoreError
-
-if TYPE_CHECKING:
-    from mocked_server.request_context import Call
 
 MAX_SHOWN_CHARS = 80
 
@@ -32,10 +29,17 @@ NO_ROLE = Role("", True)
 """The policy, in a run without roles."""
 
 
+class Asking(Protocol):
+    """A request: `mocked_server.request_context.Call`."""
+
+    asked_role: str
+    role: Role
+
+
 class Elsewhere(Protocol):
     """A model of others, which answers requests as they are."""
 
-    async def answer(self, call: Call, path: str, body: bytes, *, send: Send) -> None: ...
+    async def answer(self, call: Any, path: str, body: bytes, *, send: Send) -> None: ...
 
 
 class Roles:
@@ -55,7 +59,7 @@ class Roles:
         """All of them, the default first."""
         return tuple(self._roles)
 
-    def settle(self, call: Call, body: bytes) -> bytes:
+    def settle(self, call: Asking, body: bytes) -> bytes:
         """Finds who answers this request, and notes it in the call; the body, with the role for its model. Raises
         RequestRefused."""
         fields = _object(body)

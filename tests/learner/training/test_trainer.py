@@ -312,7 +312,7 @@ def test_a_recipe_makes_the_token_that_wins_likelier(
     assert float(after[7] - after[9]) > float(before[7] - before[9]) + 0.1
 
 
-@pytest.mark.parametrize("advantage", [name for name in ESTIMATORS if name not in ("remax", "cpo", "gdpo")])
+@pytest.mark.parametrize("advantage", [name for name in ESTIMATORS if name not in ("remax", "cpo", "gdpo", "teacher")])
 def test_scores_of_any_size_teach_the_same(
     trainer: MakeTrainer, mixed: list[TrainBatch], tmp_path: Path, advantage: str
 ) -> None:
