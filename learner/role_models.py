@@ -18,8 +18,8 @@ from configs.schema import Config
 from learner.checkpoints.earlier_versions import EarlierVersions, Follower
 from learner.checkpoints.weight_sync import WeightSync
 from mocked_server.fleet.engine_fleet import EngineFleet
-from mocked_server.roles.names import Roles
-from mocked_server.roles.upstream import Upstream
+from mocked_server.http.upstream import Upstream
+from mocked_server.roles import Roles
 from mocked_server.vllm.engine import VLLMEngine
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 
@@ -31,7 +31,7 @@ class RoleModels:
     roles: Roles | None
     """None: the run has no roles."""
     engines: dict[str, EngineFleet]
-    """Of frozen roles, by name."""
+    """Those of frozen roles, by name."""
     upstreams: dict[str, Upstream]
     """Servers of others, by role."""
     followers: dict[str, Follower]

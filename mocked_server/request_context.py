@@ -16,7 +16,7 @@ from buffers.errors import RequestRefused
 from buffers.prompt_queue import Response
 from mocked_server.conversation.continuation import Continuation
 from mocked_server.conversation.live_episodes import LiveEpisode
-from mocked_server.roles.names import NO_ROLE, Role
+from mocked_server.roles import NO_ROLE, Role
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Call:
     asked_role: str = ""
     """The role that its path names; empty: none."""
     role: Role = NO_ROLE
-    """Who answers it."""
+    """The one who answers it."""
 
     def count_choices(self, number: int, *, limit: int) -> None:
         """Raises RequestRefused when the request asks for more than `limit` answers in all."""

@@ -48,7 +48,7 @@ from mocked_server.http.request_limits import MAX_BODY_BYTES, MAX_EPISODE_ROUTE_
 from mocked_server.http.routes import build_admin_app, build_app
 from mocked_server.http.uvicorn_server import HttpService, bind
 from mocked_server.keys import KeyRing
-from mocked_server.roles.names import NO_ROLE, Roles
+from mocked_server.roles import NO_ROLE, Roles
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
 from mocked_server.vllm.generate_route import Sleeper
 from mocked_server.vllm.serving import QueueClient, build_serving_app

@@ -1,4 +1,4 @@
-"""Earlier versions of the policy, for roles that play it as it was some versions ago (`roles.NAME.frozen: -10`).
+"""Earlier versions of the policy, for roles that play it as it was some versions ago (a negative `frozen`).
 
 Called by `learner.checkpoints.weight_sync` with each version that is published. A copy of each is kept on disk, in the run's
 folder, as long as a role may still need it: `age` + 1 of them. Invariants: a follower plays exactly the version that is `age`
@@ -41,7 +41,7 @@ class EarlierVersions:
         self._most = max(follower.age for follower in followers)
 
     async def begin(self, *, checkpoint: tuple[Path, int] | None) -> None:
-        """Before the first version of this process. `checkpoint`: (folder, version) of the weights that it resumes from; what was
+        """Call it before the first version of this process. `checkpoint`: (folder, version) of the weights that it resumes from; what was
         kept of later ones is of steps that are made again."""
         after = -1 if checkpoint is None else checkpoint[1]
         for version in self._kept():

@@ -31,7 +31,7 @@ from mocked_server.http.request_limits import (
 from mocked_server.http.request_memory import BodyRoom, RequestMemory
 from mocked_server.parser_names import tools_need_a_parser
 from mocked_server.request_context import Call, current_call
-from mocked_server.roles.names import Roles
+from mocked_server.roles import Roles
 
 logger = logging.getLogger(__name__)
 

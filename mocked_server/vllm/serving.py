@@ -28,7 +28,7 @@ from mocked_server.conversation.restored_rounds import memo_of
 from mocked_server.http.dialects import GENERATE, ROUTES, SLEEP, WAKE_UP
 from mocked_server.http.failures import FAILURES, failure_of
 from mocked_server.request_context import AnswerPart, Call, PendingReply, Sampling, current_call
-from mocked_server.roles.names import NO_ROLE, Role
+from mocked_server.roles import NO_ROLE, Role
 from mocked_server.vllm.exact_rendering import ExactRendering
 from mocked_server.vllm.generate_route import Sleeper, TokenRoute
 from mocked_server.vllm.reply_parser import ReplyParser

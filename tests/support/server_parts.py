@@ -23,7 +23,7 @@ from mocked_server.fleet.member import EngineLost, Sampled
 from mocked_server.generation import Generation
 from mocked_server.keys import KeyRing
 from mocked_server.processes.server_processes import ServerProcesses
-from mocked_server.roles.names import Roles
+from mocked_server.roles import Roles
 from mocked_server.server import MockedServer
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 

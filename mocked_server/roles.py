@@ -19,7 +19,7 @@ MAX_SHOWN_CHARS = 80
 
 
 class Role(NamedTuple):
-    """Who answers a request. The policy plays those that are trained."""
+    """One who answers requests. The policy plays those that are trained."""
 
     name: str
     is_trained: bool

@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from configs.schema import RolloutConfig
-from mocked_server.roles.names import Roles
-from mocked_server.roles.upstream import Upstream, text_of
+from mocked_server.http.upstream import Upstream, text_of
+from mocked_server.roles import Roles
 from tests.support.server_parts import ServerThread
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello."}]
