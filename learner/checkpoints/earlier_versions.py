@@ -41,8 +41,8 @@ class EarlierVersions:
         self._most = max(follower.age for follower in followers)
 
     async def begin(self, *, checkpoint: tuple[Path, int] | None) -> None:
-        """Call it before the first version of this process. `checkpoint`: (folder, version) of the weights that it resumes from; what was
-        kept of later ones is of steps that are made again."""
+        """Call it before the first version of this process. `checkpoint`: (folder, version) of the weights that it resumes from;
+        what was kept of later ones is of steps that are made again."""
         after = -1 if checkpoint is None else checkpoint[1]
         for version in self._kept():
             if version > after:

@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import openai
 import pytest
@@ -24,7 +24,7 @@ KEY = "sk-of-the-judge"
 class Judge(http.server.BaseHTTPRequestHandler):
     """An OpenAI-compatible server of somebody else."""
 
-    asked: list[tuple[str, dict[str, Any], dict[str, str]]] = []
+    asked: ClassVar[list[tuple[str, dict[str, Any], dict[str, str]]]] = []
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
