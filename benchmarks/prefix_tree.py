@@ -21,7 +21,8 @@ import torch
 
 from benchmarks.processes.learner_side import Rows
 from configs.tiny_model import VOCAB_SIZE, make_tiny_model
-from learner.model.policy import Policy, load_policy
+from learner.model.load import load_policy
+from learner.model.policy import Policy
 from learner.training.packing import Sequences
 from learner.training.prefix_tree import PrefixTree
 from learner.training.tree_packing import TreeSequences

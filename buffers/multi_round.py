@@ -177,6 +177,7 @@ class MultiRoundBufferDataset(torch.utils.data.IterableDataset[TrainBatch]):  # 
                 finish_reason=response.finish_reason,
                 memo=prompt.memo,
                 trained=prompt.trained(len(response.sampled_ids)),
+                role=prompt.role,
             )
             return replace(response, round_index=round_.round_index), self.ledger.put_round(round_)
         except UnderstudyError as error:

@@ -104,6 +104,8 @@ class Prompt:
     first_trained: int | None = 0
     """Sampled tokens before this one are not trained: the request changed the distribution that they are sampled from. None: no
     token is."""
+    role: str = ""
+    """See `Round`."""
 
     def trained(self, num_sampled: int) -> UInt8 | None:
         """`Round.trained` of a generation of so many tokens for this prompt."""

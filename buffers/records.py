@@ -137,6 +137,8 @@ class Round:
     """[S] 1 where the token is to be trained; None: everywhere."""
     memo: bytes = b""
     """What the server needs to recognise this round in a later request, after a restart too. Opaque to the buffer."""
+    role: str = ""
+    """The role that was asked; empty: the run has no roles."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.sampled_ids), len(self.logprobs), len(self.versions)}
@@ -155,6 +157,8 @@ class ScoreDetail:
     """The score is of this single round, beside the episode's."""
     branch: int | None = None
     """The score is of the branch (the row) that trains this round; it takes the place of the episode's there."""
+    role: str = ""
+    """The score is of this role, beside the episode's: it takes that one's place in the role's rows."""
     judge: str = ""
     """An episode's score is the mean of its judges'."""
     final: bool = True
@@ -165,8 +169,8 @@ class ScoreDetail:
     """What this judge would have told the policy before it answered; `learner.advantage=cpo` learns from it."""
 
     def __post_init__(self) -> None:
-        if self.round_index is not None and self.branch is not None:
-            raise ValueError("a score is of a round or of a branch, got both; send two scores")
+        if sum((self.round_index is not None, self.branch is not None, bool(self.role))) > 1:
+            raise ValueError("a score is of a round or of a branch or of a role, got two of them; send two scores")
 
 
 MAX_JUDGE_CHARS, MAX_HINT_CHARS = 100, 8192
@@ -203,6 +207,8 @@ class EpisodeScores:
     """Scores by a round that the branch trains; the last of several counts."""
     rounds: dict[int, float] = field(default_factory=dict)
     """Scores by round."""
+    roles: dict[str, float] = field(default_factory=dict)
+    """Scores by role; the episode's holds for the others."""
     judges: dict[str, float] = field(default_factory=dict)
     """Scores of the whole episode by judge."""
     hint: str | None = None
@@ -228,9 +234,13 @@ class Row:
     rounds: Int32
     """[T] round index where mask is 1, else -1."""
     loss_weight: float = 1.0
-    """1 / number of rows of the episode: an episode counts once however many branches it has."""
+    """1 / number of rows of the episode: an episode counts once however many branches it has. With roles: once for each role."""
     branch_score: float | None = None
     """This branch's own score; None: it shares the episode's."""
+    role: str = ""
+    """Whose rounds the row trains; empty: the run has no roles."""
+    role_score: float | None = None
+    """The role's own score in this episode; None: it shares the episode's."""
     round_scores: dict[int, float] = field(default_factory=dict)
     """Scores of single rounds beside that, by round index; only rounds that this row trains."""
     greedy: bool = False
@@ -241,6 +251,13 @@ class Row:
     """The episode's score of each judge, by name; `score` is their mean. None: not told apart."""
     truncated: tuple[int, ...] = ()
     """Rounds that this row trains and whose generation was cut at the most tokens (finish reason `length`)."""
+
+    @property
+    def own_score(self) -> float:
+        """The score that its tokens are trained by: the branch's, else the role's, else the episode's."""
+        if self.branch_score is not None:
+            return self.branch_score
+        return self.score if self.role_score is None else self.role_score
 
     @property
     def num_tokens(self) -> int:

@@ -49,6 +49,7 @@ class TokenTree:
         finish_reason: str,
         memo: bytes = b"",
         trained: UInt8 | None = None,
+        role: str = "",
     ) -> Round:
         """The next round. Raises UnderstudyError unless the prompt starts with all ids of the round `parent`."""
         shared = self._shared(prompt_ids, parent)
@@ -63,6 +64,7 @@ class TokenTree:
             finish_reason=finish_reason,
             memo=memo,
             trained=trained,
+            role=role,
         )
         self._keep(round_)
         return round_

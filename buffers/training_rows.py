@@ -5,11 +5,13 @@ The ledger calls it when the learner claims a batch. Pure functions, no state, n
 A branch is a root-to-leaf path of the token tree (`Round.parent`). Branches are taken in the order in which their
 leaves arrived; a sampled token is trained (mask 1) in the first of them that contains it, and is context (mask 0) in
 the others. Aborted rounds are left out. Invariant: over the rows of an episode every sampled token of its other rounds
-has mask 1 exactly once, and `ids` is the exact concatenation of tail and sampled ids along the branch.
+has mask 1 exactly once, and `ids` is the exact concatenation of tail and sampled ids along the branch. A row trains the rounds of
+one role: a branch in which several spoke is a row for each of them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -36,20 +38,25 @@ def episode_rows(rounds: Sequence[Round], *, group_id: int, scores: EpisodeScore
     """
     kept = {round_.round_index: round_ for round_ in rounds if round_.finish_reason != ABORTED}
     trained: set[int] = set()
-    branches: list[tuple[list[Round], set[int]]] = []
+    branches: list[tuple[list[Round], set[int], str]] = []
     for leaf in _leaves(kept):
         path = _path(leaf, rounds=kept)
-        fresh = {round_.round_index for round_ in path if _trains(round_)} - trained
-        if fresh:
-            trained |= fresh
-            branches.append((path, fresh))
+        fresh = {round_.round_index: round_.role for round_ in path if _trains(round_)}
+        fresh = {index: role for index, role in fresh.items() if index not in trained}
+        trained |= fresh.keys()
+        branches += [
+            (path, {index for index in fresh if fresh[index] == role}, role) for role in dict.fromkeys(fresh.values())
+        ]
+    shares = Counter(role for _, _, role in branches)
     return [
         replace(
-            _row(path, fresh=fresh, group_id=group_id, scores=scores),
-            loss_weight=1.0 / len(branches),
+            _row(path, fresh=own, group_id=group_id, scores=scores),
+            loss_weight=1.0 / shares[role],
             greedy=greedy,
+            role=role,
+            role_score=scores.roles.get(role),
         )
-        for path, fresh in branches
+        for path, own, role in branches
     ]
 
 

@@ -109,7 +109,7 @@ def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
 def _override(tree: dict[str, Any], text: str) -> None:
     key, equals, value = (part.strip() for part in text.partition("="))
     parts = key.split(".")
-    if not equals or len(parts) < 2 or not all(parts):
+    if not equals or not all(parts) or (len(parts) < 2 and key not in all_keys()):
         raise ConfigError(f"an override must look like section.key=value, got {text!r}; for example learner.lr=1e-4")
     _check_name(key, source="an override")
     section = tree

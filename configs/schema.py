@@ -319,6 +319,15 @@ class AdaptiveEntropyConfig(Section):
     """Largest weight."""
 
 
+class TeacherConfig(Section):
+    path: str = ""
+    """Folder of a frozen model with the policy's tokenizer; the policy learns to be like it on what the policy itself samples.
+    Empty: there is no teacher."""
+    coef: Positive = 1.0
+    """Weight of log pi_teacher - log pi in the advantage of each token: the reverse KL, beside the reward, or alone with
+    `learner.advantage: teacher`."""
+
+
 class LearnerConfig(Section):
     recipe: (
         Literal[
@@ -361,8 +370,10 @@ class LearnerConfig(Section):
         "grpo_passk",
         "otb",
         "cpo",
+        "teacher",
     ] = "gae"
-    """Estimator of advantages. gae needs a critic; reinforce_plus_plus compares the batch, the others one group."""
+    """Estimator of advantages. gae needs a critic; reinforce_plus_plus compares the batch, teacher looks at no score, the others
+    compare one group."""
     critic: Literal["shared", "separate", "none"] = "shared"
     """shared: a value head on the policy's last hidden state, which it does not train; separate: a second model with its own
     optimizer."""
@@ -423,6 +434,7 @@ class LearnerConfig(Section):
     correction_bounds: CorrectionBoundsConfig = CorrectionBoundsConfig()
     rejection: RejectionConfig = RejectionConfig()
     kl: KLConfig = KLConfig()
+    teacher: TeacherConfig = TeacherConfig()
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy bonus in the loss."""
     adaptive_entropy: AdaptiveEntropyConfig = AdaptiveEntropyConfig()
@@ -458,6 +470,35 @@ class LearnerConfig(Section):
         return learner
 
 
+RoleName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
+
+
+class RoleConfig(Section):
+    frozen: Annotated[int, Field(lt=0)] | Text | None = None
+    """A model that plays and is never trained: a folder, or -10: the policy as it was 10 versions ago. None: the policy."""
+    url: str = ""
+    """Root of an OpenAI-compatible API that answers in its place (https://HOST/v1). What it says is recorded and never trained."""
+    model: str = ""
+    """The model's name there. Empty: the role's."""
+    key_variable: Annotated[str, Field(pattern=r"^([A-Za-z_]\w*)?$")] = ""
+    """Variable of your environment that holds the key for `url`; no agent gets it. Empty: it needs none."""
+
+    @property
+    def is_trained(self) -> bool:
+        """The policy plays it."""
+        return self.frozen is None and not self.url
+
+    @model_validator(mode="after")
+    def _one_model(self) -> RoleConfig:
+        if self.frozen is not None and self.url:
+            raise ValueError(f"frozen and url are two models, got {self.frozen} and {self.url}; leave one out")
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url must begin with http:// or https://, got {self.url}")
+        if not self.url and (self.model or self.key_variable):
+            raise ValueError("model and key_variable are of a url, got none; set url, or leave them out")
+        return self
+
+
 class WarmStartConfig(Section):
     demonstrations: str = ""
     """Parquet file with a column `messages`; empty: no warm start."""
@@ -480,21 +521,31 @@ class Config(Section):
     buffer: BufferConfig = BufferConfig()
     learner: LearnerConfig = LearnerConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
+    roles: dict[RoleName, RoleConfig] = Field(default_factory=dict)
+    """The speakers of an episode: `{solver: {}, critic: {}, judge: {url: ...}}`. An agent asks one by the model's name, or by the
+    path /e/KEY/ROLE/v1. The policy plays those without `frozen` and `url`; each is scored, compared and weighed by itself. Where no
+    model is named (agent loops, plain prompts), the first of these is asked. Empty: there are no roles."""
 
     @model_validator(mode="after")
     def _combinations(self) -> Config:
         learner = self.learner
+        self._check_roles()
         if learner.advantage == "gae" and learner.critic == "none":
             raise ValueError(
                 "learner.advantage=gae needs a critic, got learner.critic=none; set it to shared or separate"
             )
-        if learner.advantage not in ("gae", "reinforce_plus_plus") and self.buffer.group_size < 2:
+        if learner.advantage == "teacher" and not learner.teacher.path:
+            raise ValueError(
+                "learner.advantage=teacher learns from a teacher alone, got learner.teacher.path=''; set it to a model's folder"
+            )
+        compares_groups = learner.advantage not in ("gae", "reinforce_plus_plus", "teacher")
+        if compares_groups and self.buffer.group_size < 2:
             raise ValueError(
                 f"learner.advantage={learner.advantage} compares episodes of one task: buffer.group_size must be >= 2, "
                 f"got {self.buffer.group_size}; set buffer.group_size=8"
             )
         self._check_data()
-        fewest, least = self.agents.fewest_members, 1 if learner.advantage == "gae" else 2
+        fewest, least = self.agents.fewest_members, 1 if learner.advantage in ("gae", "teacher") else 2
         if fewest is not None and not least <= fewest <= self.buffer.group_size:
             raise ValueError(
                 f"agents.fewest_members must be {least} to buffer.group_size={self.buffer.group_size} with "
@@ -523,6 +574,28 @@ class Config(Section):
                 f"{self.rollout.max_model_len}; lower rollout.max_tokens"
             )
         return self
+
+    def _check_roles(self) -> None:
+        if self.roles and not any(role.is_trained for role in self.roles.values()):
+            raise ValueError(
+                f"roles must name one that the policy plays, got {', '.join(self.roles)}; add one without frozen and url: "
+                f"roles: {{solver: {{}}}}"
+            )
+        if self.roles and self.server.processes > 1:
+            raise ValueError(
+                f"roles are served by one process, got server.processes={self.server.processes}; set server.processes=1"
+            )
+        for name, role in self.roles.items():
+            if role.key_variable and role.key_variable in self.agents.environment:
+                raise ValueError(
+                    f"roles.{name}.key_variable must stay from agents, got {role.key_variable}, which agents.environment names; "
+                    f"take it out there"
+                )
+            if role.frozen is not None and self.rollout.engine != "vllm":
+                raise ValueError(
+                    f"roles.{name}.frozen needs an engine of the run's own, got rollout.engine={self.rollout.engine}; set "
+                    f"rollout.engine=vllm, or roles.{name}.url"
+                )
 
     def _check_data(self) -> None:
         data = self.data

@@ -58,6 +58,7 @@ from learner.reporting.machine_log import MachineLog
 from learner.reporting.run_metrics import History
 from learner.reporting.token_figures import TokenFiles
 from learner.reporting.tracker import Tracker
+from learner.role_models import RoleModels, role_models, role_names
 from learner.startup import ray_cluster
 from learner.startup.key_files import environment_files
 from learner.startup.model_and_tasks import prepare_files
@@ -112,6 +113,7 @@ class Serving:
     engines: EngineWatch
     server: MockedServer
     buffers: RunBuffers
+    others: RoleModels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +126,7 @@ class Parts:
     server: MockedServer
     buffers: RunBuffers
     generation: Generation
+    others: RoleModels
     environment: Environment | None
     main: LearnLoop | Evaluation
 
@@ -216,9 +219,15 @@ class Pipeline:
             )
         engine, server, buffers = serving.engine, serving.server, serving.buffers
         generation = Generation(
-            engine, queue=server.prompt_queue, rounds=buffers.ledger, blame=partial(self._end_killer, server)
+            engine,
+            queue=server.prompt_queue,
+            rounds=buffers.ledger,
+            blame=partial(self._end_killer, server),
+            frozen=serving.others.engines,
         )
         server.on_ended = generation.forget
+        for upstream in serving.others.upstreams.values():
+            upstream.record, upstream.encode = generation.record, server.encode
         for episode, rounds in buffers.running:
             generation.resume(episode.episode_id, rounds)
         if self._evaluates:
@@ -237,7 +246,7 @@ class Pipeline:
         stack.enter_context(environment_files(self._folder, server))
         return Parts(
             players=players, engine=engine, engines=serving.engines, server=server, buffers=buffers, generation=generation,
-            environment=environment, main=main,
+            others=serving.others, environment=environment, main=main,
         )  # fmt: skip
 
     @property
@@ -328,12 +337,9 @@ class Pipeline:
                 resume=self._resume, checkpoint=self._checkpoint,
             )  # fmt: skip
             settings = engine_settings(
-                config,
-                model=model,
-                beside_rank=self._nodes.placement.shares,
-                most_running=self._most_running,
+                config, model=model, beside_rank=self._nodes.placement.shares, most_running=self._most_running,
                 evaluates=self._evaluates is not None,
-            )
+            )  # fmt: skip
             args = await asyncio.to_thread(make_args, settings)
             vllm_config = await asyncio.to_thread(make_vllm_config, args)
             engine = self._make_fleet(
@@ -343,7 +349,10 @@ class Pipeline:
                 weights=weights,
             )
             stack.push_async_callback(engine.close)
-            await engine.start()
+            others = role_models(
+                config, settings=settings, vllm_config=vllm_config, record_death=self._engine_died, stack=stack
+            )
+            await others.start_beside(engine, folder=self._folder, weights=weights, first=self._remote.first)
             server = MockedServer(
                 args=args, vllm_config=vllm_config, rollout=config.rollout, server=config.server,
                 pool=buffers.pool, notify_score_fn=buffers.rounds.notify_score,
@@ -351,6 +360,7 @@ class Pipeline:
                 loops=players.loops, sock=address.socket, keys=address.keys,
                 others=Others(agents=players.names is None, default=players.default),
                 processes=self._make_server_processes(settings, keys=address.keys, ledger=buffers.ledger),
+                roles=others.roles,
             )  # fmt: skip
             stack.push_async_callback(server.close)
             server.attach_engine(engine)
@@ -358,7 +368,7 @@ class Pipeline:
             for episode, rounds in buffers.running:
                 server.resume_episode(episode, rounds)
             await server.start()
-        return Serving(engine=engine, engines=engines, server=server, buffers=buffers)
+        return Serving(engine=engine, engines=engines, server=server, buffers=buffers, others=others)
 
     def _make_server_processes(
         self, settings: EngineSettings, *, keys: KeyRing, ledger: Ledger
@@ -372,6 +382,9 @@ class Pipeline:
             rounds=ledger.rounds,
             record_death=lambda name, error: self._restart_limit.record("server_process", error, name=name),
         )
+
+    def _engine_died(self, name: str, error: Exception) -> None:
+        self._restart_limit.record("engine", error, name=name)
 
     @property
     def _most_running(self) -> int:
@@ -416,7 +429,7 @@ class Pipeline:
         engines += [self._remote.make(name) for name, place in places.items() if place.node != 0]
         return EngineFleet(
             engines,
-            record_death=lambda name, error: self._restart_limit.record("engine", error, name=name),
+            record_death=self._engine_died,
             max_policy_lag=config.buffer.max_policy_lag,
         )
 
@@ -467,7 +480,7 @@ class Pipeline:
                 tracker=self._tracker,
                 display=self._display,
                 generated=generation.stats,
-                more_figures=lambda: players.figures() | serving.engines.metrics(),
+                more_figures=lambda: players.figures() | serving.engines.metrics() | serving.others.figures(),
                 traces=traces,
                 tokens=TokenFiles(self._folder, start=self._start),
             ),
@@ -526,6 +539,10 @@ class Pipeline:
             loops.create_task(parts.generation.run(), name="generate"),
             loops.create_task(self.watch(parts), name="watch"),
             loops.create_task(parts.engine.run(), name="keep engines"),
+            *(
+                loops.create_task(fleet.run(), name=f"keep the engine of {role}")
+                for role, fleet in parts.others.engines.items()
+            ),
             loops.create_task(parts.engines.run(), name="watch engines"),
         ]
         if in_cluster(config.buffer.node):
@@ -661,6 +678,7 @@ def engine_settings(
         lora_rank=0 if evaluates else config.learner.lora.rank,
         kept_versions=config.buffer.max_policy_lag + 1,
         beside_rank=beside_rank,
+        role_names=role_names(config),
     )
 
 

@@ -219,12 +219,49 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
 
         check_engine_args(engine_settings(config, model=Path(config.model.path), beside_rank=True))
     check_engine_of_others(config, learns=learns)
+    check_other_models(config)
     scorers = [config.data.scorer] if isinstance(config.data.scorer, str) else config.data.scorer.values()
     for scorer in filter(None, scorers):
         if scorer.startswith(reward_model.PREFIX):
             check_model_folder("data.scorer", scorer.removeprefix(reward_model.PREFIX))
         else:
             rewards.resolve(scorer, batch=False)
+
+
+def check_other_models(config: Config) -> None:
+    """Raises UnderstudyError for a teacher or a model of a role that is not there, or does not have the policy's tokenizer."""
+    from buffers.errors import UnderstudyError
+    from learner.placement.cards import of_this_machine
+
+    frozen = next((name for name, role in config.roles.items() if role.frozen is not None), "")
+    if frozen and of_this_machine().cards:
+        raise UnderstudyError(
+            f"roles.{frozen}.frozen has an engine on machines without a GPU only, got {len(of_this_machine().cards)} cards; serve "
+            f"that model by a server of its own, and set roles.{frozen}.url"
+        )
+    named = {"learner.teacher.path": config.learner.teacher.path}
+    named |= {
+        f"roles.{name}.frozen": role.frozen for name, role in config.roles.items() if isinstance(role.frozen, str)
+    }
+    for name, role in config.roles.items():
+        if role.key_variable and role.key_variable not in os.environ:
+            raise UnderstudyError(
+                f"roles.{name}.key_variable must name a variable that is set, got {role.key_variable}; set it where you "
+                f"start the run"
+            )
+    for key, path in named.items():
+        if not path:
+            continue
+        from tempfile import TemporaryDirectory
+
+        from configs.tiny_model import make_tiny_model
+        from learner.startup.input_check import check_model_folder
+        from learner.training.vocabulary import check_folders
+
+        folder = check_model_folder(key, path)
+        with TemporaryDirectory(prefix="understudy-tokenizer-") as scratch:
+            tiny = config.model.path == "tiny"
+            check_folders(make_tiny_model(Path(scratch) / "tiny") if tiny else Path(config.model.path), folder, key=key)
 
 
 def check_engine_of_others(config: Config, *, learns: bool) -> None:

@@ -13,11 +13,13 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
+
+import numpy as np
 
 from buffers.errors import EngineError, EpisodeClosed, EpisodeError, RequestFailed, RequestRefused, UnderstudyError
 from buffers.prompt_queue import Prompt, PromptQueue, QueueClosed, Response
@@ -147,7 +149,10 @@ class Generation:
         queue: PromptQueue,
         rounds: RoundStore,
         blame: Callable[[str], object] = lambda _: None,
+        frozen: Mapping[str, Engine] | None = None,
     ) -> None:
+        """`frozen`: engines of the roles that the policy does not play."""
+        self._frozen = dict(frozen or {})
         self._engine = engine
         self._queue = queue
         self._rounds = rounds
@@ -160,6 +165,9 @@ class Generation:
         self._alone = asyncio.Lock()
         """Held by the one suspect that is generated for."""
         self.stats = GenerationStats()
+
+    def _engine_of(self, prompt: Prompt) -> Engine:
+        return self._frozen.get(prompt.role, self._engine)
 
     async def run(self) -> None:
         """Runs until the queue is closed. What an engine was doing when it died is continued by another one, or by its next
@@ -210,7 +218,7 @@ class Generation:
             )
             self._deaths.pop(prompt.request_id, None)
             if prompt.episode_id is None:
-                self._engine.forget(prompt.request_id)
+                self._engine_of(prompt).forget(prompt.request_id)
             self._answers[prompt.episode_id or ""].remove(answer)
             if not self._answers[prompt.episode_id or ""]:
                 del self._answers[prompt.episode_id or ""]
@@ -228,7 +236,7 @@ class Generation:
                     self._deaths.pop(suspect, None)
                 return
             except EngineLost as lost:
-                if not await self._engine.wait_restarted():
+                if not await self._engine_of(answer.prompt).wait_restarted():
                     raise
                 self._deaths.setdefault(suspect, set()).add(lost.life)
                 if is_alone:
@@ -247,7 +255,7 @@ class Generation:
     async def _generate(self, answer: _Answer) -> None:
         prompt, reply = answer.prompt, answer.prompt.reply
         ids = prompt.prompt_token_ids.tolist()
-        outputs = self._engine.generate(
+        outputs = self._engine_of(prompt).generate(
             ids,
             prompt.sampling.params,
             request_id=prompt.request_id,
@@ -289,10 +297,11 @@ class Generation:
         after the others'."""
         answer.is_stored = True
         prompt = answer.prompt
-        responses, stored = answer.recorder.responses(version=self._engine.version), None
+        responses, stored = answer.recorder.responses(version=self._engine_of(prompt).version), None
         for number, response in enumerate(responses):
             self.stats.tokens += len(response.sampled_ids)
-            self.stats.constrained += _num_constrained(prompt, response)
+            if prompt.role not in self._frozen:
+                self.stats.constrained += _num_constrained(prompt, response)
             if (tree := self._tree_of(prompt)) is not None:
                 round_ = _grow(tree, prompt, response)
                 responses[number] = replace(response, round_index=round_.round_index)
@@ -308,6 +317,24 @@ class Generation:
             return None  # `forget`: the episode ended while its last generation ran
         return self._trees.setdefault(prompt.episode_id, TokenTree(prompt.episode_id))
 
+    def record(
+        self, episode_id: str, *, role: str, asked: Sequence[int], said: Sequence[int], finish_reason: str
+    ) -> None:
+        """Store what a model of others was asked and said, as a round that is not trained. Both as the policy's ids."""
+        if (tree := self._trees.get(episode_id)) is None:
+            tree = self._trees[episode_id] = TokenTree(episode_id)
+        round_ = tree.add(
+            prompt_ids=np.array(asked, np.int32),
+            parent=None,
+            sampled_ids=np.array(said, np.int32),
+            logprobs=np.zeros(len(said), np.float32),
+            versions=np.full(len(said), self._engine.version, np.int32),
+            finish_reason=finish_reason,
+            trained=np.zeros(len(said), np.uint8),
+            role=role,
+        )
+        self._rounds.put_round(round_).add_done_callback(self._stored)
+
     def resume(self, episode_id: str, rounds: Sequence[Round]) -> None:
         """Take over an episode of an earlier process, which has these rounds."""
         self._trees[episode_id] = TokenTree(episode_id, rounds=rounds)
@@ -316,7 +343,8 @@ class Generation:
         """The episode ended: its token tree is in the buffer. Unless it was scored, what is generated for it now is given up."""
         self._trees.pop(episode_id, None)
         self._deaths.pop(episode_id, None)
-        self._engine.forget(episode_id)
+        for engine in (self._engine, *self._frozen.values()):
+            engine.forget(episode_id)
         if reason == EpisodeState.SCORED:  # its agent may still read the end of its last answer
             return
         for answer in self._answers.get(episode_id, ()):
@@ -367,6 +395,7 @@ def _grow(tree: TokenTree, prompt: Prompt, response: Response) -> Round:
         finish_reason=response.finish_reason,
         memo=prompt.memo,
         trained=prompt.trained(len(response.sampled_ids)),
+        role=prompt.role,
     )
 
 

@@ -16,6 +16,7 @@ from buffers.errors import RequestRefused
 from buffers.prompt_queue import Response
 from mocked_server.conversation.continuation import Continuation
 from mocked_server.conversation.live_episodes import LiveEpisode
+from mocked_server.roles import NO_ROLE, Role
 
 
 @dataclass(slots=True)
@@ -32,6 +33,10 @@ class Call:
     """Why nothing was generated for it: a dialect's route may make an answer of its own of that."""
     num_choices: int = 0
     """Answers asked for, over all its prompts."""
+    asked_role: str = ""
+    """The role that its path names; empty: none."""
+    role: Role = NO_ROLE
+    """The one who answers it."""
 
     def count_choices(self, number: int, *, limit: int) -> None:
         """Raises RequestRefused when the request asks for more than `limit` answers in all."""

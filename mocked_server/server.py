@@ -20,7 +20,15 @@ from typing import Any, Protocol
 
 from starlette.types import ASGIApp
 
-from buffers.errors import EngineError, EpisodeClosed, EpisodeError, StorageFull, UnderstudyError, UnknownEpisode
+from buffers.errors import (
+    EngineError,
+    EpisodeClosed,
+    EpisodeError,
+    ScoreError,
+    StorageFull,
+    UnderstudyError,
+    UnknownEpisode,
+)
 from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.prompt_queue import PromptQueue
@@ -40,6 +48,7 @@ from mocked_server.http.request_limits import MAX_BODY_BYTES, MAX_EPISODE_ROUTE_
 from mocked_server.http.routes import build_admin_app, build_app
 from mocked_server.http.uvicorn_server import HttpService, bind
 from mocked_server.keys import KeyRing
+from mocked_server.roles import NO_ROLE, Roles
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
 from mocked_server.vllm.generate_route import Sleeper
 from mocked_server.vllm.serving import QueueClient, build_serving_app
@@ -119,9 +128,12 @@ class MockedServer:
         sock: socket.socket | None = None,
         keys: KeyRing | None = None,
         processes: ServerProcesses | None = None,
+        roles: Roles | None = None,
     ) -> None:
         """`score_fn`: judges plain prompts; `loops`: plays rows that name an agent loop; `others`: who plays the others.
-        `sock`: None: bound here. `processes`: the other server processes of the run; None: this one serves alone."""
+        `sock`: None: bound here. `processes`: the other server processes of the run; None: this one serves alone.
+        `roles`: of the run; None: it has none."""
+        self._roles = roles
         self.keys = keys or KeyRing()
         self.episodes = Episodes()
         self.prompt_queue = PromptQueue()
@@ -145,7 +157,13 @@ class MockedServer:
         self._dispatching: asyncio.Task[None] | None = None
         pool.on_closed = self.close_episode
         strict = server.replay_match == "strict"
-        self._client = QueueClient(vllm_config, queue=self.prompt_queue, rollout=rollout, strict=strict)
+        self._client = QueueClient(
+            vllm_config,
+            queue=self.prompt_queue,
+            rollout=rollout,
+            strict=strict,
+            default_role=NO_ROLE if roles is None else roles.default,
+        )
         self._socket = sock or bind(server.host, server.port)
         self._admin_socket = bind("127.0.0.1", 0)
         self._host = server.host
@@ -208,7 +226,7 @@ class MockedServer:
     async def start(self) -> None:
         """Serve on the running event loop; returns when requests are answered."""
         self._loop = asyncio.get_running_loop()
-        self.model_requests = ModelRequests(await build_serving_app(self._args, self._client))
+        self.model_requests = ModelRequests(await build_serving_app(self._args, self._client), roles=self._roles)
         self._http = HttpService(self._front(), sockets=[self._socket, self._admin_socket])
         if self.processes is not None:
             await self.processes.start(self)
@@ -230,6 +248,7 @@ class MockedServer:
                 episodes=self.episodes,
                 is_full=lambda: self.pool.is_full,
                 elsewhere=None if self.processes is None else self.processes.elsewhere,
+                has_roles=self._roles is not None,
             ),
             admin=BodyLimit(build_admin_app(self), max_bytes=MAX_BODY_BYTES),
             admin_port=self._admin_socket.getsockname()[1],
@@ -358,7 +377,8 @@ class MockedServer:
                 if not wait_for_disk:
                     raise
             await asyncio.sleep(FULL_S)
-        ends = detail is None or (detail.final and detail.round_index is None and detail.branch is None)
+        parts = detail is not None and (detail.round_index is not None or detail.branch is not None or detail.role)
+        ends = detail is None or (detail.final and not parts)
         if stored is not False and ends:
             self.num_scored += 1
         return stored is not False
@@ -427,6 +447,16 @@ class MockedServer:
         """Raises StorageFull while the ledger's disk is full."""
         if self.pool.is_full:
             raise StorageFull("the ledger's disk is full; free some space, then send this again")
+
+    def check_role(self, role: str) -> None:
+        """Raises ScoreError for a role that the run does not train."""
+        if self._roles is None:
+            raise ScoreError(f"a score may name a role in a run that has roles, got {role:.80}; leave it out")
+        self._roles.check_scored(role)
+
+    def encode(self, text: str) -> list[int]:
+        """A text as the policy's tokenizer has it."""
+        return list(self._client.renderer.get_tokenizer().encode(text, add_special_tokens=False))
 
     def status(self) -> dict[str, Any]:
         """Counts for `GET /status`, under `engines` the figures of each engine by its name, and with several server processes those

@@ -96,15 +96,16 @@ def read_rounds(db: sqlite3.Connection, *, episode_id: str) -> list[Round]:
     """All rounds of an episode, in order."""
     read_episode(db, episode_id=episode_id)
     found = db.execute(
-        "SELECT round_index, parent, finish_reason, body, memo, trained FROM round WHERE episode_id = ? ORDER BY round_index",
+        "SELECT round_index, parent, finish_reason, body, memo, trained, role FROM round WHERE episode_id = ? ORDER BY round_index",
         (episode_id,),
     )
     return [
         replace(
             _decoded(episode_id, round_index=index, parent=parent, finish_reason=reason, body=body, memo=memo),
             trained=None if trained is None else np.frombuffer(trained, np.uint8),
+            role=role,
         )
-        for index, parent, reason, body, memo, trained in found
+        for index, parent, reason, body, memo, trained, role in found
     ]
 
 

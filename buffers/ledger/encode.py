@@ -60,6 +60,7 @@ def stored_round(round_: Round) -> StoredRound:
         finish_reason=round_.finish_reason,
         memo=round_.memo,
         trained=None if round_.trained is None else round_.trained.astype("uint8").tobytes(),
+        role=round_.role,
     )
 
 
@@ -72,6 +73,7 @@ def stored_body(
     finish_reason: str,
     memo: bytes,
     trained: bytes | None = None,
+    role: str = "",
     body: bytes | None = None,
 ) -> StoredRound:
     """Makes what `stored_round` makes from a round's arrays. `body`: their encoded form, where it is known."""
@@ -94,7 +96,7 @@ def stored_body(
     stored = encode(arrays) if body is None else body
     # By place: a put of many rounds spends a fiftieth of its time on names.
     return StoredRound(
-        episode_id, round_index, parent, num_sampled, max_version, finish_reason, stored, memo or None, trained
+        episode_id, round_index, parent, num_sampled, max_version, finish_reason, stored, memo or None, trained, role
     )
 
 

@@ -53,6 +53,7 @@ class StoredRound(NamedTuple):
     memo: bytes | None
     trained: bytes | None = None
     """A byte for each sampled token, 0: not to be trained. None: all are."""
+    role: str = ""
 
     @property
     def num_trained(self) -> int:
@@ -178,7 +179,7 @@ def mask_tokens(db: sqlite3.Connection, *, episode_id: str, trained: Mapping[int
         db.execute("UPDATE round SET trained = ? WHERE episode_id = ? AND round_index = ?", (both, episode_id, index))
 
 
-_INSERT = "INSERT INTO round VALUES (?1, ?2, ?3, ?4, ?6, ?7, ?8, ?9)"
+_INSERT = "INSERT INTO round VALUES (?1, ?2, ?3, ?4, ?6, ?7, ?8, ?9, ?10)"
 """Its placeholders are the fields of a StoredRound, in order."""
 # max(x, NULL) is NULL in SQLite.
 _GROW = (

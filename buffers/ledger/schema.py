@@ -14,7 +14,7 @@ from pathlib import Path
 from buffers.errors import UnderstudyError
 from buffers.records import EpisodeState, GroupState
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 MAX_SCORE = 1e9
 """The estimators of advantages square scores in float32: from about 1e19 on one judge would silence a whole batch."""
 
@@ -92,22 +92,25 @@ CREATE TABLE round(
     body          BLOB NOT NULL,
     memo          BLOB,
     trained       BLOB,  -- a byte for each sampled token, 0: not to be trained; NULL: all are
+    role          TEXT NOT NULL DEFAULT '',  -- the role that was asked; '': the run has none
     UNIQUE (episode_id, round_index)
 );
 
 -- Every score that was reported: what was stored, what changed it, and what was refused. The latest that was stored or
--- revised counts. part: a round, or the branch that trains this round; whole: the episode.
+-- revised counts. part: a round, or the branch that trains this round, or a role; whole: the episode.
 CREATE TABLE score(
     score_id    INTEGER PRIMARY KEY AUTOINCREMENT,
     episode_id  TEXT NOT NULL REFERENCES episode(episode_id),
-    part        TEXT NOT NULL DEFAULT 'whole' CHECK (part IN ('whole', 'branch', 'round')),
+    part        TEXT NOT NULL DEFAULT 'whole' CHECK (part IN ('whole', 'branch', 'round', 'role')),
     round_index INTEGER,
+    role        TEXT NOT NULL DEFAULT '',
     judge       TEXT NOT NULL DEFAULT '',
     value       REAL NOT NULL CHECK (abs(value) < {MAX_SCORE}),
     verdict     TEXT NOT NULL CHECK (verdict IN ('stored', 'revised', 'conflict', 'closed', 'no rounds')),
     hint        TEXT,  -- what the judge would have told the policy
     told_at     REAL DEFAULT ({_NOW}),
-    CHECK ((part = 'whole') = (round_index IS NULL)),
+    CHECK ((part IN ('whole', 'role')) = (round_index IS NULL)),
+    CHECK ((part = 'role') = (role != '')),
     FOREIGN KEY (episode_id, round_index) REFERENCES round(episode_id, round_index)
 );
 CREATE INDEX score_by_episode ON score(episode_id, part);

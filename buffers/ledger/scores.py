@@ -60,7 +60,7 @@ def notify_score(
             f"episode {episode_id} must have sampled at least one token that can be trained to be scored, got none: it failed; "
             + (
                 "each of its model calls constrained what was sampled (response_format, logit_bias, ...), which is not the "
-                "policy's own choice: leave that out of some calls"
+                "policy's own choice, or asked a role that it does not play: leave that out of some calls"
                 if is_constrained
                 else "check that its agent reached the model"
             )
@@ -91,11 +91,17 @@ def scores_of(db: sqlite3.Connection, *, episode_id: str) -> EpisodeScores:
     parts: dict[str, dict[int, float]] = {"branch": {}, "round": {}}
     found = db.execute(
         "SELECT part, round_index, avg(value) FROM score WHERE score_id IN (SELECT max(score_id) FROM score "
-        f"WHERE episode_id = ? AND part != 'whole' AND {_COUNTS} GROUP BY part, round_index, judge) GROUP BY part, round_index",
+        f"WHERE episode_id = ? AND part IN ('branch', 'round') AND {_COUNTS} GROUP BY part, round_index, judge) "
+        "GROUP BY part, round_index",
         (episode_id,),
     )
     for part, round_index, value in found:
         parts[part][round_index] = value
+    roles = db.execute(
+        "SELECT role, avg(value) FROM score WHERE score_id IN (SELECT max(score_id) FROM score "
+        f"WHERE episode_id = ? AND part = 'role' AND {_COUNTS} GROUP BY role, judge) GROUP BY role",
+        (episode_id,),
+    ).fetchall()
     judges = db.execute(
         "SELECT judge, value FROM score WHERE score_id IN (SELECT max(score_id) FROM score "
         f"WHERE episode_id = ? AND part = 'whole' AND {_COUNTS} GROUP BY judge) ORDER BY judge",
@@ -106,15 +112,16 @@ def scores_of(db: sqlite3.Connection, *, episode_id: str) -> EpisodeScores:
         (episode_id,),
     ).fetchone()
     return EpisodeScores(
-        whole=whole, branches=parts["branch"], rounds=parts["round"], judges=dict(judges), hint=hint and hint[0]
-    )
+        whole=whole, branches=parts["branch"], rounds=parts["round"], roles=dict(roles), judges=dict(judges),
+        hint=hint and hint[0],
+    )  # fmt: skip
 
 
 @operation(repeatable=True)
 def score_history(db: sqlite3.Connection, *, episode_id: str) -> list[dict[str, Any]]:
-    """Every score that was reported of an episode, in order: part, round_index, judge, value, verdict, told_at."""
+    """Every score that was reported of an episode, in order: part, round_index, role, judge, value, verdict, told_at."""
     read_episode(db, episode_id=episode_id)
-    columns = ("part", "round_index", "judge", "value", "verdict", "told_at")
+    columns = ("part", "round_index", "role", "judge", "value", "verdict", "told_at")
     found = db.execute(f"SELECT {', '.join(columns)} FROM score WHERE episode_id = ? ORDER BY score_id", (episode_id,))
     return [dict(zip(columns, values, strict=True)) for values in found]
 
@@ -186,6 +193,8 @@ def _check_room(db: sqlite3.Connection, *, episode_id: str) -> None:
 
 
 def _part(detail: ScoreDetail) -> tuple[str, int | None]:
+    if detail.role:
+        return "role", None
     if detail.round_index is not None:
         return "round", detail.round_index
     return ("whole", None) if detail.branch is None else ("branch", detail.branch)
@@ -195,9 +204,9 @@ def _latest(db: sqlite3.Connection, *, episode_id: str, detail: ScoreDetail) -> 
     """What this judge said of this before."""
     part, round_index = _part(detail)
     row = db.execute(
-        f"SELECT value FROM score WHERE episode_id = ? AND part = ? AND round_index IS ? AND judge = ? AND {_COUNTS} "
+        f"SELECT value FROM score WHERE episode_id = ? AND part = ? AND round_index IS ? AND role = ? AND judge = ? AND {_COUNTS} "
         "ORDER BY score_id DESC LIMIT 1",
-        (episode_id, part, round_index, detail.judge),
+        (episode_id, part, round_index, detail.role, detail.judge),
     ).fetchone()
     return None if row is None else float(row[0])
 
@@ -205,6 +214,6 @@ def _latest(db: sqlite3.Connection, *, episode_id: str, detail: ScoreDetail) -> 
 def _record(db: sqlite3.Connection, *, row: EpisodeRow, score: float, detail: ScoreDetail, verdict: str) -> None:
     part, round_index = _part(detail)
     db.execute(
-        "INSERT INTO score(episode_id, part, round_index, judge, value, verdict, hint) VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (row.episode_id, part, round_index, detail.judge, score, verdict, detail.hint or None),
+        "INSERT INTO score(episode_id, part, round_index, role, judge, value, verdict, hint) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (row.episode_id, part, round_index, detail.role, detail.judge, score, verdict, detail.hint or None),
     )

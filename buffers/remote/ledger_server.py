@@ -227,5 +227,5 @@ def _checked(each: WireRound) -> StoredRound:
     """Raises EpisodeError for what cannot be trained, ValueError for what is no round."""
     return stored_body(
         decode(each.body), episode_id=each.episode_id, round_index=each.round_index, parent=each.parent,
-        finish_reason=each.finish_reason, memo=each.memo, trained=each.trained, body=each.body,
+        finish_reason=each.finish_reason, memo=each.memo, trained=each.trained, role=each.role, body=each.body,
     )  # fmt: skip

@@ -96,12 +96,13 @@ class WireRound(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fie
     body: bytes
     memo: bytes
     trained: bytes | None
+    role: Annotated[str, msgspec.Meta(max_length=MAX_REASON)] = ""
 
     @classmethod
     def of(cls, stored: StoredRound) -> WireRound:
         return cls(
             stored.episode_id, stored.round_index, stored.parent, stored.finish_reason, stored.body, stored.memo or b"",
-            stored.trained,
+            stored.trained, stored.role,
         )  # fmt: skip
 
 

@@ -118,7 +118,7 @@ class WalkServer:
         await self._scores.close()
 
     async def _play(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        hello = await asyncio.wait_for(_read(reader), self._hello_s)
+        hello = await asyncio.wait_for(read_line(reader), self._hello_s)
         if hello is None:
             return
         episode_id, task = await self._scores.task_of(str(hello["episode_key"]))
@@ -136,23 +136,23 @@ class WalkServer:
         game = WalkGame(task)
         pause_s = self.latency_of(episode_id)
         try:
-            await _write(writer, {"messages": game.reset(), "done": False})
+            await write_line(writer, {"messages": game.reset(), "done": False})
             score = None
             while score is None:
-                line = await _read(reader)
+                line = await read_line(reader)
                 if line is None:
                     raise ConnectionError(f"the agent of episode {episode_id} left before the end")
                 if pause_s:
                     await asyncio.sleep(pause_s)
                 observation, done, score = game.step(str(line["move"]))
                 if not done:
-                    await _write(writer, {"observation": observation, "done": False})
+                    await write_line(writer, {"observation": observation, "done": False})
         except (ConnectionError, KeyError, ValueError, TypeError) as error:
             left = isinstance(error, ConnectionError)
             await self._scores.report(episode_id, failed="agent left" if left else f"agent sent a bad line: {error!r}")
             raise
         await self._scores.report(episode_id, score=score)
-        await _write(writer, {"observation": observation, "done": True})
+        await write_line(writer, {"observation": observation, "done": True})
 
     def latency_of(self, episode_id: str) -> float:
         """Seconds per move of this episode."""
@@ -165,7 +165,7 @@ def tail_draw(episode_id: str, *, seed: int) -> float:
     return int.from_bytes(hashlib.sha256(f"{seed} {episode_id}".encode()).digest()[:8], "big") / 2**64
 
 
-async def _read(reader: asyncio.StreamReader) -> dict[str, Any] | None:
+async def read_line(reader: asyncio.StreamReader) -> dict[str, Any] | None:
     """The next line's object, or None when the other side has closed."""
     line = await reader.readline()
     if not line.endswith(b"\n"):
@@ -179,7 +179,7 @@ async def _read(reader: asyncio.StreamReader) -> dict[str, Any] | None:
     return record
 
 
-async def _write(writer: asyncio.StreamWriter, record: dict[str, Any]) -> None:
+async def write_line(writer: asyncio.StreamWriter, record: dict[str, Any]) -> None:
     writer.write(json.dumps(record).encode() + b"\n")
     await writer.drain()
 

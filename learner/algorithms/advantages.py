@@ -57,6 +57,8 @@ class AdvantageInputs:
     """[N, K] log pi(token | hint) - log pi(token) (`cpo`)."""
     judges: Tensor | None = None
     """[U, J] score of each judge, nan where it gave none (`gdpo`); None: the score is of one judge."""
+    roles: Tensor | None = None
+    """[N] int64 role of each row, which are whitened apart; None: all rows are of one."""
     energy: Tensor | None = None
     """[N, K] 1 - 2 pi(token) + sum of pi^2 over the vocabulary: squared norm of the gradient of log pi at the logits (`otb`)."""
 
@@ -119,7 +121,16 @@ def calibrated_evidence(evidence: AdvantageInputs) -> AdvantageInputs:
 
 
 def _whitened(advantages: Tensor, *, evidence: AdvantageInputs, size: float) -> Tensor:
-    return whiten(advantages, weights=evidence.weights, size=size, min_deviation=evidence.min_deviation)
+    if evidence.roles is None:
+        return whiten(advantages, weights=evidence.weights, size=size, min_deviation=evidence.min_deviation)
+    apart = torch.zeros_like(advantages)
+    for role in torch.unique(evidence.roles):
+        own = evidence.roles == role
+        if bool((evidence.weights[own] > 0.0).any()):
+            apart[own] = whiten(
+                advantages[own], weights=evidence.weights[own], size=size, min_deviation=evidence.min_deviation
+            )
+    return apart
 
 
 def _gae(evidence: AdvantageInputs) -> Estimate:
@@ -228,6 +239,12 @@ def _cpo(evidence: AdvantageInputs) -> Estimate:
     return Estimate(advantages=advantages, returns=estimate.returns)
 
 
+def _teacher(evidence: AdvantageInputs) -> Estimate:
+    """Nothing of the scores: what the teacher says of each token (`learner.algorithms.teacher`) is added by the trainer."""
+    nothing = torch.zeros_like(evidence.weights)
+    return Estimate(advantages=nothing, returns=nothing)
+
+
 ESTIMATORS: dict[str, Estimator] = {
     "gae": Estimator(compute=_gae, needs_critic=True),
     "grpo": Estimator(compute=_grpo),
@@ -242,4 +259,5 @@ ESTIMATORS: dict[str, Estimator] = {
     "grpo_passk": Estimator(compute=_grpo_passk),
     "otb": Estimator(compute=_otb, needs_energy=True, in_scores=True),
     "cpo": Estimator(compute=_cpo, needs_hints=True),
+    "teacher": Estimator(compute=_teacher),
 }

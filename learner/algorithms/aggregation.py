@@ -37,3 +37,18 @@ def token_weights(loss_weights: Tensor, *, counts: Tensor, norm: float, mode: st
     """
     own = torch.where(counts > 0, loss_weights, torch.zeros_like(loss_weights))
     return AGGREGATIONS[mode](own, counts, norm)
+
+
+def role_weights(loss_weights: Tensor, *, roles: Tensor | None, counts: Tensor, norm: float, mode: str) -> Tensor:
+    """[n] the same where rows are of several roles ([n], None: of one): each role is aggregated by itself, and counts for as much
+    as the episodes that it speaks in, however many rounds or tokens it takes there."""
+    if roles is None:
+        return token_weights(loss_weights, counts=counts, norm=norm, mode=mode)
+    nothing = torch.zeros_like(loss_weights)
+    heard = torch.where(counts > 0, loss_weights, nothing)
+    total = nothing
+    for role in torch.unique(roles[heard > 0]):
+        own = torch.where(roles == role, heard, nothing)
+        share = 1.0 if mode == "token-sum" else float(own.sum() / heard.sum())
+        total = total + share * token_weights(own, counts=counts, norm=norm, mode=mode)
+    return total

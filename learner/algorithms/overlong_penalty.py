@@ -24,15 +24,17 @@ def overlong_penalty(length: int, *, max_tokens: int) -> float:
 
 
 def with_overlong_penalty(batch: TrainBatch, *, max_tokens: int) -> tuple[TrainBatch, float]:
-    """The batch with each episode's score lowered for its longest generation, and the mean penalty over episodes.
+    """The batch with each episode's score lowered for its longest generation, and the mean penalty over episodes. With roles: of
+    each role.
 
     A branch with a score of its own is lowered for the longest generation that it trains itself.
     """
-    longest: dict[str, int] = defaultdict(int)
+    longest: dict[tuple[str, str], int] = defaultdict(int)
     for row in batch.rows:
-        longest[row.episode_id] = max(longest[row.episode_id], _longest_round(row))
-    penalties = {episode: overlong_penalty(length, max_tokens=max_tokens) for episode, length in longest.items()}
-    rows = [_lowered(row, penalty=penalties[row.episode_id], max_tokens=max_tokens) for row in batch.rows]
+        of = row.episode_id, row.role
+        longest[of] = max(longest[of], _longest_round(row))
+    penalties = {of: overlong_penalty(length, max_tokens=max_tokens) for of, length in longest.items()}
+    rows = [_lowered(row, penalty=penalties[row.episode_id, row.role], max_tokens=max_tokens) for row in batch.rows]
     return replace(batch, rows=rows), sum(penalties.values()) / max(len(penalties), 1)
 
 
@@ -40,7 +42,8 @@ def _lowered(row: Row, *, penalty: float, max_tokens: int) -> Row:
     branch = row.branch_score
     if branch is not None:
         branch += overlong_penalty(_longest_round(row), max_tokens=max_tokens)
-    return replace(row, score=row.score + penalty, branch_score=branch)
+    role = None if row.role_score is None else row.role_score + penalty
+    return replace(row, score=row.score + penalty, branch_score=branch, role_score=role)
 
 
 def _longest_round(row: Row) -> int:

@@ -32,6 +32,7 @@ from buffers.weights.puller_process import PullerProcess
 from buffers.weights.store import VersionStore
 from buffers.weights.version_server import VersionServer
 from configs.checkout import python_path
+from learner.checkpoints.earlier_versions import EarlierVersions
 from learner.checkpoints.store import ADAPTER_WEIGHTS, WEIGHTS, Checkpoint
 from learner.checkpoints.weight_shards import Published
 
@@ -99,6 +100,8 @@ class WeightSync:
         """Serves what is pulled here, to nodes that join late."""
         self._nodes: dict[str, Node] = {}
         self._joining = asyncio.Lock()
+        self.earlier: EarlierVersions | None = None
+        """Keeps versions for the roles that play earlier ones."""
         self._newest: str | None = None
         self._saved: tuple[Path, Path] | None = None
         """The folder of `saved`, and what it is of."""
@@ -154,6 +157,8 @@ class WeightSync:
             logger.warning("version %d is published again, densely: %s", version, error)
             folder, figures = await self._bring(learner, version=version, base=None)
         figures["publish/paused_s"] = await engine.load_weights(folder, version=version)
+        if self.earlier is not None:
+            await self.earlier.published(folder, version=version)
         await self._puller.keep([folder.name])
         kept = [path.name for path in self._store.folder.glob("version-*")]
         await self._on_others(lambda node: node.keep([folder.name], kept))

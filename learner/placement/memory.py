@@ -73,6 +73,9 @@ def of_rank(
         Item(name="weights, float32", size=MASTER * (whole + head) // ranks),
         Item(name="gradients, float32", size=MASTER * trained // ranks, stays=False),
     ]
+    if learner.teacher.path:
+        size = MASTER * shape.parameters // ranks
+        items.append(Item(name="teacher, as large as the policy", size=size, is_estimate=True))
     if _critic(learner) == "separate":
         items += [
             Item(name="critic: weights, float32", size=MASTER * (whole + shape.hidden + 1) // ranks),

@@ -49,6 +49,7 @@ class Traces:
             for start, end in pairwise(borders)
         ]
         return {
+            **({"role": row.role} if row.role else {}),
             "turns": turns,
             "ids": row.ids.tolist(),
             "mask": row.mask.tolist(),

@@ -6,6 +6,7 @@ Called by the pipeline after each step. Pure bookkeeping: no files, no clock but
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -84,6 +85,7 @@ class History:
         figures = {
             **metrics,
             **_baseline(batch),
+            **_by_role(batch),
             "reward/mean": float(scores.mean()),
             "reward/min": float(scores.min()),
             "reward/max": float(scores.max()),
@@ -138,7 +140,7 @@ class History:
 
     def _num_equal(self) -> int:
         """Steps at the end whose scores gave the learner nothing to compare."""
-        if self._config.learner.advantage == "cpo":  # learns from hints where all fail
+        if self._config.learner.advantage == "cpo" or self._config.learner.teacher.path:  # they learn where all fail
             return 0
         whole = self._config.learner.advantage in COMPARE_THE_BATCH
         number = 0
@@ -210,13 +212,28 @@ def _baseline(batch: TrainBatch) -> dict[str, float]:
     return {"reward/greedy": sum(scores.values()) / len(scores)} if scores else {}
 
 
+def _by_role(batch: TrainBatch) -> dict[str, float]:
+    """Mean score of each role, and its share of the trained tokens, in a run with roles."""
+    scores: dict[str, dict[tuple[str, int], float]] = {}
+    tokens: Counter[str] = Counter()
+    for number, row in enumerate(batch.rows):
+        if row.role and not row.greedy:
+            unit = -1 if row.branch_score is None else number
+            scores.setdefault(row.role, {})[row.episode_id, unit] = row.own_score
+            tokens[row.role] += row.num_trained
+    return {f"reward/role/{role}": sum(own.values()) / len(own) for role, own in scores.items()} | {
+        f"batch/role_tokens/{role}": number / tokens.total() for role, number in tokens.items()
+    }
+
+
 def _equal_groups(batch: TrainBatch) -> float:
     """Share of the groups whose episodes all scored the same, in their branches and rounds too: estimators that compare them learn
     nothing there."""
-    scores: dict[int, set[tuple[float, ...]]] = {}
+    scores: dict[tuple[int, str], set[tuple[float, ...]]] = {}
     for row in batch.rows:
         parts = (() if row.branch_score is None else (row.branch_score,)) + tuple(row.round_scores.values())
-        scores.setdefault(row.group_id, set()).add((row.score, *parts))
+        whole = row.score if row.role_score is None else row.role_score
+        scores.setdefault((row.group_id, row.role), set()).add((whole, *parts))
     return sum(len(some) == 1 for some in scores.values()) / len(scores)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from buffers.records import Row, TrainBatch
-from learner.algorithms.aggregation import token_weights
+from learner.algorithms.aggregation import role_weights
 from learner.training.packing import Sequences
 
 Number = TypeVar("Number", bound=np.generic)
@@ -41,7 +41,9 @@ class BatchTensors:
     scores: Tensor
     """[U] float32."""
     groups: Tensor
-    """[U] int64."""
+    """[U] int64: with roles, those of one group and role."""
+    roles: Tensor | None
+    """[N] int64 role of each row; None: all rows are of one."""
     baselines: Tensor | None
     """[U] float32 mean greedy score of the unit's group; None unless every group has a greedy episode."""
     judges: Tensor | None
@@ -75,7 +77,7 @@ class BatchTensors:
         nothing = torch.zeros(len(self.loss_weights))
         counts = nothing.index_add(0, self.rows, self.fresh.float())
         chosen = nothing.index_fill(0, torch.tensor(rows), 1.0)
-        per_row = token_weights(self.loss_weights * chosen, counts=counts, norm=norm, mode=mode)
+        per_row = role_weights(self.loss_weights * chosen, roles=self.roles, counts=counts, norm=norm, mode=mode)
         return torch.where(self.fresh, per_row[self.rows], 0.0)
 
 
@@ -95,6 +97,7 @@ def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = F
             f"got {len(versions)} older ones in {len(batch.rows)} rows"
         )
     sequences = Sequences([row.ids for row in rows], masks=[row.mask for row in rows])
+    roles = _numbered([row.role for row in rows])
     units, scores, groups = _units(rows)
     owners = np.repeat(np.arange(len(rows)), sequences.counts)
     rounds = _flat([row.rounds[own] for row, own in zip(rows, picked)], dtype=np.int32)
@@ -109,7 +112,8 @@ def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = F
         units=units,
         scores=scores,
         groups=groups,
-        baselines=_baselines(batch.rows, groups=groups),
+        roles=torch.from_numpy(roles) if roles.any() else None,
+        baselines=_baselines(batch.rows, rows, units=units),
         judges=_judges(rows, units=units),
         slots=torch.from_numpy(np.arange(sequences.counts.max()) < sequences.counts[:, None]),
         rows=torch.from_numpy(owners),
@@ -134,22 +138,27 @@ def _numbered(names: Sequence[object]) -> npt.NDArray[np.int64]:
 
 
 def _units(rows: list[Row]) -> tuple[Tensor, Tensor, Tensor]:
-    """[N] unit of each row, [U] its score and group: a branch with a score of its own is a unit, an episode's other
-    rows together are one."""
-    names = [(row.episode_id, None if row.branch_score is None else number) for number, row in enumerate(rows)]
+    """[N] unit of each row, [U] its score and group: a branch with a score of its own is a unit, an episode's other rows of
+    one role together are one. Units are compared with those of the same group and role."""
+    names = [
+        (row.episode_id, row.role, None if row.branch_score is None else number) for number, row in enumerate(rows)
+    ]
     units = _numbered(names)
     firsts = [rows[line] for line in np.unique(units, return_index=True)[1]]
-    scores = [row.score if row.branch_score is None else row.branch_score for row in firsts]
+    groups = np.array([row.group_id for row in firsts], dtype=np.int64)
+    if any(row.role for row in firsts):
+        groups = _numbered([(row.group_id, row.role) for row in firsts])
     return (
         torch.from_numpy(units),
-        torch.tensor(scores, dtype=torch.float32),
-        torch.tensor([row.group_id for row in firsts], dtype=torch.int64),
+        torch.tensor([row.own_score for row in firsts], dtype=torch.float32),
+        torch.from_numpy(groups),
     )
 
 
 def _judges(rows: list[Row], *, units: Tensor) -> Tensor | None:
     """[U, J] scores by judge, in the order of their names; a branch's own score is that of one more judge, without a name."""
-    given = [{"": row.branch_score} if row.branch_score is not None else row.judges or {"": row.score} for row in rows]
+    own = [row.branch_score is not None or row.role_score is not None for row in rows]
+    given = [{"": row.own_score} if alone else row.judges or {"": row.score} for row, alone in zip(rows, own)]
     if not any(row.judges for row in rows):
         return None
     names = sorted({name for judges in given for name in judges})
@@ -160,16 +169,18 @@ def _judges(rows: list[Row], *, units: Tensor) -> Tensor | None:
     return table
 
 
-def _baselines(rows: list[Row], *, groups: Tensor) -> Tensor | None:
-    """The greedy score of each unit's group, or None when a group lacks one."""
-    greedy: dict[int, dict[str, float]] = {}
-    for row in rows:
+def _baselines(everything: list[Row], rows: list[Row], *, units: Tensor) -> Tensor | None:
+    """The greedy score of each unit's group and role, or None when one lacks it. `everything`: the trained rows and the greedy."""
+    greedy: dict[tuple[int, str], dict[str, float]] = {}
+    for row in everything:
         if row.greedy:
-            greedy.setdefault(row.group_id, {})[row.episode_id] = row.score
-    if not set(groups.tolist()) <= greedy.keys():
+            score = row.score if row.role_score is None else row.role_score
+            greedy.setdefault((row.group_id, row.role), {})[row.episode_id] = score
+    firsts = [rows[line] for line in np.unique(units.numpy(), return_index=True)[1]]
+    if not {(row.group_id, row.role) for row in firsts} <= greedy.keys():
         return None
-    means = {group: sum(scores.values()) / len(scores) for group, scores in greedy.items()}
-    return torch.tensor([means[group] for group in groups.tolist()], dtype=torch.float32)
+    means = {of: sum(scores.values()) / len(scores) for of, scores in greedy.items()}
+    return torch.tensor([means[row.group_id, row.role] for row in firsts], dtype=torch.float32)
 
 
 def _round_rewards(row: Row) -> npt.NDArray[np.float32]:
@@ -189,7 +200,7 @@ def _round_rewards(row: Row) -> npt.NDArray[np.float32]:
 
 def _check_row(row: Row) -> None:
     scores = [row.score, *row.round_scores.values(), *(row.judges or {}).values()]
-    scores += [] if row.branch_score is None else [row.branch_score]
+    scores += [score for score in (row.branch_score, row.role_score) if score is not None]
     bad = [score for score in scores if not np.isfinite(score)]
     if bad:
         raise ValueError(f"score of episode {row.episode_id} must be finite, got {bad[0]}; check its environment")

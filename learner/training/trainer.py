@@ -29,6 +29,7 @@ from learner.algorithms.entropy import EntropyCoefficient, covariances, pick_cli
 from learner.algorithms.kl import KLCoefficient, kl_estimate
 from learner.algorithms.losses import Loss, actor_loss, value_loss
 from learner.algorithms.objectives import Targets
+from learner.algorithms.teacher import teacher_advantages
 from learner.algorithms.values import explained_variance, score_scale
 from learner.checkpoints import hf_export, training_state
 from learner.checkpoints.weight_shards import Published, WeightShards
@@ -46,6 +47,7 @@ from learner.training.hinted_rows import hinted_sequences
 from learner.training.packing import Sequences, split_minibatches
 from learner.training.step_metrics import StepMetrics
 from learner.training.tree_packing import kept_together, with_shared_prefixes
+from learner.training.vocabulary import check_same_vocabulary
 from learner.training.warm_start import load_traces, train_on_traces
 
 VALUE_HEAD_LR_RATIO = 10.0
@@ -115,6 +117,7 @@ class Trainer:
         self._bonus = EntropyCoefficient(
             config.entropy_coef, target=entropy.target, step=entropy.step, most=entropy.most
         )
+        self._teacher = self._load_teacher(config.teacher.path) if config.teacher.path else None
         self._shards = WeightShards(self._policy.lm, dtype=self._dtype, rank=rank, adapter=self._adapter)
         self._work = Work.of(self._policy.lm)
         self._rate = matmul_rate(device=device, dtype=dtype) * world_size
@@ -307,6 +310,29 @@ class Trainer:
             policy.checkpoint_layers()
         fsdp.shard(policy, layers=policy.layers, mesh=self._mesh, dtype=self._dtype)
 
+    def _load_teacher(self, folder: str) -> Policy:
+        """A frozen model, sharded as the policy is."""
+        check_same_vocabulary(
+            self._tokenizer, AutoTokenizer.from_pretrained(folder), key="learner.teacher.path", folder=folder
+        )
+
+        def prepare(teacher: Policy) -> None:
+            teacher.requires_grad_(False)
+            fsdp.shard(teacher, layers=teacher.layers, mesh=self._mesh, dtype=self._dtype)
+
+        return load_policy(folder, value_head=False, device=self._device, prepare=prepare)
+
+    def _taught(self, table: BatchTensors) -> Tensor:
+        """[M] the teacher's log-probabilities of the trained tokens."""
+        assert self._teacher is not None
+        found = torch.zeros(table.sequences.num_trained, device=self._device)
+        for piles in self._plan(table.sequences, rows=range(len(table.sequences.ids))):
+            micro = table.sequences.micro_batch(piles[self._rank], device=self._device)
+            with torch.no_grad():
+                outputs = self._teacher(micro, temperature=self._temperature)
+            found[micro.index] = outputs.logprobs
+        return fsdp.all_sum(found).cpu()
+
     def _adamw(self, policy: Policy, *, lr: float, grows: bool) -> torch.optim.AdamW:
         """`peak_lr` is reached after the warm-up. A value head learns faster: at the policy's rate it lags for 20 steps; and in
         proportion to the scores' size: Adam's steps do not grow with them, and values of 100 would be far. `grows`: gradients
@@ -419,14 +445,19 @@ class Trainer:
                 metrics["policy/kl_ref"] = float((shares * kl).sum())
         evidence = self._evidence(table, shares=shares, before=before, rewards=rewards)
         estimate = self._estimator.compute(evidence)
+        advantages = estimate.advantages[table.slots]
+        if self._teacher is not None:
+            taught = self._taught(table)
+            told = teacher_advantages(before.logprobs, teacher=taught, coef=self._config.teacher.coef)
+            advantages = advantages + torch.where(table.fresh, told, 0.0)
+            metrics["policy/kl_teacher"] = float((shares * (before.logprobs - taught)).sum())
         if self._token_figures is not None:
-            advantages = estimate.advantages[table.slots].float().numpy()
-            self._token_figures = replace(self._token_figures, advantage=advantages)
+            self._token_figures = replace(self._token_figures, advantage=advantages.float().numpy())
         targets = Targets(
             behaviour=table.behaviour,
             proximal=before.logprobs,
             reference=reference,
-            advantages=estimate.advantages[table.slots],
+            advantages=advantages,
             returns=estimate.returns[table.slots],
             values=before.values,
             sequences=table.rows,
@@ -460,6 +491,7 @@ class Trainer:
             baselines=table.baselines,
             hinted=hinted,
             judges=table.judges,
+            roles=table.roles,
             energy=table.padded(before.energy) if self._estimator.needs_energy else None,
         )
         scale = score_scale(unit_returns(evidence), values=before.values)

@@ -1,9 +1,9 @@
 """Which episode does a request belong to? Answered from its API key or its URL, without touching the agent.
 
 Pure ASGI, in front of vLLM's application and of our own routes. The key is taken from `Authorization: Bearer`, `x-api-key`,
-`x-goog-api-key`, the `key` of a query in Google's dialect, or a path prefix `/e/<key>/v1/...` (for agents whose key cannot be set).
-Model routes without a valid key of a running episode are answered here, in the dialect's own error form; nothing of them is
-recorded.
+`x-goog-api-key`, the `key` of a query in Google's dialect, or a path prefix `/e/<key>/v1/...` (for agents whose key cannot be set),
+where a role may follow: `/e/<key>/<role>/v1/...`. Model routes without a valid key of a running episode are answered here, in the
+dialect's own error form; nothing of them is recorded.
 """
 
 from __future__ import annotations
@@ -58,6 +58,12 @@ def key_of(scope: Scope) -> tuple[str | None, str]:
     return next((key for key in keys if key.startswith(PREFIX)), keys[0] if keys else None), path
 
 
+def role_of(path: str) -> tuple[str, str]:
+    """(role, path without it) of what follows the key in a path; no role where what would be left is no model route."""
+    role, slash, rest = path[1:].partition("/")
+    return (role, slash + rest) if route_of(slash + rest)[0] in ROUTES else ("", path)
+
+
 class Attribution:
     """ASGI application: sets `current_call` for model requests of running episodes and refuses the others; hands all other
     paths to `others`."""
@@ -72,9 +78,12 @@ class Attribution:
         is_full: Callable[[], bool] = bool,
         elsewhere: Callable[[str, str], ASGIApp | None] | None = None,
         find: Callable[[str], Awaitable[LiveEpisode]] | None = None,
+        has_roles: bool = False,
     ) -> None:
         """`is_full`: nothing more can be recorded for now. `elsewhere`: what passes a model request with this key to this path on
-        to another server process, None where it is served here. `find`: gets an episode that is not known here yet."""
+        to another server process, None where it is served here. `find`: gets an episode that is not known here yet. `has_roles`: a
+        path may name a role after the key."""
+        self._has_roles = has_roles
         self._elsewhere = elsewhere
         self._find = find
         self._models = models
@@ -87,8 +96,13 @@ class Attribution:
         if scope["type"] != "http":
             await self._others(scope, receive, send)
             return
-        key, asked = key_of(scope)
-        path, named = route_of(asked)
+        key, path = key_of(scope)
+        role = ""
+        if self._has_roles and path != scope["path"] and route_of(path)[0] not in ROUTES:
+            role, path = role_of(path)
+        path, named = route_of(path)
+        if self._has_roles:
+            role = role or named.get("model", "")
         elsewhere = None
         if self._elsewhere is not None and key is not None and path in ROUTES:
             elsewhere = self._elsewhere(key, path)
@@ -115,6 +129,8 @@ class Attribution:
         if path in GENERATING and self._is_full():
             await _refuse(send, path, status=503, code="storage_full", error=_FULL, retry_after_s=RETRY_AFTER_S)
             return
+        if call is not None:
+            call.asked_role = role
         token = current_call.set(call)
         try:
             with nullcontext() if call is None else call.live.answering():

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from buffers.errors import RequestRefused
 from mocked_server.client_retries import Answer, TakenOver
 from mocked_server.gemini.routes import GeminiRoutes
 from mocked_server.http.dialects import GEMINI_ROUTES, GENERATE, GENERATING, error_body, message_of, respelled
@@ -31,6 +32,7 @@ from mocked_server.http.request_limits import (
 from mocked_server.http.request_memory import BodyRoom, RequestMemory
 from mocked_server.parser_names import tools_need_a_parser
 from mocked_server.request_context import Call, current_call
+from mocked_server.roles import Roles
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +65,11 @@ class Observer(Protocol):
 class ModelRequests:
     """See the module."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, roles: Roles | None = None) -> None:
+        """`roles`: of the run; None: it has none."""
         self._app = app
         self._gemini = GeminiRoutes(app)
+        self._roles = roles
         self.observer: Observer | None = None
         self.refused: Counter[str] = Counter()
         """Why requests were refused -> how often; at most `MAX_REASONS`."""
@@ -91,6 +95,15 @@ class ModelRequests:
                 return
             if self.observer is not None:
                 self.observer.request(call, path, body)
+            if self._roles is not None:
+                try:
+                    body = self._roles.settle(call, body)
+                except RequestRefused as error:
+                    await _refuse(send, path, code="model_not_found", message=str(error), param="model", status=404)
+                    return
+                if (elsewhere := self._roles.elsewhere(call.role)) is not None:
+                    await elsewhere.answer(call, path, body, send=send)
+                    return
             if (field := refused(path, body)) is not None:
                 await _refuse(send, path, code="unsupported_field", message=field.message, param=field.field)
                 return
@@ -115,7 +128,7 @@ class ModelRequests:
         if scope["path"] not in GENERATING or attempt is None:
             await self._ask(call, scope, replaying(body, receive), send)
             return
-        where = repr((scope["path"], scope.get("path_params"), scope.get("query_string"))).encode()
+        where = repr((scope["path"], scope.get("path_params"), scope.get("query_string"), call.role.name)).encode()
         key = hashlib.blake2b(body, digest_size=16, key=hashlib.blake2b(where, digest_size=16).digest()).digest()
         answer = call.live.answers.find(key, attempt=attempt)
         if answer is None:
@@ -210,10 +223,12 @@ def _attempt(headers: list[tuple[bytes, bytes]]) -> int | None:
     return int(count) if count.isdigit() and len(count) <= MAX_RETRY_DIGITS else None
 
 
-async def _refuse(send: Send, path: str, *, code: str, message: str, param: str | None = None) -> None:
+async def _refuse(
+    send: Send, path: str, *, code: str, message: str, param: str | None = None, status: int = 400
+) -> None:
     headers = [(b"content-type", b"application/json"), (b"x-should-retry", b"false")]
-    await send({"type": "http.response.start", "status": 400, "headers": headers})
-    body = error_body(path, status=400, message=message, code=code, param=param)
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    body = error_body(path, status=status, message=message, code=code, param=param)
     await send({"type": "http.response.body", "body": body})
 
 

@@ -46,6 +46,7 @@ from mocked_server.keys import KeyRing
 T = TypeVar("T")
 MAX_WAIT_S = 60.0
 MAX_INDEX = 1 << 31
+MAX_ROLE_CHARS = 64
 MAX_TASKS = 10_000
 """Added at once; more of them go into a task file."""
 
@@ -68,6 +69,10 @@ class EpisodeService(Protocol):
         """Raises StorageFull while the disk takes nothing."""
         ...
 
+    def check_role(self, role: str) -> None:
+        """Raises ScoreError for a role that the run does not train."""
+        ...
+
 
 class ScoreBody(BaseModel):
     """Exactly one of `score` and `failed`. Without more the score is of the whole episode, which it ends."""
@@ -80,6 +85,8 @@ class ScoreBody(BaseModel):
     """The score is of this model call of the episode, counted from 0 as they end."""
     branch: Annotated[int, Field(ge=0, le=MAX_INDEX)] | None = None
     """The score is of the branch that this model call is in."""
+    role: Annotated[str, Field(max_length=MAX_ROLE_CHARS)] = ""
+    """The score is of this role, whose rows are trained by it; the episode still needs its own, which ends it."""
     judge: Annotated[str, Field(max_length=MAX_JUDGE_CHARS)] = ""
     """An episode's score is the mean of its judges'."""
     final: bool = True
@@ -93,8 +100,8 @@ class ScoreBody(BaseModel):
     def _one(self) -> ScoreBody:
         if (self.score is None) == (self.failed is None):
             raise ValueError("exactly one of score and failed must be given")
-        if self.round_index is not None and self.branch is not None:
-            raise ValueError("a score is of a round or of a branch, not both")
+        if sum((self.round_index is not None, self.branch is not None, bool(self.role))) > 1:
+            raise ValueError("a score is of a round or of a branch or of a role, not of two of them")
         if not self.judge.isprintable():
             raise ValueError("judge must be printable")
         return self
@@ -104,6 +111,7 @@ class ScoreBody(BaseModel):
         detail = ScoreDetail(
             round_index=self.round_index,
             branch=self.branch,
+            role=self.role,
             judge=self.judge,
             final=self.final,
             revise=self.revise,
@@ -251,6 +259,8 @@ def _scorer_routes(service: EpisodeService) -> APIRouter:
         if body.score is None:
             await service.fail(body.episode_id, body.failed or "no reason given")
             return {"episode_id": body.episode_id, "stored": True}
+        if body.role:
+            service.check_role(body.role)
         return {
             "episode_id": body.episode_id,
             "stored": await service.notify_score(body.episode_id, body.score, detail=body.detail()),

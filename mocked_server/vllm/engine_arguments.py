@@ -43,6 +43,8 @@ class EngineSettings:
     """Adapters that are kept for the generations that began under them."""
     beside_rank: bool = True
     """A rank of the learner is on a card of an engine's."""
+    role_names: tuple[str, ...] = ()
+    """The names of the run's roles, which then take the place of `served_name` in the API."""
 
 
 def set_process_environment() -> None:
@@ -97,7 +99,7 @@ def _owned_words(settings: EngineSettings) -> list[str]:
         "--model",
         str(settings.model_path),
         "--served-model-name",
-        settings.served_name,
+        *(settings.role_names or (settings.served_name,)),
         "--dtype",
         settings.dtype,
     ]

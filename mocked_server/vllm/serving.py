@@ -28,6 +28,7 @@ from mocked_server.conversation.restored_rounds import memo_of
 from mocked_server.http.dialects import GENERATE, SERVED, SLEEP, WAKE_UP
 from mocked_server.http.failures import FAILURES, failure_of
 from mocked_server.request_context import AnswerPart, Call, PendingReply, Sampling, current_call
+from mocked_server.roles import NO_ROLE, Role
 from mocked_server.vllm.exact_rendering import ExactRendering
 from mocked_server.vllm.generate_route import Sleeper, TokenRoute
 from mocked_server.vllm.reply_parser import ReplyParser
@@ -57,7 +58,16 @@ class QueueClient:
     errored = False
     dead_error = EngineError("the engine died")
 
-    def __init__(self, vllm_config: Any, *, queue: PromptSink, rollout: RolloutConfig, strict: bool) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        *,
+        queue: PromptSink,
+        rollout: RolloutConfig,
+        strict: bool,
+        default_role: Role = NO_ROLE,
+    ) -> None:
+        """`default_role`: of prompts that name none."""
         from vllm.renderers import renderer_from_config
         from vllm.v1.engine.input_processor import InputProcessor
 
@@ -69,6 +79,7 @@ class QueueClient:
         self.sleeper: Sleeper | None = None
         self._queue = queue
         self._rollout = rollout
+        self._default_role = default_role
         self._rules = SamplingRules(self.input_processor, rollout=rollout)
 
     def check_admission(self, *_: Any, **__: Any) -> None:
@@ -121,7 +132,7 @@ class QueueClient:
         params = SamplingParams(max_tokens=self._rollout.max_tokens, output_kind=RequestOutputKind.FINAL_ONLY)
         self._rules.apply(params, prompt_len=len(ids), live=live)
         sampling, plan = Sampling(params=params, extra={}), continue_tokens(live, ids)
-        answer = await self._whole(request_id, ids, sampling, live=live, plan=plan)
+        answer = await self._whole(request_id, ids, sampling, live=live, plan=plan, role=self._default_role)
         return str(answer.output.outputs[0].text)
 
     async def generate_tokens(self, prompt_ids: list[int], params: Any, *, request_id: str) -> AnswerPart:
@@ -134,7 +145,15 @@ class QueueClient:
             live.check_room()
         first_trained = self._rules.apply(params, prompt_len=len(ids), live=live)
         sampling = Sampling(params=params, extra={})
-        return await self._whole(request_id, ids, sampling, live=live, plan=plan, first_trained=first_trained)
+        return await self._whole(
+            request_id,
+            ids,
+            sampling,
+            live=live,
+            plan=plan,
+            first_trained=first_trained,
+            role=self._default_role if call is None else call.role,
+        )
 
     async def _outputs(
         self,
@@ -151,7 +170,9 @@ class QueueClient:
         has_begun = False
         reply: PendingReply | None = None
         try:
-            reply = self._put(request_id, ids, sampling, live=call.live, plan=plan, first_trained=first_trained)
+            reply = self._put(
+                request_id, ids, sampling, live=call.live, plan=plan, first_trained=first_trained, role=call.role
+            )
             async for part in reply.parts():
                 has_begun = True
                 output = part.output if part.responses is None else self._ended(part, live=call.live, plan=plan).output
@@ -174,10 +195,11 @@ class QueueClient:
         *,
         live: LiveEpisode | None,
         plan: Continuation | None,
+        role: Role,
         first_trained: int | None = 0,
     ) -> AnswerPart:
         """Queue a prompt that is answered in one part, and wait for that."""
-        reply = self._put(request_id, ids, sampling, live=live, plan=plan, first_trained=first_trained)
+        reply = self._put(request_id, ids, sampling, live=live, plan=plan, first_trained=first_trained, role=role)
         try:
             *_, last = [part async for part in reply.parts()]
             return self._ended(last, live=live, plan=plan)
@@ -193,6 +215,7 @@ class QueueClient:
         live: LiveEpisode | None,
         plan: Continuation | None,
         first_trained: int | None,
+        role: Role,
     ) -> PendingReply:
         reply = PendingReply()
         prompt = Prompt(
@@ -204,7 +227,8 @@ class QueueClient:
             reply=reply,
             parent=None if plan is None else plan.parent_index,
             memo=b"" if plan is None else memo_of(plan.chat, plan.cause),
-            first_trained=first_trained,
+            first_trained=first_trained if role.is_trained else None,
+            role="" if live is None else role.name,
         )
         self._queue.put(prompt)
         return reply

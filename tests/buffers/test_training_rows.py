@@ -233,3 +233,20 @@ def test_a_tree_that_is_rebuilt_from_its_rounds_goes_on_as_it_would_have() -> No
     assert round_.trained is trained
     types = [array.dtype for array in (round_.tail_ids, round_.sampled_ids, round_.versions, round_.logprobs)]
     assert types == [np.int32, np.int32, np.int32, np.float32]
+
+
+def test_a_branch_in_which_two_roles_spoke_is_a_row_for_each_and_each_weighs_once() -> None:
+    rounds = [
+        make_round("e", index=0, tail=[1], sampled=[2], role="a"),
+        make_round("e", index=1, parent=0, tail=[3], sampled=[4], role="b"),
+        make_round("e", index=2, tail=[5], sampled=[6], role="a"),
+    ]
+    scores = EpisodeScores(whole=0.5, roles={"b": -1.0})
+    first, second, third = episode_rows(rounds, group_id=4, scores=scores)
+    assert [(row.role, row.mask.tolist()) for row in (first, second, third)] == [
+        ("a", [0, 1, 0, 0]),
+        ("b", [0, 0, 0, 1]),
+        ("a", [0, 1]),
+    ]
+    assert [row.loss_weight for row in (first, second, third)] == [0.5, 1.0, 0.5]
+    assert [row.own_score for row in (first, second, third)] == [0.5, -1.0, 0.5]

@@ -214,3 +214,32 @@ def test_a_value_that_cannot_be_empty_is_asked_for() -> None:
         ConfigError, match=r"run\.steps must have a value \(integer >= 1\), got nothing; set run\.steps=60"
     ):
         load_config(overrides=["run.steps="])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("roles={judge: {url: 'http://a/v1'}}", "roles must name one that the policy plays, got judge"),
+        ("roles={a: {frozen: 3}}", "roles"),
+        ("roles={a: {}, b: {frozen: -1, url: 'http://a/v1'}}", "frozen and url are two models"),
+        ("roles={a: {}, b: {url: 'ftp://a'}}", "url must begin with http:// or https://"),
+        ("roles={a: {model: m}}", "model and key_variable are of a url"),
+        ("roles={'a b': {}}", "roles"),
+        ("learner.advantage=teacher", "learner.teacher.path=''"),
+        ("learner.teacher.coef=2.0", "learner.teacher.coef has an effect with a learner.teacher.path only"),
+    ],
+)
+def test_roles_and_teachers_that_cannot_be_are_refused(override: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_config(FOLDER / "demo.yaml", overrides=[override])
+    assert words in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_roles_are_set_as_a_whole_and_served_by_one_process() -> None:
+    config = load_config(FOLDER / "demo.yaml", overrides=["roles={a: {}, b: {frozen: -10}}"])
+    assert [(name, role.frozen, role.is_trained) for name, role in config.roles.items()] == [
+        ("a", None, True),
+        ("b", -10, False),
+    ]
+    with pytest.raises(ConfigError, match=r"got server.processes=2; set server.processes=1"):
+        load_config(FOLDER / "demo.yaml", overrides=["roles={a: {}}", "server.processes=2"])

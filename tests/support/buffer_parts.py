@@ -23,6 +23,7 @@ def make_round(
     sampled: Sequence[int] = (7, 8, 9),
     version: int = 0,
     finish_reason: str = "stop",
+    role: str = "",
 ) -> Round:
     return Round(
         episode_id=episode_id,
@@ -33,6 +34,7 @@ def make_round(
         logprobs=-np.arange(1, len(sampled) + 1, dtype=np.float32) / 8,
         versions=np.full(len(sampled), version, dtype=np.int32),
         finish_reason=finish_reason,
+        role=role,
     )
 
 

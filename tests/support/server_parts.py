@@ -23,6 +23,7 @@ from mocked_server.fleet.member import EngineLost, Sampled
 from mocked_server.generation import Generation
 from mocked_server.keys import KeyRing
 from mocked_server.processes.server_processes import ServerProcesses
+from mocked_server.roles import Roles
 from mocked_server.server import MockedServer
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 
@@ -123,12 +124,19 @@ class ServerThread:
         keys: KeyRing | None = None,
         pool: Mapping[str, Any] | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
+        roles: Roles | None = None,
         **server: Any,
     ) -> None:
         """`pool`: arguments of `TaskPool` that differ from those of most tests. `loop`: one that runs already, of a real engine."""
         settings = EngineSettings(
-            model_path=model, served_name="policy", dtype="float32", rollout=rollout, server=ServerConfig(**server)
+            model_path=model,
+            served_name="policy",
+            dtype="float32",
+            rollout=rollout,
+            server=ServerConfig(**server),
+            role_names=roles.names if roles else (),
         )
+        self._roles = roles
         self._args = make_args(settings)
         self._vllm_config = make_vllm_config(self._args)
         self._settings = settings
@@ -163,12 +171,17 @@ class ServerThread:
             score_fn=lambda task, text: self.score_fn(task, text) if self.score_fn else 0.0,
             loops=self.loops,
             processes=self._make_processes(),
+            roles=self._roles,
         )
         tokenizer = self.server._client.renderer.get_tokenizer()
         self.tokenizer = tokenizer
         decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)  # noqa: E731
         self.engine = EngineFleet([engine]) if engine else ScriptedEngine(lambda _: self.ids("ok"), decode=decode)
-        self.generation = Generation(self.engine, queue=self.server.prompt_queue, rounds=self.ledger)
+        frozen = [role.name for role in self._roles._roles.values() if not role.is_trained] if self._roles else []
+        self.frozen = {name: ScriptedEngine(lambda _: self.ids("frozen"), decode=decode) for name in frozen}
+        self.generation = Generation(
+            self.engine, queue=self.server.prompt_queue, rounds=self.ledger, frozen=self.frozen
+        )
         self.server.on_ended = self.generation.forget
         self._resume()
         await self.server.start()

@@ -49,6 +49,23 @@ def test_scores_of_branches_and_rounds_reach_their_rows(ledger: Ledger) -> None:
     assert (second.score, second.branch_score, second.round_scores) == (1.0, -1.0, {2: 0.5})
 
 
+def test_a_roles_score_is_the_latest_of_each_judge_and_stays_unless_it_is_revised(ledger: Ledger) -> None:
+    (episode,) = open_running(ledger, task=0)
+    for index, role in enumerate(("a", "b")):
+        ledger.put_round(make_round(episode.episode_id, index=index, tail=(index,), role=role)).result()
+    tell = lambda score, **detail: ledger.notify_score(episode.episode_id, score, detail=ScoreDetail(**detail)).result()  # noqa: E731
+    assert tell(2.0, role="a") and tell(4.0, role="a", judge="other")
+    assert not tell(2.0, role="a")
+    with pytest.raises(ScoreConflict):
+        tell(3.0, role="a")
+    assert tell(6.0, role="a", revise=True)
+    assert ledger.counts()["episodes/running"] == 1
+    assert tell(0.5)
+    assert [(row.role, row.role_score, row.score) for row in rows(ledger)] == [("a", 5.0, 0.5), ("b", None, 0.5)]
+    told = ledger.score_history(episode.episode_id).result()
+    assert [(each["part"], each["role"]) for each in told][-2:] == [("role", "a"), ("whole", "")]
+
+
 def test_a_score_of_a_part_does_not_end_the_episode(ledger: Ledger) -> None:
     episode = running(ledger).episode_id
     ledger.notify_score(episode, 0.25, detail=ScoreDetail(round_index=0)).result()

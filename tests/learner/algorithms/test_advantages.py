@@ -23,7 +23,7 @@ from learner.algorithms.values import (
     whiten,
 )
 
-GROUPED = set(ESTIMATORS) - {"gae", "remax", "reinforce_plus_plus"}
+GROUPED = set(ESTIMATORS) - {"gae", "remax", "reinforce_plus_plus", "teacher"}
 
 
 def _gae(rewards: Tensor, *, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -437,3 +437,18 @@ def test_mathematics_needs_no_engine_no_cluster_and_no_model_library() -> None:
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True, timeout=60
     )
     assert answer.stdout.strip() == "[]"
+
+
+def test_roles_are_whitened_apart() -> None:
+    evidence = _evidence(
+        scores=torch.tensor([10.0, 1.0, 30.0, 3.0]),
+        groups=torch.tensor([0, 1, 0, 1]),
+        units=torch.tensor([0, 1, 2, 3]),
+        mask=torch.ones(4, 1, dtype=torch.bool),
+        weights=torch.full((4, 1), 0.25),
+        roles=torch.tensor([0, 1, 0, 1]),
+        **{name: torch.zeros(4, 1) for name in ("rewards", "values")},
+        discounts=torch.ones(4, 1),
+    )
+    told = ESTIMATORS["reinforce_plus_plus"].compute(evidence).advantages
+    torch.testing.assert_close(told, torch.tensor([[-1.0], [-1.0], [1.0], [1.0]]))

@@ -140,3 +140,42 @@ def test_empty_batch_is_refused() -> None:
 def test_padding_keeps_the_type_of_what_it_pads() -> None:
     table = _table(make_row([0, 1, 2], mask=[0, 1, 1]), make_row([0, 1], mask=[0, 1], episode="1-0-0"))
     assert table.padded(torch.tensor([True, False, True])).tolist() == [[True, False], [True, False]]
+
+
+def test_roles_are_compared_and_weighed_apart() -> None:
+    talk = {"mask": [0, 1], "score": 1.0}
+    rows = [
+        make_row([1, 2], episode=f"0-{sample}-0", group=5, role=role, role_score=own, **talk)
+        for sample in (0, 1)
+        for role, own in (("a", 10.0 * sample), ("b", None))
+    ]
+    long = make_row([1, 2, 3, 4], mask=[0, 1, 1, 1], episode="0-0-0", group=5, score=1.0, role="b", loss_weight=1.0)
+    table = _table(rows[0], long, *rows[2:])
+    assert table.groups.tolist() == [0, 1, 0, 1]
+    assert table.scores.tolist() == [0.0, 1.0, 10.0, 1.0]
+    for mode in ("token-mean", "seq-mean-token-mean"):
+        weights = table.weights(range(4), mode=mode)
+        own = {
+            role: sum(w for w, row in zip(weights.tolist(), table.rows.tolist()) if row % 2 == role) for role in (0, 1)
+        }
+        assert own == pytest.approx({0: 0.5, 1: 0.5})  # however many tokens a role has
+    assert table.weights(range(4), mode="token-mean").tolist() == pytest.approx([0.25, *[0.125] * 3, 0.25, 0.125])
+
+
+def test_a_greedy_baseline_is_of_the_same_role() -> None:
+    rows = [
+        make_row(
+            [1, 2],
+            mask=[0, 1],
+            episode=f"{sample}",
+            group=5,
+            score=0.5,
+            role=role,
+            role_score=score,
+            greedy=sample == 0,
+        )
+        for sample in (0, 1)
+        for role, score in (("a", 3.0), ("b", None))
+    ]
+    baselines = _table(*rows).baselines
+    assert baselines is not None and baselines.tolist() == [3.0, 0.5]

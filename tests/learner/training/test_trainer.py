@@ -312,7 +312,7 @@ def test_a_recipe_makes_the_token_that_wins_likelier(
     assert float(after[7] - after[9]) > float(before[7] - before[9]) + 0.1
 
 
-@pytest.mark.parametrize("advantage", [name for name in ESTIMATORS if name not in ("remax", "cpo", "gdpo")])
+@pytest.mark.parametrize("advantage", [name for name in ESTIMATORS if name not in ("remax", "cpo", "gdpo", "teacher")])
 def test_scores_of_any_size_teach_the_same(
     trainer: MakeTrainer, mixed: list[TrainBatch], tmp_path: Path, advantage: str
 ) -> None:
@@ -514,3 +514,34 @@ def test_metrics_are_floats_under_their_names(trainer: MakeTrainer) -> None:
     expected += " critic/explained_variance policy/is_weight_mean policy/is_weight_max learner/tokens learner/skipped"
     expected += " time/train_s policy/max_logprob_diff policy/mean_logprob_diff"
     assert set(expected.split()) <= set(metrics)
+
+
+def test_a_policy_comes_nearer_to_its_teacher_on_what_it_samples(
+    trainer: MakeTrainer, model: Path, tmp_path: Path
+) -> None:
+    teacher = make_model(tmp_path / "teacher", seed=11)
+    learner = trainer(
+        advantage="teacher", teacher={"path": str(teacher)}, lr=3e-3, lr_warmup_steps=0, minibatches=1, critic="none"
+    )
+    batch, found = walks(), []
+    for version in range(6):
+        metrics = learner.train_step(batch, version=version)
+        found.append(metrics["policy/kl_teacher"])
+        learner.save_pretrained(tmp_path / "now")
+        batch = _sampled_by(tmp_path / "now", walks(), version=version + 1)
+    lm = AutoModelForCausalLM.from_pretrained
+    rows = walks().rows
+    assert found[0] == pytest.approx(_gap(lm(model), lm(teacher), rows), abs=1e-5)
+    assert found[-1] < found[0] - 0.01
+
+
+def _gap(policy: Any, teacher: Any, rows: list[Row]) -> float:
+    """Mean of log pi - log pi_T over the trained tokens."""
+    gaps = []
+    for row in rows:
+        ids = torch.from_numpy(row.ids).long()[None]
+        with torch.no_grad():
+            ours, theirs = (one(ids).logits[0, :-1].log_softmax(-1) for one in (policy, teacher))
+        own = (ours - theirs).gather(-1, ids[0, 1:, None]).squeeze(-1)
+        gaps.append(own[torch.from_numpy(row.mask[1:].astype(bool))])
+    return float(torch.cat(gaps).mean())

@@ -41,8 +41,18 @@ def rows() -> list[Row]:
         Row("server.reasoning_parser", "set", "parsers", _reasons(True)),
         Row("server.replay_match", "tolerant", "parsers", _branches(1.0)),
         Row("server.replay_match", "strict", "strict", _branches(2.0)),
+        Row("roles", "", "roles", all_of(_two_speak_and_one_learns, metric("policy/role_version/runner", lambda found: found == [0, 1, 2]))),
         Row("agents.command", "ends with 0", "ends", _says_that_it_ended),
     ]  # fmt: skip
+
+
+def _two_speak_and_one_learns(ended: Ended) -> str:
+    """Rounds of both roles are in the ledger; those of the earlier version are never trained, and were sampled by it."""
+    said = "SELECT count(*) FROM round WHERE role = '{}' AND num_sampled > 0 AND trained IS {} NULL"
+    scout, runner = (ended.sql(said.format(role, word))[0] for role, word in (("scout", ""), ("runner", "NOT")))
+    shares = ended.metric("batch/role_tokens/scout")
+    seen = f"{scout} trained rounds of the scout, {runner} of the runner that are not, shares {shares}"
+    return expect(min(scout, runner) >= 32 and set(shares) == {1.0}, seen)
 
 
 def notes(ended: Ended) -> list[dict[str, Any]]:

@@ -170,6 +170,8 @@ def _numbers() -> list[Row]:
         Row("learner.gamma", "", "rounds", trains("learner.gamma", 1.0)),
         Row("learner.lam", "", gae, trains("learner.lam", 1.0)),
         Row("learner.kl.coef", "", plain, trains("learner.kl.coef", 0.0)),
+        Row("learner.teacher.path", "", learner_name("teacher"), trains("learner.teacher.path", "")),
+        Row("learner.teacher.coef", "", learner_name("teacher"), trains("learner.teacher.coef", 1.0)),
         Row("learner.kl.horizon", "", learner_name("reinforce_plus_plus"), trains("learner.kl.horizon", 10_000.0)),
         Row("learner.entropy_coef", "", plain, trains("learner.entropy_coef", 0.0)),
     ]

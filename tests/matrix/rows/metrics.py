@@ -101,6 +101,7 @@ def _policy() -> dict[str, tuple[str, Effect]]:
         "policy/entropy_coef": (learner_name("gpg"), moves("policy/entropy_coef")),
         "policy/too_old_share": ("aged", metric("policy/too_old_share", lambda values: 0 < max(values) < 1)),
         "policy/kl_ref": (GRPO, all_of(moves("policy/kl_ref"), positive_once("policy/kl_ref"))),
+        "policy/kl_teacher": (learner_name("teacher"), moves("policy/kl_teacher")),
         "policy/kl_coef": (learner_name("reinforce_plus_plus"), moves("policy/kl_coef")),
         "policy/max_logprob_diff": (GRPO, metric("policy/max_logprob_diff", lambda values: 0 < max(values) < 1e-4)),
         "policy/mean_logprob_diff": (GRPO, metric("policy/mean_logprob_diff", lambda values: 0 < max(values) < 1e-5)),

@@ -14,6 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from configs.schema import LearnerConfig
+from configs.tiny_model import make_tiny_model
 from tests.matrix.inventory import NULL, annotations, values_of
 from tests.matrix.records import Run
 from tests.matrix.scenarios.settings import PROMPTS, SMALL
@@ -56,6 +57,7 @@ ALSO: dict[str, dict[str, Any]] = {
     "grpo_passk": {"learner.rejection.kind": "k3_mean"},
     "otb": {"learner.rejection.kind": "stale_negatives", "learner.ranks": 2},
     "cpo": {"data.scorer": "exact_match", "learner.rejection.kind": "geo_mean"},
+    "teacher": {"learner.teacher.path": "{files}/teacher", "learner.teacher.coef": 2.0},
 }  # fmt: skip
 """Advantage -> what its run sets besides. With cpo all fail, as it learns from hints where that is so."""
 
@@ -137,7 +139,9 @@ def learner_runs() -> list[Run]:
         Run(
             name=one.name,
             settings=one.settings,
-            files=of_many_lengths(extra_info={"hint": "Say abc."}),
+            files=_with_teacher
+            if "learner.teacher.path" in one.settings
+            else of_many_lengths(extra_info={"hint": "Say abc."}),
         )
         for one in packed()
     ]
@@ -151,6 +155,12 @@ def learner_runs() -> list[Run]:
         Run(name="rounds", settings=ROUNDS, files=_letters),
         Run(name="truncated", settings=cut, files=of_many_lengths()),
     ]
+
+
+def _with_teacher(folder: Path) -> None:
+    """The tasks, and another model of the policy's family."""
+    make_tiny_model(folder / "teacher", seed=7)
+    of_many_lengths()(folder)
 
 
 def recipes() -> list[str]:

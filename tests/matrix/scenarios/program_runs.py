@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from buffers.records import Task
+from env_adapters.relay.game import relay_tasks
 from tests.matrix.records import Run
 from tests.matrix.scenarios.settings import SMALL
 from tests.matrix.scenarios.task_files import task, written
@@ -38,6 +39,23 @@ SILENT: dict[str, Any] = {
     **JUDGED, "agents.silence_s": 2.0, "agents.processes": 1, "agents.max_attempts": 1, "agents.concurrency": 32,
 }  # fmt: skip
 """More agents than there are episodes to play, of which some say nothing."""
+
+
+ROLES: dict[str, Any] = {
+    **SMALL,
+    "run.steps": 3,
+    "data.tasks": "{files}/tasks.parquet",
+    "agents.command": ["{python}", "{understudy}/agents/examples/relay_agent.py"],
+    "env.command": ["{python}", "-m", "env_adapters.relay.server", "--by", "branch"],
+    "roles": {"scout": {}, "runner": {"frozen": -1}},
+    "learner.advantage": "grpo",
+    "learner.critic": "none",
+}
+"""Two speakers in each episode, one of them the policy as it was a version ago."""
+
+
+def _relay(folder: Path) -> None:
+    written(relay_tasks(24, seed=0))(folder)
 
 
 def programs(tasks: Callable[[Path], None]) -> Callable[[Path], None]:
@@ -139,6 +157,7 @@ def _judged() -> list[Run]:
             files=fates("two rounds"),
             environment=notes,
         ),
+        Run(name="roles", settings=ROLES, files=_relay),
         Run(name="silent", settings=SILENT, files=fates("", "", "silent"), environment=notes),
         Run(
             name="resumed",

@@ -13,6 +13,15 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "mlflow": ({"run.trackers": ["mlflow"]}, ("run.trackers", "mlflow", "install")),
     "swanlab": ({"run.trackers": ["swanlab"]}, ("run.trackers", "swanlab", "install")),
     "gae without a critic": ({"learner.advantage": "gae", "learner.critic": "none"}, ("learner.critic=none", "separate")),
+    "a teacher that is not named": ({"learner.advantage": "teacher"}, ("learner.advantage=teacher", "learner.teacher.path=''")),
+    "roles that nobody learns": (
+        {"roles": {"judge": {"url": "http://127.0.0.1:1/v1"}}},
+        ("roles must name one that the policy plays", "got judge"),
+    ),
+    "a key that agents get": (
+        {"roles": {"a": {}, "b": {"url": "http://127.0.0.1:1/v1", "key_variable": "HOME"}}, "agents.environment": ["HOME"]},
+        ("roles.b.key_variable", "HOME", "agents.environment"),
+    ),
     "a group of one": ({"buffer.group_size": 1}, ("buffer.group_size", ">= 2", "got 1")),
     "dapo with a group of one": (
         {"data.reward_manager": "dapo", "learner.advantage": "gae", "learner.critic": "shared", "buffer.group_size": 1},

@@ -1,0 +1,144 @@
+"""A role that a server of others answers: any OpenAI-compatible API, behind the episode's own key and address.
+
+`http.model_requests` passes a request of such a role on as it is, in its own dialect, with the configured model and key in place of
+the agent's. Invariants: the key of that server leaves for that server only; what was asked and said is recorded as a round that is
+never trained; an answer that is cut, or of a server that is not there, ends this request and no other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import httpx
+from starlette.types import Send
+
+from mocked_server.http.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES, error_body, is_anthropic
+from mocked_server.request_context import Call
+
+PASSED_ON = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS})
+TIMEOUT_S = 600.0
+MAX_KEPT_BYTES = 1024 * 1024
+"""Bytes of an answer that are looked at for the record; all of it is passed on."""
+
+
+class Record(Protocol):
+    """Stores a round of a model of others: `mocked_server.generation.Generation.record`."""
+
+    def __call__(
+        self, episode_id: str, *, role: str, asked: Sequence[int], said: Sequence[int], finish_reason: str
+    ) -> None: ...
+
+
+class Upstream:
+    """`url`: its root, with /v1; `model`: its name there; `key`: for it, empty for none."""
+
+    def __init__(self, url: str, *, model: str, key: str) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._model = model
+        self._headers = {"Authorization": f"Bearer {key}", "x-api-key": key} if key else {}
+        self._http = httpx.AsyncClient(timeout=httpx.Timeout(TIMEOUT_S, connect=10.0), follow_redirects=False)
+        self.record: Record | None = None
+        self.encode: Callable[[str], list[int]] = lambda _: []
+        """A text as the policy's tokenizer has it."""
+
+    async def close(self) -> None:
+        """End its connections."""
+        await self._http.aclose()
+
+    async def answer(self, call: Call, path: str, body: bytes, *, send: Send) -> None:
+        """Ask the other server, and pass on what it says as it comes."""
+        fields = _object(body)
+        if fields is None or path not in PASSED_ON:
+            what = "a JSON object" if path in PASSED_ON else f"for one of {', '.join(sorted(PASSED_ON))}"
+            await _fail(send, path, f"a request of role {call.role.name} must be {what}", status=400)
+            return
+        call.generates = True
+        headers = {**self._headers, "content-type": "application/json"}
+        if is_anthropic(path):
+            headers["anthropic-version"] = "2023-06-01"
+        kept, has_begun, is_whole = bytearray(), False, False
+        try:
+            request = self._http.build_request(
+                "POST", self._url + path, json={**fields, "model": self._model}, headers=headers
+            )
+            response = await self._http.send(request, stream=True)
+            try:
+                has_begun = True
+                kind = response.headers.get("content-type", "application/json")
+                start = {"type": "http.response.start", "status": response.status_code}
+                await send({**start, "headers": [(b"content-type", kind.encode())]})
+                async for chunk in response.aiter_bytes():
+                    kept += chunk[: MAX_KEPT_BYTES - len(kept)]
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                is_whole = response.status_code == httpx.codes.OK
+            finally:
+                await response.aclose()
+        except httpx.HTTPError as error:
+            if not has_begun:
+                why = f"the server of role {call.role.name} gave no answer ({type(error).__name__})"
+                await _fail(send, path, why, status=502)
+                return
+        self._keep(call, path, fields, bytes(kept), is_whole=is_whole)
+        await send({"type": "http.response.body", "body": b""})
+
+    def _keep(self, call: Call, path: str, fields: dict[str, Any], answer: bytes, *, is_whole: bool) -> None:
+        if self.record is None or path == COUNT_TOKENS or not is_whole:
+            return
+        asked = fields.get("messages", fields.get("input", fields.get("prompt", "")))
+        self.record(
+            call.live.episode_id,
+            role=call.role.name,
+            asked=self.encode(json.dumps(asked, ensure_ascii=False)),
+            said=self.encode(text_of(answer)),
+            finish_reason="stop",
+        )
+
+
+def text_of(answer: bytes) -> str:
+    """What an answer says, of any dialect, whole or as a stream of events."""
+    return "".join(text for event in _events(answer.decode(errors="replace")) for text in _texts(event))
+
+
+def _events(answer: str) -> Iterator[Any]:
+    lines = [line.removeprefix("data:") for line in answer.splitlines() if line.startswith("data:")] or [answer]
+    for line in lines:
+        try:
+            yield json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+
+
+def _texts(event: Any) -> Iterator[str]:
+    if not isinstance(event, dict):
+        return
+    if isinstance(delta := event.get("delta"), str) and "text" in str(event.get("type")):  # Responses, as a stream
+        yield delta
+    elif isinstance(delta, dict) and isinstance(delta.get("text"), str):  # Messages, as a stream
+        yield delta["text"]
+    for choice in event.get("choices") or ():
+        said = choice.get("message") or choice.get("delta") or choice
+        yield from (str(said[name]) for name in ("content", "text") if isinstance(said.get(name), str))
+    for part in event.get("content") or ():  # Messages
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            yield part["text"]
+    for item in event.get("output") or ():  # Responses
+        for part in item.get("content") or () if isinstance(item, dict) else ():
+            if isinstance(part, dict) and isinstance(part.get("text"), str):
+                yield part["text"]
+
+
+def _object(body: bytes) -> dict[str, Any] | None:
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+async def _fail(send: Send, path: str, message: str, *, status: int) -> None:
+    body = error_body(path, status=status, message=message, code="upstream_unavailable" if status == 502 else None)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,169 @@
+"""Roles over HTTP, with the real OpenAI client: who is asked, what is recorded and trained, and models of others."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import openai
+import pytest
+
+from configs.schema import RolloutConfig
+from mocked_server.http.upstream import Upstream, text_of
+from mocked_server.roles import Roles
+from tests.support.server_parts import ServerThread
+
+HELLO: list[Any] = [{"role": "user", "content": "Hello."}]
+KEY = "sk-of-the-judge"
+
+
+class Judge(http.server.BaseHTTPRequestHandler):
+    """An OpenAI-compatible server of somebody else."""
+
+    asked: ClassVar[list[tuple[str, dict[str, Any], dict[str, str]]]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.asked.append((self.path, body, dict(self.headers)))
+        if body.get("stream"):
+            events = [{"choices": [{"index": 0, "delta": {"content": part}}]} for part in ("well ", "done")]
+            answer = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+            kind = "text/event-stream"
+        else:
+            message = {"role": "assistant", "content": "well done"}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            answer, kind = json.dumps({"id": "1", "object": "chat.completion", "choices": [choice]}), "application/json"
+        self.send_response(200)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer.encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, judge: str) -> Iterator[ServerThread]:
+    upstream = Upstream(judge, model="large", key=KEY)
+    roles = Roles(trained=["solver", "critic"], frozen=["old"], others={"judge": upstream})
+    served = ServerThread(tiny_model, rollout=RolloutConfig(max_tokens=16, max_model_len=512), roles=roles)
+    served.start()
+    upstream.record, upstream.encode = served.generation.record, served.server.encode
+    yield served
+    served.call(upstream.close())
+    served.stop()
+
+
+def test_the_models_name_says_who_is_asked_and_the_round_keeps_it(server: ServerThread) -> None:
+    episode, client = server.lease()
+    for name in ("critic", "solver", "old"):
+        client.chat.completions.create(model=name, messages=[{"role": "user", "content": f"To {name}."}])
+    client.with_options(base_url=f"{server.server.base_url}/e/{client.api_key}/critic/v1").chat.completions.create(
+        model="gpt-4o", messages=HELLO
+    )
+    rounds = server.stored(episode)
+    assert [round_.role for round_ in rounds] == ["critic", "solver", "old", "critic"]
+    assert [None if each.trained is None else each.trained.any() for each in rounds] == [None, None, False, None]
+    assert server.server.decode(rounds[2].sampled_ids.tolist()).startswith("frozen")
+    assert server.generation.stats.constrained == 0
+
+
+def test_a_name_that_is_no_role_is_refused_with_the_list(server: ServerThread) -> None:
+    episode, client = server.lease()
+    with pytest.raises(openai.NotFoundError, match=r"roles \(solver, critic, old, judge\), got 'policy'") as refused:
+        client.chat.completions.create(model="policy", messages=HELLO)
+    assert refused.value.param == "model"
+    by_path = client.with_options(base_url=f"{server.server.base_url}/e/{client.api_key}/nobody/v1")
+    with pytest.raises(openai.NotFoundError, match="got 'nobody'"):
+        by_path.chat.completions.create(model="solver", messages=HELLO)
+    assert [model.id for model in client.models.list()] == ["solver", "critic", "old", "judge"]
+    assert server.stored(episode) == []
+
+
+def test_scores_of_roles_reach_their_rows(server: ServerThread) -> None:
+    episode, client = server.lease()
+    for name in ("solver", "critic", "old"):
+        client.chat.completions.create(model=name, messages=[{"role": "user", "content": f"To {name}."}])
+    with server.http(server.server.keys.scorer) as scorer:
+        for name in ("old", "nobody"):
+            answer = scorer.post("/scores", json={"episode_id": episode, "score": 1.0, "role": name})
+            assert answer.status_code == 422 and f"(solver, critic), got '{name}'" in answer.text
+        both = {"episode_id": episode, "score": 1.0, "role": "critic", "branch": 0}
+        assert scorer.post("/scores", json=both).status_code == 422
+        scorer.post("/scores", json={"episode_id": episode, "score": -2.0, "role": "critic"}).raise_for_status()
+        scorer.post("/scores", json={"episode_id": episode, "score": 0.5}).raise_for_status()
+    batch = server.ledger.claim(1, min_version=0).result()
+    assert batch is not None
+    server.ledger.release(batch.lease_id).result()
+    assert [(row.role, row.role_score, row.own_score) for row in batch.rows] == [
+        ("solver", None, 0.5),
+        ("critic", -2.0, -2.0),
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_of_others_answers_and_is_recorded_and_its_key_stays(server: ServerThread, stream: bool) -> None:
+    Judge.asked.clear()
+    episode, client = server.lease()
+    answer: Any = client.chat.completions.create(model="judge", messages=HELLO, stream=stream)
+    said = "".join(event.choices[0].delta.content for event in answer) if stream else answer.choices[0].message.content
+    assert said == "well done"
+    ((path, body, headers),) = Judge.asked
+    assert (path, body["model"], body["messages"]) == ("/v1/chat/completions", "large", HELLO)
+    assert headers["Authorization"] == f"Bearer {KEY}" and client.api_key not in str(headers)
+    (stored,) = server.stored(episode)
+    assert stored.trained is not None and not stored.trained.any()
+    assert (stored.role, server.server.decode(stored.sampled_ids.tolist())) == ("judge", "well done")
+
+
+def test_a_model_of_others_that_is_not_there_fails_its_request_only(tiny_model: Path, server: ServerThread) -> None:
+    roles = server._roles
+    assert roles is not None
+    gone = Upstream("http://127.0.0.1:1", model="m", key="")
+    there = roles._others["judge"]
+    roles._others["judge"] = gone
+    try:
+        _, client = server.lease()
+        with pytest.raises(openai.InternalServerError, match="the server of role judge gave no answer"):
+            client.chat.completions.create(model="judge", messages=HELLO)
+        client.chat.completions.create(model="solver", messages=HELLO)
+    finally:
+        roles._others["judge"] = there
+        server.call(gone.close())
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"content": [{"type": "text", "text": "ab"}]}, "ab"),
+        ({"output": [{"content": [{"type": "output_text", "text": "ab"}]}]}, "ab"),
+        ({"choices": [{"text": "ab"}]}, "ab"),
+        ("no JSON", ""),
+    ],
+)
+def test_what_an_answer_says_is_found_in_every_dialect(answer: Any, said: str) -> None:
+    assert text_of(json.dumps(answer).encode()) == said
+
+
+def test_what_cannot_be_passed_on_is_refused(server: ServerThread) -> None:
+    _, client = server.lease()
+    root = f"/e/{client.api_key}/judge"
+    with server.http() as http:
+        bad = http.post(f"{root}/v1/chat/completions", content=b"[1]")
+        tokens = http.post(f"{root}/generate", json={"prompt_ids": [1]})
+    assert (bad.status_code, tokens.status_code) == (400, 400)
+    assert "must be a JSON object" in bad.text and "must be for one of /v1/chat/completions" in tokens.text
