@@ -109,12 +109,12 @@ def _model_pass(
 def _kernel_pass(
     states: list[Tensor], *, pack: _Pack, window: int | None, stretches: list[Tensor] | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    leaves = [each.detach().clone().requires_grad_() for each in states]
+    query, key, value = (each.detach().clone().requires_grad_() for each in states)
     starts = torch.tensor(pack.starts, dtype=torch.int32, device=states[0].device)
     options: dict[str, Any] = {"cu_seq_lens_q": starts, "max_length_q": pack.longest, "paths": pack.paths}
-    out = packed_attention(nn.Identity(), *leaves, None, **options, sliding_window=window)[0][0]
+    out = packed_attention(nn.Identity(), query, key, value, None, **options, sliding_window=window)[0][0]
     told = out if stretches is None else torch.cat([out[stretch] for stretch in stretches])
-    return told.detach().float(), torch.autograd.grad(_weighted(told), leaves)
+    return told.detach().float(), torch.autograd.grad(_weighted(told), (query, key, value))
 
 
 def _weighted(states: Tensor) -> Tensor:

@@ -95,12 +95,13 @@ def _segment_attention(
     for start in range(0, length, MASKED_AT_ONCE):
         end = min(start + MASKED_AT_ONCE, length)
         first = 0 if window is None else max(0, ahead + start - window + 1)
-        own = (states[:, :, first : ahead + end] for states in (key, value))
+        keys, values = (states[:, :, first : ahead + end] for states in (key, value))
         mask = torch.ones(end - start, ahead + end - first, dtype=torch.bool, device=query.device)
         mask = mask.tril(ahead + start - first)
         if window is not None:
             mask = mask.triu(ahead + start - first - window + 1)
-        parts.append(functional.scaled_dot_product_attention(query[:, :, start:end], *own, attn_mask=mask, **options))
+        own = query[:, :, start:end]
+        parts.append(functional.scaled_dot_product_attention(own, keys, values, attn_mask=mask, **options))
     return torch.cat(parts, dim=2)[0].transpose(0, 1)
 
 

@@ -9,6 +9,7 @@ import torch
 from learner.model import packed_attention as attention
 from learner.model.branch_check import check_branches, check_kernel
 from learner.model.micro_batch import Paths
+from learner.model.policy import Policy
 from tests.support.learner_parts import assert_same_weights, branching_batch, make_model, make_trainer, random_lm
 from tests.support.weights.published_weights import published
 
@@ -44,7 +45,7 @@ def test_steps_on_a_tree_are_those_on_packed_rows(model: Path, way: str) -> None
 
 
 def test_check_passes_for_a_model_whose_attention_is_aligned() -> None:
-    lm = random_lm()
+    lm = Policy(random_lm(), value_head=False).lm
     check_branches(lm)
     for dtype in (torch.float32, torch.bfloat16):
         check_kernel(lm, device=torch.device("cpu"), dtype=dtype)
@@ -53,7 +54,7 @@ def test_check_passes_for_a_model_whose_attention_is_aligned() -> None:
 
 def test_attention_that_aligns_queries_with_the_first_keys_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the diagonal began at the upper left: a branch sees as many keys as it has tokens."""
-    lm = random_lm()
+    lm = Policy(random_lm(), value_head=False).lm
     aligned = attention._segment_attention
 
     def upper_left(query: Any, key: Any, value: Any, **options: Any) -> Any:
