@@ -31,9 +31,9 @@ EPISODES, BRANCHES = 8, 9
 SYSTEM, TASK, ROUND, TAIL = 17_000, 400, 2_500, 400
 """Tokens of an agent's row: system prompt with the tools, the task, what a branch has more of the history than the one before it,
 and what its own end has. Nine rows of 30,400 tokens in the mean, as a recorded episode of 24 rounds."""
-MEDIUM = {"hidden": 768, "layers": 12, "ffn": 1536, "heads": 12, "kv_heads": 6}
+MEDIUM: dict[str, Any] = {"hidden": 768, "layers": 12, "ffn": 1536, "heads": 12, "kv_heads": 6}
 """64 million weights in its layers."""
-SMALL = {"hidden": 128, "layers": 2, "ffn": 256, "heads": 4, "kv_heads": 2}
+SMALL: dict[str, Any] = {"hidden": 128, "layers": 2, "ffn": 256, "heads": 4, "kv_heads": 2}
 RANDOM_TREES = 5
 Run = Callable[[list[list[str]]], None]
 
@@ -99,7 +99,7 @@ def measure_tree(
     *,
     folder: Path,
     shape: TreeShape,
-    model: dict[str, int],
+    model: dict[str, Any],
     repeats: int,
     token_budget: int,
     device: str,
@@ -152,7 +152,9 @@ def _random_tree(rng: np.random.Generator, *, num: int = 24) -> Sequences:
     while len(ids) < num:
         other = ids[rng.integers(len(ids))]
         ids.append(
-            np.concatenate([other[: rng.integers(len(other) // 2, len(other))], _random(rng, rng.integers(2, 100))])
+            np.concatenate(
+                [other[: rng.integers(len(other) // 2, len(other))], _random(rng, int(rng.integers(2, 100)))]
+            )
         )
     masks = [((rng.random(len(row)) < 0.5) & (np.arange(len(row)) > 0)).astype(np.uint8) for row in ids]
     return Sequences([row.astype(np.int32) for row in ids], masks=masks)

@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from buffers.errors import RequestRefused
 from mocked_server.client_retries import Answer, TakenOver
-from mocked_server.gemini.routes import GeminiRoutes
 from mocked_server.http.dialects import GEMINI_ROUTES, GENERATE, GENERATING, error_body, message_of, respelled
 from mocked_server.http.failures import Failure, StreamStart, failure_of
 from mocked_server.http.request_fields import refused, servable
@@ -65,10 +64,10 @@ class Observer(Protocol):
 class ModelRequests:
     """See the module."""
 
-    def __init__(self, app: ASGIApp, *, roles: Roles | None = None) -> None:
-        """`roles`: of the run; None: it has none."""
+    def __init__(self, app: ASGIApp, *, gemini: ASGIApp, roles: Roles | None = None) -> None:
+        """`app`: vLLM's application; `gemini`: what Google's routes are passed to. `roles`: of the run; None: it has none."""
         self._app = app
-        self._gemini = GeminiRoutes(app)
+        self._gemini = gemini
         self._roles = roles
         self.observer: Observer | None = None
         self.refused: Counter[str] = Counter()

@@ -76,10 +76,10 @@ def test_a_program_is_trained_exactly(try_out, program):
 @pytest.mark.parametrize(
     ("program", "environment"),
     [
-        ("agents_sdk.py", {"API": "responses"}),
-        ("agents_sdk.py", {"API": "chat_completions"}),
-        ("langgraph_agent.py", {}),
-        ("langgraph_agent.py", {"STREAM": "1"}),
+        ("frameworks/agents_sdk.py", {"API": "responses"}),
+        ("frameworks/agents_sdk.py", {"API": "chat_completions"}),
+        ("frameworks/langgraph_agent.py", {}),
+        ("frameworks/langgraph_agent.py", {"STREAM": "1"}),
     ],
     ids=["agents-sdk-responses", "agents-sdk-chat", "langgraph", "langgraph-stream"],
 )
@@ -92,7 +92,7 @@ def test_an_agent_that_rewrites_its_answers_and_forces_calls_is_trained_exactly_
     """smolagents sends tool calls back as text of its own: what the model said is not in its next prompt. It forces most of them
     (`tool_choice: required`), and what is forced is not trained."""
     python = python_with("frameworks", *FRAMEWORKS)
-    report = try_out([str(python), str(CLIENTS / "smolagents_agent.py")])
+    report = try_out([str(python), str(CLIENTS / "frameworks/smolagents_agent.py")])
     assert (report.exit_code, report.errors) == (0, [])
     assert {b.cause for b in report.branch_causes if not b.expected} == {"content_edited"}
     assert report.features["forced tools"] > 0 and 1 <= report.rows < report.rounds
@@ -121,16 +121,16 @@ def test_a_coding_agent_is_trained_exactly(try_out, script, package, program):
     [
         ("google_genai.py", ["google-genai==3.4.0"], {}),
         ("google_genai.py", ["google-genai==3.4.0"], {"STREAM": "1"}),
-        ("pydantic_agent.py", ["pydantic-ai-slim[openai,google]==2.68.0"], {}),
-        ("pydantic_agent.py", ["pydantic-ai-slim[openai,google]==2.68.0"], {"API": "google"}),
-        ("strands_agent.py", ["strands-agents[openai]==1.62.0"], {}),
-        ("agno_agent.py", ["agno==3.1.10", "openai==3.54.0"], {}),
-        ("autogen_agent.py", ["autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5"], {}),
+        ("frameworks/pydantic_agent.py", ["pydantic-ai-slim[openai,google]==2.68.0"], {}),
+        ("frameworks/pydantic_agent.py", ["pydantic-ai-slim[openai,google]==2.68.0"], {"API": "google"}),
+        ("frameworks/strands_agent.py", ["strands-agents[openai]==1.62.0"], {}),
+        ("frameworks/agno_agent.py", ["agno==3.1.10", "openai==3.54.0"], {}),
+        ("frameworks/autogen_agent.py", ["autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5"], {}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value.values()) if isinstance(value, dict) else "",
 )
 def test_an_agent_of_another_framework_is_trained_exactly(try_out, program, requirements, environment):
-    python = python_with(program.removesuffix("_agent.py").removesuffix(".py"), *requirements)
+    python = python_with(Path(program).stem.removesuffix("_agent"), *requirements)
     assert_exact(try_out([str(python), str(CLIENTS / program)], **environment), rounds=4)
 
 

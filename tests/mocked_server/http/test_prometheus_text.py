@@ -52,7 +52,7 @@ def test_counts_of_the_status_are_samples_and_what_is_no_number_is_none() -> Non
 def test_the_administrator_reads_engines_and_counts_over_http_and_nobody_else_does(served) -> None:
     server = served.server
     server.engines = EngineWatch(lambda: [BUSY, DOWN], pool=server.pool, admission=None)
-    before = server.pool.metrics()["pool/started"]
+    before = server.pool.metrics()
     served.lease()
     assert httpx.get(server.admin_url + "/metrics").status_code == 401
     assert httpx.get(server.base_url + "/metrics").status_code in (401, 404)
@@ -60,8 +60,12 @@ def test_the_administrator_reads_engines_and_counts_over_http_and_nobody_else_do
     page = httpx.get(server.admin_url + "/metrics", headers=headers)
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/plain; version=")
     found = samples(page.text)
-    assert found["understudy_engine_running{e0}"] == 4 and found["understudy_pool_running"] == 1
-    assert found["understudy_pool_slots"] == 1024 and found["understudy_pool_started_total"] == before + 1
+    assert (
+        found["understudy_engine_running{e0}"] == 4 and found["understudy_pool_running"] == before["pool/running"] + 1
+    )
+    assert (
+        found["understudy_pool_slots"] == 1024 and found["understudy_pool_started_total"] == before["pool/started"] + 1
+    )
     status = httpx.get(server.admin_url + "/status", headers=headers).json()
-    assert status["pool/running"] == 1 and set(status["engines"]) == {"e0", "e1"}
+    assert status["pool/running"] == before["pool/running"] + 1 and set(status["engines"]) == {"e0", "e1"}
     assert status["engines"]["e0"] | {"kv_share": 0.5, "preemptions": 2} == status["engines"]["e0"]
