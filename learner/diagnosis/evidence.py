@@ -86,12 +86,12 @@ class Evidence:
 
     @property
     def first_reward(self) -> float:
-        """Of the first steps; 0 without any."""
+        """The mean reward of the first steps; 0 without any."""
         return fmean(self.rewards[:FIRST_STEPS] or [0.0])
 
     @property
     def last_reward(self) -> float:
-        """Of the last steps; 0 without any."""
+        """The mean reward of the last steps; 0 without any."""
         return fmean(self.rewards[-LAST_STEPS:] or [0.0])
 
     @property

@@ -23,7 +23,7 @@ RESTARTS = 3
 
 
 def idle_learner(run: Evidence) -> Finding | None:
-    """In at least 5 steps the learner waited for a batch in at least half of the time."""
+    """The learner waited for a batch in at least half of the time of at least 5 steps."""
     share = run.time_share("time/wait_s") or 0.0
     if share < IDLE or len(run.steps) < ENOUGH_STEPS:
         return None
@@ -46,7 +46,7 @@ def idle_learner(run: Evidence) -> Finding | None:
 
 
 def idle_engine(run: Evidence) -> Finding | None:
-    """In at least 5 steps the engine had nothing to do in at least 30 % of the time, and the learner waited for less than half."""
+    """The engine had nothing to do in at least 30 % of the time of at least 5 steps, and the learner waited for less than half."""
     share, waits = run.time_share("time/engine_idle_s") or 0.0, run.time_share("time/wait_s") or 0.0
     if share < ENGINE_IDLE or waits >= IDLE or len(run.steps) < ENOUGH_STEPS:
         return None

@@ -76,7 +76,7 @@ def no_rate(run: Evidence) -> Finding | None:
 
 
 def small_updates(run: Evidence) -> Finding | None:
-    """For 10 steps the policy moved by less than 1e-7 nats a step, though there is a gradient; or in bfloat16 by less than 1 weight
+    """The policy moved by less than 1e-7 nats a step for 10 steps, though there is a gradient; or in bfloat16 by less than 1 weight
     in 10,000."""
     if len(run.steps) < ENOUGH_STEPS or run.config.learner.lr == 0.0 or run.is_solved:
         return None
@@ -155,7 +155,7 @@ def no_gradient(run: Evidence) -> Finding | None:
 
 
 def clipped_gradient(run: Evidence) -> Finding | None:
-    """In each of 10 steps the gradient was at least ten times larger than learner.grad_clip."""
+    """The gradient was at least ten times larger than learner.grad_clip in each of 10 steps."""
     norms = run.values("policy/grad_norm")
     size = max((abs(step[name]) for step in run.recent for name in ("reward/min", "reward/max")), default=1.0)
     limit = run.config.learner.grad_clip * (max(size, 1e-9) if run.config.learner.advantage in SCALED else 1.0)
@@ -199,7 +199,7 @@ def entropy_gone(run: Evidence) -> Finding | None:
 
 
 def blind_critic(run: Evidence) -> Finding | None:
-    """After 10 steps in which the reward has not risen the critic explains at most 5 % of its targets' variance, by the median of
+    """The critic explains at most 5 % of its targets' variance after 10 steps in which the reward has not risen, by the median of
     the steps in which scores differ."""
     learner = run.config.learner
     spread = 0.05 * run.score_range

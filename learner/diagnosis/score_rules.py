@@ -44,7 +44,7 @@ def constant_scores(run: Evidence) -> Finding | None:
 
 
 def equal_groups(run: Evidence) -> Finding | None:
-    """In at least half of the groups of the last 10 steps all episodes score the same (in at least half of the steps, where the
+    """All episodes score the same in at least half of the groups of the last 10 steps (in at least half of the steps, where the
     whole batch is compared), and the task is not solved."""
     if run.config.learner.advantage == "cpo" or run.is_solved or _is_constant(run):  # cpo learns from hints there
         return None

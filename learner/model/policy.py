@@ -68,7 +68,7 @@ class Policy(nn.Module):  # type: ignore[misc]
     def states_alone(
         self, ids: Tensor, *, positions: Tensor, starts: Tensor, longest: int, paths: Paths | None = None
     ) -> Tensor:
-        """As `hidden_states`, outside of `forward`, of a sharded policy too: `learner.model.fsdp.shard` registers it."""
+        """What `hidden_states` gives, outside of `forward`, of a sharded policy too: `learner.model.fsdp.shard` registers it."""
         states = hidden_states(self.lm, ids, positions=positions, starts=starts, longest=longest, paths=paths)
         return states.clone()  # no view: FSDP
 

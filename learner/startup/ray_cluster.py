@@ -123,7 +123,7 @@ def _without_unused_daemons() -> Iterator[None]:
     """A node that is started inside has the daemons that its actors need and no others: `ray.init` has no option for it."""
 
     def start_nothing(node: Node, **_: object) -> None:
-        """In place of a method that starts a daemon."""
+        """Stands in for a method that starts a daemon."""
 
     before = {name: getattr(Node, name) for name in UNUSED_DAEMONS}
     for name in UNUSED_DAEMONS:

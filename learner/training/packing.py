@@ -55,7 +55,7 @@ class Sequences:
         return float(self.lengths.sum()) / self.computed[0]
 
     def plan(self, rows: Sequence[int], *, num_ranks: int, token_budget: int) -> Plan:
-        """Who computes which of these rows, and when."""
+        """The rows that each rank computes, and when."""
         return plan(self.lengths, rows=rows, num_ranks=num_ranks, token_budget=token_budget)
 
     def places(self, rows: Sequence[int]) -> Tensor:

@@ -70,7 +70,7 @@ class _Answer:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._start: Message | None = None
-        """Of an answer that is to be changed."""
+        """The start of an answer that is to be changed."""
 
     async def take(self, message: Message) -> None:
         """What the application sends next."""

@@ -77,8 +77,8 @@ class ServerProcess:
         )
         strict = settings.engine.server.replay_match == "strict"
         self._client = QueueClient(vllm_config, queue=self._link, rollout=settings.engine.rollout, strict=strict)
-        app = await build_serving_app(args, self._client)
-        self._models = ModelRequests(app, gemini=GeminiRoutes(app))
+        served = await build_serving_app(args, self._client)
+        self._models = ModelRequests(served, gemini=GeminiRoutes(served))
         app = Attribution(
             self._models,
             others=self._forwards[0],

@@ -70,7 +70,7 @@ class LedgerSurvey:
     """One commit of a ledger."""
 
     counts: Mapping[str, int]
-    """As `Ledger.counts`."""
+    """What `Ledger.counts` says."""
     failures: tuple[Failures, ...] = ()
     """The most frequent kind first."""
     groups: tuple[GroupScores, ...] = ()
@@ -133,7 +133,7 @@ def _newest_groups(db: sqlite3.Connection) -> str:
 
 
 def _failures(db: sqlite3.Connection) -> tuple[Failures, ...]:
-    """Without those whose next attempt has not started: at the end of a run its agents are ended, and so are their episodes."""
+    """Counts failures, without those whose next attempt has not started: the end of a run ends its agents and their episodes."""
     numbers: Counter[str] = Counter()
     examples: dict[str, str] = {}
     for reason, number in db.execute(
@@ -163,7 +163,7 @@ def _group_scores(db: sqlite3.Connection, *, groups: str) -> tuple[GroupScores, 
 
 
 def _answers(db: sqlite3.Connection, *, groups: str) -> Answers:
-    """Of a round what stands before its body is read."""
+    """What a round says before its body is read."""
     found = db.execute(
         "SELECT score, count(*), sum(finish_reason = ?), max(iif(finish_reason = ?, num_sampled, 0)), sum(finish_reason = ?) "
         "FROM (SELECT episode_id, score FROM episode WHERE group_id IN (SELECT value FROM json_each(?)) AND state = 'scored' "
