@@ -49,7 +49,7 @@ class Sequences:
         return 1.0
 
     def plan(self, rows: Sequence[int], *, num_ranks: int, token_budget: int) -> Plan:
-        """Who computes which of these rows, and when."""
+        """The plan of a pass over these rows: see `plan`."""
         return plan(self.lengths, rows=rows, num_ranks=num_ranks, token_budget=token_budget)
 
     def places(self, rows: Sequence[int]) -> Tensor:
