@@ -26,7 +26,7 @@ class Layout:
     """Some rows of the tree: T places in n segments, and where each row lies."""
 
     rows: list[int]
-    """The rows in the tree's order."""
+    """The rows, in the tree's order."""
     nodes: list[Places]
     """[L] each: the place of every token of the row."""
     positions: Places
@@ -34,7 +34,7 @@ class Layout:
     starts: Places
     """[n + 1] where each segment starts, and T."""
     paths: list[Places]
-    """The places, of each segment, of all tokens from its rows' first to its own last."""
+    """Each segment's path: the places of all tokens from its rows' first to its own last."""
 
 
 class PrefixTree:
@@ -123,12 +123,12 @@ class Meter:
     """Length of the last row."""
 
     def after(self, length: int, *, shared: int) -> Meter:
-        """The meter with one more row, which shares so many tokens with the last."""
+        """The size with one more row, which shares so many tokens with the last."""
         forks = self.forks
         while forks and forks[-1] > shared:
             forks = forks[:-1]
         tokens = self.tokens + length - shared
-        if shared == self.end:  # it continues the last row: its last segment grows
+        if shared == self.end:  # the last row continues: its last segment grows
             return Meter(tokens, self.gathered + length - shared, forks, length)
         cut = 0
         if shared and (not forks or forks[-1] < shared):
