@@ -1,4 +1,4 @@
-"""What holds a run's learning back, by the rules of `learner.diagnosis`, for a panel of the page.
+"""What holds a run's learning back, by the rules of diagnosis, for a panel of the page.
 
 Used by `learner.page.routes` and `learner.page.snapshot`. A run is looked at again at most
 every `KEPT_S`. It only reads.
