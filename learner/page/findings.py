@@ -1,6 +1,6 @@
-"""What holds a run's learning back, as `understudy why` says it, for a panel of the page.
+"""What holds a run's learning back, by the rules of diagnosis, for a panel of the page.
 
-Used by `learner.page.routes` and `learner.page.export`. The rules are of `learner.diagnosis`; a run is looked at again at most
+Used by `learner.page.routes` and `learner.page.snapshot`. A run is looked at again at most
 every `KEPT_S`. It only reads.
 """
 

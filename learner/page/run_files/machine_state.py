@@ -55,7 +55,7 @@ def waits(line: Line, *, groups_per_step: int, max_policy_lag: int) -> list[dict
         found.append({"who": who, "for": what, "why": why})
 
     if line.get("phase"):
-        say("learner", "engines", f"{line['phase']} ...")
+        say("agents", "learner", f"{line['phase']} ...")
     if line.get("learner") == "waiting":
         say("learner", "groups", f"{ready} of the {groups_per_step} groups of a step are ready")
     if may_open == 0:
