@@ -34,6 +34,7 @@ from mocked_server.conversation.loop_trajectories import LoopPlayer, left_out, p
 from mocked_server.conversation.restored_rounds import remember
 from mocked_server.dispatch import AGENTS, PLAIN, Dispatch, Others, Play, ScoreFn
 from mocked_server.fleet.member import EngineFigures
+from mocked_server.gemini.routes import GeminiRoutes
 from mocked_server.http.attribution import Attribution
 from mocked_server.http.model_requests import ModelRequests
 from mocked_server.http.request_limits import MAX_BODY_BYTES, MAX_EPISODE_ROUTE_BYTES, BodyLimit, PortRouter
@@ -208,7 +209,7 @@ class MockedServer:
     async def start(self) -> None:
         """Serve on the running event loop; returns when requests are answered."""
         self._loop = asyncio.get_running_loop()
-        self.model_requests = ModelRequests(await build_serving_app(self._args, self._client))
+        self.model_requests = ModelRequests(GeminiRoutes(await build_serving_app(self._args, self._client)))
         self._http = HttpService(self._front(), sockets=[self._socket, self._admin_socket])
         if self.processes is not None:
             await self.processes.start(self)

@@ -1,6 +1,6 @@
 """Answers of the chat dialect in Google's: whole ones, and streams of events.
 
-Called by `routes`. A function call is told when it is complete, as Google's clients expect; text and thoughts as they come. The
+Called by `routes`. A function call is sent when it is complete, as Google's clients expect; text and thoughts as they come. The
 last chunk has the finish reasons and what was used. Nothing is decided here: ids, texts and reasons are the chat route's.
 """
 
@@ -25,7 +25,7 @@ class _Call:
     arguments: str = ""
 
     def part(self) -> Fields:
-        """As Google spells it."""
+        """The part of a content that says it."""
         call: Fields = {"name": self.name, "args": arguments_of(self.arguments)}
         return {"functionCall": call if self.id is None else {"id": self.id, **call}}
 
@@ -39,7 +39,7 @@ class _Candidate:
 
 
 def arguments_of(text: str) -> Fields:
-    """The arguments of a call as an object. What is none, or has numbers that JSON does not have, is told as text."""
+    """The arguments of a call as an object. What is none, or has numbers that JSON does not have, is given as text."""
     try:
         arguments = json.loads(text) if text.strip() else {}
         json.dumps(arguments, allow_nan=False)

@@ -16,8 +16,7 @@ from typing import Protocol
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mocked_server.client_retries import Answer, TakenOver
-from mocked_server.gemini.routes import GeminiRoutes
-from mocked_server.http.dialects import GEMINI_ROUTES, GENERATE, GENERATING, error_body, message_of, respelled
+from mocked_server.http.dialects import GENERATE, GENERATING, error_body, message_of, respelled
 from mocked_server.http.failures import Failure, StreamStart, failure_of
 from mocked_server.http.request_fields import refused, servable
 from mocked_server.http.request_limits import (
@@ -65,7 +64,6 @@ class ModelRequests:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._gemini = GeminiRoutes(app)
         self.observer: Observer | None = None
         self.refused: Counter[str] = Counter()
         """Why requests were refused -> how often; at most `MAX_REASONS`."""
@@ -146,9 +144,8 @@ class ModelRequests:
             else:
                 await answer.send(message)
 
-        app = self._gemini if scope["path"] in GEMINI_ROUTES else self._app
         try:
-            await app(scope, receive, unless_it_fails)
+            await self._app(scope, receive, unless_it_fails)
         except (RuntimeError, *UNREADABLE) as error:
             # Starlette's own, when an application fails that has begun an answer: the reason is its cause.
             cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ is not None else error

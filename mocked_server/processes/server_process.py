@@ -21,6 +21,7 @@ from buffers.errors import UnknownEpisode
 from buffers.wire.connection import Connection
 from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
 from mocked_server.conversation.restored_rounds import remember
+from mocked_server.gemini.routes import GeminiRoutes
 from mocked_server.http.attribution import OPEN_TO_WORKERS, Attribution
 from mocked_server.http.forwarding import Forward
 from mocked_server.http.model_requests import ModelRequests
@@ -76,7 +77,7 @@ class ServerProcess:
         )
         strict = settings.engine.server.replay_match == "strict"
         self._client = QueueClient(vllm_config, queue=self._link, rollout=settings.engine.rollout, strict=strict)
-        self._models = ModelRequests(await build_serving_app(args, self._client))
+        self._models = ModelRequests(GeminiRoutes(await build_serving_app(args, self._client)))
         app = Attribution(
             self._models,
             others=self._forwards[0],
