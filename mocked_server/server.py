@@ -227,8 +227,8 @@ class MockedServer:
     async def start(self) -> None:
         """Serve on the running event loop; returns when requests are answered."""
         self._loop = asyncio.get_running_loop()
-        app = await build_serving_app(self._args, self._client)
-        self.model_requests = ModelRequests(app, gemini=GeminiRoutes(app), roles=self._roles)
+        served = GeminiRoutes(await build_serving_app(self._args, self._client))
+        self.model_requests = ModelRequests(served, roles=self._roles)
         self._http = HttpService(self._front(), sockets=[self._socket, self._admin_socket])
         if self.processes is not None:
             await self.processes.start(self)

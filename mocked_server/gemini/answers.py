@@ -25,7 +25,7 @@ class _Call:
     arguments: str = ""
 
     def part(self) -> Fields:
-        """The call in Google's spelling."""
+        """The part of a content that says it."""
         call: Fields = {"name": self.name, "args": arguments_of(self.arguments)}
         return {"functionCall": call if self.id is None else {"id": self.id, **call}}
 

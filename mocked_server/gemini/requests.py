@@ -41,7 +41,7 @@ class FunctionResponse(Fields):
 
 
 class Part(Fields):
-    """One piece of a message. `thoughtSignature` comes back from clients that were given one; it has no meaning here."""
+    """One piece of a message. `thoughtSignature` comes back from clients that were given one; it says nothing here."""
 
     text: str | None = None
     thought: bool | None = None

@@ -1,6 +1,6 @@
 """Google's routes in front of vLLM's application: a request becomes a chat request to it, its answer becomes Google's.
 
-Pure ASGI, called by `mocked_server.http.model_requests`, which has read and bounded the body and spells errors. Rendering,
+Pure ASGI, behind `mocked_server.http.model_requests`, which has read and bounded the body and spells errors. Rendering,
 continuation, sampling, recording and streaming are the chat route's. Invariant: a chunk is passed on when it comes; an answer that
 fails ends as the dialect's streams do.
 """
@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from buffers.errors import RequestRefused
 from mocked_server.gemini.answers import StreamedAnswer, whole_answer
 from mocked_server.gemini.chat_request import count_of, generation_of, shows_thoughts
-from mocked_server.http.dialects import CHAT, GEMINI_COUNT, GEMINI_STREAM, TOKENIZE, error_event
+from mocked_server.http.dialects import CHAT, GEMINI_COUNT, GEMINI_ROUTES, GEMINI_STREAM, TOKENIZE, error_event
 from mocked_server.http.failures import failure_of
 from mocked_server.http.request_limits import MAX_BODY_BYTES, read_body, replaying
 
@@ -26,12 +26,15 @@ NOT_PASSED_ON = frozenset({b"content-length", b"content-type"})
 
 
 class GeminiRoutes:
-    """`app`: vLLM's application."""
+    """`app`: vLLM's application, which gets all other paths as they come."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+        self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] not in GEMINI_ROUTES or scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
         path, model = scope["path"], str(scope["path_params"]["model"])
         body = await read_body(scope, receive, max_bytes=MAX_BODY_BYTES)
         if body is None:
@@ -61,7 +64,7 @@ class GeminiRoutes:
             "path_params": {},
             "headers": headers,
         }
-        await self._app(inner, replaying(sent, receive), answer.take)
+        await self.app(inner, replaying(sent, receive), answer.take)
 
 
 class _Answer:
@@ -70,7 +73,7 @@ class _Answer:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._start: Message | None = None
-        """The start of an answer that is to be changed."""
+        """The start of an answer that is to be changed; None: nothing began, or it is an error."""
 
     async def take(self, message: Message) -> None:
         """What the application sends next."""

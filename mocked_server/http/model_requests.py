@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from buffers.errors import RequestRefused
 from mocked_server.client_retries import Answer, TakenOver
-from mocked_server.http.dialects import GEMINI_ROUTES, GENERATE, GENERATING, error_body, message_of, respelled
+from mocked_server.http.dialects import GENERATE, GENERATING, error_body, message_of, respelled
 from mocked_server.http.failures import Failure, StreamStart, failure_of
 from mocked_server.http.request_fields import refused, servable
 from mocked_server.http.request_limits import (
@@ -64,10 +64,9 @@ class Observer(Protocol):
 class ModelRequests:
     """See the module."""
 
-    def __init__(self, app: ASGIApp, *, gemini: ASGIApp, roles: Roles | None = None) -> None:
-        """`app`: vLLM's application; `gemini`: what Google's routes are passed to. `roles`: of the run; None: it has none."""
+    def __init__(self, app: ASGIApp, *, roles: Roles | None = None) -> None:
+        """`roles`: of the run; None: it has none."""
         self._app = app
-        self._gemini = gemini
         self._roles = roles
         self.observer: Observer | None = None
         self.refused: Counter[str] = Counter()
@@ -158,9 +157,8 @@ class ModelRequests:
             else:
                 await answer.send(message)
 
-        app = self._gemini if scope["path"] in GEMINI_ROUTES else self._app
         try:
-            await app(scope, receive, unless_it_fails)
+            await self._app(scope, receive, unless_it_fails)
         except (RuntimeError, *UNREADABLE) as error:
             # Starlette's own, when an application fails that has begun an answer: the reason is its cause.
             cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ is not None else error

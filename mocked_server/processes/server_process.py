@@ -77,8 +77,7 @@ class ServerProcess:
         )
         strict = settings.engine.server.replay_match == "strict"
         self._client = QueueClient(vllm_config, queue=self._link, rollout=settings.engine.rollout, strict=strict)
-        served = await build_serving_app(args, self._client)
-        self._models = ModelRequests(served, gemini=GeminiRoutes(served))
+        self._models = ModelRequests(GeminiRoutes(await build_serving_app(args, self._client)))
         app = Attribution(
             self._models,
             others=self._forwards[0],

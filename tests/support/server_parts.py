@@ -209,7 +209,7 @@ class ServerThread:
 
     def serving_app(self) -> Any:
         """vLLM's application."""
-        return self.server.model_requests._app
+        return self.server.model_requests._app.app
 
     def serving_state(self) -> Any:
         """What vLLM's application is made of."""
