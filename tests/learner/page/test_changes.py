@@ -82,7 +82,11 @@ async def test_a_reader_that_comes_back_is_told_what_it_missed(run, runs):
     await again.close()
 
 
-@pytest.mark.parametrize("since", ["nonsense", "00000000!seen.3.-.-.live-2", f"{changes.BOOT}!seen.x.y"])
+@pytest.mark.parametrize(
+    "since",
+    ["nonsense", "00000000!seen.3.-.-.live-2", f"{changes.BOOT}!seen.x.y"],
+    ids=["nonsense", "another process", "no numbers"],
+)
 async def test_an_id_of_another_process_means_all_again(runs, since):
     reader = Reader(Changes(runs).stream(["seen"], since=since))
     told = await reader.bundle()
