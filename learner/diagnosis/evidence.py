@@ -20,6 +20,8 @@ from configs.load import ConfigError, load_config
 from configs.schema import Config
 
 CONFIG, METRICS, SUMMARY, LEDGER = "config.yaml", "metrics.jsonl", "summary.json", "ledger.sqlite"
+OF_STEPS = ("reward/mean", "reward/std", "reward/min", "reward/max", "batch/episodes")
+"""Figures that the line of every step has, and no other line."""
 FIRST_STEPS, LAST_STEPS = 3, 5
 """Steps that the first and the last reward are the mean of, as in summary.json."""
 RECENT_STEPS = 10
@@ -139,7 +141,7 @@ def read_evidence(folder: Path) -> Evidence:
     return Evidence(
         folder=folder,
         config=config,
-        steps=[line for line in lines if "reward/mean" in line],
+        steps=[line for line in lines if all(name in line for name in OF_STEPS)],
         validations=[line for line in lines if "val/mean" in line],
         summary=_summary(folder / SUMMARY),
         ledger=survey(ledger) if ledger.is_file() else None,

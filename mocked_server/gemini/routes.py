@@ -39,7 +39,7 @@ class GeminiRoutes:
         body = await read_body(scope, receive, max_bytes=MAX_BODY_BYTES)
         if body is None:
             return
-        sends_events = path == GEMINI_STREAM and parse_qs(scope["query_string"]).get(b"alt") == [b"sse"]
+        sends_events = path == GEMINI_STREAM and parse_qs(scope["query_string"].decode("latin-1")).get("alt") == ["sse"]
         answer: _Answer = _Counted(send)
         try:
             fields = _parsed(body)

@@ -53,7 +53,7 @@ def key_of(scope: Scope) -> tuple[str | None, str]:
         elif name == b"authorization" and value[:7].lower() == b"bearer ":
             keys.append(value[7:].decode("latin-1").strip())
     if (query := scope.get("query_string")) and is_google(route_of(path)[0]):
-        keys += [key.decode("latin-1") for key in parse_qs(query).get(b"key", ())]
+        keys += parse_qs(query.decode("latin-1")).get("key", ())
     # Some clients send both headers, one of them with a placeholder.
     return next((key for key in keys if key.startswith(PREFIX)), keys[0] if keys else None), path
 

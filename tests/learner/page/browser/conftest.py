@@ -28,7 +28,7 @@ WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 400, "height": 850}
 PATIENCE_MS = 60_000
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[sync_api.Browser]:
     program = next(filter(None, map(shutil.which, CHROMIUM)), None)
     if program is None:
@@ -85,20 +85,20 @@ def served(folders: list[Path]) -> Iterator[Pages]:
         listening.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedRun:
     folder = tmp_path_factory.mktemp("runs")
     prepare_curves(folder / "other")
     return prepare(folder / "made")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pages(prepared: PreparedRun) -> Iterator[Pages]:
     with served([prepared.folder, prepared.folder.parent / "other"]) as found:
         yield found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cookies(browser: sync_api.Browser, pages: Pages) -> list[dict[str, object]]:
     """What the one-time link gives."""
     context = browser.new_context()

@@ -161,6 +161,7 @@ def write_metrics(folder: Path, *, steps: int, lift: float = 0.0) -> None:
         lines.append(
             {
                 "step": step, "reward/mean": 0.2 + step / 60 + lift, "reward/std": 0.1, "policy/entropy": 2.0 - wave / 4,
+                "reward/min": 0.0, "reward/max": 1.0, "batch/episodes": 32,
                 "policy/approx_kl": 10.0 ** (-4 + wave), "batch/equal_groups": 0.25, "time/step_s": 3.0 + wave,
             }
         )  # fmt: skip

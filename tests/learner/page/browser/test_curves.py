@@ -19,7 +19,7 @@ def card(page: Page, name: str):
 
 def test_every_metric_is_found_and_drawn(viewer: Viewer) -> None:
     page = viewer.open("curves?run=made")
-    expect(page.locator(".metric-list input[type=checkbox]")).to_have_count(7)  # the six of the run, and the spread
+    expect(page.locator(".metric-list input[type=checkbox]")).to_have_count(10)  # the nine of the run, and the spread
     page.get_by_label("search metrics").fill("KL")
     expect(page.locator(".curve h3")).to_have_text(["policy/approx_kl"])
     assert "find=KL" in page.url

@@ -67,6 +67,7 @@ def test_tokens_come_in_windows_and_never_as_a_whole(viewer: Viewer, prepared: P
 def test_a_token_shows_its_exact_figures_by_key_and_under_the_pointer(viewer: Viewer, prepared: PreparedRun) -> None:
     page = viewer.open(f"episode/{prepared.long}?run=made&part=tokens")
     figures = page.locator(".inspector")
+    expect(page.locator(".tokens .t:not(.given)").first).to_be_visible()
     given = page.locator(".tokens .t.given").count()
     tokens = page.locator(".tokens")
     tokens.focus()

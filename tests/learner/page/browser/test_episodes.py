@@ -59,6 +59,7 @@ def test_j_and_k_walk_the_list_and_enter_opens(viewer: Viewer) -> None:
     expect(page.locator(".vrow[aria-selected=true]")).to_contain_text("7-1-0")
     page.keyboard.press("Enter")
     expect(page.locator("h1")).to_have_text("7-1-0")
+    expect(page.get_by_role("group", name="in the list")).to_contain_text(f"2 of {SIZE}")  # it is known what j leads to
     page.keyboard.press("j")
     expect(page.locator("h1")).to_have_text("7-2-0")
     page.keyboard.press("k")
