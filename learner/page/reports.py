@@ -125,12 +125,12 @@ def groups(view: RunView, *, states: Sequence[str], after: int | None, limit: in
 
 
 def group_record(one: views.GroupView, *, version: int, max_lag: int) -> dict[str, Any]:
-    """A group with its age, and how many updates it may still wait."""
+    """A group with its age, and after how many updates it is too old: 0, it is evicted at the next claim."""
     waits = one.state in ("open", "ready") and one.max_version is not None
     return {
         **asdict(one),
         "age_s": None if one.opened_at is None else max(0.0, time.time() - one.opened_at),
-        "updates_until_stale": max(0, (one.max_version or 0) + max_lag - version) if waits else None,
+        "updates_until_stale": max(0, (one.max_version or 0) + max_lag + 1 - version) if waits else None,
     }
 
 

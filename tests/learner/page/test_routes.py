@@ -121,7 +121,7 @@ def test_the_machine_says_who_waits_for_what(client):
 def test_groups_have_an_age_and_the_updates_until_they_are_stale(client):
     ready, opened = (get(client, "/api/runs/seen/groups", state=state)["groups"] for state in ("ready", "open"))
     assert [(one["group_id"], one["mean"], one["std"], one["updates_until_stale"]) for one in ready] == [
-        (4, 0.5, 0.5, 1)
+        (4, 0.5, 0.5, 2)
     ]
     assert [(one["group_id"], one["num_scored"], one["updates_until_stale"]) for one in opened] == [(5, 0, None)]
     assert ready[0]["age_s"] >= 0.0
