@@ -28,7 +28,8 @@ WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 400, "height": 850}
 PATIENCE_MS = 60_000
 
 
-@pytest.fixture(scope="session")
+# Of this folder, not of the session: while it is there its event loop runs in this thread, and no asyncio test can.
+@pytest.fixture(scope="package")
 def browser() -> Iterator[sync_api.Browser]:
     program = next(filter(None, map(shutil.which, CHROMIUM)), None)
     if program is None:
@@ -92,13 +93,13 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedRun:
     return prepare(folder / "made")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pages(prepared: PreparedRun) -> Iterator[Pages]:
     with served([prepared.folder, prepared.folder.parent / "other"]) as found:
         yield found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cookies(browser: sync_api.Browser, pages: Pages) -> list[dict[str, object]]:
     """What the one-time link gives."""
     context = browser.new_context()

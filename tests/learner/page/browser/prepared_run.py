@@ -136,6 +136,7 @@ class RunMaker:
         tail = self.turn("user", HOSTILE) + self.ids("<|im_start|>tool\n") + [wide] * (LONG_LINE // 1000)
         start = self.ids("<|im_end|>\n<|im_start|>assistant\n")
         self.round(episode, index=0, tail=tail + start, said=self.ids(f"{HOSTILE}<|im_end|>"), version=TRAINED)
+        self.score(episode, 0.0)
         return episode
 
     def long(self) -> str:
