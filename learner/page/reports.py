@@ -125,7 +125,7 @@ def groups(view: RunView, *, states: Sequence[str], after: int | None, limit: in
 
 
 def group_record(one: views.GroupView, *, version: int, max_lag: int) -> dict[str, Any]:
-    """A group with its age, and how many updates make it stale: 0 means that the next claim evicts it."""
+    """A group with its age, and after how many updates it is too old: 0, it is evicted at the next claim."""
     waits = one.state in ("open", "ready") and one.max_version is not None
     return {
         **asdict(one),

@@ -28,6 +28,7 @@ WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 400, "height": 850}
 PATIENCE_MS = 60_000
 
 
+# Of this folder, not of the session: while it is there its event loop runs in this thread, and no asyncio test can.
 @pytest.fixture(scope="package")
 def browser() -> Iterator[sync_api.Browser]:
     program = next(filter(None, map(shutil.which, CHROMIUM)), None)

@@ -12,8 +12,8 @@ function GroupWalk({ neighbours, episode, run, part }) {
   const params = { run, ...filtersOf(route.value.params), part };
   const to = (id) => id && go(link("episode", { id, params }));
   useKeys({ "[": () => to(neighbours.previous), "]": () => to(neighbours.next) });
-  return html`<span class="walk" role="group" aria-label="in its group"><button type="button" disabled=${!neighbours.previous} onClick=${() => to(neighbours.previous)} aria-label="previous in group">←<kbd>[</kbd></button>
-    <button type="button" disabled=${!neighbours.next} onClick=${() => to(neighbours.next)} aria-label="next in group">→<kbd>]</kbd></button>
+  return html`<span class="walk" role="group" aria-label="in its group"><button type="button" disabled=${!neighbours.previous} onClick=${() => to(neighbours.previous)}>←<kbd>[</kbd><span class="unseen">previous in group</span></button>
+    <button type="button" disabled=${!neighbours.next} onClick=${() => to(neighbours.next)}>→<kbd>]</kbd><span class="unseen">next in group</span></button>
     <a class="soft" href=${link("group", { id: String(episode.group_id), params: { run } })}>group ${episode.group_id} <span class="figure">(${plural(neighbours.group.length, "episode")})</span></a></span>`;
 }
 
