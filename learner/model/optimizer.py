@@ -27,11 +27,11 @@ def make_adamw(groups: list[dict[str, Any]], *, lr: float, moments_on_host: bool
     return kind(groups, lr=lr, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True)
 
 
-class HostAdamW(torch.optim.AdamW):
+class HostAdamW(torch.optim.AdamW):  # type: ignore[misc]
     """AdamW whose moments go to the card for the update of their parameter, and back."""
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
         """One update. There is no closure."""
         for group in self.param_groups:
             for parameter in group["params"]:
