@@ -1,4 +1,4 @@
-// An agent: the Vercel AI SDK with two tools, streaming, asked twice in one conversation. API: chat, responses or google.
+// An agent: the Vercel AI SDK with two tools, streaming, asked twice in one conversation. API: chat or google.
 // It is started in an empty folder, so the packages are looked up from the folder that MODULES names.
 import { createRequire } from "node:module";
 import { pathToFileURL } from "node:url";
@@ -13,7 +13,7 @@ const google = async () =>
   })(process.env.MODEL);
 const openai = async () => {
   const made = (await load("@ai-sdk/openai")).createOpenAI({ baseURL: process.env.OPENAI_BASE_URL });
-  return process.env.API === "responses" ? made.responses(process.env.MODEL) : made.chat(process.env.MODEL);
+  return made.chat(process.env.MODEL);
 };
 const model = await (process.env.API === "google" ? google() : openai());
 const schema = (properties) => jsonSchema({ type: "object", properties, required: Object.keys(properties) });
