@@ -319,8 +319,9 @@ class Generation:
 
     def record(
         self, episode_id: str, *, role: str, asked: Sequence[int], said: Sequence[int], finish_reason: str
-    ) -> None:
-        """Store what a model of others was asked and said, as a round that is not trained. Both as the policy's ids."""
+    ) -> Future[None]:
+        """Store what a model of others was asked and said, as a round that is not trained. Both as the policy's ids. The future
+        ends when it is durable, or refused."""
         if (tree := self._trees.get(episode_id)) is None:
             tree = self._trees[episode_id] = TokenTree(episode_id)
         round_ = tree.add(
@@ -333,7 +334,9 @@ class Generation:
             trained=np.zeros(len(said), np.uint8),
             role=role,
         )
-        self._rounds.put_round(round_).add_done_callback(self._stored)
+        stored = self._rounds.put_round(round_)
+        stored.add_done_callback(self._stored)
+        return stored
 
     def resume(self, episode_id: str, rounds: Sequence[Round]) -> None:
         """Take over an episode of an earlier process, which has these rounds."""

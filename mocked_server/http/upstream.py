@@ -2,18 +2,22 @@
 
 `http.model_requests` passes a request of such a role on as it is, in its own dialect, with the configured model and key in place of
 the agent's. Invariants: the key of that server leaves for that server only; what was asked and said is recorded as a round that is
-never trained; an answer that is cut, or of a server that is not there, ends this request and no other.
+never trained, and is on disk before the last of it leaves for the agent; a server that is not there ends this request and no other.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Protocol
 
 import httpx
 from starlette.types import Send
 
+from buffers.errors import UnderstudyError
 from mocked_server.http.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES, error_body, is_anthropic
 from mocked_server.request_context import Call
 
@@ -28,7 +32,9 @@ class Record(Protocol):
 
     def __call__(
         self, episode_id: str, *, role: str, asked: Sequence[int], said: Sequence[int], finish_reason: str
-    ) -> None: ...
+    ) -> Future[None]:
+        """The future ends when it is durable, or refused."""
+        ...
 
 
 class Upstream:
@@ -58,7 +64,7 @@ class Upstream:
         headers = {**self._headers, "content-type": "application/json"}
         if is_anthropic(path):
             headers["anthropic-version"] = "2023-06-01"
-        kept, has_begun, is_whole = bytearray(), False, False
+        kept, held, has_begun, is_whole = bytearray(), b"", False, False
         try:
             request = self._http.build_request(
                 "POST", self._url + path, json={**fields, "model": self._model}, headers=headers
@@ -71,7 +77,9 @@ class Upstream:
                 await send({**start, "headers": [(b"content-type", kind.encode())]})
                 async for chunk in response.aiter_bytes():
                     kept += chunk[: MAX_KEPT_BYTES - len(kept)]
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    if held:
+                        await send({"type": "http.response.body", "body": held, "more_body": True})
+                    held = chunk
                 is_whole = response.status_code == httpx.codes.OK
             finally:
                 await response.aclose()
@@ -80,20 +88,22 @@ class Upstream:
                 why = f"the server of role {call.role.name} gave no answer ({type(error).__name__})"
                 await _fail(send, path, why, status=502)
                 return
-        self._keep(call, path, fields, bytes(kept), is_whole=is_whole)
-        await send({"type": "http.response.body", "body": b""})
+        await self._keep(call, path, fields, bytes(kept), is_whole=is_whole)
+        await send({"type": "http.response.body", "body": held})
 
-    def _keep(self, call: Call, path: str, fields: dict[str, Any], answer: bytes, *, is_whole: bool) -> None:
+    async def _keep(self, call: Call, path: str, fields: dict[str, Any], answer: bytes, *, is_whole: bool) -> None:
         if self.record is None or path == COUNT_TOKENS or not is_whole:
             return
         asked = fields.get("messages", fields.get("input", fields.get("prompt", "")))
-        self.record(
+        stored = self.record(
             call.live.episode_id,
             role=call.role.name,
             asked=self.encode(json.dumps(asked, ensure_ascii=False)),
             said=self.encode(text_of(answer)),
             finish_reason="stop",
         )
+        with suppress(UnderstudyError):  # the episode has ended meanwhile; it is logged where it is stored
+            await asyncio.wrap_future(stored)
 
 
 def text_of(answer: bytes) -> str:
