@@ -75,6 +75,7 @@ def test_a_change_that_was_made_before_the_process_died_is_made_once_and_answere
     answered(lambda: ledger.restore(place))
     assert ledger.position().result().lineage == place.lineage + 1
     ledger.close()
+    open_nearby(tmp_path / "ledger.sqlite").close()  # forgets the answers that the end of the other process left
     with closing(read_database(tmp_path / "ledger.sqlite")) as db:
         assert findings(db) == []
         assert db.execute("SELECT count(*) FROM meta WHERE key GLOB 'call:*'").fetchone() == (0,)
