@@ -303,6 +303,7 @@ def main(argv: list[str] | None = None) -> int:
             dtype=arguments.dtype,
             gradient_checkpointing=arguments.gradient_checkpointing,
         )
+        work = Work.of(empty_model(bench.model))
         sides = [side for side in arguments.sides if side not in ("tree", "memory")]
         results: dict[str, Any] = {}
         try:
@@ -318,7 +319,6 @@ def main(argv: list[str] | None = None) -> int:
             return 1
     if sides:
         rate = matmul_rate(device=arguments.device, dtype=arguments.dtype)
-        work = Work.of(empty_model(bench.model))
         flops = work.update_flops(
             tokens=int(rows.lengths.sum()), squares=int((rows.lengths**2).sum()), trained=int(rows.mask.sum())
         )
