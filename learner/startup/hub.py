@@ -140,6 +140,10 @@ def _download_model(name: str, patterns: Sequence[str]) -> Path:
     folder = Path(snapshot_download(name, allow_patterns=list(patterns)))
     if "*.safetensors" in patterns and not any(folder.glob("*.safetensors")):
         folder = Path(snapshot_download(name, allow_patterns=[*patterns, "*.bin"]))
+    if not (folder / "config.json").is_file():
+        raise UnderstudyError(
+            f"model.path must name a model for transformers, got {name}, which has no config.json on the hub; name another model"
+        )
     return folder
 
 

@@ -72,6 +72,13 @@ def test_a_name_that_is_neither_is_refused_with_both_readings(hub: FakeHub, tmp_
     assert "\n" not in told
 
 
+def test_a_model_without_a_config_is_refused(hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / "served").mkdir()
+    hub.add("models", "owner/empty", tmp_path / "served")
+    with pytest.raises(UnderstudyError, match=r"got owner/empty, which has no config\.json on the hub"):
+        with_local_files(config_of(tmp_path, model={"path": "owner/empty"}))
+
+
 @pytest.mark.parametrize(("offline", "told"), [("1", "HF_HUB_OFFLINE is set"), ("0", "did not give it")])
 def test_without_a_network_one_line_says_so(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: str, told: str
