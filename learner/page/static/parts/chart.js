@@ -94,6 +94,7 @@ export function Chart({ title, data, series, xLabel = "step", logY, logX, xTime,
   const shape = JSON.stringify([series, logY, logX, xLabel, height]);
 
   useEffect(() => {
+    if (!box.current) return undefined; // it was taken away before the frame
     const width = Math.max(120, box.current.clientWidth);
     const wanted = options({ series, xLabel, logY, logX, xTime, height, width, onPick: onPick && ((x) => pick.current(x)) });
     wanted.hooks.setCursor = [(one) => hover.current?.(one.cursor.idx ?? null)];

@@ -34,7 +34,7 @@ export function TokenOverview({ run, id, branch, scale, window, total, onJump })
   const canvas = useRef(null);
   const request = useRequest(`${run} ${id} ${branch}`, (signal) => source.overview(run, id, { branch, buckets: 400 }, signal));
   const values = request.data?.[scale];
-  useEffect(() => values && draw(canvas.current, values, scale), [values, scale, theme.value]);
+  useEffect(() => values && canvas.current && draw(canvas.current, values, scale), [values, scale, theme.value]);
   if (!values || total <= 200) return null;
   const jump = (event) => {
     const { left, width } = canvas.current.getBoundingClientRect();
