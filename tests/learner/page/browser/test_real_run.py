@@ -52,7 +52,10 @@ def test_a_run_is_followed_live_and_kept_when_it_is_killed(browser: Browser, tmp
         expect(page.locator(".run-state .state").first).to_have_text("live")
         page.get_by_role("link", name="Episodes").click()
         page.locator("select[name=group_state]").select_option("trained")
-        page.locator(".vrow .e-id a").first.click()
+        expect(page.locator(".vrow .e-id").first).to_be_visible()
+        ask = "fetch('/api/runs/run/episodes?group_state=trained&limit=1').then((answer) => answer.json())"
+        trained = page.evaluate(ask)["episodes"][0]["episode_id"]
+        page = viewer.open(f"episode/{trained}?run=run")
         page.get_by_role("button", name="Tokens").click()
         page.get_by_role("button", name="engine – learner").click()
         expect(page.locator(".tokens .t[class*=df-]").first).to_be_visible()
