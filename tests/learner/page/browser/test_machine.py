@@ -57,7 +57,14 @@ def test_a_new_state_of_the_machine_is_shown_without_a_reload(viewer: Viewer, pr
 def test_a_run_that_starts_has_no_figures_yet(viewer: Viewer, prepared: PreparedRun) -> None:
     """The page is open before the engine is: what a run says first is its phase."""
     with (prepared.folder / "machine.jsonl").open("a") as sink:
-        first = {"at": time.time(), "pid": 1, "host": "elsewhere", "began": 0.0, "phase": "starting", "learner": "starting"}
+        first = {
+            "at": time.time(),
+            "pid": 1,
+            "host": "elsewhere",
+            "began": 0.0,
+            "phase": "starting",
+            "learner": "starting",
+        }
         sink.write(json.dumps(first) + "\n")
     page = viewer.open("machine?run=made")
     expect(page.locator(".view-head")).to_contain_text("starting")

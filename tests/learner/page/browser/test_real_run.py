@@ -43,7 +43,8 @@ def test_a_run_is_followed_live_and_kept_when_it_is_killed(browser: Browser, tmp
     opened.goto(link, wait_until="commit", timeout=4 * PATIENCE_MS)
     cookies = list(context.cookies())
     context.close()
-    with looking(browser, root, cookies) as viewer:
+    # 409: the page is there before the ledger is.
+    with looking(browser, root, cookies, passing="409") as viewer:
         page = viewer.open("machine?run=run")
         page.evaluate("window.sameDocument = true")
         run.wait_for_step(1)
