@@ -51,7 +51,9 @@ export const STATIONS = [
 // A run that starts says its phase first and has no figures yet: they are shown as absent.
 export function completed(state) {
   if (!state) return null;
-  return { ...state, waits: state.waits ?? [], engines: state.engines ?? [], tasks: state.tasks ?? {}, pool: state.pool ?? {}, groups: state.groups ?? {} };
+  const { waits = [], engines = [], pool = {}, groups = {} } = state;
+  const opened = Object.values(groups).reduce((sum, number) => sum + number, 0); // a group is in one state
+  return { ...state, version: state.version ?? state.step, waits, engines, pool, groups, tasks: { ...state.tasks, opened: state.tasks?.opened ?? (state.groups && opened) } };
 }
 
 export const LABELS = Object.fromEntries(STATIONS.map(({ name, label }) => [name, label.toLowerCase()]));
