@@ -1,10 +1,11 @@
-"""The page of a run with 10^5 episodes and 10^6 rounds, and with an episode of 10^5 tokens: what its server takes.
+"""The page of a run with 10^5 episodes and 10^6 rounds, and with an episode of 10^5 tokens: what its readers wait for.
 
     python -m benchmarks.page --json PATH [--episodes N]
 
-The ledger is written by its own schema, in bulk. The figures are medians of requests to the page's process, as of a browser:
-`start_ms` (its first answer), `index_ms` (the first list of episodes, which reads the index), `filter_ms`, `open_episode_ms` (tree,
-conversation and one window of tokens of the long episode), `server_mb`.
+The ledger is written by its own schema, in bulk. Of the page's process, medians of requests: `start_ms` (its first answer),
+`index_ms` (the first list of episodes, which reads the index), `server_filter_ms`, `server_open_episode_ms` (tree, conversation
+and one window of tokens of the long episode), `server_mb`. Of a browser, where there is a Chromium, what
+`benchmarks.processes.page_browser` measures: `first_paint_ms`, `filter_ms`, `open_episode_ms`, `heap_mb`, `page_kb`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ FILTERS = (
     {"q": "task-77", "max_tokens": "60"},
 )
 REPEATS = 5
+NO_CHROMIUM = 3
+"""Exit code of `benchmarks.processes.page_browser`."""
 
 
 def main(words: list[str] | None = None) -> int:
@@ -143,11 +146,30 @@ def measure(run: Path) -> dict[str, float]:
         try:
             assert server.stdout is not None, "it is a pipe"
             link = next(word for line in server.stdout for word in line.split() if word.startswith("http"))
-            with httpx.Client(base_url=link.partition("/open")[0], timeout=120) as browser:
+            root = link.partition("/open")[0]
+            with httpx.Client(base_url=root, timeout=120) as browser:
                 browser.get(link).raise_for_status()
-                return {"start_ms": 1000 * (time.monotonic() - began), **requests(browser, pid=server.pid)}
+                start_ms = 1000 * (time.monotonic() - began)
+                found = requests(browser, pid=server.pid)
+                longest = browser.get(f"/api/runs/{run.name}/episodes", params={"limit": "1"}).json()["episodes"][0]
+            link = next(word for line in server.stdout for word in line.split() if word.startswith("http"))
+            return {
+                "start_ms": start_ms,
+                **found,
+                **in_browser(root, link, run=run.name, episode=longest["episode_id"]),
+            }
         finally:
             server.terminate()
+
+
+def in_browser(root: str, link: str, *, run: str, episode: str) -> dict[str, float]:
+    """The figures of a real browser; none where there is no Chromium."""
+    command = [sys.executable, "-m", "benchmarks.processes.page_browser", "measure", "--root", root, "--link", link]
+    ended = subprocess.run([*command, "--run", run, "--episode", episode], stdout=subprocess.PIPE, text=True)
+    if ended.returncode == NO_CHROMIUM:
+        return {}
+    ended.check_returncode()
+    return json.loads(ended.stdout)
 
 
 def requests(browser: httpx.Client, *, pid: int) -> dict[str, float]:
@@ -161,7 +183,7 @@ def requests(browser: httpx.Client, *, pid: int) -> dict[str, float]:
         "index_ms": index_ms,
         "run_ms": _median(lambda: get("")),
         "metrics_ms": _median(lambda: browser.get("/api/metrics", params={"runs": "many", "names": "figure/1"})),
-        "filter_ms": max(_median(lambda query=query: get("/episodes", **query)) for query in FILTERS),  # type: ignore[misc]
+        "server_filter_ms": max(_median(lambda query=query: get("/episodes", **query)) for query in FILTERS),  # type: ignore[misc]
         "order_ms": _median(lambda: get("/episodes/order")),
     }
     began = time.monotonic()
@@ -174,7 +196,7 @@ def requests(browser: httpx.Client, *, pid: int) -> dict[str, float]:
         **found,
         "causes_s": time.monotonic() - began,
         "filter_cause_ms": _median(lambda: get("/episodes", cause="any")),
-        "open_episode_ms": opened,
+        "server_open_episode_ms": opened,
         "window_ms": _median(lambda: get(f"/episodes/{name}/tokens", start="50000")),
         "server_mb": psutil.Process(pid).memory_info().rss / 1e6,
     }

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
@@ -283,7 +284,7 @@ def build_app(runs: RunSet, *, default: str, about: Mapping[str, str]) -> Starle
             Route("/", index),
             Route("/api/events", events),
             *(Route(path, _answering(answer)) for path, answer in answers.items()),
-            Mount("/static", StaticFiles(directory=STATIC, check_dir=False)),
+            Mount("/static", GZipMiddleware(StaticFiles(directory=STATIC, check_dir=False))),
         ],
         exception_handlers={UnderstudyError: _refused, 404: _unknown},
     )

@@ -117,7 +117,10 @@ def _is_running(machine: Mapping[str, Any]) -> bool:
     import psutil
 
     try:
-        return abs(float(psutil.Process(pid).create_time()) - float(began or 0.0)) < 1.0
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:  # dead, and its parent did not look yet
+            return False
+        return abs(float(process.create_time()) - float(began or 0.0)) < 1.0
     except (psutil.Error, TypeError, ValueError):
         return False
 

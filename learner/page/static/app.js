@@ -4,6 +4,7 @@ import { route } from "./core/route.js";
 import { applyTheme } from "./core/theme.js";
 import { currentRun, loadProblem, loadRuns, runs } from "./data/runs.js";
 import { followRuns, generation } from "./data/live.js";
+import { Boundary } from "./parts/boundary.js";
 import { Header } from "./parts/header.js";
 import { Notice } from "./parts/notice.js";
 import { MachineView } from "./views/machine/machine_view.js";
@@ -28,7 +29,7 @@ function Page() {
   const View = VIEWS[view];
   return html`<${Header} />
     <main class=${`view view-${view}`} id="main" tabindex="-1">
-      ${View ? html`<${View} key=${`${view} ${run} ${generation.value}`} run=${run} id=${id} />`
+      ${View ? html`<${Boundary} key=${`${view} ${run} ${generation.value}`}><${View} run=${run} id=${id} /><//>`
         : html`<${Notice} tone="warn">There is no view named ${view}. <a href="#/machine">The machine</a><//>`}
     </main>`;
 }

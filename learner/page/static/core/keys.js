@@ -5,13 +5,14 @@ function isTyping(target) {
   return target instanceof HTMLElement && (target.isContentEditable || /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName));
 }
 
+// The handlers of the last drawing count, at once: a quick reader's next key is not for the one before.
 export function useKeys(handlers) {
-  const current = useRef(handlers);
-  current.current = handlers; // at once: an effect comes after the frame, and a key may come before it
+  const latest = useRef(handlers);
+  latest.current = handlers;
   useEffect(() => {
     const onKey = (event) => {
       if (event.ctrlKey || event.metaKey || event.altKey || isTyping(event.target)) return;
-      const handler = current.current[event.key];
+      const handler = latest.current[event.key];
       if (!handler) return;
       event.preventDefault();
       handler(event);

@@ -143,17 +143,24 @@ class Viewer:
 
 
 @contextmanager
-def looking(browser: sync_api.Browser, root: str, cookies: list[dict[str, object]], **how: object) -> Iterator[Viewer]:
-    """A window, which must have no errors and ask no other host when it is closed."""
+def looking(
+    browser: sync_api.Browser, root: str, cookies: list[dict[str, object]], *, passing: str = "", **how: object
+) -> Iterator[Viewer]:
+    """A window, which must have no errors and ask no other host when it is closed. `passing`: an error that is expected."""
     context = browser.new_context(viewport=how.pop("viewport", WIDE), **how)
     context.add_cookies(cookies)
     viewer = Viewer(context, root)
     try:
         yield viewer
+    except BaseException as error:
+        error.add_note(
+            f"at {viewer.page.url}; in the console: {viewer.problems}; shown: {viewer.page.inner_text('body')[:2000]}"
+        )
+        raise
     finally:
         context.close()
     assert viewer.foreign() == []
-    assert viewer.problems == []
+    assert [problem for problem in viewer.problems if not passing or passing not in problem] == []
 
 
 @pytest.fixture

@@ -64,10 +64,17 @@ def test_tokens_come_in_windows_and_never_as_a_whole(viewer: Viewer, prepared: P
     assert all(int(one["count"][0]) <= 4096 for one in asked)
 
 
+def test_a_short_branch_is_shown_as_a_whole(viewer: Viewer) -> None:
+    page = viewer.open("episode/7-1-0?run=made&part=tokens")
+    expect(page.locator(".tokens .t:not(.given)")).to_have_text(["l", "e", "f", "t", "<|im_end|>"])
+    page.get_by_role("button", name="advantage").click()
+    expect(page.locator(".tokens .t").first).to_be_visible()
+
+
 def test_a_token_shows_its_exact_figures_by_key_and_under_the_pointer(viewer: Viewer, prepared: PreparedRun) -> None:
     page = viewer.open(f"episode/{prepared.long}?run=made&part=tokens")
     figures = page.locator(".inspector")
-    expect(page.locator(".tokens .t:not(.given)").first).to_be_visible()
+    expect(page.locator(".tokens .t")).to_have_count(1024)
     given = page.locator(".tokens .t.given").count()
     tokens = page.locator(".tokens")
     tokens.focus()

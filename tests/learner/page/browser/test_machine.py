@@ -54,6 +54,27 @@ def test_a_new_state_of_the_machine_is_shown_without_a_reload(viewer: Viewer, pr
     )  # what changed was sent, nothing else again
 
 
+def test_a_run_that_starts_has_no_figures_yet(viewer: Viewer, prepared: PreparedRun) -> None:
+    """The page is open before the engine is: what a run says first is its phase."""
+    with (prepared.folder / "machine.jsonl").open("a") as sink:
+        first = {
+            "at": time.time(),
+            "pid": 1,
+            "host": "elsewhere",
+            "began": 0.0,
+            "phase": "starting",
+            "learner": "starting",
+        }
+        sink.write(json.dumps(first) + "\n")
+    page = viewer.open("machine?run=made")
+    expect(page.locator(".view-head")).to_contain_text("starting")
+    expect(page.locator(".station-agents .station-figure")).to_have_text("–")
+    with (prepared.folder / "machine.jsonl").open("a") as sink:
+        sink.write(json.dumps(machine_line(at=time.time(), prompts=5)) + "\n")
+    expect(page.locator(".station-prompts .station-figure")).to_have_text("5")
+    expect(page.locator(".station-agents")).to_contain_text("12 / 16")
+
+
 def test_what_the_machine_did_is_drawn_over_time(viewer: Viewer) -> None:
     page = viewer.open("machine?run=made")
     expect(page.locator(".panel .uplot")).to_have_count(6)

@@ -22,10 +22,12 @@ SMALL = (
 def printed_link(run: Run) -> str:
     """The one-time link that the run prints at its start."""
     assert run.process.stdout is not None
+    printed = []
     for line in run.process.stdout:
+        printed.append(line)
         if found := re.search(r"page: (http://127\.0\.0\.1:\d+/open/\S+)", line):
             return found[1]
-    raise AssertionError("the run printed no link")
+    raise AssertionError(f"the run printed no link: {printed}")
 
 
 def shown_step(page: Page) -> int:
@@ -33,7 +35,7 @@ def shown_step(page: Page) -> int:
 
 
 def test_a_run_is_followed_live_and_kept_when_it_is_killed(browser: Browser, tmp_path: Path) -> None:
-    run = start(tmp_path, *SMALL)
+    run = start(tmp_path, *SMALL, imports=True)
     link = printed_link(run)
     root = "{0.scheme}://{0.netloc}".format(urlsplit(link))
     context = browser.new_context()
@@ -41,7 +43,8 @@ def test_a_run_is_followed_live_and_kept_when_it_is_killed(browser: Browser, tmp
     opened.goto(link, wait_until="commit", timeout=4 * PATIENCE_MS)
     cookies = list(context.cookies())
     context.close()
-    with looking(browser, root, cookies) as viewer:
+    # 409: the page is there before the ledger is.
+    with looking(browser, root, cookies, passing="409") as viewer:
         page = viewer.open("machine?run=run")
         page.evaluate("window.sameDocument = true")
         run.wait_for_step(1)

@@ -4,6 +4,8 @@ import { colour, theme } from "../../core/theme.js";
 import { source } from "../../data/source.js";
 import { useRequest } from "../../data/use_request.js";
 
+const SHORT = 200; // so few tokens are seen at once
+
 // The height of a bucket's bar, between 0 and 1.
 const HEIGHTS = {
   logprob: (value) => Math.min(1, -value / 10),
@@ -34,8 +36,11 @@ export function TokenOverview({ run, id, branch, scale, window, total, onJump })
   const canvas = useRef(null);
   const request = useRequest(`${run} ${id} ${branch}`, (signal) => source.overview(run, id, { branch, buckets: 400 }, signal));
   const values = request.data?.[scale];
-  useEffect(() => values && canvas.current && draw(canvas.current, values, scale), [values, scale, theme.value]);
-  if (!values || total <= 200) return null;
+  const isShown = Boolean(values) && total > SHORT;
+  useEffect(() => {
+    if (isShown) draw(canvas.current, values, scale);
+  }, [isShown, values, scale, theme.value]);
+  if (!isShown) return null;
   const jump = (event) => {
     const { left, width } = canvas.current.getBoundingClientRect();
     onJump(Math.floor(((event.clientX - left) / width) * total));

@@ -5,10 +5,9 @@ import { STATIONS } from "./stations.js";
 import { Station } from "./station.js";
 
 export function Flow({ state }) {
-  const waits = state.waits ?? [];
   const behind = state.engines.filter((one) => one.is_up && one.version !== null && one.version < state.version).length;
   return html`<section class="flow" aria-label="the machine now">
-    <ol class="stations">${STATIONS.map((one) => html`<${Station} key=${one.name} station=${one} state=${state} waits=${waits} />`)}</ol>
+    <ol class="stations">${STATIONS.map((one) => html`<${Station} key=${one.name} station=${one} state=${state} waits=${state.waits} />`)}</ol>
     <p class="weights"><span>weights of version ${figure(state.version)}</span>
       <span class="soft">${behind ? `${behind} of ${state.engines.length} engines have an older one` : "in every engine"}</span></p>
   </section>`;

@@ -9,6 +9,7 @@ import { Awaiting, Notice } from "../../parts/notice.js";
 import { Flow, Waits } from "./flow.js";
 import { GroupTable } from "./group_table.js";
 import { History } from "./history.js";
+import { completed } from "./stations.js";
 
 const ENDS = { finished: "The run has ended.", stopped: "The run was stopped.", failed: "The run failed.", killed: "The run was killed.", unknown: "Whether the run lives is not known." };
 
@@ -23,12 +24,11 @@ export function MachineView({ run }) {
   const request = useRequest(run, (signal) => source.machine(run, { points: 600 }, signal));
   const pending = Awaiting({ request, what: "the machine" });
   if (pending) return pending;
-  const latest = machineNow.value[run] ?? request.data.now;
-  const now = latest?.engines ? latest : null; // before they are built a run says only that it starts
+  const now = completed(machineNow.value[run] ?? request.data.now);
   return html`<div class="stack">
     <div class="view-head"><h1>Machine</h1>${now && html`<span class="soft">as of ${clock(now.at)}${now.phase ? `, ${now.phase}` : ""}, step ${figure(now.step)}</span>`}</div>
     <${Ending} entry=${currentEntry.value} at=${now?.at} />
-    ${now ? html`<${Flow} state=${now} /><${Waits} waits=${now.waits ?? []} />` : html`<${Notice}>${latest ? "The run is starting." : "No state of this run's machine was recorded."}<//>`}
+    ${now ? html`<${Flow} state=${now} /><${Waits} waits=${now.waits} />` : html`<${Notice}>No state of this run's machine was recorded.<//>`}
     <${GroupTable} run=${run} />
     <${History} history=${request.data.history} now=${now} />
   </div>`;

@@ -3,12 +3,12 @@ import { count, figure, share, short } from "../../core/format.js";
 
 function tasks({ tasks: it }) {
   const room = it.admissible_groups;
-  return { figure: count(it.opened), unit: "groups opened", lines: [room === null ? null : room > 0 ? `room for ${count(room)} more` : "no room: the learner is behind"] };
+  return { figure: count(it.opened), unit: "groups opened", lines: [room === null || room === undefined ? null : room > 0 ? `room for ${count(room)} more` : "no room: the learner is behind"] };
 }
 
 function agents({ pool }) {
   return {
-    figure: count(pool.running), of: count(pool.slots), unit: "episodes running", fill: pool.slots ? pool.running / pool.slots : 0,
+    figure: count(pool.running), of: pool.slots ? count(pool.slots) : null, unit: "episodes running", fill: pool.slots ? (pool.running ?? 0) / pool.slots : 0,
     lines: [`${count(pool.agents_waiting)} agents without a task`, `${count(pool.scored)} scored, ${count(pool.failed)} failed`],
   };
 }
@@ -20,7 +20,7 @@ function prompts(state) {
 function engines({ engines: all }) {
   const up = all.filter((one) => one.is_up);
   const rate = up.reduce((sum, one) => sum + (one.tokens_per_s ?? 0), 0);
-  return { figure: short(Math.round(rate)), unit: "tokens/s", of: null, lines: [`${up.length} of ${all.length} up`], engines: all };
+  return { figure: all.length ? short(Math.round(rate)) : "–", unit: "tokens/s", of: null, lines: [`${up.length} of ${all.length} up`], engines: all };
 }
 
 function rounds(state) {
@@ -33,7 +33,7 @@ function groups({ groups: it }) {
 
 function learner(state) {
   return {
-    figure: figure(state.step), of: state.steps_planned ? figure(state.steps_planned) : null, unit: "steps", fill: state.steps_planned ? state.step / state.steps_planned : 0,
+    figure: figure(state.step), of: state.steps_planned ? figure(state.steps_planned) : null, unit: "steps", fill: state.steps_planned ? (state.step ?? 0) / state.steps_planned : 0,
     lines: [`policy version ${figure(state.version)}`, `${count(state.groups.trained)} groups trained`], word: state.learner,
   };
 }
@@ -47,6 +47,14 @@ export const STATIONS = [
   { name: "groups", label: "Groups", show: groups },
   { name: "learner", label: "Learner", show: learner },
 ];
+
+// A run that starts says its phase first and has no figures yet: they are shown as absent.
+export function completed(state) {
+  if (!state) return null;
+  const { waits = [], engines = [], pool = {}, groups = {} } = state;
+  const opened = Object.values(groups).reduce((sum, number) => sum + number, 0); // a group is in one state
+  return { ...state, version: state.version ?? state.step, waits, engines, pool, groups, tasks: { ...state.tasks, opened: state.tasks?.opened ?? (state.groups && opened) } };
+}
 
 export const LABELS = Object.fromEntries(STATIONS.map(({ name, label }) => [name, label.toLowerCase()]));
 
