@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -20,6 +21,8 @@ from starlette.types import Send
 from buffers.errors import UnderstudyError
 from mocked_server.http.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES, error_body, is_anthropic
 from mocked_server.request_context import Call
+
+logger = logging.getLogger(__name__)
 
 PASSED_ON = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS})
 TIMEOUT_S = 600.0
@@ -66,9 +69,10 @@ class Upstream:
             headers["anthropic-version"] = "2023-06-01"
         kept, held, has_begun, is_whole = bytearray(), b"", False, False
         try:
-            request = self._http.build_request(
-                "POST", self._url + path, json={**fields, "model": self._model}, headers=headers
-            )
+            content = json.dumps(
+                {**fields, "model": self._model}
+            ).encode()  # escaped: an agent's text may be no Unicode
+            request = self._http.build_request("POST", self._url + path, content=content, headers=headers)
             response = await self._http.send(request, stream=True)
             try:
                 has_begun = True
@@ -84,10 +88,11 @@ class Upstream:
             finally:
                 await response.aclose()
         except httpx.HTTPError as error:
+            why = f"the server of role {call.role.name} gave no {'whole ' if has_begun else ''}answer ({type(error).__name__})"
+            logger.warning("episode %s: %s", call.live.episode_id, why)
             if not has_begun:
-                why = f"the server of role {call.role.name} gave no answer ({type(error).__name__})"
                 await _fail(send, path, why, status=502)
-                return
+            return  # one that has begun stays without its end, so that the agent's client sees it break off
         await self._keep(call, path, fields, bytes(kept), is_whole=is_whole)
         await send({"type": "http.response.body", "body": held})
 
@@ -98,8 +103,8 @@ class Upstream:
         stored = self.record(
             call.live.episode_id,
             role=call.role.name,
-            asked=self.encode(json.dumps(asked, ensure_ascii=False)),
-            said=self.encode(text_of(answer)),
+            asked=self.encode(json.dumps(asked, ensure_ascii=False).encode(errors="replace").decode()),
+            said=self.encode(text_of(answer).encode(errors="replace").decode()),
             finish_reason="stop",
         )
         with suppress(UnderstudyError):  # the episode has ended meanwhile; it is logged where it is stored
@@ -127,16 +132,18 @@ def _texts(event: Any) -> Iterator[str]:
         yield delta
     elif isinstance(delta, dict) and isinstance(delta.get("text"), str):  # Messages, as a stream
         yield delta["text"]
-    for choice in event.get("choices") or ():
-        said = choice.get("message") or choice.get("delta") or choice
+    for choice in _objects(event.get("choices")):
+        (said,) = _objects([choice.get("message") or choice.get("delta")]) or [choice]
         yield from (str(said[name]) for name in ("content", "text") if isinstance(said.get(name), str))
-    for part in event.get("content") or ():  # Messages
-        if isinstance(part, dict) and isinstance(part.get("text"), str):
+    items = _objects(event.get("output"))  # Responses
+    for part in (*_objects(event.get("content")), *(part for item in items for part in _objects(item.get("content")))):
+        if isinstance(part.get("text"), str):
             yield part["text"]
-    for item in event.get("output") or ():  # Responses
-        for part in item.get("content") or () if isinstance(item, dict) else ():
-            if isinstance(part, dict) and isinstance(part.get("text"), str):
-                yield part["text"]
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    """The objects of a list; none where it is no list: another server says what it likes."""
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def _object(body: bytes) -> dict[str, Any] | None:

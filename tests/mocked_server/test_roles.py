@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import httpx
 import openai
 import pytest
 
@@ -19,6 +20,7 @@ from tests.support.server_parts import ServerThread
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello."}]
 KEY = "sk-of-the-judge"
+BREAK_OFF = "Break off."
 
 
 class Judge(http.server.BaseHTTPRequestHandler):
@@ -39,7 +41,8 @@ class Judge(http.server.BaseHTTPRequestHandler):
             answer, kind = json.dumps({"id": "1", "object": "chat.completion", "choices": [choice]}), "application/json"
         self.send_response(200)
         self.send_header("content-type", kind)
-        self.send_header("content-length", str(len(answer)))
+        missing = 10 if body["messages"][0]["content"] == BREAK_OFF else 0
+        self.send_header("content-length", str(len(answer) + missing))
         self.end_headers()
         self.wfile.write(answer.encode())
 
@@ -130,6 +133,27 @@ def test_a_model_of_others_answers_and_is_recorded_and_its_key_stays(server: Ser
     assert (stored.role, server.server.decode(stored.sampled_ids.tolist())) == ("judge", "well done")
 
 
+def test_an_answer_that_breaks_off_is_no_answer_that_ended(server: ServerThread) -> None:
+    episode, client = server.lease()
+    asked: list[Any] = [{"role": "user", "content": BREAK_OFF}]
+    with pytest.raises((openai.APIError, httpx.HTTPError)):
+        list(client.with_options(max_retries=0).chat.completions.create(model="judge", messages=asked, stream=True))
+    client.chat.completions.create(model="solver", messages=HELLO)
+    assert [stored.role for stored in server.stored(episode)] == ["solver"]
+
+
+def test_text_that_is_no_unicode_is_passed_on_and_recorded(server: ServerThread) -> None:
+    Judge.asked.clear()
+    episode, client = server.lease()
+    body = b'{"model": "judge", "messages": [{"role": "user", "content": "a\\ud800b"}]}'
+    with server.http() as http:
+        answered = http.post(f"/e/{client.api_key}/v1/chat/completions", content=body)
+    assert answered.status_code == 200, answered.text
+    assert Judge.asked[0][1]["messages"][0]["content"] == "a\ud800b"
+    (stored,) = server.stored(episode)
+    assert stored.role == "judge"
+
+
 def test_a_model_of_others_that_is_not_there_fails_its_request_only(tiny_model: Path, server: ServerThread) -> None:
     roles = server._roles
     assert roles is not None
@@ -153,6 +177,8 @@ def test_a_model_of_others_that_is_not_there_fails_its_request_only(tiny_model: 
         ({"output": [{"content": [{"type": "output_text", "text": "ab"}]}]}, "ab"),
         ({"choices": [{"text": "ab"}]}, "ab"),
         ("no JSON", ""),
+        ({"choices": [1, {"delta": 2}, {"message": None, "text": "ab"}], "content": 5, "output": {"a": 1}}, "ab"),
+        ({"choices": 3, "output": [{"content": 7}, None], "content": [None, {"text": 1}]}, ""),
     ],
 )
 def test_what_an_answer_says_is_found_in_every_dialect(answer: Any, said: str) -> None:
