@@ -13,14 +13,19 @@ a run without roles. The server of the walk game has the connections and their r
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import os
-import signal
 
 from buffers.records import Task
 from env_adapters.relay.game import RUNNER, SCOUT, TURNS, RelayGame
-from env_adapters.walk.server import ScoreClient, WalkServer, read_line, write_line
+from env_adapters.walk.server import (
+    ScoreClient,
+    WalkServer,
+    game_parser,
+    read_line,
+    scores_of_run,
+    serve_until_stopped,
+    write_line,
+)
 
 
 class RelayServer(WalkServer):
@@ -60,32 +65,12 @@ async def _said(reader: asyncio.StreamReader) -> str:
     return str(line["said"])
 
 
-async def _run(arguments: argparse.Namespace) -> None:
-    scores = ScoreClient(os.environ["SERVER_URL"], scorer_key=os.environ["SCORER_KEY"])
-    relay = RelayServer(scores, by_branch=arguments.by == "branch")
-    server = await asyncio.start_server(relay.serve, arguments.host, arguments.port, backlog=512)
-    stop = asyncio.Event()
-    for signal_number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signal_number, stop.set)
-    host, port = server.sockets[0].getsockname()[:2]
-    print(f"ready {host}:{port}", flush=True)
-    await stop.wait()
-    server.close()
-    await relay.close()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Play the relay game over TCP and report scores to SERVER_URL.")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0: any free port; the line `ready HOST:PORT` names it")
+    parser = game_parser("Play the relay game over TCP and report scores to SERVER_URL.")
     parser.add_argument("--by", choices=("role", "branch"), default="role", help="what the scores are of")
     arguments = parser.parse_args()
-    missing = [name for name in ("SERVER_URL", "SCORER_KEY") if name not in os.environ]
-    if missing:
-        parser.error(
-            f"{' and '.join(missing)} must be set in the environment: the model server's root and scorer's key"
-        )
-    asyncio.run(_run(arguments))
+    relay = RelayServer(scores_of_run(parser), by_branch=arguments.by == "branch")
+    asyncio.run(serve_until_stopped(relay, host=arguments.host, port=arguments.port))
 
 
 if __name__ == "__main__":
