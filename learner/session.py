@@ -78,7 +78,8 @@ def run_session(
             say(f"note: {line}", style="bold yellow")
         for error in errors:
             say(f"error: {error}", style="bold red")
-        if verdicts or (errors and (folder / LEDGER).is_file()):
+        held_back = bool(verdicts) and not pipeline.history.is_solved
+        if held_back or (errors and (folder / LEDGER).is_file()):
             say(how_to_see_why(folder, program=program))
         if code == 130 or (errors and pipeline.history.rewards):
             say(how_to_go_on(folder, began=bool(pipeline.history.rewards), program=program))

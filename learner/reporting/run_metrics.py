@@ -131,12 +131,17 @@ class History:
         if number >= EQUAL_STEPS:
             return [self._nothing_learned(number)]
         first, last = float(np.mean(self.rewards[:FIRST_STEPS] or [0])), self.recent_reward() or 0.0
-        if steps < FLAT_STEPS or last > first or self._is_solved(last):
+        if steps < FLAT_STEPS or last > first or self.is_solved:
             return []
         return [
             f"the reward did not rise: {first:.3f} in the first {FIRST_STEPS} steps, {last:.3f} in the last {LAST_STEPS}; "
             f"{REMEDY}, or try more steps (run.steps) and another learner.lr"
         ]
+
+    @property
+    def is_solved(self) -> bool:
+        """The last steps' mean reward is the best there is; never where `run.reward_optimum` is not set."""
+        return self._is_solved(self.recent_reward() or 0.0)
 
     def _num_equal(self) -> int:
         """Steps at the end whose scores gave the learner nothing to compare."""

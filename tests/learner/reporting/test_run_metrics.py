@@ -68,7 +68,9 @@ def test_a_reward_that_did_not_rise_is_told_at_the_end() -> None:
     assert flat and flat[0].startswith("the reward did not rise: 0.300 in the first 3 steps, 0.300 in the last 5")
     assert history_of([(0.3, 0.0)] * 9).verdicts() == [], "too few steps to say so"
     assert history_of([(0.1 * step, 0.0) for step in range(10)]).verdicts() == []
-    assert history_of([(1.0, 0.0)] * 10, "run.reward_optimum=1.0").verdicts() == []
+    solved = history_of([(1.0, 0.0)] * 10, "run.reward_optimum=1.0")
+    assert solved.verdicts() == [] and solved.is_solved, "nothing held it back"
+    assert not history_of([(1.0, 0.0)] * 10).is_solved and not history_of([], "run.reward_optimum=1.0").is_solved
 
 
 def test_the_engine_is_never_idle_for_longer_than_the_steps_take_also_after_a_resume() -> None:
