@@ -5,7 +5,8 @@
 The ledger is written by its own schema, in bulk. Of the page's process, medians of requests: `start_ms` (its first answer),
 `index_ms` (the first list of episodes, which reads the index), `server_filter_ms`, `server_open_episode_ms` (tree, conversation
 and one window of tokens of the long episode), `server_mb`. Of a browser, where there is a Chromium, what
-`benchmarks.processes.page_browser` measures: `first_paint_ms`, `filter_ms`, `open_episode_ms`, `heap_mb`, `page_kb`.
+`benchmarks.processes.page_browser` measures: `first_paint_ms`, `filter_ms`, `open_episode_ms`, `heap_mb`, `page_kb`; and
+what open pages cost a run (`benchmarks.page_share`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy as np
 import psutil
 import yaml
 
+from benchmarks.page_share import NO_CHROMIUM, share
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.round_codec import RoundBody, encode
 from configs.tiny_model import make_tiny_model
@@ -40,8 +42,6 @@ FILTERS = (
     {"q": "task-77", "max_tokens": "60"},
 )
 REPEATS = 5
-NO_CHROMIUM = 3
-"""Exit code of `benchmarks.processes.page_browser`."""
 
 
 def main(words: list[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def main(words: list[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     with tempfile.TemporaryDirectory(prefix="understudy-page-") as folder:
         run = make_run(Path(folder) / "many", episodes=arguments.episodes)
-        figures = {"episodes": arguments.episodes, "rounds": ROUNDS * arguments.episodes, **measure(run)}
+        figures = {"episodes": arguments.episodes, "rounds": ROUNDS * arguments.episodes, **measure(run), **share()}
     text = json.dumps(figures, indent=1)
     print(text)
     if arguments.json:

@@ -1,7 +1,8 @@
 """The browser's half of `benchmarks.page`: what a reader waits for, in Chromium.
 
 `python -m benchmarks.processes.page_browser measure --root URL --link URL --run NAME --episode ID` prints the figures as JSON;
-`... hold --root URL --link URL --run NAME --pages 3` keeps pages open until its standard input ends. A process of its own,
+`... hold --root URL --link URL --run NAME --pages 3` opens and closes pages as each line of its standard input says (`open`,
+`close`), with a line of answer, until it ends. A process of its own,
 so that the browser is no child of what is measured. Times are of the page's own clock, up to the frame that shows the result.
 """
 
@@ -127,12 +128,19 @@ def _heap_mb(session: CDPSession) -> float:
 
 
 def hold(browser: Browser, *, root: str, link: str, run: str, pages: int) -> None:
-    """Keep that many pages of a run open, one a view, until the standard input ends."""
+    """Open that many pages of a run, one a view, or close them, as it is told."""
     context = admitted(browser, link=link)
-    for number in range(pages):
-        opened(context, f"{root}/#/{VIEWS[number % len(VIEWS)]}?run={run}").wait_for_selector("main h1")
-    print("open", flush=True)
-    sys.stdin.read()
+    print("ready", flush=True)
+    held: list[Page] = []
+    for order in sys.stdin:
+        for page in held:
+            page.close()
+        held = []
+        if order.strip() == "open":
+            held = [opened(context, f"{root}/#/{VIEWS[number % len(VIEWS)]}?run={run}") for number in range(pages)]
+            for page in held:
+                page.wait_for_selector("main h1")
+        print(order.strip(), flush=True)
     context.close()
 
 

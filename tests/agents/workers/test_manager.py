@@ -6,13 +6,13 @@ import asyncio
 import threading
 
 import pytest
-import ray
 
 from agents.workers.config import LoopSpec, loop_class
 from agents.workers.manager import AgentLoopManager
 from buffers.errors import AgentError, TaskError
 from buffers.records import Task
 from configs.schema import RolloutConfig
+from tests.support.remote.own_ray import own_ray
 from tests.support.server_parts import ServerThread
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -32,22 +32,23 @@ def wait(served, work, timeout_s=120.0):
 @pytest.fixture(scope="module")
 def played(tiny_model):
     """A server whose rows are played by two workers; its manager judges by the answer's length."""
-    ray.init("local", include_dashboard=False, log_to_driver=False, configure_logging=False)
     served = ServerThread(tiny_model, rollout=RolloutConfig(max_tokens=32, max_model_len=512))
     manager = AgentLoopManager(LOOPS, num_workers=2, score_fn=lambda task, answer: float(len(answer)))
     served.loops = manager
-    served.start()
-    wait(
-        served,
-        manager.start(
-            model_path=str(tiny_model), server_urls=[served.server.base_url], worker_key=served.server.keys.worker,
-            prompt_length=256, response_length=256,
-        ),
-    )  # fmt: skip
-    yield served, manager
-    wait(served, manager.close())
-    served.stop()
-    ray.shutdown()
+    with own_ray():
+        served.start()
+        try:
+            wait(
+                served,
+                manager.start(
+                    model_path=str(tiny_model), server_urls=[served.server.base_url], worker_key=served.server.keys.worker,
+                    prompt_length=256, response_length=256,
+                ),
+            )  # fmt: skip
+            yield served, manager
+            wait(served, manager.close())
+        finally:
+            served.stop()
 
 
 def put(served, *tasks):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 
 from buffers.records import TrainBatch
@@ -17,6 +16,7 @@ from learner.training.ranks import LearnerRanks, RankFailed
 from learner.training.trainer import Trainer
 from tests.support import warm_runs
 from tests.support.learner_parts import make_model, make_trainer, walks
+from tests.support.remote.own_ray import own_ray
 from tests.support.weights.published_weights import published, published_by
 
 KNOBS: dict[str, Any] = {
@@ -33,10 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def _cluster() -> Iterator[None]:
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    with warm_runs.forked_ranks_here():
+    with own_ray(num_cpus=2), warm_runs.forked_ranks_here():
         yield
-    ray.shutdown()
 
 
 def batches() -> list[TrainBatch]:

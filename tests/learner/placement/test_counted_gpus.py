@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from configs.load import load_config
 from configs.schema import LearnerConfig
@@ -19,15 +18,15 @@ from learner.training import ranks as ranks_module
 from learner.training.ranks import LearnerRanks
 from mocked_server.vllm.process.fork_server import ending_with_us, engines_see
 from tests.learner.placement.recording_rank import RecordingRank
+from tests.support.remote.own_ray import own_ray
 
 LISTED = "".join(f"{number}, GPU-{number}, 81559\n" for number in range(10))
 
 
 @pytest.fixture(scope="module")
 def _counted() -> Iterator[None]:
-    ray.init("local", num_cpus=2, num_gpus=8, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with own_ray(num_cpus=2, num_gpus=8):
+        yield
 
 
 @pytest.mark.slow

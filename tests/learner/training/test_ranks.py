@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from transformers import AutoModelForCausalLM
 
 from buffers.records import TrainBatch
@@ -18,6 +17,7 @@ from configs.schema import LearnerConfig
 from learner.training.ranks import LearnerRanks, RankFailed
 from tests.support import warm_runs
 from tests.support.learner_parts import assert_same_weights, branching_batch, make_model, make_trainer, walks
+from tests.support.remote.own_ray import own_ray
 from tests.support.weights.published_weights import published, published_by
 
 KNOBS: dict[str, Any] = {"lr": 1e-3, "lr_warmup_steps": 0, "token_budget": 100, "kl": {"coef": 0.01}, "epochs": 2}
@@ -31,10 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _cluster() -> Iterator[None]:
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    with warm_runs.forked_ranks_here():
+    with own_ray(num_cpus=2), warm_runs.forked_ranks_here():
         yield
-    ray.shutdown()
 
 
 def _ranks(model: Path, *, num: int, **knobs: Any) -> LearnerRanks:

@@ -14,6 +14,7 @@ from ray.cluster_utils import Cluster
 
 from buffers.remote.ray_actor import start_actor
 from buffers.remote.remote_ledger import RemoteLedger
+from tests.support.remote.own_ray import make_users_token
 
 ROOT = Path(__file__).parents[3]
 SECRET = b"s" * 32
@@ -34,6 +35,7 @@ def two_nodes() -> Iterator[Nodes]:
     """Everything of the cluster ends with the block."""
     head = {"num_cpus": 1, "include_dashboard": False}
     head["_system_config"] = {"health_check_period_ms": 1000}  # a node's death is known in 5 s, not in 15
+    make_users_token()
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         disk = cluster.add_node(num_cpus=1)
