@@ -17,7 +17,7 @@ from tests.project.test_resume import SMALL, books_balance
 from tests.support.remote.namespaces import Host, Net, bridge, why_not
 from tests.support.run_parts import ROOT, Run
 
-pytestmark = [pytest.mark.long, pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.engine, pytest.mark.timeout(1000)]
 
 RAY = Path(sys.executable).with_name("ray")
 # Ray starts a head that asks who joins it for a token.
