@@ -84,13 +84,12 @@ class Roles:
         return self._others.get(role.name)
 
     def check_scored(self, name: str) -> None:
-        """Raises ScoreError unless scores of this role are trained from."""
-        role = self._roles.get(name)
-        if role is None or not role.is_trained:
-            scored = ", ".join(each.name for each in self._roles.values() if each.is_trained)
+        """Raises ScoreError for a name that is no role of the run. One that the policy does not play may have a score, which is
+        kept and trains nothing: environments score all speakers, and need not know who is trained."""
+        if name not in self._roles:
             raise ScoreError(
-                f"role of a score must be one that the policy plays ({scored}), got {name[:MAX_SHOWN_CHARS]!r}; "
-                f"score one of those, or the whole episode"
+                f"role of a score must be one of this run's ({', '.join(self.names)}), got {name[:MAX_SHOWN_CHARS]!r}; score one "
+                f"of those, or the whole episode"
             )
 
 

@@ -451,7 +451,7 @@ class MockedServer:
             raise StorageFull("the ledger's disk is full; free some space, then send this again")
 
     def check_role(self, role: str) -> None:
-        """Raises ScoreError for a role that the run does not train."""
+        """Raises ScoreError for a role that the run does not have."""
         if self._roles is None:
             raise ScoreError(f"a score may name a role in a run that has roles, got {role:.80}; leave it out")
         self._roles.check_scored(role)

@@ -28,6 +28,7 @@ from buffers.records import Task
 from env_adapters.walk.game import WalkGame
 
 HTTP_ATTEMPTS = 4
+MAX_SHOWN_CHARS = 300
 HELLO_S = 10.0
 """Seconds in which a connection must name an episode, or is closed: any program on this machine may connect."""
 
@@ -67,7 +68,11 @@ class ScoreClient:
                 if attempt == HTTP_ATTEMPTS:
                     raise
                 await asyncio.sleep(self._first_pause_s * 2**attempt)
-        response.raise_for_status()
+        if response.is_error:
+            raise httpx.HTTPStatusError(
+                f"{method} {path} was refused ({response.status_code}): {response.text[:MAX_SHOWN_CHARS]}",
+                request=response.request, response=response,
+            )  # fmt: skip
         answer: dict[str, Any] = response.json()
         return answer
 
@@ -103,7 +108,7 @@ class WalkServer:
         try:
             await self._play(reader, writer)
         except (ConnectionError, TimeoutError, httpx.HTTPError, KeyError, ValueError, TypeError) as error:
-            print(f"walk episode ended: {type(error).__name__}: {error}", file=sys.stderr)
+            print(f"episode ended: {type(error).__name__}: {error}", file=sys.stderr)
         except asyncio.CancelledError:
             pass  # the process is ending: `close` cancelled this connection
         finally:

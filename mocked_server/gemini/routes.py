@@ -8,6 +8,7 @@ fails ends as the dialect's streams do.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -67,7 +68,7 @@ class GeminiRoutes:
         await self.app(inner, replaying(sent, receive), answer.take)
 
 
-class _Answer:
+class _Answer(ABC):
     """What the application sends, on its way to the client. An error passes as it is: it is spelled further out."""
 
     def __init__(self, send: Send) -> None:
@@ -85,11 +86,13 @@ class _Answer:
         else:
             await self._go_on(message.get("body", b""), more=message.get("more_body", False))
 
+    @abstractmethod
     async def _begin(self, start: Message) -> None:
-        """Nothing: what comes whole begins when it is complete."""
+        """Status and headers of an answer that is to be changed."""
 
+    @abstractmethod
     async def _go_on(self, part: bytes, *, more: bool) -> None:
-        raise NotImplementedError
+        """The next part of the answer's body; `more`: it is not the last."""
 
 
 class _Whole(_Answer):
@@ -100,6 +103,9 @@ class _Whole(_Answer):
         self._shows_thoughts = shows_thoughts
         self._in_list = in_list
         self._parts: list[bytes] = []
+
+    async def _begin(self, start: Message) -> None:
+        """Nothing: it begins when it is complete, with its length."""
 
     async def _go_on(self, part: bytes, *, more: bool) -> None:
         self._parts.append(part)

@@ -70,7 +70,7 @@ class EpisodeService(Protocol):
         ...
 
     def check_role(self, role: str) -> None:
-        """Raises ScoreError for a role that the run does not train."""
+        """Raises ScoreError for a role that the run does not have."""
         ...
 
 

@@ -102,9 +102,10 @@ def test_scores_of_roles_reach_their_rows(server: ServerThread) -> None:
     for name in ("solver", "critic", "old"):
         client.chat.completions.create(model=name, messages=[{"role": "user", "content": f"To {name}."}])
     with server.http(server.server.keys.scorer) as scorer:
-        for name in ("old", "nobody"):
-            answer = scorer.post("/scores", json={"episode_id": episode, "score": 1.0, "role": name})
-            assert answer.status_code == 422 and f"(solver, critic), got '{name}'" in answer.text
+        answer = scorer.post("/scores", json={"episode_id": episode, "score": 1.0, "role": "nobody"})
+        assert answer.status_code == 422 and "(solver, critic, old, judge), got 'nobody'" in answer.text
+        # An environment scores all speakers, whoever is trained.
+        scorer.post("/scores", json={"episode_id": episode, "score": 7.0, "role": "old"}).raise_for_status()
         both = {"episode_id": episode, "score": 1.0, "role": "critic", "branch": 0}
         assert scorer.post("/scores", json=both).status_code == 422
         scorer.post("/scores", json={"episode_id": episode, "score": -2.0, "role": "critic"}).raise_for_status()

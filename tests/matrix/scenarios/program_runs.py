@@ -46,7 +46,7 @@ ROLES: dict[str, Any] = {
     "run.steps": 3,
     "data.tasks": "{files}/tasks.parquet",
     "agents.command": ["{python}", "{understudy}/agents/examples/relay_agent.py"],
-    "env.command": ["{python}", "-m", "env_adapters.relay.server", "--by", "branch"],
+    "env.command": ["{python}", "-m", "env_adapters.relay.server"],
     "roles": {"scout": {}, "runner": {"frozen": -1}},
     "learner.advantage": "grpo",
     "learner.critic": "none",
