@@ -208,7 +208,12 @@ def test_a_killed_server_loses_nothing_and_its_successor_has_the_newest_weights(
     log, newest = tmp_path / "log.txt", make_tiny_model(tmp_path / "newest", seed=3)
     served = start_vllm(tiny_model, log=log)
     port = int(served.url.rpartition(":")[2])
-    params = {"max_tokens": 400, "temperature": 0.0, "logprobs": 0, "flat_logprobs": True}
+    params = {
+        "max_tokens": 900,
+        "temperature": 0.0,
+        "logprobs": 0,
+        "flat_logprobs": True,
+    }  # more than a busy machine has buffered
 
     async def lose(kind: str, engine: ServerEngine, *, kill: bool) -> EngineLost:
         async def read() -> None:
