@@ -235,6 +235,8 @@ def test_a_killed_server_loses_nothing_and_its_successor_has_the_newest_weights(
         engine = engine_for(served.url, tiny_model)
         await engine.start()
         whole = asyncio.create_task(lose("FINAL_ONLY", engine, kill=False))
+        while engine.figures().tokens_held < len(PROMPT) + 10:  # some of it has come
+            await asyncio.sleep(0.005)
         streamed = await lose("DELTA", engine, kill=True)
         (found,) = (await whole).sampled
         await asyncio.wait_for(engine.until_dead(), 10)
