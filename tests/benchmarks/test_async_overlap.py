@@ -200,7 +200,6 @@ def test_the_command_line_writes_what_it_shows(
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.timeout(300)
 def test_a_run_of_the_benchmark_is_a_real_one(tmp_path: Path) -> None:
     small = ("buffer.groups_per_step=2", "buffer.group_size=2", "agents.concurrency=8", "warm_start.steps=2")
     bench = Bench(folder=tmp_path, steps=2, overrides=small)

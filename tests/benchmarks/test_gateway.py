@@ -30,7 +30,6 @@ def test_neighbours_in_time_are_compared():
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_both_servers_answer_the_same_agents(settings, tiny_model, tmp_path):
     words = Words(tiny_model)
     plan = {"agents": 2, "rounds": 2, "first": words(100), "later": words(10), "max_tokens": 8}

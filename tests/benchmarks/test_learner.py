@@ -123,7 +123,6 @@ def test_without_a_gpu_the_gpu_benchmark_says_so(
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_small_benchmarks_run_for_real(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     small = ["--quick", "--rows", "8", "--longest", "128", "--hidden", "32", "--json", str(path)]

@@ -17,13 +17,11 @@ from tests.support.buffer_parts import make_round, open_running
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.timeout(170)
 def test_a_ledger_whose_owner_is_killed_again_and_again_loses_nothing(tmp_path: Path) -> None:
     log = ledger_faults(25, seed=1, folder=tmp_path)
     assert log.kills == 25 and log.restores > 0 and len(log.scores) > 100 and len(log.steps) > 10
 
 
-@pytest.mark.timeout(400)
 def test_agents_play_on_through_kills_of_their_server_and_in_the_place_of_killed_ones(tmp_path: Path) -> None:
     log = server_faults(12, seed=1, folder=tmp_path)
     assert log.kills == 12 and log.agents == 4 and log.retried > 0 and len(log.scores) >= 12 and log.steps

@@ -24,7 +24,7 @@ from tests.fuzz.drawn_requests import Request
 from tests.fuzz.witness import Witness, lease, score
 from tests.support.forked_children import Event, Nursery
 
-START_S = 120.0
+START_S = 300.0
 EPISODE_REQUESTS = 200
 """Then the attacker has another episode: what was kept for the last one has to go."""
 JUST_NOW_S = 1.0

@@ -33,7 +33,7 @@ from tests.fuzz.server_life import judged, resident
 from tests.fuzz.witness import MAX_DIFFERENCE, check
 from tests.support.server_parts import ServerThread
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow]
 SLOW_SOCKETS = 500
 WAIT_S = 30.0
 
@@ -115,7 +115,6 @@ def drawn(is_it: Callable[[Request], bool]) -> Iterator[int]:
 
 @pytest.mark.long
 @pytest.mark.engine
-@pytest.mark.timeout(400)
 def test_of_many_requests_the_one_that_ends_a_server_is_named(tmp_path: Path) -> None:
     """A server whose generate loop ends with a request that has seed 7."""
     (program := tmp_path / "sabotage.py").write_text(SABOTAGE)

@@ -148,7 +148,6 @@ def test_the_wheel_has_all_that_is_shipped_and_nothing_else(installed):
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.timeout(500)
 @pytest.mark.long
 def test_an_installed_wheel_trains_the_project_that_it_writes(installed, tmp_path):
     """From an empty folder, by the line that `init` prints; nothing of the checkout is on any path."""

@@ -269,7 +269,6 @@ def test_the_help_text_names_files_that_exist():
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.timeout(400)
 def test_the_documented_environment_trains_the_documented_agent(tmp_path):
     """The programs and the configuration of docs/environments.md, as they stand there, for two steps."""
     for block in blocks("docs/environments.md", "python"):

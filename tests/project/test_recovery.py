@@ -15,7 +15,7 @@ from benchmarks.faults import descendants, parts
 from buffers.ledger.schema import read_database
 from tests.support.run_parts import Run, assert_nothing_left, start
 
-pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 SMALL = ("warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=2", "agents.concurrency=16")
 PARTS = {
@@ -30,7 +30,7 @@ PARTS = {
 
 def kill(run: Run, part: str) -> int:
     """SIGKILL to the part's process, once there is one; its pid."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while not (found := [line for line in run.processes() if PARTS[part] in line]):
         assert run.process.poll() is None and time.monotonic() < until, f"there is no {part}"
         time.sleep(0.1)
@@ -41,7 +41,7 @@ def kill(run: Run, part: str) -> int:
 
 def until_episodes_run(run: Run) -> None:
     """Wait until some do: between two steps there may be none that could fail."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     with closing(read_database(run.folder / "ledger.sqlite")) as db:
         while db.execute("SELECT n FROM counter WHERE name = 'episodes/running'").fetchone()[0] == 0:
             assert run.process.poll() is None and time.monotonic() < until, "no episode runs"
@@ -55,7 +55,7 @@ def test_each_part_may_die_and_the_run_makes_all_its_steps(tmp_path: Path) -> No
         if part in ("agent", "environment"):
             until_episodes_run(run)
         kill(run, part)
-    code, output = run.wait(200)
+    code, output = run.wait()
     assert code == 0, output
     summary = run.summary()
     assert summary["steps"] == 9 and summary["buffer"]["groups/trained"] == 9 * 4
@@ -92,7 +92,7 @@ def test_a_guarded_run_whose_own_process_is_killed_goes_on_by_itself(tmp_path: P
     os.kill(parts(run.process.pid)["run"], signal.SIGKILL)
     run.wait_for_step(4)
     assert parent_of_learner(run) == warm_process, "it imported everything again"
-    code, output = run.wait(150)
+    code, output = run.wait()
     assert code == 0, output
     assert "the run's process died (SIGKILL); starting it again" in output and "resuming after step" in output
     summary = run.summary()
@@ -108,20 +108,19 @@ def test_what_dies_again_and_again_ends_the_run_with_its_error(tmp_path: Path) -
     run = start(
         tmp_path, "run.steps=40", *SMALL, 'env.command=["{python}",-c,"print(\\"ready 127.0.0.1:9\\",flush=True)"]'
     )
-    code, output = run.wait(120)
+    code, output = run.wait()
     assert code == 1, output
     assert "error: the environment process ended (exit code 0)" in output and "Traceback" not in output
     assert_nothing_left(run)
 
 
-@pytest.mark.timeout(500)
 def test_a_run_goes_on_exactly_when_one_of_its_server_processes_is_killed(tmp_path: Path) -> None:
     settings = ("server.processes=2", "warm_start.steps=2", "learner.critic=none", "learner.advantage=grpo")
     sizes = ("agents.concurrency=8", "buffer.groups_per_step=2", "buffer.group_size=4", "run.seed=1", "run.steps=6")
     run = start(tmp_path, *settings, *sizes)
-    run.wait_for_step(1, timeout_s=400)
+    run.wait_for_step(1)
     kill(run, "server")
-    code, output = run.wait(400)
+    code, output = run.wait()
     assert code == 0, output
     summary = run.summary()
     assert summary["steps"] == 6 and summary["episodes"] == 6 * 8

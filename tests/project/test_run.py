@@ -27,12 +27,11 @@ from tests.support.run_parts import ROOT, assert_nothing_left, refusal, start
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.timeout(300)
 def test_a_run_trains_exactly_validates_and_leaves_its_results(tmp_path):
     write_tasks(tmp_path / "val.parquet", walk_tasks(6, seed=99))
     validation = (f"data.validation.tasks={tmp_path / 'val.parquet'}", "data.validation.every=3")
     run = start(tmp_path, "run.steps=3", "warm_start.steps=40", "run.seed=1", *validation, imports=True)
-    code, output = run.wait(240)
+    code, output = run.wait()
     assert code == 0, output
     summary = run.summary()
     assert summary["steps"] == 3 and summary["episodes"] == 3 * 64
@@ -61,7 +60,6 @@ def test_a_run_trains_exactly_validates_and_leaves_its_results(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.timeout(300)
 def test_the_synchronous_flow_is_on_policy_on_two_ranks_with_grpo_and_a_reference_and_listens_on_loopback(
     tmp_path, monkeypatch
 ):
@@ -81,7 +79,7 @@ def test_the_synchronous_flow_is_on_policy_on_two_ranks_with_grpo_and_a_referenc
     )
     run.wait_for_step(1)
     assert run.open_to_others() == []
-    code, output = run.wait(240)
+    code, output = run.wait()
     assert code == 0, output
     summary = run.summary()
     assert summary["max_policy_lag_seen"] == 0 and summary["max_logprob_diff"] < 1e-4
@@ -92,12 +90,11 @@ def test_the_synchronous_flow_is_on_policy_on_two_ranks_with_grpo_and_a_referenc
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.timeout(300)
 def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path):
     run = start(tmp_path, "warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=4")
     run.wait_for_step(2)
     os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to every process of the foreground group
-    code, output = run.wait(60)
+    code, output = run.wait()
     assert code == 130, output
     assert f"python -m learner.run --config {run.folder / 'config.yaml'} --resume auto" in output
     assert run.summary()["stopped"] is True and run.summary()["steps"] >= 2
@@ -108,16 +105,15 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("starting", [pytest.param("gcs_server", marks=pytest.mark.long), "VLLM"])
 def test_ctrl_c_while_starting_leaves_nothing_behind(tmp_path, starting):
     run = start(tmp_path, imports=starting == "gcs_server")
-    until = time.monotonic() + 100
+    until = time.monotonic() + 300
     while not any(starting in line for line in run.processes()):
         assert run.process.poll() is None and time.monotonic() < until
         time.sleep(0.2)
     os.killpg(run.process.pid, signal.SIGINT)
-    code, output = run.wait(90)
+    code, output = run.wait()
     assert code == 130, output
     assert "run the same command again" in output and "Traceback" not in output
     assert_nothing_left(run)
@@ -146,7 +142,6 @@ with socket.create_connection((host, int(port))) as s:
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.timeout(300)
 def test_agents_that_crash_or_hang_are_counted_and_the_run_goes_on(tmp_path):
     (tmp_path / "agent.py").write_text(textwrap.dedent(CRASHING_AGENT))
     fates = ["well", "crash", "well", "hang", "well"]
@@ -168,7 +163,7 @@ def test_agents_that_crash_or_hang_are_counted_and_the_run_goes_on(tmp_path):
         "buffer.groups_per_step=2",
         "buffer.group_size=2",
     )
-    code, output = run.wait(240)
+    code, output = run.wait()
     assert code == 0, output
     summary = run.summary()
     assert summary["steps"] == 3 and summary["episodes"] == 12
@@ -180,7 +175,6 @@ def test_agents_that_crash_or_hang_are_counted_and_the_run_goes_on(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.timeout(300)
 def test_agents_that_never_succeed_end_the_run_with_the_reason(tmp_path):
     run = start(
         tmp_path,
@@ -195,7 +189,7 @@ def test_agents_that_never_succeed_end_the_run_with_the_reason(tmp_path):
         "buffer.groups_per_step=2",
         "buffer.group_size=2",
     )
-    code, output = run.wait(120)
+    code, output = run.wait()
     assert code == 1, output
     assert "given up without one scored episode" in output and "code 3" in output
     assert "most often: data.scorer tests.support.scoring.none failed on task" in output
@@ -231,7 +225,7 @@ def test_a_task_file_with_a_bad_row_is_named(tmp_path):
     ],
 )
 def test_a_bad_configuration_is_one_line_with_key_rule_and_value(tmp_path, override, words):
-    code, output = start(tmp_path, override, imports=True).wait(30)
+    code, output = start(tmp_path, override, imports=True).wait()
     assert code == 2
     assert len(output.strip().splitlines()) == 1
     for word in words:
@@ -247,13 +241,12 @@ def test_help_answers_at_once():
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.timeout(300)
 @pytest.mark.long
 def test_an_agent_that_is_started_by_hand_is_trained(tmp_path):
     small = ("warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=4")
     run = start(tmp_path, "run.steps=2", "agents.command=[]", *small)
     keys = run.folder / "agent.env"
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300
     while not keys.exists():
         assert run.process.poll() is None and time.monotonic() < until
         time.sleep(0.2)
@@ -261,7 +254,7 @@ def test_an_agent_that_is_started_by_hand_is_trained(tmp_path):
     assert "scorer" not in keys.read_text() and "admin" not in keys.read_text()
     script = f"set -a; . {keys}; exec {sys.executable} agents/examples/walk_agent.py"
     agent = subprocess.Popen(["sh", "-c", script], cwd=ROOT, env={"PATH": os.environ["PATH"]})
-    code, output = run.wait(240)
+    code, output = run.wait()
     agent.kill()
     agent.wait()
     assert code == 0, output
@@ -271,7 +264,6 @@ def test_an_agent_that_is_started_by_hand_is_trained(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.timeout(300)
 def test_plain_prompts_train_without_an_agent_by_a_function_of_the_users_with_dapo(tmp_path):
     tasks = [
         Task(task_id=f"q{n}", prompt=[{"role": "user", "content": f"{n}?"}], data_source="openai/gsm8k")
@@ -298,7 +290,7 @@ def test_plain_prompts_train_without_an_agent_by_a_function_of_the_users_with_da
         "learner.lr=1e-3",
         config="configs/gsm8k.yaml",
     )
-    code, output = run.wait(240)
+    code, output = run.wait()
     assert code == 0, output
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "reward/mean" in line]
@@ -323,7 +315,7 @@ def test_a_model_folder_that_holds_no_model_is_named(tmp_path, made, words):
 
 def test_a_checkpoint_that_is_not_there_is_named_and_nothing_is_moved_aside(tmp_path):
     (tmp_path / "run").mkdir()
-    code, output = start(tmp_path, resume=str(tmp_path / "run" / "checkpoints" / "step-000005"), imports=True).wait(60)
+    code, output = start(tmp_path, resume=str(tmp_path / "run" / "checkpoints" / "step-000005"), imports=True).wait()
     assert code == 2
     assert len(output.strip().splitlines()) == 1 and "--resume must be `auto` or name a complete checkpoint" in output
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

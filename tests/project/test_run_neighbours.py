@@ -15,7 +15,7 @@ from learner.startup import ray_cluster
 from tests.project.test_resume import SMALL
 from tests.support.run_parts import LOOPBACK, MARK, Run, assert_nothing_left, start
 
-pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 ROOT = Path(__file__).parents[2]
 AGENT = """
@@ -84,16 +84,16 @@ def test_a_run_goes_on_among_neighbours_and_its_agents_are_given_no_keys_of_the_
         tmp_path, "run.steps=6", *SMALL, "learner.ranks=2", f"agents.environment=[{MARK}, JUDGE_URL]",
         f"agents.command=['{{python}}', '{agent}', '{ROOT / 'agents/examples/walk_agent.py'}']",
     )  # fmt: skip
-    run.wait_for_step(1, timeout_s=250)
+    run.wait_for_step(1)
     ports, folder = listening(run), ray_folder(run)
     assert len(ports) > 8 and set(ports.values()) <= LOOPBACK
     command = [sys.executable, "-c", THROW, *map(str, ports)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as neighbour:
         assert neighbour.stdout is not None and neighbour.stdin is not None
         assert len(neighbour.stdout.readline().split()) == len(ports)
-        run.wait_for_step(3, timeout_s=250)  # with all those connections held open
+        run.wait_for_step(3)  # with all those connections held open
         neighbour.stdin.close()
-    code, output = run.wait(250)
+    code, output = run.wait()
     assert code == 0, output
     assert run.summary()["steps"] == 6
     seen = set((run.folder / "agents" / "agent-0" / "seen").read_text().splitlines())
@@ -106,12 +106,12 @@ def test_a_run_goes_on_among_neighbours_and_its_agents_are_given_no_keys_of_the_
 @pytest.mark.long
 def test_a_run_that_was_killed_leaves_nothing_of_ray_behind_once_it_has_gone_on(tmp_path: Path) -> None:
     first = start(tmp_path, "run.steps=3", "run.checkpoints.every=1", *SMALL, resume="auto")
-    first.wait_for_step(1, timeout_s=250)
+    first.wait_for_step(1)
     left = ray_folder(first)
     first.kill()
     assert left.is_dir() and os.stat(left).st_mode & 0o777 == 0o700
     second = start(tmp_path, "run.steps=3", "run.checkpoints.every=1", *SMALL, resume="auto")
-    code, output = second.wait(250)
+    code, output = second.wait()
     assert code == 0, output
     assert not left.exists()
     assert_nothing_left(second)

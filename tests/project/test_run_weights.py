@@ -13,7 +13,7 @@ from benchmarks.faults import descendants
 from tests.project.test_recovery import kill
 from tests.support.run_parts import Run, assert_nothing_left, start
 
-pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 SMALL = ("warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=4", "agents.concurrency=32")
 WEIGHTS_BYTES = 361_216 * 2
@@ -28,7 +28,7 @@ def figures(run: Run, name: str) -> list[float]:
 
 def puller_of(run: Run) -> int:
     """The process id of the run's puller."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while True:
         found = [pid for pid, (_, line) in descendants(run.process.pid).items() if "-m buffers.weights" in line]
         if found:
@@ -44,7 +44,7 @@ def test_two_ranks_in_bfloat16_publish_patches_and_a_killed_puller_and_engine_co
     os.kill(puller_of(run), 9)
     run.wait_for_step(3)
     kill(run, "engine")
-    code, output = run.wait(200)
+    code, output = run.wait()
     assert code == 0, output
     assert "the puller of the weights died (exit code -9)" in (run.folder / "log.txt").read_text()
     sent, shares = figures(run, "publish/bytes"), figures(run, "publish/changed_share")
@@ -63,11 +63,11 @@ def test_adapters_are_exact_through_an_engines_death_and_a_resume(tmp_path: Path
     run = start(tmp_path, "run.steps=4", *SMALL, config="configs/grpo_lora.yaml")
     run.wait_for_step(2)
     kill(run, "engine")
-    code, output = run.wait(200)
+    code, output = run.wait()
     assert code == 0, output
     assert run.summary()["restarts"] == {"restarts/engine": 1.0}
     again = start(tmp_path, "run.steps=5", *SMALL, config="configs/grpo_lora.yaml", resume="auto")
-    code, output = again.wait(200)
+    code, output = again.wait()
     assert code == 0, output
     assert len(figures(again, "publish/bytes")) == 5
     assert max(figures(again, "policy/max_logprob_diff")) < 1e-5, "each token is of the adapter that it names"

@@ -29,7 +29,7 @@ from typing import IO, Any
 from learner.training import forked_ranks
 
 ROOT = Path(__file__).parents[2]
-START_S = 120.0
+START_S = 300.0
 """Imports, on a busy machine."""
 NUMBER = struct.Struct("i")
 MARK = "UNDERSTUDY_TEST_RUN"

@@ -63,7 +63,6 @@ def test_the_ledger_is_on_the_node_with_the_disk_before_and_after_its_process_di
             assert ledger._actor.where().node_id == node_id
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.long
 def test_a_client_plays_and_trains_through_kills_of_the_ledgers_process(
     nodes: Nodes, ledger: RemoteLedger, tmp_path: Path

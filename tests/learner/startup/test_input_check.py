@@ -105,7 +105,7 @@ def test_a_port_in_use_is_told_before_anything_is_imported_and_the_run_before_st
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        code, output = start(tmp_path, f"server.port={port}", imports=True).wait(60)
+        code, output = start(tmp_path, f"server.port={port}", imports=True).wait()
     assert code == 2
     assert len(output.splitlines()) == 1 and f"127.0.0.1:{port}" in output and "server.port=0" in output
     assert [path.name for path in tmp_path.rglob("*")] == ["run", "config.yaml"]

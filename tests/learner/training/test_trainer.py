@@ -274,7 +274,6 @@ def mixed(model: Path) -> list[TrainBatch]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_every_value_of_the_algorithms_keys_changes_the_weights_in_its_own_way(
     trainer: MakeTrainer, mixed: list[TrainBatch], tmp_path: Path
 ) -> None:

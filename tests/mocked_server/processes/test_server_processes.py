@@ -19,7 +19,7 @@ from buffers.records import Task
 from configs.schema import RolloutConfig
 from tests.support.server_parts import LOGPROB, ServerThread, whole_prompt
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow]
 
 HELLO = [{"role": "user", "content": "Hello."}]
 

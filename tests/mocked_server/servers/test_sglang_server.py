@@ -25,7 +25,7 @@ from tests.mocked_server.servers.sglang_names import ARGUMENTS
 from tests.mocked_server.vllm.hosted.test_remote_engine import PROMPT, outputs_of, plain, sampling
 from tests.support.served_models import config_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 PROGRAM = (sys.executable, "-m", "tests.mocked_server.servers.scripted_sglang")
 GREEDY = {"temperature": 0.0, "seed": None}

@@ -16,7 +16,7 @@ import pytest
 from mocked_server.servers.sglang_server import wire_params
 from tests.mocked_server.servers.sglang_names import ARGUMENTS, CLASSES, META, ROUTES, SAMPLING, UPDATED, check_body
 
-pytestmark = [pytest.mark.outside, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.outside]
 
 WORDS = {str: "str", list: "List", dict: "Dict", bool: "bool", int: "int", float: "float"}
 """What stands in an annotation of this type."""

@@ -20,9 +20,9 @@ from mocked_server.servers.server_engine import RunningServer, ServerEngine
 from mocked_server.vllm.served_requests import ServedRequests
 from tests.mocked_server.servers.same_answers import assert_alike, logprobs_under
 from tests.mocked_server.vllm.hosted.test_remote_engine import CASES, PROMPT, outputs_of, plain, sampling
-from tests.support.served_models import Served, config_of, start_vllm, vllm_server
+from tests.support.served_models import START_S, Served, config_of, start_vllm, vllm_server
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 NEEDS = Needs(max_model_len=1024, vocabulary=512, temperature=1.0, learns=True)
 
@@ -232,7 +232,7 @@ def test_a_killed_server_loses_nothing_and_its_successor_has_the_newest_weights(
 
     async def through() -> None:
         nonlocal served
-        engine = engine_for(served.url, tiny_model)
+        engine = engine_for(served.url, tiny_model, timeout_s=START_S)
         await engine.start()
         whole = asyncio.create_task(lose("FINAL_ONLY", engine, kill=False))
         while engine.figures().tokens_held < len(PROMPT) + 10:  # some of it has come

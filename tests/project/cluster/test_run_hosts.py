@@ -76,7 +76,7 @@ def test_a_run_on_three_hosts_goes_on_when_one_joins_and_one_dies(net: Net) -> N
         "rollout.engines={fewest: 1, most: 3}", "run.trusted_network=true", *SMALL,
     )  # fmt: skip
     try:
-        run.wait_for_step(3, timeout_s=300)
+        run.wait_for_step(3)
         assert engines_up(run) == {"e0", "e1"}
         join(net.host("d"), head, gpus=1)
         until = time.monotonic() + 300
@@ -84,10 +84,10 @@ def test_a_run_on_three_hosts_goes_on_when_one_joins_and_one_dies(net: Net) -> N
             assert run.process.poll() is None and time.monotonic() < until, "no engine has joined"
             time.sleep(0.5)
         third.kill()
-        run.wait_for_step(last_step(run) + 6, timeout_s=300)
+        run.wait_for_step(last_step(run) + 6)
         assert run.process.poll() is None
         head.run("pkill -INT -o -f learner.run")  # Ctrl-C: after the step in progress
-        code, output = run.wait(100)
+        code, output = run.wait()
     finally:
         run.process.kill()
     assert code == 130, output

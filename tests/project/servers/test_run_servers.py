@@ -32,7 +32,7 @@ def test_a_vllm_server_is_trained_through_its_death(tmp_path: Path) -> None:
     try:
         served.wait()
         run = start(tmp_path, f"rollout.engine={served.url}", "rollout.engine_timeout_s=300", "run.steps=4", *SMALL)
-        run.wait_for_step(2, timeout_s=400)
+        run.wait_for_step(2)
         served.kill()
         served = start_vllm(other, log=log, port=port)
         code, output = run.wait(500)

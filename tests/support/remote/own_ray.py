@@ -9,10 +9,11 @@ from __future__ import annotations
 import fcntl
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 from ray._private.authentication.authentication_token_setup import _get_default_token_path, generate_and_save_token
@@ -29,8 +30,23 @@ def own_ray(**resources: int) -> Iterator[None]:
         try:
             ray_cluster.start("")
             yield
+        except BaseException:
+            _tell_what_it_did()
+            raise
         finally:
             ray_cluster.stop()
+
+
+def _tell_what_it_did() -> None:
+    """Its processes, each with its seconds of a processor, and the end of each of its logs: they are gone with the test."""
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            times, words = process.cpu_times(), " ".join(process.cmdline())[:120]
+            print(f"{process.pid} {process.status()} {times.user + times.system:.1f} s: {words}")
+    folder = ray_cluster._folder
+    for path in sorted(folder.glob("ray/session_latest/logs/**/*")) if folder else []:
+        if path.is_file() and (text := path.read_text(errors="replace").strip()):
+            print(f"--- {path.name}\n{text[-1500:]}")
 
 
 def make_users_token() -> None:

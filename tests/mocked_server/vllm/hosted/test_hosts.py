@@ -27,7 +27,7 @@ from tests.mocked_server.vllm.hosted.test_remote_engine import PROMPT, outputs_o
 from tests.support.child_process import gone
 from tests.support.remote.remote_parts import ROOT, two_nodes
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 def children_of(pid: int) -> list[int]:
