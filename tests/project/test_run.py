@@ -12,9 +12,11 @@ import textwrap
 import time
 from dataclasses import replace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffers.records import Task
@@ -22,7 +24,32 @@ from buffers.tasks.parquet import write_tasks
 from env_adapters.walk.game import walk_tasks
 from learner.diagnosis.diagnose import diagnose
 from learner.diagnosis.finding import Severity
-from tests.support.run_parts import ROOT, assert_nothing_left, refusal, start
+from learner.page.routes import build_app
+from learner.page.run_set import RunSet
+from tests.learner.page.page_parts import unpacked
+from tests.support.run_parts import ROOT, Run, assert_nothing_left, refusal, start
+
+
+def assert_the_page_has_the_machine_and_a_trained_episode(run: Run) -> None:
+    """As a browser asks for them: what each part did over time, and the tokens of an episode under engine and learner."""
+    runs = RunSet([run.folder], meanings={})
+    with TestClient(build_app(runs, default="run", about={})) as browser:
+        machine = browser.get("/api/runs/run/machine").json()
+        history = machine["history"]
+        assert machine["now"]["step"] == 3 == max(history["step"]) and len(history["at"]) > 5
+        assert max(history["tokens_per_s"]) > 0 and max(history["engines_running"]) > 0
+        assert {0, 1} <= set(history["learner"]), "it waited and it updated"
+        (engine,) = machine["now"]["engines"]
+        assert engine["version"] == 3 and machine["now"]["groups"]["trained"] == 3 * 8
+        found = browser.get("/api/runs/run/episodes", params={"group_state": "trained", "limit": 1}).json()
+        path = f"/api/runs/run/episodes/{found['episodes'][0]['episode_id']}"
+        head, arrays = unpacked(browser.get(f"{path}/tokens").content)
+        assert head["figures"] == "all" and "".join(head["pieces"]).count("<|im_start|>") >= 2
+        trained = arrays["trained"].astype(bool)
+        difference = np.abs(arrays["learner"][trained] - arrays["logprob"][trained])
+        assert trained.any() and 0.0 <= difference.max() < 1e-2
+        assert np.isfinite(arrays["advantage"][trained]).all() and not arrays["sampled"].astype(bool).all()
+    runs.close()
 
 
 @pytest.mark.slow
@@ -53,6 +80,7 @@ def test_a_run_trains_exactly_validates_and_leaves_its_results(tmp_path):
     assert "reward_last" in output and str(run.folder / "checkpoint") in output
     said = {finding.rule: finding.severity for finding in diagnose(run.folder)}
     assert "few_steps" in said and Severity.STOPS not in said.values(), said
+    assert_the_page_has_the_machine_and_a_trained_episode(run)
     AutoModelForCausalLM.from_pretrained(run.folder / "checkpoint")
     assert AutoTokenizer.from_pretrained(run.folder / "checkpoint").chat_template
     assert_nothing_left(run)

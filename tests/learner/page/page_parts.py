@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,6 +32,7 @@ STEPS: list[dict[str, Any]] = [
 ]
 OPENING = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHé, 日本?<|im_end|>\n<|im_start|>assistant\n"
 HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
+TYPES = {"i32": np.int32, "f32": np.float32, "u8": np.uint8}
 KEY = "us-1-0-0-" + "0123456789abcdef" * 2
 
 
@@ -165,3 +167,16 @@ def figures_of(batch: Any) -> dict[str, np.ndarray]:
         "advantage": np.linspace(-1.0, 1.0, number, dtype=np.float32),
         "weighed": np.ones(number, np.uint8),
     }
+
+
+def unpacked(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
+    """(head, arrays) of a window of tokens."""
+    assert data[:4] == b"USPT"
+    (length,) = struct.unpack_from("<I", data, 4)
+    assert (8 + length) % 8 == 0
+    head = json.loads(data[8 : 8 + length])
+    arrays = {
+        each["name"]: np.frombuffer(data, TYPES[each["type"]], count=head["count"], offset=8 + length + each["offset"])
+        for each in head["arrays"]
+    }
+    return head, arrays

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,10 +24,9 @@ from tests.learner.page.page_parts import (
     ids_of,
     machine_line,
     make_run,
+    unpacked,
     write_lines,
 )
-
-TYPES = {"i32": np.int32, "f32": np.float32, "u8": np.uint8}
 
 
 @pytest.fixture(scope="module")
@@ -58,18 +55,6 @@ def get(client: TestClient, path: str, *, status: int = 200, **query: Any) -> An
     answer = client.get(path, params=query)
     assert answer.status_code == status, answer.text
     return answer.json()
-
-
-def unpacked(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    assert data[:4] == b"USPT"
-    (length,) = struct.unpack_from("<I", data, 4)
-    assert (8 + length) % 8 == 0
-    head = json.loads(data[8 : 8 + length])
-    arrays = {
-        each["name"]: np.frombuffer(data, TYPES[each["type"]], count=head["count"], offset=8 + length + each["offset"])
-        for each in head["arrays"]
-    }
-    return head, arrays
 
 
 def test_runs_are_listed_with_the_one_to_open(client):
