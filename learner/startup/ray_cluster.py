@@ -107,8 +107,7 @@ def _authenticated_by(token: Path) -> Iterator[None]:
     ours = {MODE: "token", TOKEN_PATH: str(token)}
     before = {name: os.environ.pop(name, None) for name in (MODE, TOKEN, TOKEN_PATH)}
     os.environ.update(ours)
-    Config.initialize("")  # it was read when Ray was imported
-    AuthenticationTokenLoader.instance().reset_cache()
+    _forget_authentication()
     try:
         yield
     finally:
@@ -116,6 +115,12 @@ def _authenticated_by(token: Path) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+def _forget_authentication() -> None:
+    """Ray reads the environment again: it did when it was imported. What asks for a token refuses a cluster that has none."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 @contextmanager
@@ -169,7 +174,7 @@ def stop() -> None:
     ray.shutdown()
     if _folder is not None:
         _keep_last_words(_folder)
-        AuthenticationTokenLoader.instance().reset_cache()
+        _forget_authentication()
         shutil.rmtree(_folder, ignore_errors=True)
         _folder = None
     if _lock is not None:

@@ -51,6 +51,18 @@ for _ in range(2):
 print(json.dumps(seen))
 """
 
+AFTERWARDS = """
+import ray
+from learner.startup import ray_cluster as cluster
+cluster.start("")
+cluster.stop()
+ray.init(address="local", include_dashboard=False, num_cpus=1)
+class Actor:
+    def answer(self):
+        return "answered"
+print(ray.get(ray.remote(num_cpus=0)(Actor).remote().answer.remote(), timeout=300))
+"""
+
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
@@ -130,6 +142,15 @@ def test_each_start_has_its_own_token_and_the_end_removes_its_folder() -> None:
     (one, first), (two, second) = json.loads(done.stdout)
     assert first != second and one != two
     assert not Path(one).exists() and not Path(two).exists()
+
+
+def test_its_process_may_have_a_ray_without_tokens_afterwards() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment[ray_cluster.MODE] = "disabled"
+    told = subprocess.run(
+        [sys.executable, "-c", AFTERWARDS], cwd=ROOT, capture_output=True, text=True, env=environment, check=False
+    )
+    assert told.stdout.split() == ["answered"], told.stderr[-2000:]
 
 
 def test_what_a_killed_run_left_is_removed_by_the_next_one_and_what_is_in_use_is_not(started: Path) -> None:
