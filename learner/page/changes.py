@@ -1,4 +1,4 @@
-"""Server-sent events: what changed of the runs that a page looks at, at most four times a second.
+"""Server-sent events: what changed of the runs that a page looks at, at most once a second.
 
 Used by `learner.page.routes`. Invariant: an event's id says all that its reader knows (a mark of this process, and for each run the
 last line of figures, the time of the machine's line, the ledger's version and the run's state), so that nothing is kept for a
@@ -18,7 +18,8 @@ from urllib.parse import quote, unquote
 from learner.page.run_set import RunSet, UnknownRun
 from learner.page.run_view import RunView
 
-LOOK_S = 0.25
+LOOK_S = 1.0
+"""A run writes what its machine does as often; a browser that draws more often takes a processor from a run beside it."""
 QUIET_S = 15.0
 BOOT = secrets.token_hex(4)
 """The mark of this process: what another one said means nothing here."""

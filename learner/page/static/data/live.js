@@ -37,13 +37,19 @@ let lastTick = null;
 let stream = null;
 let watched = "";
 
+// A page that nobody sees asks for nothing; when it is seen again the server tells what it missed.
+const isSeen = signal(!document.hidden);
+
 export function followRuns() {
   if (source.isSnapshot) return;
+  document.addEventListener("visibilitychange", () => { isSeen.value = !document.hidden; });
   effect(() => {
-    const wanted = overlaidRuns.value;
-    if (!tick.value || !wanted.length || wanted.join() === watched) return;
+    const wanted = isSeen.value ? overlaidRuns.value : [];
+    if (!tick.value || wanted.join() === watched) return;
     watched = wanted.join();
     stream?.close();
+    stream = null;
+    if (!wanted.length) return;
     stream = source.events(wanted, lastTick ?? tick.value);
     listen(stream);
   });

@@ -54,6 +54,29 @@ def test_a_new_state_of_the_machine_is_shown_without_a_reload(viewer: Viewer, pr
     )  # what changed was sent, nothing else again
 
 
+SEEN = """(seen) => {
+  Object.defineProperty(document, "hidden", { configurable: true, get: () => !seen });
+  document.dispatchEvent(new Event("visibilitychange"));
+}"""
+
+
+def test_a_page_that_nobody_sees_asks_for_nothing_and_has_what_it_missed_when_it_is_seen(
+    viewer: Viewer, prepared: PreparedRun
+) -> None:
+    page = viewer.open("machine?run=made")
+    expect(page.locator(".station-prompts .station-figure")).to_be_visible()
+    streams = [url for url in viewer.requests if "/api/events" in url]
+    assert len(streams) == 1
+    page.evaluate(SEEN, False)
+    with (prepared.folder / "machine.jsonl").open("a") as sink:
+        sink.write(json.dumps(machine_line(at=time.time(), prompts=47)) + "\n")
+    page.wait_for_timeout(2500)  # more than two looks of the server
+    expect(page.locator(".station-prompts .station-figure")).not_to_have_text("47")
+    page.evaluate(SEEN, True)
+    expect(page.locator(".station-prompts .station-figure")).to_have_text("47")
+    assert sum("/api/events" in url for url in viewer.requests) == 2
+
+
 def test_a_run_that_starts_has_no_figures_yet(viewer: Viewer, prepared: PreparedRun) -> None:
     """The page is open before the engine is: what a run says first is its phase."""
     with (prepared.folder / "machine.jsonl").open("a") as sink:
