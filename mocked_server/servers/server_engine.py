@@ -219,7 +219,10 @@ class ServerEngine:
             await client.close()
         await self._place.end()
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, why: str, *, life: int) -> None:
+        """The server of that life is lost: what still read from a former one says so late, when its successor may be there."""
+        if life != self._life:
+            return
         if self._is_up:
             logger.error("the server of engine %s (%s) is lost: %s", self.name, self._url, why)
         self._is_up = False
@@ -227,31 +230,32 @@ class ServerEngine:
 
     async def _watch(self) -> None:
         """Find out that the server is lost: nobody answers, it says so itself, its process is gone, or it makes no progress."""
-        client, server = self._client, self._server
+        client, server, life = self._client, self._server, self._life
         assert client is not None and server is not None
         deaf = asyncio.create_task(self._silence.lasting(self._answers))
         try:
             while not deaf.done():
                 await asyncio.wait({deaf}, timeout=LOOK_S)
                 if self._place.has_ended:
-                    return self._lose("its process is gone")
+                    return self._lose("its process is gone", life=life)
                 if self._loading.locked():
                     continue
                 try:
                     await client.get(server.alive, timeout_s=self._timeout_s)
                 except (ServerLost, ServerRefused) as error:
                     if not self._loading.locked():
-                        return self._lose(str(error))
-            self._lose("it makes no progress with requests waiting")
+                        return self._lose(str(error), life=life)
+            self._lose("it makes no progress with requests waiting", life=life)
         finally:
             deaf.cancel()
 
     async def _answers(self) -> None:
         assert self._client is not None and self._server is not None
+        life = self._life
         try:
             await self._client.get(self._server.answers)
         except (ServerLost, ServerRefused) as error:
-            self._lose(str(error))
+            self._lose(str(error), life=life)
 
     # Generation
 
@@ -293,7 +297,7 @@ class ServerEngine:
                     self._count(output)
                     yield output
         except (ServerLost, EngineDied) as error:
-            self._lose(str(error))
+            self._lose(str(error), life=life[1])
             raise EngineLost(
                 f"the server of engine {self.name} was lost while it answered {request_id}: {error}",
                 life=life,
@@ -345,11 +349,11 @@ class ServerEngine:
         self._weights = folder, version
         if not self._is_up:
             return 0.0
-        began = time.monotonic()
+        began, life = time.monotonic(), self._life
         try:
             await self._load(folder, version)
         except ServerLost as error:
-            self._lose(str(error))
+            self._lose(str(error), life=life)
             return 0.0
         return time.monotonic() - began
 

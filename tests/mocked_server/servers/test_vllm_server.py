@@ -262,6 +262,28 @@ def test_a_killed_server_loses_nothing_and_its_successor_has_the_newest_weights(
         served.kill()
 
 
+def test_an_answer_of_a_server_that_was_lost_says_nothing_of_its_successor(
+    rollout: Any, served: Served, tiny_model: Path
+) -> None:
+    async def through() -> None:
+        engine = engine_for(served.url, tiny_model)
+        await engine.start()
+        stream = engine.generate(PROMPT, sampling(max_tokens=900, kind="DELTA"), request_id="late")
+        async with aclosing(stream):
+            await anext(stream)
+            await engine.restart()  # while its reader has not looked yet
+            with pytest.raises(EngineLost):
+                async for _ in stream:
+                    pass
+        assert engine.is_up
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.until_dead(), 0.2)
+        assert plain(await outputs_of(engine, sampling(), "after"))
+        await engine.close()
+
+    rollout.wait(through())
+
+
 def test_a_server_that_does_not_come_back_and_one_that_cannot_load_end_in_one_line(
     rollout: Any, served: Served, tiny_model: Path, tmp_path: Path
 ) -> None:
