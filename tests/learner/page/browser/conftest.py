@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -131,6 +132,13 @@ class Viewer:
         self.page.goto(f"{self.root}/#/{view}", wait_until="commit")
         self.page.wait_for_selector("main")
         return self.page
+
+    def wait_for_requests(self, part: str, count: int) -> None:
+        """Until `part` was asked for so often: the page has figures before it opens its stream."""
+        until = time.monotonic() + PATIENCE_MS / 1000
+        while (asked := sum(part in url for url in self.requests)) < count and time.monotonic() < until:
+            self.page.wait_for_timeout(50)
+        assert asked == count, f"{part} was asked for {asked} times: {self.requests}"
 
     def foreign(self) -> list[str]:
         """Requests to another host."""
