@@ -46,7 +46,7 @@ check: $(READY)  ## format, lint, types, fast tests: less than two minutes
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(PY) -m pytest -q tests -m "not engine and not slow"
+	$(PY) -m pytest -q tests -m "not engine and not slow and not long and not outside"
 
 setup: $(READY)  ## only prepare .venv
 
