@@ -70,7 +70,7 @@ def shard(module: nn.Module, *, layers: Sequence[nn.Module], mesh: DeviceMesh, d
     """Shards each layer and then the rest, on the mesh's devices. Passes compute in `dtype`; master weights and gradients stay
     float32. Each backward pass divides its gradients over the ranks at once: kept whole until the last micro-batch of an update,
     they would be as large as the model on each rank."""
-    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else mixed
     for part in (*layers, module):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)

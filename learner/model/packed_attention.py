@@ -52,6 +52,7 @@ def packed_attention(
             f"model.path must name a model with plain causal attention, got {type(module).__name__} with "
             f"{', '.join(wanted) or 'a mask of its own'}; train another model"
         )
+    query, key = query.to(value.dtype), key.to(value.dtype)  # `learner.model.engine_rounding` leaves this rounding to us
     rows, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
     seen, most = cu_seq_lens_q, max_length_q
     if paths is not None:
@@ -61,10 +62,12 @@ def packed_attention(
         window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
         options: dict[str, Any] = {"scale": scaling, "window_size": window, "enable_gqa": True}
         return varlen_attn(rows, keys, values, cu_seq_lens_q, seen, max_length_q, most, **options)[None], None
+    if value.dtype in HALF:  # rounded once, at the end, as in vLLM's kernels
+        rows, keys, values = (states.float() for states in (rows, keys, values))
     parts = [rows.split(cu_seq_lens_q.diff().tolist())]
     parts += [states.split(seen.diff().tolist()) for states in (keys, values)]
     done = [_segment_attention(*part, scaling=scaling, window=sliding_window) for part in zip(*parts)]
-    return torch.cat(done)[None], None
+    return torch.cat(done)[None].to(value.dtype), None
 
 
 def has_kernel(query: Tensor) -> bool:

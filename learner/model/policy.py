@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from learner.model.engine_rounding import float32_logits
 from learner.model.micro_batch import MicroBatch, Paths
 from learner.model.packed_attention import PACKED
 
@@ -110,7 +111,7 @@ class Policy(nn.Module):  # type: ignore[misc]
     def _chunk(
         self, states: Tensor, tokens: Tensor, *, temperature: float, entropy: bool, energy: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        logits = self.lm.get_output_embeddings()(states).float() / temperature
+        logits = float32_logits(self.lm.get_output_embeddings(), states) / temperature
         logprobs = -functional.cross_entropy(logits, tokens, reduction="none")
         squared_norm = 1.0 - 2.0 * logprobs.exp() + logits.softmax(-1).square().sum(-1) if energy else None
         return logprobs, _entropy(logits) if entropy else None, squared_norm

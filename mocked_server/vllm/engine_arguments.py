@@ -74,7 +74,7 @@ def make_args(settings: EngineSettings) -> Namespace:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args
 
-    more = settings.rollout.engine_args
+    more = dict(settings.rollout.engine_args)
     parser = make_arg_parser(_raising_parser())
     places = {word: action.dest for action in parser._actions for word in action.option_strings}
     of_engine = {field.name for field in fields(AsyncEngineArgs)}
@@ -84,6 +84,8 @@ def make_args(settings: EngineSettings) -> Namespace:
             raise _refused(more, f"{name} is what the run sets itself: {why}")
         if f"--{name.replace('_', '-')}" in places and dest not in of_engine:
             raise _refused(more, f"{name} is of vLLM's HTTP server, and the run has a server of its own")
+    if settings.dtype != "float32":
+        more = _with_float32_head(more)
     try:
         # Last come those that the run owns: of two that are the same, vLLM takes the last.
         args: Namespace = parser.parse_args([*words_of(more), *_owned_words(settings)])
@@ -91,6 +93,15 @@ def make_args(settings: EngineSettings) -> Namespace:
     except (ValueError, TypeError) as error:
         raise _refused(more, str(error)) from error
     return args
+
+
+def _with_float32_head(more: Mapping[str, Any]) -> dict[str, Any]:
+    """Logits in float32, as the learner's are: rounded to bfloat16, one of 20 is off by up to 0.06. Who sets `head_dtype` keeps it."""
+    rest = {name: value for name, value in more.items() if name.replace("-", "_") != "hf_overrides"}
+    overrides = next((value for name, value in more.items() if name not in rest), {})
+    if not isinstance(overrides, Mapping):
+        raise _refused(more, "hf_overrides must be a mapping")
+    return {**rest, "hf_overrides": {"head_dtype": "float32", **overrides}}
 
 
 def _owned_words(settings: EngineSettings) -> list[str]:

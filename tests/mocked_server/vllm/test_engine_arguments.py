@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from buffers.errors import EngineError
 from configs.load import ConfigError, load_config
@@ -45,6 +46,17 @@ def test_a_mapping_reaches_vllm_as_one(tiny_model):
         settings(tiny_model, engine_args={"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}})
     )
     assert args.speculative_config == {"method": "ngram", "num_speculative_tokens": 3}
+
+
+def test_in_half_precision_the_logits_are_float32_and_a_users_overrides_stay(tiny_model):
+    half = replace(settings(tiny_model), dtype="bfloat16")
+    assert make_vllm_config(make_args(half)).model_config.head_dtype == torch.float32
+    mine = RolloutConfig(engine_args={"hf-overrides": {"max_position_embeddings": 4096, "head_dtype": "model"}})
+    model = make_vllm_config(make_args(replace(half, rollout=mine))).model_config
+    assert model.hf_config.max_position_embeddings == 4096 and model.head_dtype == torch.bfloat16
+    assert not make_args(settings(tiny_model)).hf_overrides
+    with pytest.raises(EngineError, match="hf_overrides must be a mapping"):
+        make_args(replace(half, rollout=RolloutConfig(engine_args={"hf_overrides": "float32"})))
 
 
 def test_values_are_words_as_on_vllms_command_line():
