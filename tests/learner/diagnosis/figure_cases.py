@@ -79,9 +79,15 @@ CASES = [
     ),
     Case(
         rule="drift",
-        fires=recorded("model.dtype=bfloat16", figures={"policy/mean_logprob_diff": 0.06}),
-        quiet=recorded("model.dtype=bfloat16", figures={"policy/max_logprob_diff": 0.06}),
-        severity=Severity.SLOWS, figure=0.06, says=("model.dtype=float32",),
+        fires=recorded("model.dtype=bfloat16", figures={"policy/mean_logprob_diff": 0.03}),
+        quiet=recorded("model.dtype=bfloat16", figures={"policy/max_logprob_diff": 0.06, "policy/mean_logprob_diff": 0.019}),
+        severity=Severity.SLOWS, figure=0.03, says=("model.dtype=float32",),
+    ),
+    Case(
+        rule="drift",
+        fires=recorded("model.dtype=bfloat16", "rollout.engine=http://127.0.0.1:8000", figures={"policy/mean_logprob_diff": 0.03}),
+        quiet=recorded("model.dtype=bfloat16", "rollout.engine=http://127.0.0.1:8000", figures={"policy/mean_logprob_diff": 0.01}),
+        severity=Severity.SLOWS, figure=0.03, says=("--hf-overrides",),
     ),
     Case(
         rule="masked_tokens",
