@@ -602,8 +602,8 @@ class Pipeline:
                 groups_ready=parts.buffers.ledger.counts()["groups/ready"],
             )
             self._display.engines(parts.engines.lines())
-            if news := self.history.news():
-                self._display.note(news)
+            for line in filter(None, (self.history.news(), self.history.drift())):
+                self._display.note(line)
 
         async def why(counts: Mapping[str, int]) -> str:
             details = await asyncio.wrap_future(parts.buffers.ledger.failure_details())

@@ -9,11 +9,8 @@ from __future__ import annotations
 from buffers.ledger.batches import STALE
 from learner.diagnosis.evidence import Evidence
 from learner.diagnosis.finding import Finding, Severity, by_share, counted, percent
+from learner.reporting.drift import DRIFT_MEASURES, MOST_DRIFT, drift_remedy, drift_sentence
 
-DRIFT = {"float32": 1e-4, "bfloat16": 2e-2}
-"""Largest difference of a log-probability, engine against learner, by model.dtype; with bfloat16 the mean one."""
-FLOAT32_HEAD = '{"head_dtype": "float32"}'
-"""vLLM's option for logits in float32, which a run's own engines have."""
 FAR_DRIFT = 100.0
 """Times that of a difference which is no rounding any more."""
 LOST = 0.05
@@ -27,26 +24,18 @@ def drift(run: Evidence) -> Finding | None:
     """A log-probability of the engine differs from the learner's by more than 1e-4 in float32 (in bfloat16 by more than 0.02 on
     average), for the same version of the weights."""
     dtype = run.config.model.dtype
-    name = "policy/max_logprob_diff" if dtype == "float32" else "policy/mean_logprob_diff"
+    name = DRIFT_MEASURES[dtype]
     values = run.values(name)
-    if not values or max(values) <= DRIFT[dtype]:
+    if not values or max(values) <= MOST_DRIFT[dtype]:
         return None
     most = max(values)
-    remedy = "take extra arguments out of rollout.engine_args (quantization, other kernels)"
-    elsewhere = run.config.rollout.engine.startswith("http")
-    if dtype == "bfloat16" and elsewhere:
-        remedy = f"start the server with --hf-overrides '{FLOAT32_HEAD}', or model.dtype=float32 on both sides, or {remedy}"
-    elif dtype == "bfloat16":
-        remedy = f"model.dtype=float32, or {remedy}"
-    elif elsewhere:
-        remedy = f"check that the server at rollout.engine has this run's weights and number format, or {remedy}"
     return Finding(
         rule="drift",
-        severity=by_share(most, harms=FAR_DRIFT * DRIFT[dtype]),
-        sentence=f"engine and learner disagree: a log-probability differs by {most:.2g}, where {dtype} explains {DRIFT[dtype]:g}.",
+        severity=by_share(most, harms=FAR_DRIFT * MOST_DRIFT[dtype]),
+        sentence=f"{drift_sentence(most, dtype=dtype)}.",
         figure=most,
         measure=name,
-        remedy=remedy,
+        remedy=drift_remedy(run.config),
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from buffers.records import TrainBatch
 from configs.schema import Config
+from learner.reporting.drift import DRIFT_MEASURES, MOST_DRIFT, drift_remedy, drift_sentence
 
 FIRST_STEPS = 3
 LAST_STEPS = 5
@@ -65,6 +66,7 @@ class History:
         self._first_step_at: float | None = None
         self._is_under_way = False
         self._told_at = 0
+        self._drift_told = False
         self.steps = [dict(figures) for figures in earlier if "reward/mean" in figures]
         self.rewards = [figures["reward/mean"] for figures in self.steps]
         self.warm_start: Mapping[str, float] = {}
@@ -124,6 +126,15 @@ class History:
             return ""
         self._told_at = number
         return self._nothing_learned(number)
+
+    def drift(self) -> str:
+        """A line when the last step's log-probabilities differ by more than rounding explains: the first time in this process."""
+        dtype = self._config.model.dtype
+        difference = self.steps[-1].get(DRIFT_MEASURES[dtype], 0.0) if self.steps else 0.0
+        if self._drift_told or difference <= MOST_DRIFT[dtype]:
+            return ""
+        self._drift_told = True
+        return f"{drift_sentence(difference, dtype=dtype)}; {drift_remedy(self._config)}"
 
     def verdicts(self) -> list[str]:
         """Remarks at the end of a run, for readers who look at its reward only."""

@@ -97,3 +97,17 @@ def test_no_share_is_above_one_when_a_learner_started_again_between_steps():
         now[0] = at
         history.add(walks(), {"time/step_s": 1.0, "time/wait_s": 0.5}, version=0, stats=GenerationStats())
     assert history.summary()["engine_idle_share"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "metric", "limit"), [("float32", "max_logprob_diff", 1e-4), ("bfloat16", "mean_logprob_diff", 0.02)]
+)
+def test_more_difference_than_rounding_explains_is_told_once(dtype: str, metric: str, limit: float) -> None:
+    history = history_of([(0.5, 0.0)] * 2, f"model.dtype={dtype}")
+    assert history.drift() == "", "nothing was compared"
+    told = []
+    for times in (1.0, 1.5, 2.0):
+        history.steps.append({f"policy/{metric}": times * limit})
+        told.append(history.drift())
+    assert told[0] == told[2] == ""
+    assert f"differs by {1.5 * limit:.2g}, where {dtype} explains {limit:g}; " in told[1] and "engine_args" in told[1]

@@ -1,0 +1,34 @@
+"""How far a recorded log-probability may be from the learner's: what rounding explains, by number format.
+
+`learner.reporting.run_metrics` warns of more while a run goes on, `understudy why` afterwards. The figures are those of
+docs/numerics.md.
+"""
+
+from __future__ import annotations
+
+from configs.schema import Config
+
+MOST_DRIFT = {"float32": 1e-4, "bfloat16": 2e-2}
+"""Difference of a log-probability, in nats, by model.dtype; the largest one in float32, the mean one in bfloat16."""
+DRIFT_MEASURES = {"float32": "policy/max_logprob_diff", "bfloat16": "policy/mean_logprob_diff"}
+FLOAT32_HEAD = '{"head_dtype": "float32"}'
+"""vLLM's option for logits in float32, which a run's own engines have."""
+
+
+def drift_sentence(difference: float, *, dtype: str) -> str:
+    """What is the matter, with the figure."""
+    return f"engine and learner disagree: a log-probability differs by {difference:.2g}, where {dtype} explains {MOST_DRIFT[dtype]:g}"
+
+
+def drift_remedy(config: Config) -> str:
+    """What brings the two together."""
+    dtype = config.model.dtype
+    arguments = "take extra arguments out of rollout.engine_args (quantization, other kernels)"
+    elsewhere = config.rollout.engine.startswith("http")
+    if dtype == "bfloat16" and elsewhere:
+        return f"start the server with --hf-overrides '{FLOAT32_HEAD}', or model.dtype=float32 on both sides, or {arguments}"
+    if dtype == "bfloat16":
+        return f"model.dtype=float32, or {arguments}"
+    if elsewhere:
+        return f"check that the server at rollout.engine has this run's weights and number format, or {arguments}"
+    return arguments
