@@ -104,6 +104,7 @@ def _sentences() -> list[Row]:
         Row(claim, "agent-loops.md: an environment's step rewards", "step-rewards", metric("critic/vf_loss", lambda losses: min(losses) > 0)),
         Row(claim, "agent-loops.md: trajectories with a reward each", "trajectories", all_of(always("batch/rows", 16), metric("policy/grad_norm", lambda norms: max(norms) > 0))),
         Row(claim, "metrics.md: lag is bounded", learner_name("grpo"), _lag_is_bounded),
+        Row(claim, "numerics.md: more than rounding explains is told", "drifts", prints("engine and learner disagree: a log-probability differs by", "rollout.engine_args")),
         Row(claim, "configuration.md: every key as it is used", "prompts", _config_is_complete),
     ]  # fmt: skip
 

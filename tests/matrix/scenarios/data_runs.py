@@ -86,6 +86,14 @@ def data_runs() -> list[Run]:
             files=_own_model,
             environment={"VLLM_LOGGING_LEVEL": "INFO"},
         ),
+        Run(
+            name="drifts",
+            settings={
+                **PROMPTS,
+                "rollout.engine_args": {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 10.0}}},
+            },
+            files=prompts,
+        ),
     ]  # fmt: skip
 
 
