@@ -37,7 +37,9 @@ def make_model(folder: Path, *, seed: int, hidden: int, layers: int) -> Path:
     """A model whose norms have weights other than 1, by which the order of rounding shows."""
     from transformers import AutoModelForCausalLM
 
-    make_tiny_model(folder, seed=seed, hidden=hidden, layers=layers, ffn=2 * hidden, heads=hidden // 64, kv_heads=hidden // 128)
+    make_tiny_model(
+        folder, seed=seed, hidden=hidden, layers=layers, ffn=2 * hidden, heads=hidden // 64, kv_heads=hidden // 128
+    )
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -170,7 +172,9 @@ def main(argv: list[str] | None = None) -> int:
     sizes = {"hidden": arguments.hidden, "layers": arguments.layers, "tokens": arguments.tokens}
     found: list[dict[str, dict[str, float]]] = []
     for seed in arguments.seeds:
-        words = f"import json; from benchmarks.rounding import measure; print(json.dumps(measure(seed={seed}, **{sizes})))"
+        words = (
+            f"import json; from benchmarks.rounding import measure; print(json.dumps(measure(seed={seed}, **{sizes})))"
+        )
         done = subprocess.run([sys.executable, "-c", words], stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             print(f"error: seed {seed} ended with exit code {done.returncode}, see above", file=sys.stderr)

@@ -52,7 +52,10 @@ def packed_attention(
             f"model.path must name a model with plain causal attention, got {type(module).__name__} with "
             f"{', '.join(wanted) or 'a mask of its own'}; train another model"
         )
-    query, key = query.to(value.dtype), key.to(value.dtype)  # `learner.model.engine_rounding` leaves this rounding to us
+    query, key = (
+        query.to(value.dtype),
+        key.to(value.dtype),
+    )  # `learner.model.engine_rounding` leaves this rounding to us
     rows, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
     seen, most = cu_seq_lens_q, max_length_q
     if paths is not None:

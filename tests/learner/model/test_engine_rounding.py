@@ -92,7 +92,9 @@ def states_by_hand(lm: Any, ids: Tensor) -> Tensor:
         summed = residual + attended
         residual = rounded(summed)
         states = rms(summed, layer.post_attention_layernorm)
-        gate, up = (rounded(functional.linear(states, each.weight)) for each in (layer.mlp.gate_proj, layer.mlp.up_proj))
+        gate, up = (
+            rounded(functional.linear(states, each.weight)) for each in (layer.mlp.gate_proj, layer.mlp.up_proj)
+        )
         fed = rounded(rounded(functional.silu(gate)) * up)
         summed = residual + rounded(functional.linear(fed, layer.mlp.down_proj.weight))
         residual = rounded(summed)
