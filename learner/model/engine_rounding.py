@@ -61,7 +61,7 @@ def _layer(layer: Any, hidden_states: Tensor, **options: Any) -> Tensor:
     return residual.float() + layer.mlp(layer.post_attention_layernorm(summed)).float()
 
 
-class _WideProduct(torch.autograd.Function):
+class _WideProduct(torch.autograd.Function):  # type: ignore[misc]
     """Half-precision factors, a product in float32; gradients as the product in half precision has them."""
 
     @staticmethod

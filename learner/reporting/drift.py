@@ -17,7 +17,8 @@ FLOAT32_HEAD = '{"head_dtype": "float32"}'
 
 def drift_sentence(difference: float, *, dtype: str) -> str:
     """What is the matter, with the figure."""
-    return f"engine and learner disagree: a log-probability differs by {difference:.2g}, where {dtype} explains {MOST_DRIFT[dtype]:g}"
+    most = f"where {dtype} explains {MOST_DRIFT[dtype]:g}"
+    return f"engine and learner disagree: a log-probability differs by {difference:.2g}, {most}"
 
 
 def drift_remedy(config: Config) -> str:

@@ -96,9 +96,10 @@ def make_args(settings: EngineSettings) -> Namespace:
 
 
 def _with_float32_head(more: Mapping[str, Any]) -> dict[str, Any]:
-    """Logits in float32, as the learner's are: rounded to bfloat16, one of 20 is off by up to 0.06. Who sets `head_dtype` keeps it."""
+    """Logits in float32, as the learner's are: rounded to bfloat16, one of 20 is off by up to 0.06. A `head_dtype` that is given
+    stays."""
     rest = {name: value for name, value in more.items() if name.replace("-", "_") != "hf_overrides"}
-    overrides = next((value for name, value in more.items() if name not in rest), {})
+    overrides: Any = next((value for name, value in more.items() if name not in rest), {})
     if not isinstance(overrides, Mapping):
         raise _refused(more, "hf_overrides must be a mapping")
     return {**rest, "hf_overrides": {"head_dtype": "float32", **overrides}}
