@@ -60,8 +60,8 @@ def free_port() -> int:
 def start_vllm(
     model: Path, *, log: Path, port: int = 0, words: Sequence[str] = (), dev: bool = True, imports: bool = False
 ) -> Served:
-    """vLLM's server with the model; it may not answer yet. `dev`: it takes weights. `imports`: it is started by its command line and
-    imports vLLM, twice, which takes 40 s of a core; else it is forked of a process that has."""
+    """vLLM's server with the model; it may not answer yet. `dev`: it takes weights. `imports`: it is started by its command line
+    and imports vLLM, twice, which takes 40 s of a core; else it is forked of a process that has."""
     port = port or free_port()
     arguments = ["--model", str(model), "--served-model-name", "policy", "--dtype", "float32", "--host", "127.0.0.1"]
     arguments += ["--port", str(port), "--max-model-len", "1024", "--max-num-seqs", "64"]

@@ -1,9 +1,9 @@
 """Whole runs and vLLM's servers without their imports: each is a fork of one process that has imported torch, Ray and vLLM.
 
-`start(command...)` is for `tests.support.run_parts`, `start_vllm` for `tests.support.served_models`. The first one starts that process
-for the whole test session, whose workers share it: `python -m tests.support.warm_runs NAME`. It forks a run for each connection and
-tells how the run ended. What a run inherits is what a new process would have: its folder, environment, streams and process group,
-and in `/proc` its own mark.
+`start(command...)` is for `tests.support.run_parts`, `start_vllm` for `tests.support.served_models`. The first one starts that
+process for the whole test session, whose workers share it: `python -m tests.support.warm_runs NAME`. It forks a run for each
+connection and tells how the run ended. What a run inherits is what a new process would have: its folder, environment, streams
+and process group, and in `/proc` its own mark.
 Invariants: it has no threads while it forks; it ends when no worker is left. It judges nothing.
 """
 
