@@ -4,7 +4,8 @@ Called by `benchmarks.page`. The demo's run goes on with a learning rate of near
 a browser beside it opens three pages (the machine, the curves, the episodes), closes them, and so on, `STEPS` training steps
 each time. `training_share_3_pages`: the median over neighbouring windows. The browser works on the machine of the run here,
 which a reader's does not: `page_processor_share`, the processors' time of the page's own process, is what
-remains of the cost then.
+remains of the cost then. All three pages are seen at once, as in windows side by side (a tab in the background asks for
+nothing), and the browser draws by the processor (`--disable-gpu`): the dearest case.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Server-sent events: what changed of the runs that a page looks at, at most once a second.
+"""Server-sent events: what changed of the runs that a page looks at, once a second, or every two while several pages are open.
 
-Used by `learner.page.routes`. Invariant: an event's id says all that its reader knows (a mark of this process, and for each run the
-last line of figures, the time of the machine's line, the ledger's version and the run's state), so that nothing is kept for a
-reader, and one that comes back receives what it missed, or `reset`.
+Used by `learner.page.routes`. All connections look at the same moments, so that this process wakes once for them. Invariant: an
+event's id says all that its reader knows (a mark of this process, and for each run the last line of figures, the time of the
+machine's line, the ledger's version and the run's state), so that nothing is kept for a reader, and one that comes back receives
+what it missed, or `reset`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from learner.page.run_view import RunView
 
 LOOK_S = 1.0
 """A run writes what its machine does as often; a browser that draws more often takes a processor from a run beside it."""
+SEVERAL_LOOK_S = 2.0
+"""The same while more than one page is open, which together may draw no more than that."""
 QUIET_S = 15.0
 BOOT = secrets.token_hex(4)
 """The mark of this process: what another one said means nothing here."""
@@ -112,13 +115,19 @@ class Changes:
                     data = {"tick": tick_of(known)} if name == "reset" else data
                     # The id says that all was told: the last one's.
                     yield _event(name, data, tick=tick_of(known) if number == len(told) else "")
-                quiet_s = 0.0 if told else quiet_s + LOOK_S
+                pause_s = self._pause_s(asyncio.get_running_loop().time())
+                quiet_s = 0.0 if told else quiet_s + pause_s
                 if quiet_s >= QUIET_S:
                     quiet_s = 0.0
                     yield b": quiet\n\n"
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(pause_s)
         finally:
             self.num_readers -= 1
+
+    def _pause_s(self, now: float) -> float:
+        """Seconds until all connections look again; `now`: the loop's clock."""
+        every_s = LOOK_S if self.num_readers <= 1 else SEVERAL_LOOK_S
+        return every_s - now % every_s
 
     def _fresh(self, run_ids: Sequence[str]) -> dict[str, Known]:
         known = {}

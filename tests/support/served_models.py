@@ -18,6 +18,7 @@ import httpx
 
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.vllm.engine_arguments import WORKER_EXTENSION, EngineSettings, make_args, make_vllm_config
+from tests.support import warm_runs
 
 ROOT = Path(__file__).parents[2]
 START_S = 300.0
@@ -29,7 +30,7 @@ class Served:
     """A started server."""
 
     url: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | warm_runs.ForkedProgram
     log: Path
 
     def kill(self) -> None:
@@ -56,20 +57,27 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def start_vllm(model: Path, *, log: Path, port: int = 0, words: Sequence[str] = (), dev: bool = True) -> Served:
-    """vLLM's server with the model; it may not answer yet. `dev`: it takes weights."""
+def start_vllm(
+    model: Path, *, log: Path, port: int = 0, words: Sequence[str] = (), dev: bool = True, imports: bool = False
+) -> Served:
+    """vLLM's server with the model; it may not answer yet. `dev`: it takes weights. `imports`: it is started by its command line
+    and imports vLLM, twice, which takes 40 s of a core; else it is forked of a process that has."""
     port = port or free_port()
-    command = [sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--served-model-name", "policy", "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--max-model-len", "1024", "--max-num-seqs", "64", "--kv-cache-memory-bytes", str(2**26)]
-    command += ["--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--enforce-eager"]
-    command += ["--enable-prompt-tokens-details", "--distributed-executor-backend", "uni"]
-    command += ["--worker-extension-cls", WORKER_EXTENSION] if dev else []
+    arguments = ["--model", str(model), "--served-model-name", "policy", "--dtype", "float32", "--host", "127.0.0.1"]
+    arguments += ["--port", str(port), "--max-model-len", "1024", "--max-num-seqs", "64"]
+    arguments += ["--kv-cache-memory-bytes", str(2**26), "--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
+    arguments += ["--enforce-eager", "--enable-prompt-tokens-details", "--distributed-executor-backend", "uni"]
+    arguments += ["--worker-extension-cls", WORKER_EXTENSION, *words] if dev else words
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_SERVER_DEV_MODE": str(int(dev))}
+    process: subprocess.Popen[bytes] | warm_runs.ForkedProgram
     with log.open("ab") as sink:
-        process = subprocess.Popen(
-            [*command, *words], cwd=ROOT, env=environment, stdout=sink, stderr=sink, start_new_session=True
-        )
+        if imports:
+            command = [sys.executable, "-W", "ignore", "-m", warm_runs.VLLM_SERVER, *arguments]
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=sink, stderr=sink, start_new_session=True
+            )
+        else:
+            process = warm_runs.start_vllm(arguments, folder=ROOT, environment=environment, sink=sink)
     return Served(f"http://127.0.0.1:{port}", process, log)
 
 

@@ -1,8 +1,9 @@
-"""Whole runs without their imports: each is a fork of one process that has imported torch, Ray and vLLM.
+"""Whole runs and vLLM's servers without their imports: each is a fork of one process that has imported torch, Ray and vLLM.
 
-`start(command...)` is for `tests.support.run_parts`. The first one starts that process for the whole test session, whose workers
-share it: `python -m tests.support.warm_runs NAME`. It forks a run for each connection and tells how the run ended. What a run
-inherits is what a new process would have: its folder, environment, streams and process group, and in `/proc` its own mark.
+`start(command...)` is for `tests.support.run_parts`, `start_vllm` for `tests.support.served_models`. The first one starts that
+process for the whole test session, whose workers share it: `python -m tests.support.warm_runs NAME`. It forks a run for each
+connection and tells how the run ended. What a run inherits is what a new process would have: its folder, environment, streams
+and process group, and in `/proc` its own mark.
 Invariants: it has no threads while it forks; it ends when no worker is left. It judges nothing.
 """
 
@@ -38,12 +39,15 @@ _held: dict[socket.socket, str] = {}
 """The connection that keeps the warm process alive while this process lives, and where ranks are forked of it."""
 
 
-class ForkedRun:
-    """A run that was forked: what `subprocess.Popen` offers of one whose output is text in a pipe."""
+VLLM_SERVER = "vllm.entrypoints.openai.api_server"
 
-    def __init__(self, connection: socket.socket, *, pid: int, stdout: IO[str]) -> None:
+
+class ForkedProgram:
+    """A program that was forked: what `subprocess.Popen` offers of one."""
+
+    def __init__(self, connection: socket.socket, *, pid: int) -> None:
         self.pid = pid
-        self.stdout = stdout
+        """Of its process group, too."""
         self.returncode: int | None = None
         self._connection = connection
 
@@ -53,18 +57,8 @@ class ForkedRun:
     def wait(self, timeout: float | None = None) -> int:
         code = self._ended(timeout)
         if code is None:
-            raise subprocess.TimeoutExpired("a forked run", timeout or 0.0)
+            raise subprocess.TimeoutExpired("a forked program", timeout or 0.0)
         return code
-
-    def communicate(self, timeout: float = 3600.0) -> tuple[str, None]:
-        """All that it and what it started print, until none of them holds the pipe any more."""
-        until, found = time.monotonic() + timeout, bytearray()
-        while select.select([self.stdout], [], [], max(0.0, until - time.monotonic()))[0]:
-            if not (more := os.read(self.stdout.fileno(), 65536)):
-                self.wait(max(1.0, until - time.monotonic()))
-                return found.decode(errors="replace"), None
-            found += more
-        raise subprocess.TimeoutExpired("a forked run", timeout, output=bytes(found))
 
     def kill(self) -> None:
         if self.poll() is None:
@@ -79,19 +73,53 @@ class ForkedRun:
         return self.returncode
 
 
+class ForkedRun(ForkedProgram):
+    """A run that was forked, whose output is text in a pipe."""
+
+    def __init__(self, connection: socket.socket, *, pid: int, stdout: IO[str]) -> None:
+        super().__init__(connection, pid=pid)
+        self.stdout = stdout
+
+    def communicate(self, timeout: float = 3600.0) -> tuple[str, None]:
+        """All that it and what it started print, until none of them holds the pipe any more."""
+        until, found = time.monotonic() + timeout, bytearray()
+        while select.select([self.stdout], [], [], max(0.0, until - time.monotonic()))[0]:
+            if not (more := os.read(self.stdout.fileno(), 65536)):
+                self.wait(max(1.0, until - time.monotonic()))
+                return found.decode(errors="replace"), None
+            found += more
+        raise subprocess.TimeoutExpired("a forked run", timeout, output=bytes(found))
+
+
 def start(arguments: list[str], *, folder: Path, environment: Mapping[str, str]) -> ForkedRun:
     """`python -m learner.run` with these arguments. `MARK` is in its environment."""
+    reading, writing = os.pipe()
+    connection, pid = _forked("learner.run", arguments, folder=folder, environment=environment, sink=writing)
+    os.close(writing)
+    return ForkedRun(connection, pid=pid, stdout=os.fdopen(reading, encoding="utf-8"))
+
+
+def start_vllm(arguments: list[str], *, folder: Path, environment: Mapping[str, str], sink: IO[bytes]) -> ForkedProgram:
+    """vLLM's server with these arguments, which it reads itself; its engine is forked too. `sink`: a file for what it prints."""
+    connection, pid = _forked(VLLM_SERVER, arguments, folder=folder, environment=environment, sink=sink.fileno())
+    return ForkedProgram(connection, pid=pid)
+
+
+def _forked(
+    program: str, arguments: list[str], *, folder: Path, environment: Mapping[str, str], sink: int
+) -> tuple[socket.socket, int]:
+    """The connection that tells how it ended, and its process id."""
     _hold()
     connection = _connect()
-    reading, writing = os.pipe()
-    request = {"arguments": arguments, "folder": str(folder), "environment": dict(environment)}
+    request = {
+        "program": program, "arguments": arguments, "folder": str(folder), "environment": dict(environment),
+    }  # fmt: skip
     connection.sendall(b"run\n")
-    socket.send_fds(connection, [b"."], [writing])
+    socket.send_fds(connection, [b"."], [sink])
     connection.sendall(json.dumps(request).encode() + b"\n")
-    os.close(writing)
     answer = connection.recv(NUMBER.size)
     assert len(answer) == NUMBER.size, "the process that runs are forked of has died"
-    return ForkedRun(connection, pid=NUMBER.unpack(answer)[0], stdout=os.fdopen(reading, encoding="utf-8"))
+    return connection, NUMBER.unpack(answer)[0]
 
 
 @contextmanager
@@ -219,6 +247,8 @@ def _fork(connection: socket.socket, awaited: selectors.BaseSelector) -> int:
     request = json.loads(connection.makefile("rb").readline())
     if pid := os.fork():
         os.close(output)
+        with suppress(OSError):  # it does so itself as well: whichever is first
+            os.setpgid(pid, pid)
         connection.sendall(NUMBER.pack(pid))
         return pid
     from configs.process_fork import leave
@@ -246,17 +276,35 @@ def _run(request: dict[str, Any]) -> int:
 
     import setproctitle
 
-    from learner.run import main
-
     setproctitle.getproctitle()  # finds where an engine's title is by the environment's place, which moves now
     os.environ.clear()
     os.environ.update(request["environment"])
-    _set_mark(os.environ[MARK])
+    _set_mark(os.environ.get(MARK, ""))
     os.chdir(request["folder"])
     sys.path[:1] = [request["folder"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     random.seed()
+    if request["program"] == VLLM_SERVER:
+        return _serve_vllm(request["arguments"])
+    from learner.run import main
+
     code: int = main(request["arguments"])
     return code
+
+
+def _serve_vllm(arguments: list[str]) -> int:
+    """As `python -W ignore -m vllm.entrypoints.openai.api_server`, but that its engine is forked of a process that imported it."""
+    import runpy
+    import warnings
+
+    from mocked_server.vllm.engine import start_fork_server
+    from mocked_server.vllm.process.fork_server import engines_of_ours
+
+    warnings.simplefilter("ignore")
+    sys.argv[1:] = arguments
+    start_fork_server()
+    with engines_of_ours():
+        runpy.run_module(VLLM_SERVER, run_name="__main__", alter_sys=True)
+    return 0
 
 
 def _set_mark(value: str) -> None:

@@ -29,9 +29,10 @@ NEEDS = Needs(max_model_len=1024, vocabulary=512, temperature=1.0, learns=True)
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """It begins with another model's weights: those of the run are loaded into it."""
+    """It begins with another model's weights: those of the run are loaded into it. The one server of the tests that is started as a
+    user does."""
     folder = tmp_path_factory.mktemp("served")
-    with vllm_server(make_tiny_model(folder / "other", seed=7), log=folder / "log.txt") as served:
+    with vllm_server(make_tiny_model(folder / "other", seed=7), log=folder / "log.txt", imports=True) as served:
         yield served
 
 

@@ -34,7 +34,11 @@ export function toggleTheme() {
   }
 }
 
+const colours = new Map(); // by theme and name: asking for a computed style makes the browser work out all that is pending
+
 // The value of a CSS variable under the present theme, for what is drawn on a canvas.
 export function colour(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const key = `${document.documentElement.dataset.theme} ${name}`;
+  if (!colours.has(key)) colours.set(key, getComputedStyle(document.documentElement).getPropertyValue(name).trim());
+  return colours.get(key);
 }

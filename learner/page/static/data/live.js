@@ -1,5 +1,6 @@
 // What changed, as the server sends it. Views read these signals; a revision tells that something has to be asked again.
 import { batch, effect, signal } from "../core/html.js";
+import { drawTogether } from "./draw_together.js";
 import { loadRuns, overlaidRuns, patchRun, tick } from "./runs.js";
 import { source } from "./source.js";
 
@@ -21,12 +22,13 @@ function listen(stream) {
   stream.onopen = () => { connection.value = "open"; };
   stream.onerror = () => { connection.value = stream.readyState === EventSource.CLOSED ? "closed" : "lost"; };
   on("reset", (body) => { lastTick = body.tick ?? lastTick; generation.value += 1; loadRuns(); });
-  on("run", (body) => patchRun(body));
+  on("run", (body) => drawTogether(() => patchRun(body)));
   on("runs", () => loadRuns());
-  on("machine", ({ run, now }) => { machineNow.value = { ...machineNow.value, [run]: now }; });
-  on("metrics", ({ run, rows }) => {
+  on("machine", ({ run, now }) => drawTogether(() => { machineNow.value = { ...machineNow.value, [run]: now }; }));
+  on("metrics", ({ run, rows }) => drawTogether(() => {
     metricRows.value = [...metricRows.value, ...rows.map((row) => ({ run, row }))].slice(-MOST_ROWS);
-  });
+  }));
+  // At once: views ask for what they show of the ledger, and the answers are drawn with the rest.
   on("ledger", ({ run, counts, version }) => {
     ledgerNow.value = { ...ledgerNow.value, [run]: { counts, version } };
     ledgerRevision.value += 1;

@@ -1,74 +1,11 @@
 // One chart of several lines, each perhaps with a band around it; a click on it tells the nearest x (`onPick`).
-// It is made once and given new data as they come, so that a live run does not flicker.
-import { html, useEffect, useRef } from "../core/html.js";
-import { colour, theme } from "../core/theme.js";
-import { figure } from "../core/format.js";
+// It is made once and given new data as they come, so that a live run does not flicker; out of sight it draws nothing, and is
+// brought up to date when it is scrolled into sight.
+import { html, useEffect, useLayoutEffect, useRef } from "../core/html.js";
+import { theme } from "../core/theme.js";
 import uPlot from "../vendor/uplot.js";
-
-export const LINE_COLOURS = ["--line-1", "--line-2", "--line-3", "--line-4", "--line-5", "--line-6"];
-
-function axis(extra) {
-  return {
-    stroke: () => colour("--ink-soft"),
-    grid: { stroke: () => colour("--grid"), width: 1 },
-    ticks: { stroke: () => colour("--grid"), width: 1, size: 4 },
-    font: "11px system-ui, sans-serif",
-    ...extra,
-  };
-}
-
-function line({ label, tone, dashed, faint }) {
-  return {
-    label,
-    alpha: faint ? 0.25 : 1,
-    stroke: () => colour(LINE_COLOURS[tone % LINE_COLOURS.length]),
-    width: dashed ? 1 : 1.75,
-    dash: dashed ? [4, 4] : undefined,
-    spanGaps: true,
-    points: { show: (plot, index) => plot.data[index].length <= 40, size: 4 },
-    value: (_, value) => figure(value),
-  };
-}
-
-// An edge of a band has no line of its own.
-function edge({ label, tone }) {
-  return { label, stroke: "transparent", width: 0, points: { show: false }, spanGaps: true, tone };
-}
-
-function options({ series, xLabel, logY, logX, height, width, onPick, xTime }) {
-  return {
-    width,
-    height,
-    series: [{ label: xLabel }, ...series.map((one) => (one.edge ? edge(one) : line(one)))],
-    bands: series.flatMap((one, index) =>
-      one.edge === "high"
-        ? [{ series: [index + 1, index + 2], fill: () => colour(`${LINE_COLOURS[one.tone % LINE_COLOURS.length]}-band`) }]
-        : []),
-    scales: {
-      x: { time: Boolean(xTime), distr: logX ? 3 : 1 },
-      y: { distr: logY ? 3 : 1 },
-    },
-    axes: [
-      axis({ size: 28, space: 60, values: xTime ? undefined : (_, ticks) => ticks.map((tick) => (tick === null ? "" : figure(tick))) }),
-      axis({ size: 52, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : figure(tick))) }),
-    ],
-    legend: { show: false },
-    cursor: { drag: { x: true, y: false, dist: 6 }, points: { size: 7 }, sync: { key: "page" } },
-    hooks: { ready: [(plot) => onPick && pickOnClick(plot, onPick)] },
-  };
-}
-
-// A click, not the end of a drag that zooms.
-function pickOnClick(plot, onPick) {
-  let downAt = 0;
-  plot.over.addEventListener("mousedown", (event) => {
-    downAt = event.clientX;
-  });
-  plot.over.addEventListener("click", (event) => {
-    const index = plot.cursor.idx;
-    if (Math.abs(event.clientX - downAt) < 4 && index !== null && index !== undefined) onPick(plot.data[0][index]);
-  });
-}
+import { chartOptions } from "./chart_options.js";
+import { watchSight } from "./in_sight.js";
 
 // Arrow keys move the cursor from point to point, Enter opens the one that it is at.
 function moveByKey(event, plot, onPick) {
@@ -89,16 +26,28 @@ export function Chart({ title, data, series, xLabel = "step", logY, logX, xTime,
   const plot = useRef(null);
   const hover = useRef(onHover);
   const pick = useRef(onPick);
+  const latest = useRef(data);
+  const isSeen = useRef(true);
+  const drawnShape = useRef(null);
   hover.current = onHover;
   pick.current = onPick;
+  latest.current = data;
+  const draw = () => {
+    if (plot.current && isSeen.current && plot.current.data !== latest.current) plot.current.setData(latest.current);
+  };
   const shape = JSON.stringify([series, logY, logX, xLabel, height]);
 
   useEffect(() => {
     if (!box.current) return undefined; // it was taken away before the frame
     const width = Math.max(120, box.current.clientWidth);
-    const wanted = options({ series, xLabel, logY, logX, xTime, height, width, onPick: onPick && ((x) => pick.current(x)) });
+    const wanted = chartOptions({ series, xLabel, logY, logX, xTime, height, width, onPick: onPick && ((x) => pick.current(x)) });
     wanted.hooks.setCursor = [(one) => hover.current?.(one.cursor.idx ?? null)];
     plot.current = new uPlot(wanted, data, box.current);
+    drawnShape.current = shape;
+    const unwatch = watchSight(box.current, (seen) => {
+      isSeen.current = seen;
+      draw();
+    });
     const observer = new ResizeObserver(() => {
       const now = box.current?.clientWidth;
       if (now && now !== plot.current.width) plot.current.setSize({ width: now, height });
@@ -106,12 +55,15 @@ export function Chart({ title, data, series, xLabel = "step", logY, logX, xTime,
     observer.observe(box.current);
     return () => {
       observer.disconnect();
+      unwatch();
       plot.current.destroy();
       plot.current = null;
+      isSeen.current = true;
     };
   }, [shape]);
-  useEffect(() => {
-    if (plot.current && plot.current.data !== data) plot.current.setData(data);
+  // In the frame of the figures around it: one frame is cheaper than two. A chart of another shape is made anew, with its data.
+  useLayoutEffect(() => {
+    if (drawnShape.current === shape) draw();
   }, [data]);
   useEffect(() => plot.current?.redraw(false, true), [theme.value]);
 

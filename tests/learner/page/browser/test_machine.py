@@ -100,3 +100,38 @@ def test_a_run_that_starts_has_no_figures_yet(viewer: Viewer, prepared: Prepared
 def test_what_the_machine_did_is_drawn_over_time(viewer: Viewer) -> None:
     page = viewer.open("machine?run=made")
     expect(page.locator(".panel .uplot")).to_have_count(6)
+
+
+DRAWN = """() => {
+  window.drawn = [0, 0];
+  document.querySelectorAll(".panel canvas").forEach((canvas, place, all) => {
+    if (place !== 0 && place !== all.length - 1) return;
+    const brush = canvas.getContext("2d");
+    const clear = brush.clearRect.bind(brush);
+    brush.clearRect = (...box) => { window.drawn[place ? 1 : 0] += 1; clear(...box); };
+  });
+}"""
+
+
+UNTIL_DRAWN = """(place) => new Promise((resolve) => {
+  const look = () => (window.drawn[place] > 0 ? resolve() : setTimeout(look, 50));
+  look();
+})"""
+
+
+def test_a_chart_out_of_sight_is_not_drawn_until_it_is_scrolled_into_sight(
+    viewer: Viewer, prepared: PreparedRun
+) -> None:
+    page = viewer.open("machine?run=made")
+    expect(page.locator(".panel .uplot")).to_have_count(6)
+    page.set_viewport_size({"width": 500, "height": 700})
+    page.locator(".panel").first.scroll_into_view_if_needed()
+    viewer.wait_for_requests("/api/events", 1)
+    page.wait_for_timeout(300)  # both have drawn what they were made with
+    page.evaluate(DRAWN)
+    with (prepared.folder / "machine.jsonl").open("a") as sink:
+        sink.write(json.dumps(machine_line(at=time.time(), prompts=53)) + "\n")
+    page.evaluate(UNTIL_DRAWN, 0)
+    assert page.evaluate("window.drawn[1]") == 0
+    page.locator(".panel").last.scroll_into_view_if_needed()
+    page.evaluate(UNTIL_DRAWN, 1)

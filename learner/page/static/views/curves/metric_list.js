@@ -1,5 +1,5 @@
 // Every metric of the runs, by group, with a search; what is ticked is drawn.
-import { html, useMemo } from "../../core/html.js";
+import { html, memo, useMemo } from "../../core/html.js";
 import { setParams } from "../../core/route.js";
 import { SPREAD } from "./curve_options.js";
 
@@ -12,7 +12,7 @@ function byGroup(names) {
   return [...groups];
 }
 
-export function MetricList({ names, about, shown, find }) {
+export const MetricList = memo(({ names, about, shown, find }) => {
   const matching = useMemo(() => [...names, SPREAD].sort().filter((name) => name.toLowerCase().includes(find.toLowerCase())), [names, find]);
   const flip = (name) => setParams({ show: (shown.includes(name) ? shown.filter((one) => one !== name) : [...shown, name]).join(",") });
   return html`<aside class="card metric-list" aria-label="metrics">
@@ -25,4 +25,4 @@ export function MetricList({ names, about, shown, find }) {
       </fieldset>`)}
     </div>
   </aside>`;
-}
+});

@@ -20,10 +20,10 @@ function linesOf(scores, { run, tone, options, alone }) {
 
 export function SpreadChart({ runs, options }) {
   const versions = runs.map((run) => ledgerNow.value[run]?.version ?? 0).join();
-  const request = useRequest(`${runs.join()} ${versions}`, (signal) => Promise.all(runs.map((run) => source.scores(run, { points: 500 }, signal).catch((problem) => {
+  const request = useRequest(runs.join(), (signal) => Promise.all(runs.map((run) => source.scores(run, { points: 500 }, signal).catch((problem) => {
     if (problem.name === "AbortError") throw problem;
     return null; // a run without a ledger here has curves and no spread
-  }))));
+  }))), versions);
   const { series, data } = useMemo(() => {
     const known = (request.data ?? []).map((scores, index) => ({ scores, run: runs[index], tone: index })).filter((one) => one.scores);
     const parts = known.map(({ scores, run, tone }) => ({ step: scores.step, lines: linesOf(scores, { run, tone, options, alone: runs.length === 1 }) }));

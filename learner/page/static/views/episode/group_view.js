@@ -25,8 +25,8 @@ function Task({ task }) {
 }
 
 export function GroupView({ run, id }) {
-  const revision = useThrottled(ledgerRevision, 2000);
-  const request = useRequest(`${run} ${id} ${revision}`, (signal) => source.group(run, id, signal));
+  const revision = useThrottled(ledgerRevision);
+  const request = useRequest(`${run} ${id}`, (signal) => source.group(run, id, signal), revision);
   if (!request.data) return html`<${Awaiting} request=${request} what=${`group ${id}`} />`;
   const { group, task, episodes } = request.data;
   return html`<div class="view-head"><h1>Group ${group.group_id}</h1><${State} state=${group.state} title=${group.reason ?? ""} />

@@ -1,5 +1,5 @@
 // A row of the list. One that has not arrived yet keeps its place.
-import { html } from "../../core/html.js";
+import { html, memo } from "../../core/html.js";
 import { figure, score, short } from "../../core/format.js";
 import { link } from "../../core/route.js";
 import { State } from "../../parts/state_mark.js";
@@ -13,7 +13,7 @@ function remarks(one) {
   return [reason, one.cut ? "cut at max_tokens" : null, ...(one.breaks ?? []), one.greedy ? "greedy" : null, one.attempt > 0 ? `attempt ${one.attempt + 1}` : null].filter(Boolean).join(" · ");
 }
 
-export function EpisodeRow({ episode: one, run, filters }) {
+export const EpisodeRow = memo(({ episode: one, run, filters }) => {
   if (!one) return html`<div class="erow absent"><span role="gridcell">…</span></div>`;
   const told = remarks(one);
   return html`<div class="erow">
@@ -28,4 +28,4 @@ export function EpisodeRow({ episode: one, run, filters }) {
     <span role="gridcell" class="e-version number">${figure(one.version)}</span>
     <span role="gridcell" class="e-remarks clip soft" title=${told}>${told}</span>
   </div>`;
-}
+});

@@ -1,5 +1,5 @@
 // The list of episodes: filters in the address, rows in windows, j and k to walk, Enter to open.
-import { html, useCallback, useEffect, useState } from "../../core/html.js";
+import { html, useCallback, useEffect, useMemo, useState } from "../../core/html.js";
 import { plural, share } from "../../core/format.js";
 import { useKeys } from "../../core/keys.js";
 import { go, link, route } from "../../core/route.js";
@@ -31,12 +31,13 @@ function Found({ list }) {
 }
 
 export function EpisodesView({ run }) {
-  const filters = filtersOf(route.value.params);
+  const asked = JSON.stringify(filtersOf(route.value.params));
+  const filters = useMemo(() => JSON.parse(asked), [asked]); // the same object, so that rows are the same
   const [at, setAt] = useState(-1);
   const [isDown, setIsDown] = useState(false);
   const list = useEpisodeWindow(run, filters, { hold: isDown || at > 0 });
   const rowHeight = useRowHeight();
-  useEffect(() => setAt(-1), [JSON.stringify(filters)]);
+  useEffect(() => setAt(-1), [asked]);
   const move = (by) => setAt((now) => Math.max(0, Math.min(list.count - 1, now + by)));
   const open = () => {
     const one = list.rows.get(list.seqs[at]);

@@ -19,8 +19,8 @@ function Reason({ one, run, most }) {
 }
 
 export function UntrainedView({ run }) {
-  const revision = useThrottled(ledgerRevision, 2000);
-  const request = useRequest(`${run} ${revision}`, (signal) => source.untrained(run, signal));
+  const revision = useThrottled(ledgerRevision);
+  const request = useRequest(run, (signal) => source.untrained(run, signal), revision);
   const reasons = request.data?.reasons ?? [];
   // Bars compare what is counted in the same unit.
   const most = {};

@@ -1,5 +1,5 @@
 // The groups that are open or ready: how old each is, and how many updates it has until it is too old to be trained.
-import { html } from "../../core/html.js";
+import { html, memo } from "../../core/html.js";
 import { count, duration, figure, score } from "../../core/format.js";
 import { link } from "../../core/route.js";
 import { ledgerRevision } from "../../data/live.js";
@@ -15,7 +15,7 @@ function Updates({ left }) {
   return html`<span class=${left === 1 ? "state warn" : ""}>${count(left)}</span>`;
 }
 
-function Row({ group, run }) {
+const Row = memo(({ group, run }) => {
   return html`<tr>
     <td><a href=${link("group", { id: String(group.group_id), params: { run } })}>${group.group_id}</a></td>
     <td class="clip">${group.task_id ?? "–"}</td>
@@ -26,11 +26,11 @@ function Row({ group, run }) {
     <td class="number"><${Updates} left=${group.updates_until_stale} /></td>
     <td class="number">${score(group.mean)}${group.std !== null && html`<span class="soft"> ± ${score(group.std)}</span>`}</td>
   </tr>`;
-}
+});
 
 export function GroupTable({ run }) {
-  const revision = useThrottled(ledgerRevision, 2000);
-  const request = useRequest(`${run} ${revision}`, (signal) => source.groups(run, { state: "ready,open", limit: 100 }, signal));
+  const revision = useThrottled(ledgerRevision);
+  const request = useRequest(run, (signal) => source.groups(run, { state: "ready,open", limit: 100 }, signal), revision);
   const groups = request.data?.groups ?? [];
   return html`<section class="card"><div class="card-head"><h2>Groups that are open or ready</h2>
       <span class="soft">${groups.length}${request.data?.next ? "+" : ""}</span></div>

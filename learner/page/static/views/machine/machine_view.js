@@ -1,5 +1,5 @@
 // The machine: its loops as they are now, what waits on what, the groups that wait to be trained, and all of it over time.
-import { html } from "../../core/html.js";
+import { html, useMemo } from "../../core/html.js";
 import { clock, figure } from "../../core/format.js";
 import { machineNow } from "../../data/live.js";
 import { currentEntry } from "../../data/runs.js";
@@ -22,6 +22,7 @@ function Ending({ entry, at }) {
 
 export function MachineView({ run }) {
   const request = useRequest(run, (signal) => source.machine(run, { points: 600 }, signal));
+  const groups = useMemo(() => html`<${GroupTable} run=${run} />`, [run]); // it follows the ledger, not the machine
   const pending = Awaiting({ request, what: "the machine" });
   if (pending) return pending;
   const now = completed(machineNow.value[run] ?? request.data.now);
@@ -29,7 +30,7 @@ export function MachineView({ run }) {
     <div class="view-head"><h1>Machine</h1>${now && html`<span class="soft">as of ${clock(now.at)}${now.phase ? `, ${now.phase}` : ""}, step ${figure(now.step)}</span>`}</div>
     <${Ending} entry=${currentEntry.value} at=${now?.at} />
     ${now ? html`<${Flow} state=${now} /><${Waits} waits=${now.waits} />` : html`<${Notice}>No state of this run's machine was recorded.<//>`}
-    <${GroupTable} run=${run} />
+    ${groups}
     <${History} history=${request.data.history} now=${now} />
   </div>`;
 }

@@ -19,7 +19,7 @@ function Finding({ one }) {
 
 export function WhyView({ run }) {
   const version = ledgerNow.value[run]?.version ?? 0;
-  const request = useRequest(`${run} ${version}`, (signal) => source.findings(run, signal));
+  const request = useRequest(run, (signal) => source.findings(run, signal), version);
   const { findings = [], available } = request.data ?? {};
   return html`<div class="view-head"><h1>What holds learning back</h1><span class="soft">worst first; the same as <code>understudy why</code></span></div>
     ${!request.data ? html`<${Awaiting} request=${request} what="findings" />`
