@@ -58,6 +58,8 @@ from learner.reporting.machine_log import MachineLog
 from learner.reporting.run_metrics import History
 from learner.reporting.token_figures import TokenFiles
 from learner.reporting.tracker import Tracker
+from learner.role_adapters.role_trainer import RoleTrainer
+from learner.role_adapters.role_weights import saved_versions
 from learner.role_models import RoleModels, role_models, role_names
 from learner.startup import ray_cluster
 from learner.startup.key_files import environment_files
@@ -224,6 +226,7 @@ class Pipeline:
             rounds=buffers.ledger,
             blame=partial(self._end_killer, server),
             frozen=serving.others.engines,
+            adapters=config.adapter_roles,
         )
         server.on_ended = generation.forget
         for upstream in serving.others.upstreams.values():
@@ -252,6 +255,13 @@ class Pipeline:
     @property
     def _start(self) -> int:
         return self._checkpoint.position.step if self._checkpoint else 0
+
+    @property
+    def _saved_model(self) -> Path | None:
+        """The folder of the model that may have adapters of roles beside it: a checkpoint's, or the one that is evaluated."""
+        if self._evaluates:
+            return Path(self._config.model.path)
+        return None if self._checkpoint is None else self._checkpoint.model
 
     @property
     def _warms_up(self) -> bool:
@@ -285,6 +295,11 @@ class Pipeline:
             seed=config.run.seed,
             keep_versions=config.buffer.max_policy_lag + 1,
             places=self._nodes.rank_places,
+            **(
+                {"trainer": RoleTrainer, "more": {"roles": roles, "groups_per_step": config.buffer.groups_per_step}}
+                if (roles := config.adapter_roles)
+                else {}
+            ),
         )
         learner = LearnerProcesses(
             ranks,
@@ -352,7 +367,9 @@ class Pipeline:
             others = role_models(
                 config, settings=settings, vllm_config=vllm_config, record_death=self._engine_died, stack=stack
             )
-            await others.start_beside(engine, folder=self._folder, weights=weights, first=self._remote.first)
+            await others.start_beside(
+                engine, folder=self._folder, weights=weights, first=self._remote.first, saved=self._saved_model
+            )
             server = MockedServer(
                 args=args, vllm_config=vllm_config, rollout=config.rollout, server=config.server,
                 pool=buffers.pool, notify_score_fn=buffers.rounds.notify_score,
@@ -411,7 +428,7 @@ class Pipeline:
             ),
             nodes=self._nodes,
             weights=weights,
-            first=weights.saved(self._checkpoint) if self._checkpoint else None,
+            first=weights.saved(self._checkpoint) if self._checkpoint and not config.adapter_roles else None,
         )
         here = self._nodes.nodes[0].devices
         places = self._nodes.engines
@@ -467,6 +484,7 @@ class Pipeline:
                 buffer=config.buffer,
                 start=self._start,
                 sleep=config.rollout.sleep,
+                per_role=bool(config.adapter_roles),
                 overlong_tokens=config.rollout.max_tokens if config.data.reward_manager == "dapo" else None,
             ),
             buffers=serving.buffers,
@@ -675,11 +693,16 @@ def engine_settings(
         server=config.server,
         seed=config.run.seed,
         max_num_seqs=min(MAX_NUM_SEQS, most_running),
-        lora_rank=0 if evaluates else config.learner.lora.rank,
-        kept_versions=config.buffer.max_policy_lag + 1,
+        lora_rank=config.learner.lora.rank if not evaluates or _adapters_of_roles(config) else 0,
+        kept_versions=max(1, len(config.adapter_roles)) * (config.buffer.max_policy_lag + 1),
         beside_rank=beside_rank,
         role_names=role_names(config),
     )
+
+
+def _adapters_of_roles(config: Config) -> dict[str, int]:
+    """Role -> version of the adapters beside the model that is evaluated."""
+    return saved_versions(Path(config.model.path)) if config.adapter_roles else {}
 
 
 async def _make_data(command: Sequence[str], missing: str, log: Path) -> None:

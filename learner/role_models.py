@@ -17,6 +17,7 @@ from typing import Any
 from configs.schema import Config
 from learner.checkpoints.earlier_versions import EarlierVersions, Follower
 from learner.checkpoints.weight_sync import WeightSync
+from learner.role_adapters.role_weights import RoleWeights
 from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.http.upstream import Upstream
 from mocked_server.roles import Roles
@@ -43,10 +44,18 @@ class RoleModels:
         return {f"policy/role_version/{name}": float(version) for name, version in found.items() if version is not None}
 
     async def start_beside(
-        self, policy: EngineFleet, *, folder: Path, weights: WeightSync, first: tuple[Path, int] | None
+        self,
+        policy: EngineFleet,
+        *,
+        folder: Path,
+        weights: WeightSync,
+        first: tuple[Path, int] | None,
+        saved: Path | None = None,
     ) -> None:
         """Start all engines. `weights` gives earlier versions to those that play them; `first`: (folder, version) of the weights
-        that a run is resumed with; `folder`: the run's."""
+        that a run is resumed with, `saved`: the model's folder with the adapters of roles; `folder`: the run's."""
+        if isinstance(weights, RoleWeights) and saved is not None:
+            await weights.load_saved(saved, policy)
         await asyncio.gather(*(each.start() for each in (policy, *self.engines.values())))
         if self.followers:
             own = folder / "earlier"
