@@ -242,9 +242,9 @@ class LoraConfig(Section):
     alpha: Positive = 16.0
     """Their product is scaled by alpha / rank."""
     per_role: bool = False
-    """Each role of `roles` that is trained is a policy of its own, an adapter on the base that all share, with a batch, an optimizer and
-    versions of its own. A role is updated in each step in which rows of `buffer.groups_per_step` groups wait for it; one that says
-    too little keeps its version, and the others go on. False: one policy plays them all."""
+    """Each role of `roles` that is trained is a policy of its own, an adapter on the base that all share, with a batch, an
+    optimizer and versions of its own. A role is updated in each step in which rows of `buffer.groups_per_step` groups wait for it;
+    one that says too little keeps its version, and the others go on. False: one policy plays them all."""
 
 
 class ClipConfig(Section):
@@ -614,7 +614,8 @@ class Config(Section):
         learner = self.learner
         if not any(role.is_trained for role in self.roles.values()):
             raise ValueError(
-                "learner.lora.per_role gives each role an adapter, got no roles; set roles: {solver: {}, critic: {}}, or leave it out"
+                "learner.lora.per_role gives each role an adapter, got no roles; set roles: {solver: {}, critic: {}}, or leave it "
+                "out"
             )
         if learner.advantage == "gae":
             raise ValueError(
@@ -628,8 +629,8 @@ class Config(Section):
         for name, role in self.roles.items():
             if isinstance(role.frozen, int):
                 raise ValueError(
-                    f"roles.{name}.frozen={role.frozen} is an earlier version of the one policy, got learner.lora.per_role=true, with "
-                    f"which each role is another; set it to a model's folder, or leave learner.lora.per_role out"
+                    f"roles.{name}.frozen={role.frozen} is an earlier version of the one policy, got learner.lora.per_role=true, "
+                    f"with which each role is another; set it to a model's folder, or leave learner.lora.per_role out"
                 )
 
     def _check_data(self) -> None:

@@ -66,6 +66,7 @@ from learner.startup.key_files import environment_files
 from learner.startup.model_and_tasks import prepare_files
 from learner.startup.run_buffers import RunBuffers, most_running, open_run_buffers
 from learner.training.ranks import LearnerRanks
+from learner.training.trainer import Trainer
 from learner.validation import Validation
 from mocked_server.dispatch import Others
 from mocked_server.fleet.admission import Admission
@@ -287,6 +288,7 @@ class Pipeline:
     ) -> tuple[LearnerProcesses, asyncio.Task[None]]:
         """The learner and its start, which is not awaited here: the learn loop waits for it, agents do not."""
         config = self._config
+        roles = config.adapter_roles
         ranks = LearnerRanks(
             config.learner,
             model_path=str(model),
@@ -295,11 +297,8 @@ class Pipeline:
             seed=config.run.seed,
             keep_versions=config.buffer.max_policy_lag + 1,
             places=self._nodes.rank_places,
-            **(
-                {"trainer": RoleTrainer, "more": {"roles": roles, "groups_per_step": config.buffer.groups_per_step}}
-                if (roles := config.adapter_roles)
-                else {}
-            ),
+            trainer=RoleTrainer if roles else Trainer,
+            more={"roles": roles, "groups_per_step": config.buffer.groups_per_step} if roles else {},
         )
         learner = LearnerProcesses(
             ranks,

@@ -233,8 +233,8 @@ class TaskPool:
         self._release(episode_id, reason=EpisodeState.FAILED)
 
     async def set_version(self, version: int, *, oldest: int | None = None) -> None:
-        """A new policy is in place: what is too old is evicted, and there is room for new groups. `oldest`: of several policies with
-        versions of their own, the lowest; None: there is one."""
+        """A new policy is in place: what is too old is evicted, and there is room for new groups. `oldest`: of several policies
+        with versions of their own, the lowest; None: there is one."""
         self._version = version
         if self._max_policy_lag is not None:
             least = version if oldest is None else oldest

@@ -63,8 +63,8 @@ def write_folder(
 ) -> None:
     """Replaces `folder` with what `from_pretrained` and vLLM load: the merged weights.
 
-    Below it `critic/value_head.safetensors`, and `adapters`, which peft loads, by the names of their folders, when there are such: vLLM
-    takes all `*.safetensors` of the folder itself for weights of the model.
+    Below it `critic/value_head.safetensors`, and `adapters`, which peft loads, by the names of their folders, when there are such:
+    vLLM takes all `*.safetensors` of the folder itself for weights of the model.
     """
     partial = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(partial, ignore_errors=True)

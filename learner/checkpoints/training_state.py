@@ -82,6 +82,11 @@ def load(
 
     Raises ValueError, before any change, for a checkpoint of other names or shapes.
     """
+    if not (folder / COUNTERS).is_file():
+        raise ValueError(
+            f"checkpoint {folder} must have the state of one policy, got no {COUNTERS}; resume with the learner.lora.per_role "
+            f"that it was saved with"
+        )
     counters = Counters(**json.loads((folder / COUNTERS).read_text(encoding="utf-8")))
     stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     _check(folder, stored=stored, learned=learned)
@@ -170,9 +175,7 @@ def _set_random_states(state: Mapping[str, Tensor], *, rank: int) -> None:
 
 
 def _check(folder: Path, *, stored: Mapping[str, Any], learned: Mapping[str, Learned]) -> None:
-    wanted = {
-        name: weight.shape for part, own in learned.items() for name, weight in _weights(part, own).items()
-    }
+    wanted = {name: weight.shape for part, own in learned.items() for name, weight in _weights(part, own).items()}
     weights = {
         name: meta.size
         for name, meta in stored.items()

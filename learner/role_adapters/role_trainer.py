@@ -1,10 +1,10 @@
 """One rank of the learner where each role is a policy of its own: an adapter on the base that all of them share.
 
 Started by `learner.training.ranks` in the place of `Trainer`. One adapter is in the model at a time; the others' matrices, and each
-role's optimizer, counters and earlier versions, wait beside it and are exchanged, so a role is trained exactly as a single policy is.
-A role's version is the number of its updates. Invariants: a role is updated once rows of `groups_per_step` groups wait for it, and
-by its own rows only; one whose rows are too few keeps its weights and its version, and the others go on; a token is too old by the
-versions of the role that sampled it. The base is never trained.
+role's optimizer, counters and earlier versions, wait beside it and are exchanged, so a role is trained exactly as a single policy
+is. A role's version is the number of its updates. Invariants: a role is updated once rows of `groups_per_step` groups wait for it,
+and by its own rows only; one whose rows are too few keeps its weights and its version, and the others go on; a token is too old by
+the versions of the role that sampled it. The base is never trained.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from buffers.records import TrainBatch
+import numpy as np
+
+from buffers.records import Row, TrainBatch
 from configs.schema import LearnerConfig
 from learner.checkpoints import hf_export, training_state
 from learner.checkpoints.store import ADAPTERS, VERSIONS
 from learner.checkpoints.weight_shards import Published
 from learner.model import fsdp
+from learner.reporting.token_figures import ARRAYS, TokenFigures
 from learner.role_adapters import waiting_rows
 from learner.role_adapters.waiting_rows import WaitingRows
 from learner.training.batch_tensors import check_rows
@@ -31,8 +34,8 @@ ADDED = ("learner/tokens", "learner/trained_tokens", "time/prepare_s", "time/tra
 
 
 class RoleTrainer(Trainer):
-    """`roles`: the names of those that are trained, at least one; `groups_per_step`: groups of a role's batch, at least. The rest: see
-    `Trainer`."""
+    """`roles`: the names of those that are trained, at least one; `groups_per_step`: groups of a role's batch, at least. The rest:
+    see `Trainer`."""
 
     def __init__(self, config: LearnerConfig, *, roles: Sequence[str], groups_per_step: int, **settings: Any) -> None:
         super().__init__(config, **settings)
@@ -71,12 +74,12 @@ class RoleTrainer(Trainer):
         return {role: own.steps for role, own in self._all.items()}
 
     def train_step(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
-        """The rows of a step's groups go to their roles, and those that have a batch are updated. `version` is the step's number, by
-        which no role counts.
+        """The rows of a step's groups go to their roles, and those that have a batch are updated. `version` is the step's number,
+        by which no role counts.
 
         Raises ValueError, before any change, for a batch with a score or log-probability that is not finite."""
         check_rows(batch.rows)
-        figures = dict[str, float]()
+        figures, tokens = dict[str, float](), dict[int, TokenFigures]()
         trained = dict[str, dict[str, float]]()
         for role, waiting in self._waiting.items():
             own = [row for row in batch.rows if row.role == role]
@@ -86,6 +89,7 @@ class RoleTrainer(Trainer):
                 self._enter(role)
                 rows = TrainBatch(rows=waiting.take(), lease_id=batch.lease_id)
                 trained[role] = super().train_step(rows, version=self._own.steps)
+                tokens |= _by_row(rows.rows, self._token_figures)
             figures |= {
                 f"adapter/{role}/version": float(self._all[role].steps),
                 f"adapter/{role}/groups_waiting": float(waiting.num_groups),
@@ -94,7 +98,7 @@ class RoleTrainer(Trainer):
             }
         for role, metrics in trained.items():
             figures |= {f"adapter/{role}/{name}": value for name, value in metrics.items()}
-        self._token_figures = None  # they are of rows of other steps too
+        self._token_figures = _in_order(batch.rows, tokens)
         return figures | of_all(trained)
 
     def publish(self, folder: Path, *, base: str | None = None, role: str = "") -> Published:
@@ -103,8 +107,8 @@ class RoleTrainer(Trainer):
         return super().publish(folder, base=base)
 
     def save_pretrained(self, folder: Path) -> None:
-        """Writes the base as a Hugging Face folder, with `adapters/<role>` below it, which peft and vLLM load, and their versions. All
-        ranks call this; rank 0 writes."""
+        """Writes the base as a Hugging Face folder, with `adapters/<role>` below it, which peft and vLLM load, and their versions.
+        All ranks call this; rank 0 writes."""
         writer = self._rank == 0
         base = hf_export.gather(self._policy.lm, dtype=self._dtype, keep=writer, scaling=0.0)
         adapters = {}
@@ -144,9 +148,33 @@ class RoleTrainer(Trainer):
 
     def _learned(self) -> dict[str, training_state.Learned]:
         """Adapters alone: the base is the same in all checkpoints."""
-        return {
-            "policy": training_state.Learned(module=self._policy, optimizer=self._own.optimizer, trained_only=True)
-        }
+        return {"policy": training_state.Learned(module=self._policy, optimizer=self._own.optimizer, trained_only=True)}
+
+
+def _by_row(rows: Sequence[Row], figures: TokenFigures | None) -> dict[int, TokenFigures]:
+    """The figures of each row's trained tokens, by the row's id in this process."""
+    if figures is None:
+        return {}
+    own = [row for row in rows if row.num_trained and not row.greedy]
+    ends = np.cumsum([row.num_trained for row in own])
+    return {
+        id(row): TokenFigures(**{name: getattr(figures, name)[end - row.num_trained : end] for name in ARRAYS})
+        for row, end in zip(own, ends)
+    }
+
+
+def _in_order(rows: Sequence[Row], found: Mapping[int, TokenFigures]) -> TokenFigures:
+    """Those of a step's rows, in their order; unknown and without weight where a row was not trained in this step."""
+    own = [row for row in rows if row.num_trained and not row.greedy]
+    parts = {name: [np.empty(0, np.uint8 if name == "weighed" else np.float32)] for name in ARRAYS}
+    for row in own:
+        unknown = np.full(row.num_trained, np.nan, np.float32)
+        nothing = TokenFigures(
+            learner=unknown, start=unknown, advantage=unknown, weighed=np.zeros(row.num_trained, np.uint8)
+        )
+        for name in ARRAYS:
+            parts[name].append(getattr(found.get(id(row), nothing), name))
+    return TokenFigures(**{name: np.concatenate(some) for name, some in parts.items()})
 
 
 def of_all(trained: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

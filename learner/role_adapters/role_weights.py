@@ -1,8 +1,8 @@
 """The published versions of each role's adapter, which come and go by themselves.
 
-Built by `learner.engines` in the place of one `WeightSync`, where roles have adapters of their own. Each role has a `WeightSync`, so
-that a new version of one leaves the others' files alone. Invariant: a role is published whenever its version is another than the one
-that the engines have, and not otherwise; after the learner's processes died, all are.
+Built by `learner.engines` in the place of one `WeightSync`, where roles have adapters of their own. Each role has a `WeightSync`,
+so that a new version of one leaves the others' files alone. Invariant: a role is published whenever its version is another than
+the one that the engines have, and not otherwise; after the learner's processes died, all are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The rows of one role that wait until they are a batch.
 
-Owned by `learner.role_adapters.role_trainer`, on every rank alike. Rows come with the groups of each step; a group in which the role
-said nothing adds none. Invariants: the rows of a group stay together; each is taken once; what `write` stored, `read` gives back bit
-for bit.
+Owned by `learner.role_adapters.role_trainer`, on every rank alike. Rows come with the groups of each step; a group in which the
+role said nothing adds none. Invariants: the rows of a group stay together; each is taken once; what `write` stored, `read` gives
+back bit for bit.
 """
 
 from __future__ import annotations

@@ -158,8 +158,8 @@ class LearnerRanks:
         return found
 
     async def publish(self, folder: Path, *, base: str | None = None, role: str = "") -> list[Published]:
-        """See `Trainer.publish`, or with a `role` `RoleTrainer.publish`. What each rank wrote, by rank; on another node that is in the
-        folder that `same_on` names."""
+        """See `Trainer.publish`, or with a `role` `RoleTrainer.publish`. What each rank wrote, by rank; on another node that is in
+        the folder that `same_on` names."""
         folders = [same_on(folder, place.node_id) if place.node_id else folder for place in self._places]
         return await self._all("publish", base=base, each=folders, **({"role": role} if role else {}))
 

@@ -347,9 +347,7 @@ class Trainer:
         return Progress(
             optimizer=self._adamw(self._policy, lr=config.lr, grows=self._estimator.in_scores),
             kl=KLCoefficient(config.kl.coef, target=config.kl.target, horizon=config.kl.horizon),
-            bonus=EntropyCoefficient(
-                config.entropy_coef, target=entropy.target, step=entropy.step, most=entropy.most
-            ),
+            bonus=EntropyCoefficient(config.entropy_coef, target=entropy.target, step=entropy.step, most=entropy.most),
             shards=WeightShards(self._policy.lm, dtype=self._dtype, rank=self._rank, adapter=self._adapter),
         )
 

@@ -223,8 +223,8 @@ class EngineFleet:
         return longest
 
     async def load_adapter(self, folder: Path, *, role: str, version: int) -> float:
-        """Give a role's adapter to each engine in turn, as `load_weights` does. Versions of several roles are not compared: no engine
-        lags more than the load that is under way. Raises EngineError for an engine that has no adapters by role."""
+        """Give a role's adapter to each engine in turn, as `load_weights` does. Versions of several roles are not compared: no
+        engine lags more than the load that is under way. Raises EngineError for an engine that has no adapters by role."""
         longest = 0.0
         for engine in self._engines.values():
             if not isinstance(engine, AdapterEngine):

@@ -12,7 +12,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from buffers.errors import EngineError
 
-
 ADAPTER_OF = "adapter_of"
 """Argument of `generate`: the role whose adapter answers, where roles have adapters of their own."""
 

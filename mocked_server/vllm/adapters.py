@@ -1,5 +1,5 @@
-"""The adapters (LoRA) of one engine: each version of the policy is one more, and a generation ends under the one it began with. Where
-roles have adapters of their own, each role has versions of its own.
+"""The adapters (LoRA) of one engine: each version of the policy is one more, and a generation ends under the one it began with.
+Where roles have adapters of their own, each role has versions of its own.
 
 Owned by `mocked_server.vllm.engine.VLLMEngine`. Nothing pauses: a version is read in between two steps of the engine, and requests
 that come afterwards carry it. Tokens are labelled by its name, as vLLM's own label is of the base weights, which never change.
@@ -31,8 +31,8 @@ def is_adapter(folder: Path) -> bool:
 
 
 def lora_words(*, rank: int, kept: int) -> list[str]:
-    """vLLM's server arguments for adapters of this rank (1 to 512), `kept` versions of them, of all roles together, and the one that is
-    coming."""
+    """vLLM's server arguments for adapters of this rank (1 to 512), `kept` versions of them, of all roles together, and the one
+    that is coming."""
     from vllm.config.lora import MaxLoRARanks
 
     largest = min(most for most in get_args(MaxLoRARanks) if most >= rank)

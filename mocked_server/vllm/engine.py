@@ -302,8 +302,8 @@ class VLLMEngine:
         return await self._take(folder, version, "")
 
     async def load_adapter(self, folder: Path, *, role: str, version: int) -> float:
-        """The same for the adapter of one role, whose requests begin with it afterwards. `self.version` is that of the role that has
-        the highest."""
+        """The same for the adapter of one role, whose requests begin with it afterwards. `self.version` is that of the role that
+        has the highest."""
         return await self._take(folder, version, role)
 
     async def _take(self, folder: Path, version: int, role: str) -> float:
