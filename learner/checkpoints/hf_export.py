@@ -37,9 +37,9 @@ def gather(module: nn.Module, *, dtype: torch.dtype, keep: bool, scaling: float 
 
 
 def gather_adapter(lm: nn.Module, *, config: LoraConfig, keep: bool) -> Adapter | None:
-    """The adapter alone, in float32, on ranks with `keep`. All ranks enter."""
+    """A copy of the adapter alone, in float32, on ranks with `keep`. All ranks enter."""
     parameters = fsdp.gather_parameters(lm, trained_only=True)
-    weights = {name: whole for name, whole in parameters if keep}
+    weights = {name: whole.clone() for name, whole in parameters if keep}
     return Adapter(config=config, weights=peft_names(weights)) if keep else None
 
 

@@ -64,9 +64,11 @@ def write(folder: Path, waiting: Mapping[str, WaitingRows]) -> None:
         | {"round_scores": list(row.round_scores.items()), "truncated": list(row.truncated)}
         for row in rows
     ]
-    arrays = {f"{number}.{name}": getattr(row, name) for number, row in enumerate(rows) for name in _ARRAYS}
-    text = np.frombuffer(json.dumps(lines).encode(), dtype=np.uint8)
-    np.savez(folder / FILE, **{_LINES: text}, **arrays)
+    arrays: dict[str, Any] = {
+        f"{number}.{name}": getattr(row, name) for number, row in enumerate(rows) for name in _ARRAYS
+    }
+    arrays[_LINES] = np.frombuffer(json.dumps(lines).encode(), dtype=np.uint8)
+    np.savez(folder / FILE, **arrays)
 
 
 def read(folder: Path, *, roles: Iterable[str]) -> dict[str, WaitingRows]:
