@@ -40,7 +40,7 @@ from buffers.records import Task
 from buffers.tasks.task_order import endless_tasks, task_list
 from configs.schema import Config
 from env_adapters.child_process import Child, resolve_command, start_environment
-from learner.checkpoints.store import Checkpoint, CheckpointStore
+from learner.checkpoints.store import Checkpoint, CheckpointStore, saved_versions
 from learner.checkpoints.weight_sync import WeightSync
 from learner.engines import RemoteEngines, make_weight_sync, run_nodes
 from learner.evaluation import Evaluation, EvaluationPlan
@@ -59,7 +59,6 @@ from learner.reporting.run_metrics import History
 from learner.reporting.token_figures import TokenFiles
 from learner.reporting.tracker import Tracker
 from learner.role_adapters.role_trainer import RoleTrainer
-from learner.role_adapters.role_weights import saved_versions
 from learner.role_models import RoleModels, role_models, role_names
 from learner.startup import ray_cluster
 from learner.startup.key_files import environment_files

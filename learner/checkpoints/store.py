@@ -158,6 +158,13 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         ) from None
 
 
+def saved_versions(model: Path) -> dict[str, int]:
+    """Role -> version of the adapters in a model's folder; empty: it has none."""
+    path = model / ADAPTERS / VERSIONS
+    found: dict[str, int] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return found
+
+
 def _flush(folder: Path) -> None:
     """Everything below `folder`, and the folders themselves, to disk."""
     for path in folder.rglob("*"):

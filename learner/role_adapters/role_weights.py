@@ -8,13 +8,12 @@ the one that the engines have, and not otherwise; after the learner's processes 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from learner.checkpoints.store import ADAPTERS, VERSIONS
+from learner.checkpoints.store import ADAPTERS, saved_versions
 from learner.checkpoints.weight_shards import Published
 from learner.checkpoints.weight_sync import Engine, Learner, WeightSync
 
@@ -78,13 +77,6 @@ class RoleWeights(WeightSync):
         """Ends what serves the roles, and removes the folder."""
         await asyncio.gather(*(sync.close() for sync in self._of_roles.values()))
         await super().close()
-
-
-def saved_versions(model: Path) -> dict[str, int]:
-    """Role -> version of the adapters in a model's folder; empty: it has none."""
-    path = model / ADAPTERS / VERSIONS
-    found: dict[str, int] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return found
 
 
 class _OneLearner:
