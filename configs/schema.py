@@ -610,7 +610,7 @@ class Config(Section):
                 )
 
     def _check_adapters(self) -> None:
-        """Of `learner.lora.per_role`."""
+        """Refuses what cannot be beside `learner.lora.per_role`."""
         learner = self.learner
         if not any(role.is_trained for role in self.roles.values()):
             raise ValueError(

@@ -213,7 +213,7 @@ class Pipeline:
             self._nodes = await asyncio.to_thread(
                 run_nodes, config, model=model, folder=self._folder, learns=self._evaluates is None
             )
-            weights = make_weight_sync(config, nodes=self._nodes, folder=self._folder)
+            weights = make_weight_sync(config, nodes=self._nodes, folder=self._folder, saved=self._saved_model)
             stack.push_async_callback(weights.close)
             learner, starting = self._start_learner(stack, ray, model=model)
             serving = await self._start_serving(
@@ -221,13 +221,9 @@ class Pipeline:
             )
         engine, server, buffers = serving.engine, serving.server, serving.buffers
         generation = Generation(
-            engine,
-            queue=server.prompt_queue,
-            rounds=buffers.ledger,
-            blame=partial(self._end_killer, server),
-            frozen=serving.others.engines,
-            adapters=config.adapter_roles,
-        )
+            engine, queue=server.prompt_queue, rounds=buffers.ledger, blame=partial(self._end_killer, server),
+            frozen=serving.others.engines, adapters=config.adapter_roles,
+        )  # fmt: skip
         server.on_ended = generation.forget
         for upstream in serving.others.upstreams.values():
             upstream.record, upstream.encode = generation.record, server.encode
@@ -365,9 +361,7 @@ class Pipeline:
             others = role_models(
                 config, settings=settings, vllm_config=vllm_config, record_death=self._engine_died, stack=stack
             )
-            await others.start_beside(
-                engine, folder=self._folder, weights=weights, first=self._remote.first, saved=self._saved_model
-            )
+            await others.start_beside(engine, folder=self._folder, weights=weights, first=self._remote.first)
             server = MockedServer(
                 args=args, vllm_config=vllm_config, rollout=config.rollout, server=config.server,
                 pool=buffers.pool, notify_score_fn=buffers.rounds.notify_score,

@@ -44,18 +44,12 @@ class RoleModels:
         return {f"policy/role_version/{name}": float(version) for name, version in found.items() if version is not None}
 
     async def start_beside(
-        self,
-        policy: EngineFleet,
-        *,
-        folder: Path,
-        weights: WeightSync,
-        first: tuple[Path, int] | None,
-        saved: Path | None = None,
+        self, policy: EngineFleet, *, folder: Path, weights: WeightSync, first: tuple[Path, int] | None
     ) -> None:
         """Start all engines. `weights` gives earlier versions to those that play them; `first`: (folder, version) of the weights
-        that a run is resumed with, `saved`: the model's folder with the adapters of roles; `folder`: the run's."""
-        if isinstance(weights, RoleWeights) and saved is not None:
-            await weights.load_saved(saved, policy)
+        that a run is resumed with; `folder`: the run's."""
+        if isinstance(weights, RoleWeights):
+            await weights.load_saved(policy)
         await asyncio.gather(*(each.start() for each in (policy, *self.engines.values())))
         if self.followers:
             own = folder / "earlier"

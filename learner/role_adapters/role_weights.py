@@ -34,10 +34,12 @@ class RoleEngine(Protocol):
 
 
 class RoleWeights(WeightSync):
-    """`roles`: the names of those that are trained. `run`: see `WeightSync`; all ranks and engines are on this node."""
+    """`roles`: the names of those that are trained. `saved`: the folder of a model, whose adapters of roles engines begin with,
+    where it has such. `run`: see `WeightSync`; all ranks and engines are on this node."""
 
-    def __init__(self, run: Path, *, roles: Sequence[str]) -> None:
+    def __init__(self, run: Path, *, roles: Sequence[str], saved: Path | None = None) -> None:
         super().__init__(run, adapter=True)
+        self._model = saved
         self._of_roles = {role: WeightSync(run, adapter=True, folder=self.folder / "roles" / role) for role in roles}
         self._there: dict[str, int] = {}
         """Role -> the version that the engines have."""
@@ -63,8 +65,10 @@ class RoleWeights(WeightSync):
         """The learner's processes are new ones: all roles are published the next time."""
         self._there = {}
 
-    async def load_saved(self, model: Path, engine: RoleEngine) -> None:
-        """Give the engines the adapters of a checkpoint's model, before they start."""
+    async def load_saved(self, engine: RoleEngine) -> None:
+        """Give the engines the adapters of the saved model, before they start."""
+        if (model := self._model) is None:
+            return
         for role, version in saved_versions(model).items():
             folder = self.folder / "roles" / role / "saved"
             folder.mkdir()

@@ -80,7 +80,8 @@ def test_adapters_are_exact_through_an_engines_death_and_a_resume(tmp_path: Path
 
 
 APART = (
-    "learner.lora.rank=4", "learner.lora.per_role=true", "learner.lr=1e-2", "learner.entropy_coef=0.05", "roles={scout: {}, runner: {}, silent: {}}",
+    "learner.lora.rank=4", "learner.lora.per_role=true", "learner.lr=1e-2", "learner.entropy_coef=0.05",
+    "roles={scout: {}, runner: {}, silent: {}}",
 )  # fmt: skip
 
 
