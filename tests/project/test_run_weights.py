@@ -107,7 +107,8 @@ def test_adapters_of_roles_are_exact_through_deaths_and_a_resume_and_one_that_st
     assert code == 0, output
     for role in ("scout", "runner"):
         assert figures(again, f"adapter/{role}/version") == [1, 2, 3, 4, 5, 6]
-        assert figures(again, f"adapter/{role}/policy/checked_share") == [1.0] * 6
+        checked, too_old = (figures(again, f"adapter/{role}/policy/{name}_share") for name in ("checked", "too_old"))
+        assert [round(one + other, 5) for one, other in zip(checked, too_old, strict=True)] == [1.0] * 6
         assert max(figures(again, f"adapter/{role}/policy/max_logprob_diff")) < 1e-5, (
             "each token is of its role's adapter"
         )
