@@ -202,6 +202,7 @@ def _planned(config: Config, *, shape: ModelShape, nodes: Sequence[Node], learns
         buffer=config.buffer,
         longest_row=rollout.max_model_len,
         on_gpu=on_gpu,
+        policies=max(1, len(config.adapter_roles)),
     )
     share = rollout.share_of_card(beside_rank=placement.shares)
     memories, on_card = list[EngineMemory](), dict[tuple[int, int], tuple[int, EngineMemory, int]]()
