@@ -28,7 +28,7 @@ def test_adapters_of_roles_are_played_with_the_roles_that_they_were_trained_as(t
     (tmp_path / "config.json").touch()
     (tmp_path / "adapters" / "versions.json").write_text('{"scout": 3, "runner": 2}')
     with pytest.raises(
-        TaskError, match="roles scout, runner, got a configuration with none; set learner.lora and roles"
+        TaskError, match=r"roles scout, runner, got a configuration with none; set learner\.lora and roles"
     ):
         evaluated_config(load_config(), checkpoint=tmp_path, samples=1)
     roles = ["roles={runner: {}, scout: {}, old: {frozen: models/old}}", "learner.lora={rank: 4, per_role: true}"]
