@@ -1,10 +1,15 @@
-"""Whether roles learn together, and how many steps a teacher saves: whole runs of the product, one at a time.
+"""Whether roles learn together, how long a role's new adapter takes to be served, and how many steps a teacher saves: whole runs of
+the product, one at a time.
 
-`python -m benchmarks.roles [--seeds 0 1 2] [--only coop distill] [--json PATH]`. Two parts for each seed:
+`python -m benchmarks.roles [--seeds 0 1 2] [--only coop adapters distill] [--json PATH]`. Three parts for each seed:
 
 - coop: `configs/relay.yaml`, where a scout and a runner are paid in coins of unlike worth, learned with roles, and without: then
   the environment reports the same numbers as scores of branches, and both are compared with all branches of their task.
   `coop_reward_per_role`, `coop_reward_mixed`: mean reward of the last 5 steps.
+- adapters: the same game with an adapter for each role (`learner.lora.per_role`), while episodes go on as they do in any run.
+  `adapter_swap_ms`: median time from the files of one role's new version until the engine serves it to new requests, while what it
+  generates of the other role goes on; `adapter_publish_ms`: the same from the learner's update on, which has written nothing yet;
+  `adapter_max_logprob_diff`: the largest difference of the exactness check, over both roles and all steps.
 - distill: the demo, learned from the reward alone; then again, beside the first run's last checkpoint as its teacher.
   `distill_steps_ratio`: steps to a mean reward of 0.9 over 5 steps, with the teacher, divided by those without; null where a run
   never got there.
@@ -20,12 +25,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from benchmarks.learning import TARGET, WINDOW, solved_at
 from benchmarks.report import Report, end_on_sigterm, parser_of
 from benchmarks.whole_run import RunFailed, run_to_end
+from env_adapters.relay.game import RUNNER, SCOUT
 
 MIXED = [
     "roles={}",
@@ -33,7 +39,10 @@ MIXED = [
     'env.command=["{python}", "-m", "env_adapters.relay.server", "--by", "branch"]',
 ]
 """What a run without roles changes of `configs/relay.yaml`."""
-PARTS = ("coop", "distill")
+ADAPTERS = ["learner.lora.rank=8", "learner.lora.per_role=true", "learner.lr=1e-2", "run.steps=20"]
+"""What a run with an adapter for each role changes of it."""
+ROLES = (SCOUT, RUNNER)
+PARTS = ("coop", "adapters", "distill")
 
 
 class Runs:
@@ -45,13 +54,17 @@ class Runs:
 
     def rewards(self, name: str, *, config: str, seed: int, settings: Sequence[str] = ()) -> list[float]:
         """The mean reward of each step of a run. Raises RunFailed."""
+        found = [line["reward/mean"] for line in self.steps(name, config=config, seed=seed, settings=settings)]
+        print(f"{name}: reward {mean(found[-WINDOW:]):.3f} at the end of {len(found)} steps", flush=True)
+        return found
+
+    def steps(self, name: str, *, config: str, seed: int, settings: Sequence[str] = ()) -> list[dict[str, float]]:
+        """All figures of each step of a run. Raises RunFailed."""
         words = [f"run.dir={self._folder}", f"run.name={name}", f"run.seed={seed}", *settings, *self._more]
         command = [sys.executable, "-m", "learner.run", "--config", config, *words]
         run_to_end(command, log=self._folder / f"{name}.log")
         lines = (self._folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        found = [line["reward/mean"] for line in map(json.loads, lines) if "reward/mean" in line]
-        print(f"{name}: reward {mean(found[-WINDOW:]):.3f} at the end of {len(found)} steps", flush=True)
-        return found
+        return [line for line in map(json.loads, lines) if "reward/mean" in line]
 
     def checkpoint(self, name: str) -> Path:
         """The newest weights of a run, as a model's folder."""
@@ -63,6 +76,23 @@ def coop(runs: Runs, *, seed: int) -> dict[str, Any]:
     apart = runs.rewards(f"roles-{seed}", config="relay", seed=seed)
     mixed = runs.rewards(f"mixed-{seed}", config="relay", seed=seed, settings=MIXED)
     return {"coop_reward_per_role": mean(apart[-WINDOW:]), "coop_reward_mixed": mean(mixed[-WINDOW:])}
+
+
+def adapters(runs: Runs, *, seed: int) -> dict[str, Any]:
+    """The game with an adapter for each role."""
+    name = f"adapters-{seed}"
+    steps = runs.steps(name, config="relay", seed=seed, settings=ADAPTERS)
+
+    def values(figure: str) -> list[float]:
+        return [step[key] for step in steps for role in ROLES if (key := f"adapter/{role}/{figure}") in step]
+
+    swaps, versions = values("swap_s"), values("version")
+    print(f"{name}: {len(swaps)} new versions of {len(ROLES)} adapters, up to version {max(versions):.0f}", flush=True)
+    return {
+        "adapter_swap_ms": 1e3 * median(swaps),
+        "adapter_publish_ms": 1e3 * median(values("publish_s")),
+        "adapter_max_logprob_diff": max(values("policy/max_logprob_diff")),
+    }
 
 
 def distill(runs: Runs, *, seed: int) -> dict[str, Any]:
@@ -97,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         for seed in arguments.seeds:
             one: dict[str, Any] = {"seed": seed}
-            for name, part in (("coop", coop), ("distill", distill)):
+            for name, part in (("coop", coop), ("adapters", adapters), ("distill", distill)):
                 one |= part(runs, seed=seed) if name in arguments.only else {}
             found.append(one)
             report.write(arguments.json, settings=settings, figures={**over_seeds(found), "seeds": found})

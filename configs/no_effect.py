@@ -43,7 +43,7 @@ RULES = (
     Needs(keys=("kl.target", "kl.kind", "kl.in_reward"), beside="kl.coef", example="0.001"),
     Needs(keys=("kl.horizon",), beside="kl.target", example="0.05"),
     Needs(keys=("adaptive_entropy.step", "adaptive_entropy.most"), beside="adaptive_entropy.target", example="0.2"),
-    Needs(keys=("lora.alpha",), beside="lora.rank", example="32"),
+    Needs(keys=("lora.alpha", "lora.per_role"), beside="lora.rank", example="32"),
     Needs(keys=("teacher.coef",), beside="teacher.path", example="models/teacher"),
 )
 KEYS = {"aggregation": "loss_agg"}

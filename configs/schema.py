@@ -241,6 +241,10 @@ class LoraConfig(Section):
     are trained. The engine gets the matrices alone, each version as one more of vLLM's adapters."""
     alpha: Positive = 16.0
     """Their product is scaled by alpha / rank."""
+    per_role: bool = False
+    """Each role of `roles` that is trained is a policy of its own, an adapter on the base that all share, with a batch, an
+    optimizer and versions of its own. A role is updated in each step in which rows of `buffer.groups_per_step` groups wait for it;
+    one that says too little keeps its version, and the others go on. False: one policy plays them all."""
 
 
 class ClipConfig(Section):
@@ -485,7 +489,7 @@ class RoleConfig(Section):
 
     @property
     def is_trained(self) -> bool:
-        """The policy plays it."""
+        """The policy plays it, or with `learner.lora.per_role` one of its own."""
         return self.frozen is None and not self.url
 
     @model_validator(mode="after")
@@ -525,6 +529,12 @@ class Config(Section):
     """The speakers of an episode: `{solver: {}, critic: {}, judge: {url: ...}}`. An agent asks one by the model's name, or by the
     path /e/KEY/ROLE/v1. The policy plays those without `frozen` and `url`; each is scored, compared and weighed by itself. Where no
     model is named (agent loops, plain prompts), the first of these is asked. Empty: there are no roles."""
+
+    @property
+    def adapter_roles(self) -> tuple[str, ...]:
+        """The roles that are adapters of their own; none without `learner.lora.per_role`."""
+        trained = tuple(name for name, role in self.roles.items() if role.is_trained)
+        return trained if self.learner.lora.per_role else ()
 
     @model_validator(mode="after")
     def _combinations(self) -> Config:
@@ -585,6 +595,8 @@ class Config(Section):
             raise ValueError(
                 f"roles are served by one process, got server.processes={self.server.processes}; set server.processes=1"
             )
+        if self.learner.lora.per_role:
+            self._check_adapters()
         for name, role in self.roles.items():
             if role.key_variable and role.key_variable in self.agents.environment:
                 raise ValueError(
@@ -595,6 +607,30 @@ class Config(Section):
                 raise ValueError(
                     f"roles.{name}.frozen needs an engine of the run's own, got rollout.engine={self.rollout.engine}; set "
                     f"rollout.engine=vllm, or roles.{name}.url"
+                )
+
+    def _check_adapters(self) -> None:
+        """Refuses what cannot be beside `learner.lora.per_role`."""
+        learner = self.learner
+        if not any(role.is_trained for role in self.roles.values()):
+            raise ValueError(
+                "learner.lora.per_role gives each role an adapter, got no roles; set roles: {solver: {}, critic: {}}, or leave it "
+                "out"
+            )
+        if learner.advantage == "gae":
+            raise ValueError(
+                "learner.lora.per_role has no critic for each role, got learner.advantage=gae; set learner.advantage=grpo and "
+                "learner.critic=none"
+            )
+        if self.buffer.node:
+            raise ValueError(
+                f"learner.lora.per_role needs all of the run on one machine, got buffer.node={self.buffer.node}; leave one out"
+            )
+        for name, role in self.roles.items():
+            if isinstance(role.frozen, int):
+                raise ValueError(
+                    f"roles.{name}.frozen={role.frozen} is an earlier version of the one policy, got learner.lora.per_role=true, "
+                    f"with which each role is another; set it to a model's folder, or leave learner.lora.per_role out"
                 )
 
     def _check_data(self) -> None:

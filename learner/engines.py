@@ -27,6 +27,7 @@ from learner.checkpoints.weight_sync import WeightSync
 from learner.placement.cards import in_cluster, own_node
 from learner.placement.cluster import checked, living_nodes
 from learner.placement.run_nodes import RunNodes
+from learner.role_adapters.role_weights import RoleWeights
 from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.fleet.remote_engine import RemoteEngine
 from mocked_server.keys import wire_secret
@@ -62,8 +63,11 @@ def run_nodes(config: Config, *, model: Path, folder: Path, learns: bool) -> Run
     return nodes
 
 
-def make_weight_sync(config: Config, *, nodes: RunNodes, folder: Path) -> WeightSync:
-    """The weight synchronization of a run on these nodes."""
+def make_weight_sync(config: Config, *, nodes: RunNodes, folder: Path, saved: Path | None = None) -> WeightSync:
+    """The weight synchronization of a run on these nodes, of one policy or of each role's adapter. `saved`: the model with whose
+    adapters of roles engines begin, where it has such."""
+    if config.adapter_roles:
+        return RoleWeights(folder, roles=config.adapter_roles, saved=saved)
 
     def make_node(node_id: str, sync: WeightSync) -> WeightNode:
         address = nodes.address_of(node_id)

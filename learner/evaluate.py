@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 def evaluated_config(config: Config, *, checkpoint: Path | None, samples: int | None) -> Config:
     """The configuration of the evaluation: `data.validation`'s tasks and samples, or the training tasks where there are none; the
     weights of `checkpoint`, or `model.path`. Raises TaskError."""
+    from learner.checkpoints.store import saved_versions
+
     validation = config.data.validation
     data = config.data
     if validation.tasks:
@@ -32,13 +34,17 @@ def evaluated_config(config: Config, *, checkpoint: Path | None, samples: int | 
         raise TaskError(
             "understudy eval needs tasks, got none; set data.validation.tasks or data.tasks to a parquet file"
         )
+    weights = None if checkpoint is None else weights_of(checkpoint)
+    if weights is not None and (found := saved_versions(weights)) and found.keys() != set(config.adapter_roles):
+        raise TaskError(
+            f"--checkpoint {checkpoint} has an adapter for each of the roles {', '.join(found)}, got a configuration with "
+            f"{', '.join(config.adapter_roles) or 'none'}; set learner.lora and roles as in its run's config.yaml"
+        )
     many = samples or validation.samples
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"name": f"{config.run.name}-eval"}),
-            "model": config.model.model_copy(
-                update={"path": str(weights_of(checkpoint))} if checkpoint is not None else {}
-            ),
+            "model": config.model.model_copy(update={"path": str(weights)} if weights is not None else {}),
             "data": data.model_copy(
                 update={"validation": validation.model_copy(update={"tasks": "", "samples": many})}
             ),

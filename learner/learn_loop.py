@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
@@ -47,6 +47,8 @@ class Schedule:
     """The most tokens of a generation, where long ones are penalised; None: they are not."""
     sleep: bool = False
     """The engine's memory is freed while the learner updates."""
+    per_role: bool = False
+    """Each role is a policy of its own, with versions of its own; then the step's number is no policy's version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,8 @@ class LearnLoop:
         """Steps trained; the policy version in the engine, unless steps are being made again."""
         self._done = schedule.start
         """Steps that were trained, reported and published at least once."""
+        self._versions: Mapping[str, int] = {}
+        """Role -> its version, where roles have their own."""
         self._batch: TrainBatch | None = None
         self._sampling: asyncio.Task[TrainBatch] | None = None
         self._saving: asyncio.Task[None] | None = None
@@ -162,6 +166,7 @@ class LearnLoop:
     async def _learn(self) -> None:
         """Make steps until all are made or the run is to stop."""
         every = self._schedule.run.checkpoints.every
+        await self._ask_versions()
         for step in range(self.step + 1, self._schedule.run.steps + 1):
             waited = time.monotonic()
             self.activity = "waiting"
@@ -174,7 +179,8 @@ class LearnLoop:
             saved = time.monotonic()
             self.activity = "updating"
             metrics = await self._train(batch, step=step)
-            ended = time.monotonic()
+            ended, before = time.monotonic(), self._versions
+            await self._ask_versions()
             times = {
                 "time/wait_s": began - waited,
                 "time/save_s": saved - began,
@@ -184,7 +190,7 @@ class LearnLoop:
             if step > self._done:
                 self._done = step
                 self._restart_limit.reset()
-                await self._report(batch, {**metrics, **times})
+                await self._report(batch, {**metrics, **times}, of_roles=before)
                 self._validate()
             if every and step % every == 0 and step < self._schedule.run.steps:
                 self._saving = asyncio.create_task(self._save(), name="save")
@@ -200,11 +206,21 @@ class LearnLoop:
             if self._batch is not None:
                 await asyncio.wrap_future(self._ledger.release(self._batch.lease_id))
         await self._learner.restart(death, self._checkpoint)
+        self._weights.renew()
         here = await asyncio.wrap_future(self._ledger.position())
         start = Position(run_id=here.run_id, lineage=here.lineage, step=0)
         target = self._checkpoint.position if self._checkpoint else start
         self._num_replays = await asyncio.wrap_future(self._ledger.restore(target))
         self.step = target.step
+
+    async def _ask_versions(self) -> None:
+        if self._schedule.per_role:
+            self._versions = await self._learner.ranks.versions()
+
+    @property
+    def _oldest(self) -> int:
+        """The version of the policy; of the role whose version is the lowest, where roles have their own."""
+        return min(self._versions.values(), default=self.step)
 
     async def _publish(self) -> dict[str, float]:
         return await self._weights.publish(self._learner.ranks, self._engine, version=self.step)
@@ -213,7 +229,7 @@ class LearnLoop:
         """The next full batch; None when the run is to stop."""
         num_groups, min_version = (
             self._schedule.buffer.groups_per_step,
-            self.step - self._schedule.buffer.max_policy_lag,
+            self._oldest - self._schedule.buffer.max_policy_lag,
         )
         if self._stopped:
             return None
@@ -254,7 +270,7 @@ class LearnLoop:
         self.step = step
         if step >= self._done:  # the last one that is made again too: rounding may differ
             metrics |= await self._publish()
-            await self._pool.set_version(step)
+            await self._pool.set_version(step, oldest=self._oldest)
         metrics["time/publish_s"] = time.monotonic() - began
         if step > self._done:
             await self._keep_tokens(batch, step=step)
@@ -342,8 +358,10 @@ class LearnLoop:
         if self._validation is not None and saved is not None and score is not None and saved.score != score:
             self._saved_at[step] = await asyncio.to_thread(self._store.rescore, saved, score)
 
-    async def _report(self, batch: TrainBatch, metrics: dict[str, float]) -> None:
-        figures = self._out.history.add(batch, metrics, version=self.step - 1, stats=self._out.generated)
+    async def _report(self, batch: TrainBatch, metrics: dict[str, float], *, of_roles: Mapping[str, int]) -> None:
+        figures = self._out.history.add(
+            batch, metrics, version=self.step - 1, of_roles=of_roles, stats=self._out.generated
+        )
         figures |= self._pool.metrics() | self._restart_limit.figures() | self._out.more_figures()
         if self._validation is not None:
             figures |= self._validation.take()

@@ -40,7 +40,7 @@ from buffers.records import Task
 from buffers.tasks.task_order import endless_tasks, task_list
 from configs.schema import Config
 from env_adapters.child_process import Child, resolve_command, start_environment
-from learner.checkpoints.store import Checkpoint, CheckpointStore
+from learner.checkpoints.store import Checkpoint, CheckpointStore, saved_versions
 from learner.checkpoints.weight_sync import WeightSync
 from learner.engines import RemoteEngines, make_weight_sync, run_nodes
 from learner.evaluation import Evaluation, EvaluationPlan
@@ -58,12 +58,14 @@ from learner.reporting.machine_log import MachineLog
 from learner.reporting.run_metrics import History
 from learner.reporting.token_figures import TokenFiles
 from learner.reporting.tracker import Tracker
+from learner.role_adapters.role_trainer import RoleTrainer
 from learner.role_models import RoleModels, role_models, role_names
 from learner.startup import ray_cluster
 from learner.startup.key_files import environment_files
 from learner.startup.model_and_tasks import prepare_files
 from learner.startup.run_buffers import RunBuffers, most_running, open_run_buffers
 from learner.training.ranks import LearnerRanks
+from learner.training.trainer import Trainer
 from learner.validation import Validation
 from mocked_server.dispatch import Others
 from mocked_server.fleet.admission import Admission
@@ -211,7 +213,7 @@ class Pipeline:
             self._nodes = await asyncio.to_thread(
                 run_nodes, config, model=model, folder=self._folder, learns=self._evaluates is None
             )
-            weights = make_weight_sync(config, nodes=self._nodes, folder=self._folder)
+            weights = make_weight_sync(config, nodes=self._nodes, folder=self._folder, saved=self._saved_model)
             stack.push_async_callback(weights.close)
             learner, starting = self._start_learner(stack, ray, model=model)
             serving = await self._start_serving(
@@ -219,12 +221,9 @@ class Pipeline:
             )
         engine, server, buffers = serving.engine, serving.server, serving.buffers
         generation = Generation(
-            engine,
-            queue=server.prompt_queue,
-            rounds=buffers.ledger,
-            blame=partial(self._end_killer, server),
-            frozen=serving.others.engines,
-        )
+            engine, queue=server.prompt_queue, rounds=buffers.ledger, blame=partial(self._end_killer, server),
+            frozen=serving.others.engines, adapters=config.adapter_roles,
+        )  # fmt: skip
         server.on_ended = generation.forget
         for upstream in serving.others.upstreams.values():
             upstream.record, upstream.encode = generation.record, server.encode
@@ -254,6 +253,13 @@ class Pipeline:
         return self._checkpoint.position.step if self._checkpoint else 0
 
     @property
+    def _saved_model(self) -> Path | None:
+        """The folder of the model that may have adapters of roles beside it: a checkpoint's, or the one that is evaluated."""
+        if self._evaluates:
+            return Path(self._config.model.path)
+        return None if self._checkpoint is None else self._checkpoint.model
+
+    @property
     def _warms_up(self) -> bool:
         """Whether demonstrations are learned from first."""
         return bool(self._config.warm_start.demonstrations) and self._checkpoint is None and self._evaluates is None
@@ -277,6 +283,7 @@ class Pipeline:
     ) -> tuple[LearnerProcesses, asyncio.Task[None]]:
         """The learner and its start, which is not awaited here: the learn loop waits for it, agents do not."""
         config = self._config
+        roles = config.adapter_roles
         ranks = LearnerRanks(
             config.learner,
             model_path=str(model),
@@ -285,6 +292,8 @@ class Pipeline:
             seed=config.run.seed,
             keep_versions=config.buffer.max_policy_lag + 1,
             places=self._nodes.rank_places,
+            trainer=RoleTrainer if roles else Trainer,
+            more={"roles": roles, "groups_per_step": config.buffer.groups_per_step} if roles else {},
         )
         learner = LearnerProcesses(
             ranks,
@@ -411,7 +420,7 @@ class Pipeline:
             ),
             nodes=self._nodes,
             weights=weights,
-            first=weights.saved(self._checkpoint) if self._checkpoint else None,
+            first=weights.saved(self._checkpoint) if self._checkpoint and not config.adapter_roles else None,
         )
         here = self._nodes.nodes[0].devices
         places = self._nodes.engines
@@ -467,6 +476,7 @@ class Pipeline:
                 buffer=config.buffer,
                 start=self._start,
                 sleep=config.rollout.sleep,
+                per_role=bool(config.adapter_roles),
                 overlong_tokens=config.rollout.max_tokens if config.data.reward_manager == "dapo" else None,
             ),
             buffers=serving.buffers,
@@ -675,11 +685,16 @@ def engine_settings(
         server=config.server,
         seed=config.run.seed,
         max_num_seqs=min(MAX_NUM_SEQS, most_running),
-        lora_rank=0 if evaluates else config.learner.lora.rank,
-        kept_versions=config.buffer.max_policy_lag + 1,
+        lora_rank=config.learner.lora.rank if not evaluates or _adapters_of_roles(config) else 0,
+        kept_versions=max(1, len(config.adapter_roles)) * (config.buffer.max_policy_lag + 1),
         beside_rank=beside_rank,
         role_names=role_names(config),
     )
+
+
+def _adapters_of_roles(config: Config) -> dict[str, int]:
+    """Role -> version of the adapters beside the model that is evaluated."""
+    return saved_versions(Path(config.model.path)) if config.adapter_roles else {}
 
 
 async def _make_data(command: Sequence[str], missing: str, log: Path) -> None:

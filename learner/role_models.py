@@ -17,6 +17,7 @@ from typing import Any
 from configs.schema import Config
 from learner.checkpoints.earlier_versions import EarlierVersions, Follower
 from learner.checkpoints.weight_sync import WeightSync
+from learner.role_adapters.role_weights import RoleWeights
 from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.http.upstream import Upstream
 from mocked_server.roles import Roles
@@ -47,6 +48,8 @@ class RoleModels:
     ) -> None:
         """Start all engines. `weights` gives earlier versions to those that play them; `first`: (folder, version) of the weights
         that a run is resumed with; `folder`: the run's."""
+        if isinstance(weights, RoleWeights):
+            await weights.load_saved(policy)
         await asyncio.gather(*(each.start() for each in (policy, *self.engines.values())))
         if self.followers:
             own = folder / "earlier"

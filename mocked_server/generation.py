@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -28,7 +28,7 @@ from buffers.token_tree import TokenTree
 from buffers.training_rows import ABANDONED, ABORTED
 from mocked_server.answer_recorder import AnswerRecorder
 from mocked_server.fleet.engine_fleet import Caller
-from mocked_server.fleet.member import EngineLost, Sampled
+from mocked_server.fleet.member import ADAPTER_OF, EngineLost, Sampled
 from mocked_server.vllm.sampling_limits import keeps_state
 
 logger = logging.getLogger(__name__)
@@ -150,9 +150,11 @@ class Generation:
         rounds: RoundStore,
         blame: Callable[[str], object] = lambda _: None,
         frozen: Mapping[str, Engine] | None = None,
+        adapters: Collection[str] = (),
     ) -> None:
-        """`frozen`: engines of the roles that the policy does not play."""
+        """`frozen`: engines of the roles that the policy does not play; `adapters`: the roles that are adapters of their own."""
         self._frozen = dict(frozen or {})
+        self._adapters = frozenset(adapters)
         self._engine = engine
         self._queue = queue
         self._rounds = rounds
@@ -262,6 +264,7 @@ class Generation:
             caller=Caller(episode_id=prompt.episode_id or prompt.request_id, group_id=prompt.group_id),
             sampled=answer.sampled,
             **prompt.sampling.extra,
+            **({ADAPTER_OF: prompt.role} if prompt.role in self._adapters else {}),
         )
         async with aclosing(outputs) as stream:
             async for output in stream:

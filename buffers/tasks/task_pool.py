@@ -232,11 +232,13 @@ class TaskPool:
         await asyncio.wrap_future(self._ledger.fail_episode(episode_id, reason, max_attempts=self._max_attempts))
         self._release(episode_id, reason=EpisodeState.FAILED)
 
-    async def set_version(self, version: int) -> None:
-        """A new policy is in place: what is too old is evicted, and there is room for new groups."""
+    async def set_version(self, version: int, *, oldest: int | None = None) -> None:
+        """A new policy is in place: what is too old is evicted, and there is room for new groups. `oldest`: of several policies
+        with versions of their own, the lowest; None: there is one."""
         self._version = version
         if self._max_policy_lag is not None:
-            await asyncio.wrap_future(self._ledger.evict_stale(version - self._max_policy_lag))
+            least = version if oldest is None else oldest
+            await asyncio.wrap_future(self._ledger.evict_stale(least - self._max_policy_lag))
         self._wake()
 
     def admissible(self) -> int | None:

@@ -11,6 +11,7 @@ import copy
 import os
 import shutil
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,9 @@ def gather(module: nn.Module, *, dtype: torch.dtype, keep: bool, scaling: float 
 
 
 def gather_adapter(lm: nn.Module, *, config: LoraConfig, keep: bool) -> Adapter | None:
-    """The adapter alone, in float32, on ranks with `keep`. All ranks enter."""
+    """A copy of the adapter alone, in float32, on ranks with `keep`. All ranks enter."""
     parameters = fsdp.gather_parameters(lm, trained_only=True)
-    weights = {name: whole for name, whole in parameters if keep}
+    weights = {name: whole.clone() for name, whole in parameters if keep}
     return Adapter(config=config, weights=peft_names(weights)) if keep else None
 
 
@@ -57,13 +58,13 @@ def write_folder(
     tokenizer: Any,
     weights: dict[str, Tensor],
     value_head: dict[str, Tensor],
-    adapter: Adapter | None,
+    adapters: Mapping[str, Adapter],
     dtype: torch.dtype,
 ) -> None:
     """Replaces `folder` with what `from_pretrained` and vLLM load: the merged weights.
 
-    Below it `critic/value_head.safetensors`, and `adapter/`, which peft loads, when there are such: vLLM takes all `*.safetensors`
-    of the folder itself for weights of the model.
+    Below it `critic/value_head.safetensors`, and `adapters`, which peft loads, by the names of their folders, when there are such:
+    vLLM takes all `*.safetensors` of the folder itself for weights of the model.
     """
     partial = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(partial, ignore_errors=True)
@@ -77,9 +78,9 @@ def write_folder(
     write_weights(partial / WEIGHTS, weights=weights)
     if value_head:
         write_weights(partial / "critic" / "value_head.safetensors", weights=value_head)
-    if adapter is not None:
-        write_weights(partial / "adapter" / ADAPTER_WEIGHTS, weights=adapter.weights)
-        write_description(partial / "adapter", config=adapter.config)
+    for name, adapter in adapters.items():
+        write_weights(partial / name / ADAPTER_WEIGHTS, weights=adapter.weights)
+        write_description(partial / name, config=adapter.config)
     _replace(folder, new=partial)
 
 

@@ -29,6 +29,10 @@ WEIGHTS = "model.safetensors"
 """File name in a folder that engines load."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """File name in the folder of an adapter, as peft has it."""
+ADAPTER, ADAPTERS = "adapter", "adapters"
+"""Folders in that of a model: of its adapter, or of those of its roles, by name."""
+VERSIONS = "versions.json"
+"""File name beside these: the version of each role."""
 FORMAT = 1
 _PREFIX = "step-"
 
@@ -58,7 +62,7 @@ class Checkpoint:
     @property
     def adapter(self) -> Path:
         """The folder of its adapter, as peft loads it; with LoRA only."""
-        return self.model / "adapter"
+        return self.model / ADAPTER
 
 
 class CheckpointStore:
@@ -152,6 +156,13 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             f"--resume must be `auto` or name a complete checkpoint folder (runs/<name>/checkpoints/step-*), got "
             f"{folder} ({error}); list that folder"
         ) from None
+
+
+def saved_versions(model: Path) -> dict[str, int]:
+    """Role -> version of the adapters in a model's folder; empty: it has none."""
+    path = model / ADAPTERS / VERSIONS
+    found: dict[str, int] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return found
 
 
 def _flush(folder: Path) -> None:

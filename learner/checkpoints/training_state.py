@@ -35,6 +35,8 @@ class Learned:
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
+    trained_only: bool = False
+    """Frozen weights are left out: they are read with the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,7 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     state = _random_states(rank)
     for name, part in learned.items():
-        state |= _weights(name, part.module) | _optimizer_state(name, part)
+        state |= _weights(name, part) | _optimizer_state(name, part)
     for name, shards in copies.items():
         state |= _copy(name, learned["policy"].module, shards=shards)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, sync_files=True))
@@ -80,6 +82,11 @@ def load(
 
     Raises ValueError, before any change, for a checkpoint of other names or shapes.
     """
+    if not (folder / COUNTERS).is_file():
+        raise ValueError(
+            f"checkpoint {folder} must have the state of one policy, got no {COUNTERS}; resume with the learner.lora.per_role "
+            f"that it was saved with"
+        )
     counters = Counters(**json.loads((folder / COUNTERS).read_text(encoding="utf-8")))
     stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     _check(folder, stored=stored, learned=learned)
@@ -88,7 +95,7 @@ def load(
     state = {name: value for name, value in _random_states(rank).items() if name in stored}
     for name, part in learned.items():
         _make_optimizer_state(name, part, stored=stored)
-        state |= _weights(name, part.module) | _optimizer_state(name, part)
+        state |= _weights(name, part) | _optimizer_state(name, part)
     for name, shards in copies.items():
         state |= _copy(name, policy, shards=shards)
     dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
@@ -96,9 +103,10 @@ def load(
     return counters, copies
 
 
-def _weights(name: str, module: nn.Module) -> dict[str, Tensor]:
+def _weights(name: str, part: Learned) -> dict[str, Tensor]:
     """A tied parameter comes once, under its first name."""
-    return {f"{name}.{key}": parameter.detach() for key, parameter in module.named_parameters()}
+    chosen = _trained(part.module) if part.trained_only else part.module.named_parameters()
+    return {f"{name}.{key}": parameter.detach() for key, parameter in chosen}
 
 
 def _optimizer_state(name: str, part: Learned) -> dict[str, Tensor]:
@@ -167,9 +175,7 @@ def _set_random_states(state: Mapping[str, Tensor], *, rank: int) -> None:
 
 
 def _check(folder: Path, *, stored: Mapping[str, Any], learned: Mapping[str, Learned]) -> None:
-    wanted = {
-        name: weight.shape for part, own in learned.items() for name, weight in _weights(part, own.module).items()
-    }
+    wanted = {name: weight.shape for part, own in learned.items() for name, weight in _weights(part, own).items()}
     weights = {
         name: meta.size
         for name, meta in stored.items()

@@ -71,7 +71,7 @@ class Node(Protocol):
 class WeightSync:
     """One per run. `run`: the run's folder. `adapter`: only an adapter (LoRA) is trained and travels. `host`: the address at which
     other nodes reach this one, `secret`: of the wire between them. `rank_nodes`: the node of each rank, by Ray's name; empty for
-    one on this node. `make_node(node_id, sync)`: the weights on another node."""
+    one on this node. `make_node(node_id, sync)`: the weights on another node. `folder`: a new one in the place of the run's own."""
 
     def __init__(
         self,
@@ -82,8 +82,9 @@ class WeightSync:
         secret: bytes = b"",
         rank_nodes: Callable[[], Sequence[str]] = tuple,
         make_node: Callable[[str, WeightSync], Node] | None = None,
+        folder: Path | None = None,
     ) -> None:
-        self.folder = _fast_folder(run)
+        self.folder = folder or _fast_folder(run)
         self.file = ADAPTER_WEIGHTS if adapter else WEIGHTS
         self.secret = secret
         self._adapter = adapter
@@ -92,7 +93,7 @@ class WeightSync:
         self._make_node = make_node
         published, pulled = self.folder / PUBLISHED, self.folder / PULLED
         for folder in (published, pulled):
-            folder.mkdir()
+            folder.mkdir(parents=True)
         self._store = VersionStore(published)
         self._puller = PullerProcess(published, pulled, file=self.file, python_path=python_path(), secret=secret)
         self._server: VersionServer | None = None
@@ -163,6 +164,9 @@ class WeightSync:
         kept = [path.name for path in self._store.folder.glob("version-*")]
         await self._on_others(lambda node: node.keep([folder.name], kept))
         return figures
+
+    def renew(self) -> None:
+        """The learner's processes are new ones, whose next version is dense by itself."""
 
     async def _bring(self, learner: Learner, *, version: int, base: str | None) -> tuple[Path, dict[str, float]]:
         """The dense folder of a new version."""

@@ -63,9 +63,17 @@ def _critic(learner: LearnerConfig) -> str:
 
 
 def of_rank(
-    shape: ModelShape, learner: LearnerConfig, *, dtype: str, buffer: BufferConfig, longest_row: int, on_gpu: bool
+    shape: ModelShape,
+    learner: LearnerConfig,
+    *,
+    dtype: str,
+    buffer: BufferConfig,
+    longest_row: int,
+    on_gpu: bool,
+    policies: int = 1,
 ) -> list[Item]:
-    """What one of `learner.ranks` holds during an update, which is when it holds most."""
+    """What one of `learner.ranks` holds during an update, which is when it holds most. `policies`: adapters that it trains, with
+    `learner.lora.per_role` one for each role."""
     ranks, trained = learner.ranks, trained_weights(shape, learner)
     whole = shape.parameters + adapter_weights(shape, learner)
     head = shape.hidden + 1 if _critic(learner) == "shared" else 0
@@ -82,7 +90,9 @@ def of_rank(
             Item(name="critic: gradients", size=MASTER * _moved(shape, learner) // ranks, stays=False),
         ]
     items += [
-        item for item, is_away in _movable(shape, learner, dtype=dtype, buffer=buffer) if not (is_away and on_gpu)
+        item
+        for item, is_away in _movable(shape, learner, dtype=dtype, buffer=buffer, policies=policies)
+        if not (is_away and on_gpu)
     ]
     models = 2 if _critic(learner) == "separate" else 1
     each = BYTES[dtype]
@@ -96,18 +106,24 @@ def of_rank(
     ]
 
 
-def on_host(shape: ModelShape, learner: LearnerConfig, *, dtype: str, buffer: BufferConfig) -> list[Item]:
-    """What one of `learner.ranks` on a card keeps in the host's memory."""
-    return [item for item, is_away in _movable(shape, learner, dtype=dtype, buffer=buffer) if is_away]
+def on_host(
+    shape: ModelShape, learner: LearnerConfig, *, dtype: str, buffer: BufferConfig, policies: int = 1
+) -> list[Item]:
+    """What one of `learner.ranks` on a card keeps in the host's memory. `policies`: see `of_rank`."""
+    movable = _movable(shape, learner, dtype=dtype, buffer=buffer, policies=policies)
+    return [item for item, is_away in movable if is_away]
 
 
 def _movable(
-    shape: ModelShape, learner: LearnerConfig, *, dtype: str, buffer: BufferConfig
+    shape: ModelShape, learner: LearnerConfig, *, dtype: str, buffer: BufferConfig, policies: int
 ) -> Iterator[tuple[Item, bool]]:
     """What a rank keeps between steps and may keep on the host, with whether it is to."""
     ranks, trained = learner.ranks, trained_weights(shape, learner)
-    copy = BYTES[dtype] * trained
-    both = trained + (_moved(shape, learner) if _critic(learner) == "separate" else 0)
+    copy = BYTES[dtype] * trained * policies
+    if policies > 1:
+        size = MASTER * trained * (policies - 1) // ranks
+        yield Item(name=f"adapters of {policies - 1} more roles, float32", size=size), learner.keep_on == "host"
+    both = policies * trained + (_moved(shape, learner) if _critic(learner) == "separate" else 0)
     yield Item(name="optimizer (AdamW)", size=2 * MASTER * both // ranks), learner.offload
     if learner.check_logprobs and (lag := buffer.max_policy_lag):
         name = f"versions kept (buffer.max_policy_lag={lag}), {dtype}"

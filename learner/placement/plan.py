@@ -202,6 +202,7 @@ def _planned(config: Config, *, shape: ModelShape, nodes: Sequence[Node], learns
         buffer=config.buffer,
         longest_row=rollout.max_model_len,
         on_gpu=on_gpu,
+        policies=max(1, len(config.adapter_roles)),
     )
     share = rollout.share_of_card(beside_rank=placement.shares)
     memories, on_card = list[EngineMemory](), dict[tuple[int, int], tuple[int, EngineMemory, int]]()
@@ -209,7 +210,8 @@ def _planned(config: Config, *, shape: ModelShape, nodes: Sequence[Node], learns
         card = min(nodes[engine.node].cards[card] for card in engine.cards) if on_gpu else None
         memory = of_engine(
             shape, rollout, dtype=config.model.dtype, card=card, share=share,
-            adapter=adapter_weights(shape, config.learner) if learns else 0, versions=config.buffer.max_policy_lag + 2,
+            adapter=adapter_weights(shape, config.learner) if learns else 0,
+            versions=max(1, len(config.adapter_roles)) * (config.buffer.max_policy_lag + 1) + 1,
         )  # fmt: skip
         memories.append(memory)
         reserved = 0 if card is None or rollout.kv_cache_gb is not None else int(share * card)

@@ -59,7 +59,9 @@ def _lines(plan: Plan, *, config: Config, shape: ModelShape) -> Iterator[str]:
         return
     published = BYTES[config.model.dtype] * (adapter_weights(shape, learner) or shape.parameters)
     yield f"beside its cards, node 0 needs ~{2 * published / GIB:.1f} GiB of memory while weights are published"
-    for item in on_host(shape, learner, dtype=config.model.dtype, buffer=config.buffer):
+    for item in on_host(
+        shape, learner, dtype=config.model.dtype, buffer=config.buffer, policies=max(1, len(config.adapter_roles))
+    ):
         yield f"beside its card, each rank keeps in its node's memory: {item.name}, {item.size / GIB:.1f} GiB"
     for use in plan.uses:
         if use.limit is not None and use.phases[1] > use.limit:

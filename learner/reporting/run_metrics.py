@@ -73,16 +73,24 @@ class History:
         self._final: dict[str, Any] = {}
 
     def add(
-        self, batch: TrainBatch, metrics: Mapping[str, float], *, version: int, stats: GenerationTotals
+        self,
+        batch: TrainBatch,
+        metrics: Mapping[str, float],
+        *,
+        version: int,
+        stats: GenerationTotals,
+        of_roles: Mapping[str, int] | None = None,
     ) -> dict[str, float]:
-        """One step trained `batch` at `version`; returns all of its figures by metric name."""
+        """One step trained `batch` at `version`; returns all of its figures by metric name. `of_roles`: the versions of roles that
+        have their own."""
         now = self._clock()
         if self._first_step_at is None:
             self._first_step_at = now
         scores = batch.scores
         busy_s = stats.busy_until(now)
         rows = [row for row in batch.rows if not row.greedy]
-        lags = np.concatenate([version - row.versions[row.mask == 1] for row in rows])
+        versions = of_roles or {}
+        lags = np.concatenate([versions.get(row.role, version) - row.versions[row.mask == 1] for row in rows])
         lags = lags[lags <= self._config.buffer.max_policy_lag]  # older tokens are not trained
         figures = {
             **metrics,
@@ -92,8 +100,8 @@ class History:
             "reward/min": float(scores.min()),
             "reward/max": float(scores.max()),
             "reward/std": float(scores.std()),
-            "staleness/mean": float(lags.mean()),
-            "staleness/max": float(lags.max()),
+            "staleness/mean": float(lags.mean()) if len(lags) else 0.0,
+            "staleness/max": float(lags.max(initial=0)),
             "batch/episodes": float(len(scores)),
             "batch/equal_groups": _equal_groups(batch),
             "batch/rows": float(len(rows)),

@@ -87,8 +87,7 @@ def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = F
     Tokens that a version before `min_version` sampled are not fresh; with `mask_truncated`, nor are those of answers that were cut.
     """
     rows = [row for row in batch.rows if row.num_trained > 0 and not row.greedy]
-    for row in batch.rows:
-        _check_row(row)
+    check_rows(batch.rows)
     picked = [row.mask.astype(bool) for row in rows]
     versions = _flat([row.versions[own] for row, own in zip(rows, picked)], dtype=np.int32)
     if not (versions >= min_version).any():
@@ -196,6 +195,12 @@ def _round_rewards(row: Row) -> npt.NDArray[np.float32]:
             )
         rewards[places[-1]] = score
     return rewards
+
+
+def check_rows(rows: Sequence[Row]) -> None:
+    """Raises ValueError for the first row with a score or log-probability that is not finite."""
+    for row in rows:
+        _check_row(row)
 
 
 def _check_row(row: Row) -> None:

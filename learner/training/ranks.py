@@ -71,7 +71,8 @@ class RankAt:
 
 
 class LearnerRanks:
-    """Needs `ray.init` before `start`. `places`: the place of each rank, asked for at each start."""
+    """Needs `ray.init` before `start`. `places`: the place of each rank, asked for at each start. `trainer`: what a rank is, with
+    `more` arguments of its own."""
 
     def __init__(
         self,
@@ -83,6 +84,8 @@ class LearnerRanks:
         seed: int,
         keep_versions: int,
         places: Callable[[], Sequence[RankAt]] | None = None,
+        trainer: Callable[..., Trainer] = Trainer,
+        more: Mapping[str, Any] | None = None,
     ) -> None:
         self._config = config
         self._settings = {
@@ -91,7 +94,9 @@ class LearnerRanks:
             "temperature": temperature,
             "seed": seed,
             "keep_versions": keep_versions,
+            **(more or {}),
         }
+        self._trainer = trainer
         self._place: Callable[[], Sequence[RankAt]] = places or (lambda: [RankAt()] * config.ranks)
         self._places: Sequence[RankAt] = ()
         self._actors: list[Any] = []
@@ -110,7 +115,8 @@ class LearnerRanks:
         for rank, place in enumerate(self._places):
             group = {"address": address, "rank": rank, "world_size": len(self._places)}
             device = "cuda:0" if place.device else "cpu"  # a rank sees its own card only
-            self._actors.append(_actor_class(place).remote(self._config, **self._settings, device=device, **group))
+            actor = _actor_class(place, of=self._trainer)
+            self._actors.append(actor.remote(self._config, **self._settings, device=device, **group))
         await self._all(_READY)
 
     async def _free_port(self, first: RankAt, *, host: str) -> int:
@@ -146,10 +152,16 @@ class LearnerRanks:
         figures: TokenFigures | None = (await self._all("token_figures"))[0]
         return figures
 
-    async def publish(self, folder: Path, *, base: str | None = None) -> list[Published]:
-        """See `Trainer.publish`. What each rank wrote, by rank; on another node that is in the folder that `same_on` names."""
+    async def versions(self) -> dict[str, int]:
+        """See `RoleTrainer.versions`."""
+        found: dict[str, int] = (await self._all("versions"))[0]
+        return found
+
+    async def publish(self, folder: Path, *, base: str | None = None, role: str = "") -> list[Published]:
+        """See `Trainer.publish`, or with a `role` `RoleTrainer.publish`. What each rank wrote, by rank; on another node that is in
+        the folder that `same_on` names."""
         folders = [same_on(folder, place.node_id) if place.node_id else folder for place in self._places]
-        return await self._all("publish", base=base, each=folders)
+        return await self._all("publish", base=base, each=folders, **({"role": role} if role else {}))
 
     async def save_pretrained(self, folder: Path) -> None:
         """See `Trainer.save_pretrained`."""
@@ -226,7 +238,7 @@ def _runtime(environment: Mapping[str, str]) -> dict[str, Any]:
     return {"env_vars": {"PYTHONPATH": python_path(), **environment}}
 
 
-def _actor_class(place: RankAt) -> Any:
+def _actor_class(place: RankAt, *, of: Callable[..., Trainer]) -> Any:
     """Ray counts the cards that ranks take; which card is whose, the plan of the run says (`learner.placement.plan`)."""
     if place.device:
         environment = {"CUDA_VISIBLE_DEVICES": place.device, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -238,7 +250,7 @@ def _actor_class(place: RankAt) -> Any:
         num_cpus=0, num_gpus=place.num_gpus,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         runtime_env={**_runtime(environment), **forked},
-    )(Trainer)  # fmt: skip
+    )(of)  # fmt: skip
 
 
 def free_port(host: str) -> int:

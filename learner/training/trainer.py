@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ from learner.algorithms.objectives import Targets
 from learner.algorithms.teacher import teacher_advantages
 from learner.algorithms.values import explained_variance, score_scale
 from learner.checkpoints import hf_export, training_state
+from learner.checkpoints.store import ADAPTER
 from learner.checkpoints.weight_shards import Published, WeightShards
 from learner.model import fsdp
 from learner.model.branch_check import check_branches, check_kernel
@@ -76,6 +77,22 @@ class Goals:
     """Weight of the entropy bonus; 0: there is none."""
 
 
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """What a policy has beside its weights."""
+
+    optimizer: torch.optim.AdamW
+    kl: KLCoefficient
+    bonus: EntropyCoefficient
+    shards: WeightShards
+    """Writes its versions."""
+    history: dict[int, fsdp.Shards] = field(default_factory=dict)
+    """Its earlier weights, by version."""
+    reference: fsdp.Shards | None = None
+    steps: int = 0
+    """Steps that it was trained in."""
+
+
 class Trainer:
     """`address` (host:port) is where the ranks meet. `keep_versions` = max_policy_lag + 1: as many versions can be checked, and
     tokens of older ones are not trained."""
@@ -108,23 +125,14 @@ class Trainer:
         self._adapter: LoraConfig | None = None
         self._tokenizer = AutoTokenizer.from_pretrained(model_path)
         self._policy = self._load(model_path, value_head=critic == "shared")
-        self._optimizer = self._adamw(self._policy, lr=config.lr, grows=self._estimator.in_scores)
+        self._own = self._progress()
         self._critic = self._load(model_path, value_head=True) if critic == "separate" else None
         self._critic_optimizer = (
             self._adamw(self._critic, lr=config.critic_lr, grows=True) if self._critic is not None else None
         )
-        self._kl = KLCoefficient(config.kl.coef, target=config.kl.target, horizon=config.kl.horizon)
-        entropy = config.adaptive_entropy
-        self._bonus = EntropyCoefficient(
-            config.entropy_coef, target=entropy.target, step=entropy.step, most=entropy.most
-        )
         self._teacher = self._load_teacher(config.teacher.path) if config.teacher.path else None
-        self._shards = WeightShards(self._policy.lm, dtype=self._dtype, rank=rank, adapter=self._adapter)
         self._work = Work.of(self._policy.lm)
         self._rate = matmul_rate(device=device, dtype=dtype) * world_size
-        self._history: dict[int, fsdp.Shards] = {}
-        self._reference: fsdp.Shards | None = None
-        self._steps = 0
         self._token_figures: TokenFigures | None = None
 
     def warm_start(self, traces_path: Path, *, steps: int, batch_size: int, lr: float, seed: int) -> dict[str, float]:
@@ -155,8 +163,8 @@ class Trainer:
         config = self._config
         table = token_table(batch, min_version=version - self._keep_versions + 1, mask_truncated=config.mask_truncated)
         table = replace(table, sequences=self._with_shared_prefixes(table.sequences, table=table))
-        if config.kl.coef > 0.0 and self._reference is None:
-            self._reference = self._kept_weights()
+        if config.kl.coef > 0.0 and self._own.reference is None:
+            self._own.reference = self._kept_weights()
         before = Before(*self._sweep(table.sequences, critic=True))
         metrics, recomputed = self._check_logprobs(table, logprobs=before.logprobs, version=version)
         self._token_figures = TokenFigures(
@@ -170,7 +178,7 @@ class Trainer:
         prepared = time.monotonic()
         if bool(table.fresh.any()):  # else all answers were cut, and left out
             metrics |= self._learn(table, before=before)
-        self._steps += 1
+        self._own.steps += 1
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # of what the step has used, for an engine on this card that wakes up
         lags = (version - table.versions).float()
@@ -201,11 +209,11 @@ class Trainer:
         metrics = self._update(table, goals=plan) | kl_taken | {"policy/entropy": entropy}
         metrics["learner/mfu"] = self._useful_flops(table.sequences) / (time.monotonic() - began) / self._rate
         if self._config.kl.coef > 0.0:
-            metrics["policy/kl_coef"] = self._kl.value
-            self._kl.update(metrics["policy/kl_ref"], num_episodes=len(np.unique(table.episodes)))
-        if self._bonus.is_adaptive:
+            metrics["policy/kl_coef"] = self._own.kl.value
+            self._own.kl.update(metrics["policy/kl_ref"], num_episodes=len(np.unique(table.episodes)))
+        if self._own.bonus.is_adaptive:
             metrics["policy/entropy_coef"] = plan.entropy_coef
-            self._bonus.update(entropy)
+            self._own.bonus.update(entropy)
         if self._estimator.needs_critic:
             returns = plan.targets.returns.cpu()
             metrics["critic/explained_variance"] = explained_variance(before.values, returns=returns)
@@ -224,7 +232,7 @@ class Trainer:
         (`buffers.weights.store`). All ranks call this. `base`: the version that patches may be against. With an adapter that
         is all that is written."""
         folder.mkdir(parents=True, exist_ok=True)  # on another node than the store's it is not there
-        return self._shards.publish(folder, base=base)
+        return self._own.shards.publish(folder, base=base)
 
     def save_pretrained(self, folder: Path) -> None:
         """Writes a Hugging Face folder (and `critic/value_head.safetensors`). All ranks call this; rank 0 writes."""
@@ -249,22 +257,22 @@ class Trainer:
                 tokenizer=self._tokenizer,
                 weights=weights,
                 value_head=head,
-                adapter=adapter,
+                adapters={} if adapter is None else {ADAPTER: adapter},
                 dtype=self._dtype,
             )
 
     def save(self, folder: Path) -> None:
         """Writes all that `load` needs to resume bit for bit. All ranks call this."""
-        copies = {str(version): shards for version, shards in self._history.items()}
-        if self._reference is not None:
-            copies[REFERENCE] = self._reference
+        copies = {str(version): shards for version, shards in self._own.history.items()}
+        if self._own.reference is not None:
+            copies[REFERENCE] = self._own.reference
         training_state.save(
             folder,
             learned=self._learned(),
             copies=copies,
-            steps=self._steps,
-            kl_coef=self._kl.value,
-            entropy_coef=self._bonus.value,
+            steps=self._own.steps,
+            kl_coef=self._own.kl.value,
+            entropy_coef=self._own.bonus.value,
             rank=self._rank,
         )
 
@@ -274,14 +282,14 @@ class Trainer:
         counters, copies = training_state.load(
             folder, learned=self._learned(), like=self._kept_weights(), rank=self._rank
         )
-        self._reference = copies.pop(REFERENCE, None)
-        self._history = {int(version): shards for version, shards in copies.items()}
-        self._steps, self._kl.value = counters.steps, counters.kl_coef
+        self._own.reference = copies.pop(REFERENCE, None)
+        self._own.history = {int(version): shards for version, shards in copies.items()}
+        self._own.steps, self._own.kl.value = counters.steps, counters.kl_coef
         if counters.entropy_coef is not None:
-            self._bonus.value = counters.entropy_coef
+            self._own.bonus.value = counters.entropy_coef
 
     def _learned(self) -> dict[str, training_state.Learned]:
-        learned = {"policy": training_state.Learned(module=self._policy, optimizer=self._optimizer)}
+        learned = {"policy": training_state.Learned(module=self._policy, optimizer=self._own.optimizer)}
         if self._critic is not None and self._critic_optimizer is not None:
             learned["critic"] = training_state.Learned(module=self._critic, optimizer=self._critic_optimizer)
         return learned
@@ -341,6 +349,16 @@ class Trainer:
             found[micro.index] = outputs.logprobs
         return fsdp.all_sum(found).cpu()
 
+    def _progress(self) -> Progress:
+        """That of a policy before its first step."""
+        config, entropy = self._config, self._config.adaptive_entropy
+        return Progress(
+            optimizer=self._adamw(self._policy, lr=config.lr, grows=self._estimator.in_scores),
+            kl=KLCoefficient(config.kl.coef, target=config.kl.target, horizon=config.kl.horizon),
+            bonus=EntropyCoefficient(config.entropy_coef, target=entropy.target, step=entropy.step, most=entropy.most),
+            shards=WeightShards(self._policy.lm, dtype=self._dtype, rank=self._rank, adapter=self._adapter),
+        )
+
     def _adamw(self, policy: Policy, *, lr: float, grows: bool) -> torch.optim.AdamW:
         """`peak_lr` is reached after the warm-up. A value head learns faster: at the policy's rate it lags for 20 steps; and in
         proportion to the scores' size: Adam's steps do not grow with them, and values of 100 would be far. `grows`: gradients
@@ -397,14 +415,18 @@ class Trainer:
     def _kept_weights(self) -> fsdp.Shards:
         """A copy of what is trained, for a later pass. Passes round weights to the model's dtype, in which they were published too:
         in that dtype such a copy gives the same numbers to the bit."""
-        host = torch.device("cpu") if self._config.keep_on == "host" else None
-        return fsdp.clone_shards(self._policy, dtype=self._dtype, device=host)
+        return fsdp.clone_shards(self._policy, dtype=self._dtype, device=self._place)
+
+    @property
+    def _place(self) -> torch.device | None:
+        """The device where copies of weights are kept; None: their own."""
+        return torch.device("cpu") if self._config.keep_on == "host" else None
 
     def _remember(self, version: int) -> None:
         """Keeps these weights for the steps in which they will be an older version."""
-        self._history[version] = self._kept_weights()
-        for old in [old for old in self._history if old <= version - self._keep_versions + 1]:
-            del self._history[old]
+        self._own.history[version] = self._kept_weights()
+        for old in [old for old in self._own.history if old <= version - self._keep_versions + 1]:
+            del self._own.history[old]
 
     def _check_logprobs(
         self, table: BatchTensors, *, logprobs: Tensor, version: int
@@ -417,7 +439,7 @@ class Trainer:
             return {}, torch.where(checked, answers, torch.nan)
         picked = torch.from_numpy(self._rows_to_check(len(table.sequences.ids)))
         owners = np.repeat(np.arange(len(table.sequences.ids)), table.sequences.counts)
-        for old, shards in self._history.items():
+        for old, shards in self._own.history.items():
             own = (table.versions == old) & ~checked & picked[owners]
             if not bool(own.any()):
                 continue
@@ -434,7 +456,7 @@ class Trainer:
 
     def _rows_to_check(self, num_rows: int) -> np.ndarray:
         """[num_rows] true where a row is computed again under older versions; drawn anew in each step, alike on all ranks."""
-        rng = np.random.default_rng((self._seed, self._steps, num_rows))
+        rng = np.random.default_rng((self._seed, self._own.steps, num_rows))
         picked = np.zeros(num_rows, dtype=bool)
         picked[rng.permutation(num_rows)[: math.ceil(self._config.check_logprobs * num_rows)]] = True
         return picked
@@ -444,12 +466,12 @@ class Trainer:
     ) -> tuple[Goals, dict[str, float]]:
         """What the updates aim at, and the mean KL if it was taken off the rewards."""
         reference, rewards, metrics = torch.zeros_like(before.logprobs), table.rewards, {}
-        if self._reference is not None:
-            with fsdp.swapped(self._policy, shards=self._reference):
+        if self._own.reference is not None:
+            with fsdp.swapped(self._policy, shards=self._own.reference):
                 reference = self._sweep(table.sequences, critic=False)[0]
             if self._config.kl.in_reward:
                 kl = kl_estimate(before.logprobs, reference=reference, kind=self._config.kl.kind)
-                rewards = rewards - self._kl.value * kl
+                rewards = rewards - self._own.kl.value * kl
                 metrics["policy/kl_ref"] = float((shares * kl).sum())
         evidence = self._evidence(table, shares=shares, before=before, rewards=rewards)
         estimate = self._estimator.compute(evidence)
@@ -474,7 +496,7 @@ class Trainer:
             picked=torch.zeros_like(table.fresh),
         )
         return Goals(
-            targets=targets.to(self._device), scale=evidence.scale, entropy_coef=self._bonus.in_force(entropy)
+            targets=targets.to(self._device), scale=evidence.scale, entropy_coef=self._own.bonus.in_force(entropy)
         ), metrics
 
     def _evidence(self, table: BatchTensors, *, shares: Tensor, before: Before, rewards: Tensor) -> AdvantageInputs:
@@ -510,13 +532,13 @@ class Trainer:
     def _update(self, table: BatchTensors, *, goals: Goals) -> dict[str, float]:
         """Epochs times mini-batches optimizer updates."""
         config = self._config
-        warmth = min(1.0, (self._steps + 1) / (config.lr_warmup_steps + 1))
-        for optimizer in filter(None, (self._optimizer, self._critic_optimizer)):
+        warmth = min(1.0, (self._own.steps + 1) / (config.lr_warmup_steps + 1))
+        for optimizer in filter(None, (self._own.optimizer, self._critic_optimizer)):
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * warmth * (goals.scale if group["rate_grows"] else 1.0)
                 group["eps"] = EPS * (goals.scale if group["eps_grows"] else 1.0)
         step_metrics = StepMetrics()
-        rng = np.random.default_rng((self._seed, self._steps))
+        rng = np.random.default_rng((self._seed, self._own.steps))
         owners = kept_together(
             table.sequences, groups=_row_groups(table), episodes=table.episodes, num=config.minibatches
         )
@@ -554,7 +576,7 @@ class Trainer:
             step_metrics.add(means=loss.means, maxima=loss.maxima)
         clip = self._config.grad_clip
         own_clip = clip * goals.scale if self._estimator.in_scores else clip
-        norm = self._step(self._policy, optimizer=self._optimizer, clip=own_clip)
+        norm = self._step(self._policy, optimizer=self._own.optimizer, clip=own_clip)
         critic_norm = 0.0
         if self._critic is not None and self._critic_optimizer is not None:
             # behind a head that grows with the scores, so does the gradient of what it sits on
@@ -574,7 +596,7 @@ class Trainer:
             values=outputs.values,
             targets=goals.targets,
             config=config,
-            kl_coef=0.0 if config.kl.in_reward else self._kl.value,
+            kl_coef=0.0 if config.kl.in_reward else self._own.kl.value,
             entropy_coef=goals.entropy_coef,
             scale=goals.scale,
         )

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from buffers.errors import EngineDied, EngineError
-from mocked_server.fleet.member import EngineFigures, FleetEngine, Sampled
+from mocked_server.fleet.member import AdapterEngine, EngineFigures, FleetEngine, Sampled
 from mocked_server.fleet.routing import Routes
 
 logger = logging.getLogger(__name__)
@@ -220,6 +220,19 @@ class EngineFleet:
             longest = max(longest, await engine.load_weights(folder, version=version))
             if engine.is_up and engine.version == version and engine.name in self._engines:
                 self._join(engine)
+        return longest
+
+    async def load_adapter(self, folder: Path, *, role: str, version: int) -> float:
+        """Give a role's adapter to each engine in turn, as `load_weights` does. Versions of several roles are not compared: no
+        engine lags more than the load that is under way. Raises EngineError for an engine that has no adapters by role."""
+        longest = 0.0
+        for engine in self._engines.values():
+            if not isinstance(engine, AdapterEngine):
+                raise EngineError(
+                    f"engine {engine.name} must have an adapter for each role, and cannot; set learner.lora.per_role=false"
+                )
+            longest = max(longest, await engine.load_adapter(folder, role=role, version=version))
+            self.version = max(self.version, engine.version)
         return longest
 
     async def sleep(self) -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from buffers.errors import EngineError
+
+ADAPTER_OF = "adapter_of"
+"""Argument of `generate`: the role whose adapter answers, where roles have adapters of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,3 +120,12 @@ class FleetEngine(Protocol):
 
     async def wake_up(self) -> None: ...
     def figures(self) -> EngineFigures: ...
+
+
+@runtime_checkable
+class AdapterEngine(Protocol):
+    """An engine that can serve an adapter for each role."""
+
+    async def load_adapter(self, folder: Path, *, role: str, version: int) -> float:
+        """Answer this role's requests with this adapter from now on; see `FleetEngine.load_weights`."""
+        ...

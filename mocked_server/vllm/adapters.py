@@ -1,9 +1,10 @@
 """The adapters (LoRA) of one engine: each version of the policy is one more, and a generation ends under the one it began with.
+Where roles have adapters of their own, each role has versions of its own.
 
 Owned by `mocked_server.vllm.engine.VLLMEngine`. Nothing pauses: a version is read in between two steps of the engine, and requests
 that come afterwards carry it. Tokens are labelled by its name, as vLLM's own label is of the base weights, which never change.
 Invariants: an adapter that a generation uses stays, with its files, which vLLM may read again; of the others the newest `kept`
-ones stay. A new engine process has none.
+ones of each role stay. A new engine process has none.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def is_adapter(folder: Path) -> bool:
 
 
 def lora_words(*, rank: int, kept: int) -> list[str]:
-    """vLLM's server arguments for adapters of this rank (1 to 512), `kept` versions of them and the one that is coming."""
+    """vLLM's server arguments for adapters of this rank (1 to 512), `kept` versions of them, of all roles together, and the one
+    that is coming."""
     from vllm.config.lora import MaxLoRARanks
 
     largest = min(most for most in get_args(MaxLoRARanks) if most >= rank)
@@ -60,18 +62,18 @@ def label_of(name: str) -> str | None:
 
 
 class PolicyAdapters:
-    """`kept`: how many of the newest versions stay when nothing uses them."""
+    """`kept`: how many of the newest versions stay when nothing uses them; roles share that number."""
 
     def __init__(self, *, kept: int) -> None:
         self._kept = kept
         self._llm: Any = None
         """The engine process that has them."""
-        self._loaded: list[Adapter] = []
-        """Oldest first."""
+        self._loaded: dict[str, list[Adapter]] = {}
+        """Those of each role, oldest first; of the one policy under the empty name."""
         self._ids = 0
 
-    async def load(self, llm: Any, folder: Path, *, version: int) -> float:
-        """Make the adapter in `folder` the newest one. Returns the seconds that it took the engine, at most."""
+    async def load(self, llm: Any, folder: Path, *, version: int, role: str = "") -> float:
+        """Make the adapter in `folder` the newest one, of this role. Returns the seconds that it took the engine, at most."""
         from vllm.lora.request import LoRARequest
 
         if llm is not self._llm:
@@ -84,20 +86,23 @@ class PolicyAdapters:
         began = time.monotonic()
         await llm.add_lora(request)
         took_s = time.monotonic() - began
-        self._loaded.append(Adapter(version, request, own))
-        for old in [one for one in self._loaded[: -self._kept] if not one.running]:
-            self._loaded.remove(old)
+        of_role = self._loaded.setdefault(role, [])
+        of_role.append(Adapter(version, request, own))
+        kept = max(1, self._kept // len(self._loaded))
+        for old in [one for one in of_role[:-kept] if not one.running]:
+            of_role.remove(old)
             await llm.remove_lora(old.request.lora_int_id)
             shutil.rmtree(old.folder, ignore_errors=True)
         return took_s
 
     @contextmanager
-    def newest(self) -> Iterator[dict[str, Any]]:
-        """A generation runs inside: the arguments that it takes of vLLM."""
-        adapter = self._loaded[-1] if self._loaded else None
-        if adapter is None:
+    def newest(self, role: str = "") -> Iterator[dict[str, Any]]:
+        """A generation of this role runs inside: the arguments that it takes of vLLM."""
+        of_role = self._loaded.get(role)
+        if not of_role:
             yield {}
             return
+        adapter = of_role[-1]
         adapter.running += 1
         try:
             yield adapter.arguments()
@@ -106,9 +111,9 @@ class PolicyAdapters:
 
     def clear(self) -> None:
         """Forget them all: the engine process is gone."""
-        for one in self._loaded:
+        for one in [one for of_role in self._loaded.values() for one in of_role]:
             shutil.rmtree(one.folder, ignore_errors=True)
-        self._loaded = []
+        self._loaded = {}
 
 
 def _own_files(folder: Path) -> Path:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from buffers.errors import EngineDied, EngineError, RequestRefused
-from mocked_server.fleet.member import EngineFigures, EngineLost, Sampled
+from mocked_server.fleet.member import ADAPTER_OF, EngineFigures, EngineLost, Sampled
 from mocked_server.vllm import continued_requests
 from mocked_server.vllm.adapters import PolicyAdapters, is_adapter
 from mocked_server.vllm.continued_requests import continued, interrupted, never_began
@@ -105,8 +105,8 @@ class VLLMEngine:
         self._processes: list[BaseProcess] = []
         """What the last boot has started, or is starting."""
         self._up = False
-        self._weights = weights
-        """(folder, version) that it has, or is to have once it is back."""
+        self._weights = {} if weights is None else {"": weights}
+        """(folder, version) that it has, or is to have once it is back; of adapters of roles, by role."""
         self.version = 0
         self._life = 0
         """Processes that it had."""
@@ -168,16 +168,17 @@ class VLLMEngine:
         # vLLM keeps the answer: else the first request would ask, and wait without end if the engine died then.
         await self._llm.get_supported_tasks()
         await self._llm.update_weight_version(str(self.version))
-        loaded: tuple[Path, int] | None = None
-        while (weights := self._weights) is not None and weights != loaded:
-            loading = asyncio.ensure_future(self._load(weights[0], weights[1]))
+        loaded: dict[str, tuple[Path, int]] = {}
+        while due := [role for role, weights in self._weights.items() if loaded.get(role) != weights]:
+            role, weights = due[0], self._weights[due[0]]
+            loading = asyncio.ensure_future(self._load(*weights, role))
             try:
                 await asyncio.wait({loading})
             finally:
                 loading.cancel()
-            if (error := loading.exception()) is not None and self._weights == weights:
+            if (error := loading.exception()) is not None and self._weights[role] == weights:
                 raise error  # else newer ones came meanwhile, and the files of these are gone
-            loaded = weights
+            loaded[role] = weights
 
     async def restart(self) -> None:
         """Start a new process in place of the dead one, with the weights that were loaded last; their folder must still be
@@ -267,8 +268,9 @@ class VLLMEngine:
         if not self.is_up:
             raise self._lost(f"engine {self.name} is down", sampled=never_began(request_id))
         llm = self._llm
+        role, extra = extra.get(ADAPTER_OF, ""), {name: value for name, value in extra.items() if name != ADAPTER_OF}
         try:
-            with self._silence.expecting(), self._adapters.newest() as adapter:
+            with self._silence.expecting(), self._adapters.newest(role) as adapter:
                 outputs = llm.generate(tokens_input(ids), params, request_id, **extra, **adapter)
                 async with aclosing(outputs) as outputs:
                     async for output in outputs:
@@ -297,16 +299,24 @@ class VLLMEngine:
         The KV cache is cleared: what stays in flight is recomputed under the new weights, as its next tokens are. An engine
         that is down gets them when it is back.
         """
-        self._weights = folder, version
-        loaded = self.is_up and await self._while_alive(self._load(folder, version))
+        return await self._take(folder, version, "")
+
+    async def load_adapter(self, folder: Path, *, role: str, version: int) -> float:
+        """The same for the adapter of one role, whose requests begin with it afterwards. `self.version` is that of the role that
+        has the highest."""
+        return await self._take(folder, version, role)
+
+    async def _take(self, folder: Path, version: int, role: str) -> float:
+        self._weights[role] = folder, version
+        loaded = self.is_up and await self._while_alive(self._load(folder, version, role))
         return self._paused_s if loaded else 0.0
 
-    async def _load(self, folder: Path, version: int) -> None:
+    async def _load(self, folder: Path, version: int, role: str = "") -> None:
         llm, began = self._llm, time.monotonic()
         if is_adapter(folder):
             with self._silence.expecting():
-                self._paused_s = await self._adapters.load(llm, folder, version=version)
-            self.version = version
+                self._paused_s = await self._adapters.load(llm, folder, version=version, role=role)
+            self.version = max(newest for _, newest in self._weights.values()) if role else version
             return
         with self._silence.expecting():
             await _freeze(llm)

@@ -40,7 +40,7 @@ class EngineSettings:
     lora_rank: int = 0
     """Rank of the adapters that are loaded as versions of the policy; 0: whole weights are."""
     kept_versions: int = 1
-    """Adapters that are kept for the generations that began under them."""
+    """Adapters that are kept for the generations that began under them, of all roles together."""
     beside_rank: bool = True
     """A rank of the learner is on a card of an engine's."""
     role_names: tuple[str, ...] = ()

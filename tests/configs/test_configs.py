@@ -130,7 +130,10 @@ def test_a_file_may_set_a_part_of_a_section(tmp_path: Path) -> None:
         ({"learner": {"kl_coef": 0.1}}, ["learner.kl_coef", "set learner.kl.coef", "learner.kl.target"]),
         ({"learner": {"kl_kind": "reward_k1"}}, ["learner.kl_kind", "set learner.kl.kind", "learner.kl.in_reward"]),
         ({"warm_start": {"traces": "x.parquet"}}, ["warm_start.traces is not", "set warm_start.demonstrations"]),
-        ({"learner": {"lora": [32, 64]}}, ["learner.lora.rank, learner.lora.alpha", "got [32, 64]"]),
+        (
+            {"learner": {"lora": [32, 64]}},
+            ["learner.lora.rank, learner.lora.alpha, learner.lora.per_role", "got [32, 64]"],
+        ),
         ({"learner": {"clip": [0.2, 0.3]}}, ["learner.clip.low, learner.clip.high", "got [0.2, 0.3]"]),
         ({"run": {"checkpoints": [5, 2]}}, ["run.checkpoints.every, run.checkpoints.keep", "got [5, 2]"]),
         ({"data": {"validation": ["x", 1, 1]}}, ["data.validation.tasks, data.validation.every", "got ['x', 1, 1]"]),
@@ -169,7 +172,7 @@ def test_the_places_of_old_keys_exist() -> None:
         ("learner.group_size", "did you mean buffer.group_size?"),
         ("run.kl.coef", "did you mean learner.kl.coef?"),
         ("learner.validation", "did you mean data.validation?"),
-        ("learner.lora.zzzz", "there are: learner.lora.rank, learner.lora.alpha"),
+        ("learner.lora.zzzz", "there are: learner.lora.rank, learner.lora.alpha, learner.lora.per_role"),
         ("data.scorer.default", "data.scorer is one value, text or mapping of text to text: set data.scorer="),
     ],
 )

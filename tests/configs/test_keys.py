@@ -46,7 +46,8 @@ def test_kinds_are_words(name: str, default: str, kind: str) -> None:
 
 
 def test_a_prefix_is_a_section_a_key_or_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [key.name for key in keys_below("learner.lora")] == ["learner.lora.rank", "learner.lora.alpha"]
+    lora = ["learner.lora.rank", "learner.lora.alpha", "learner.lora.per_role"]
+    assert [key.name for key in keys_below("learner.lora")] == lora
     assert [key.name for key in keys_below("learner.lr")] == ["learner.lr"], "and not learner.lr_warmup_steps"
     assert len(keys_below("")) == len(all_keys()) > 60
     assert main(["learner.clip.low"]) == 0

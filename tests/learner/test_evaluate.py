@@ -23,6 +23,19 @@ def test_a_run_gives_its_newest_weights_not_those_that_it_began_with(tmp_path):
         weights_of(tmp_path)
 
 
+def test_adapters_of_roles_are_played_with_the_roles_that_they_were_trained_as(tmp_path):
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "config.json").touch()
+    (tmp_path / "adapters" / "versions.json").write_text('{"scout": 3, "runner": 2}')
+    with pytest.raises(
+        TaskError, match=r"roles scout, runner, got a configuration with none; set learner\.lora and roles"
+    ):
+        evaluated_config(load_config(), checkpoint=tmp_path, samples=1)
+    roles = ["roles={runner: {}, scout: {}, old: {frozen: models/old}}", "learner.lora={rank: 4, per_role: true}"]
+    config = load_config(overrides=[*roles, "learner.advantage=grpo", "learner.critic=none"])
+    assert evaluated_config(config, checkpoint=tmp_path, samples=1).model.path == str(tmp_path)
+
+
 def test_validation_tasks_are_played_where_there_are_some():
     config = load_config(overrides=["data.validation.tasks=val.parquet", "data.validation.samples=4"])
     played = evaluated_config(config, checkpoint=None, samples=None)

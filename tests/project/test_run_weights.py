@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from benchmarks.faults import descendants
+from buffers.ledger.ledger import Ledger
 from tests.project.test_recovery import kill
 from tests.support.run_parts import Run, assert_nothing_left, start
 
@@ -76,6 +79,65 @@ def test_adapters_are_exact_through_an_engines_death_and_a_resume(tmp_path: Path
     assert max(figures(again, "publish/bytes")) < 0.6 * 2 * WEIGHTS_BYTES, "the adapter alone travels"
     assert max(figures(again, "policy/lag_max")) == 1.0
     assert_nothing_left(again)
+
+
+APART = (
+    "learner.lora.rank=4", "learner.lora.per_role=true", "learner.lr=1e-2", "learner.entropy_coef=0.05",
+    "roles={scout: {}, runner: {}, silent: {}}",
+)  # fmt: skip
+
+
+def relay_files(folder: Path) -> tuple[str, ...]:
+    """The relay game's tasks and demonstrations, written into `folder`."""
+    tasks, traces = folder / "tasks.parquet", folder / "traces.parquet"
+    words = ["{python}", "-m", "env_adapters.relay.make_data", "--tasks", str(tasks), "--traces", str(traces)]
+    return f"data.tasks={tasks}", f"warm_start.demonstrations={traces}", f"data.make={json.dumps(words)}"
+
+
+def test_adapters_of_roles_are_exact_through_deaths_and_a_resume_and_one_that_starves_stops_no_other(
+    tmp_path: Path,
+) -> None:
+    settings = (*SMALL, *APART, *relay_files(tmp_path), "run.checkpoints.every=2")
+    run = start(tmp_path, "run.steps=4", *settings, config="configs/relay.yaml")
+    run.wait_for_step(2)
+    kill(run, "engine")
+    code, output = run.wait()
+    assert code == 0, output
+    saved = run.folder / "checkpoints" / "step-000002"
+    again = start(tmp_path, "run.steps=6", *settings, config="configs/relay.yaml", resume=str(saved))
+    code, output = again.wait()
+    assert code == 0, output
+    for role in ("scout", "runner"):
+        assert figures(again, f"adapter/{role}/version") == [1, 2, 3, 4, 5, 6]
+        checked, too_old = (figures(again, f"adapter/{role}/policy/{name}_share") for name in ("checked", "too_old"))
+        assert [round(one + other, 5) for one, other in zip(checked, too_old, strict=True)] == [1.0] * 6
+        assert max(figures(again, f"adapter/{role}/policy/max_logprob_diff")) < 1e-5, (
+            "each token is of its role's adapter"
+        )
+        assert max(figures(again, f"adapter/{role}/policy/lag_max")) == 1.0
+    assert figures(again, "adapter/silent/version") == [0] * 6
+    newest = again.folder / "checkpoint" / "adapters"
+    stored = [newest / role / "adapter_model.safetensors" for role in ("scout", "runner", "silent")]
+    assert len({file.read_bytes() for file in stored}) == 3, "each learned by itself, or not at all"
+    assert json.loads((newest / "versions.json").read_text()) == {"scout": 6, "runner": 6, "silent": 0}
+    assert_nothing_left(again)
+
+
+def test_a_role_that_plays_an_earlier_adapter_is_sampled_by_exactly_that_one(tmp_path: Path) -> None:
+    """`frozen: -1` with LoRA: the earlier version is an adapter too."""
+    roles = ("learner.lora.rank=4", "learner.lr=1e-2", "roles={scout: {}, runner: {frozen: -1}}")
+    run = start(tmp_path, "run.steps=4", *SMALL, *roles, *relay_files(tmp_path), config="configs/relay.yaml")
+    code, output = run.wait()
+    assert code == 0, output
+    assert figures(run, "policy/role_version/runner") == [0, 1, 2, 3]
+    assert max(figures(run, "policy/max_logprob_diff")) < 1e-5
+    ledger = Ledger(run.folder / "ledger.sqlite")
+    with closing(sqlite3.connect(run.folder / "ledger.sqlite")) as db:
+        names = [name for (name,) in db.execute("SELECT DISTINCT episode_id FROM round WHERE role = 'runner'")]
+    rounds = [one for name in names for one in ledger.rounds(name).result() if one.role == "runner"]
+    ledger.close()
+    assert len({int(version) for one in rounds for version in one.versions}) >= 3, "each version played"
+    assert all(one.trained is not None and not one.trained.any() for one in rounds)
 
 
 def test_the_puller_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_only_the_adapter_and_the_value_head_are_trained(trainer: Trainer) -> No
     small = {name for name in before if "lora_" in name or name.startswith("value_head")}
     assert changed == small
     assert len(small) == 2 * 7 * 2 + 2  # A and B of seven matrices in two layers
-    optimized = sum(len(group["params"]) for group in trainer._optimizer.param_groups)
+    optimized = sum(len(group["params"]) for group in trainer._own.optimizer.param_groups)
     assert optimized == len(small)
 
 
@@ -75,11 +75,11 @@ def test_reference_is_the_model_with_its_adapter_off_and_costs_an_adapters_memor
     for version in range(2):
         metrics = trainer.train_step(walks(), version=version)
     assert metrics["policy/kl_ref"] > 1e-6
-    assert trainer._reference is not None
-    assert sum(shard.numel() for shard in trainer._reference) < 0.1 * sum(
+    assert trainer._own.reference is not None
+    assert sum(shard.numel() for shard in trainer._own.reference) < 0.1 * sum(
         weight.numel() for weight in trainer._policy.parameters()
     )
-    with fsdp.swapped(trainer._policy, shards=trainer._reference), torch.no_grad():
+    with fsdp.swapped(trainer._policy, shards=trainer._own.reference), torch.no_grad():
         ids = PROMPT[0]
         found = trainer._policy(_all_trained(ids), temperature=1.0).logprobs
     plain = _logits(AutoModelForCausalLM.from_pretrained(model))[0, :-1].log_softmax(-1)

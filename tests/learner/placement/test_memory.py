@@ -101,6 +101,14 @@ def test_what_is_kept_on_the_host_is_not_on_the_card() -> None:
     on_the_host = total(on_host(model, moved, **rest))
     assert on_the_host == sizes[0] - sizes[1] == pytest.approx(model.parameters * (8 + 2 + 2) / 2)
     assert on_host(model, LearnerConfig(**given), **rest) == []
+    two = total(of_rank(model, moved, longest_row=1, on_gpu=True, policies=2, **rest), certain=True)
+    assert two == total(of_rank(model, moved, longest_row=1, on_gpu=True, **rest), certain=True), (
+        "all of it is on the host"
+    )
+    more = total(on_host(model, moved, policies=2, **rest))
+    assert more == pytest.approx(2 * on_the_host + model.parameters * 4 / 2), (
+        "and the weights of the one that is not trained now"
+    )
     same = of_rank(model, moved, longest_row=1, on_gpu=False, **rest)  # on a CPU it is all one memory
     assert total(same, certain=True) == sizes[0]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.matrix.effects import all_of, always, counted, expect, metric
+from safetensors.torch import load_file
+
+from tests.matrix.effects import absent, all_of, always, counted, expect, metric
 from tests.matrix.records import Effect, Ended, NoEffect, Row
 from tests.matrix.scenarios.program_runs import NOTES
 
@@ -42,6 +44,8 @@ def rows() -> list[Row]:
         Row("server.replay_match", "tolerant", "parsers", _branches(1.0)),
         Row("server.replay_match", "strict", "strict", _branches(2.0)),
         Row("roles", "", "roles", all_of(_two_speak_and_one_learns, metric("policy/role_version/runner", lambda found: found == [0, 1, 2]))),
+        Row("learner.lora.per_role", False, "roles", absent("adapter/scout/version")),
+        Row("learner.lora.per_role", True, "roles-apart", all_of(_each_role_has_versions, _adapters_differ)),
         Row("agents.command", "ends with 0", "ends", _says_that_it_ended),
     ]  # fmt: skip
 
@@ -53,6 +57,27 @@ def _two_speak_and_one_learns(ended: Ended) -> str:
     shares = ended.metric("batch/role_tokens/scout")
     seen = f"{scout} trained rounds of the scout, {runner} of the runner that are not, shares {shares}"
     return expect(min(scout, runner) >= 32 and set(shares) == {1.0}, seen)
+
+
+def _each_role_has_versions(ended: Ended) -> str:
+    """Those that speak are updated in each step and sampled by their own versions; the other one stops nobody."""
+    versions = {role: ended.metric(f"adapter/{role}/version") for role in ("scout", "runner", "silent")}
+    largest = [max(ended.metric(f"adapter/{role}/policy/max_logprob_diff")) for role in ("scout", "runner")]
+    seen = f"versions {versions}, largest differences of log-probabilities {largest}"
+    return expect(
+        versions == {"scout": [1, 2, 3], "runner": [1, 2, 3], "silent": [0, 0, 0]} and max(largest) < 1e-5, seen
+    )
+
+
+def _adapters_differ(ended: Ended) -> str:
+    """The last checkpoint has an adapter for each role; the one that was never trained adds nothing to the model."""
+    folder = ended.folder / "checkpoint" / "adapters"
+    sizes, weights = {}, {}
+    for role in ("scout", "runner", "silent"):
+        weights[role] = load_file(folder / role / "adapter_model.safetensors")
+        sizes[role] = sum(float(part.abs().sum()) for name, part in weights[role].items() if ".lora_B." in name)
+    differ = any(not weights["scout"][name].equal(part) for name, part in weights["runner"].items())
+    return expect(differ and sizes["silent"] == 0.0 < min(sizes["scout"], sizes["runner"]), f"sizes of B: {sizes}")
 
 
 def notes(ended: Ended) -> list[dict[str, Any]]:

@@ -52,6 +52,15 @@ ROLES: dict[str, Any] = {
     "learner.critic": "none",
 }
 """Two speakers in each episode, one of them the policy as it was a version ago."""
+APART: dict[str, Any] = {
+    **ROLES,
+    "roles": {"scout": {}, "runner": {}, "silent": {}},
+    "learner.lora.rank": 4,
+    "learner.lora.per_role": True,
+    "learner.entropy_coef": 0.05,
+    "learner.lr": 2e-2,
+}
+"""Two speakers in each episode, each an adapter of its own, and a role that nobody asks."""
 
 
 def _relay(folder: Path) -> None:
@@ -158,6 +167,7 @@ def _judged() -> list[Run]:
             environment=notes,
         ),
         Run(name="roles", settings=ROLES, files=_relay),
+        Run(name="roles-apart", settings=APART, files=_relay),
         Run(name="silent", settings=SILENT, files=fates("", "", "silent"), environment=notes),
         Run(
             name="resumed",

@@ -18,6 +18,29 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"roles": {"judge": {"url": "http://127.0.0.1:1/v1"}}},
         ("roles must name one that the policy plays", "got judge"),
     ),
+    "an adapter for each of no roles": (
+        {"learner.lora": {"rank": 4, "per_role": True}},
+        ("learner.lora.per_role", "got no roles", "set roles"),
+    ),
+    "an adapter for each role without a rank": (
+        {"learner.lora": {"per_role": True}, "roles": {"a": {}, "b": {}}},
+        ("learner.lora.per_role", "learner.lora.rank=0", "set learner.lora.rank=32"),
+    ),
+    "an adapter for each role with a critic": (
+        {
+            "learner.lora": {"rank": 4, "per_role": True}, "roles": {"a": {}, "b": {}}, "learner.advantage": "gae",
+            "learner.critic": "shared",
+        },
+        ("learner.lora.per_role", "got learner.advantage=gae", "set learner.advantage=grpo"),
+    ),
+    "an adapter for each role beside an earlier version": (
+        {"learner.lora": {"rank": 4, "per_role": True}, "roles": {"a": {}, "b": {"frozen": -1}}},
+        ("roles.b.frozen=-1", "learner.lora.per_role=true", "leave learner.lora.per_role out"),
+    ),
+    "an adapter for each role in a cluster": (
+        {"learner.lora": {"rank": 4, "per_role": True}, "roles": {"a": {}}, "buffer.node": "127.0.0.1"},
+        ("learner.lora.per_role", "one machine", "buffer.node=127.0.0.1"),
+    ),
     "a key that agents get": (
         {"roles": {"a": {}, "b": {"url": "http://127.0.0.1:1/v1", "key_variable": "HOME"}}, "agents.environment": ["HOME"]},
         ("roles.b.key_variable", "HOME", "agents.environment"),

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from configs.schema import LoraConfig, RolloutConfig, ServerConfig
 from learner.model.lora import add_adapter, peft_names, write_description
 from mocked_server.answer_recorder import AnswerRecorder
+from mocked_server.fleet.member import ADAPTER_OF
 from mocked_server.rollout import VLLMRollout
 from mocked_server.vllm.adapters import lora_words
 from mocked_server.vllm.engine import VLLMEngine
@@ -74,14 +75,17 @@ def make(tiny_model: Path, tmp_path: Path) -> Make:
     return made
 
 
-async def generate(engine: VLLMEngine, num_tokens: int, *, seed: int, on_token: Callable[[], object] = int) -> Any:
+async def generate(
+    engine: VLLMEngine, num_tokens: int, *, seed: int, on_token: Callable[[], object] = int, role: str = ""
+) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     params = SamplingParams(
         max_tokens=num_tokens, logprobs=0, seed=seed, ignore_eos=True, output_kind=RequestOutputKind.DELTA
     )
     recorder = AnswerRecorder(f"r-{seed}")
-    async for output in engine.generate(PROMPT, params, request_id=f"r-{seed}-{time.monotonic_ns()}"):
+    own = {ADAPTER_OF: role} if role else {}
+    async for output in engine.generate(PROMPT, params, request_id=f"r-{seed}-{time.monotonic_ns()}", **own):
         recorder.add(output)
         on_token()
     (response,) = recorder.responses(version=-1)
@@ -165,6 +169,55 @@ def test_a_new_engine_process_has_the_newest_adapter(
     response = adapted.wait(generate(engine, 20, seed=4))
     assert set(response.versions.tolist()) == {10}
     assert difference(tiny_model, folder, response) < TOLERANCE
+
+
+def test_each_role_has_versions_of_its_own_and_a_new_one_leaves_the_others_generations_alone(
+    adapted: VLLMRollout, make: Make, tiny_model: Path
+) -> None:
+    """Last, as it ends with an engine of its own: the roles' adapters come back with a new process."""
+    folders = {
+        (role, version): make(10 * number + version) for number, role in enumerate("ab", 3) for version in (5, 6)
+    }
+    settings = EngineSettings(
+        model_path=tiny_model,
+        served_name="policy",
+        dtype="float32",
+        rollout=RolloutConfig(max_tokens=256, max_model_len=1024, kv_cache_gb=0.0625),
+        server=ServerConfig(),
+        lora_rank=RANK,
+        kept_versions=2 * KEPT,
+    )
+    with VLLMRollout(settings) as rollout:
+        engine = rollout.engine
+
+        async def load(role: str, version: int) -> None:
+            await engine.load_adapter(folders[role, version], role=role, version=version)
+
+        async def swap_midway() -> tuple[Any, Any, Any]:
+            await load("a", 5)
+            await load("b", 6)
+            begun = asyncio.Event()
+            running = asyncio.create_task(generate(engine, 400, seed=1, on_token=begun.set, role="b"))
+            old = asyncio.create_task(generate(engine, 400, seed=2, role="a"))
+            await begun.wait()
+            await load("a", 6)
+            new = await generate(engine, 20, seed=3, role="a")
+            assert not running.done() and not old.done(), "they must still run for this to show anything"
+            return await running, await old, new
+
+        other, old, new = rollout.wait(swap_midway())
+        assert [set(one.versions.tolist()) for one in (other, old, new)] == [{6}, {5}, {6}]
+        assert difference(tiny_model, folders["b", 6], other) < TOLERANCE
+        assert difference(tiny_model, folders["a", 5], old) < TOLERANCE
+        assert difference(tiny_model, folders["a", 6], new) < TOLERANCE
+        assert difference(tiny_model, folders["a", 6], other) > 0.01, "the roles must differ for this to show anything"
+        assert engine.version == 6
+        rollout.wait(engine.restart())
+        for role in "ab":
+            response = rollout.wait(generate(engine, 20, seed=4, role=role))
+            assert set(response.versions.tolist()) == {6}
+            assert difference(tiny_model, folders[role, 6], response) < TOLERANCE
+        assert len(rollout.wait(engine._llm.list_loras())) == 2
 
 
 def test_vllm_gets_the_least_of_its_ranks_that_holds_ours() -> None:

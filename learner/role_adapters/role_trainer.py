@@ -1,0 +1,192 @@
+"""One rank of the learner where each role is a policy of its own: an adapter on the base that all of them share.
+
+Started by `learner.training.ranks` in the place of `Trainer`. One adapter is in the model at a time; the others' matrices, and each
+role's optimizer, counters and earlier versions, wait beside it and are exchanged, so a role is trained exactly as a single policy
+is. A role's version is the number of its updates. Invariants: a role is updated once rows of `groups_per_step` groups wait for it,
+and by its own rows only; one whose rows are too few keeps its weights and its version, and the others go on; a token is too old by
+the versions of the role that sampled it. The base is never trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from buffers.records import Row, TrainBatch
+from configs.schema import LearnerConfig
+from learner.checkpoints import hf_export, training_state
+from learner.checkpoints.store import ADAPTERS, VERSIONS
+from learner.checkpoints.weight_shards import Published
+from learner.model import fsdp
+from learner.reporting.token_figures import ARRAYS, TokenFigures
+from learner.role_adapters import waiting_rows
+from learner.role_adapters.waiting_rows import WaitingRows
+from learner.training.batch_tensors import check_rows
+from learner.training.trainer import Progress, Trainer
+
+LARGEST = ("policy/max_logprob_diff", "policy/is_weight_max", "policy/lag_max")
+ADDED = ("learner/tokens", "learner/trained_tokens", "time/prepare_s", "time/train_s")
+"""Metrics of which a step has the largest or the sum over its roles; of the others it has the mean, weighed by trained tokens."""
+
+
+class RoleTrainer(Trainer):
+    """`roles`: the names of those that are trained, at least one; `groups_per_step`: groups of a role's batch, at least. The rest:
+    see `Trainer`."""
+
+    def __init__(self, config: LearnerConfig, *, roles: Sequence[str], groups_per_step: int, **settings: Any) -> None:
+        super().__init__(config, **settings)
+        self._groups_per_step = groups_per_step
+        self._present = roles[0]
+        """The role whose adapter is in the model."""
+        self._all: dict[str, Progress] = {role: self._progress() for role in roles}
+        self._own = self._all[self._present]
+        self._apart: dict[str, fsdp.Shards] = {}
+        """The adapters of the other roles."""
+        self._waiting = {role: WaitingRows() for role in roles}
+        self._begin_alike()
+
+    def _begin_alike(self) -> None:
+        """All roles begin with the adapter that is in the model."""
+        self._apart = {
+            role: fsdp.clone_shards(self._policy, device=self._place) for role in self._all if role != self._present
+        }
+
+    def _enter(self, role: str) -> None:
+        """Puts the role's adapter into the model, and its counters beside it."""
+        if role == self._present:
+            return
+        self._apart[self._present] = fsdp.clone_shards(self._policy, device=self._place)
+        fsdp.load_shards(self._policy, shards=self._apart.pop(role))
+        self._present, self._own = role, self._all[role]
+
+    def warm_start(self, traces_path: Path, *, steps: int, batch_size: int, lr: float, seed: int) -> dict[str, float]:
+        """See `Trainer.warm_start`: all roles begin with what it has learned."""
+        metrics = super().warm_start(traces_path, steps=steps, batch_size=batch_size, lr=lr, seed=seed)
+        self._begin_alike()
+        return metrics
+
+    def versions(self) -> dict[str, int]:
+        """The present version of each role: its updates since the warm start."""
+        return {role: own.steps for role, own in self._all.items()}
+
+    def train_step(self, batch: TrainBatch, *, version: int) -> dict[str, float]:
+        """The rows of a step's groups go to their roles, and those that have a batch are updated. `version` is the step's number,
+        by which no role counts.
+
+        Raises ValueError, before any change, for a batch with a score or log-probability that is not finite."""
+        check_rows(batch.rows)
+        figures, tokens = dict[str, float](), dict[int, TokenFigures]()
+        trained = dict[str, dict[str, float]]()
+        for role, waiting in self._waiting.items():
+            own = [row for row in batch.rows if row.role == role]
+            num_stale = waiting.add(own, min_version=self._all[role].steps - self._keep_versions + 1)
+            num_groups = waiting.num_groups
+            if num_groups >= self._groups_per_step:
+                self._enter(role)
+                rows = TrainBatch(rows=waiting.take(), lease_id=batch.lease_id)
+                trained[role] = super().train_step(rows, version=self._own.steps)
+                tokens |= _by_row(rows.rows, self._token_figures)
+            figures |= {
+                f"adapter/{role}/version": float(self._all[role].steps),
+                f"adapter/{role}/groups_waiting": float(waiting.num_groups),
+                f"adapter/{role}/groups_trained": float(num_groups if role in trained else 0),
+                f"adapter/{role}/groups_too_old": float(num_stale),
+            }
+        for role, metrics in trained.items():
+            figures |= {f"adapter/{role}/{name}": value for name, value in metrics.items()}
+        self._token_figures = _in_order(batch.rows, tokens)
+        return figures | of_all(trained)
+
+    def publish(self, folder: Path, *, base: str | None = None, role: str = "") -> Published:
+        """See `Trainer.publish`, of this role's adapter."""
+        self._enter(role)
+        return super().publish(folder, base=base)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Writes the base as a Hugging Face folder, with `adapters/<role>` below it, which peft and vLLM load, and their versions.
+        All ranks call this; rank 0 writes."""
+        writer = self._rank == 0
+        base = hf_export.gather(self._policy.lm, dtype=self._dtype, keep=writer, scaling=0.0)
+        adapters = {}
+        for role in self._all:
+            self._enter(role)
+            assert self._adapter is not None, "configs.schema: an adapter for each role needs learner.lora.rank"
+            adapter = hf_export.gather_adapter(self._policy.lm, config=self._adapter, keep=writer)
+            if adapter is not None:
+                adapters[f"{ADAPTERS}/{role}"] = adapter
+        if writer:
+            hf_export.write_folder(
+                folder, lm=self._policy.lm, tokenizer=self._tokenizer, weights=base, value_head={}, adapters=adapters,
+                dtype=self._dtype,
+            )  # fmt: skip
+            (folder / ADAPTERS / VERSIONS).write_text(json.dumps(self.versions()) + "\n", encoding="utf-8")
+
+    def save(self, folder: Path) -> None:
+        """Writes a folder for each role, and the rows that wait. All ranks call this."""
+        for role in self._all:
+            self._enter(role)
+            super().save(folder / role)
+        if self._rank == 0:
+            waiting_rows.write(folder, self._waiting)
+
+    def load(self, folder: Path) -> None:
+        """See `Trainer.load`. Raises ValueError, before any change, for a checkpoint of other roles."""
+        there = sorted(path.name for path in folder.iterdir() if (path / training_state.COUNTERS).is_file())
+        if there != sorted(self._all):
+            raise ValueError(
+                f"checkpoint {folder} must have an adapter for each of the roles {', '.join(self._all)}, got "
+                f"{', '.join(there) or 'one policy'}; resume with the roles and the learner.lora.per_role that it was saved with"
+            )
+        for role in self._all:
+            self._enter(role)
+            super().load(folder / role)
+        self._waiting = waiting_rows.read(folder, roles=self._all)
+
+    def _learned(self) -> dict[str, training_state.Learned]:
+        """Adapters alone: the base is the same in all checkpoints."""
+        return {"policy": training_state.Learned(module=self._policy, optimizer=self._own.optimizer, trained_only=True)}
+
+
+def _by_row(rows: Sequence[Row], figures: TokenFigures | None) -> dict[int, TokenFigures]:
+    """The figures of each row's trained tokens, by the row's id in this process."""
+    if figures is None:
+        return {}
+    own = [row for row in rows if row.num_trained and not row.greedy]
+    ends = np.cumsum([row.num_trained for row in own])
+    return {
+        id(row): TokenFigures(**{name: getattr(figures, name)[end - row.num_trained : end] for name in ARRAYS})
+        for row, end in zip(own, ends)
+    }
+
+
+def _in_order(rows: Sequence[Row], found: Mapping[int, TokenFigures]) -> TokenFigures:
+    """Those of a step's rows, in their order; unknown and without weight where a row was not trained in this step."""
+    own = [row for row in rows if row.num_trained and not row.greedy]
+    parts = {name: [np.empty(0, np.uint8 if name == "weighed" else np.float32)] for name in ARRAYS}
+    for row in own:
+        unknown = np.full(row.num_trained, np.nan, np.float32)
+        nothing = TokenFigures(
+            learner=unknown, start=unknown, advantage=unknown, weighed=np.zeros(row.num_trained, np.uint8)
+        )
+        for name in ARRAYS:
+            parts[name].append(getattr(found.get(id(row), nothing), name))
+    return TokenFigures(**{name: np.concatenate(some) for name, some in parts.items()})
+
+
+def of_all(trained: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a step, of those of the roles that were updated in it."""
+    names = dict.fromkeys(name for metrics in trained.values() for name in metrics)
+    found = dict[str, float]()
+    for name in names:
+        values = [(metrics[name], metrics["learner/trained_tokens"]) for metrics in trained.values() if name in metrics]
+        if name in LARGEST:
+            found[name] = max(value for value, _ in values)
+        elif name in ADDED:
+            found[name] = sum(value for value, _ in values)
+        else:
+            found[name] = sum(value * tokens for value, tokens in values) / sum(tokens for _, tokens in values)
+    return found
