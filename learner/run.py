@@ -79,7 +79,6 @@ def main(argv: list[str] | None = None, *, program: str = PROGRAM) -> int:
 def _run(arguments: argparse.Namespace, *, program: str) -> int:
     from buffers.errors import UnderstudyError
     from configs.load import DEFAULT, ConfigError, load_config, shipped
-    from learner.startup.hub import with_local_files
     from learner.startup.input_check import check_model, refusal
 
     try:
@@ -93,7 +92,7 @@ def _run(arguments: argparse.Namespace, *, program: str) -> int:
         print(f"error: {told}", file=sys.stderr)
         return 2
     try:
-        config = with_local_files(config)
+        config = local_config(config)
         check_model(config.model.path)
     except UnderstudyError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -166,10 +165,20 @@ def shape_of(path: str) -> ModelShape:
         return read_shape(make_tiny_model(Path(folder) / "tiny"))
 
 
+def local_config(config: Config) -> Config:
+    """The configuration with models and tasks as files of this machine; what is missing is downloaded or made. Raises
+    UnderstudyError."""
+    from agents.harbor.tasks import with_task_files
+    from learner.startup.hub import with_local_files
+
+    return with_local_files(with_task_files(config))
+
+
 def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
     """Raises UnderstudyError for what the configuration names and is not there, or cannot be used. Meant for `refusal`: it imports
     the module of a scorer. `learns` false: an evaluation, which has no learner."""
     from agents.external import check_named
+    from agents.harbor.start_check import check_harbor
     from agents.workers.config import read_loops
     from buffers.errors import UnderstudyError
     from env_adapters.child_process import resolve_command
@@ -191,6 +200,7 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
         check_parser(key, name)
     check_host(config.server.host, secret=folder.parent / SECRET_FILE)
     bind(config.server.host, config.server.port).close()
+    check_harbor(config)
     check_files(config, resumes=checkpoint is not None)
     commands = {
         "agents.command": config.agents.command,
@@ -204,7 +214,7 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
             except FileNotFoundError as error:
                 raise UnderstudyError(f"{key} cannot be started: {error}") from None
             check_script(key, command)
-    if config.agents.command:
+    if config.agents.command or config.env.harbor.agent:
         check_named(config.agents.environment)
     if config.agents.loops:
         read_loops(Path(config.agents.loops))
