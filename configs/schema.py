@@ -153,8 +153,8 @@ class HarborConfig(Section):
     agent_options: dict[str, Any] = Field(default_factory=dict)
     """Harbor's arguments of that agent: {max_turns: 8}."""
     environment: Annotated[str, Field(pattern=r"^([a-z][a-z0-9-]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] = "docker"
-    """Harbor's provider of environments (docker, daytona, modal, ...), or yours as `module:Class`; or `child`: a fenced child process
-    on this machine, for machines without docker, and no sandbox against attackers."""
+    """Harbor's provider of environments (docker, daytona, modal, ...), or yours as `module:Class`; or `child`: a fenced child
+    process on this machine, for machines without docker, and no sandbox against attackers."""
     environment_options: dict[str, Any] = Field(default_factory=dict)
     """Harbor's arguments of that provider: {auto_mounting: true}."""
     command: Annotated[list[str], Field(min_length=1)] = ["harbor"]
@@ -635,8 +635,8 @@ class Config(Section):
         if not harbor.agent:
             if given := [name for name in harbor.model_dump(exclude_defaults=True) if name != "agent"]:
                 raise ValueError(
-                    f"env.harbor.{given[0]} has an effect with env.harbor.agent only, got none; set env.harbor.agent=terminus-2, or "
-                    f"leave env.harbor.{given[0]} out"
+                    f"env.harbor.{given[0]} has an effect with env.harbor.agent only, got none; set env.harbor.agent=terminus-2, "
+                    f"or leave env.harbor.{given[0]} out"
                 )
             return
         others = {
@@ -647,8 +647,8 @@ class Config(Section):
         }
         if given := [key for key, value in others.items() if value]:
             raise ValueError(
-                f"env.harbor.agent={harbor.agent} plays and scores by itself, got {given[0]}={others[given[0]]} beside it; leave one "
-                f"of them out"
+                f"env.harbor.agent={harbor.agent} plays and scores by itself, got {given[0]}={others[given[0]]} beside it; leave "
+                f"one of them out"
             )
         if owned := sorted(HARBOR_OWNED & harbor.trial.keys()):
             raise ValueError(

@@ -1,8 +1,9 @@
-"""Reads a Dockerfile as far as a room of this machine can obey it: `python -m agents.harbor.dockerfile FILE VARIABLES` prints steps as JSON.
+"""Reads a Dockerfile as far as a room of this machine can obey it.
 
-Started by `agents.harbor.provider` in the interpreter of `harbor`; imports the standard library only. Obeyed are WORKDIR, ENV, ARG,
-COPY and ADD of the task's own files, and RUN. FROM is not: a room has this machine's programs. What only says how an image is
-started or published is left out; everything else is refused by its line, never skipped.
+`python -m agents.harbor.dockerfile FILE VARIABLES` prints its steps as JSON. Started by `agents.harbor.provider` in the
+interpreter of `harbor`; imports the standard library only. Obeyed are WORKDIR, ENV, ARG, COPY and ADD of the task's own files,
+and RUN. FROM is not: a room has this machine's programs. What only says how an image is started or published is left out;
+everything else is refused by its line, never skipped.
 """
 
 from __future__ import annotations

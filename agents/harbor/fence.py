@@ -1,4 +1,5 @@
-"""The room of one Harbor environment on this machine: `python -m agents.harbor.fence hold|enter ...`, with the kernel's namespaces.
+"""The room of one Harbor environment on this machine: `python -m agents.harbor.fence hold|enter ...`, with the kernel's
+namespaces.
 
 Started by `agents.harbor.provider`, in the interpreter of `harbor` (3.12 or newer) or in ours; imports the standard library and
 `agents.tools.sandbox.child` only. `hold FOLDER` makes the room and keeps it until its standard input ends, so that it ends with
@@ -9,8 +10,8 @@ whoever asked for it, however that ends; `enter PID` runs a command in it.
     network namespace               with `network` false: none at all. Otherwise the machine's network, loopback too
     no capabilities, no new ones    nothing of this can be taken back from inside
 
-It limits neither memory nor processors nor disk, and what the user of the run may read in /usr and /etc the room may read. It is a
-fence against programs that go wrong, not one against an attacker.
+It limits neither memory nor processors nor disk, and what the user of the run may read in /usr and /etc the room may read. It
+is a fence against programs that go wrong, not one against an attacker.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Refuses, before anything starts, what Harbor could not play: `check_harbor`. Called by `learner.run`.
 
-Each refusal is one line with the key, the rule, the value and the remedy. It starts `harbor --version`, and `docker info` or a room
-where these are needed; it downloads nothing and builds nothing.
+Each refusal is one line with the key, the rule, the value and the remedy. It starts `harbor --version`, and `docker info` or a
+room where these are needed; it downloads nothing and builds nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def check_address(config: Config) -> None:
     elif not harbor.server_url and (is_loopback(host) or host in ANY_ADDRESS):
         raise EnvError(
             f"{where}, where server.host={host} is not this machine; set server.host to an address of this machine that "
-            f"containers reach (docker's bridge, 172.17.0.1), or env.harbor.server_url=http://host.docker.internal:PORT with server.port"
+            f"containers reach (docker's bridge, 172.17.0.1), or env.harbor.server_url=http://host.docker.internal:PORT"
         )
 
 
@@ -88,8 +88,8 @@ def check_program(command: list[str]) -> None:
     if code != 0 or not any(part.isdigit() for part in told.replace(".", " ").split()):
         last = (told.strip().splitlines() or ["nothing"])[-1]
         raise EnvError(
-            f"env.harbor.command must start harbor, but {' '.join(command)} --version ended with code {code} and said: {last:.300}; "
-            f"{remedy}"
+            f"env.harbor.command must start harbor, but {' '.join(command)} --version ended with code {code} and said: "
+            f"{last:.300}; {remedy}"
         )
 
 
@@ -98,8 +98,8 @@ def _check_docker() -> None:
     if code != 0:
         last = (told.strip().splitlines() or ["nothing"])[-1]
         raise EnvError(
-            f"env.harbor.environment=docker needs docker, got: {last:.300}; start it, or set env.harbor.environment=child or another "
-            f"provider"
+            f"env.harbor.environment=docker needs docker, got: {last:.300}; start it, or set "
+            f"env.harbor.environment=child or another provider"
         )
 
 

@@ -1,8 +1,10 @@
-"""Folders of Harbor tasks -> task files: `with_task_files` makes a configuration that names folders one that names parquet files.
+"""Folders of Harbor tasks -> task files: `with_task_files` makes a configuration that names folders one that names parquet
+files.
 
-Called by `learner.run` before anything starts. A task's folder holds `task.toml` and `instruction.md`, `environment/` and `tests/`;
-a folder of tasks holds such folders. Invariants: the same folders give the same rows, in the order of their names; nothing of a
-task is judged but that it can be started: Harbor reads it again. `harbor://NAME@VERSION` is downloaded by `harbor download`.
+Called by `learner.run` before anything starts. A task's folder holds `task.toml` and `instruction.md`, `environment/` and
+`tests/`; a folder of tasks holds such folders. Invariants: the same folders give the same rows, in the order of their names;
+nothing of a task is judged but that it can be started: Harbor reads it again. `harbor://NAME@VERSION` is downloaded by `harbor
+download`.
 """
 
 from __future__ import annotations
@@ -92,8 +94,8 @@ def _read_task(place: Path, *, source: str, key: str) -> Task:
     for path in wanted:
         if not path.is_file():
             raise TaskError(
-                f"{key} must hold Harbor tasks, got {place} without {path.name}; a task has task.toml, instruction.md, environment/ "
-                f"and tests/test.sh: add it, or move that folder away"
+                f"{key} must hold Harbor tasks, got {place} without {path.name}; a task has task.toml, instruction.md, "
+                f"environment/ and tests/test.sh: add it, or move that folder away"
             )
     try:
         tomllib.loads(settings.read_text(encoding="utf-8"))
@@ -141,8 +143,8 @@ def _download(name: str, *, to: Path, command: list[str]) -> Path:
     places = sorted({path.parent.parent for path in unfinished.rglob("task.toml")})
     if done.returncode != 0 or len(places) != 1:
         raise TaskError(
-            f"data.tasks must name a data set of Harbor's registry, got {name}: harbor download ended with code {done.returncode} and "
-            f"{len(places)} folders of tasks; see its words above"
+            f"data.tasks must name a data set of Harbor's registry, got {name}: harbor download ended with code "
+            f"{done.returncode} and {len(places)} folders of tasks; see its words above"
         )
     places[0].rename(folder)
     return folder

@@ -48,7 +48,8 @@ def trial_config(harbor: HarborConfig, *, task: str, name: str, folder: Path, mo
 
 
 def trial_environment(environment: dict[str, str], *, root: str, server_url: str) -> dict[str, str]:
-    """The variables of Harbor's process. `root`: the server's address here; `server_url`: as agents reach it, if that is another."""
+    """The variables of Harbor's process. `root`: the server's address here; `server_url`: as agents reach it, if
+    that is another."""
     if server_url:
         environment = {
             name: server_url + value.removeprefix(root) if value == root or value.startswith(f"{root}/") else value

@@ -1,10 +1,10 @@
 """Plays episodes as trials of Harbor's: a fresh `harbor` program for each, at most so many at once.
 
-Started by the pipeline with `env.harbor.agent`. The program gets the server's address and the episode's key in its environment, as
-agents do; the task's own verifier gives the score. Invariants: each leased episode ends once, with the verifier's score or with
-Harbor's reason; one that has ended otherwise (deadline, stale) ends its trial: interrupted, so that Harbor can stop its
-environment, and killed if it does not. A trial's files lie in its lane until the next one; those of failed ones stay, the newest
-`KEPT`.
+Started by the pipeline with `env.harbor.agent`. The program gets the server's address and the episode's key in its environment,
+as agents do; the task's own verifier gives the score. Invariants: each leased episode ends once, with the verifier's score or
+with Harbor's reason; one that has ended otherwise (deadline, stale) ends its trial: interrupted, so that Harbor can stop its
+environment, and killed if it does not. A trial's files lie in its lane until the next one; those of failed ones stay, the
+newest `KEPT`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`understudy_harbor:ChildEnvironment`, a provider of Harbor's for machines without docker: a fenced child process (`agents.harbor.fence`).
+"""`understudy_harbor:ChildEnvironment`, a provider of Harbor's for machines without docker: a fenced child process.
 
-Imported by `harbor`, in its interpreter (3.12 or newer), by its import path, with this folder on PYTHONPATH; never by ours. Imports
-harbor and the standard library; what is ours runs in processes of its own. Invariants: everything that a trial started ends with
-its environment, or with the trial's own process, however that ends; files go in and out by tar inside the room, so that no link that
-an agent made leads out of it.
+The fence is `agents.harbor.fence`. Imported by `harbor`, in its interpreter (3.12 or newer), by its import path, with this
+folder on PYTHONPATH; never by ours. Imports harbor and the standard library; what is ours runs in processes of its own.
+Invariants: everything that a trial started ends with its environment, or with the trial's own process, however that ends; files
+go in and out by tar inside the room, so that no link that an agent made leads out of it.
 
 The task's Dockerfile is obeyed as far as `agents.harbor.dockerfile` says; FROM is not, and one user, root, is all there is.
 Memory, processors and disk are not limited.
