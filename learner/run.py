@@ -182,11 +182,10 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
     from agents.workers.config import read_loops
     from buffers.errors import UnderstudyError
     from env_adapters.child_process import resolve_command
-    from env_adapters.scoring import reward_model, rewards
     from learner.placement.cards import in_cluster, of_this_machine, own_node
     from learner.placement.plan import make_plan
     from learner.reporting.tracker import check_trackers
-    from learner.startup.input_check import check_files, check_model_folder, check_script
+    from learner.startup.input_check import check_files, check_script
     from learner.startup.run_folder import check_place, find_resume
     from mocked_server.http.uvicorn_server import bind
     from mocked_server.keys import SECRET_FILE, check_host
@@ -214,7 +213,7 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
             except FileNotFoundError as error:
                 raise UnderstudyError(f"{key} cannot be started: {error}") from None
             check_script(key, command)
-    if config.agents.command or config.env.harbor.agent:
+    if config.agents.command:
         check_named(config.agents.environment)
     if config.agents.loops:
         read_loops(Path(config.agents.loops))
@@ -230,6 +229,14 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
         check_engine_args(engine_settings(config, model=Path(config.model.path), beside_rank=True))
     check_engine_of_others(config, learns=learns)
     check_other_models(config)
+    check_scorers(config)
+
+
+def check_scorers(config: Config) -> None:
+    """Raises UnderstudyError for a scorer that is not there. It imports the scorer's module."""
+    from env_adapters.scoring import reward_model, rewards
+    from learner.startup.input_check import check_model_folder
+
     scorers = [config.data.scorer] if isinstance(config.data.scorer, str) else config.data.scorer.values()
     for scorer in filter(None, scorers):
         if scorer.startswith(reward_model.PREFIX):

@@ -3,7 +3,7 @@ namespaces.
 
 Started by `agents.harbor.provider`, in the interpreter of `harbor` (3.12 or newer) or in ours; imports the standard library and
 `agents.tools.sandbox.child` only. `hold FOLDER` makes the room and keeps it until its standard input ends, so that it ends with
-whoever asked for it, however that ends; `enter PID` runs a command in it.
+the program that asked for it, however that ends; `enter PID` runs a command in it.
 
     user, process, IPC namespaces   no other process is seen or signalled; all that was started in the room ends with it
     mount namespace, pivot_root     / is FOLDER: its own /app, /tests, /logs, /tmp, /root; the machine's /usr and /etc, read-only
@@ -72,10 +72,10 @@ OWN = (
 """What a room has for itself, in its folder."""
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 NAMESPACES = ("user", "ipc", "net", "pid", "mnt")
-"""In the order in which they are joined."""
+"""The order in which they are joined."""
 READY = "ready"
 VARIABLES = "ROOM_VARIABLES"
-"""The variable that holds those of a command that enters, as JSON."""
+"""The name of the variable that holds those of a command that enters, as JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from agents.external import check_named
 from agents.harbor.known_agents import OUTSIDE, check_agent
 from agents.harbor.tasks import check_folders
 from buffers.did_you_mean import one_of
@@ -40,6 +41,7 @@ def check_harbor(config: Config) -> None:
     harbor = config.env.harbor
     if not harbor.agent:
         return
+    check_named(config.agents.environment)
     check_agent(harbor.agent)
     kind = harbor.environment
     if ":" not in kind and kind not in HERE | NEAR | ELSEWHERE:

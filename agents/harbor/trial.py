@@ -13,8 +13,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from agents.harbor.known_agents import model_name
+from agents.harbor.known_agents import OUTSIDE, model_name
 from configs.schema import HarborConfig
 
 PROVIDER = Path(__file__).with_name("provider")
@@ -32,9 +33,14 @@ class Outcome:
     """`harbor <error>: <its message>`."""
 
 
-def trial_config(harbor: HarborConfig, *, task: str, name: str, folder: Path, model: str) -> dict[str, Any]:
-    """`task`: the task's folder; `folder` gets a folder `name` with all that the trial writes."""
-    agent = {"import_path" if ":" in harbor.agent else "name": harbor.agent}
+def trial_config(
+    harbor: HarborConfig, *, task: str, name: str, folder: Path, model: str, server: str
+) -> dict[str, Any]:
+    """`task`: the task's folder; `folder` gets a folder `name` with all that the trial writes; `server`: its root, as agents reach
+    it, which a task that limits the network lets an agent inside reach beside what it allows."""
+    agent: dict[str, Any] = {"import_path" if ":" in harbor.agent else "name": harbor.agent}
+    if harbor.agent not in OUTSIDE:
+        agent["extra_allowed_hosts"] = [urlsplit(server).hostname]
     kind = CHILD if harbor.environment == "child" else harbor.environment
     environment = {"import_path" if ":" in kind else "type": kind}
     return {

@@ -68,6 +68,7 @@ class HarborTrials:
             name=leased.episode_id,
             folder=folder,
             model=environment["MODEL"],
+            server=self._harbor.server_url or root,
         )
         folder.mkdir(parents=True, exist_ok=True)
         settings, log = folder / "trial.json", folder / "log.txt"
@@ -138,7 +139,7 @@ class HarborTrials:
 
 
 async def interrupt(child: Child) -> None:
-    """As Ctrl-C: Harbor stops its environment and ends. After `STOP_S` all is killed."""
+    """Does what Ctrl-C does: Harbor stops its environment and ends. After `STOP_S` all is killed."""
     if child.running:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGINT)

@@ -78,7 +78,10 @@ def test_a_reward_of_another_name_is_no_score(tmp_path: Path) -> None:
 )
 def test_a_model_is_named_with_the_api_that_its_agent_asks_in(agent: str, named: str, tmp_path: Path) -> None:
     harbor = HarborConfig(agent=agent, environment="child", trial={"timeout_multiplier": 2.0})
-    config = trial_config(harbor, task="/t", name="1-0-0", folder=tmp_path, model="policy")
+    config = trial_config(
+        harbor, task="/t", name="1-0-0", folder=tmp_path, model="policy", server="http://10.0.0.1:8000"
+    )
+    assert config["agent"]["extra_allowed_hosts"] == ["10.0.0.1"]
     assert config["agent"]["model_name"] == named and config["environment"]["import_path"] == CHILD
     assert config["agent"].get("import_path" if ":" in agent else "name") == agent
     assert config["timeout_multiplier"] == 2.0
