@@ -203,7 +203,7 @@ def enter(pid: int, *, folder: str, command: Sequence[str], variables: Mapping[s
         give_up_rights()
         try:
             os.chdir(folder)
-            os.execvpe(command[0], command, dict(variables))
+            os.execvpe(command[0], list(command), dict(variables))
         except OSError as error:
             os.write(2, f"{error}\n".encode())
             os._exit(127)

@@ -140,10 +140,12 @@ class HarborTrials:
 
 async def interrupt(child: Child) -> None:
     """Does what Ctrl-C does: Harbor stops its environment and ends. After `STOP_S` all is killed."""
-    if child.running:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGINT)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(STOP_S):
-                await child.wait()
-    await child.stop()
+    try:
+        if child.running:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGINT)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STOP_S):
+                    await child.wait()
+    finally:
+        await child.stop()

@@ -44,7 +44,7 @@ START_S = 60.0
 LATE = 124
 
 
-class ChildEnvironment(BaseEnvironment):
+class ChildEnvironment(BaseEnvironment):  # type: ignore[misc]
     """A room on this machine, made of the kernel's namespaces."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
