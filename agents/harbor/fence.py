@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import struct
 import sys
@@ -73,7 +74,7 @@ OWN = (
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 NAMESPACES = ("user", "ipc", "net", "pid", "mnt")
 """The order in which they are joined."""
-READY = "ready"
+READY, KEEP = "ready", b"keep"
 VARIABLES = "ROOM_VARIABLES"
 """The name of the variable that holds those of a command that enters, as JSON."""
 
@@ -89,25 +90,50 @@ class Mount:
 
 
 def hold(folder: Path, *, network: bool, mounts: Sequence[Mount]) -> None:
-    """Make the room, print `ready PID`, and keep it until standard input ends."""
+    """Make the room, print `ready PID`, and keep it until standard input ends; then `folder` is removed, unless `keep` was said."""
+    first, gate = os.pipe()
+    if (maker := os.fork()) == 0:
+        os.close(first)
+        _make(folder, network=network, mounts=mounts, gate=gate)
+    os.close(gate)
+    with os.fdopen(first, encoding="utf-8") as source:
+        pid, _, told = source.read().partition("\n")
+    if told or not pid:
+        os.waitpid(maker, 0)
+        shutil.rmtree(folder, ignore_errors=True)
+        sys.exit(told or "the room ended before it was there")
+    print(READY, pid, flush=True)
+    kept = False
+    while said := os.read(0, 4096):
+        kept = KEEP in said
+    with suppress(ProcessLookupError):
+        os.kill(int(pid), signal.SIGKILL)  # the first process of the namespace: all others end with it
+    os.waitpid(maker, 0)
+    if not kept:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make(folder: Path, *, network: bool, mounts: Sequence[Mount], gate: int) -> None:
+    """A process between: it enters the namespaces, so that the holder stays among the machine's files, and waits for the room."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     user, group = os.geteuid(), os.getegid()
     flags = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWPID | (0 if network else CLONE_NEWNET)
-    _check(LIBC.unshare(flags), "make namespaces")
-    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
-        Path(f"/proc/self/{name}").write_text(text)
-    first, gate = os.pipe()
+    try:
+        _check(LIBC.unshare(flags), "make namespaces")
+        for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+            Path(f"/proc/self/{name}").write_text(text)
+    except OSError as error:
+        os.write(gate, f"\n{error}".encode())
+        os._exit(1)
+    going, go = os.pipe()
     if (pid := os.fork()) == 0:
-        os.close(first)
+        os.read(going, 1)  # its number is told first
         _keep(folder, mounts=mounts, gate=gate)
+    os.write(gate, f"{pid}\n".encode())
     os.close(gate)
-    with os.fdopen(first, "rb") as source:
-        if told := source.read().decode():
-            sys.exit(told)
-    print(READY, pid, flush=True)
-    while os.read(0, 4096):
-        pass
-    os.kill(pid, signal.SIGKILL)  # the first process of the namespace: all others end with it
+    os.write(go, b"1")
     os.waitpid(pid, 0)
+    os._exit(0)
 
 
 def _keep(folder: Path, *, mounts: Sequence[Mount], gate: int) -> None:

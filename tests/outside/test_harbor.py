@@ -39,6 +39,20 @@ async def test_a_named_error_leaves_the_verifiers_score(tmp_path: Path) -> None:
     assert service.scores == {"agent-hangs": 0.0} and not service.failed
 
 
+async def test_an_agent_inside_its_environment_asks_with_the_episodes_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of a user's own, found by the PYTHONPATH that is handed on."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).with_name("environments")))
+    own = {"agent": "own_harbor_agent:Script", "agent_options": {}}
+    with model() as standing:
+        service = await play(
+            tmp_path, url=standing.url, command=[PROGRAM], named=["PYTHONPATH"], only="letters-02", **own
+        )
+    assert standing.asked == [("key-letters-02", "policy")]
+    assert service.scores == {"letters-02": 0.75} and not service.failed
+
+
 def test_the_solution_of_a_task_is_worth_one(tmp_path: Path) -> None:
     """By Harbor's own agent for that, in the provider of a fenced child process."""
     task = write_tasks_of(tmp_path) / "letters-12"

@@ -49,7 +49,6 @@ class ChildEnvironment(BaseEnvironment):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._folder: Path | None = None
         self._holder: asyncio.subprocess.Process | None = None
         self._pid = 0
         self._workdir = self.task_env_config.workdir or "/app"
@@ -69,7 +68,7 @@ class ChildEnvironment(BaseEnvironment):  # type: ignore[misc]
 
     async def start(self, force_build: bool) -> None:
         """Raises SandboxBuildFailedError when the kernel makes no room, or the Dockerfile cannot be obeyed."""
-        self._folder = Path(tempfile.mkdtemp(prefix="understudy-harbor-"))
+        folder = Path(tempfile.mkdtemp(prefix="understudy-harbor-"))
         mounts = [
             {"source": mount["source"], "target": mount["target"], "read_only": bool(mount.get("read_only"))}
             for mount in self._host_mounts
@@ -77,11 +76,11 @@ class ChildEnvironment(BaseEnvironment):  # type: ignore[misc]
         ]
         for mount in mounts:
             Path(mount["source"]).mkdir(parents=True, exist_ok=True)
-        (self._folder / "root").mkdir()
         spec = json.dumps({"network": not self._network_disabled, "mounts": mounts})
         self._holder = await asyncio.create_subprocess_exec(
-            *FENCE, "hold", str(self._folder / "root"), spec, cwd=ROOT, env=OURS,
+            *FENCE, "hold", str(folder), spec, cwd=ROOT, env=OURS,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
         )  # fmt: skip
         assert self._holder.stdout is not None and self._holder.stderr is not None
         async with asyncio.timeout(START_S):
@@ -136,11 +135,11 @@ class ChildEnvironment(BaseEnvironment):  # type: ignore[misc]
     async def stop(self, delete: bool) -> None:
         if self._holder is not None:
             assert self._holder.stdin is not None
+            if not delete:
+                self._holder.stdin.write(b"keep\n")
             self._holder.stdin.close()
             await self._holder.wait()
             self._holder = None
-        if delete and self._folder is not None:
-            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def exec(
         self,

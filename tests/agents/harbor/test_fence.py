@@ -96,6 +96,16 @@ def sleeps(path: Path, long: str) -> bool:
     return False
 
 
+def test_a_room_leaves_nothing_on_disk_unless_it_is_kept(tmp_path: Path) -> None:
+    with room(tmp_path / "gone") as made:
+        made.run("echo hello > file")
+    with room(tmp_path / "kept") as made:
+        made.run("echo hello > file")
+        assert made.holder.stdin is not None
+        made.holder.stdin.write("keep\n")
+    assert not (tmp_path / "gone").exists() and (tmp_path / "kept" / "app" / "file").exists()
+
+
 def test_mounts_are_shown_at_their_place(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     mounts = [{"source": str(tmp_path / "logs"), "target": "/logs/agent"}]

@@ -109,10 +109,13 @@ async def play(folder: Path, *, url: str, named: Sequence[str] = (), only: str =
     return service
 
 
-async def check_scores_and_reasons(folder: Path, command: list[str]) -> None:
-    """The verifiers' scores; an agent that hangs, a verifier that fails, an environment that cannot start: each with its reason."""
+async def check_scores_and_reasons(folder: Path, command: list[str], *, limit_s: float = 10.0) -> None:
+    """The verifiers' scores; an agent that hangs, a verifier that fails, an environment that cannot start: each with its reason.
+    `limit_s`: of the agent that hangs, which has 10."""
     with model() as standing:
-        service = await play(folder, url=standing.url, command=command)
+        service = await play(
+            folder, url=standing.url, command=command, trial={"agent_timeout_multiplier": limit_s / 10}
+        )
     assert service.scores == {
         "letters-02": 0.75,
         "letters-12": 0.375,
@@ -122,7 +125,7 @@ async def check_scores_and_reasons(folder: Path, command: list[str]) -> None:
         "verifier-fails": "harbor RewardFileNotFoundError",
         "environment-fails": "harbor SandboxBuildFailedError",
     }
-    assert "timed out after 10.0 seconds" in service.failed["agent-hangs"]
+    assert f"timed out after {limit_s} seconds" in service.failed["agent-hangs"]
     assert "ended with code 3" in service.failed["environment-fails"]
     keys = {key for key, _ in standing.asked}
     assert keys >= {"key-letters-02", "key-letters-12"} and {name for _, name in standing.asked} == {"policy"}
