@@ -127,7 +127,7 @@ def _make(folder: Path, *, network: bool, mounts: Sequence[Mount], gate: int) ->
         os._exit(1)
     going, go = os.pipe()
     if (pid := os.fork()) == 0:
-        os.read(going, 1)  # its number is told first
+        os.read(going, 1)  # the holder hears its number first
         _keep(folder, mounts=mounts, gate=gate)
     os.write(gate, f"{pid}\n".encode())
     os.close(gate)
