@@ -60,11 +60,17 @@ class HarborTrials:
                     await self._play(leased, folder)
 
     async def _play(self, leased: LeasedEpisode, folder: Path) -> None:
+        task = leased.task["extra_info"].get(FOLDER)
+        if not isinstance(task, str) or not (Path(task) / "task.toml").is_file():
+            await self._service.fail(
+                leased.episode_id, f"harbor has no such task: extra_info.{FOLDER} must be its folder, got {task!r}"
+            )
+            return
         environment = self._place.program_environment(leased.api_key)
         root = environment["ANTHROPIC_BASE_URL"]
         trial = trial_config(
             self._harbor,
-            task=leased.task["extra_info"][FOLDER],
+            task=task,
             name=leased.episode_id,
             folder=folder,
             model=environment["MODEL"],

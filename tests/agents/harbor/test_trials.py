@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from agents.harbor.tasks import read_folder
+from agents.harbor.tasks import FOLDER, read_folder
 from agents.harbor.trial import CHILD, read_outcome, trial_config, trial_environment
+from buffers.records import Task
 from configs.schema import HarborConfig
 from tests.agents.harbor.trial_contract import check_scores_and_reasons, model, play, trials, write_tasks_of
 from tests.agents.test_external import ScriptedService
@@ -52,6 +53,17 @@ async def test_a_program_that_writes_no_result_is_a_failed_episode_with_its_last
     command = [sys.executable, "-c", "print('no space left'); raise SystemExit(5)"]
     service = await play(tmp_path, url="http://127.0.0.1:1", command=command, only="letters-02")
     assert service.failed == {"letters-02": "harbor ended without a result: exit code 5, no space left"}
+
+
+async def test_a_task_without_a_folder_is_a_failed_episode(tmp_path: Path) -> None:
+    """Tasks may be added while a run lives: nothing was checked of them before."""
+    plain = Task(task_id="p", prompt=[{"role": "user", "content": "?"}])
+    gone = Task(task_id="g", prompt=plain.prompt, extra_info={FOLDER: str(tmp_path / "gone")})
+    service = ScriptedService(plain, gone)
+    await trials(service, folder=tmp_path, url="http://127.0.0.1:1", command=SCRIPTED).run()
+    assert {name: why.partition(":")[0] for name, why in service.failed.items()} == dict.fromkeys(
+        "pg", "harbor has no such task"
+    )
 
 
 def test_a_reward_of_another_name_is_no_score(tmp_path: Path) -> None:
