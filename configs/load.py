@@ -30,6 +30,8 @@ MOVED = {
     "warm_start.traces": "warm_start.demonstrations",
 }
 """Keys that were there once -> where their values are set now."""
+HARBOR_AGENT = "terminus-2"
+"""The agent of `env: harbor`: the one of Harbor's that runs outside of the task's environment."""
 MOVED_PARTS = {"agents.max_attempts": "agents.max_attempts and agents.fewest_members"}
 """Keys that were lists once -> where the parts of these are set now."""
 
@@ -75,6 +77,8 @@ def _read(path: Path) -> dict[str, Any]:
         tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} must be YAML: {str(error).replace(chr(10), ' ')}") from None
+    if isinstance(tree, dict) and tree.get("env") == "harbor":
+        tree["env"] = {"harbor": {"agent": HARBOR_AGENT}}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold sections (run:, model:, ...), got {type(tree).__name__}")
     base = tree.pop("extends", None)

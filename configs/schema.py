@@ -27,6 +27,10 @@ Text = Annotated[str, Field(min_length=1)]
 SHARE_BESIDE_A_RANK = 0.4
 SHARE_ALONE = 0.9
 CPU_KV_CACHE_GB = 0.25
+HARBOR_OWNED = frozenset(
+    {"task", "trial_name", "trials_dir", "agent", "environment", "install_only", "source_trial", "user_agent"}
+)
+"""Names of Harbor's trial configuration that a run sets, or that would take the score away."""
 
 
 class Section(BaseModel):
@@ -85,7 +89,8 @@ class DataConfig(Section):
     tasks: str | dict[str, Positive] = ""
     """Parquet file of tasks (columns as in verl: prompt, data_source, reward_model, extra_info, agent_name); or a data set, of the
     Hugging Face hub (hf://openai/gsm8k/main/train: owner, name, config, split) or a split that `datasets` saved to this disk; or
-    several, as {file: weight}: each is shuffled and repeated on its own, and gives its share of the tasks."""
+    several, as {file: weight}: each is shuffled and repeated on its own, and gives its share of the tasks. With `env.harbor.agent`
+    folders of Harbor tasks instead."""
     columns: dict[Literal["task_id", "prompt", "ground_truth", "data_source", "agent_name", "extra_info"], str] = Field(
         default_factory=dict
     )
@@ -140,7 +145,34 @@ class AgentsConfig(Section):
     """A group is trained without the members that were given up, if at least so many have a score. None: it needs all."""
 
 
+class HarborConfig(Section):
+    agent: Annotated[str, Field(pattern=r"^([a-z][a-z0-9-]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)?$")] = ""
+    """The agent of Harbor's that plays (claude-code, codex, opencode, mini-swe-agent, terminus-2, ...), or yours as `module:Class`.
+    `data.tasks` are folders of Harbor tasks then, or harbor://NAME@VERSION of its registry. Empty: nothing is played by Harbor.
+    `env: harbor` is terminus-2."""
+    agent_options: dict[str, Any] = Field(default_factory=dict)
+    """Harbor's arguments of that agent: {max_turns: 8}."""
+    environment: Annotated[str, Field(pattern=r"^([a-z][a-z0-9-]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] = "docker"
+    """Harbor's provider of environments (docker, daytona, modal, ...), or yours as `module:Class`; or `child`: a fenced child
+    process on this machine, for machines without docker, and no sandbox against attackers."""
+    environment_options: dict[str, Any] = Field(default_factory=dict)
+    """Harbor's arguments of that provider: {auto_mounting: true}."""
+    command: Annotated[list[str], Field(min_length=1)] = ["harbor"]
+    """How the `harbor` program is started. It needs Python 3.12 or newer, in an environment of its own."""
+    server_url: Annotated[str, Field(pattern=r"^(https?://[^/\s]+)?$")] = ""
+    """Root of the server as agents in their environments reach it: http://host.docker.internal:8000, or https:// of a proxy. Empty:
+    http://`server.host`:`server.port`."""
+    reward: Text = "reward"
+    """The score, of the rewards that a verifier writes: the name in its reward.json; reward.txt has `reward` alone."""
+    graded_errors: list[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]] = Field(default_factory=list)
+    """Errors of Harbor's after which the verifier's score counts all the same: [AgentTimeoutError]. After any other one the episode
+    failed, with that error as its reason."""
+    trial: dict[str, Any] = Field(default_factory=dict)
+    """More of Harbor's trial configuration, by its names: {agent_timeout_multiplier: 2.0}."""
+
+
 class EnvConfig(Section):
+    harbor: HarborConfig = HarborConfig()
     command: list[str] = Field(default_factory=list)
     """A long-lived environment process that reports scores. It gets `SERVER_URL` and `SCORER_KEY`,
     prints `ready HOST:PORT` when it listens, and agents find that address in `ENV_ADDRESS` and in their lease."""
@@ -571,6 +603,7 @@ class Config(Section):
                 f"rollout.sleep needs the synchronous flow, got buffer.max_policy_lag={self.buffer.max_policy_lag}, which "
                 f"generates while the learner updates; set buffer.max_policy_lag=0"
             )
+        self._check_harbor()
         check_names(self.rollout.engine_args)
         check_engine_keys(
             self.rollout.engine,
@@ -632,6 +665,36 @@ class Config(Section):
                     f"roles.{name}.frozen={role.frozen} is an earlier version of the one policy, got learner.lora.per_role=true, "
                     f"with which each role is another; set it to a model's folder, or leave learner.lora.per_role out"
                 )
+
+    def _check_harbor(self) -> None:
+        harbor = self.env.harbor
+        if not harbor.agent:
+            if given := [name for name in harbor.model_dump(exclude_defaults=True) if name != "agent"]:
+                raise ValueError(
+                    f"env.harbor.{given[0]} has an effect with env.harbor.agent only, got none; set env.harbor.agent=terminus-2, "
+                    f"or leave env.harbor.{given[0]} out"
+                )
+            return
+        others = {
+            "agents.command": self.agents.command,
+            "agents.loops": self.agents.loops,
+            "env.command": self.env.command,
+            "data.scorer": self.data.scorer,
+        }
+        if given := [key for key, value in others.items() if value]:
+            raise ValueError(
+                f"env.harbor.agent={harbor.agent} plays and scores by itself, got {given[0]}={others[given[0]]} beside it; leave "
+                f"one of them out"
+            )
+        if owned := sorted(HARBOR_OWNED & harbor.trial.keys()):
+            raise ValueError(
+                f"env.harbor.trial must not hold what a run sets itself, got {owned[0]}; use the other keys of env.harbor"
+            )
+        if harbor.server_url and self.server.processes > 1:
+            raise ValueError(
+                f"env.harbor.server_url is the address of one process, got server.processes={self.server.processes}; set "
+                f"server.processes=1"
+            )
 
     def _check_data(self) -> None:
         data = self.data

@@ -105,15 +105,14 @@ def main(argv: Sequence[str] | None = None, *, program: str = "understudy eval")
         return 2
 
     from learner.placement.cards import in_cluster
-    from learner.run import check_inputs, import_ray, prepare_engine
-    from learner.startup.hub import with_local_files
+    from learner.run import check_inputs, import_ray, local_config, prepare_engine
     from learner.startup.input_check import check_model, refusal
 
     if told := refusal(lambda: check_inputs(config, resume="", learns=False)):
         print(f"error: {told}", file=sys.stderr)
         return 2
     try:
-        config = with_local_files(config)
+        config = local_config(config)
         check_model(config.model.path)
     except UnderstudyError as error:
         print(f"error: {error}", file=sys.stderr)

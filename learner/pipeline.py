@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from agents.external import AgentPerEpisode, AgentPlace, LongLivedAgents, check_command
+from agents.harbor.trials import HarborTrials
 from agents.workers.manager import AgentLoopManager
 from buffers.errors import TaskError
 from buffers.ledger.ledger import Ledger
@@ -576,11 +577,11 @@ class Pipeline:
                     agent_name=parts.players.default,
                 )
             )
-        if config.agents.command:
+        if config.agents.command or config.env.harbor.agent:
             started.append(loops.create_task(self._agents(parts).run(), name="agents"))
         return started
 
-    def _agents(self, parts: Parts) -> AgentPerEpisode | LongLivedAgents:
+    def _agents(self, parts: Parts) -> AgentPerEpisode | LongLivedAgents | HarborTrials:
         config = self._config
         place = AgentPlace(
             environment=parts.server.environment,
@@ -589,6 +590,8 @@ class Pipeline:
             named=tuple(config.agents.environment),
         )
         many = self._most_running
+        if config.env.harbor.agent:
+            return HarborTrials(config.env.harbor, place=place, service=parts.server, concurrency=many)
         if config.agents.processes == 0:
             return AgentPerEpisode(
                 config.agents.command, place=place, service=parts.server, concurrency=many, judge=parts.players.rewards

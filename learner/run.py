@@ -79,7 +79,6 @@ def main(argv: list[str] | None = None, *, program: str = PROGRAM) -> int:
 def _run(arguments: argparse.Namespace, *, program: str) -> int:
     from buffers.errors import UnderstudyError
     from configs.load import DEFAULT, ConfigError, load_config, shipped
-    from learner.startup.hub import with_local_files
     from learner.startup.input_check import check_model, refusal
 
     try:
@@ -93,7 +92,7 @@ def _run(arguments: argparse.Namespace, *, program: str) -> int:
         print(f"error: {told}", file=sys.stderr)
         return 2
     try:
-        config = with_local_files(config)
+        config = local_config(config)
         check_model(config.model.path)
     except UnderstudyError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -166,18 +165,27 @@ def shape_of(path: str) -> ModelShape:
         return read_shape(make_tiny_model(Path(folder) / "tiny"))
 
 
+def local_config(config: Config) -> Config:
+    """The configuration with models and tasks as files of this machine; what is missing is downloaded or made. Raises
+    UnderstudyError."""
+    from agents.harbor.tasks import with_task_files
+    from learner.startup.hub import with_local_files
+
+    return with_local_files(with_task_files(config))
+
+
 def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
     """Raises UnderstudyError for what the configuration names and is not there, or cannot be used. Meant for `refusal`: it imports
     the module of a scorer. `learns` false: an evaluation, which has no learner."""
     from agents.external import check_named
+    from agents.harbor.start_check import check_harbor
     from agents.workers.config import read_loops
     from buffers.errors import UnderstudyError
     from env_adapters.child_process import resolve_command
-    from env_adapters.scoring import reward_model, rewards
     from learner.placement.cards import in_cluster, of_this_machine, own_node
     from learner.placement.plan import make_plan
     from learner.reporting.tracker import check_trackers
-    from learner.startup.input_check import check_files, check_model_folder, check_script
+    from learner.startup.input_check import check_files, check_script
     from learner.startup.run_folder import check_place, find_resume
     from mocked_server.http.uvicorn_server import bind
     from mocked_server.keys import SECRET_FILE, check_host
@@ -191,6 +199,7 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
         check_parser(key, name)
     check_host(config.server.host, secret=folder.parent / SECRET_FILE)
     bind(config.server.host, config.server.port).close()
+    check_harbor(config)
     check_files(config, resumes=checkpoint is not None)
     commands = {
         "agents.command": config.agents.command,
@@ -220,6 +229,14 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
         check_engine_args(engine_settings(config, model=Path(config.model.path), beside_rank=True))
     check_engine_of_others(config, learns=learns)
     check_other_models(config)
+    check_scorers(config)
+
+
+def check_scorers(config: Config) -> None:
+    """Raises UnderstudyError for a scorer that is not there. It imports the scorer's module."""
+    from env_adapters.scoring import reward_model, rewards
+    from learner.startup.input_check import check_model_folder
+
     scorers = [config.data.scorer] if isinstance(config.data.scorer, str) else config.data.scorer.values()
     for scorer in filter(None, scorers):
         if scorer.startswith(reward_model.PREFIX):

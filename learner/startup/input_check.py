@@ -69,6 +69,8 @@ def check_files(config: Config, *, resumes: bool) -> None:
     named = [path for path in (*data.task_files, data.validation.tasks, warm) if path]
     is_made = bool(data.make) and not all(Path(path).is_file() or is_dataset(path) for path in named)
     files = {"data.tasks": list(data.task_files), "data.validation.tasks": [data.validation.tasks]}
+    if config.env.harbor.agent:  # folders of Harbor tasks, see agents.harbor.start_check
+        files = {}
     for key, paths in files.items():
         for path in filter(None, paths):
             if not is_dataset(path) and (not is_made or Path(path).is_file()):

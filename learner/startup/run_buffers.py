@@ -43,7 +43,8 @@ class RunBuffers:
 
 def agents_outlive(config: Config) -> bool:
     """Whether agents live on when the run's process dies: the user started them, and the server keeps its address."""
-    return not config.agents.command and not config.agents.loops and config.server.port != 0
+    others = config.agents.command or config.agents.loops or config.env.harbor.agent
+    return not others and config.server.port != 0
 
 
 def most_running(config: Config, *, evaluates: bool = False) -> int:
@@ -57,7 +58,7 @@ def most_running(config: Config, *, evaluates: bool = False) -> int:
     most = (
         EVALUATED * config.rollout.engine_range[1] if evaluates else groups * (buffer.group_size + num_greedy(config))
     )
-    if config.agents.command and config.agents.processes == 0:
+    if config.env.harbor.agent or (config.agents.command and config.agents.processes == 0):
         return min(most, PROGRAMS_PER_PROCESSOR * len(os.sched_getaffinity(0)))
     return most
 

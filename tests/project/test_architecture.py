@@ -71,6 +71,7 @@ OWNERS = {
     "gymnasium": {"env_adapters/gymnasium_env.py"},
     "verifiers": {"env_adapters/verifiers_*.py"},
     "websockets": {"env_adapters/openenv.py"},
+    "harbor": {"agents/harbor/provider/*.py"},
 }
 """Heavy package -> the files that may import it, as patterns; everything else runs without it."""
 TYPES_ONLY = {("mocked_server/vllm/serving.py", "fastapi")}
@@ -78,7 +79,7 @@ TYPES_ONLY = {("mocked_server/vllm/serving.py", "fastapi")}
 
 MAX_MODULES = 13
 """In a folder, beside `__init__.py` and `__main__.py`."""
-NO_PACKAGES = (STANDS_ALONE, "tests/outside/clients/", "tests/outside/environments/")
+NO_PACKAGES = (STANDS_ALONE, "agents/harbor/provider/", "tests/outside/clients/", "tests/outside/environments/")
 """Programs that are started by their path, with the interpreters of others."""
 MAX_FUNCTION_LINES = 60
 HELP_CPU_S = 0.5

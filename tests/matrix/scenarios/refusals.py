@@ -101,6 +101,24 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"learner.advantage": "grpo", "learner.critic": "separate"},
         ("learner.critic=separate", "learner.advantage=grpo"),
     ),
+    "a harbor that is not there": (
+        {"env.harbor.agent": "terminus-2", "env.harbor.environment": "singularity", "env.harbor.command": ["no-such-harbor"],
+         "data.tasks": "harbor://some@1.0", "data.scorer": ""},
+        ("env.harbor.command must start harbor", "no-such-harbor", "uv tool install harbor"),
+    ),
+    "a Harbor agent that is not there": (
+        {"env.harbor.agent": "claude-cod", "data.scorer": ""},
+        ("env.harbor.agent", "did you mean 'claude-code'?"),
+    ),
+    "a container that loopback is to reach": (
+        {"env.harbor.agent": "claude-code", "data.scorer": ""},
+        ("server.host=127.0.0.1 is not this machine", "env.harbor.server_url"),
+    ),
+    "a file that is no folder of Harbor tasks": (
+        {"env.harbor.agent": "terminus-2", "data.scorer": ""},
+        ("data.tasks must be a folder of Harbor tasks", "tasks.parquet"),
+    ),
+    "two that score": ({"env.harbor.agent": "terminus-2"}, ("env.harbor.agent=terminus-2", "got data.scorer=")),
     "a lambda without gae": ({"learner.lam": 0.5}, ("learner.lam=0.5", "learner.advantage=gae")),
     "an estimator without a weight": ({"learner.kl.kind": "k1"}, ("learner.kl.kind=k1", "learner.kl.coef")),
 }  # fmt: skip

@@ -1,0 +1,131 @@
+"""Refuses, before anything starts, what Harbor could not play: `check_harbor`. Called by `learner.run`.
+
+Each refusal is one line with the key, the rule, the value and the remedy. It starts `harbor --version`, and `docker info` or a
+room where these are needed; it downloads nothing and builds nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from agents.external import check_named
+from agents.harbor.known_agents import OUTSIDE, check_agent
+from agents.harbor.tasks import check_folders
+from buffers.did_you_mean import one_of
+from buffers.errors import EnvError
+from buffers.wire.address import is_loopback
+from configs.checkout import ROOT
+from configs.schema import Config
+from env_adapters.child_process import resolve_command
+
+HERE = frozenset({"child", "singularity"})
+"""Providers whose environments share this machine's network, loopback too."""
+NEAR = frozenset({"apple-container", "docker", "kata", "podman", "sbx"})
+"""Providers on this machine with a network of their own."""
+ELSEWHERE = frozenset({
+    "aca-sandbox", "ack", "beam", "blaxel", "boxd", "cua-cloud", "cwsandbox", "daytona", "e2b", "ec2", "gke", "hf-sandbox",
+    "hyperbrowser", "islo", "kernel", "langsmith", "modal", "mosaic", "novita", "opensandbox", "openshift", "prime", "runloop",
+    "runta", "sail", "skypilot", "smol", "snowflake", "superserve", "tensorlake", "use-computer", "vercel",
+})  # fmt: skip
+ANY_ADDRESS = frozenset({"0.0.0.0", "::"})
+PROGRAM_S = 120.0
+
+
+def check_harbor(config: Config) -> None:
+    """Raises UnderstudyError. Nothing to do without `env.harbor.agent`."""
+    harbor = config.env.harbor
+    if not harbor.agent:
+        return
+    check_named(config.agents.environment)
+    check_agent(harbor.agent)
+    kind = harbor.environment
+    if ":" not in kind and kind not in HERE | NEAR | ELSEWHERE:
+        raise EnvError(
+            f"env.harbor.environment must be {one_of(kind, HERE | NEAR | ELSEWHERE)}; or yours, as module:Class"
+        )
+    check_address(config)
+    check_folders(config)
+    check_program(harbor.command)
+    if kind == "docker":
+        _check_docker()
+    if kind == "child":
+        _check_room()
+
+
+def check_address(config: Config) -> None:
+    """Raises EnvError when an agent could not reach the server from its environment."""
+    harbor, host = config.env.harbor, config.server.host
+    if harbor.agent in OUTSIDE or harbor.environment in HERE or ":" in harbor.environment:
+        return
+    where = f"env.harbor.agent={harbor.agent} runs in its environment"
+    if harbor.environment in ELSEWHERE:
+        if not harbor.server_url.startswith("https://"):
+            raise EnvError(
+                f"{where}, with env.harbor.environment={harbor.environment} on another machine: its key must travel encrypted, got "
+                f"env.harbor.server_url={harbor.server_url!r}; set it to the https:// address of a proxy before the server"
+            )
+    elif not harbor.server_url and (is_loopback(host) or host in ANY_ADDRESS):
+        raise EnvError(
+            f"{where}, where server.host={host} is not this machine; set server.host to an address of this machine that "
+            f"containers reach (docker's bridge, 172.17.0.1), or env.harbor.server_url=http://host.docker.internal:PORT"
+        )
+
+
+def check_program(command: list[str]) -> None:
+    """Raises EnvError when `harbor` cannot be started."""
+    remedy = (
+        "it needs Python 3.12 or newer in an environment of its own: `uv tool install harbor`, or name the program in "
+        "env.harbor.command"
+    )
+    try:
+        words = resolve_command(command)
+    except FileNotFoundError as error:
+        raise EnvError(f"env.harbor.command must start harbor, got {command}: {error}; {remedy}") from None
+    code, told = _run([*words, "--version"])
+    if code != 0 or not any(part.isdigit() for part in told.replace(".", " ").split()):
+        last = (told.strip().splitlines() or ["nothing"])[-1]
+        raise EnvError(
+            f"env.harbor.command must start harbor, but {' '.join(command)} --version ended with code {code} and said: "
+            f"{last:.300}; {remedy}"
+        )
+
+
+def _check_docker() -> None:
+    code, told = _run(["docker", "info"]) if shutil.which("docker") else (1, "there is no docker program")
+    if code != 0:
+        last = (told.strip().splitlines() or ["nothing"])[-1]
+        raise EnvError(
+            f"env.harbor.environment=docker needs docker, got: {last:.300}; start it, or set "
+            f"env.harbor.environment=child or another provider"
+        )
+
+
+def _check_room() -> None:
+    with tempfile.TemporaryDirectory(prefix="understudy-room-") as folder:
+        spec = json.dumps({"network": True, "mounts": []})
+        words = [sys.executable, "-S", "-m", "agents.harbor.fence", "hold", folder, spec]
+        code, told = _run(words, environment={"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"})
+    if code != 0:
+        raise EnvError(
+            f"env.harbor.environment=child needs Linux with user namespaces, got: {told.strip()[-300:]}; allow them "
+            f"(sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0), or set another provider"
+        )
+
+
+def _run(words: list[str], *, environment: dict[str, str] | None = None) -> tuple[int, str]:
+    """(exit code, what it printed)."""
+    try:
+        done = subprocess.run(
+            words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=Path.cwd(),
+            text=True, errors="replace", timeout=PROGRAM_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return 1, f"nothing in {PROGRAM_S:.0f} s"
+    except OSError as error:
+        return 1, str(error)
+    return done.returncode, done.stdout
