@@ -1,6 +1,6 @@
 """How far a recorded log-probability may be from the learner's: what rounding explains, by number format.
 
-`learner.reporting.run_metrics` warns of more while a run goes on, `understudy why` afterwards. The figures are those of
+`learner.reporting.run_metrics` warns of more in the course of a run, `understudy why` afterwards. The figures are those of
 docs/numerics.md.
 """
 
