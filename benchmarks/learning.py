@@ -6,6 +6,8 @@ updates old. A recipe (`configs/recipes.py`) sets what its paper sets; learning 
 all. Reported for each: the first update after which the mean of WINDOW batches was TARGET or more, and the mean reward of the last
 WINDOW batches. `demo` is the demo's own configuration. `cpo` is not among them: the game's tasks have no hints.
 
+`--join REPORT ...` plays nothing: it makes one table of reports that were written by parts, some seeds or lags each.
+
 `--whole-runs` plays the product instead (engine, agents, environment, learner; `python -m learner.run`, one run at a time), with
 `buffer.max_policy_lag` as the lag, which is then the most that there may be. Invariant: it tunes nothing; what does not learn is
 shown too.
@@ -150,6 +152,40 @@ def table(cells: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def figures_of(runs: Sequence[Learned]) -> dict[str, Any]:
+    """What a report says of them."""
+    cells = summarise(runs)
+    return {"cells": cells, "table": table(cells).splitlines(), "runs": [asdict(run) for run in runs]}
+
+
+def joined(reports: Sequence[Path]) -> tuple[list[Learned], dict[str, Any]]:
+    """The runs of all reports, by recipe, lag and seed, and their settings. Raises ValueError for two that hold the same run,
+    or that were made with other settings."""
+    parts = [json.loads(path.read_text(encoding="utf-8")) for path in reports]
+    settings = {name: parts[0]["settings"][name] for name in ("steps", "whole_runs", "override")}
+    names = [DEMO, *RECIPES]
+    found: dict[tuple[int, int, int], Learned] = {}
+    for path, part in zip(reports, parts, strict=True):
+        for name, value in settings.items():
+            if (other := part["settings"][name]) != value:
+                raise ValueError(
+                    f"--join needs reports of the same {name}, got {value} and, in {path}, {other}; play one again"
+                )
+        for run in (Learned(**each) for each in part["runs"]):
+            if (key := (names.index(run.recipe), run.lag, run.seed)) in found:
+                raise ValueError(
+                    f"--join needs each run once, got {run.recipe}, lag {run.lag}, seed {run.seed} twice; leave one out"
+                )
+            found[key] = run
+    runs = [found[key] for key in sorted(found)]
+    seen = {
+        "recipes": list(dict.fromkeys(run.recipe for run in runs)),
+        "lags": sorted({run.lag for run in runs}),
+        "seeds": sorted({run.seed for run in runs}),
+    }
+    return runs, seen | settings
+
+
 def main(argv: list[str] | None = None) -> int:
     """All runs in turn, one seed of each recipe and lag after another; the table; the JSON file after each run."""
     names = [DEMO, *RECIPES]
@@ -160,13 +196,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=40, help="updates of each run (default 40)")
     parser.add_argument("--whole-runs", action="store_true", help="play the product instead of the delay line")
     parser.add_argument("--override", action="append", default=[], metavar="section.key=value", help="of all runs")
+    parser.add_argument(
+        "--join", nargs="+", type=Path, default=None, metavar="REPORT", help="make one table of these reports"
+    )
     arguments = parser.parse_args(argv)
+    if arguments.join:
+        try:
+            known, settings = joined(arguments.join)
+        except ValueError as error:
+            parser.error(str(error))
+        Report("learning", about="from reports").write(arguments.json, settings=settings, figures=figures_of(known))
+        print(table(summarise(known)))
+        return 0
     if arguments.steps < WINDOW or min(arguments.lags) < 0:
         parser.error(f"--steps must be >= {WINDOW} and --lags >= 0, got {arguments.steps} and {arguments.lags}")
     end_on_sigterm()
     torch.set_num_threads(1)
     report = Report("learning", about=f"target: mean reward of {WINDOW} steps >= {TARGET}")
-    settings = {name: value for name, value in vars(arguments).items() if name != "json"}
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "join")}
     runs: list[Learned] = []
     folder = Path(tempfile.mkdtemp(prefix="understudy-bench-"))
     make: Callable[..., Any] = WholeRuns if arguments.whole_runs else DelayLine
@@ -181,13 +228,8 @@ def main(argv: list[str] | None = None) -> int:
                         f"{recipe}, lag {lag}, seed {seed}: {TARGET} at {reached}, last {run.reward_last:.3f}, {run.wall_s:.0f} s",
                         flush=True,
                     )
-                    cells = summarise(runs)
-                    figures = {
-                        "cells": cells,
-                        "table": table(cells).splitlines(),
-                        "runs": [asdict(run) for run in runs],
-                    }
-                    report.write(arguments.json, settings=settings, figures=figures)  # what there is, if the next fails
+                    # what there is, if the next fails
+                    report.write(arguments.json, settings=settings, figures=figures_of(runs))
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

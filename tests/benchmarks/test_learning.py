@@ -204,3 +204,33 @@ def test_a_report_says_what_was_measured_on_what(tmp_path: Path, capsys: pytest.
     assert (found["benchmark"], found["settings"], found["speed"]) == ("some", {"steps": 3}, 2.5)
     assert found["machine"]["cores"] >= 1
     assert capsys.readouterr().out.endswith("at the start; three runs\n")
+
+
+def report_of(path: Path, *, recipe: str, seed: int, steps: int = 40) -> Path:
+    run = learned([0.2 * step for step in range(6)], recipe=recipe, lag=1, seed=seed, wall_s=1.0)
+    settings = {"steps": steps, "whole_runs": False, "override": []}
+    Report("learning").write(path, settings=settings, figures=learning.figures_of([run]))
+    return path
+
+
+def test_a_table_is_made_of_reports_that_were_written_by_parts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = [
+        report_of(tmp_path / f"{number}.json", recipe=recipe, seed=seed)
+        for number, (recipe, seed) in enumerate([("ppo", 1), ("demo", 2), ("demo", 0)])
+    ]
+    assert learning.main(["--join", *map(str, parts), "--json", str(tmp_path / "all.json")]) == 0
+    report = json.loads((tmp_path / "all.json").read_text())
+    assert [(run["recipe"], run["seed"]) for run in report["runs"]] == [("demo", 0), ("demo", 2), ("ppo", 1)]
+    assert [cell["seeds"] for cell in report["cells"]] == [2, 1]
+    assert report["settings"] == {
+        "recipes": ["demo", "ppo"], "lags": [1], "seeds": [0, 1, 2], "steps": 40, "whole_runs": False, "override": [],
+    }  # fmt: skip
+    for wrong, said in (
+        (parts[0], "ppo, lag 1, seed 1 twice"),
+        (report_of(tmp_path / "x.json", recipe="gpg", seed=0, steps=9), "same steps"),
+    ):
+        with pytest.raises(SystemExit):
+            learning.main(["--join", str(parts[0]), str(wrong)])
+        assert said in capsys.readouterr().err
