@@ -14,7 +14,6 @@ from configs.load import load_config
 from configs.schema import LearnerConfig
 from learner.placement.cards import visible
 from learner.placement.run_nodes import RunNodes
-from learner.training import ranks as ranks_module
 from learner.training.ranks import LearnerRanks
 from mocked_server.vllm.process.fork_server import ending_with_us, engines_see
 from tests.learner.placement.recording_rank import RecordingRank
@@ -31,14 +30,13 @@ def _counted() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_counted")
-async def test_each_rank_sees_its_own_card_and_ray_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_module, "Trainer", RecordingRank)
+async def test_each_rank_sees_its_own_card_and_ray_counts_it() -> None:
     node = visible(LISTED, "2,3,4,5,6,7,8,9")
     config = load_config(overrides=["learner.ranks=3", "rollout.tensor_parallel=4"])
     nodes = RunNodes(config, nodes=[node])
     ranks = LearnerRanks(
         LearnerConfig(ranks=3), model_path="", dtype="float32", temperature=1.0, seed=0, keep_versions=1,
-        places=nodes.rank_places,
+        places=nodes.rank_places, trainer=RecordingRank,
     )  # fmt: skip
     await ranks.start()
     try:
@@ -56,9 +54,10 @@ async def test_each_rank_sees_its_own_card_and_ray_counts_it(monkeypatch: pytest
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_counted")
-async def test_ranks_on_a_cpu_take_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_module, "Trainer", RecordingRank)
-    ranks = LearnerRanks(LearnerConfig(), model_path="", dtype="float32", temperature=1.0, seed=0, keep_versions=1)
+async def test_ranks_on_a_cpu_take_no_card() -> None:
+    ranks = LearnerRanks(
+        LearnerConfig(), model_path="", dtype="float32", temperature=1.0, seed=0, keep_versions=1, trainer=RecordingRank,
+    )  # fmt: skip
     await ranks.start()
     try:
         (found,) = await ranks._all("where")

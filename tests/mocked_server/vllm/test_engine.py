@@ -129,7 +129,7 @@ def test_an_engine_whose_load_fails_midway_samples_nothing_until_it_is_started_a
         number = len(seen)
         await asyncio.sleep(0.5)
         assert len(seen) == number < 900, "it sampled from weights that are half loaded"
-        engine._weights = tiny_model, 0
+        engine._weights = {"": (tiny_model, 0)}
         await engine.restart()
         with pytest.raises(EngineError, match="died while it answered"):
             await asyncio.wait_for(running, 20)
