@@ -6,7 +6,8 @@ updates old. A recipe (`configs/recipes.py`) sets what its paper sets; learning 
 all. Reported for each: the first update after which the mean of WINDOW batches was TARGET or more, and the mean reward of the last
 WINDOW batches. `demo` is the demo's own configuration. `cpo` is not among them: the game's tasks have no hints.
 
-`--join REPORT ...` plays nothing: it makes one table of reports that were written by parts, some seeds or lags each.
+`--join REPORT ...` plays nothing: it makes one table of reports that were written by parts, some seeds or lags each;
+the rewards of single steps are left out.
 
 `--whole-runs` plays the product instead (engine, agents, environment, learner; `python -m learner.run`, one run at a time), with
 `buffer.max_policy_lag` as the lag, which is then the most that there may be. Invariant: it tunes nothing; what does not learn is
@@ -171,7 +172,7 @@ def joined(reports: Sequence[Path]) -> tuple[list[Learned], dict[str, Any]]:
                 raise ValueError(
                     f"--join needs reports of the same {name}, got {value} and, in {path}, {other}; play one again"
                 )
-        for run in (Learned(**each) for each in part["runs"]):
+        for run in (Learned(**{**each, "rewards": []}) for each in part["runs"]):
             if (key := (names.index(run.recipe), run.lag, run.seed)) in found:
                 raise ValueError(
                     f"--join needs each run once, got {run.recipe}, lag {run.lag}, seed {run.seed} twice; leave one out"
