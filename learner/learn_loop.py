@@ -367,6 +367,8 @@ class LearnLoop:
             figures |= self._validation.take()
             await self._take_validation(figures)
         self._out.tracker.log(self.step, figures)
+        if drift := self._out.history.drift():
+            self._out.display.note(drift)
         self._out.display.update(
             self.step,
             reward=figures["reward/mean"],

@@ -615,8 +615,8 @@ class Pipeline:
                 groups_ready=parts.buffers.ledger.counts()["groups/ready"],
             )
             self._display.engines(parts.engines.lines())
-            for line in filter(None, (self.history.news(), self.history.drift())):
-                self._display.note(line)
+            if news := self.history.news():
+                self._display.note(news)
 
         async def why(counts: Mapping[str, int]) -> str:
             details = await asyncio.wrap_future(parts.buffers.ledger.failure_details())

@@ -73,7 +73,7 @@ def refused(*words: str) -> Effect:
     return effect
 
 
-def trains(key: str, neighbour: Any, *, least: float = 1e-6) -> Effect:
+def trains(key: str, neighbour: Any, *, least: float = 1e-7) -> Effect:
     """The run's weights are those that its ledger and this value give; with a neighbour of the value they are others."""
 
     def effect(ended: Ended) -> str:

@@ -66,6 +66,10 @@ class Episode:
             self.chat(messages, tools=TOOLS, tool_choice="auto")
         if self.fate == "forced":
             self.chat(messages, response_format={"type": "json_object"})
+        if self.fate == "slow":  # never silent for long, and not done before others are found silent
+            for _ in range(4):
+                self.chat(messages)
+                time.sleep(1.2)
         message = self.chat(messages)
         if self.fate == "two rounds":
             kept = {"role": "assistant", "content": message["content"] or ""}

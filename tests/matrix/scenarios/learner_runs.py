@@ -52,7 +52,8 @@ ALSO: dict[str, dict[str, Any]] = {
         "learner.adaptive_entropy.most": 0.03,
     },
     "gdpo": {
-        "learner.lr": 3e-3, "learner.rejection.kind": "geo_mean", "learner.rejection.low": 0.9995, "learner.rejection.high": 1.0005,
+        "learner.lr": 3e-3, "run.steps": 8, "learner.rejection.kind": "geo_mean", "learner.rejection.low": 0.99998,
+        "learner.rejection.high": 1.00002,
     },
     "grpo_passk": {"learner.rejection.kind": "k3_mean"},
     "otb": {"learner.rejection.kind": "stale_negatives", "learner.ranks": 2},

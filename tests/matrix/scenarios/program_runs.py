@@ -36,7 +36,7 @@ JUDGED: dict[str, Any] = {
 }
 """Two programs that ask for episodes, judged by an environment."""
 SILENT: dict[str, Any] = {
-    **JUDGED, "agents.silence_s": 2.0, "agents.processes": 1, "agents.max_attempts": 1, "agents.concurrency": 32,
+    **JUDGED, "agents.silence_s": 3.0, "agents.processes": 1, "agents.max_attempts": 1, "agents.concurrency": 32,
 }  # fmt: skip
 """More agents than there are episodes to play, of which some say nothing."""
 
@@ -168,7 +168,7 @@ def _judged() -> list[Run]:
         ),
         Run(name="roles", settings=ROLES, files=_relay),
         Run(name="roles-apart", settings=APART, files=_relay),
-        Run(name="silent", settings=SILENT, files=fates("", "", "silent"), environment=notes),
+        Run(name="silent", settings=SILENT, files=fates("slow", "slow", "silent"), environment=notes),
         Run(
             name="resumed",
             settings={**json.loads(json.dumps(SILENT).replace("{files}", "{after}/../files")), "run.dir": "{after}/..",

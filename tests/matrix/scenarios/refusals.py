@@ -67,7 +67,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("rollout.engine must be vllm, sglang or the URL", "'ftp://here'"),
     ),
     "a server where nobody answers": (
-        {"rollout.engine": "http://127.0.0.1:1"},
+        {"rollout.engine": "http://127.0.0.1:1", "rollout.kv_cache_gb": None},
         ("rollout.engine must be the URL of a running server", "nobody answers"),
     ),
     "two engines at one server": (
