@@ -63,8 +63,7 @@ def test_each_part_may_die_and_the_run_makes_all_its_steps(tmp_path: Path) -> No
     assert summary["max_logprob_diff"] < 1e-4, "what the new engine samples is what the learner computes"
     assert summary["buffer"]["failed/agent exited with code -9"] > 0
     # an agent may see that its environment is gone before the run has another one
-    failed = sum(number for name, number in summary["buffer"].items() if name.startswith("failed/"))
-    assert failed > summary["buffer"]["failed/agent exited with code -9"], summary["buffer"]
+    assert {"failed/environment died", "failed/agent exited with code 1"} & summary["buffer"].keys(), summary["buffer"]
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["step"]] == list(range(1, 10)), "each step is reported once"
     kept = [path.name for path in (run.folder / "checkpoints").iterdir()]
