@@ -16,7 +16,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +134,24 @@ def check_command(command: Sequence[str]) -> list[str]:
         raise AgentError(f"agents.command cannot be started: {error}") from None
 
 
+async def play_in_lanes(
+    service: EpisodeService, *, place: Path, concurrency: int, play: Callable[[LeasedEpisode, Path], Awaitable[None]]
+) -> None:
+    """Plays one episode after the other in each of `concurrency` lanes, with a folder of its own in `place`, until the tasks have
+    ended."""
+
+    async def lane(index: int) -> None:
+        with suppress(PoolClosed):
+            while True:
+                leased = await service.lease_episode(wait_s=LEASE_WAIT_S)
+                if leased is not None:
+                    await play(leased, place / f"lane-{index}")
+
+    async with asyncio.TaskGroup() as tasks:
+        for index in range(concurrency):
+            tasks.create_task(lane(index), name=f"agent lane {index}")
+
+
 class LongLivedAgents:
     """`processes` programs that lease tasks until there are none. One that ends before, with any exit code, is started again;
     one that does so again and again without a score in between ends the run."""
@@ -202,17 +220,7 @@ class AgentPerEpisode:
 
     async def run(self) -> None:
         """Runs until the tasks have ended. Cancelling stops the programs."""
-        async with asyncio.TaskGroup() as tasks:
-            for index in range(self._concurrency):
-                tasks.create_task(self._lane(index), name=f"agent lane {index}")
-
-    async def _lane(self, index: int) -> None:
-        folder = self._place.folder / f"lane-{index}"
-        with suppress(PoolClosed):
-            while True:
-                leased = await self._service.lease_episode(wait_s=LEASE_WAIT_S)
-                if leased is not None:
-                    await self._play(leased, folder)
+        await play_in_lanes(self._service, place=self._place.folder, concurrency=self._concurrency, play=self._play)
 
     async def _play(self, leased: LeasedEpisode, folder: Path) -> None:
         env, task_file = self._given(leased, folder)

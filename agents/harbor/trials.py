@@ -18,12 +18,11 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-from agents.external import LEASE_WAIT_S, AgentPlace, EpisodeService
+from agents.external import AgentPlace, EpisodeService, play_in_lanes
 from agents.harbor.tasks import FOLDER
 from agents.harbor.trial import Outcome, read_outcome, trial_config, trial_environment
 from buffers.errors import EpisodeError, ScoreError
 from buffers.records import LeasedEpisode
-from buffers.tasks.task_pool import PoolClosed
 from configs.schema import HarborConfig
 from env_adapters.child_process import Child, resolve_command
 
@@ -47,17 +46,8 @@ class HarborTrials:
 
     async def run(self) -> None:
         """Runs until the tasks have ended. Cancelling interrupts the trials."""
-        async with asyncio.TaskGroup() as tasks:
-            for index in range(self._concurrency):
-                tasks.create_task(self._lane(index), name=f"harbor lane {index}")
-
-    async def _lane(self, index: int) -> None:
-        folder = self._place.folder.resolve() / f"lane-{index}"
-        with suppress(PoolClosed):
-            while True:
-                leased = await self._service.lease_episode(wait_s=LEASE_WAIT_S)
-                if leased is not None:
-                    await self._play(leased, folder)
+        place = self._place.folder.resolve()
+        await play_in_lanes(self._service, place=place, concurrency=self._concurrency, play=self._play)
 
     async def _play(self, leased: LeasedEpisode, folder: Path) -> None:
         task = leased.task["extra_info"].get(FOLDER)

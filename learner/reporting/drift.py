@@ -11,8 +11,8 @@ from configs.schema import Config
 MOST_DRIFT = {"float32": 1e-4, "bfloat16": 2e-2}
 """Difference of a log-probability, in nats, by model.dtype; the largest one in float32, the mean one in bfloat16."""
 DRIFT_MEASURES = {"float32": "policy/max_logprob_diff", "bfloat16": "policy/mean_logprob_diff"}
-FLOAT32_HEAD = '{"head_dtype": "float32"}'
-"""vLLM's option for logits in float32, which a run's own engines have."""
+FLOAT32_HEAD = """--hf-overrides '{"head_dtype": "float32"}' (vLLM) or --enable-fp32-lm-head (SGLang)"""
+"""The options for logits in float32, which a run's own engines have."""
 
 
 def drift_sentence(difference: float, *, dtype: str) -> str:
@@ -27,7 +27,7 @@ def drift_remedy(config: Config) -> str:
     arguments = "take extra arguments out of rollout.engine_args (quantization, other kernels)"
     elsewhere = config.rollout.engine.startswith("http")
     if dtype == "bfloat16" and elsewhere:
-        return f"start the server with --hf-overrides '{FLOAT32_HEAD}', or model.dtype=float32 on both sides, or {arguments}"
+        return f"start the server with {FLOAT32_HEAD}, or model.dtype=float32 on both sides, or {arguments}"
     if dtype == "bfloat16":
         return f"model.dtype=float32, or {arguments}"
     if elsewhere:

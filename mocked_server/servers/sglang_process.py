@@ -116,6 +116,8 @@ def arguments(config: Config, *, model: Path, port: int) -> list[str]:
     words += ["--random-seed", str(config.run.seed), "--weight-version", "0", "--log-level", "warning"]
     if rollout.gpu_memory_utilization is not None:
         words += ["--mem-fraction-static", str(rollout.gpu_memory_utilization)]
+    if config.model.dtype != "float32":
+        words += ["--enable-fp32-lm-head"]  # logits as the learner's, see docs/numerics.md
     return words
 
 

@@ -165,6 +165,9 @@ async def _events(told: list[dict[str, Any]]) -> AsyncIterator[bytes]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     for name in sorted(ARGUMENTS):
+        if name.startswith("--enable-"):
+            parser.add_argument(name, action="store_true")
+            continue
         kind = int if name in ("--port", "--context-length", "--tp-size") else str
         parser.add_argument(name, type=kind, default="0" if name == "--weight-version" else None)
     parser.add_argument("--incremental-streaming-output", action="store_true")

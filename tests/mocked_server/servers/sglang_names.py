@@ -76,6 +76,7 @@ ARGUMENTS = {
     "--dtype",
     "--context-length",
     "--tp-size",
+    "--enable-fp32-lm-head",
     "--random-seed",
     "--weight-version",
     "--log-level",

@@ -214,9 +214,12 @@ def test_the_command_line_has_sglangs_arguments(tmp_path: Path) -> None:
     settings = {"engine": "sglang", "max_tokens": 8, "gpu_memory_utilization": 0.5, "tensor_parallel": 2}
     config = Config.model_validate({"rollout": settings, "model": {"dtype": "bfloat16"}})
     words = arguments(config, model=tmp_path, port=5)
+    assert words.pop() == "--enable-fp32-lm-head"
     told = dict(zip(words[::2], words[1::2], strict=True))
-    assert set(told) <= ARGUMENTS
+    assert {"--enable-fp32-lm-head", *told} <= ARGUMENTS
     assert (told["--tp-size"], told["--mem-fraction-static"], told["--dtype"]) == ("2", "0.5", "bfloat16")
+    plain = Config.model_validate({"rollout": settings})
+    assert "--enable-fp32-lm-head" not in arguments(plain, model=tmp_path, port=5), "in float32 it already is"
 
 
 def test_a_server_that_ends_while_it_starts_is_told_with_its_last_words(rollout: Any, tmp_path: Path) -> None:

@@ -31,18 +31,21 @@ TOLERANCE = 1e-5
 RANK, KEPT = 4, 2
 
 
-@pytest.fixture(scope="module")
-def adapted(tiny_model: Path) -> Iterator[VLLMRollout]:
-    settings = EngineSettings(
-        model_path=tiny_model,
+def settings_of(model: Path, *, kept: int) -> EngineSettings:
+    return EngineSettings(
+        model_path=model,
         served_name="policy",
         dtype="float32",
         rollout=RolloutConfig(max_tokens=256, max_model_len=1024, kv_cache_gb=0.0625),
         server=ServerConfig(),
         lora_rank=RANK,
-        kept_versions=KEPT,
+        kept_versions=kept,
     )
-    with VLLMRollout(settings) as rollout:
+
+
+@pytest.fixture(scope="module")
+def adapted(tiny_model: Path) -> Iterator[VLLMRollout]:
+    with VLLMRollout(settings_of(tiny_model, kept=KEPT)) as rollout:
         yield rollout
 
 
@@ -178,16 +181,7 @@ def test_each_role_has_versions_of_its_own_and_a_new_one_leaves_the_others_gener
     folders = {
         (role, version): make(10 * number + version) for number, role in enumerate("ab", 3) for version in (5, 6)
     }
-    settings = EngineSettings(
-        model_path=tiny_model,
-        served_name="policy",
-        dtype="float32",
-        rollout=RolloutConfig(max_tokens=256, max_model_len=1024, kv_cache_gb=0.0625),
-        server=ServerConfig(),
-        lora_rank=RANK,
-        kept_versions=2 * KEPT,
-    )
-    with VLLMRollout(settings) as rollout:
+    with VLLMRollout(settings_of(tiny_model, kept=2 * KEPT)) as rollout:
         engine = rollout.engine
 
         async def load(role: str, version: int) -> None:
