@@ -30,7 +30,8 @@ matrix: $(READY)  ## every value, key, column and metric in real runs, each with
 KILLS ?= 1000
 CASES ?= 5000
 faults: $(READY)  ## thousands of kills and hostile requests; hours. Fewer: make faults KILLS=10 CASES=500
-	$(PY) -m tests.faults --ledger $(KILLS) --server $$(($(KILLS) * 9 / 10)) --run $$(($(KILLS) / 10))
+	$(PY) -m tests.faults --ledger $(KILLS) --server $$(($(KILLS) * 9 / 10)) --run $$(($(KILLS) / 10)) \
+		--fleet $$(($(KILLS) / 2)) --nodes $$(($(KILLS) / 50))
 	$(PY) -m tests.fuzz $(CASES)
 	$(PY) -m tests.fuzz --engine real $(CASES)
 

@@ -14,8 +14,10 @@
 - cached: `cached_share_3_engines`, share of the prompts of second rounds that the engines' prefix caches held.
 - tail: `tail_vs_hash`, mean time of an episode, routed by the fleet over routed by a consistent hash of its name: 8 paced engines,
   96 episodes at once of 4 rounds whose lengths are spread widely; engines slow down by what they hold.
-- paced: `paced_2048_share`, tokens/s of 32 paced engines with 64 generations each over what they could give, and
-  `paced_cpu_ms_per_round`, the server's processor time.
+- paced: `paced_2048_share`, tokens/s of 32 paced engines with 64 generations each over what they could give: 512 tokens of an
+  agent from each of its answers to the next, by 2,048 agents that began over the time of one answer. `paced_2048_in_step`: the
+  same of agents that begin at once, so that all answers end together and wait for one another. `paced_cpu_ms_per_round`, the
+  server's processor time.
 - weights: the figures of `benchmarks.weights`, which has a process of its own.
 
 It judges nothing. Invariant: what is compared gets the same requests.
@@ -318,15 +320,17 @@ def paced(model: Path, folder: Path, *, quick: bool) -> dict[str, Any]:
     """2,048 agents before 32 engines that cost nothing."""
     token_ms, tokens, rounds = 50.0, 512, 2 if quick else 3
     settings = replace(
-        nothing_settings(model, paced=32, token_ms=token_ms), episodes=2048, max_tokens=tokens, max_model_len=8192
+        nothing_settings(model, paced=32, token_ms=token_ms), episodes=4096, max_tokens=tokens, max_model_len=8192
     )
+    answer_s = tokens * token_ms / 1000
+    plan: dict[str, Any] = {"agents": 2048, "rounds": rounds, "first": WORDS, "later": LATER, "max_tokens": tokens}
     with servers(settings, folder=folder, kinds=["understudy"]) as (server,):
-        figures = server.load(server.plan(agents=2048, rounds=rounds, first=WORDS, later=LATER, max_tokens=tokens))
-    could = 2048 * 1000 / token_ms
+        in_step = server.load(server.plan(**plan))
+        figures = server.load(server.plan(**plan, spread_s=answer_s))
     return {
-        "paced_2048_share": figures["rounds"] * tokens / figures["seconds"] / could,
+        "paced_2048_share": answer_s / figures["cycle_s"],
+        "paced_2048_in_step": answer_s / in_step["cycle_s"],
         "paced_cpu_ms_per_round": figures["cpu_ms_per_round"],
-        "paced_rounds_per_s": figures["rounds_per_s"],
     }
 
 

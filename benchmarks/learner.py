@@ -4,7 +4,8 @@
 length, each in a process of its own, one after another and in turn; a side's time is the median over its steps, without
 the first. `update` is forward, backward, clipping and AdamW; `step` has the pass for the log-probabilities before the
 update as well. Speed-ups are quotients of update times unless their name says otherwise. `rank_peak_share` and
-`predicted_peak_error` are about memory, see `benchmarks.learner_memory`.
+`predicted_peak_error` are about memory, see `benchmarks.learner_memory`; `mfu_cpu` and `outside_share` about what else a step takes
+its time for, see `benchmarks.learner_efficiency`; the figures of the prefix tree, see `benchmarks.prefix_tree`.
 
 The padded sides are the product with other micro-batches: `padded` takes rows as they come, as many as fit the token
 budget when all are as long as the longest; `sorted_padded` puts rows of like length together. TRL comes from an
@@ -31,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.learner_efficiency import measure_efficiency
 from benchmarks.learner_memory import Ranks, measure_memory
 from benchmarks.prefix_tree import MEDIUM, SMALL, TreeShape, measure_tree
 from benchmarks.processes.learner_side import Rows
@@ -48,6 +50,8 @@ SIDE_LIMIT_S = 1200.0
 GROUP_SIZE = 8
 MEDIAN_TOKENS, SPREAD = 150, 1.1
 """Sigma of the rows' log-normal lengths: one in ten is over four times the median."""
+APART = ("tree", "memory", "efficiency")
+"""Sides with a model of their own, which are not compared with the others."""
 SAMPLED, OBSERVED = 24, 16
 """Tokens of a round that the policy sampled, and that the environment answered."""
 
@@ -228,13 +232,13 @@ def table(parts: dict[str, Any]) -> str:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = parser_of("learner", doc=__doc__)
     parser.add_argument(
-        "--quick", action="store_true", help="fewer rows and steps, once, without TRL and without the memory of ranks"
+        "--quick", action="store_true", help="fewer rows and steps, once, without TRL, memory and efficiency"
     )
     parser.add_argument(
         "--sides",
         nargs="+",
         default=None,
-        help="tree, memory, packed, and with packed padded sorted_padded trl two_ranks",
+        help="tree, memory, efficiency, packed, and with packed padded sorted_padded trl two_ranks",
     )
     for name, default, meaning in (
         ("rows", 64, "rows of the batch, a multiple of 8"),
@@ -256,10 +260,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         arguments.rows, arguments.steps, arguments.repeats = min(arguments.rows, 24), 1, 1
     if arguments.rows % GROUP_SIZE or arguments.rows < GROUP_SIZE:
         parser.error(f"--rows must be a multiple of {GROUP_SIZE}, got {arguments.rows}")
-    everything = ["packed", "padded", "sorted_padded", "trl", "two_ranks", "tree", "memory"]
-    left_out = {"trl", "memory"} if arguments.quick else {"memory"} if arguments.device != "cpu" else set()
+    everything = ["packed", "padded", "sorted_padded", "trl", "two_ranks", *APART]
+    left_out = {"trl"} if arguments.quick else set()
+    if arguments.quick or arguments.device != "cpu":
+        left_out |= {"memory", "efficiency"}
     arguments.sides = arguments.sides or [side for side in everything if side not in left_out]
-    compared = set(arguments.sides) - {"tree", "memory"}
+    compared = set(arguments.sides) - set(APART)
     if not set(arguments.sides) <= set(everything) or (compared and "packed" not in arguments.sides):
         parser.error(
             f"--sides must be of {' '.join(everything)}, the others with packed, got {' '.join(arguments.sides)}"
@@ -272,6 +278,7 @@ def _tree(arguments: argparse.Namespace, *, folder: Path) -> dict[str, Any]:
     short = TreeShape(scale=200.0, prompt=512, answer=64)
     return measure_tree(
         lambda commands: run_to_end(commands, log=folder / "tree"),
+        trl=None if arguments.quick else trl_python(log=folder / "install"),
         folder=folder,
         shape=short if arguments.quick else TreeShape(),
         model=SMALL if arguments.quick else MEDIUM,
@@ -304,7 +311,7 @@ def main(argv: list[str] | None = None) -> int:
             gradient_checkpointing=arguments.gradient_checkpointing,
         )
         work = Work.of(empty_model(bench.model))
-        sides = [side for side in arguments.sides if side not in ("tree", "memory")]
+        sides = [side for side in arguments.sides if side not in APART]
         results: dict[str, Any] = {}
         try:
             if sides:
@@ -314,6 +321,11 @@ def main(argv: list[str] | None = None) -> int:
             if "memory" in arguments.sides:
                 ranks = Ranks(folder, run_to_end=run_to_end, address=free_address)
                 results |= measure_memory(ranks, folder=folder)
+            if "efficiency" in arguments.sides:
+                results |= measure_efficiency(
+                    lambda commands: run_to_end(commands, log=folder / "efficiency"),
+                    folder=folder, address=free_address(), repeats=arguments.repeats,
+                )  # fmt: skip
         except SideFailed as error:
             print(f"error: {error}", file=sys.stderr)
             return 1

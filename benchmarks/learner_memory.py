@@ -19,7 +19,8 @@ from configs.tiny_model import VOCAB_SIZE, make_tiny_model
 from learner.placement.memory import of_rank, total
 from learner.placement.model_shape import read_shape
 
-GRPO = {"advantage": "grpo", "critic": "none", "minibatches": 1}
+GRPO = {"advantage": "grpo", "critic": "none", "minibatches": 1, "prefix_tree": False}
+"""Its rows share nothing; what a tree of rows gathers is a bound, and no prediction."""
 LARGE = {"hidden": 1024, "layers": 24, "heads": 16, "kv_heads": 8, "ffn": 3072}
 """0.3B weights: 24 of the layers of Qwen3-0.6B, whose vocabulary would be a third more."""
 SMALL = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "ffn": 1536}

@@ -28,7 +28,9 @@ from benchmarks.whole_run import ROOT
 
 PAGES = 3
 STEPS = 10
-"""Training steps of a window; the first is left out, as the pages change in it."""
+"""Training steps of a window."""
+OPENING = 3
+"""Steps before each window that are left out: three pages are opened in them, which takes a browser some processor seconds."""
 PAIRS = 5
 SETTLE = 3
 """Steps before the first window: the stock of episodes that were made before training is used up in them."""
@@ -122,7 +124,8 @@ def _windows(steps: Iterator[dict[str, Any]], orders: IO[str], answers: IO[str])
         for order in ("close", "open") if pair % 2 == 0 else ("open", "close"):
             print(order, file=orders, flush=True)
             answers.readline()
-            next(steps)
+            for _ in range(OPENING):
+                next(steps)
             before, began = _page_s(), time.monotonic()
             window = [next(steps) for _ in range(STEPS)]
             if order == "open":

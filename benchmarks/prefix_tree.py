@@ -2,7 +2,8 @@
 
 A part of `benchmarks.learner`, which calls `measure_tree`. An update on a tree and one on packed rows are timed in turn in one
 process; a figure is the quotient of the medians. Rows are made up: `agent_rows` as an agent like Claude Code leaves them, scaled
-down; `group_rows` one prompt with eight answers. It judges nothing.
+down; `group_rows` one prompt with eight answers. `tree_vs_trl`: an update of TRL's on its own prefix trie, of agents' rows,
+over ours, each side's median, in turn with it (`benchmarks/rivals/trl_tree_side.py` says what of TRL it is). It judges nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from learner.training.packing import Sequences
 from learner.training.prefix_tree import PrefixTree
 from learner.training.tree_packing import TreeSequences
 
+TRL_SIDE = Path(__file__).parent / "rivals" / "trl_tree_side.py"
 EPISODES, BRANCHES = 8, 9
 SYSTEM, TASK, ROUND, TAIL = 17_000, 400, 2_500, 400
 """Tokens of an agent's row: system prompt with the tools, the task, what a branch has more of the history than the one before it,
@@ -104,8 +106,10 @@ def measure_tree(
     token_budget: int,
     device: str,
     dtype: str,
+    trl: Path | None = None,
 ) -> dict[str, Any]:
-    """The figures, under the names that the benchmark writes. `run` starts a command and waits for its end."""
+    """The figures, under the names that the benchmark writes. `run` starts a command and waits for its end; `trl`: the
+    interpreter of TRL's environment, None: without it."""
     path = make_tiny_model(folder / "tree_model", **model)
     sides = {
         "agents": agent_rows(scale=shape.scale),
@@ -117,11 +121,18 @@ def measure_tree(
     for name, rows in sides.items():
         rows.write(folder / "tree_rows.npz")
         out = folder / "tree.json"
-        command = [sys.executable, "-m", "benchmarks.processes.tree_side", "--rows", folder / "tree_rows.npz"]
-        command += ["--model", path, "--out", out, "--repeats", repeats, "--token-budget", token_budget]
-        command += ["--device", device, "--dtype", dtype, "--address", _free_address()]
-        run([[str(word) for word in command]])
+        shared = ["--rows", folder / "tree_rows.npz", "--model", path, "--out", out, "--repeats", repeats]
+        shared += ["--token-budget", token_budget, "--device", device, "--dtype", dtype]
+        ours = [sys.executable, "-m", "benchmarks.processes.tree_side", *shared, "--address", _free_address()]
+        run([[str(word) for word in ours]])
         found = json.loads(out.read_text())
+        if trl is not None and name != "1":
+            run([[str(word) for word in (trl, TRL_SIDE, *shared)]])
+            theirs = json.loads(out.read_text())
+            found |= {f"trl_{key}": value for key, value in theirs.items()}
+            figures["tree_vs_trl" if name == "agents" else f"tree_vs_trl_{name}"] = median(theirs["tree_s"]) / median(
+                found["tree_s"]
+            )
         packed, tree, ratio = (median(found[key]) for key in ("packed_s", "tree_s", "raw_over_unique"))
         if name == "1":
             figures["tree_cost_ratio_1"] = tree / packed

@@ -257,11 +257,9 @@ class Kills:
 
     async def _kill(self, part: str, sync: WeightSync, ranks: ProcessRanks, engine: VLLMEngine) -> None:
         await asyncio.sleep(self._chance.uniform(0.0, 0.05))
-        pids = {
-            "puller": sync._puller.pid,
-            "learner": ranks.pid(),
-            "engine": engine._llm.engine_core.resources.engine_manager.processes[0].pid,
-        }
+        pids = {"puller": sync._puller.pid, "learner": ranks.pid(), "engine": None}
+        if (llm := engine._llm) is not None:  # else it died in the publication before, and is being started
+            pids["engine"] = llm.engine_core.resources.engine_manager.processes[0].pid
         if (pid := pids[part]) is not None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

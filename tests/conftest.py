@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from mocked_server.vllm.engine import IMPORTED
 from mocked_server.vllm.engine_arguments import set_process_environment
+from mocked_server.vllm.process import fork_server
 
 set_process_environment()
 
@@ -47,6 +51,14 @@ def what_is_left_open_is_told_of_its_module() -> Iterator[None]:
     """A socket or file that nothing closed fails a test when it is collected: here, not in another module's test."""
     yield
     _freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def engines_are_forked() -> None:
+    """Engines and server processes of this process are forked of one that has imported vLLM, as those of a run are. Here that is
+    Python's own fork server, started where it is needed: this process has threads, and cannot be forked as a run is."""
+    multiprocessing.set_forkserver_preload([*IMPORTED, "mocked_server.processes.program"])
+    fork_server._owner = os.getpid()
 
 
 @pytest.fixture(scope="session")

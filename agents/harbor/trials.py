@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,6 +32,13 @@ logger = logging.getLogger(__name__)
 KEPT = 20
 STOP_S = 30.0
 """Seconds that Harbor has to stop an environment after it was interrupted."""
+INTERRUPTIBLE = (
+    sys.executable,
+    "-ISc",
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])",
+)
+"""The words before a command that can be interrupted also in a run that a script has put into the background (SIGINT is ignored
+there)."""
 
 
 class HarborTrials:
@@ -71,7 +79,7 @@ class HarborTrials:
         settings.write_text(json.dumps(trial), encoding="utf-8")
         log.unlink(missing_ok=True)
         child = await Child.start(
-            [*self._command, "trial", "start", "--config", str(settings)],
+            [*INTERRUPTIBLE, *self._command, "trial", "start", "--config", str(settings)],
             env=trial_environment(environment, root=root, server_url=self._harbor.server_url),
             cwd=folder,
             log=log,

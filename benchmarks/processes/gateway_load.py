@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from itertools import count
-from statistics import quantiles
+from statistics import fmean, quantiles
 from typing import Any
 
 import aiohttp
@@ -36,6 +36,8 @@ class Plan:
     stream: bool = False
     urls: dict[str, str] = field(default_factory=dict)
     """Key -> root of the server process that owns its episode; those that are not named have `base_url`."""
+    spread_s: float = 0.0
+    """The agents begin one after another over this time."""
 
 
 @dataclass(slots=True)
@@ -43,6 +45,8 @@ class Figures:
     """Figures of one plan."""
 
     latencies_s: list[float] = field(default_factory=list)
+    cycles_s: list[float] = field(default_factory=list)
+    """From an answer to the same agent's next one."""
     prompt_tokens: list[list[int]] = field(default_factory=list)
     """Tokens of each agent's prompt, by round number."""
     cached_tokens: list[list[int]] = field(default_factory=list)
@@ -59,8 +63,10 @@ class Figures:
         self.cached_tokens[number].append((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
 
-async def play_all(plan: Plan, keys: list[str], session: aiohttp.ClientSession, figures: Figures) -> None:
-    """One agent: a conversation for each key, one after the other."""
+async def play_all(plan: Plan, number: int, session: aiohttp.ClientSession, figures: Figures) -> None:
+    """One agent: a conversation for each of its keys, one after the other."""
+    keys = plan.keys[number :: plan.agents]
+    await asyncio.sleep(plan.spread_s * number / plan.agents)
     for key in keys:
         await play(plan, key, session, figures)
 
@@ -69,6 +75,7 @@ async def play(plan: Plan, key: str, session: aiohttp.ClientSession, figures: Fi
     """One conversation; its first words are its own."""
     messages = [{"role": "user", "content": f"{next(figures.conversations)}. {plan.first}"}]
     headers = {"Authorization": f"Bearer {key}", "x-stainless-retry-count": "0"}
+    ended = 0.0
     for number in range(plan.rounds):
         body = {"model": "policy", "messages": messages, "max_tokens": plan.max_tokens, "ignore_eos": True}
         began = time.perf_counter()
@@ -77,7 +84,11 @@ async def play(plan: Plan, key: str, session: aiohttp.ClientSession, figures: Fi
         if answer.status != 200:
             figures.errors.append(json.dumps(reply)[:300])
             return
-        figures.add(number, time.perf_counter() - began, reply["usage"])
+        now = time.perf_counter()
+        figures.add(number, now - began, reply["usage"])
+        if number:
+            figures.cycles_s.append(now - ended)
+        ended = now
         messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"] or ""})
         messages.append({"role": "user", "content": plan.later})
 
@@ -135,9 +146,7 @@ async def converse_all(plan: Plan) -> dict[str, Any]:
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         began = time.perf_counter()
-        await asyncio.gather(
-            *(play_all(plan, plan.keys[i :: plan.agents], session, figures) for i in range(plan.agents))
-        )
+        await asyncio.gather(*(play_all(plan, number, session, figures) for number in range(plan.agents)))
         seconds = time.perf_counter() - began
     cuts = quantiles(figures.latencies_s, n=100, method="inclusive") if len(figures.latencies_s) > 1 else [0.0] * 99
     cached = [sum(c) / max(1, sum(p)) for c, p in zip(figures.cached_tokens, figures.prompt_tokens, strict=True)]
@@ -147,6 +156,7 @@ async def converse_all(plan: Plan) -> dict[str, Any]:
         "rounds_per_s": len(figures.latencies_s) / seconds,
         "p50_ms": 1000 * cuts[49],
         "p99_ms": 1000 * cuts[98],
+        "cycle_s": fmean(figures.cycles_s) if figures.cycles_s else None,
         "prompt_tokens": [max(tokens) for tokens in figures.prompt_tokens],
         "cached_share": cached,
         "errors": figures.errors[:3],

@@ -31,7 +31,7 @@ def notify_score(
     score: float,
     detail: ScoreDetail,
     max_attempts: int,
-    drop_zero_variance: bool = False,
+    drop_zero_variance: bool,
 ) -> bool | UnderstudyError:
     """True: stored; False: this value was stored before. Refusals are recorded, then raised in the caller."""
     row = read_episode(db, episode_id=episode_id)
@@ -75,7 +75,7 @@ def notify_score(
     return True
 
 
-def settle(db: sqlite3.Connection, *, episode_id: str, drop_zero_variance: bool = False) -> bool:
+def settle(db: sqlite3.Connection, *, episode_id: str, drop_zero_variance: bool) -> bool:
     """End a running episode with the scores that its judges gave so far; False: none gave one, or it cannot be trained."""
     row = read_episode(db, episode_id=episode_id)
     said = f"SELECT 1 FROM score WHERE episode_id = ? AND part = 'whole' AND {_COUNTS} LIMIT 1"
@@ -139,7 +139,7 @@ def _apply(db: sqlite3.Connection, *, row: EpisodeRow, ends: bool, drop_zero_var
         f"WHERE episode_id = ? AND part = 'whole' AND {_COUNTS} GROUP BY judge)",
         (row.episode_id,),
     ).fetchone()
-    if state != row.state or mean != row.score:
+    if mean != row.score:  # None before the episode is scored
         db.execute("UPDATE episode SET state = ?, score = ? WHERE episode_id = ?", (state, mean, row.episode_id))
     if ends:
         db.execute("UPDATE grp SET num_scored = num_scored + 1 WHERE group_id = ?", (row.group_id,))

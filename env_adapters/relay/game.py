@@ -19,7 +19,7 @@ KEYS = "wasd"
 NAMES = {"w": "north", "a": "west", "s": "south", "d": "east"}
 SCOUT, RUNNER = "scout", "runner"
 RULES = {SCOUT: "You see the exit. Say w, a, s or d.", RUNNER: "You hear the scout. Move with w, a, s or d."}
-SCOUT_PAY = 10.0
+SCOUT_PAY = 100.0
 
 Message = dict[str, Any]
 

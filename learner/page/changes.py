@@ -1,4 +1,4 @@
-"""Server-sent events: what changed of the runs that a page looks at, once a second, or every two while several pages are open.
+"""Server-sent events: what changed of the runs that a page looks at, once a second, less often while several pages are open.
 
 Used by `learner.page.routes`. All connections look at the same moments, so that this process wakes once for them. Invariant: an
 event's id says all that its reader knows (a mark of this process, and for each run the last line of figures, the time of the
@@ -21,8 +21,9 @@ from learner.page.run_view import RunView
 
 LOOK_S = 1.0
 """A run writes what its machine does as often; a browser that draws more often takes a processor from a run beside it."""
-SEVERAL_LOOK_S = 2.0
-"""The same while more than one page is open, which together may draw no more than that."""
+MORE_LOOK_S = 2.5
+"""Each further page that is open makes the pause so much longer, up to MOST_LOOK_S: together they draw less than one alone."""
+MOST_LOOK_S = 6.0
 QUIET_S = 15.0
 BOOT = secrets.token_hex(4)
 """The mark of this process: what another one said means nothing here."""
@@ -126,7 +127,7 @@ class Changes:
 
     def _pause_s(self, now: float) -> float:
         """Seconds until all connections look again; `now`: the loop's clock."""
-        every_s = LOOK_S if self.num_readers <= 1 else SEVERAL_LOOK_S
+        every_s = min(LOOK_S + MORE_LOOK_S * max(self.num_readers - 1, 0), MOST_LOOK_S)
         return every_s - now % every_s
 
     def _fresh(self, run_ids: Sequence[str]) -> dict[str, Known]:

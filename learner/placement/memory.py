@@ -21,6 +21,8 @@ LOGITS_AT_ONCE = 2**26
 """Logits in one part of a pack, as `learner.model.policy` has it."""
 LOGIT_COPIES = 5
 """float32 arrays of that size that live at once: logits, scaled logits, their log-softmax, and gradients of two of these."""
+GATHERED = 4
+"""Gathered keys for each token of `learner.token_budget`, at most, as `learner.training.tree_packing` has it."""
 CUDA_BYTES = 2**30
 """CUDA's context and NCCL's buffers in a process."""
 ENGINE_BYTES = 2 * 2**30
@@ -97,9 +99,16 @@ def of_rank(
     models = 2 if _critic(learner) == "separate" else 1
     each = BYTES[dtype]
     tokens = max(learner.token_budget, longest_row)
+    # On a CPU states between layers are float32, see `learner.model.engine_rounding`.
+    wide = each if on_gpu else MASTER
+    shared = models * tree_keys(shape, learner, tokens=tokens, each=each)
     return [
         *items,
-        _passing(f"activations of {tokens} tokens", models * activations(shape, learner, tokens=tokens, each=each)),
+        _passing(
+            f"activations of {tokens} tokens",
+            models * activations(shape, learner, tokens=tokens, each=each, states=wide),
+        ),
+        *([_passing("keys and values of shared prefixes, at most", shared)] if learner.prefix_tree else []),
         _passing("layers gathered for a pass", gathered(shape, learner, each=each)),
         _passing("logits", LOGIT_COPIES * MASTER * min(LOGITS_AT_ONCE, tokens * shape.vocabulary)),
         *([Item(name="CUDA and NCCL", size=CUDA_BYTES, is_estimate=True)] if on_gpu else []),
@@ -141,17 +150,26 @@ def _passing(name: str, size: int) -> Item:
     return Item(name=name, size=size, is_estimate=True, stays=False)
 
 
-def activations(shape: ModelShape, learner: LearnerConfig, *, tokens: int, each: int) -> int:
-    """What the forward pass of one pack leaves for its backward pass. `each`: bytes of a number.
+def activations(shape: ModelShape, learner: LearnerConfig, *, tokens: int, each: int, states: int) -> int:
+    """What the forward pass of one pack leaves for its backward pass. `each`: bytes of a number, `states`: of one of the states
+    between layers.
 
     The coefficients are what autograd saves in a layer of Qwen3, counted with `torch.autograd.graph.saved_tensors_hooks`: four
     arrays as wide as the states and two in float32, four as wide as the feed-forward part, and those of queries, keys and values.
     """
-    layer: float = shape.hidden * (4 * each + 8) + shape.intermediate * 4 * each
+    layer: float = shape.hidden * (2 * each + 2 * states + 8) + shape.intermediate * 4 * each
     layer += shape.queries * (4 * each + 4.5) + shape.keys * (3 * each + 4.25)
     if learner.gradient_checkpointing:
-        return int(tokens * (shape.layers * shape.hidden * each + 2 * layer))
+        return int(tokens * (shape.layers * shape.hidden * states + 2 * layer))
     return int(tokens * (shape.layers + 1) * layer)
+
+
+def tree_keys(shape: ModelShape, learner: LearnerConfig, *, tokens: int, each: int) -> int:
+    """What a pack of the prefix tree gathers for its segments, which autograd keeps: in each layer, or with checkpointing in
+    the one that is computed again; and the gradients of one layer's. As much as the planner allows; rows that share little
+    gather less."""
+    layers = 1 if learner.gradient_checkpointing else shape.layers
+    return GATHERED * tokens * 2 * shape.keys * each * (layers + 1)
 
 
 def gathered(shape: ModelShape, learner: LearnerConfig, *, each: int) -> int:

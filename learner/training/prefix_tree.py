@@ -123,7 +123,7 @@ class Meter:
     """Length of the last row."""
 
     def after(self, length: int, *, shared: int) -> Meter:
-        """The size with one more row, which shares so many tokens with the last."""
+        """The size with one more row, which shares so many tokens with the last; in the tree's order it is no start of that one."""
         forks = self.forks
         while forks and forks[-1] > shared:
             forks = forks[:-1]
@@ -133,8 +133,7 @@ class Meter:
         cut = 0
         if shared and (not forks or forks[-1] < shared):
             cut, forks = shared, (*forks, shared)
-        grown = length if length > shared else 0
-        return Meter(tokens, self.gathered + grown + cut, forks, length)
+        return Meter(tokens, self.gathered + length + cut, forks, length)
 
 
 def _shared(row: Int32, *, after: Int32) -> int:
@@ -149,16 +148,16 @@ def _shared(row: Int32, *, after: Int32) -> int:
 def _spaced(shared: Places) -> Places:
     """Depths that neighbours share, forks that lie less than LEAST_SHARED beyond another moved up to that one."""
     found = np.zeros_like(shared)
-    ranges = [(0, len(shared), 0)]
+    ranges = [(0, len(shared))]
     while ranges:
-        first, end, base = ranges.pop()
+        first, end = ranges.pop()
         inner = shared[first + 1 : end]
         if not len(inner):
             continue
         depth = int(inner.min())
-        depth = depth if depth - base >= LEAST_SHARED else base
+        depth = depth if depth >= LEAST_SHARED else 0  # behind a fork, only those are left that lie so far beyond it
         forks = np.flatnonzero(inner < depth + LEAST_SHARED) + first + 1
         found[forks] = depth
         edges = [first, *forks.tolist(), end]
-        ranges += [(start, stop, depth) for start, stop in pairwise(edges)]
+        ranges += pairwise(edges)
     return found

@@ -29,7 +29,7 @@ class ChatOptions:
     """Digest of the template's inputs."""
     identity: bytes
     """Equal for requests that are rendered and parsed alike."""
-    num_chars: int = 0
+    num_chars: int
     """Characters of `template_kwargs` as JSON."""
 
     @classmethod

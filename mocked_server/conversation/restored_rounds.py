@@ -43,7 +43,9 @@ def remember(live: LiveEpisode, rounds: Sequence[Round], *, decode: Callable[[li
             finish_reason=round_.finish_reason,
             text=decode(round_.sampled_ids.tolist()),
             round_index=round_.round_index,
-            asked=ChatOptions(template_kwargs={}, tool_choice=None, inputs=inputs, identity=identity) if memo else None,
+            asked=ChatOptions(template_kwargs={}, tool_choice=None, inputs=inputs, identity=identity, num_chars=0)
+            if memo
+            else None,
         )
         (again.parent.children if again.parent else live.roots).append(again)
         live.rounds.append(again)

@@ -1,52 +1,40 @@
-"""The program of a server process: serves on a socket that it inherits, until its parent closes the pipe.
+"""What a server process runs: it serves on a socket of the run's until the run closes the channel between them.
 
-    python -m mocked_server.processes.program < settings    prints `ready` when requests are answered
-
-Its settings come as JSON on one line of stdin: the run's secret is in no command line and no environment. When stdin ends, which is
-when its parent does, or when the run cannot be reached any more, so does the process.
+Started by `server_processes`, as engines are: a fork of the run's fork server, or a new interpreter where there is none. What it is
+made of comes through a pipe: the run's secret is in no command line and no environment. When the channel ends, which is when its
+parent does, or when the run cannot be reached any more, so does the process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import json
 import os
 import signal
 import socket
 import sys
 
+import setproctitle
+
 from configs.process_fork import leave
 from mocked_server.processes.server_process import ProcessSettings, ServerProcess
 from mocked_server.vllm.engine_arguments import set_process_environment
-from mocked_server.vllm.hosted.program import HostSettings
 
 READY = b"ready\n"
+TITLE = "understudy::server_process"
 
 
-def to_json(settings: ProcessSettings, *, descriptor: int) -> str:
-    """The line on stdin. `descriptor`: of the socket, in the process."""
-    return json.dumps({
-        "engine": HostSettings(engine=settings.engine, secret=b"").to_json(),
-        "secret": base64.b64encode(settings.secret).decode(),
-        "run": settings.run,
-        "process": settings.process,
-        "urls": settings.urls,
-        "descriptor": descriptor,
-    })  # fmt: skip
+def main(settings: ProcessSettings, sock: socket.socket, channel: socket.socket) -> None:
+    """Serve on `sock`, which listens; says READY on `channel` when requests are answered, and ends when it does."""
+    setproctitle.setproctitle(f"{TITLE}_{settings.process}")
+    os.setsid()
+    set_process_environment()
+    if lost := asyncio.run(_serve(settings, sock, channel)):
+        print(f"server process {settings.process} lost the run: {lost}", file=sys.stderr)
+    leave(1 if lost else 0)
 
 
-def of_json(text: str) -> tuple[ProcessSettings, int]:
-    """The settings, and the socket's descriptor."""
-    fields = json.loads(text)
-    descriptor: int = fields.pop("descriptor")
-    fields["engine"] = HostSettings.of_json(fields["engine"]).engine
-    fields["secret"] = base64.b64decode(fields["secret"])
-    return ProcessSettings(**fields), descriptor
-
-
-async def serve(settings: ProcessSettings, sock: socket.socket) -> str:
-    """Serve until stdin ends, or the run is lost; why."""
+async def _serve(settings: ProcessSettings, sock: socket.socket, channel: socket.socket) -> str:
+    """Serve until the channel ends, or the run is lost; why."""
     ended, serves = asyncio.Event(), False
 
     def end() -> None:
@@ -55,38 +43,16 @@ async def serve(settings: ProcessSettings, sock: socket.socket) -> str:
         ended.set()
 
     loop = asyncio.get_running_loop()
-    loop.add_reader(sys.stdin.fileno(), lambda: None if os.read(sys.stdin.fileno(), 4096) else end())
+    channel.setblocking(False)
+    loop.add_reader(channel, lambda: None if channel.recv(4096) else end())
     loop.add_signal_handler(signal.SIGTERM, end)
     process = ServerProcess(settings, sock=sock)
     await process.start()
     serves = True
-    os.write(sys.stdout.fileno(), READY)
+    await loop.sock_sendall(channel, READY)
     waiting = {asyncio.create_task(ended.wait()), asyncio.create_task(process.until_lost())}
     done, others = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     for task in others:
         task.cancel()
     await process.close()
     return "" if ended.is_set() else str(done.pop().result())
-
-
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C of the terminal is its parent's
-    set_process_environment()
-    settings, descriptor = of_json(_line_of(sys.stdin.fileno()))
-    if lost := asyncio.run(serve(settings, socket.socket(fileno=descriptor))):
-        print(f"server process {settings.process} lost the run: {lost}", file=sys.stderr)
-    leave(1 if lost else 0)
-
-
-def _line_of(descriptor: int) -> str:
-    """The first line, read without a buffer: the end of the pipe is the event loop's."""
-    line = b""
-    while not line.endswith(b"\n"):
-        if not (more := os.read(descriptor, 65536)):
-            raise SystemExit("the settings of a server process must come on stdin, got none; it is started by the run")
-        line += more
-    return line.decode()
-
-
-if __name__ == "__main__":
-    main()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,22 +24,23 @@ from starlette.types import ASGIApp
 from buffers.errors import UnderstudyError
 from buffers.prompt_queue import PromptQueue
 from buffers.records import Round
-from configs.checkout import python_path
 from mocked_server.conversation.live_episodes import Episodes
 from mocked_server.http.forwarding import Forward
 from mocked_server.http.model_requests import ModelRequests
 from mocked_server.http.uvicorn_server import ServerError, bind
 from mocked_server.keys import KeyRing, process_secret
-from mocked_server.processes.program import READY, to_json
+from mocked_server.processes import program
 from mocked_server.processes.prompt_host import PromptHost, RunSide
 from mocked_server.processes.server_process import ProcessSettings
+from mocked_server.vllm.engine import interrupts_blocked
 from mocked_server.vllm.engine_arguments import EngineSettings
 from mocked_server.vllm.hosted.outputs import VLLMCodec
+from mocked_server.vllm.process.fork_server import server_context
 
 logger = logging.getLogger(__name__)
 
 START_S = 180.0
-"""Seconds for a process to import vLLM and to answer requests."""
+"""Seconds for a process to answer requests; where it is not forked, it has to import vLLM."""
 END_S = 5.0
 
 
@@ -91,7 +92,7 @@ class ServerProcesses:
         self._sockets = [bind(server.host, server.port and server.port + n) for n in range(1, self._number)]
         self.urls: Sequence[str] = [f"http://{server.host}:{sock.getsockname()[1]}" for sock in self._sockets]
         self._forwards = [Forward(url) for url in self.urls]
-        self._children: dict[int, asyncio.subprocess.Process] = {}
+        self._children: dict[int, _Child] = {}
         self._restarts: Counter[int] = Counter()
         self._owned: dict[str, int] = {}
         """Leased episode -> its owner."""
@@ -192,7 +193,7 @@ class ServerProcesses:
         return {
             "pid": None if child is None else child.pid,
             "url": self.urls[process - 1],
-            "is_up": child is not None and child.returncode is None and figures is not None,
+            "is_up": child is not None and child.is_up and figures is not None,
             "restarts": self._restarts[process],
             "episodes_leased": self._loads[process],
             "requests": 0 if figures is None else figures.requests,
@@ -229,41 +230,74 @@ class ServerProcesses:
             process=process,
             urls=[self._server.base_url, *self.urls],
         )
-        descriptor = self._sockets[process - 1].fileno()
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "mocked_server.processes.program",
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, pass_fds=(descriptor,),
-            env={**os.environ, "PYTHONPATH": python_path()}, start_new_session=True,
-        )  # fmt: skip
-        self._children[process] = child
-        assert child.stdin is not None and child.stdout is not None
-        with suppress(ConnectionError):  # it has ended, which is seen below
-            child.stdin.write(to_json(settings, descriptor=descriptor).encode() + b"\n")
-            await child.stdin.drain()
+        child = self._children[process] = _Child(settings, self._sockets[process - 1])
         try:
-            line = await asyncio.wait_for(child.stdout.readline(), START_S)
+            if await asyncio.wait_for(child.until_ready(), START_S):
+                return None
         except TimeoutError:
             logger.error("server process %d did not answer within %.0f s", process, START_S)
-            line = b""
-        if line == READY:
-            return None
-        with suppress(ProcessLookupError):
-            child.kill()
+        child.kill()
         return await child.wait()
 
     def _kill(self, process: int) -> None:
         """It is stopped, or stuck: `run` starts another."""
-        child = self._children.get(process)
-        if child is not None and child.returncode is None:
-            with suppress(ProcessLookupError):
-                child.kill()
+        if (child := self._children.get(process)) is not None:
+            child.kill()
 
-    async def _end(self, child: asyncio.subprocess.Process) -> None:
-        if child.stdin is not None:
-            child.stdin.close()
+    async def _end(self, child: _Child) -> None:
+        child.end()
         try:
             await asyncio.wait_for(child.wait(), END_S)
         except TimeoutError:
-            with suppress(ProcessLookupError):
-                child.kill()
+            child.kill()
             await child.wait()
+
+
+class _Child:
+    """A server process, started on `sock`, and the channel to it. Made and used on the event loop."""
+
+    def __init__(self, settings: ProcessSettings, sock: socket.socket) -> None:
+        self._channel, theirs = socket.socketpair()
+        with theirs, interrupts_blocked():
+            self._process = server_context().Process(
+                target=program.main,
+                args=(settings, sock, theirs),
+                name=f"server process {settings.process}",
+                daemon=True,
+            )
+            self._process.start()
+        self.pid: int = self._process.pid
+        self._ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._process.sentinel, self._see_end)
+        self._channel.setblocking(False)
+
+    def _see_end(self) -> None:
+        self._loop.remove_reader(self._process.sentinel)
+        self._process.join()
+        self._ended.set()
+
+    @property
+    def is_up(self) -> bool:
+        return not self._ended.is_set()
+
+    async def until_ready(self) -> bool:
+        """Whether it answers now; else it has ended."""
+        with suppress(ConnectionError):
+            return await self._loop.sock_recv(self._channel, len(program.READY)) == program.READY
+        return False
+
+    async def wait(self) -> int:
+        """Its exit code, once it has ended; -9 after SIGKILL."""
+        await self._ended.wait()
+        self._channel.close()
+        code: int = self._process.exitcode
+        return code
+
+    def end(self) -> None:
+        """Ask it to end."""
+        self._channel.close()
+
+    def kill(self) -> None:
+        if self.is_up:
+            self._process.kill()

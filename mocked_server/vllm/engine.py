@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from copy import copy
+from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, ClassVar
@@ -45,16 +46,22 @@ MAX_MESSAGE_CHARS = 600
 """Most characters of vLLM's errors: some repeat the value that they refuse."""
 LOOK_S = 0.1
 """Seconds between looks at whether the engine lives."""
+READY_S = 20
+"""Seconds for the last message of a start, which an engine has sent before it says that it has started. vLLM would wait 10 minutes
+for it, also when the process was killed at that moment."""
 _BY_SIGNAL = re.compile(r"Failed core proc.*: -\d")
 """vLLM names exit codes: a negative one is the signal that ended the process."""
 
 
+IMPORTED = ("vllm.entrypoints.openai.api_server", "vllm.v1.engine.async_llm", "vllm.v1.engine.core")
+"""What an engine and its server import, which takes seconds."""
+
+
 def import_engine() -> None:
-    """All that an engine and its server import, which takes seconds."""
+    """Import IMPORTED."""
     set_process_environment()
-    import vllm.entrypoints.openai.api_server
-    import vllm.v1.engine.async_llm
-    import vllm.v1.engine.core  # noqa: F401
+    for name in IMPORTED:
+        import_module(name)
 
 
 def start_fork_server() -> None:
@@ -220,8 +227,10 @@ class VLLMEngine:
             await asyncio.gather(working, death, return_exceptions=True)
 
     def _boot(self) -> None:
+        from vllm.v1.engine import core_client
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        core_client.VLLM_ENGINE_READY_TIMEOUT_S = READY_S  # no setting of ours: what takes long is waited for before
         Sockets.enter()
         self._has_sockets = True
         config = copy(self._vllm_config)  # engines share it, and vLLM writes into it how many blocks an engine has
@@ -236,7 +245,8 @@ class VLLMEngine:
                 )
             self._kv_capacity = config.cache_config.num_gpu_blocks * config.cache_config.block_size
         except (RuntimeError, OSError, ValueError) as error:
-            kind = EngineDied if _BY_SIGNAL.search(str(error)) else EngineError
+            killed = isinstance(error, TimeoutError) and any(not process.is_alive() for process in self._processes)
+            kind = EngineDied if killed or _BY_SIGNAL.search(str(error)) else EngineError
             raise kind(
                 f"the engine did not start: {error}; its own log is above (VLLM_LOGGING_LEVEL=INFO shows more)"
             ) from error

@@ -125,6 +125,12 @@ def test_the_score_of_a_shared_round_is_on_the_row_that_trains_it_only() -> None
     assert (first.branch_score, second.branch_score) == (0.25, None)
 
 
+@pytest.mark.parametrize("greedy", [False, True])
+def test_rows_say_that_their_episode_was_sampled_greedily(greedy: bool) -> None:
+    (row,) = episode_rows([make_round("e")], group_id=1, scores=EpisodeScores(whole=1.0), greedy=greedy)
+    assert row.greedy is greedy
+
+
 def test_a_round_is_trainable_when_it_ended_and_trains_a_token() -> None:
     assert is_trainable("stop", num_trained=1) and is_trainable("abandoned", num_trained=2)
     assert not is_trainable("stop", num_trained=0) and not is_trainable("abort", num_trained=1)

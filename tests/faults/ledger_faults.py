@@ -1,8 +1,10 @@
-"""The long fault tests: `python -m tests.faults [--ledger 1000] [--server 900] [--run 100] [--seed 0]` (`make faults`).
+"""The long fault tests: `python -m tests.faults [--ledger 1000] [--server 900] [--run 100] [--fleet 500]
+[--nodes 20] [--seed 0]` (`make faults`).
 
-Each number is how many processes are killed with SIGKILL at random moments: owners of a ledger (`ledger_program`),
-servers and agents at work (`server_faults`), and any process of a whole run (`run_faults`). After each kill the
-promises are checked: no acknowledged score is lost, no group is trained twice, the counts balance, every checksum holds.
+Each number is how many processes are killed with SIGKILL at random moments: owners of a ledger (`ledger_program`), servers and
+agents at work (`server_faults`), any process of a whole run, and those of a fleet (`run_faults`). With `--nodes` it is hosts,
+with all that runs on them (`node_faults`). After each kill the promises are checked: no acknowledged score is lost, no group
+is trained twice, the counts balance, every checksum holds.
 The witness: a kill counts only if the process was alive and had acknowledged something.
 """
 
@@ -17,6 +19,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +47,8 @@ class Log:
     """(step, lease)"""
     positions: list[dict[str, Any]] = field(default_factory=list)
     kills: int = 0
+    parts: Counter[str] = field(default_factory=Counter)
+    """Kills of whole runs: part -> number of them."""
     agents: int = 0
     """Kills that hit an agent."""
     retried: int = 0
@@ -56,8 +61,15 @@ class Log:
     idle: int = 0
     """Kills before anything was acknowledged: they prove nothing, and are not in `kills`."""
 
+    def count(self, part: str) -> None:
+        """One more kill of a whole run's part."""
+        self.kills += 1
+        self.parts[part] += 1
+
     def __str__(self) -> str:
         parts = [f"{self.kills} kills"]
+        if self.parts:
+            parts[0] += f" ({', '.join(f'{name} {number}' for name, number in sorted(self.parts.items()))})"
         if self.agents:
             parts = [f"{self.kills - self.agents} kills of servers, {self.agents} of agents"]
             parts.append(
@@ -164,16 +176,19 @@ def sum_of(one: Log, other: Log) -> Log:
 
 
 def main() -> None:
-    from tests.faults.run_faults import run_faults
+    from tests.faults.node_faults import node_faults
+    from tests.faults.run_faults import fleet_faults, run_faults
     from tests.faults.server_faults import server_faults
 
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=(__doc__ or "").splitlines()[0])
-    for name, number in (("ledger", 1000), ("server", 900), ("run", 100)):
+    for name, number in (("ledger", 1000), ("server", 900), ("run", 100), ("fleet", 500), ("nodes", 20)):
         parser.add_argument(f"--{name}", type=int, default=number, metavar="KILLS")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="understudy-faults-"))
-    parts = {"ledger": ledger_faults, "server": server_faults, "run": run_faults}
+    parts = {
+        "ledger": ledger_faults, "server": server_faults, "run": run_faults, "fleet": fleet_faults, "nodes": node_faults,
+    }  # fmt: skip
     for name, part in parts.items():
         if kills := getattr(options, name):
             began = time.monotonic()

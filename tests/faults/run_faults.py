@@ -1,7 +1,9 @@
-"""Whole runs whose processes are killed at random moments: the run itself, its engine, its learner, its environment, its agent.
+"""Whole runs whose processes are killed at random moments.
 
-`run_faults` plays runs under a guard (`--keep-running`) until so many kills were made; the counts are read after each kill, and
-at the end of a run all its steps are in them. A run that says that it was killed too often without a step is gone on with.
+`run_faults` kills any process of a run on the demo's settings: the run itself, its engine, its learner, its environment, its agent.
+`fleet_faults` kills what a run with three engines, two server processes and two ranks has more of. Both play runs under a guard
+(`--keep-running`) until so many kills were made; the counts are read after each kill, and at the end of a run all its steps
+are in them. A run that says that a part of it was killed too often without a step is resumed.
 """
 
 from __future__ import annotations
@@ -9,54 +11,111 @@ from __future__ import annotations
 import random
 import subprocess
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.faults import killed, parts
+from benchmarks.faults import descendants, killed, parts
 from tests.faults.ledger_faults import Log, check
+from tests.project.test_resume import books_balance
 from tests.support.run_parts import Run, start
 
-STEPS = 12
 KNOBS = (
-    f"run.steps={STEPS}", "run.checkpoints.every=2", "warm_start.steps=5", "buffer.groups_per_step=4",
-    "buffer.group_size=2", "agents.concurrency=16",
+    "run.checkpoints.every=2", "warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=2",
+    "agents.concurrency=16",
 )  # fmt: skip
-MEAN_S = 12.0
-"""About what a run takes to start: more kills than that, and none would come to its end."""
+FLEET = {
+    "engine": "VLLM::EngineCore",
+    "puller": "buffers.weights",
+    "server": "understudy::server_process",
+    "learner": "ray::Trainer",
+}
+"""What the command lines of a fleet's processes hold."""
+OF_KILLS = (" died", " ended with -9", " ended with 255", "{'EngineCore': -9}")
+"""What a run says that ends because a part was killed too often without a step, or an engine before it served. 255: of a process
+whose fork server ended first."""
 PATIENCE_S = 600.0
+LARGEST_DIFFERENCE = 1e-4
+"""Of a recorded log-probability from the learner's, under kills: what is sampled twice over is exact, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """One kind of run. `mean_s`: between two kills; about what the victims take to start: more kills, and no run would end."""
+
+    steps: int
+    mean_s: float
+    more: tuple[str, ...] = ()
+    marks: Mapping[str, str] | None = None
+    """Part -> what its command lines hold; None: the parts of `benchmarks.faults`."""
+
+    def living(self, guard: int) -> dict[str, list[int]]:
+        """Part -> process ids of the run below this guard."""
+        if self.marks is None:
+            return {name: [pid] for name, pid in parts(guard).items()}
+        found: dict[str, list[int]] = {}
+        for pid, (_, line) in descendants(guard).items():
+            for name, mark in self.marks.items():
+                if mark in line:
+                    found.setdefault(name, []).append(pid)
+        return found
+
+
+RUN = Course(steps=12, mean_s=12.0)
+FLEET_RUN = Course(
+    steps=60, mean_s=4.0, marks=FLEET, more=("rollout.engines=3", "server.processes=2", "learner.ranks=2")
+)  # fmt: skip
 
 
 def run_faults(kills: int, *, seed: int, folder: Path) -> Log:
     """Kill processes of whole runs so many times."""
+    return _runs(RUN, kills, seed=seed, folder=folder / "runs")
+
+
+def fleet_faults(kills: int, *, seed: int, folder: Path) -> Log:
+    """Kill engines, pullers of weights, server processes and ranks of whole runs so many times."""
+    return _runs(FLEET_RUN, kills, seed=seed, folder=folder / "fleet")
+
+
+def _runs(course: Course, kills: int, *, seed: int, folder: Path) -> Log:
     chance, log, number = random.Random(seed), Log(), 0
     while log.kills < kills:
         place = folder / f"run-{number}"
-        place.mkdir()
+        place.mkdir(parents=True)
         number += 1
-        _one_run(place, kills=kills - log.kills, chance=chance, log=log)
+        _one_run(course, place, kills=kills - log.kills, chance=chance, log=log)
+        print(f"so far: {log}", flush=True)
     return log
 
 
-def _one_run(place: Path, *, kills: int, chance: random.Random, log: Log) -> None:
+def _one_run(course: Course, place: Path, *, kills: int, chance: random.Random, log: Log) -> None:
     until, lives = log.kills + kills, 0
+    knobs = (f"run.steps={course.steps}", *KNOBS, *course.more)
     while True:
-        run = start(place, *KNOBS, resume="auto", flags=("--keep-running",))
+        run = start(place, *knobs, resume="auto", flags=("--keep-running",))
         lives += 1
         try:
-            while log.kills < until and _wait(run, chance.expovariate(1.0 / MEAN_S)) is None:
-                living = parts(run.process.pid)
-                if living and killed(living[chance.choice(sorted(living))]):
-                    log.kills += 1
-                    if (run.folder / "ledger.sqlite").exists():
-                        check(run.folder / "ledger.sqlite", log=log)
+            while log.kills < until and _wait(run, chance.expovariate(1.0 / course.mean_s)) is None:
+                living = course.living(run.process.pid)
+                if living:
+                    part = chance.choice(sorted(living))
+                    if killed(chance.choice(sorted(living[part]))):
+                        log.count(part)
+                        if (run.folder / "ledger.sqlite").exists():
+                            check(run.folder / "ledger.sqlite", log=log)
             output, _ = run.process.communicate(timeout=PATIENCE_S)
         finally:
             run.kill()
         check(run.folder / "ledger.sqlite", log=log)
         if run.process.returncode == 0:
             break
-        assert " died" in output and lives <= kills, f"a run that nobody killed failed: {output[-2000:]}"
+        assert any(words in output for words in OF_KILLS) and lives <= kills, (
+            f"a run that nobody killed failed: {output[-2000:]}"
+        )
     summary = run.summary()
-    assert summary["steps"] == STEPS and summary["buffer"]["groups/trained"] == STEPS * 4
+    assert summary["steps"] == course.steps and summary["buffer"]["groups/trained"] == course.steps * 4
+    assert summary["max_logprob_diff"] <= LARGEST_DIFFERENCE, summary["max_logprob_diff"]
+    books_balance(run, steps=course.steps)
     log.runs += 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import stat
 from itertools import combinations
@@ -10,7 +11,17 @@ from pathlib import Path
 import pytest
 
 from mocked_server import keys
-from mocked_server.keys import KeyRing, SecretError, make_secret, read_secret, secret_of_run
+from mocked_server.keys import (
+    KeyRing,
+    OwnedEpisode,
+    SecretError,
+    make_secret,
+    process_secret,
+    read_secret,
+    round_secret,
+    secret_of_run,
+    wire_secret,
+)
 
 SECRET = bytes(range(32))
 
@@ -66,6 +77,24 @@ def test_digests_are_long_and_no_two_kinds_share_one() -> None:
     assert ring.episode_key("").count("-") == 2 and opens(ring, ring.episode_key("")) == []
 
 
+def test_what_server_processes_prove_follows_from_the_runs_secret_and_is_not_it() -> None:
+    one, other = process_secret(bytes(32)), process_secret(bytes([1] * 32))
+    assert len(one) == len(other) == 32 and len({one, other, bytes(32), bytes([1] * 32)}) == 4
+    assert process_secret(bytes(32)) == one
+
+
+def test_a_key_ends_with_the_digest_of_its_purpose_under_the_secret() -> None:
+    ring = KeyRing(SECRET)
+    assert ring.secret == SECRET
+    assert ring.scorer == "us-scorer-" + hmac.digest(SECRET, b"scorer", "sha256").hex()[:32]
+
+
+def test_an_episodes_key_names_the_process_that_owns_it() -> None:
+    ring = KeyRing(SECRET)
+    assert ring.owned_by(ring.episode_key("1-0-0")) == OwnedEpisode("1-0-0", 0)
+    assert ring.owned_by(ring.episode_key("1-0-0", process=3)) == OwnedEpisode("1-0-0", 3)
+
+
 def test_keys_follow_from_the_secret_and_without_one_they_are_new_each_time() -> None:
     assert all_keys(KeyRing(SECRET)) == all_keys(KeyRing(SECRET))
     rings = [KeyRing(SECRET), KeyRing(SECRET[::-1]), KeyRing(), KeyRing(), KeyRing(b"")]
@@ -118,3 +147,16 @@ def test_beyond_this_machine_each_run_has_a_secret_that_follows_from_the_operato
     assert not (one / "server.key").exists()
     local = secret_of_run(one, host="127.0.0.1")
     assert local == (one / "server.key").read_bytes() and local not in found
+
+
+def test_secrets_of_one_purpose_are_digests_of_it_under_the_runs(tmp_path: Path) -> None:
+    folder, host = tmp_path / "run", "10.0.0.1"
+    folder.mkdir()
+    operators = make_secret(tmp_path / "server.key")
+    runs = secret_of_run(folder, host=host)
+    assert runs == hmac.digest(operators, b"run", "sha256")
+    assert process_secret(runs) == hmac.digest(runs, b"server processes", "sha256")
+    assert round_secret(folder, host=host) == hmac.digest(runs, b"rows", "sha256")
+    assert wire_secret(folder, host=host, label=b"weights") == hmac.digest(runs, b"weights", "sha256")
+    local = secret_of_run(folder, host="127.0.0.1")
+    assert wire_secret(folder, host="127.0.0.1", label=b"weights") == hmac.digest(local, b"weights", "sha256")

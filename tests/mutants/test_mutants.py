@@ -190,7 +190,9 @@ def test_an_explanation_names_a_mutant_that_is_there_and_has_a_reason(tmp_path: 
 def test_the_watched_modules_and_their_tests_are_there() -> None:
     for module, tests in WATCHED.items():
         assert (ROOT / module).is_file() and tests and all((ROOT / test).is_file() for test in tests), module
-    assert len(all_mutants(ROOT, WATCHED)) > 2000
+    mutants = all_mutants(ROOT, WATCHED)
+    assert len(mutants) > 2000
+    check_explained(read_explained(ROOT / "tests" / "mutants" / "explained.toml"), mutants)
 
 
 def test_the_command_line_counts_the_mutants_of_a_module() -> None:

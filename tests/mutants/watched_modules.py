@@ -5,6 +5,7 @@ Read by `sampled_run`. The tests are of the fast tier, cheap ones first: a run s
 
 from __future__ import annotations
 
+_ALGORITHMS = "tests/learner/algorithms"
 _TRAINING = "tests/learner/training"
 _STEPS = (
     f"{_TRAINING}/test_settings_reach_the_weights.py",
@@ -13,6 +14,7 @@ _STEPS = (
     "tests/learner/model/test_lora.py",
     f"{_TRAINING}/test_warm_start.py",
     f"{_TRAINING}/test_trainer.py",
+    f"{_TRAINING}/test_tree_training.py",
 )
 _LEDGER = "tests/buffers/ledger"
 _BOOKS = tuple(f"{_LEDGER}/test_{name}.py" for name in ("batches", "scores", "leases", "checkpoints", "ledger"))
@@ -21,14 +23,30 @@ _CONTINUED = (f"{_CONVERSATION}/test_continuation.py", f"{_CONVERSATION}/test_li
 _SERVED = "tests/mocked_server/test_server.py"
 
 WATCHED: dict[str, tuple[str, ...]] = {
-    "learner/algorithms/advantages.py": ("tests/learner/algorithms/test_advantages.py", _STEPS[0]),
+    "learner/algorithms/advantages.py": (f"{_ALGORITHMS}/test_advantages.py", _STEPS[0]),
+    "learner/algorithms/aggregation.py": (f"{_ALGORITHMS}/test_losses.py", _STEPS[0]),
+    "learner/algorithms/baselines.py": (f"{_ALGORITHMS}/test_advantages.py", _STEPS[0]),
+    "learner/algorithms/entropy.py": (f"{_ALGORITHMS}/test_entropy.py", _STEPS[0]),
     "learner/algorithms/importance_weights.py": (
-        "tests/learner/algorithms/test_importance_weights.py",
-        "tests/learner/algorithms/test_losses.py",
+        f"{_ALGORITHMS}/test_importance_weights.py",
+        f"{_ALGORITHMS}/test_losses.py",
+        f"{_ALGORITHMS}/test_documented.py",
     ),
-    "learner/algorithms/kl.py": ("tests/learner/algorithms/test_kl.py", _STEPS[0]),
-    "learner/algorithms/losses.py": ("tests/learner/algorithms/test_losses.py", _STEPS[0]),
-    "learner/algorithms/overlong_penalty.py": ("tests/env_adapters/scoring/test_rewards.py",),
+    "learner/algorithms/kl.py": (f"{_ALGORITHMS}/test_kl.py", _STEPS[0]),
+    "learner/algorithms/losses.py": (f"{_ALGORITHMS}/test_losses.py", _STEPS[0]),
+    "learner/algorithms/objectives.py": (
+        f"{_ALGORITHMS}/test_losses.py",
+        f"{_ALGORITHMS}/test_documented.py",
+        _STEPS[0],
+    ),
+    "learner/algorithms/overlong_penalty.py": (
+        f"{_ALGORITHMS}/test_overlong_penalty.py",
+        "tests/env_adapters/scoring/test_rewards.py",
+    ),
+    "learner/algorithms/teacher.py": (f"{_ALGORITHMS}/test_teacher.py", _STEPS[0]),
+    "learner/algorithms/values.py": (f"{_ALGORITHMS}/test_losses.py", f"{_ALGORITHMS}/test_advantages.py", _STEPS[0]),
+    "learner/training/prefix_tree.py": (f"{_TRAINING}/test_tree_packing.py", f"{_TRAINING}/test_tree_training.py"),
+    "learner/training/tree_packing.py": (f"{_TRAINING}/test_tree_packing.py", f"{_TRAINING}/test_tree_training.py"),
     "learner/training/packing.py": (f"{_TRAINING}/test_packing.py", f"{_TRAINING}/test_batch_tensors.py"),
     "learner/training/batch_tensors.py": (f"{_TRAINING}/test_batch_tensors.py", *_STEPS[:1]),
     "learner/training/trainer.py": _STEPS,

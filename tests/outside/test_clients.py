@@ -56,11 +56,14 @@ def try_out() -> Iterator[Any]:
 
 
 def assert_exact(report: Any, *, rounds: int) -> None:
-    """Several rounds, every answer continued, every sampled token trained with the learner's own log-probability."""
+    """Several rounds, every answer continued, every sampled token trained with the learner's own log-probability. Calls that the
+    agent forces are not trained: Qwen Code asks for such judgements of what it is about to do, each a branch of its own."""
     assert (report.exit_code, report.errors) == (0, []), report.as_text()
     assert report.rounds >= rounds, report.as_text()
     assert [b for b in report.branch_causes if not b.expected] == [], report.as_text()
-    assert report.branches == report.rows < report.rounds, report.as_text()
+    forced = report.features.get("forced tools", 0)
+    assert report.branches - forced <= report.rows <= report.branches, report.as_text()
+    assert report.rows < report.rounds, report.as_text()
     assert report.tokens_trained > 0 and 0 < report.max_logprob_diff < MAX_DRIFT, report.as_text()
 
 

@@ -149,6 +149,7 @@ class ServerThread:
         self.rounds = MultiRoundBufferDataset(self.ledger)
         self.score_fn: Callable[[Task, str], float] | None = None
         self.loops: Any = None
+        self._clients: list[OpenAI] = []
         self._owns_loop = loop is None
         self._loop = loop or asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="test-server", daemon=True)
@@ -233,6 +234,8 @@ class ServerThread:
             await self.server.close()
             await asyncio.wait({self._generating})
 
+        for client in self._clients:  # else a collected socket warns in some later test
+            client.close()
         self.call(stop())
         if self._owns_loop:
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -241,7 +244,7 @@ class ServerThread:
         self.ledger.close()
 
     def lease(self, *, prompt: str = "Hello.", ground_truth: str = "secret") -> tuple[str, OpenAI]:
-        """A new episode: (its id, an OpenAI client with its key)."""
+        """A new episode: (its id, an OpenAI client with its key, which `stop` closes)."""
         number = self.ledger.counts()["groups/open"] + sum(
             v for k, v in self.ledger.counts().items() if k.startswith("groups/") and k != "groups/open"
         )
@@ -249,7 +252,9 @@ class ServerThread:
         self.call(self.pool.put([task]))
         leased = self.call(self.server.lease_episode(wait_s=5.0))
         assert leased is not None
-        return leased.episode_id, OpenAI(base_url=f"{self.server.base_url}/v1", api_key=leased.api_key, max_retries=0)
+        client = OpenAI(base_url=f"{self.server.base_url}/v1", api_key=leased.api_key, max_retries=0)
+        self._clients.append(client)
+        return leased.episode_id, client
 
     def http(self, key: str = "") -> httpx.Client:
         """The administrator has a port of its own."""

@@ -1,11 +1,11 @@
-"""How engines' processes are started: as forks of a process that has imported vLLM, which takes seconds.
+"""How the processes of engines and servers are started: as forks of a process that has imported vLLM, which takes seconds.
 
 That process is Python's own fork server (`multiprocessing.forkserver`), forked of this process, which has imported the engine.
 Started with `set_forkserver_preload` instead, it would import vLLM once more: 7 s of a core at each start and each restart of a
-run. Called by `mocked_server.vllm.engine`. Invariants: an engine ends as soon as the process that started it has ended, however
-it did, also while it still starts. One that is forked has the environment that this process has when it starts the engine, as a
-new process would. Without `start`, and where there is a GPU (CUDA may not be forked), engines are started as vLLM does it by
-itself.
+run. Called by `mocked_server.vllm.engine` and `mocked_server.processes`. Invariants: such a process ends as soon as the one that
+started it has ended, however it did, also while it still starts. One that is forked has the environment that this process has when
+it starts it, as a new process would. Without `start`, and where there is a GPU (CUDA may not be forked), engines are started as
+vLLM does it by itself, and servers as new interpreters.
 """
 
 from __future__ import annotations
@@ -66,6 +66,11 @@ def engines_of_ours() -> Iterator[list[process.BaseProcess]]:
         yield started
     finally:
         _booting.started = None
+
+
+def server_context() -> Any:
+    """The context of multiprocessing for processes that serve: they end with this one, and are forked if `start` was called."""
+    return ending_with_us(ForkServerContext() if _owner == os.getpid() else SpawnContext(), [])
 
 
 _patching = threading.Lock()

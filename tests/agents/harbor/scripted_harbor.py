@@ -75,13 +75,13 @@ def verify(task: Path, trial: Path) -> dict[str, float]:
 
 def run(config: dict[str, Any]) -> None:
     task, trial = Path(config["task"]["path"]), Path(config["trials_dir"]) / config["trial_name"]
-    for name in ("agent", "verifier", "app"):
-        (trial / name).mkdir(parents=True)
     if notes := os.environ.get("HARBOR_NOTES"):
         given = {"config": config, "variables": dict(os.environ)}
         (Path(notes) / f"{config['trial_name']}.json").write_text(json.dumps(given))
     rewards, error = None, None
-    try:
+    try:  # from its first file on it ends as Harbor does when it is interrupted
+        for name in ("agent", "verifier", "app"):
+            (trial / name).mkdir(parents=True)
         build(task)
         try:
             play(task, trial, config)

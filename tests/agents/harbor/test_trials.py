@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,19 @@ async def test_a_named_error_leaves_the_verifiers_score(tmp_path: Path) -> None:
     assert service.scores == {"agent-hangs": 0.0} and not service.failed
 
 
-async def test_a_trial_whose_episode_has_ended_is_interrupted_and_gives_no_score(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_background", [False, True])
+async def test_a_trial_whose_episode_has_ended_is_interrupted_and_gives_no_score(
+    tmp_path: Path, in_background: bool
+) -> None:
+    """A shell starts what it runs in the background with SIGINT ignored, and so are its children."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if in_background else signal.default_int_handler)
+    try:
+        await interrupted(tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+async def interrupted(tmp_path: Path) -> None:
     (hangs,) = [task for task in read_folder(write_tasks_of(tmp_path)) if task.task_id.endswith("agent-hangs")]
     service = ScriptedService(replace(hangs, task_id="e"))
     long = {"agent_timeout_multiplier": 60.0}

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from buffers.errors import LeaseError
+from buffers.errors import LeaseError, UnknownEpisode
 from buffers.ledger.ledger import Ledger
 from tests.support.buffer_parts import make_ready, make_round, open_running
 
@@ -46,6 +46,18 @@ def test_a_group_is_stale_when_all_its_tokens_are_too_old(ledger: Ledger) -> Non
     assert batch is not None and batch.group_ids == (long.group_id,)
     assert ledger.counts()["evicted/stale"] == 1
     assert [sorted(set(row.versions[row.mask == 1].tolist())) for row in batch.rows] == [[1, 3], [1]]
+
+
+def test_a_claim_evicts_what_is_stale_even_where_there_is_no_full_batch(ledger: Ledger) -> None:
+    make_ready(ledger, task=0, version=0)
+    make_ready(ledger, task=1, version=1)
+    assert ledger.claim(3, min_version=1).result() is None
+    assert ledger.counts()["evicted/stale"] == 1 == ledger.counts()["groups/ready"]
+
+
+def test_an_episode_that_is_not_there_has_no_rounds(ledger: Ledger) -> None:
+    with pytest.raises(UnknownEpisode):
+        ledger.rounds("no-such-0-0").result()
 
 
 def test_a_group_whose_fresh_tokens_were_left_out_is_stale(ledger: Ledger) -> None:

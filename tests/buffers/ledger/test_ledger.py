@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +250,26 @@ def test_numbers_that_cannot_be_trained_are_refused(ledger: Ledger) -> None:
         ledger.put_round(bad)
     with pytest.raises(EpisodeError, match="versions must be >= 0, got -1"):
         ledger.put_round(make_round(episode.episode_id, version=-1))
+
+
+def test_a_round_is_read_with_its_memo(ledger: Ledger) -> None:
+    (episode,) = open_running(ledger, task=0)
+    ledger.put_round(replace(make_round(episode.episode_id), memo=b"kept")).result()
+    ledger.put_round(make_round(episode.episode_id, index=1, parent=0)).result()
+    assert [each.memo for each in ledger.rounds(episode.episode_id).result()] == [b"kept", b""]
+
+
+def test_a_round_that_is_damaged_is_named(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "ledger.db") as ledger:
+        (episode,) = open_running(ledger, task=0)
+        ledger.put_round(make_round(episode.episode_id)).result()
+    with closing(sqlite3.connect(tmp_path / "ledger.db")) as db, db:
+        db.execute("UPDATE round SET body = x'00'")
+    with (
+        Ledger(tmp_path / "ledger.db") as ledger,
+        pytest.raises(UnderstudyError, match=f"round 0 of episode {episode.episode_id}: "),
+    ):
+        ledger.rounds(episode.episode_id).result()
 
 
 def test_watchers_hear_of_ended_episodes_and_ready_groups_but_not_of_rounds(ledger: Ledger) -> None:

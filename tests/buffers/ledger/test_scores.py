@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from buffers.errors import EpisodeClosed, EpisodeError, ScoreConflict, ScoreError
+from buffers.errors import EpisodeClosed, EpisodeError, ScoreConflict, ScoreError, UnknownEpisode
 from buffers.ledger import batches, checkpoints, scores
 from buffers.ledger.group_commit import Rules, rules_of
 from buffers.ledger.ledger import Ledger
 from buffers.records import Episode, Row, ScoreDetail
-from tests.support.buffer_parts import make_round, open_running
+from tests.support.buffer_parts import make_round, make_task, open_running
 
 
 @pytest.fixture
@@ -64,6 +64,84 @@ def test_a_roles_score_is_the_latest_of_each_judge_and_stays_unless_it_is_revise
     assert [(row.role, row.role_score, row.score) for row in rows(ledger)] == [("a", 5.0, 0.5), ("b", None, 0.5)]
     told = ledger.score_history(episode.episode_id).result()
     assert [(each["part"], each["role"]) for each in told][-2:] == [("role", "a"), ("whole", "")]
+
+
+def test_a_roles_score_is_of_its_episode_only(ledger: Ledger) -> None:
+    episodes = open_running(ledger, task=0, group_size=2)
+    for number, episode in enumerate(episodes):
+        ledger.put_round(make_round(episode.episode_id, role="a")).result()
+        ledger.notify_score(episode.episode_id, 3.0 + number, detail=ScoreDetail(role="a")).result()
+        ledger.notify_score(episode.episode_id, float(number)).result()
+    assert sorted(row.role_score for row in rows(ledger)) == [3.0, 4.0]
+
+
+def test_what_judges_said_of_another_episode_settles_nothing(ledger: Ledger) -> None:
+    one, other = open_running(ledger, task=0, group_size=2)
+    for episode in (one, other):
+        ledger.put_round(make_round(episode.episode_id)).result()
+    ledger.notify_score(one.episode_id, 1.0, detail=ScoreDetail(judge="a", final=False)).result()
+    assert ledger.settle_scores(other.episode_id).result() is False
+    assert ledger.settle_scores(one.episode_id).result() is True
+    assert ledger.counts()["episodes/scored"] == 1 == ledger.counts()["episodes/running"]
+
+
+def test_an_episode_without_rounds_is_not_settled(ledger: Ledger) -> None:
+    (episode,) = open_running(ledger, task=0)
+    ledger.notify_score(episode.episode_id, 1.0, detail=ScoreDetail(judge="a", final=False)).result()
+    assert ledger.settle_scores(episode.episode_id).result() is False
+    assert ledger.counts()["episodes/running"] == 1
+
+
+def test_rows_carry_what_each_judge_said_last_of_their_whole_episode(ledger: Ledger) -> None:
+    one, other = open_running(ledger, task=0, group_size=2)
+    for episode in (one, other):
+        ledger.put_round(make_round(episode.episode_id)).result()
+    told = [
+        (one, 0.0, ScoreDetail(judge="b", final=False)),
+        (one, 0.25, ScoreDetail(judge="b", final=False, revise=True)),
+        (one, 5.0, ScoreDetail(judge="c", round_index=0)),
+        (one, 6.0, ScoreDetail(judge="c", round_index=0, revise=True)),
+        (one, 1.0, ScoreDetail(judge="a")),
+        (other, 3.0, ScoreDetail(judge="d")),
+    ]
+    for episode, score, detail in told:
+        assert ledger.notify_score(episode.episode_id, score, detail=detail).result() is True
+    first, second = rows(ledger)
+    assert first.judges is not None and list(first.judges.items()) == [("a", 1.0), ("b", 0.25)]
+    assert first.round_scores == {0: 6.0} and second.judges == {"d": 3.0}
+
+
+def test_a_score_of_an_episode_that_was_not_started_is_refused_and_not_on_record(ledger: Ledger) -> None:
+    ledger.put_tasks([make_task(0)])
+    (episode,) = ledger.open_group("t:0", instance=0, group_size=1).result()
+    with pytest.raises(EpisodeError, match=r"cannot score episode .*: it is pending; start it once"):
+        ledger.notify_score(episode.episode_id, 1.0).result()
+    assert ledger.score_history(episode.episode_id).result() == []
+
+
+def test_a_score_of_an_episode_that_failed_is_refused(ledger: Ledger) -> None:
+    episode = running(ledger).episode_id
+    ledger.fail_episode(episode, "broken", max_attempts=1).result()
+    with pytest.raises(EpisodeClosed, match=r"cannot score episode .*: it ended as failed \(broken\)"):
+        ledger.notify_score(episode, 1.0).result()
+    assert [entry["verdict"] for entry in ledger.score_history(episode).result()] == ["closed"]
+
+
+def test_a_hint_is_of_its_episode_and_its_latest(ledger: Ledger) -> None:
+    episodes = open_running(ledger, task=0, group_size=3)
+    for number, episode in enumerate(episodes):
+        ledger.put_round(make_round(episode.episode_id)).result()
+        hints = ("first", "second") if number == 0 else ("",) if number == 1 else ("another",)
+        for place, hint in enumerate(hints):
+            last = place == len(hints) - 1
+            detail = ScoreDetail(judge=str(place), final=last, hint=hint)
+            ledger.notify_score(episode.episode_id, float(number), detail=detail).result()
+    assert [row.hint for row in sorted(rows(ledger), key=lambda row: row.episode_id)] == ["second", None, "another"]
+
+
+def test_an_episode_that_is_not_there_has_no_history(ledger: Ledger) -> None:
+    with pytest.raises(UnknownEpisode):
+        ledger.score_history("no-such-0-0").result()
 
 
 def test_a_score_of_a_part_does_not_end_the_episode(ledger: Ledger) -> None:
@@ -174,6 +252,9 @@ def test_a_score_of_an_episode_whose_every_round_was_constrained_fails_it_for_th
     with pytest.raises(EpisodeClosed, match="each of its model calls constrained what was sampled"):
         ledger.notify_score(episode.episode_id, 1.0).result()
     assert ledger.counts()["failed/all rounds constrained"] == 1
+    (silent,) = open_running(ledger, task=1)
+    with pytest.raises(EpisodeClosed, match="check that its agent reached the model"):
+        ledger.notify_score(silent.episode_id, 1.0).result()
 
 
 def test_how_each_operation_may_be_stored() -> None:
@@ -229,4 +310,23 @@ def test_equal_scores_of_the_members_left_are_dropped_too() -> None:
             ledger.put_round(make_round(episode.episode_id))
             ledger.notify_score(episode.episode_id, 1.0).result()
         ledger.fail_episode(episodes[2].episode_id, "broken", max_attempts=1).result()
+        assert ledger.counts()["evicted/no variance"] == 1
+
+
+def test_equal_scores_of_members_are_dropped_where_the_last_one_sampled_nothing() -> None:
+    with Ledger(None, drop_zero_variance=True) as ledger:
+        episodes = open_running(ledger, task=0, group_size=3, min_size=2)
+        for episode in episodes[:2]:
+            ledger.put_round(make_round(episode.episode_id))
+            ledger.notify_score(episode.episode_id, 1.0).result()
+        with pytest.raises(EpisodeClosed):
+            ledger.notify_score(episodes[2].episode_id, 1.0).result()
+        assert ledger.counts()["evicted/no variance"] == 1
+
+
+def test_equal_scores_of_a_whole_group_are_dropped() -> None:
+    with Ledger(None, drop_zero_variance=True) as ledger:
+        for episode in open_running(ledger, task=0, group_size=2):
+            ledger.put_round(make_round(episode.episode_id))
+            ledger.notify_score(episode.episode_id, 1.0).result()
         assert ledger.counts()["evicted/no variance"] == 1

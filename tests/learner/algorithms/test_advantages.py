@@ -103,6 +103,8 @@ def test_gpg_makes_up_for_groups_without_a_gradient() -> None:
     scores, groups = torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([0, 0, 1, 1])
     torch.testing.assert_close(gpg(scores, groups=groups), torch.tensor([1.0, -1.0, 0.0, 0.0]))  # alpha 4 / 2
     torch.testing.assert_close(gpg(SCORES, groups=GROUPS), dr_grpo(SCORES, groups=GROUPS))
+    silent = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    torch.testing.assert_close(gpg(silent, groups=groups), torch.tensor([1.0, -1.0, 0.0, 0.0]))
 
 
 def test_passk_rewards_the_best_of_a_group_by_its_lead() -> None:
@@ -118,9 +120,10 @@ def test_gdpo_normalises_each_judge_before_the_sum() -> None:
     torch.testing.assert_close(found, torch.tensor([2 * one, -2 * one, 0.0, 0.0]))
 
 
+@pytest.mark.parametrize("size", [0.9, 90_000.0])
 @pytest.mark.parametrize("rule", [grpo, dr_grpo, rloo, gpg, grpo_passk])
-def test_equal_scores_up_to_rounding_are_no_evidence(rule: Any) -> None:
-    scores = torch.tensor([0.9, 0.9, torch.nextafter(torch.tensor(0.9), torch.tensor(1.0)).item()])
+def test_equal_scores_up_to_rounding_are_no_evidence(rule: Any, size: float) -> None:
+    scores = torch.tensor([size, size, torch.nextafter(torch.tensor(size), torch.tensor(2 * size)).item()])
     assert rule(scores, groups=torch.zeros(3, dtype=torch.long)).tolist() == [0.0, 0.0, 0.0]
 
 
@@ -137,6 +140,15 @@ def test_equal_scores_are_equal_returns_whatever_the_number_of_rows() -> None:
             assert len(set(unit_returns(evidence).tolist())) == 1
             for name in GROUPED - {"cpo"}:
                 assert not ESTIMATORS[name].compute(evidence).advantages.any(), (name, k, rows)
+
+
+def test_an_observation_does_not_discount() -> None:
+    mask = torch.tensor([[True, False, True]])
+    evidence = _evidence(
+        scores=torch.tensor([1.0]), groups=torch.tensor([0]), units=torch.tensor([0]), mask=mask,
+        rewards=torch.zeros(1, 3), discounts=torch.tensor([[0.5, 9.0, 1.0]]), weights=mask.float(), values=torch.zeros(1, 3),
+    )  # fmt: skip
+    assert unit_returns(evidence).tolist() == [0.5]
 
 
 def test_opo_weighs_the_mean_by_length() -> None:
@@ -163,10 +175,25 @@ def test_whitening_weighs_tokens_and_leaves_the_masked_at_zero() -> None:
     torch.testing.assert_close(whitened, torch.tensor([-(0.5**0.5), 2**0.5, 0.0]))
 
 
+def test_values_that_differ_by_little_are_calibrated_too() -> None:
+    values = 1.0 + 1e-3 * torch.tensor([[-1.0], [1.0], [-2.0], [2.0], [0.0], [0.5]])
+    found = calibrated(values, returns=values, weights=torch.ones(6, 1), units=torch.arange(6))
+    torch.testing.assert_close(found, values, atol=1e-5, rtol=0.0)
+
+
+@pytest.mark.parametrize("size", [1.0, 1000.0])
+def test_values_that_differ_by_the_rounding_of_the_largest_are_not_told_apart(size: float) -> None:
+    values = size * torch.tensor([[1.0], [0.0], [1e-7], [0.0], [1e-7], [0.0]])
+    returns = torch.tensor([[0.0], [0.0], [1.0], [0.0], [1.0], [0.0]])
+    found = calibrated(values, returns=returns, weights=torch.ones(6, 1), units=torch.arange(6))
+    torch.testing.assert_close(found[0], torch.tensor([0.4]))  # the mean of the five others
+
+
 def test_whitening_equal_values_gives_zero() -> None:
     for value in (3.0, 0.9, 0.1):
         found = whiten(torch.full((5,), value), weights=torch.rand(5), size=1.0, min_deviation=0.0)
         assert torch.equal(found, torch.zeros(5))
+    assert not whiten(torch.ones(5), weights=torch.ones(5), size=0.0, min_deviation=0.0).any()
     tiny = torch.tensor([1e-8, -1e-8])  # what is left of a difference of numbers of size 1
     assert torch.equal(whiten(tiny, weights=torch.ones(2), size=1.0, min_deviation=0.0), torch.zeros(2))
 
@@ -184,6 +211,7 @@ def test_the_size_of_scores_is_that_of_the_largest_or_of_the_critics_values() ->
     assert score_scale(torch.tensor([0.5, -2.0]), values=torch.zeros(3)) == 2.0
     assert score_scale(torch.tensor([0.0, 0.01]), values=torch.full((3,), 3.0)) == 3.0
     assert score_scale(torch.zeros(2), values=torch.zeros(3)) == 1.0
+    assert score_scale(torch.tensor([1e9]), values=torch.zeros(3)) == 1e6
 
 
 def _evidence(**changes: Any) -> AdvantageInputs:
@@ -203,6 +231,17 @@ def _evidence(**changes: Any) -> AdvantageInputs:
         "energy": torch.tensor([[1.0, 1.0], [2.0, 0.0], [3.0, 1.0]]),
     }
     return AdvantageInputs(**(base | changes))
+
+
+def _single(scores: list[float], groups: list[int], **changes: Any) -> AdvantageInputs:
+    """Units of one row of one token each."""
+    num = len(scores)
+    base: dict[str, Any] = {
+        "scores": torch.tensor(scores), "groups": torch.tensor(groups), "units": torch.arange(num),
+        "mask": torch.ones(num, 1, dtype=torch.bool), "rewards": torch.zeros(num, 1), "discounts": torch.ones(num, 1),
+        "weights": torch.ones(num, 1), "values": torch.zeros(num, 1), "energy": torch.ones(num, 1),
+    }  # fmt: skip
+    return _evidence(**(base | changes))
 
 
 def test_unit_of_two_rows_counts_once_in_its_group() -> None:
@@ -279,6 +318,33 @@ def test_gdpo_estimator_whitens_and_takes_the_score_where_judges_are_not_told_ap
     assert not ESTIMATORS["gdpo"].compute(_evidence(weights=weights, judges=against)).advantages.any()
 
 
+def test_gdpo_adds_rewards_beside_the_score_in_units_of_the_scores_size() -> None:
+    rewards = torch.tensor([[0.0], [0.0], [2.0], [0.0]])
+    evidence = _single([1.0, 0.0, 5.0, 5.0], [4, 4, 6, 6], rewards=rewards, scale=4.0)
+    found = ESTIMATORS["gdpo"].compute(evidence).advantages
+    # +-sqrt(0.5) of the first group, +-0.25 of the second: mean 0, variance (1 + 0.125) / 4
+    one, two = (0.5 / 0.28125) ** 0.5, 0.25 / 0.28125**0.5
+    torch.testing.assert_close(found, torch.tensor([[one], [-one], [two], [-two]]))
+
+
+def test_gdpo_divides_by_the_least_deviation_of_normalised_scores() -> None:
+    evidence = _single([5.0, 5.0], [4, 4], rewards=torch.tensor([[0.1], [0.0]]), min_deviation=0.1)
+    found = ESTIMATORS["gdpo"].compute(evidence).advantages
+    torch.testing.assert_close(found, torch.tensor([[0.5], [-0.5]]))  # +-0.05, divided by 0.1
+
+
+def test_otb_weighs_rows_as_the_loss_does() -> None:
+    evidence = _single([1.0, 0.0], [4, 4], weights=torch.tensor([[0.5], [1.0]]))
+    found = ESTIMATORS["otb"].compute(evidence).advantages
+    torch.testing.assert_close(found, torch.tensor([[2 / 3], [-1 / 3]]))
+
+
+def test_otb_says_nothing_of_what_differs_by_rounding() -> None:
+    next_one = torch.nextafter(torch.tensor(1000.0), torch.tensor(2000.0)).item()
+    evidence = _single([1000.0, next_one], [4, 4], scale=1000.0)
+    assert not ESTIMATORS["otb"].compute(evidence).advantages.any()
+
+
 def test_otb_weighs_rows_by_what_their_gradients_may_vary() -> None:
     evidence = _evidence(weights=torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]]))
     found = ESTIMATORS["otb"].compute(evidence).advantages
@@ -286,6 +352,23 @@ def test_otb_weighs_rows_by_what_their_gradients_may_vary() -> None:
     torch.testing.assert_close(found, torch.tensor([[0.5, 2 / 3], [0.5, 0.0], [-0.5, -1 / 3]]))
     with pytest.raises(ValueError, match="advantage=otb needs the policy's probabilities"):
         ESTIMATORS["otb"].compute(_evidence(energy=None))
+
+
+def test_otb_says_nothing_of_a_token_that_weighs_nothing() -> None:
+    evidence = _evidence(weights=torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 1.0]]))
+    found = ESTIMATORS["otb"].compute(evidence).advantages
+    assert found[0, 1] == 0.0 and found[0, 0] != 0.0
+
+
+def test_otb_counts_no_energy_of_a_token_that_is_not_trained() -> None:
+    mask = torch.tensor([[True, False, True], [True, True, True]])
+    evidence = _evidence(
+        scores=torch.tensor([1.0, 0.0]), units=torch.arange(2), mask=mask, rewards=torch.zeros(2, 3),
+        discounts=torch.ones(2, 3), weights=mask.float(), values=torch.zeros(2, 3), energy=torch.ones(2, 3),
+    )  # fmt: skip
+    found = ESTIMATORS["otb"].compute(evidence).advantages
+    # W: 1, -, 2; 1, 2, 3. The second token is of one row only
+    torch.testing.assert_close(found, torch.tensor([[0.5, 0.0, 0.6], [-0.5, 0.0, -0.4]]))
 
 
 def test_otb_is_silent_where_one_row_is_alone() -> None:
@@ -342,6 +425,8 @@ def test_table_says_what_each_estimator_needs() -> None:
     assert [name for name, estimator in ESTIMATORS.items() if estimator.needs_critic] == ["gae"]
     assert [name for name, estimator in ESTIMATORS.items() if estimator.needs_hints] == ["cpo"]
     assert [name for name, estimator in ESTIMATORS.items() if estimator.needs_energy] == ["otb"]
+    in_scores = {name for name, estimator in ESTIMATORS.items() if estimator.in_scores}
+    assert in_scores == {"dr_grpo", "rloo", "remax", "opo", "gpg", "otb"}
     assert set(ESTIMATORS) == set(LearnerConfig.model_fields["advantage"].annotation.__args__)  # type: ignore[union-attr]
 
 
@@ -396,6 +481,8 @@ def test_a_few_episodes_are_not_enough_for_a_fit() -> None:
     values, returns = [0.3, 0.1, 0.2, 0.4], [1.0, 0.0, 0.0, 1.0]
     assert _fitted(values, returns).tolist() == pytest.approx(values)
     assert _fitted([*values, 0.5], [*returns, 1.0]).tolist() != pytest.approx([*values, 0.5])
+    untrained = torch.tensor([[1.0]] * 4 + [[0.0]])
+    assert _fitted([*values, 0.5], [*returns, 1.0], weights=untrained).tolist()[:4] == pytest.approx(values)
 
 
 def test_tokens_that_are_not_trained_have_no_say() -> None:
@@ -441,14 +528,24 @@ def test_mathematics_needs_no_engine_no_cluster_and_no_model_library() -> None:
 
 def test_roles_are_whitened_apart() -> None:
     evidence = _evidence(
-        scores=torch.tensor([10.0, 1.0, 30.0, 3.0]),
-        groups=torch.tensor([0, 1, 0, 1]),
-        units=torch.tensor([0, 1, 2, 3]),
-        mask=torch.ones(4, 1, dtype=torch.bool),
-        weights=torch.full((4, 1), 0.25),
-        roles=torch.tensor([0, 1, 0, 1]),
-        **{name: torch.zeros(4, 1) for name in ("rewards", "values")},
-        discounts=torch.ones(4, 1),
+        scores=torch.tensor([10.0, 1.0, 5.0, 30.0, 3.0, 5.0]),
+        groups=torch.tensor([0, 1, 2, 0, 1, 2]),
+        units=torch.arange(6),
+        mask=torch.ones(6, 1, dtype=torch.bool),
+        weights=torch.full((6, 1), 0.25),
+        roles=torch.tensor([0, 1, 2, 0, 1, 2]),
+        **{name: torch.zeros(6, 1) for name in ("rewards", "values")},
+        discounts=torch.ones(6, 1),
     )
     told = ESTIMATORS["reinforce_plus_plus"].compute(evidence).advantages
-    torch.testing.assert_close(told, torch.tensor([[-1.0], [-1.0], [1.0], [1.0]]))
+    torch.testing.assert_close(told, torch.tensor([[-1.0], [-1.0], [0.0], [1.0], [1.0], [0.0]]))
+
+
+def test_a_role_of_rows_of_different_length_is_whitened_by_its_tokens() -> None:
+    weights = torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+    together = ESTIMATORS["reinforce_plus_plus"].compute(_evidence(weights=weights)).advantages
+    apart = (
+        ESTIMATORS["reinforce_plus_plus"].compute(_evidence(weights=weights, roles=torch.tensor([0, 0, 0]))).advantages
+    )
+    torch.testing.assert_close(apart, together)
+    assert together.any()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from configs.schema import LearnerConfig, RejectionConfig
-from learner.algorithms.importance_weights import CORRECTIONS, REJECTIONS, chosen, per_sequence
+from learner.algorithms.importance_weights import CORRECTIONS, REJECTIONS, Drift, chosen, per_sequence
 
 RHO = torch.tensor([3.0, 0.4, 1.5, 6.0, 0.5])
 ALL = torch.ones(5, dtype=torch.bool)
@@ -50,6 +50,31 @@ def test_a_row_is_weighed_by_the_tokens_that_count() -> None:
     counted = torch.tensor([False, True, True, True, True])
     found = CORRECTIONS["seq_tis"].compute(RHO.log(), sequences=ROWS, counted=counted, bounds=(0.0, 9.0))
     torch.testing.assert_close(found, torch.tensor([0.4, 0.4, 1.5, 3.0, 3.0]))
+
+
+@pytest.mark.parametrize("name", ["icepop", "mis", "seq_mis"])
+@pytest.mark.parametrize(("low", "high"), [(1.0, 2.0), (0.0, 1.0)])
+def test_a_ratio_that_is_a_bound_is_within(name: str, low: float, high: float) -> None:
+    found = CORRECTIONS[name].compute(torch.zeros(5), sequences=ROWS, counted=ALL, bounds=(low, high))
+    assert found.tolist() == [1.0] * 5
+
+
+def _kept(name: str, *, low: float = 0.0, high: float, present: float = 0.0, advantage: float = -1.0) -> list[bool]:
+    """Rows of a policy that is still the one that sampled them, and log pi - log pi_behave of the present weights."""
+    drift = Drift(
+        log_rho=torch.zeros(5), log_present=torch.full((5,), present), advantages=torch.full((5,), advantage),
+        sequences=ROWS, counted=ALL,
+    )  # fmt: skip
+    return REJECTIONS[name].keeps(drift, (low, high)).tolist()
+
+
+def test_a_row_whose_mean_is_a_bound_is_kept() -> None:
+    assert _kept("geo_mean", low=1.0, high=2.0) == _kept("geo_mean", low=0.5, high=1.0) == [True] * 5
+    assert _kept("geo_mean", low=1.1, high=2.0) == _kept("geo_mean", low=0.5, high=0.9) == [False] * 5
+    assert _kept("k3_mean", high=0.0) == [True] * 5
+    assert _kept("stale_negatives", high=0.5, present=-0.5) == [True] * 5
+    assert _kept("stale_negatives", high=0.5, present=-0.625) == [False] * 5
+    assert _kept("stale_negatives", high=0.5, present=-0.625, advantage=0.0) == [True] * 5  # it is not negative
 
 
 def test_a_weight_carries_no_gradient_and_stays_finite() -> None:

@@ -55,6 +55,11 @@ def test_absurd_differences_stay_finite() -> None:
         assert bool(kl_estimate(logprobs, reference=logprobs.flip(0), kind=kind).isfinite().all())
 
 
+def test_a_difference_counts_twenty_nats_at_most() -> None:
+    found = kl_estimate(torch.tensor([-1.0, -50.0]), reference=torch.tensor([-50.0, -1.0]), kind="k1")
+    assert found.tolist() == [20.0, -20.0]
+
+
 def test_one_token_far_below_the_reference_cannot_rule_a_step() -> None:
     logprobs = torch.tensor([-1.0, -3.0, -11.0], requires_grad=True)
     estimate = kl_estimate(logprobs, reference=torch.full((3,), -1.0), kind="k3")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import LearnerConfig
-from learner.algorithms.aggregation import AGGREGATIONS, token_weights
+from learner.algorithms.aggregation import AGGREGATIONS, role_weights, token_weights
 from learner.algorithms.importance_weights import REJECTIONS
 from learner.algorithms.kl import kl_estimate
 from learner.algorithms.losses import Loss, actor_loss, policy_loss, value_loss
@@ -119,6 +119,12 @@ def test_dual_clip_bounds_what_a_likelier_bad_token_costs() -> None:
     assert float(means["policy/clipfrac"]) == pytest.approx(0.5)
 
 
+def test_dual_clip_leaves_a_good_token_alone() -> None:
+    targets = _targets(advantages=_double(0.5, 0.25, 0.5), behaviour=_targets().proximal)
+    loss, _, _ = _loss(targets.proximal, targets)
+    assert float(loss) == pytest.approx(-(0.5 * 0.5 + 0.25 * 0.25 + 0.25 * 0.5))
+
+
 def test_gspo_clips_the_row_by_the_geometric_mean_of_its_ratios() -> None:
     targets = _targets(advantages=_double(1.0, 1.0, -1.0), behaviour=_targets().proximal)
     logprobs = (targets.proximal + _double(1.5, 0.6, 1.0).log()).requires_grad_()
@@ -143,12 +149,12 @@ def test_gspo_leaves_tokens_of_weight_zero_out_of_the_mean() -> None:
 
 
 def test_cispo_clips_the_weight_and_keeps_every_gradient() -> None:
-    targets = _targets(behaviour=_targets().proximal)
+    targets = _targets(behaviour=_targets().proximal, shares=_double(0.6, 0.2, 0.2))
     logprobs = (targets.proximal + _double(9.0, 0.01, 1.0).log()).requires_grad_()
     loss, means, _ = _loss(logprobs, targets, loss="cispo")
     # -weight * min(ratio, 5) * advantage
     assert torch.autograd.grad(loss, logprobs)[0].tolist() == pytest.approx([-0.5 * 5 * 2, 0.25 * 0.01, -0.25])
-    assert float(means["policy/clipfrac"]) == pytest.approx(0.5)
+    assert float(means["policy/clipfrac"]) == pytest.approx(0.6)
 
 
 def test_naive_ppo_compares_with_the_behaviour_policy_and_weighs_nothing() -> None:
@@ -166,6 +172,17 @@ def test_masked_correction_drops_the_token_and_says_so() -> None:
     assert float(means["policy/is_masked"]) == pytest.approx(0.5)
 
 
+def test_a_ratio_that_is_the_upper_bound_is_not_capped() -> None:
+    targets = _targets(behaviour=_targets().proximal)
+    _, means, _ = _loss(targets.proximal, targets, correction_bounds={"high": 1.0})
+    assert float(means["policy/is_capped"]) == 0.0
+
+
+def test_a_loss_without_a_kl_term_has_no_figure_of_it() -> None:
+    loss = _whole(_logprobs(_targets()), _targets(), LearnerConfig(), kl_coef=0.0)
+    assert "policy/kl_ref" not in loss.means
+
+
 def test_a_value_loss_does_not_grow_with_the_scores() -> None:
     def gradient(size: float) -> list[float]:
         targets = _targets(returns=size * _targets().returns, values=size * _targets().values)
@@ -180,6 +197,12 @@ def test_value_loss_by_hand() -> None:
     # errors: 0.4 (unclipped), 0.9 (clipped 0.7: the larger error counts), 0.3 (clipped 0.7; unclipped 0)
     expected = 0.5 * (0.5 * 0.16 + 0.25 * 0.81 + 0.25 * 0.09)
     assert float(value_loss(_double(0.6, 0.9, 1.0), targets=_targets(), clip=0.2)) == pytest.approx(expected)
+
+
+def test_value_loss_of_values_that_fell_by_hand() -> None:
+    # errors: 0.45 (unclipped), 0.1 (clipped 0.3: the larger error counts), 0.5 (where it was)
+    expected = 0.5 * (0.5 * 0.2025 + 0.25 * 0.09 + 0.25 * 0.25)
+    assert float(value_loss(_double(0.55, 0.1, 0.5), targets=_targets(), clip=0.2)) == pytest.approx(expected)
 
 
 CONSTANT = {"cispo", "dppo_tv", "dppo_kl"}
@@ -238,6 +261,15 @@ def test_gmpo_weighs_a_row_by_the_geometric_mean_of_its_clipped_ratios() -> None
     assert float(means["policy/clipfrac"]) == pytest.approx(0.75)
 
 
+def test_gmpo_gives_a_row_without_advantage_no_gradient() -> None:
+    targets = _targets(advantages=_double(0.0, 0.0, -1.0), behaviour=_targets().proximal)
+    logprobs = (targets.proximal + _double(0.6, -0.5, 0.0)).requires_grad_()
+    loss, means, _ = _loss(logprobs, targets, loss="gmpo")
+    assert float(loss.detach()) == pytest.approx(0.25)
+    assert torch.autograd.grad(loss, logprobs)[0].tolist() == pytest.approx([0.0, 0.0, 0.25])
+    assert float(means["policy/clipfrac"]) == 0.0
+
+
 def test_sapo_is_ppo_at_ratio_one_and_softly_less_on_both_sides() -> None:
     targets = _targets(behaviour=_targets().proximal)
     logprobs = (targets.proximal + _double(1.0, 2.0, 0.5).log()).requires_grad_()
@@ -274,11 +306,14 @@ def test_kl_cov_holds_what_was_picked_near_the_policy_before() -> None:
         ("dppo_tv", 0.5, 0.64, 1.0, False),
         ("dppo_tv", 0.5, 0.66, -1.0, False),  # back towards where it was
         ("dppo_tv", 0.5, 0.34, -1.0, True),
+        ("dppo_tv", 0.5, 0.34, 1.0, False),
+        ("dppo_tv", 0.5, 0.64, 2.0, False),
         ("dppo_tv", 0.001, 0.1, 1.0, False),  # ratio 100, and moved by a tenth
         ("dppo_kl", 0.5, 0.66, 1.0, True),  # 0.5 log(0.5 / 0.66) + 0.5 log(0.5 / 0.34) = 0.054
         ("dppo_kl", 0.5, 0.64, 1.0, False),  # 0.041
         ("dppo_kl", 0.5, 0.34, -1.0, True),
         ("dppo_kl", 0.5, 0.66, -1.0, False),
+        ("dppo_kl", 0.5, 0.34, 1.0, False),
     ],
 )
 def test_dppo_holds_a_token_by_its_probability(loss: str, old: float, new: float, advantage: float, held: bool) -> None:
@@ -289,6 +324,15 @@ def test_dppo_holds_a_token_by_its_probability(loss: str, old: float, new: float
     expected = 0.0 if held else -0.5 * min(new / old, 30.0) * advantage
     assert float(torch.autograd.grad(total, logprobs)[0][0]) == pytest.approx(expected)
     assert float(means["policy/clipfrac"]) == (0.5 if held else 0.0)
+
+
+@pytest.mark.parametrize("loss", ["dppo_tv", "dppo_kl"])
+def test_dppo_holds_no_token_that_did_not_move_however_narrow_its_bounds(loss: str) -> None:
+    targets = _targets(advantages=_double(1.0, -1.0, 1.0))
+    found = LOSSES[loss].compute(
+        torch.zeros(3), logprobs=torch.zeros(3), targets=targets, low=0.0, high=0.0, ratio_max=20.0
+    )
+    assert found.clipped.tolist() == [False] * 3
 
 
 @pytest.mark.parametrize("kind", REJECTIONS)
@@ -421,6 +465,31 @@ OWN, COUNTS = torch.tensor([0.5, 0.5, 1.0, 1.0]), torch.tensor([1.0, 3.0, 4.0, 0
 def test_aggregation_by_hand(mode: str, expected: list[float]) -> None:
     weights = token_weights(OWN, counts=COUNTS, norm=5, mode=mode)
     torch.testing.assert_close(weights, torch.tensor([*expected, 0.0]))
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_each_role_is_aggregated_by_itself_and_counts_for_its_episodes(mode: str) -> None:
+    """Two episodes in which two roles speak, the second in five rows of an episode for one of the first's; a third in one."""
+    own = torch.tensor([1.0, 1.0, *[0.2] * 5, *[0.2] * 5, 1.0, 1.0])
+    counts = torch.tensor([7.0, 2.0, *[3.0] * 5, 1.0, 2.0, 3.0, 4.0, 5.0, 0.0, 6.0])
+    roles = torch.tensor([0, 0, *[1] * 10, 1, 2])
+    weights = role_weights(own, roles=roles, counts=counts, norm=5, mode=mode)
+    for role, share in ((0, 0.4), (1, 0.4), (2, 0.2)):
+        rows = roles == role
+        alone = token_weights(own[rows], counts=counts[rows], norm=5, mode=mode)
+        torch.testing.assert_close(weights[rows], (1.0 if mode == "token-sum" else share) * alone)
+    assert torch.equal(
+        role_weights(own, roles=None, counts=counts, norm=5, mode=mode),
+        token_weights(own, counts=counts, norm=5, mode=mode),
+    )
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_a_role_that_trains_nothing_weighs_nothing(mode: str) -> None:
+    own, counts = torch.ones(3), torch.tensor([4.0, 2.0, 0.0])
+    weights = role_weights(own, roles=torch.tensor([0, 0, 1]), counts=counts, norm=5, mode=mode)
+    torch.testing.assert_close(weights, token_weights(own, counts=counts, norm=5, mode=mode))
+    assert weights[2] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def run(tmp_path: Path) -> Path:
 @pytest.fixture
 def runs(run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunSet]:
     monkeypatch.setattr(changes, "LOOK_S", 0.01)
-    monkeypatch.setattr(changes, "SEVERAL_LOOK_S", 0.01)
+    monkeypatch.setattr(changes, "MOST_LOOK_S", 0.01)
     found = RunSet([run], meanings={})
     yield found
     found.close()
@@ -120,15 +120,20 @@ def test_a_tick_says_all_that_its_reader_knows_whatever_a_run_is_called():
     assert read_tick(tick_of(known)) == known and "\n" not in tick_of({"a\nb": Known()})
 
 
-async def test_several_pages_look_at_the_same_moments_and_half_as_often(runs, monkeypatch):
+async def test_several_pages_look_at_the_same_moments_and_less_often(runs, monkeypatch):
     monkeypatch.setattr(changes, "LOOK_S", 1.0)
-    monkeypatch.setattr(changes, "SEVERAL_LOOK_S", 2.0)
+    monkeypatch.setattr(changes, "MORE_LOOK_S", 1.0)
+    monkeypatch.setattr(changes, "MOST_LOOK_S", 4.0)
     told = Changes(runs)
-    readers = [Reader(told.stream(["seen"], since="")) for _ in range(2)]
+    readers = [Reader(told.stream(["seen"], since="")) for _ in range(4)]
     await readers[0].bundle()
     assert [told._pause_s(now) for now in (7.25, 8.75)] == [0.75, 0.25]
     await readers[1].bundle()
     assert [told._pause_s(now) for now in (7.25, 8.75, 10.0)] == [0.75, 1.25, 2.0]
-    await readers[1].close()
+    for reader in readers[2:]:
+        await reader.bundle()
+    assert [told._pause_s(now) for now in (7.25, 8.75, 10.0)] == [0.75, 3.25, 2.0]
+    for reader in readers[1:]:
+        await reader.close()
     assert told._pause_s(8.75) == 0.25
     await readers[0].close()

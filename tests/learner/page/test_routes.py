@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,9 @@ def test_episodes_are_filtered_by_the_query(client):
     assert ids(cause="any") == ids(cause="history_edited") == ["1-0-0"] and ids(cause="forked") == []
     assert ids(untrained=1) == ["3-0-0", "3-1-0"] and ids(agent="walker") == ["2-0-0", "2-1-0"]
     assert ids(group_state="ready", q="4-0") == ["4-0-0"]
-    found = get(client, "/api/runs/seen/episodes", limit=4)
+    until = time.monotonic() + 30  # a thread looks at the episodes meanwhile
+    while (found := get(client, "/api/runs/seen/episodes", limit=4))["indexed"] < 1.0 and time.monotonic() < until:
+        time.sleep(0.05)
     assert found["total"] == 10 and found["indexed"] == 1.0
     assert found["facets"]["state"] == {"scored": 6, "running": 2, "failed": 2}
     assert found["facets"]["reason"] == {"deadline": 1, "group given up": 1}

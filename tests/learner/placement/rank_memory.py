@@ -25,8 +25,10 @@ from learner.training.trainer import Trainer
 ROWS, LENGTH = 4, 512
 
 
-def batch(version: int) -> TrainBatch:
+def batch(version: int, *, share: bool) -> TrainBatch:
+    """`share`: the rows have one prompt, the half of each."""
     rng = np.random.default_rng(version)
+    prompt = rng.integers(0, 400, LENGTH // 2) if share else None
     mask = np.ones(LENGTH, dtype=np.uint8)
     mask[: LENGTH // 2] = 0
     rows = [
@@ -34,7 +36,7 @@ def batch(version: int) -> TrainBatch:
             episode_id=f"{number // 2}-{number}-0",
             group_id=number // 2,
             score=float(number % 2),
-            ids=rng.integers(0, 400, LENGTH).astype(np.int32),
+            ids=_ids(rng, prompt),
             mask=mask,
             logprobs=-5.0 * mask.astype(np.float32),
             versions=np.where(mask, version, -1).astype(np.int32),
@@ -43,6 +45,13 @@ def batch(version: int) -> TrainBatch:
         for number in range(ROWS)
     ]
     return TrainBatch(rows=rows)
+
+
+def _ids(rng: np.random.Generator, prompt: np.ndarray | None) -> np.ndarray:
+    ids = rng.integers(0, 400, LENGTH).astype(np.int32)
+    if prompt is not None:
+        ids[: len(prompt)] = prompt
+    return ids
 
 
 def live_tensors() -> int:
@@ -74,9 +83,9 @@ def main(model: str, lag: int, config: LearnerConfig) -> None:
     )  # fmt: skip
     loaded = live_tensors()
     for version in range(lag + 1):
-        trainer.train_step(batch(version), version=version)
+        trainer.train_step(batch(version, share=config.prefix_tree), version=version)
     between = live_tensors()
-    grown = largest_growth(lambda: trainer.train_step(batch(lag + 1), version=lag + 1))
+    grown = largest_growth(lambda: trainer.train_step(batch(lag + 1, share=config.prefix_tree), version=lag + 1))
     print(json.dumps({"loaded": loaded, "between": between, "peak": between + grown}), flush=True)
     trainer.close()
 

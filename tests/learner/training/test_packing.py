@@ -31,6 +31,7 @@ def test_every_row_is_in_exactly_one_micro_batch_and_ranks_keep_step(
 def test_rank_without_rows_runs_a_micro_batch_that_trains_nothing() -> None:
     steps = plan(np.array([5]), rows=[0], num_ranks=2, token_budget=100)
     assert steps == [[[0], []]]
+    assert plan(np.array([5]), rows=[], num_ranks=2, token_budget=100) == [[[], []]]
     empty = Sequences([np.arange(5, dtype=np.int32)], masks=[np.zeros(5, dtype=np.uint8)]).micro_batch([], device=CPU)
     assert empty.ids.tolist() == [0, 0]
     assert empty.starts.tolist() == [0, 2]
@@ -89,3 +90,13 @@ def test_minibatches_depend_on_the_seed_only() -> None:
     first, same, other = (split_minibatches(of_row, num=2, rng=np.random.default_rng(seed)) for seed in (1, 1, 2))
     assert first == same
     assert first != other
+
+
+def test_packed_rows_compute_each_of_their_tokens_and_what_it_sees() -> None:
+    rows = Sequences(
+        [np.zeros(length, dtype=np.int32) for length in (3, 5)],
+        masks=[np.zeros(length, dtype=np.uint8) for length in (3, 5)],
+    )
+    assert rows.computed == (8, 9 + 25) and rows.raw_over_unique == 1.0
+    budgets = {"num_ranks": 1, "token_budget": 6}
+    assert rows.plan([0, 1], **budgets) == plan(rows.lengths, rows=[0, 1], **budgets) == [[[1]], [[0]]]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffers.records import Row, TrainBatch
@@ -18,6 +19,7 @@ from learner.algorithms.aggregation import AGGREGATIONS
 from learner.algorithms.importance_weights import CORRECTIONS
 from learner.algorithms.objectives import LOSSES
 from learner.model import policy
+from learner.training.packing import Sequences
 from learner.training.trainer import Trainer
 from tests.support.learner_parts import assert_same_weights, make_model, make_row, make_trainer, walks
 from tests.support.weights.published_weights import published
@@ -77,6 +79,7 @@ def test_recorded_logprobs_of_the_same_weights_differ_by_rounding_only(
     assert metrics["policy/max_logprob_diff"] < 1e-5
     assert metrics["policy/checked_share"] == 1.0
     assert metrics["policy/is_weight_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert 0.0 < metrics["time/prepare_s"] < metrics["time/train_s"]
 
 
 def test_one_altered_logprob_is_seen(trainer: MakeTrainer, model: Path) -> None:
@@ -311,6 +314,20 @@ def test_a_recipe_makes_the_token_that_wins_likelier(
     assert float(after[7] - after[9]) > float(before[7] - before[9]) + 0.1
 
 
+def test_clip_of_a_critic_of_its_own_grows_with_the_scores(trainer: MakeTrainer, mixed: list[TrainBatch]) -> None:
+    losses = []
+    for size in (1.0, 100.0):
+        learner = trainer(
+            advantage="gae", critic="separate", critic_lr=1e-2, lr=1e-4, lr_warmup_steps=0, value_clip=0.01, epochs=2,
+            check_logprobs=False,
+        )  # fmt: skip
+        for version, batch in enumerate(mixed):
+            sized = [replace(row, score=size * row.score) for row in batch.rows]
+            metrics = learner.train_step(replace(batch, rows=sized), version=version)
+        losses.append(metrics["critic/vf_loss"] / size**2)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
 @pytest.mark.parametrize("advantage", [name for name in ESTIMATORS if name not in ("remax", "cpo", "gdpo", "teacher")])
 def test_scores_of_any_size_teach_the_same(
     trainer: MakeTrainer, mixed: list[TrainBatch], tmp_path: Path, advantage: str
@@ -362,6 +379,14 @@ def test_entropys_weight_rises_below_its_target_and_is_part_of_a_checkpoint(
     assert [again.train_step(walks(), version=0)["policy/entropy_coef"] for _ in range(2)] == [0.5, 0.6]
     far = trainer(advantage="grpo", entropy_coef=0.1, adaptive_entropy={"target": 1e-3})
     assert far.train_step(walks(), version=0)["policy/entropy_coef"] == 0.0
+
+
+def test_useful_work_counts_a_separate_critics_passes_and_each_epoch(trainer: MakeTrainer, model: Path) -> None:
+    rows = walks(seed=0).rows
+    sequences = Sequences([row.ids for row in rows], masks=[row.mask for row in rows])
+    once = trainer(critic="none", advantage="grpo")._useful_flops(sequences)
+    assert trainer(critic="none", advantage="grpo", epochs=3)._useful_flops(sequences) == 3 * once
+    assert trainer(critic="separate")._useful_flops(sequences) == 2 * once
 
 
 @pytest.mark.parametrize("critic", ["shared", "separate"])
@@ -506,8 +531,100 @@ def test_updates_below_the_resolution_of_bfloat16_add_up(trainer: MakeTrainer) -
     assert float((once.bfloat16() == start.bfloat16())[large].float().mean()) > 0.9  # in bfloat16 it would be lost
 
 
+@pytest.mark.parametrize(("coef", "computed"), [(0.0, {False}), (0.01, {True})])
+def test_an_update_computes_the_entropy_where_it_has_a_bonus(
+    trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, coef: float, computed: set[bool]
+) -> None:
+    learner = trainer(advantage="grpo", entropy_coef=coef)
+    seen: set[bool] = set()
+    forward = learner._forward
+
+    def watched(micro: Any, *, entropy: bool, energy: bool = False) -> Any:
+        if torch.is_grad_enabled():
+            seen.add(entropy)
+        return forward(micro, entropy=entropy, energy=energy)
+
+    monkeypatch.setattr(learner, "_forward", watched)
+    learner.train_step(walks(), version=0)
+    assert seen == computed
+
+
+def test_each_mini_batch_draws_its_tokens_anew(trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = trainer(advantage="grpo", loss="clip_cov", minibatches=2, epochs=3)
+    seeds: list[int] = []
+    pick = learner._pick
+    monkeypatch.setattr(learner, "_pick", lambda targets, seed: seeds.append(seed) or pick(targets, seed=seed))
+    learner.train_step(_bandit(), version=0)
+    assert len(set(seeds)) == len(seeds) == 6
+
+
+def test_a_model_whose_branches_are_computed_wrongly_is_refused(
+    trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise ValueError("branches and rows differ")
+
+    trainer()  # closed in the end
+    monkeypatch.setattr("learner.training.trainer.check_branches", refuse)
+    with pytest.raises(ValueError, match="branches and rows differ"):
+        trainer()._load("", value_head=False)
+
+
+@pytest.mark.parametrize(("dtype", "rounds"), [("float32", False), ("bfloat16", True)])
+def test_the_learner_rounds_as_the_engine_in_half_precision(
+    trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, dtype: str, rounds: bool
+) -> None:
+    rounded: list[object] = []
+    monkeypatch.setattr("learner.training.trainer.round_as_engine", rounded.append)
+    learner = trainer(dtype=dtype)
+    assert rounded == ([learner._policy.lm] if rounds else [])
+
+
+def test_a_separate_critics_steps_keep_their_size_where_scores_are_large(trainer: MakeTrainer) -> None:
+    learner = trainer(critic="separate")
+    assert learner._critic_optimizer is not None
+    found = []
+    for size in (1.0, 100.0):
+        learner.train_step(
+            replace(_bandit(), rows=[replace(row, score=size * row.score) for row in _bandit().rows]), version=0
+        )
+        found.append(learner._critic_optimizer.param_groups[0]["eps"])
+    assert found[1] > 10.0 * found[0]
+
+
+def test_kl_to_the_reference_is_a_mean_over_tokens(trainer: MakeTrainer) -> None:
+    found = []
+    for copies in (1, 3):
+        kl = {"coef": 0.5, "kind": "k3", "in_reward": True}
+        learner = trainer(advantage="reinforce_plus_plus", kl=kl, lr=1e-2, lr_warmup_steps=0, minibatches=1)
+        batch = _bandit()
+        learner.train_step(batch, version=0)
+        rows = [
+            replace(row, episode_id=f"{row.episode_id}-{copy}", group_id=row.group_id + 1000 * copy)
+            for copy in range(copies)
+            for row in batch.rows
+        ]
+        found.append(learner.train_step(replace(batch, rows=rows), version=1)["policy/kl_ref"])
+    assert found[0] > 1e-4 and found[1] == pytest.approx(found[0], rel=1e-3)
+
+
+def test_a_rank_makes_the_folder_that_it_publishes_into(trainer: MakeTrainer, tmp_path: Path) -> None:
+    trainer().publish(tmp_path / "of_another_node" / "scratch")
+    assert list((tmp_path / "of_another_node" / "scratch").iterdir())
+
+
+def test_figures_of_the_last_steps_tokens_are_given_once(trainer: MakeTrainer) -> None:
+    learner = trainer(advantage="grpo")
+    assert learner.token_figures() is None
+    learner.train_step(_bandit(), version=0)
+    figures = learner.token_figures()
+    assert figures is not None and len(figures.start) == sum(int(row.mask.sum()) for row in _bandit().rows)
+    assert np.isfinite(figures.advantage).all() and learner.token_figures() is None
+
+
 def test_metrics_are_floats_under_their_names(trainer: MakeTrainer) -> None:
     metrics = trainer().train_step(walks(), version=0)
+    assert metrics["learner/tokens"] == sum(len(row.ids) for row in walks().rows)
     assert all(type(value) is float and np.isfinite(value) for value in metrics.values())
     expected = "policy/loss policy/approx_kl policy/clipfrac policy/grad_norm policy/entropy critic/vf_loss learner/lr"
     expected += " critic/explained_variance policy/is_weight_mean policy/is_weight_max learner/tokens learner/skipped"
@@ -532,6 +649,9 @@ def test_a_policy_comes_nearer_to_its_teacher_on_what_it_samples(
     rows = walks().rows
     assert found[0] == pytest.approx(_gap(lm(model), lm(teacher), rows), abs=1e-5)
     assert found[-1] < found[0] - 0.01
+    assert learner._teacher is not None
+    held = list(learner._teacher.parameters())
+    assert all(isinstance(each, DTensor) and not each.requires_grad for each in held), "it is sharded and frozen"
 
 
 def _gap(policy: Any, teacher: Any, rows: list[Row]) -> float:

@@ -114,12 +114,47 @@ def test_rows_part_one_token_before_they_differ() -> None:
     assert PrefixTree([rows[0], rows[0][:20]]).size([0, 1]) == (40, 40)
 
 
+def test_runs_fill_both_limits_to_the_last_place() -> None:
+    """Two rows of 40 that share 29 places."""
+    stem = np.arange(30)
+    rows = [np.concatenate([stem, np.full(10, own)]).astype(np.int32) for own in (50, 51)]
+    tree = PrefixTree(rows)
+    tokens, gathered = tree.size([0, 1])
+    assert tree.runs([0, 1], tokens=tokens, gathered=gathered) == [[0, 1]]
+    assert tree.runs([0, 1], tokens=tokens - 1, gathered=gathered) == [[0], [1]]
+    assert tree.runs([0, 1], tokens=tokens, gathered=gathered - 1) == [[0], [1]]
+
+
+def test_row_that_goes_on_by_one_token_lengthens_the_path() -> None:
+    stem = np.arange(40, dtype=np.int32)
+    layout = PrefixTree([stem, np.append(stem, 50).astype(np.int32)]).layout([0, 1])
+    assert layout.starts.tolist() == [0, 41]
+    assert [path.tolist() for path in layout.paths] == [list(range(41))]
+
+
 def test_fork_close_behind_another_is_made_there() -> None:
     stem = np.arange(40)
     late = [np.concatenate([stem, [7] * 3, np.full(9, own)]).astype(np.int32) for own in (50, 51)]
     early = np.concatenate([stem, np.full(9, 52)]).astype(np.int32)
     layout = PrefixTree([*late, early]).layout([0, 1, 2])
     assert layout.starts.tolist() == [0, 39, 39 + 13, 39 + 26, 39 + 26 + 10]
+
+
+@pytest.mark.parametrize(
+    ("base", "depth", "starts"),
+    [
+        (0, 7, [0, 17, 34, 43]),
+        (0, 8, [0, 8, 18, 28, 37]),
+        (39, 46, [0, 39, 56, 73, 83]),
+        (39, 47, [0, 39, 47, 57, 67, 77]),
+    ],
+)
+def test_fork_eight_tokens_behind_another_is_its_own(base: int, depth: int, starts: list[int]) -> None:
+    """Two rows share `depth` places, and a third shares `base` with them."""
+    stem = np.arange(depth + 1)
+    late = [np.concatenate([stem, np.full(9, own)]).astype(np.int32) for own in (90, 91)]
+    early = np.concatenate([stem[: base + 1 if base else 0], np.full(9, 92)]).astype(np.int32)
+    assert PrefixTree([*late, early]).layout([0, 1, 2]).starts.tolist() == starts
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -136,6 +171,13 @@ def test_plan_has_each_row_once_within_both_budgets(num_ranks: int) -> None:
         assert micro.paths is None or len(micro.paths.places) <= GATHERED * budget
 
 
+def test_pile_takes_what_fills_its_budget_to_the_last_token() -> None:
+    rows = [np.arange(start, start + length, dtype=np.int32) for start, length in ((0, 60), (100, 70), (200, 40))]
+    tree = as_tree(Sequences(rows, masks=[np.zeros(len(row), dtype=np.uint8) for row in rows]), groups=[0, 1, 2])
+    steps = tree.plan(range(3), num_ranks=1, token_budget=100)
+    assert sorted(sorted(pile) for (pile,) in steps) == [[0, 2], [1]]
+
+
 def test_chain_of_short_branches_is_split_by_what_it_gathers() -> None:
     """A stem of 1,000 tokens with a branch of two at every twentieth: few tokens, and each branch gathers half a stem."""
     stem = np.arange(1000, dtype=np.int32)
@@ -145,6 +187,35 @@ def test_chain_of_short_branches_is_split_by_what_it_gathers() -> None:
     assert PrefixTree(rows).tokens(range(len(rows))) < 1200
     assert len(steps) > 2
     assert all(PrefixTree(rows).size(pile)[1] <= GATHERED * 3000 for (pile,) in steps)
+
+
+def test_a_pass_computes_the_places_of_all_micro_batches_and_what_each_sees() -> None:
+    rows = branching(seed=2, num=30)
+    tree = as_tree(rows)
+    tree.measure(num_ranks=2, token_budget=150)
+    steps = tree.plan(range(30), num_ranks=2, token_budget=150)
+    positions = [tree.micro_batch(pile, device=CPU).positions for piles in steps for pile in piles if pile]
+    assert len(positions) > 2
+    assert tree.computed == (sum(map(len, positions)), sum(int((2 * own + 1).sum()) for own in positions))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_size_of_a_tree_is_that_of_its_layout(seed: int) -> None:
+    rows = branching(seed=seed, num=20)
+    tree = PrefixTree(rows.ids)
+    for chosen in (range(20), range(0, 20, 3), [7]):
+        layout = tree.layout(list(chosen))
+        assert tree.size(chosen) == (len(layout.positions), sum(len(path) for path in layout.paths))
+
+
+def test_group_is_divided_only_where_that_takes_a_tenth_off_the_longest_work() -> None:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCABULARY, 64) for _ in range(3)]
+    ids = [np.concatenate([prompts[row // 4], rng.integers(0, VOCABULARY, 2)]).astype(np.int32) for row in range(12)]
+    tree = as_tree(Sequences(ids, masks=[np.zeros(66, dtype=np.uint8)] * 12), groups=[row // 4 for row in range(12)])
+    steps = tree.plan(range(12), num_ranks=2, token_budget=10_000)
+    groups = [sorted({row // 4 for piles in steps for row in piles[rank]}) for rank in range(2)]
+    assert not set(groups[0]) & set(groups[1]), "its prompt would be computed on both ranks"
 
 
 def test_group_stays_on_one_rank_unless_another_would_be_idle() -> None:

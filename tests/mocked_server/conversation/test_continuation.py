@@ -101,7 +101,7 @@ def test_a_round_that_was_asked_with_other_tools_is_not_continued() -> None:
 
 def test_a_round_of_an_earlier_process_learns_what_it_was_asked_with_from_an_equal_request() -> None:
     live = episode()
-    bare = ChatOptions(template_kwargs={}, tool_choice=None, inputs=TOOLS.inputs, identity=TOOLS.identity)
+    bare = ChatOptions(template_kwargs={}, tool_choice=None, inputs=TOOLS.inputs, identity=TOOLS.identity, num_chars=0)
     restored = LiveRound(
         parent=None, ids=np.array([1, 2], np.int32), num_sampled=1, finish_reason="stop", text="ok", asked=bare
     )

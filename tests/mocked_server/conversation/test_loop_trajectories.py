@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from buffers.errors import AgentError
+from buffers.records import ScoreDetail
 from mocked_server.conversation.live_episodes import LiveEpisode
-from mocked_server.conversation.loop_trajectories import left_out
+from mocked_server.conversation.loop_trajectories import left_out, part_scores
 from tests.mocked_server.conversation.test_continuation import add, episode
 
 
@@ -24,6 +25,10 @@ def played() -> LiveEpisode:
 
 def output(prompt: list[int], response: list[int], mask: list[int]) -> Any:
     return SimpleNamespace(prompt_ids=prompt, response_ids=response, response_mask=mask)
+
+
+def scored(trajectory: Any, score: float | None, *, steps: list[float] | None = None) -> Any:
+    return SimpleNamespace(**vars(trajectory), reward_score=score, step_rewards=steps)
 
 
 def flags(live: LiveEpisode, *outputs: Any) -> dict[int, list[int]]:
@@ -81,3 +86,20 @@ def test_rounds_of_another_program_are_compared_and_not_recorded() -> None:
     assert flags(live, output([1], [2], [1])) == {}
     add(live, 1, 7, num_sampled=1, round_index=4)
     assert flags(live, output([1], [2], [1])) == {4: [0]}
+
+
+def test_rewards_of_steps_and_of_trajectories_are_scores_of_their_rounds_and_branches() -> None:
+    live = episode()
+    root = add(live, 1, 2, 3, 4, num_sampled=2, round_index=10)
+    add(live, 5, 6, 7, parent=root, num_sampled=2, round_index=11)
+    add(live, 5, 8, parent=root, round_index=12)
+    whole, other = scored(WHOLE, 1.0, steps=[0.5, 0.0]), scored(BRANCH, 0.0, steps=[0.0, -0.25])
+    half, penalty = (0.5, ScoreDetail(round_index=10)), (-0.25, ScoreDetail(round_index=12))
+    assert part_scores(live, [whole]) == [half], "the only trajectory's score is the episode's"
+    branches = [(1.0, ScoreDetail(branch=11)), (0.0, ScoreDetail(branch=12))]
+    assert part_scores(live, [whole, other]) == [half, branches[0], penalty, branches[1]]
+    assert part_scores(live, [scored(WHOLE, 1.0), scored(BRANCH, None)]) == []
+    with pytest.raises(
+        AgentError, match="trajectory 0: step_rewards must hold one reward for each of its 2 answers, got 1"
+    ):
+        part_scores(live, [scored(WHOLE, None, steps=[0.5])])

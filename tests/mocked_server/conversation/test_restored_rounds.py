@@ -48,7 +48,9 @@ def test_running_episodes_go_on_after_a_restart_with_the_same_key_and_the_exact_
     first.stop()
 
     second = serve(tiny_model, tmp_path, resume_episodes=True)
-    again = client.with_options(base_url=f"{second.server.base_url}/v1")
+    again, late = (
+        openai.OpenAI(base_url=f"{second.server.base_url}/v1", api_key=one.api_key) for one in (client, done)
+    )
     messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And then?"}]
     again.chat.completions.create(model="policy", messages=messages)
     rounds = second.stored(episode)
@@ -57,7 +59,7 @@ def test_running_episodes_go_on_after_a_restart_with_the_same_key_and_the_exact_
     expected = [*whole_prompt(rounds, rounds[0]), *rounds[0].sampled_ids, *rounds[1].tail_ids]
     assert second.engine.prompts == [list(map(int, expected))]
     with pytest.raises(openai.APIStatusError):
-        done.with_options(base_url=f"{second.server.base_url}/v1").models.list()
+        late.models.list()
     with second.http(second.server.keys.scorer) as http:
         assert http.post("/scores", json={"episode_id": episode, "score": 0.5}).json()["stored"] is True
         assert http.post("/scores", json={"episode_id": scored, "score": 1.0}).json()["stored"] is False
@@ -65,6 +67,8 @@ def test_running_episodes_go_on_after_a_restart_with_the_same_key_and_the_exact_
     batch = second.ledger.claim(2, min_version=0).result()
     assert batch is not None and [row.score for row in batch.rows] == [0.5, 1.0]
     assert np.array_equal(batch.rows[0].ids, [*expected, *rounds[1].sampled_ids])
+    for opened in (again, late):
+        opened.close()
     second.stop()
 
 
@@ -96,6 +100,6 @@ def test_rounds_are_remembered_as_they_were_kept() -> None:
 
 
 def test_a_memo_is_the_digest_of_a_history_and_of_what_it_was_asked_with() -> None:
-    asked = chat(USER, asked=TOOLS)
-    assert memo_of(asked) == asked.digests[-1] + TOOLS.inputs + TOOLS.identity and len(memo_of(asked)) == 64
+    asked = chat(USER, NEXT, USER, asked=TOOLS)
+    assert memo_of(asked) == asked.digests[3] + TOOLS.inputs + TOOLS.identity and len(memo_of(asked)) == 64
     assert memo_of(None) == b""

@@ -9,7 +9,7 @@ import pytest
 
 from buffers.records import Episode, Task
 from mocked_server.conversation.live_episodes import Episodes
-from mocked_server.http.attribution import Attribution, key_of
+from mocked_server.http.attribution import Attribution, key_of, role_of
 from mocked_server.http.dialects import GEMINI, GEMINI_ROUTES, GENERATE, GENERATING, MESSAGES, MODELS, SLEEP, WAKE_UP
 from mocked_server.keys import KeyRing
 from mocked_server.request_context import current_call
@@ -96,6 +96,21 @@ def test_the_key_is_in_a_header_or_in_the_path(path: str, headers: list[Any], ke
 
 
 @pytest.mark.parametrize(
+    ("path", "role", "rest"),
+    [
+        ("/scout" + CHAT, "scout", CHAT),
+        ("/scout" + GOOGLES, "scout", GOOGLES),
+        (CHAT, "", CHAT),
+        ("/scout/tasks", "", "/scout/tasks"),
+        ("/scout", "", "/scout"),
+        ("/a/b" + CHAT, "", "/a/b" + CHAT),
+    ],
+)
+def test_a_role_stands_between_the_key_and_a_model_route(path: str, role: str, rest: str) -> None:
+    assert role_of(path) == (role, rest)
+
+
+@pytest.mark.parametrize(
     ("path", "query", "key"),
     [
         (GOOGLES, b"key=us-1", "us-1"),
@@ -107,6 +122,21 @@ def test_the_key_is_in_a_header_or_in_the_path(path: str, headers: list[Any], ke
 )
 def test_the_key_may_be_in_the_query_of_googles_dialect_only(path: str, query: bytes, key: str | None) -> None:
     assert key_of({"path": path, "headers": [], "query_string": query}) == (key, path)
+
+
+async def test_a_role_is_named_by_the_path_or_by_googles_model(door: Door) -> None:
+    asked = []
+
+    async def note(scope: Any, receive: Any, send: Any) -> None:
+        call = current_call.get()
+        asked.append((scope["path"], call and call.asked_role))
+        await send({"type": "models"})
+
+    app = Attribution(note, others=door._others, keys=KEYS, episodes=door.episodes, has_roles=True)
+    door.app = app
+    for path in ("/scout" + CHAT, CHAT, GOOGLES, "/scout" + GOOGLES, "/scout/tasks"):
+        await door.ask(f"/e/{MINE}{path}")
+    assert asked == [(CHAT, "scout"), (CHAT, ""), (GEMINI, "policy"), (GEMINI, "scout")]
 
 
 async def test_the_model_of_googles_dialect_is_in_its_path(door: Door) -> None:

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from buffers.errors import EngineError
+from buffers.errors import EngineDied, EngineError
 from configs.tiny_model import make_tiny_model
 from mocked_server.answer_recorder import AnswerRecorder
 from mocked_server.fleet.member import EngineLost
-from mocked_server.vllm.engine import Sockets
+from mocked_server.vllm.engine import Sockets, VLLMEngine
 
 pytestmark = pytest.mark.engine
 
@@ -138,6 +138,22 @@ def test_an_engine_whose_load_fails_midway_samples_nothing_until_it_is_started_a
     response = rollout.wait(fail_midway())
     assert set(response.versions.tolist()) == {0}
     assert (recomputed(tiny_model, response) - torch.tensor(response.logprobs)).abs().max() < TOLERANCE
+
+
+def test_an_engine_that_is_killed_before_the_last_message_of_its_start_is_not_waited_for(rollout, monkeypatch):
+    from vllm.v1.engine import utils
+
+    def kill(*given):
+        for process in given[-1].engine_manager.processes:
+            process.kill()
+            process.join()
+
+    engine = VLLMEngine(rollout.engine._vllm_config, name="killed")
+    monkeypatch.setattr(utils, "wait_for_engine_startup", kill)
+    monkeypatch.setattr("mocked_server.vllm.engine.READY_S", 1)
+    with pytest.raises(EngineDied, match="Timed out waiting for engine core processes"):
+        rollout.wait(asyncio.wait_for(engine.start(), 60))
+    rollout.wait(engine.close())
 
 
 def test_a_tied_head_is_refreshed_by_a_reload(rollout, tiny_model, other_model, original_weights):

@@ -13,9 +13,6 @@ import pytest
 from agents.server_manager import ServerUnavailable
 from agents.workers.server_client import ModelServerClient
 from buffers.errors import AgentError, EpisodeError
-from buffers.records import ScoreDetail
-from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
-from mocked_server.conversation.loop_trajectories import left_out, part_scores
 from tests.support.server_parts import LOGPROB
 
 
@@ -139,69 +136,3 @@ def test_a_server_that_is_gone_is_told_apart_from_a_refusal(served):
 
     with pytest.raises(ServerUnavailable, match="cannot be reached"):
         asyncio.run(nowhere())
-
-
-class Output:
-    def __init__(self, prompt_ids, response_ids, response_mask, *, score=None, steps=None):
-        self.prompt_ids, self.response_ids, self.response_mask = prompt_ids, response_ids, response_mask
-        self.reward_score, self.step_rewards = score, steps
-
-
-def live_of(*rounds):
-    """(parent index, tail, sampled), as they were generated."""
-    live = LiveEpisode(episode=None)
-    made = []
-    for index, (parent, tail, sampled) in enumerate(rounds):
-        made.append(
-            LiveRound(
-                parent=None if parent is None else made[parent],
-                ids=np.array([*tail, *sampled], np.int32),
-                num_sampled=len(sampled),
-                finish_reason="stop",
-                text="",
-                round_index=10 + index,
-            )
-        )
-        live.add_round(made[-1], chat=None)
-    return live
-
-
-def trained(live, *outputs):
-    return {index: flags.tolist() for index, flags in left_out(live, outputs).items()}
-
-
-def test_what_no_trajectory_says_was_sampled_is_left_out():
-    live = live_of((None, [1, 2], [3, 4]), (0, [5], [6, 7]), (0, [8], [9]))
-    whole, other = Output([1, 2], [3, 4, 5, 6, 7], [1, 1, 0, 1, 1]), Output([1, 2], [3, 4, 8, 9], [1, 1, 0, 1])
-    assert trained(live, whole, other) == {}
-    assert trained(live, whole) == {12: [0]}
-    assert trained(live, other, Output([1, 2], [3, 4, 5, 6], [0, 1, 0, 1])) == {11: [1, 0]}
-    assert trained(live, Output([1, 2], [3, 4, 5, 5, 5], [0, 1, 0, 0, 0])) == {10: [0, 1], 11: [0, 0], 12: [0]}
-
-
-def test_trajectories_are_what_was_sampled():
-    live = live_of((None, [1, 2], [3, 4]), (0, [5], [6, 7]), (0, [8], [9]))
-    for ids, mask, place in (
-        ([3, 4, 5, 6, 8], [1, 1, 0, 1, 1], 4),
-        ([3, 4, 5, 6, 7], [1, 1, 1, 1, 1], 2),
-        ([4, 4], [1, 1], 0),
-    ):
-        with pytest.raises(AgentError, match=f"position {place} of response_ids"):
-            left_out(live, [Output([1, 2], ids, mask)])
-    with pytest.raises(AgentError, match="at least one token"):
-        left_out(live, [Output([1, 2], [3, 4], [0, 0])])
-
-
-def test_rewards_of_steps_and_of_trajectories_are_scores_of_their_rounds_and_branches():
-    live = live_of((None, [1, 2], [3, 4]), (0, [5], [6, 7]), (0, [8], [9]))
-    whole = Output([1, 2], [3, 4, 5, 6, 7], [1, 1, 0, 1, 1], score=1.0, steps=[0.5, 0.0])
-    other = Output([1, 2], [3, 4, 8, 9], [1, 1, 0, 1], score=0.0, steps=[0.0, -0.25])
-    half, penalty = (0.5, ScoreDetail(round_index=10)), (-0.25, ScoreDetail(round_index=12))
-    assert part_scores(live, [whole]) == [half], "the only trajectory's score is the episode's"
-    branches = [(1.0, ScoreDetail(branch=11)), (0.0, ScoreDetail(branch=12))]
-    assert part_scores(live, [whole, other]) == [half, branches[0], penalty, branches[1]]
-    short = Output([1, 2], [3, 4, 5, 6, 7], [1, 1, 0, 1, 1], steps=[0.5])
-    with pytest.raises(
-        AgentError, match="trajectory 0: step_rewards must hold one reward for each of its 2 answers, got 1"
-    ):
-        part_scores(live, [short])

@@ -159,6 +159,13 @@ def test_generation_freezes_by_a_call_of_the_engines_core():
     assert hasattr(BaseRenderer, "clear_mm_cache_async")
 
 
+def test_the_last_message_of_a_start_has_a_timeout_of_its_own():
+    from vllm.v1.engine import core_client
+
+    assert "VLLM_ENGINE_READY_TIMEOUT_S * 1000" in inspect.getsource(core_client.MPClient.__init__)
+    assert isinstance(core_client.VLLM_ENGINE_READY_TIMEOUT_S, int)
+
+
 def test_an_adapter_is_named_numbered_and_lies_in_a_folder():
     from vllm.lora.request import LoRARequest
 

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from mocked_server.keys import make_secret
 from tests.project.test_resume import SMALL, books_balance
-from tests.support.remote.namespaces import Host, Net, bridge, why_not
-from tests.support.run_parts import ROOT, Run
+from tests.support.remote.namespaces import Net, bridge, why_not
+from tests.support.remote.run_hosts import engines_up, join, last_step, run_on
 
 pytestmark = [pytest.mark.long, pytest.mark.engine, pytest.mark.timeout(1000)]
-
-RAY = Path(sys.executable).with_name("ray")
-# Ray starts a head that asks who joins it for a token.
-TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
@@ -30,39 +21,6 @@ def net() -> Iterator[Net]:
         pytest.skip(reason)
     with bridge() as made:
         yield made
-
-
-def join(host: Host, head: Host, *, gpus: int) -> None:
-    """Ray on this host, which counts GPUs that are not there."""
-    place = "--head --port=6379 --include-dashboard=false" if host is head else f"--address={head.address}:6379"
-    host.run(
-        f"{RAY} start {place} --node-ip-address={host.address} --num-cpus=1 --num-gpus={gpus} --disable-usage-stats",
-        environment=TOKEN,
-    )
-
-
-def run_on(host: Host, folder: Path, *overrides: str) -> Run:
-    """A run whose own process is on this host."""
-    words = ["-m", "learner.run", f"run.dir={folder}", "run.name=run", *overrides]
-    process = subprocess.Popen(
-        host.command(sys.executable, *words), cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, **TOKEN, "RAY_ADDRESS": f"{host.address}:6379"},
-    )  # fmt: skip
-    return Run(process, folder / "run", "")
-
-
-def engines_up(run: Run) -> set[str]:
-    """The engines of the last step that had sampled something."""
-    last = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[-1])
-    return {
-        name.split("/")[1]
-        for name, value in last.items()
-        if name.startswith("engine/") and name.endswith("/tokens_per_s") and value > 0
-    }
-
-
-def last_step(run: Run) -> int:
-    return int(json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[-1])["step"])
 
 
 def test_a_run_on_three_hosts_goes_on_when_one_joins_and_one_dies(net: Net) -> None:

@@ -1,7 +1,7 @@
 // A signal that changes often, read at most once in a while: the last value always arrives.
 import { useEffect, useRef, useState } from "../core/html.js";
 
-// The server tells what is new every second or every two: what is so old is asked for again with what it tells, and drawn with
+// The server tells what is new every second, or less often: what is so old is asked for again with what it tells, and drawn with
 // it, and not a moment later by a clock of its own.
 const OLD_MS = 1500;
 export const REFRESH_MS = 2000;

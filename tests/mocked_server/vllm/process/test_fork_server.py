@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from mocked_server.vllm.engine_arguments import has_gpu
+from mocked_server.vllm.process import fork_server
 from mocked_server.vllm.process.fork_server import engines_of_ours
 from tests.support.child_process import child_process, gone
 
@@ -57,6 +58,7 @@ def test_without_it_processes_are_started_as_vllm_does_it(monkeypatch: pytest.Mo
     from vllm import envs
     from vllm.v1.engine import utils
 
+    monkeypatch.setattr(fork_server, "_owner", None)
     for method in ("fork", "spawn"):
         # Not in the environment: vLLM reads that once and for all when an engine has run in this process.
         monkeypatch.setitem(vars(envs), "VLLM_WORKER_MULTIPROC_METHOD", method)
