@@ -78,7 +78,7 @@ def read_figures(folder: Path, *, share: float, seed: int, load: tuple[float, fl
         update_s=_mean(steps, "time/update_s"),
         epoch_s=_mean(steps, "time/train_s") - _mean(steps, "time/prepare_s"),
         learner_idle=sum(step["time/wait_s"] for step in steps) / total_s,
-        engine_idle=sum(step["time/engine_idle_s"] for step in steps) / total_s,
+        engine_idle=_engine_idle(steps),
         mean_lag=_mean(steps, "staleness/mean"),
         max_lag=max(step["staleness/max"] for step in steps),
         made_per_used=(steps[-1]["pool/scored"] - first["pool/scored"]) / used,
@@ -94,6 +94,12 @@ def read_figures(folder: Path, *, share: float, seed: int, load: tuple[float, fl
         slow_stale=slow["stale"],
         slow_unfinished=slow["unfinished"],
     )
+
+
+def _engine_idle(steps: list[dict[str, Any]]) -> float:
+    """The engine's share without work. It is counted from report to report, which may be more than a step's own time."""
+    whole = sum(max(step["time/step_s"], step["time/engine_idle_s"]) for step in steps)
+    return float(sum(step["time/engine_idle_s"] for step in steps) / whole)
 
 
 def _fates(ledger: Path) -> dict[str, str]:
