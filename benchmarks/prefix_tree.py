@@ -148,7 +148,7 @@ def measure_tree(
 
 def grad_difference(model: Path, *, seed: int = 0) -> float:
     """The largest difference of gradients over random trees of several levels, as a share of the gradient's norm; in float32."""
-    policy = load_policy(model, value_head=False, device=torch.device("cpu"))
+    policy = load_policy(model, device=torch.device("cpu"))
     found = []
     for number in range(RANDOM_TREES):
         rows = _random_tree(np.random.default_rng((seed, number)))

@@ -119,7 +119,7 @@ def logprobs(machine: Machine, *, folder: Path) -> dict[str, Any]:
 
 def _row_logprobs(model: Path, rows: Rows, *, device: str, dtype: str, packed: bool) -> torch.Tensor:
     """[M] of the trained tokens, in float32 on the CPU."""
-    policy = load_policy(model, value_head=False, device=torch.device(device)).to(getattr(torch, dtype))
+    policy = load_policy(model, device=torch.device(device)).to(getattr(torch, dtype))
     batch = rows.batch().rows
     sequences = Sequences([row.ids for row in batch], masks=[row.mask for row in batch])
     budget = 4096 if packed else 1

@@ -38,7 +38,7 @@ class PaddedTrainer(Trainer):
     piles = staticmethod(equal_piles)
 
     def _load(self, folder: str, *, value_head: bool) -> Policy:
-        lm = load_policy(folder, value_head=False, device=self._device).lm
+        lm = load_policy(folder, device=self._device).lm
         policy = PaddedPolicy(lm, value_head=value_head).to(self._device).eval()
         if self._config.gradient_checkpointing:
             policy.checkpoint_layers()

@@ -41,7 +41,7 @@ def main() -> int:
     torch.set_num_threads(1)
     device = torch.device("cpu")
     mesh = fsdp.join(arguments.address, rank=arguments.rank, world_size=arguments.world_size, device=device)
-    policy = load_policy(arguments.model, value_head=False, device=device)
+    policy = load_policy(arguments.model, device=device)
     whole = {name: weight.detach().clone() for name, weight in policy.lm.named_parameters()}
     fsdp.shard(policy, layers=policy.layers, mesh=mesh, dtype=torch.float32)
     shards = WeightShards(policy.lm, dtype=torch.float32, rank=arguments.rank, adapter=None)

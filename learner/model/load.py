@@ -30,7 +30,7 @@ from learner.model.weight_files import WeightFiles
 def load_policy(
     folder: str | Path,
     *,
-    value_head: bool,
+    value_head: bool = False,
     device: torch.device,
     prepare: Callable[[Policy], None] = lambda policy: None,
 ) -> Policy:

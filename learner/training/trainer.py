@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -336,18 +336,17 @@ class Trainer:
             self._round_as_engine(teacher)
             fsdp.shard(teacher, layers=teacher.layers, mesh=self._mesh, dtype=self._dtype)
 
-        return load_policy(folder, value_head=False, device=self._device, prepare=prepare)
+        return load_policy(folder, device=self._device, prepare=prepare)
 
     def _taught(self, table: BatchTensors) -> Tensor:
         """[M] the teacher's log-probabilities of the trained tokens."""
-        assert self._teacher is not None
-        found = torch.zeros(table.sequences.num_trained, device=self._device)
-        for piles in self._plan(table.sequences, rows=range(len(table.sequences.ids))):
-            micro = table.sequences.micro_batch(piles[self._rank], device=self._device)
-            with torch.no_grad():
-                outputs = self._teacher(micro, temperature=self._temperature)
-            found[micro.index] = outputs.logprobs
-        return fsdp.all_sum(found).cpu()
+        teacher = self._teacher
+        assert teacher is not None
+
+        def compute(micro: MicroBatch) -> tuple[Tensor]:
+            return (teacher(micro, temperature=self._temperature).logprobs,)
+
+        return self._without_gradient(table.sequences, compute=compute, num=1)[0]
 
     def _progress(self) -> Progress:
         """That of a policy before its first step."""
@@ -372,19 +371,32 @@ class Trainer:
     def _sweep(self, sequences: Sequences, *, critic: bool, rows: Sequence[int] | None = None) -> Tensor:
         """[4, M] log-probabilities, entropies, values and energies of the trained tokens, no gradient; 0 outside of `rows`, and
         where the estimator needs none."""
-        found = torch.zeros(4, sequences.num_trained, device=self._device)
+
+        def compute(micro: MicroBatch) -> tuple[Tensor | None, ...]:
+            outputs = self._forward(micro, entropy=True, energy=self._estimator.needs_energy)
+            values = self._values(micro, shared=outputs.values) if critic else None
+            return outputs.logprobs, outputs.entropy, values, outputs.energy
+
+        return self._without_gradient(sequences, compute=compute, num=4, rows=rows)
+
+    def _without_gradient(
+        self,
+        sequences: Sequences,
+        *,
+        compute: Callable[[MicroBatch], Sequence[Tensor | None]],
+        num: int,
+        rows: Sequence[int] | None = None,
+    ) -> Tensor:
+        """[num, M] what `compute` finds of the trained tokens, of all ranks; 0 for None and outside of `rows`."""
+        found = torch.zeros(num, sequences.num_trained, device=self._device)
         chosen = range(len(sequences.ids)) if rows is None else rows
         for piles in self._plan(sequences, rows=chosen):
             micro = sequences.micro_batch(piles[self._rank], device=self._device)
             with torch.no_grad():
-                outputs = self._forward(micro, entropy=True, energy=self._estimator.needs_energy)
-                values = self._values(micro, shared=outputs.values) if critic else None
-            found[0, micro.index] = outputs.logprobs
-            found[1, micro.index] = outputs.entropy
-            if values is not None:
-                found[2, micro.index] = values
-            if outputs.energy is not None:
-                found[3, micro.index] = outputs.energy
+                columns = compute(micro)
+            for column, values in enumerate(columns):
+                if values is not None:
+                    found[column, micro.index] = values
         return fsdp.all_sum(found).cpu()
 
     def _forward(self, micro: MicroBatch, *, entropy: bool, energy: bool = False) -> TokenOutputs:

@@ -38,6 +38,13 @@ def test_a_linear_episode_is_one_row_that_trains_all_its_sampled_tokens() -> Non
     assert types == [np.int32, np.uint8, np.float32, np.int32, np.int32]
 
 
+def test_a_row_has_the_scores_of_each_judge_and_none_where_no_judge_spoke() -> None:
+    rounds = [make_round("e", index=0)]
+    judged = EpisodeScores(whole=0.5, judges={"a": 0.25, "b": 0.75})
+    assert [row.judges for row in episode_rows(rounds, group_id=4, scores=judged)] == [{"a": 0.25, "b": 0.75}]
+    assert [row.judges for row in rows_of(rounds)] == [None]
+
+
 def test_a_shared_prefix_is_trained_in_the_branch_whose_leaf_came_first() -> None:
     first, second = rows_of(
         [

@@ -28,7 +28,7 @@ def saved(lm: Any, folder: Path, **options: Any) -> Path:
 def assert_read_whole(folder: Path) -> None:
     """Equal to the bit, buffers included, and none of it is tied to what it should not be."""
     wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    found = load_policy(folder, value_head=False, device=CPU).lm
+    found = load_policy(folder, device=CPU).lm
     for kind in ("named_parameters", "named_buffers"):
         one, two = dict(getattr(wanted, kind)()), dict(getattr(found, kind)())
         assert one.keys() == two.keys()
@@ -88,19 +88,19 @@ def changed(folder: Path, **weights: torch.Tensor | None) -> Path:
 def test_a_folder_without_a_weight_is_refused_by_name(tmp_path: Path) -> None:
     folder = changed(saved(random_lm(), tmp_path), model_layers_1_mlp_up_proj_weight=None)
     with pytest.raises(ValueError, match=r"without model\.layers\.1\.mlp\.up_proj\.weight; download the model again"):
-        load_policy(folder, value_head=False, device=CPU)
+        load_policy(folder, device=CPU)
 
 
 def test_a_weight_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
     folder = changed(saved(random_lm(), tmp_path), model_norm_weight=torch.ones(63))
     with pytest.raises(ValueError, match=r"model\.norm\.weight in .* must have the shape .* \[64\], got \[63\]"):
-        load_policy(folder, value_head=False, device=CPU)
+        load_policy(folder, device=CPU)
 
 
 def test_quantized_weights_are_refused_by_name(tmp_path: Path) -> None:
     folder = changed(saved(random_lm(), tmp_path), model_norm_weight=torch.ones(64, dtype=torch.int8))
     with pytest.raises(ValueError, match=r"plain weights, got int8 for model\.norm\.weight"):
-        load_policy(folder, value_head=False, device=CPU)
+        load_policy(folder, device=CPU)
 
 
 def test_an_index_that_names_a_missing_file_is_refused(tmp_path: Path) -> None:

@@ -176,4 +176,4 @@ def test_saved_folder_does_not_ask_for_packed_attention(tmp_path: Path) -> None:
     finally:
         trainer.close()
     assert PACKED not in (tmp_path / "out" / "config.json").read_text()
-    load_policy(tmp_path / "out", value_head=False, device=torch.device("cpu"))
+    load_policy(tmp_path / "out", device=torch.device("cpu"))

@@ -77,12 +77,12 @@ def test_greedy_episodes_are_baselines_and_never_trained() -> None:
         make_row([1, 2], mask=[0, 1], score=1.0, group=3, episode="a"),
         make_row([1, 2], mask=[0, 1], score=0.5, group=3, episode="g", greedy=True),
         make_row([1, 3], mask=[0, 1], score=0.5, group=3, episode="g", greedy=True),
-        make_row([1, 2], mask=[0, 1], score=0.0, group=3, episode="h", greedy=True),
+        make_row([1, 2], mask=[0, 1], score=0.25, group=3, episode="h", greedy=True),
         make_row([1, 2], mask=[0, 1], score=0.0, group=8, episode="b"),
     ]
     assert _table(*rows).baselines is None  # group 8 has none
     table = _table(*rows, make_row([1, 2], mask=[0, 1], score=2.0, group=8, episode="i", greedy=True))
-    assert table.baselines is not None and table.baselines.tolist() == [0.25, 2.0]
+    assert table.baselines is not None and table.baselines.tolist() == [0.375, 2.0]
     assert table.scores.tolist() == [1.0, 0.0]
     assert table.sequences.num_trained == 2
 

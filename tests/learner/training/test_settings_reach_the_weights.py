@@ -223,6 +223,15 @@ def test_the_check_of_logprobs_tells_what_it_could_check(learn: Learn) -> None:
     assert not set(names) & learn.last.keys()  # type: ignore[attr-defined]
 
 
+def test_equal_scores_teach_nothing_beside_the_optimal_token_baseline(learn: Learn) -> None:
+    """The baseline is a mean weighed by the energy of the policy's own probabilities: without them it would be 0."""
+    learn(walks(group_size=2), advantage="otb")
+    assert learn.last["policy/grad_norm"] > 0.0  # type: ignore[attr-defined]
+    equal = [make_row([1, 2, token], mask=[0, 1, 1], episode=f"0-{token}-0", score=1.0) for token in (5, 7)]
+    learn(TrainBatch(rows=equal), advantage="otb")
+    assert learn.last["policy/grad_norm"] == 0.0  # type: ignore[attr-defined]
+
+
 def test_what_a_hint_says_reaches_the_weights(learn: Learn) -> None:
     failed = two_rounds(score=0.0)
     hinted = [

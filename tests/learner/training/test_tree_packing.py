@@ -231,6 +231,13 @@ def test_group_stays_on_one_rank_unless_another_would_be_idle() -> None:
     assert [len(pile) for piles in alone for pile in piles] == [4, 4]
 
 
+def test_the_largest_groups_are_dealt_first() -> None:
+    rows = [np.arange(start, start + length, dtype=np.int32) for start, length in ((0, 30), (100, 30), (200, 60))]
+    tree = as_tree(Sequences(rows, masks=[np.zeros(len(row), dtype=np.uint8) for row in rows]), groups=[0, 1, 2])
+    ((one, other),) = tree.plan(range(3), num_ranks=2, token_budget=1000)
+    assert (one, sorted(other)) == ([2], [0, 1])
+
+
 def test_rows_that_share_too_little_are_packed_one_by_one() -> None:
     """27 of 300 tokens are shared: 9 %. And the plan is the one without a tree."""
     rng = np.random.default_rng(0)
