@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -33,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.learner_efficiency import measure_efficiency
-from benchmarks.learner_memory import Ranks, measure_memory
+from benchmarks.learner_memory import Ranks, measure_long_row, measure_memory
 from benchmarks.prefix_tree import MEDIUM, SMALL, TreeShape, measure_tree
 from benchmarks.processes.learner_side import Rows
 from benchmarks.report import Report, end_on_sigterm, parser_of
@@ -47,10 +48,11 @@ TRL = "trl==1.16.0"
 TRL_ENVIRONMENT = ROOT / ".venv" / "rivals" / "trl"
 TRL_SIDE = ROOT / "benchmarks" / "rivals" / "trl_side.py"
 SIDE_LIMIT_S = 1200.0
+LONG_ROW_LIMIT_S = 6 * 3600.0
 GROUP_SIZE = 8
 MEDIAN_TOKENS, SPREAD = 150, 1.1
 """Sigma of the rows' log-normal lengths: one in ten is over four times the median."""
-APART = ("tree", "memory", "efficiency")
+APART = ("tree", "memory", "efficiency", "long_row")
 """Sides with a model of their own, which are not compared with the others."""
 SAMPLED, OBSERVED = 24, 16
 """Tokens of a round that the policy sampled, and that the environment answered."""
@@ -92,7 +94,7 @@ def trl_python(*, log: Path) -> Path:
     return python
 
 
-def run_to_end(commands: list[list[str]], *, log: Path) -> None:
+def run_to_end(commands: list[list[str]], *, log: Path, limit_s: float = SIDE_LIMIT_S) -> None:
     """Runs the commands side by side in the checkout. Raises SideFailed with the end of what the first to fail said."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     started, sinks = [], []
@@ -101,7 +103,7 @@ def run_to_end(commands: list[list[str]], *, log: Path) -> None:
             sink = log.with_suffix(f".{number}.log").open("w+", encoding="utf-8")
             sinks.append(sink)
             started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=sink, stderr=subprocess.STDOUT))
-        deadline = time.monotonic() + SIDE_LIMIT_S
+        deadline = time.monotonic() + limit_s
         for command, process, sink in zip(commands, started, sinks, strict=True):
             if process.wait(timeout=deadline - time.monotonic()) != 0:
                 sink.seek(0)
@@ -238,7 +240,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--sides",
         nargs="+",
         default=None,
-        help="tree, memory, efficiency, packed, and with packed padded sorted_padded trl two_ranks",
+        help="tree, memory, efficiency, packed, with packed padded sorted_padded trl two_ranks; long_row only if named",
     )
     for name, default, meaning in (
         ("rows", 64, "rows of the batch, a multiple of 8"),
@@ -261,7 +263,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if arguments.rows % GROUP_SIZE or arguments.rows < GROUP_SIZE:
         parser.error(f"--rows must be a multiple of {GROUP_SIZE}, got {arguments.rows}")
     everything = ["packed", "padded", "sorted_padded", "trl", "two_ranks", *APART]
-    left_out = {"trl"} if arguments.quick else set()
+    left_out = {"long_row", "trl"} if arguments.quick else {"long_row"}
     if arguments.quick or arguments.device != "cpu":
         left_out |= {"memory", "efficiency"}
     arguments.sides = arguments.sides or [side for side in everything if side not in left_out]
@@ -321,6 +323,10 @@ def main(argv: list[str] | None = None) -> int:
             if "memory" in arguments.sides:
                 ranks = Ranks(folder, run_to_end=run_to_end, address=free_address)
                 results |= measure_memory(ranks, folder=folder)
+            if "long_row" in arguments.sides:
+                patient = partial(run_to_end, limit_s=LONG_ROW_LIMIT_S)
+                ranks = Ranks(folder, run_to_end=patient, address=free_address)
+                results |= measure_long_row(ranks, folder=folder)
             if "efficiency" in arguments.sides:
                 results |= measure_efficiency(
                     lambda commands: run_to_end(commands, log=folder / "efficiency"),

@@ -1,7 +1,8 @@
 """What a rank of the learner takes: one of two beside one alone, and six shapes beside what `--dry-run` says of them.
 
-Called by `benchmarks.learner`. Each rank is a process of its own (`benchmarks.processes.memory_side`), and its figure
-the most that it ever held, without what the interpreter and torch hold before there is a model. It judges nothing.
+Called by `benchmarks.learner`; and, where it is asked for, a row as long as Qwen3's context. Each rank is a process of its own
+(`benchmarks.processes.memory_side`), and its figure the most that it ever held, without what the interpreter and torch hold before
+there is a model. It judges nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.processes.learner_side import MIB
 from configs.schema import BufferConfig, LearnerConfig
@@ -32,8 +35,9 @@ class Shape:
 
     model: Mapping[str, int]
     learner: Mapping[str, Any] = field(default_factory=dict)
-    rows: int = 4
-    length: int = 256
+    lengths: tuple[int, ...] = (256,) * 4
+    first: tuple[int, ...] = ()
+    """The rows of the first step, where they are others."""
     lag: int = 0
     dtype: str = "float32"
 
@@ -41,11 +45,19 @@ class Shape:
 SHAPES = {
     "wide": Shape(model={**SMALL, "hidden": 1024, "layers": 3, "heads": 16, "ffn": 4096}),
     "deep": Shape(model={**SMALL, "layers": 16}),
-    "tokens": Shape(model=SMALL, rows=8, length=512),
+    "tokens": Shape(model=SMALL, lengths=(512,) * 8),
     "versions": Shape(model=SMALL, lag=2, learner={"kl": {"coef": 0.01}}),
-    "checkpointing": Shape(model=SMALL, rows=8, length=512, learner={"gradient_checkpointing": True}),
-    "adapter": Shape(model=SMALL, rows=8, length=512, learner={"lora": {"rank": 16}}),
+    "checkpointing": Shape(model=SMALL, lengths=(512,) * 8, learner={"gradient_checkpointing": True}),
+    "adapter": Shape(model=SMALL, lengths=(512,) * 8, learner={"lora": {"rank": 16}}),
 }
+
+QWEN3_06B = {"hidden": 1024, "layers": 28, "heads": 16, "kv_heads": 8, "ffn": 3072}
+QWEN3_VOCABULARY = 151_936
+LONG = Shape(
+    model=QWEN3_06B, lengths=(32_768, 64), first=(64, 64), dtype="bfloat16", learner={"gradient_checkpointing": True}
+)
+"""A row as long as Qwen3's context. The row beside it has another score, so that both are trained; the first step is of short rows,
+after which AdamW has its moments."""
 
 
 class Ranks:
@@ -56,14 +68,15 @@ class Ranks:
         self._run_to_end = run_to_end
         self._address = address
 
-    def peaks(self, name: str, shape: Shape, *, model: Path, ranks: int = 1) -> list[dict[str, float]]:
+    def peaks(
+        self, name: str, shape: Shape, *, model: Path, ranks: int = 1, threads: int = 1
+    ) -> list[dict[str, float]]:
         """The figures of each rank."""
         out, where = self._folder / f"{name}-{ranks}.json", self._address()
-        learner = json.dumps({**GRPO, **shape.learner, "token_budget": shape.rows * shape.length})
+        learner = json.dumps({**GRPO, **shape.learner, "token_budget": sum(shape.lengths)})
         shared = ["--model", model, "--out", out, "--address", where, "--learner", learner, "--dtype", shape.dtype]
-        for key in ("rows", "length", "lag"):
-            shared += [f"--{key}", getattr(shape, key)]
-        shared += ["--vocabulary", VOCAB_SIZE, "--world-size", ranks]
+        shared += ["--threads", threads, "--first", *(shape.first or shape.lengths)]
+        shared += ["--lengths", *shape.lengths, "--lag", shape.lag, "--vocabulary", VOCAB_SIZE, "--world-size", ranks]
         own = [sys.executable, "-m", "benchmarks.processes.memory_side", *map(str, shared)]
         self._run_to_end([[*own, "--rank", str(rank)] for rank in range(ranks)], log=self._folder / name)
         return [json.loads(Path(f"{out}.{rank}").read_text(encoding="utf-8")) for rank in range(ranks)]
@@ -71,16 +84,15 @@ class Ranks:
 
 def predicted_mb(shape: Shape, *, model: Path) -> float:
     """What `--dry-run` says of a rank on a CPU."""
-    tokens = shape.rows * shape.length
-    learner = LearnerConfig(**{**GRPO, **shape.learner, "token_budget": tokens})
+    learner = LearnerConfig(**{**GRPO, **shape.learner, "token_budget": sum(shape.lengths)})
     buffer = BufferConfig(max_policy_lag=shape.lag)
-    rank = {"dtype": shape.dtype, "buffer": buffer, "longest_row": shape.length, "on_gpu": False}
+    rank = {"dtype": shape.dtype, "buffer": buffer, "longest_row": max(shape.lengths), "on_gpu": False}
     return total(of_rank(read_shape(model), learner, **rank)) / MIB
 
 
 def measure_memory(ranks: Ranks, *, folder: Path) -> dict[str, Any]:
     """`rank_peak_share`, `predicted_peak_error` (the largest of the shapes), and all figures that they come from."""
-    large = Shape(model=LARGE, rows=2, length=64)
+    large = Shape(model=LARGE, lengths=(64, 64))
     model = make_tiny_model(folder / "large", **large.model)
     alone, both = (ranks.peaks("large", large, model=model, ranks=many) for many in (1, 2))
     share = max(one["peak_mb"] for one in both) / alone[0]["peak_mb"]
@@ -93,3 +105,19 @@ def measure_memory(ranks: Ranks, *, folder: Path) -> dict[str, Any]:
         errors[name] = {"took_mb": took, "predicted_mb": said, "error": said / took - 1.0}
         print(f"{name:>14}: took {took:.0f} MB, predicted {said:.0f}, {said / took - 1.0:+.1%}", flush=True)
     return found | {"predicted_peak_error": max(abs(one["error"]) for one in errors.values()), "shapes": errors}
+
+
+def measure_long_row(ranks: Ranks, *, folder: Path) -> dict[str, Any]:
+    """`long_row_error`, of the peak that is predicted for a row of 32,768 tokens of a model of Qwen3-0.6B's sizes, and what the
+    step took. Both cores for more than an hour, and 20 GB."""
+    model = make_tiny_model(folder / "long", **{**QWEN3_06B, "hidden": 64, "layers": 1})  # for its tokenizer
+    sizes: dict[str, Any] = {"vocab_size": QWEN3_VOCABULARY, "head_dim": 128, "max_position_embeddings": 40_960}
+    names = {"hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
+    names |= {"kv_heads": "num_key_value_heads", "ffn": "intermediate_size"}
+    sizes |= {names[name]: value for name, value in QWEN3_06B.items()}
+    Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True)).save_pretrained(model)
+    (took,) = ranks.peaks("long", LONG, model=model, threads=2)
+    said = predicted_mb(LONG, model=model)
+    error = said / took["peak_mb"] - 1.0
+    print(f"a row of {max(LONG.lengths)} tokens: {took}, predicted {said:.0f} MB, {error:+.1%}", flush=True)
+    return {"long_row_error": error, "long_row_predicted_mb": said, "long_row": took}

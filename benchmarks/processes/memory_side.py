@@ -12,6 +12,8 @@ import json
 import os
 import resource
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +26,23 @@ from configs.schema import LearnerConfig
 from learner.training.trainer import Trainer
 
 
-def batch(*, rows: int, length: int, vocabulary: int, version: int) -> TrainBatch:
-    """Rows of one length, of which the second half was sampled by `version`."""
+def batch(lengths: Sequence[int], *, vocabulary: int, version: int) -> TrainBatch:
+    """Rows of these lengths, of each of which the second half was sampled by `version`."""
     rng = np.random.default_rng(version)
-    mask = np.ones(length, dtype=np.uint8)
-    mask[: length // 2] = 0
+    masks = [(np.arange(length) >= length // 2).astype(np.uint8) for length in lengths]
     return TrainBatch(
         rows=[
             Row(
                 episode_id=f"{number // 2}-{number}-0",
                 group_id=number // 2,
                 score=float(number % 2),
-                ids=rng.integers(0, vocabulary, length).astype(np.int32),
+                ids=rng.integers(0, vocabulary, len(mask)).astype(np.int32),
                 mask=mask,
                 logprobs=-5.0 * mask.astype(np.float32),
                 versions=np.where(mask, version, -1).astype(np.int32),
                 rounds=np.where(mask, 0, -1).astype(np.int32),
             )
-            for number in range(rows)
+            for number, mask in enumerate(masks)
         ]
     )
 
@@ -61,17 +62,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--address", required=True, help="host:port where the ranks meet")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--learner", type=json.loads, default={}, help="keys of the learner, as JSON")
-    for name, default in (
-        ("rows", 4),
-        ("length", 256),
-        ("vocabulary", 400),
-        ("lag", 0),
-        ("rank", 0),
-        ("world-size", 1),
-    ):
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256] * 4, help="tokens of each row")
+    parser.add_argument("--first", type=int, nargs="+", default=[256] * 4, help="tokens of each row of the first step")
+    for name, default in (("vocabulary", 400), ("lag", 0), ("rank", 0), ("world-size", 1), ("threads", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    torch.set_num_threads(arguments.threads)
     before = resident_mb()
     figures: dict[str, Any] = {"before_mb": before}
     trainer = Trainer(
@@ -81,8 +77,10 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     figures |= {"loaded_mb": resident_mb() - before, "loading_peak_mb": peak_mb() - before}
     for version in range(arguments.lag + 2):
-        one = batch(rows=arguments.rows, length=arguments.length, vocabulary=arguments.vocabulary, version=version)
-        trainer.train_step(one, version=version)
+        lengths = arguments.lengths if version else arguments.first
+        began = time.monotonic()
+        trainer.train_step(batch(lengths, vocabulary=arguments.vocabulary, version=version), version=version)
+        figures["step_s"] = time.monotonic() - began
     figures["peak_mb"] = peak_mb() - before
     Path(f"{arguments.out}.{arguments.rank}").write_text(json.dumps(figures), encoding="utf-8")
     trainer.close()
