@@ -21,7 +21,7 @@ LOGITS_AT_ONCE = 2**26
 """Logits in one part of a pack, as `learner.model.policy` has it."""
 LOGIT_COPIES = 5
 """float32 arrays of that size that live at once: logits, scaled logits, their log-softmax, and gradients of two of these."""
-GATHERED = 4
+GATHERED = 6
 """Gathered keys for each token of `learner.token_budget`, at most, as `learner.training.tree_packing` has it."""
 CUDA_BYTES = 2**30
 """CUDA's context and NCCL's buffers in a process."""

@@ -19,8 +19,9 @@ from learner.training.prefix_tree import Layout, PrefixTree
 
 LEAST_RATIO = 1.1
 """Tokens of the rows over those of the tree below which rows are packed one by one."""
-GATHERED = 4
-"""Gathered keys for each token of the budget: a chain of short branches would gather its path again and again."""
+GATHERED = 6
+"""Gathered keys for each token of the budget: a chain of short branches would gather its path again and again. At 6, eight answers
+that are a thirteenth of their prompt's length stay together."""
 WORTH_SPLITTING = 0.9
 """A group is divided where the rank that has most to do then has at most this share of it."""
 
