@@ -33,7 +33,7 @@ def test_a_linear_episode_is_one_row_that_trains_all_its_sampled_tokens() -> Non
     assert row.logprobs.tolist() == [0, 0, -0.125, -0.25, 0, -0.125]
     assert row.versions.tolist() == [-1, -1, 3, 3, -1, 4]
     assert row.rounds.tolist() == [-1, -1, 0, 0, -1, 1]
-    assert (row.episode_id, row.group_id, row.score, row.loss_weight) == ("e", 4, 0.5, 1.0)
+    assert (row.episode_id, row.group_id, row.score, row.loss_weight, row.greedy) == ("e", 4, 0.5, 1.0, False)
     types = [array.dtype for array in (row.ids, row.mask, row.logprobs, row.versions, row.rounds)]
     assert types == [np.int32, np.uint8, np.float32, np.int32, np.int32]
 
@@ -43,6 +43,22 @@ def test_a_row_has_the_scores_of_each_judge_and_none_where_no_judge_spoke() -> N
     judged = EpisodeScores(whole=0.5, judges={"a": 0.25, "b": 0.75})
     assert [row.judges for row in episode_rows(rounds, group_id=4, scores=judged)] == [{"a": 0.25, "b": 0.75}]
     assert [row.judges for row in rows_of(rounds)] == [None]
+
+
+def test_a_row_has_the_hint_of_its_episode() -> None:
+    (row,) = episode_rows([make_round("e")], group_id=4, scores=EpisodeScores(whole=0.5, hint="Count."))
+    assert row.hint == "Count."
+
+
+def test_a_row_names_those_of_its_own_rounds_whose_answers_were_cut() -> None:
+    first, second = rows_of(
+        [
+            make_round("e", index=0, finish_reason="length"),
+            make_round("e", index=1, parent=0),
+            make_round("e", index=2, parent=0, finish_reason="length"),
+        ]
+    )
+    assert (first.truncated, second.truncated) == ((0,), (2,))
 
 
 def test_a_shared_prefix_is_trained_in_the_branch_whose_leaf_came_first() -> None:
@@ -234,16 +250,17 @@ def test_a_tree_that_is_rebuilt_from_its_rounds_goes_on_as_it_would_have() -> No
     tree = TokenTree("e", rounds=rounds)
     trained = np.ones(1, dtype=np.uint8)
     round_ = tree.add(
-        prompt_ids=np.array([1, 2, 3, 6, 7, 8], dtype=np.int32),
+        prompt_ids=np.array([1, 2, 3, 6, 7, 8]),
         parent=2,
         memo=b"memo",
         trained=trained,
+        role="solver",
         **{name: np.array(value) if isinstance(value, list) else value for name, value in added.items()},
     )
     assert (round_.episode_id, round_.round_index, round_.parent, round_.memo) == ("e", 3, 2, b"memo")
     assert (round_.tail_ids.tolist(), round_.sampled_ids.tolist()) == ([8], [9])
     assert (round_.logprobs.tolist(), round_.versions.tolist(), round_.finish_reason) == ([-0.5], [3], "stop")
-    assert round_.trained is trained
+    assert round_.trained is trained and round_.role == "solver"
     types = [array.dtype for array in (round_.tail_ids, round_.sampled_ids, round_.versions, round_.logprobs)]
     assert types == [np.int32, np.int32, np.int32, np.float32]
 

@@ -11,7 +11,8 @@ import pytest
 
 from buffers.errors import LeaseError, UnknownEpisode
 from buffers.ledger.ledger import Ledger
-from tests.support.buffer_parts import make_ready, make_round, open_running
+from buffers.records import ScoreDetail
+from tests.support.buffer_parts import make_ready, make_round, make_task, open_running
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -71,6 +72,13 @@ def test_a_group_whose_fresh_tokens_were_left_out_is_stale(ledger: Ledger) -> No
     assert ledger.counts()["evicted/stale"] == 1
 
 
+def test_a_round_is_as_fresh_as_its_newest_token(ledger: Ledger) -> None:
+    (episode,) = open_running(ledger, task=0)
+    ledger.put_round(replace(make_round(episode.episode_id), versions=np.array([1, 1, 3], dtype=np.int32)))
+    ledger.notify_score(episode.episode_id, 1.0).result()
+    assert ledger.claim(1, min_version=3).result() is not None
+
+
 def test_an_untrained_old_token_does_not_make_a_group_stale(ledger: Ledger) -> None:
     (episode,) = open_running(ledger, task=0)
     ledger.put_round(make_round(episode.episode_id, version=0, finish_reason="abort"))
@@ -89,6 +97,42 @@ def test_tokens_that_are_left_out_are_stored_and_come_back_as_context(ledger: Le
     ledger.notify_score(episode.episode_id, 1.0).result()
     batch = ledger.claim(1, min_version=0).result()
     assert batch is not None and batch.rows[0].mask.tolist() == [0, 0, 1, 0, 1, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("told", "judged", "expected"),
+    [("Count.", "", "Count."), ("Count.", "Guess.", "Guess."), ("", "", None), (3, "", None)],
+)
+def test_rows_have_the_hint_of_a_judge_or_else_of_their_task(
+    ledger: Ledger, told: object, judged: str, expected: str | None
+) -> None:
+    ledger.put_tasks([replace(make_task(0), extra_info={"hint": told})])
+    ledger.open_group("t:0", instance=0, group_size=1)
+    (episode,) = ledger.start_pending(limit=1, version=0).result()
+    ledger.put_round(make_round(episode.episode_id))
+    ledger.notify_score(episode.episode_id, 1.0, detail=ScoreDetail(hint=judged)).result()
+    batch = ledger.claim(1, min_version=0).result()
+    assert batch is not None and [row.hint for row in batch.rows] == [expected]
+
+
+def test_rows_say_which_members_of_a_group_were_sampled_greedily(ledger: Ledger) -> None:
+    ledger.put_tasks([make_task(0)])
+    ledger.open_group("t:0", instance=0, group_size=3, num_greedy=1)
+    for episode in ledger.start_pending(limit=3, version=0).result():
+        ledger.put_round(make_round(episode.episode_id))
+        ledger.notify_score(episode.episode_id, 1.0).result()
+    batch = ledger.claim(1, min_version=0).result()
+    assert batch is not None and [row.greedy for row in batch.rows] == [True, False, False]
+
+
+def test_a_round_keeps_how_it_ended_and_one_that_was_aborted_is_in_no_row(ledger: Ledger) -> None:
+    (episode,) = open_running(ledger, task=0)
+    ledger.put_round(make_round(episode.episode_id, finish_reason="length"))
+    ledger.put_round(make_round(episode.episode_id, index=1, parent=0, finish_reason="abort"))
+    assert [each.finish_reason for each in ledger.rounds(episode.episode_id).result()] == ["length", "abort"]
+    ledger.notify_score(episode.episode_id, 1.0).result()
+    batch = ledger.claim(1, min_version=0).result()
+    assert batch is not None and [(row.num_trained, row.truncated) for row in batch.rows] == [(3, (0,))]
 
 
 def test_what_runs_is_never_stale(ledger: Ledger) -> None:

@@ -83,6 +83,23 @@ def test_what_a_checkpoint_trained_is_never_trained_again_whatever_lineage_ran_i
     ledger.close()
 
 
+def test_a_checkpoint_of_a_later_lineage_keeps_what_led_to_it_in_the_one_before() -> None:
+    ledger = Ledger(None)
+    for task in range(3):
+        make_ready(ledger, task=task)
+    train(ledger, step=1)
+    at_one = here(ledger)
+    train(ledger, step=2)  # not on the way to what follows
+    ledger.restore(at_one).result()
+    train(ledger, step=2)
+    at_two = here(ledger)
+    last = train(ledger, step=3)
+    assert ledger.restore(at_two).result() == 1
+    assert ledger.counts()["groups/trained"] == 2
+    assert train(ledger, step=3) == last
+    ledger.close()
+
+
 def test_a_stale_group_is_evicted_and_not_trained_after_a_restore() -> None:
     ledger = Ledger(None)
     make_ready(ledger, task=0, version=0)

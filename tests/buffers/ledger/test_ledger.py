@@ -248,8 +248,11 @@ def test_numbers_that_cannot_be_trained_are_refused(ledger: Ledger) -> None:
     bad.logprobs[1] = np.nan
     with pytest.raises(EpisodeError, match="logprobs must be finite"):
         ledger.put_round(bad)
+    unstamped = np.array([0, -1, 2], dtype=np.int32)
     with pytest.raises(EpisodeError, match="versions must be >= 0, got -1"):
-        ledger.put_round(make_round(episode.episode_id, version=-1))
+        ledger.put_round(replace(make_round(episode.episode_id), versions=unstamped))
+    with pytest.raises(EpisodeError, match="a flag for each of 3 sampled tokens, got 2"):
+        ledger.put_round(replace(make_round(episode.episode_id), trained=np.ones(2, dtype=np.uint8)))
 
 
 def test_a_round_is_read_with_its_memo(ledger: Ledger) -> None:

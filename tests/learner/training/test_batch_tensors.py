@@ -37,7 +37,8 @@ def test_weights_of_a_minibatch_leave_other_rows_out() -> None:
     rows = [make_row([1, 2, 3], mask=[0, 1, 1], episode=f"{name}-0") for name in "abc"]
     table = _table(*rows)
     assert table.weights([2, 0], mode="token-mean").tolist() == pytest.approx([0.25, 0.25, 0.0, 0.0, 0.25, 0.25])
-    assert table.weights([1], mode="seq-mean-token-sum").tolist() == [0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+    for mode in ("seq-mean-token-sum", "token-sum", "seq-mean-token-sum-norm"):
+        assert table.weights([1], mode=mode).tolist() == [0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
 
 
 def test_tokens_too_old_by_their_own_version_are_masked_and_the_rest_of_the_row_trains() -> None:
@@ -75,6 +76,7 @@ def test_round_scores_land_on_the_last_token_of_their_round() -> None:
 def test_greedy_episodes_are_baselines_and_never_trained() -> None:
     rows = [
         make_row([1, 2], mask=[0, 1], score=1.0, group=3, episode="a"),
+        make_row([1, 3], mask=[0, 1], score=1.0, group=3, episode="a"),
         make_row([1, 2], mask=[0, 1], score=0.5, group=3, episode="g", greedy=True),
         make_row([1, 3], mask=[0, 1], score=0.5, group=3, episode="g", greedy=True),
         make_row([1, 2], mask=[0, 1], score=0.25, group=3, episode="h", greedy=True),
@@ -84,7 +86,7 @@ def test_greedy_episodes_are_baselines_and_never_trained() -> None:
     table = _table(*rows, make_row([1, 2], mask=[0, 1], score=2.0, group=8, episode="i", greedy=True))
     assert table.baselines is not None and table.baselines.tolist() == [0.375, 2.0]
     assert table.scores.tolist() == [1.0, 0.0]
-    assert table.sequences.num_trained == 2
+    assert table.sequences.num_trained == 3
 
 
 def test_an_answer_that_was_cut_is_left_out_where_that_is_asked_and_counted_anyway() -> None:
@@ -110,6 +112,19 @@ def test_scores_by_judge_are_a_table_with_holes() -> None:
     assert _table(rows[2]).judges is None
 
 
+def test_score_of_a_branch_or_a_role_is_that_of_one_more_judge() -> None:
+    shared: dict[str, Any] = {"mask": [0, 1], "score": 1.5, "judges": {"a": 2.0}}
+    judges = _table(
+        make_row([1, 2], **shared),
+        make_row([1, 3], branch_score=0.25, **shared),
+        make_row([1, 4], role="b", role_score=-1.0, **shared),
+    ).judges
+    assert judges is not None
+    torch.testing.assert_close(
+        judges, torch.tensor([[torch.nan, 2.0], [0.25, torch.nan], [-1.0, torch.nan]]), equal_nan=True
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -120,6 +135,11 @@ def test_scores_by_judge_are_a_table_with_holes() -> None:
         ({"round_scores": {4: 1.0}}, "round_scores of episode 0-0-0 must name rounds that the row trains, got 4"),
         ({"greedy": True, "score": float("nan")}, "score of episode 0-0-0 must be finite, got nan"),
         ({"logprobs": [0.0, float("-inf")]}, "logprobs of episode 0-0-0 must be finite, got -inf"),
+        (
+            {"ids": [1, 2, 3], "mask": [0, 1, 1], "logprobs": [0.0, float("-inf"), float("nan")]},
+            "must be finite, got -inf",
+        ),
+        ({"mask": [1, 0]}, r"mask\[0\] of episode 0-0-0 must be 0"),
         ({"mask": [1, 1]}, r"mask\[0\] of episode 0-0-0 must be 0"),
         ({"mask": [0, 0]}, "must hold at least one trained token of version 2 or later, got 0 older ones in 1 rows"),
         ({"version": 1}, "must hold at least one trained token of version 2 or later, got 1 older ones in 1 rows"),
@@ -135,6 +155,15 @@ def test_batch_that_cannot_be_trained_is_refused_by_name(change: dict[str, Any],
 def test_empty_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="got 0 older ones in 0 rows"):
         _table()
+
+
+def test_whole_numbers_are_scores_and_weights_too() -> None:
+    table = _table(make_row([1, 2], mask=[0, 1], score=1, loss_weight=1))
+    assert table.scores.dtype == table.loss_weights.dtype == torch.float32
+
+
+def test_row_without_tokens_is_left_out() -> None:
+    assert _table(make_row([], mask=[]), make_row([1, 2], mask=[0, 1])).sequences.num_trained == 1
 
 
 def test_padding_keeps_the_type_of_what_it_pads() -> None:
@@ -160,6 +189,13 @@ def test_roles_are_compared_and_weighed_apart() -> None:
         }
         assert own == pytest.approx({0: 0.5, 1: 0.5})  # however many tokens a role has
     assert table.weights(range(4), mode="token-mean").tolist() == pytest.approx([0.25, *[0.125] * 3, 0.25, 0.125])
+
+
+def test_what_is_of_no_role_is_not_compared_with_a_role() -> None:
+    rows = [
+        make_row([1, 2], mask=[0, 1], episode=f"0-{sample}-0", role=role) for sample in (0, 1) for role in ("", "a")
+    ]
+    assert _table(*rows).groups.tolist() == [0, 1, 0, 1]
 
 
 def test_a_greedy_baseline_is_of_the_same_role() -> None:

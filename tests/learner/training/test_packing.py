@@ -37,6 +37,7 @@ def test_rank_without_rows_runs_a_micro_batch_that_trains_nothing() -> None:
     assert empty.starts.tolist() == [0, 2]
     assert len(empty.before) == len(empty.tokens) == 0
     assert empty.index.tolist() == []
+    assert {empty.ids.dtype, empty.before.dtype, empty.tokens.dtype, empty.index.dtype} == {torch.int64}
 
 
 def test_micro_batch_packs_rows_and_numbers_its_trained_tokens() -> None:
@@ -50,6 +51,7 @@ def test_micro_batch_packs_rows_and_numbers_its_trained_tokens() -> None:
     assert micro.starts.tolist() == [0, 2, 5]
     assert micro.longest == 3
     assert micro.index.tolist() == [2, 0, 1]
+    assert {micro.ids.dtype, micro.before.dtype, micro.tokens.dtype, micro.index.dtype} == {torch.int64}
 
 
 def test_row_that_trains_its_first_token_is_refused() -> None:

@@ -223,6 +223,20 @@ def test_the_check_of_logprobs_tells_what_it_could_check(learn: Learn) -> None:
     assert not set(names) & learn.last.keys()  # type: ignore[attr-defined]
 
 
+def test_tokens_that_are_too_old_are_counted_and_have_no_part_in_the_lag(learn: Learn) -> None:
+    """Two versions are kept: at version 0 a token of version -2 is too old by one."""
+    rows = [make_row([1, 2], mask=[0, 1], version=version, episode=f"0{version}-0") for version in (0, -1, -2, -2)]
+    learn(TrainBatch(rows=rows), advantage="dr_grpo")
+    names = ("policy/lag_mean", "policy/lag_max", "policy/too_old_share")
+    assert [learn.last[name] for name in names] == [0.5, 1.0, 0.5]  # type: ignore[attr-defined]
+
+
+def test_half_of_the_rows_of_an_older_version_are_checked_where_that_is_asked(learn: Learn) -> None:
+    rows = [make_row([1, 2], mask=[0, 1], episode=f"0-{sample}-0") for sample in range(4)]
+    learn(*[TrainBatch(rows=rows)] * 2, advantage="dr_grpo", check_logprobs=0.5)
+    assert learn.last["policy/checked_share"] == 0.5  # type: ignore[attr-defined]
+
+
 def test_equal_scores_teach_nothing_beside_the_optimal_token_baseline(learn: Learn) -> None:
     """The baseline is a mean weighed by the energy of the policy's own probabilities: without them it would be 0."""
     learn(walks(group_size=2), advantage="otb")
