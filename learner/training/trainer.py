@@ -120,6 +120,8 @@ class Trainer:
         self._world_size = world_size
         self._device = torch.device(device)
         self._estimator = ESTIMATORS[config.advantage]
+        if self._device.type == "cpu" and (world_size > 1 or config.gradient_checkpointing or config.lora.rank):
+            fsdp.return_large_blocks()
         self._mesh = fsdp.join(address, rank=rank, world_size=world_size, device=self._device)
         critic = config.critic if self._estimator.needs_critic else "none"
         self._adapter: LoraConfig | None = None
