@@ -125,6 +125,15 @@ def test_kl_in_the_reward_moves_weights_where_all_scores_are_equal(learn: Learn,
     assert learn.last["policy/grad_norm"] == 0.0  # type: ignore[attr-defined]
 
 
+def test_kl_in_the_reward_keeps_the_policy_near_the_reference(learn: Learn) -> None:
+    found = {}
+    for coef in (1e-6, 0.1):
+        kl = {"coef": coef, "kind": "k1", "in_reward": True}
+        learn(*[two_rounds(score=1.0)] * 4, advantage="dr_grpo", kl=kl, keep_versions=4)
+        found[coef] = learn.last["policy/kl_ref"]  # type: ignore[attr-defined]
+    assert 0.0 < found[0.1] < 0.6 * found[1e-6]
+
+
 @pytest.mark.parametrize("advantage", ["gae", "reinforce_plus_plus", *GROUPED])
 def test_rows_that_train_one_token_each_change_the_weights(learn: Learn, advantage: str) -> None:
     rows = [make_row([1, token], mask=[0, 1], episode=f"0-{token}-0", score=float(token == 5)) for token in (5, 7)]

@@ -654,6 +654,11 @@ def test_a_policy_comes_nearer_to_its_teacher_on_what_it_samples(
     assert all(isinstance(each, DTensor) and not each.requires_grad for each in held), "it is sharded and frozen"
 
 
+def test_a_teacher_in_half_precision_rounds_as_the_policy_does(trainer: MakeTrainer, model: Path) -> None:
+    learner = trainer(advantage="teacher", teacher={"path": str(model)}, critic="none", dtype="bfloat16")
+    assert learner.train_step(walks(), version=0)["policy/kl_teacher"] == 0.0, "the policy is its own teacher"
+
+
 def _gap(policy: Any, teacher: Any, rows: list[Row]) -> float:
     """Mean of log pi - log pi_T over the trained tokens."""
     gaps = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ def bearer(key: str) -> tuple[bytes, bytes]:
 class Door:
     """`ask` gives the status, or which application answered; `answered` has (path, episode, requests under way) of each call."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, elsewhere: Callable[[str, str], Any] | None = None) -> None:
         self.episodes = Episodes()
         self.live = self.episodes.open(
             Episode(episode_id="1-0-0", group_id=1, sample_index=0, attempt=0, task=Task(task_id="t", prompt=[]))
@@ -35,8 +36,9 @@ class Door:
         self.full = False
         self.answered: list[tuple[str, str | None, int]] = []
         self.app = Attribution(
-            self._models, others=self._others, keys=KEYS, episodes=self.episodes, is_full=lambda: self.full
-        )
+            self._models, others=self._others, keys=KEYS, episodes=self.episodes, is_full=lambda: self.full,
+            elsewhere=elsewhere,
+        )  # fmt: skip
 
     async def _models(self, scope: Any, receive: Any, send: Any) -> None:
         call = current_call.get()
@@ -221,3 +223,21 @@ async def test_all_other_paths_are_anothers(door: Door) -> None:
     assert await door.ask(f"/e/{MINE}/scores", bearer("x")) == "others"
     assert await door.ask(CHAT, bearer(MINE), kind="websocket") == "others"
     assert await door.ask(CHAT, bearer(MINE), kind="lifespan") == "others" and door.answered == []
+
+
+async def test_a_model_request_is_passed_to_the_process_that_has_its_episode() -> None:
+    asked: list[tuple[str, str]] = []
+
+    async def other(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "elsewhere"})
+
+    def elsewhere(key: str, path: str) -> Any:
+        asked.append((key, path))
+        return None if key == MINE else other
+
+    door = Door(elsewhere=elsewhere)
+    assert await door.ask(CHAT, bearer("us-2")) == "elsewhere"
+    assert await door.ask(CHAT, bearer(MINE)) == "models"
+    assert await door.ask("/tasks", bearer("us-2")) == "others"
+    assert await door.ask(CHAT) == 401
+    assert asked == [("us-2", CHAT), (MINE, CHAT)], "only model requests with a key are asked about"
