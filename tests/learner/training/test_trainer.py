@@ -628,7 +628,7 @@ def test_metrics_are_floats_under_their_names(trainer: MakeTrainer) -> None:
     assert all(type(value) is float and np.isfinite(value) for value in metrics.values())
     expected = "policy/loss policy/approx_kl policy/clipfrac policy/grad_norm policy/entropy critic/vf_loss learner/lr"
     expected += " critic/explained_variance policy/is_weight_mean policy/is_weight_max learner/tokens learner/skipped"
-    expected += " time/train_s policy/max_logprob_diff policy/mean_logprob_diff"
+    expected += " time/train_s policy/max_logprob_diff policy/mean_logprob_diff learner/mfu"
     assert set(expected.split()) <= set(metrics)
 
 
