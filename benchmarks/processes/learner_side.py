@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import sys
 import time
 from dataclasses import dataclass
@@ -102,11 +101,17 @@ def resident_mb() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / MIB
 
 
+def most_resident_mb() -> float:
+    """The most memory that this process ever had. (What getrusage says begins with the peak of the process that started it.)"""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["VmHWM"].split()[0]) * 1024 / MIB
+
+
 def peak_mb(*, before: float, device: str) -> float:
     """The most memory that the steps took beyond what was there before them (on a GPU: the most in all)."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated() / MIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
+    return most_resident_mb() - before
 
 
 def make_trainer(arguments: argparse.Namespace) -> Trainer:

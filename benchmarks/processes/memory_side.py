@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.processes.learner_side import MIB, resident_mb
+from benchmarks.processes.learner_side import most_resident_mb, resident_mb
 from buffers.records import Row, TrainBatch
 from configs.schema import LearnerConfig
 from learner.training.trainer import Trainer
@@ -47,11 +46,6 @@ def batch(lengths: Sequence[int], *, vocabulary: int, version: int) -> TrainBatc
     )
 
 
-def peak_mb() -> float:
-    """The most memory that this process ever took."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
-
-
 def main(argv: list[str] | None = None) -> int:
     """Two steps; the figures go to `--out`, with the rank's number at its end."""
     parser = argparse.ArgumentParser(
@@ -75,13 +69,13 @@ def main(argv: list[str] | None = None) -> int:
         model_path=str(arguments.model), dtype=arguments.dtype, temperature=1.0, seed=0, keep_versions=arguments.lag + 1,
         address=arguments.address, rank=arguments.rank, world_size=arguments.world_size, device="cpu",
     )  # fmt: skip
-    figures |= {"loaded_mb": resident_mb() - before, "loading_peak_mb": peak_mb() - before}
+    figures |= {"loaded_mb": resident_mb() - before, "loading_peak_mb": most_resident_mb() - before}
     for version in range(arguments.lag + 2):
         lengths = arguments.lengths if version else arguments.first
         began = time.monotonic()
         trainer.train_step(batch(lengths, vocabulary=arguments.vocabulary, version=version), version=version)
         figures["step_s"] = time.monotonic() - began
-    figures["peak_mb"] = peak_mb() - before
+    figures["peak_mb"] = most_resident_mb() - before
     Path(f"{arguments.out}.{arguments.rank}").write_text(json.dumps(figures), encoding="utf-8")
     trainer.close()
     return 0
