@@ -303,24 +303,18 @@ def test_a_group_that_lost_too_many_is_given_up(ledger: Ledger) -> None:
     assert ledger.imbalance() == 0
 
 
-def test_equal_scores_of_the_members_left_are_dropped_too() -> None:
+@pytest.mark.parametrize("ending", ["failed", "sampled nothing"])
+def test_equal_scores_are_dropped_too_where_the_last_member_is_lost(ending: str) -> None:
     with Ledger(None, drop_zero_variance=True) as ledger:
         episodes = open_running(ledger, task=0, group_size=3, min_size=2)
         for episode in episodes[:2]:
             ledger.put_round(make_round(episode.episode_id))
             ledger.notify_score(episode.episode_id, 1.0).result()
-        ledger.fail_episode(episodes[2].episode_id, "broken", max_attempts=1).result()
-        assert ledger.counts()["evicted/no variance"] == 1
-
-
-def test_equal_scores_of_members_are_dropped_where_the_last_one_sampled_nothing() -> None:
-    with Ledger(None, drop_zero_variance=True) as ledger:
-        episodes = open_running(ledger, task=0, group_size=3, min_size=2)
-        for episode in episodes[:2]:
-            ledger.put_round(make_round(episode.episode_id))
-            ledger.notify_score(episode.episode_id, 1.0).result()
-        with pytest.raises(EpisodeClosed):
-            ledger.notify_score(episodes[2].episode_id, 1.0).result()
+        if ending == "failed":
+            ledger.fail_episode(episodes[2].episode_id, "broken", max_attempts=1).result()
+        else:
+            with pytest.raises(EpisodeClosed):
+                ledger.notify_score(episodes[2].episode_id, 1.0).result()
         assert ledger.counts()["evicted/no variance"] == 1
 
 
