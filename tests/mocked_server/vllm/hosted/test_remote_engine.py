@@ -101,13 +101,14 @@ def test_an_engine_elsewhere_answers_as_one_here(rollout: Any, remote: RemoteEng
     if "structured" in fields:
         fields["structured_outputs"] = StructuredOutputsParams(choice=fields.pop("structured"))
     here = rollout.wait(outputs_of(rollout.engine, sampling(**fields), f"here-{case}"))
-    there = rollout.wait(outputs_of(remote, sampling(**fields), f"there-{case}"))
-    assert plain(here) == plain(there)
-    assert {output.request_id for output in there} == {f"there-{case}"}
-    if fields.get("kind") == "FINAL_ONLY":
-        assert len(there) == 1
-    else:
-        assert len(there) > 1 or case == "choice"
+    is_whole = fields.get("kind") == "FINAL_ONLY"
+    for attempt in range(50):  # a reader who comes late gets several outputs as one
+        there = rollout.wait(outputs_of(remote, sampling(**fields), f"there-{case}-{attempt}"))
+        assert plain(here) == plain(there)
+        assert {output.request_id for output in there} == {f"there-{case}-{attempt}"}
+        if len(there) > 1 or is_whole or case == "choice":
+            break
+    assert len(there) == 1 if is_whole else len(there) > 1 or case == "choice"
 
 
 def test_a_stop_string_cuts_the_same_text(rollout: Any, remote: RemoteEngine) -> None:
