@@ -18,13 +18,22 @@ set_process_environment()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs a server with parsers is not part of the fast tier. Files with whole runs come first, then those with slow tests,
-    so that no worker is left with them at the end."""
+    """What needs a server with parsers is not part of the fast tier. Files whose tests say that they take minutes come first, then
+    those with whole runs, then those with slow tests, so that no worker is left with them at the end."""
     for item in items:
         if "tools_server" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
     slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("engine")}
-    items.sort(key=lambda item: ("tests/project/" not in item.path.as_posix(), item.path not in slow))
+    minutes = {
+        item.path: marker.kwargs["minutes"] for item in items for marker in item.iter_markers("long") if marker.kwargs
+    }
+    items.sort(
+        key=lambda item: (
+            -minutes.get(item.path, 0),
+            "tests/project/" not in item.path.as_posix(),
+            item.path not in slow,
+        )
+    )
 
 
 def pytest_collection_finish() -> None:

@@ -102,15 +102,18 @@ def of_rank(
     # On a CPU states between layers are float32, see `learner.model.engine_rounding`.
     wide = each if on_gpu else MASTER
     shared = models * tree_keys(shape, learner, tokens=tokens, each=each)
+    kept, one = (models * size for size in activations(shape, learner, tokens=tokens, each=each, states=wide))
+    logits = LOGIT_COPIES * MASTER * min(LOGITS_AT_ONCE, tokens * shape.vocabulary)
+    backward = [
+        _passing(f"activations of {tokens} tokens", kept),
+        *([_passing("keys and values of shared prefixes, at most", shared)] if learner.prefix_tree else []),
+        _passing("logits, or later one layer's backward pass", max(logits, one)),
+        _passing("layers gathered for a pass", gathered(shape, learner, each=each)),
+    ]
+    end = [_passing("gradients of what is outside of the layers", gathered_at_end(shape, learner, each=each))]
     return [
         *items,
-        _passing(
-            f"activations of {tokens} tokens",
-            models * activations(shape, learner, tokens=tokens, each=each, states=wide),
-        ),
-        *([_passing("keys and values of shared prefixes, at most", shared)] if learner.prefix_tree else []),
-        _passing("layers gathered for a pass", gathered(shape, learner, each=each)),
-        _passing("logits", LOGIT_COPIES * MASTER * min(LOGITS_AT_ONCE, tokens * shape.vocabulary)),
+        *max(backward, end, key=total),
         *([Item(name="CUDA and NCCL", size=CUDA_BYTES, is_estimate=True)] if on_gpu else []),
     ]
 
@@ -150,19 +153,20 @@ def _passing(name: str, size: int) -> Item:
     return Item(name=name, size=size, is_estimate=True, stays=False)
 
 
-def activations(shape: ModelShape, learner: LearnerConfig, *, tokens: int, each: int, states: int) -> int:
-    """What the forward pass of one pack leaves for its backward pass. `each`: bytes of a number, `states`: of one of the states
-    between layers.
+def activations(shape: ModelShape, learner: LearnerConfig, *, tokens: int, each: int, states: int) -> tuple[int, int]:
+    """What the forward pass of one pack leaves for its backward pass, and what this takes beside it for one layer. `each`: bytes of
+    a number, `states`: of one of the states between layers.
 
     The coefficients are what autograd saves in a layer of Qwen3, counted with `torch.autograd.graph.saved_tensors_hooks`: four
     arrays as wide as the states and two in float32, four as wide as the feed-forward part, and those of queries, keys and
-    values. With checkpointing: the states before each layer, one layer computed again, and half as much in gradients (measured).
+    values. With checkpointing: the states before each layer; and one layer computed again, with half as much in gradients
+    (measured).
     """
     layer: float = shape.hidden * (2 * each + 2 * states + 8) + shape.intermediate * 4 * each
     layer += shape.queries * (4 * each + 4.5) + shape.keys * (3 * each + 4.25)
     if learner.gradient_checkpointing:
-        return int(tokens * (shape.layers * shape.hidden * states + 1.5 * layer))
-    return int(tokens * (shape.layers + 1) * layer)
+        return tokens * shape.layers * shape.hidden * states, int(tokens * 1.5 * layer)
+    return int(tokens * shape.layers * layer), int(tokens * layer)
 
 
 def tree_keys(shape: ModelShape, learner: LearnerConfig, *, tokens: int, each: int) -> int:
@@ -174,11 +178,19 @@ def tree_keys(shape: ModelShape, learner: LearnerConfig, *, tokens: int, each: i
 
 
 def gathered(shape: ModelShape, learner: LearnerConfig, *, each: int) -> int:
-    """Whole parameters within a pass: what is outside of the layers, two layers, and the gradients of one of each in float32."""
+    """Whole parameters within a backward pass: what is outside of the layers, with its gradients, which are complete at the end
+    only; two layers; and one layer's gradients, also in float32."""
     weights = each * (shape.outside_layers + 2 * shape.largest_layer)
     if learner.lora.rank:
         return weights
-    return weights + (each + MASTER) * max(shape.outside_layers, shape.largest_layer)
+    return weights + each * shape.outside_layers + (each + MASTER) * shape.largest_layer
+
+
+def gathered_at_end(shape: ModelShape, learner: LearnerConfig, *, each: int) -> int:
+    """When the layers have had their backward pass: what is outside of them, its gradients, and these in float32."""
+    if learner.lora.rank:
+        return each * shape.outside_layers
+    return (2 * each + MASTER) * shape.outside_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,7 +107,7 @@ def test_a_shared_run_and_refusals_show_their_rows(tmp_path):
     assert runs == {"prompts", "wandb", "mlflow"} and report["rows"] > 30
 
 
-@pytest.mark.long
+@pytest.mark.long(minutes=10)
 @pytest.mark.timeout(3600)
 def test_all_runs_show_their_rows(tmp_path):
     report = _matrix(tmp_path, timeout=3500)

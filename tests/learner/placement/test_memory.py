@@ -91,12 +91,33 @@ def test_the_plans_constants_are_those_of_what_is_planned() -> None:
 def test_states_between_layers_are_float32_on_a_cpu() -> None:
     model = shape("Qwen3-8B")
     given = {"dtype": "bfloat16", "buffer": BufferConfig(), "longest_row": 1}
-    learner = LearnerConfig(**GRPO | {"gradient_checkpointing": True})
-    sizes = [
-        next(item.size for item in of_rank(model, learner, on_gpu=on_gpu, **given) if "activations" in item.name)
-        for on_gpu in (True, False)
-    ]
-    assert sizes[1] - sizes[0] == 1024 * (36 + 1.5 * 2) * 4096 * 2
+    learner = LearnerConfig(**GRPO | {"gradient_checkpointing": True, "token_budget": 8192})
+    sizes = [total(of_rank(model, learner, on_gpu=on_gpu, **given)) for on_gpu in (True, False)]
+    assert sizes[1] - (sizes[0] - memory.CUDA_BYTES) == 8192 * (36 + 1.5 * 2) * 4096 * 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most"),
+    [
+        (
+            1024,
+            "gradients of what is outside of the layers",
+        ),  # all 1.2 billion weights of them, in bfloat16 twice and in float32
+        (16384, "logits, or later one layer's backward pass"),
+    ],
+)
+def test_what_an_update_takes_is_that_of_the_moment_which_takes_most(tokens: int, most: str) -> None:
+    model = shape("Qwen3-8B")
+    learner = LearnerConfig(**GRPO | {"gradient_checkpointing": True, "token_budget": tokens})
+    items = of_rank(model, learner, dtype="bfloat16", buffer=BufferConfig(), longest_row=1, on_gpu=True)
+    sizes = {item.name: item.size for item in items}
+    assert most in sizes, sizes
+    if tokens == 1024:
+        assert sizes[most] == 8 * model.outside_layers and not [name for name in sizes if "activations" in name]
+    else:
+        kept, one = memory.activations(model, learner, tokens=tokens, each=2, states=2)
+        assert sizes["activations of 16384 tokens"] == kept == 16384 * 36 * 4096 * 2
+        assert sizes[most] == max(one, 5 * 4 * 2**26)
 
 
 def test_a_rank_of_many_holds_its_part() -> None:

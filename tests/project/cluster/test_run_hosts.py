@@ -12,7 +12,7 @@ from tests.project.test_resume import SMALL, books_balance
 from tests.support.remote.namespaces import Net, bridge, why_not
 from tests.support.remote.run_hosts import engines_up, join, last_step, run_on
 
-pytestmark = [pytest.mark.long, pytest.mark.engine, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.long(minutes=5), pytest.mark.engine, pytest.mark.timeout(1000)]
 
 
 @pytest.fixture
