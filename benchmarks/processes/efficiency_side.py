@@ -8,18 +8,15 @@ nothing.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.processes.learner_side import Rows
+from benchmarks.processes.rank_side import end, make_trainer, rank_parser
 from configs.schema import LearnerConfig
 from learner.model.operations import Work, matmul_rate
 from learner.training.trainer import Trainer
@@ -65,24 +62,15 @@ class ClockedTrainer(Trainer):
 
 def main(argv: list[str] | None = None) -> int:
     """Train, and write what each step took."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.processes.efficiency_side", description=(__doc__ or "").split("\n")[0]
-    )
-    for name in ("rows", "model", "out"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--address", required=True, help="host:port where the one rank meets itself")
+    parser = rank_parser("benchmarks.processes.efficiency_side", about=__doc__)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--dtype", default="float32")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     rows = Rows.read(arguments.rows)
     config = LearnerConfig(
         advantage="grpo", critic="none", lr=1e-6, minibatches=1, token_budget=int(rows.lengths.max())
     )
-    trainer = ClockedTrainer(
-        config, model_path=str(arguments.model), dtype=arguments.dtype, temperature=1.0, seed=0, keep_versions=1,
-        address=arguments.address, rank=0, world_size=1, device="cpu",
-    )  # fmt: skip
+    trainer = make_trainer(ClockedTrainer, config, arguments=arguments)
     clock = trainer.clocked()
     flops = trainer.work.update_flops(
         tokens=int(rows.lengths.sum()), squares=int((rows.lengths**2).sum()), trained=int(rows.mask.sum())
@@ -104,6 +92,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)  # threads of torch.distributed that still run sometimes abort an orderly exit
+    end(main)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.processes.rank_side import end, make_trainer, rank_parser
 from benchmarks.rivals.padded import PaddedPolicy, equal_piles, padding_share, sorted_piles
 from buffers.records import Row, TrainBatch
 from configs.schema import LearnerConfig
@@ -114,8 +114,8 @@ def peak_mb(*, before: float, device: str) -> float:
     return most_resident_mb() - before
 
 
-def make_trainer(arguments: argparse.Namespace) -> Trainer:
-    config = LearnerConfig(
+def trainer_config(arguments: argparse.Namespace) -> LearnerConfig:
+    return LearnerConfig(
         ranks=arguments.world_size,
         advantage="grpo",
         critic="none",
@@ -127,18 +127,6 @@ def make_trainer(arguments: argparse.Namespace) -> Trainer:
         correction="none",
         check_logprobs=False,
         gradient_checkpointing=arguments.gradient_checkpointing,
-    )
-    return WAYS[arguments.way](
-        config,
-        model_path=str(arguments.model),
-        dtype=arguments.dtype,
-        temperature=1.0,
-        seed=0,
-        keep_versions=1,
-        address=arguments.address,
-        rank=arguments.rank,
-        world_size=arguments.world_size,
-        device=arguments.device,
     )
 
 
@@ -164,21 +152,14 @@ def computed_padding(rows: Rows, *, way: str, token_budget: int) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     """Train, and write the figures on rank 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.processes.learner_side", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = rank_parser("benchmarks.processes.learner_side", about=__doc__)
     parser.add_argument("way", choices=list(WAYS))
-    for name in ("rows", "model", "out"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--address", required=True, help="host:port where the ranks meet")
-    for name, default in (("steps", 2), ("token-budget", 8192), ("rank", 0), ("world-size", 1)):
+    for name, default in (("steps", 2), ("token-budget", 8192)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--gradient-checkpointing", action="store_true")
     arguments = parser.parse_args(argv)
     rows = Rows.read(arguments.rows)
-    trainer = make_trainer(arguments)
+    trainer = make_trainer(WAYS[arguments.way], trainer_config(arguments), arguments=arguments)
     before = resident_mb()
     warm, *steps = timed_steps(trainer, batch=rows.batch(), steps=arguments.steps)
     figures = {
@@ -194,6 +175,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)  # threads of torch.distributed that still run sometimes abort an orderly exit
+    end(main)

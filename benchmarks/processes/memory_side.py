@@ -7,10 +7,7 @@ held before: the interpreter and torch, which is reported beside it. It compares
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.processes.learner_side import most_resident_mb, resident_mb
+from benchmarks.processes.rank_side import end, make_trainer, rank_parser
 from buffers.records import Row, TrainBatch
 from configs.schema import LearnerConfig
 from learner.training.trainer import Trainer
@@ -48,27 +46,18 @@ def batch(lengths: Sequence[int], *, vocabulary: int, version: int) -> TrainBatc
 
 def main(argv: list[str] | None = None) -> int:
     """Two steps; the figures go to `--out`, with the rank's number at its end."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.processes.memory_side", description=(__doc__ or "").split("\n")[0]
-    )
-    for name in ("model", "out"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--address", required=True, help="host:port where the ranks meet")
-    parser.add_argument("--dtype", default="float32")
+    parser = rank_parser("benchmarks.processes.memory_side", about=__doc__, files=("model", "out"))
     parser.add_argument("--learner", type=json.loads, default={}, help="keys of the learner, as JSON")
     parser.add_argument("--lengths", type=int, nargs="+", default=[256] * 4, help="tokens of each row")
     parser.add_argument("--first", type=int, nargs="+", default=[256] * 4, help="tokens of each row of the first step")
-    for name, default in (("vocabulary", 400), ("lag", 0), ("rank", 0), ("world-size", 1), ("threads", 1)):
+    for name, default in (("vocabulary", 400), ("lag", 0), ("threads", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     before = resident_mb()
     figures: dict[str, Any] = {"before_mb": before}
-    trainer = Trainer(
-        LearnerConfig(ranks=arguments.world_size, **arguments.learner),
-        model_path=str(arguments.model), dtype=arguments.dtype, temperature=1.0, seed=0, keep_versions=arguments.lag + 1,
-        address=arguments.address, rank=arguments.rank, world_size=arguments.world_size, device="cpu",
-    )  # fmt: skip
+    config = LearnerConfig(ranks=arguments.world_size, **arguments.learner)
+    trainer = make_trainer(Trainer, config, arguments=arguments, keep_versions=arguments.lag + 1)
     figures |= {"loaded_mb": resident_mb() - before, "loading_peak_mb": most_resident_mb() - before}
     for version in range(arguments.lag + 2):
         lengths = arguments.lengths if version else arguments.first
@@ -82,6 +71,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)  # threads of torch.distributed that still run sometimes abort an orderly exit
+    end(main)

@@ -7,17 +7,14 @@ the rows to the new weights in it, the making of the tree too. It compares nothi
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from benchmarks.processes.learner_side import Rows
+from benchmarks.processes.rank_side import end, make_trainer, rank_parser
 from configs.schema import LearnerConfig
 from learner.training.batch_tensors import BatchTensors, token_table
 from learner.training.trainer import Before, Trainer
@@ -45,16 +42,9 @@ class TreeTrainer(Trainer):
 
 def main(argv: list[str] | None = None) -> int:
     """Train in both ways, in turn, and write the seconds of each."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.processes.tree_side", description=(__doc__ or "").split("\n")[0]
-    )
-    for name in ("rows", "model", "out"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--address", required=True, help="host:port where the one rank meets itself")
+    parser = rank_parser("benchmarks.processes.tree_side", about=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--token-budget", type=int, default=8192)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--gradient-checkpointing", action="store_true")
     arguments = parser.parse_args(argv)
     config = LearnerConfig(
@@ -66,18 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         token_budget=arguments.token_budget,
         gradient_checkpointing=arguments.gradient_checkpointing,
     )
-    trainer = TreeTrainer(
-        config,
-        model_path=str(arguments.model),
-        dtype=arguments.dtype,
-        temperature=1.0,
-        seed=0,
-        keep_versions=1,
-        address=arguments.address,
-        rank=0,
-        world_size=1,
-        device=arguments.device,
-    )
+    trainer = make_trainer(TreeTrainer, config, arguments=arguments)
     table = token_table(Rows.read(arguments.rows).batch(), min_version=0)
     trainer.timed_update(table, prefix_tree=True)  # makes the optimizer's state
     figures: dict[str, list[float]] = {"packed_s": [], "tree_s": [], "raw_over_unique": []}
@@ -92,6 +71,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)  # threads of torch.distributed that still run sometimes abort an orderly exit
+    end(main)

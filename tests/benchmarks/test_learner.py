@@ -15,7 +15,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from benchmarks import learner as benchmark
 from benchmarks.gpu import run_all
 from benchmarks.learner import ROOT, Bench, SideFailed, compare, free_address, long_tailed_rows, measure, table
-from benchmarks.processes.learner_side import WAYS, Rows, make_trainer, timed_steps
+from benchmarks.processes.learner_side import WAYS, Rows, timed_steps, trainer_config
+from benchmarks.processes.rank_side import make_trainer
 from benchmarks.rivals.padded import equal_piles, padding_share, sorted_piles
 from configs.tiny_model import make_tiny_model
 from learner.model.operations import Work, matmul_rate
@@ -47,7 +48,8 @@ def test_all_ways_make_the_same_update(tmp_path: Path, again: bool) -> None:
     for way in WAYS:
         settings: dict[str, Any] = {"model": model, "world_size": 1, "rank": 0, "device": "cpu", "dtype": "float32"}
         settings |= {"token_budget": 512, "gradient_checkpointing": again, "address": free_address(), "way": way}
-        trainer = make_trainer(Namespace(**settings))
+        arguments = Namespace(**settings)
+        trainer = make_trainer(WAYS[way], trainer_config(arguments), arguments=arguments)
         passes: list[bool] = []
         trainer._policy.layers[0].mlp.register_forward_pre_hook(lambda *_, passes=passes: passes.append(True))
         norms[way] = [step["grad_norm"] for step in timed_steps(trainer, batch=rows.batch(), steps=1)]
