@@ -23,7 +23,7 @@ from mocked_server.fleet.remote_engine import RemoteEngine
 from mocked_server.vllm.hosted.child_host import ChildHost
 from mocked_server.vllm.hosted.outputs import VLLMCodec
 from tests.mocked_server.fleet.hosts_here import SECRET, host_settings
-from tests.mocked_server.vllm.hosted.test_remote_engine import PROMPT, outputs_of, plain, sampling
+from tests.mocked_server.vllm.hosted.test_remote_engine import PROMPT, WatchedCodec, outputs_of, plain, sampling
 from tests.support.child_process import gone
 from tests.support.remote.remote_parts import ROOT, two_nodes
 
@@ -45,11 +45,10 @@ async def lost_after(engine: RemoteEngine, harm: Callable[[], Awaitable[None]]) 
         async for _ in engine.generate(PROMPT, params, request_id=f"lost-{time.monotonic_ns()}"):
             pass
 
+    codec = WatchedCodec()
+    engine._codec = codec
     reading = asyncio.create_task(read())
-    async with asyncio.timeout(20):
-        while not engine._link or not any(each.qsize() == 0 for each in engine._link._streams.values()):
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.3)
+    await codec.until_begun()
     await harm()
     with pytest.raises(EngineLost) as lost:
         await asyncio.wait_for(reading, 30)

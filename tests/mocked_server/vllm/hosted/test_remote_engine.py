@@ -50,6 +50,21 @@ async def outputs_of(engine: Any, params: Any, name: str, prompt: list[int] = PR
         return [output async for output in stream]
 
 
+class WatchedCodec(VLLMCodec):
+    """Says when each completion of its last request has begun."""
+
+    last: Any = None
+
+    def rebuilt(self, *given: Any, **named: Any) -> Any:
+        self.last = super().rebuilt(*given, **named)
+        return self.last
+
+    async def until_begun(self, *, n: int = 1) -> None:
+        async with asyncio.timeout(20):
+            while self.last is None or sum(bool(one.token_ids) for one in self.last.sampled()) < n:
+                await asyncio.sleep(0.001)
+
+
 def table(logprobs: Any) -> Any:
     return (
         None
@@ -209,12 +224,12 @@ def test_weights_are_loaded_under_running_requests_and_tokens_name_their_version
     other = make_tiny_model(tmp_path / "other", seed=1)
 
     async def swap() -> list[Any]:
-        stream = remote.generate(PROMPT, sampling(max_tokens=300), request_id="swapped")
+        stream = remote.generate(PROMPT, sampling(max_tokens=900), request_id="swapped")
         outputs: list[Any] = []
         async with aclosing(stream):
             async for output in stream:
                 outputs.append(output)
-                if len(outputs) == 5:
+                if len(outputs) == 1:
                     await remote.load_weights(other, version=5)
                     assert remote.version == 5 and remote.figures().version == 5
         return outputs
@@ -222,7 +237,7 @@ def test_weights_are_loaded_under_running_requests_and_tokens_name_their_version
     try:
         (told,) = plain(rollout.wait(swap()))[0].values()
         assert [span.version for span in told["versions"]] == ["0", "5"]
-        assert told["versions"][-1].end == len(told["ids"]) == 300
+        assert told["versions"][-1].end == len(told["ids"]) == 900
         rollout.wait(remote.sleep())
         rollout.wait(remote.wake_up())
     finally:
@@ -269,7 +284,8 @@ def test_many_streams_share_batches(rollout: Any, remote: RemoteEngine) -> None:
 def test_a_lost_host_tells_what_was_sampled(rollout: Any, remote: RemoteEngine) -> None:
     async def lose(kind: str, n: int) -> EngineLost:
         host = HostHere(Started(rollout.engine), VLLMCodec())
-        engine = RemoteEngine(host, VLLMCodec(), secret=SECRET, name="e8")
+        codec = WatchedCodec()
+        engine = RemoteEngine(host, codec, secret=SECRET, name="e8")
         await engine.start()
         params = sampling(max_tokens=900, kind=kind, logprobs=0, n=n)
         stream = engine.generate(PROMPT, params, request_id=f"lost-{kind}-{n}")
@@ -280,7 +296,7 @@ def test_a_lost_host_tells_what_was_sampled(rollout: Any, remote: RemoteEngine) 
                 seen.extend(output.outputs)
 
         reading = asyncio.create_task(read())
-        await asyncio.sleep(0.5)
+        await codec.until_begun(n=n)
         assert host.host is not None and host.host._listener is not None
         await asyncio.to_thread(host.host._listener.close)
         with pytest.raises(EngineLost, match="the host of engine e8 was lost") as lost:
