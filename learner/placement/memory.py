@@ -187,7 +187,7 @@ def gathered(shape: ModelShape, learner: LearnerConfig, *, each: int) -> int:
 
 
 def gathered_at_end(shape: ModelShape, learner: LearnerConfig, *, each: int) -> int:
-    """When the layers have had their backward pass: what is outside of them, its gradients, and these in float32."""
+    """Whole parameters after the layers' backward pass: what is outside of them, its gradients, and these in float32."""
     if learner.lora.rank:
         return each * shape.outside_layers
     return (2 * each + MASTER) * shape.outside_layers
