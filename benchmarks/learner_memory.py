@@ -109,7 +109,7 @@ def measure_memory(ranks: Ranks, *, folder: Path) -> dict[str, Any]:
 
 def measure_long_row(ranks: Ranks, *, folder: Path) -> dict[str, Any]:
     """`long_row_error`, of the peak that is predicted for a row of 32,768 tokens of a model of Qwen3-0.6B's sizes, and what the
-    step took. Both cores for more than an hour, and 20 GB."""
+    step took. Both cores for more than an hour, and 16 GB."""
     model = make_tiny_model(folder / "long", **{**QWEN3_06B, "hidden": 64, "layers": 1})  # for its tokenizer
     sizes: dict[str, Any] = {"vocab_size": QWEN3_VOCABULARY, "head_dim": 128, "max_position_embeddings": 40_960}
     names = {"hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
