@@ -95,7 +95,8 @@ def _matrix(tmp_path: Path, *arguments: str, timeout: float) -> dict:
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout
     )
     report = json.loads(path.read_text()) if path.exists() else {}
-    assert report.get("failed") == 0 == done.returncode, done.stdout[-8000:]
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    assert report.get("failed") == 0 == done.returncode, "\n".join(failed) or done.stdout[-8000:]
     return report
 
 

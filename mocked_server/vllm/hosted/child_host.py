@@ -14,8 +14,9 @@ from buffers.errors import EngineDied, EngineError
 from configs.checkout import python_path
 from mocked_server.vllm.hosted.program import HostSettings
 
-START_S = 120.0
-"""Seconds for the program to import vLLM and to listen."""
+START_S = 600.0
+"""Seconds for the program to import vLLM and to listen: on processors with much else to do it takes minutes, and one that ends is
+seen at once."""
 
 
 class ChildHost:
