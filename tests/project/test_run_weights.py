@@ -124,19 +124,20 @@ def test_adapters_of_roles_are_exact_through_deaths_and_a_resume_and_one_that_st
 
 
 def test_a_role_that_plays_an_earlier_adapter_is_sampled_by_exactly_that_one(tmp_path: Path) -> None:
-    """`frozen: -1` with LoRA: the earlier version is an adapter too."""
+    """`frozen: -1` with LoRA: the earlier version is an adapter too. Answers lag by one version at most: those of the first step, of
+    the fourth and of the sixth are of three of the role's."""
     roles = ("learner.lora.rank=4", "learner.lr=1e-2", "roles={scout: {}, runner: {frozen: -1}}")
-    run = start(tmp_path, "run.steps=4", *SMALL, *roles, *relay_files(tmp_path), config="configs/relay.yaml")
+    run = start(tmp_path, "run.steps=6", *SMALL, *roles, *relay_files(tmp_path), config="configs/relay.yaml")
     code, output = run.wait()
     assert code == 0, output
-    assert figures(run, "policy/role_version/runner") == [0, 1, 2, 3]
+    assert figures(run, "policy/role_version/runner") == [0, 1, 2, 3, 4, 5]
     assert max(figures(run, "policy/max_logprob_diff")) < 1e-5
     ledger = Ledger(run.folder / "ledger.sqlite")
     with closing(sqlite3.connect(run.folder / "ledger.sqlite")) as db:
         names = [name for (name,) in db.execute("SELECT DISTINCT episode_id FROM round WHERE role = 'runner'")]
     rounds = [one for name in names for one in ledger.rounds(name).result() if one.role == "runner"]
     ledger.close()
-    assert len({int(version) for one in rounds for version in one.versions}) >= 3, "each version played"
+    assert len({int(version) for one in rounds for version in one.versions}) >= 3, "later versions played, too"
     assert all(one.trained is not None and not one.trained.any() for one in rounds)
 
 
