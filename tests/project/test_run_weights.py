@@ -124,8 +124,8 @@ def test_adapters_of_roles_are_exact_through_deaths_and_a_resume_and_one_that_st
 
 
 def test_a_role_that_plays_an_earlier_adapter_is_sampled_by_exactly_that_one(tmp_path: Path) -> None:
-    """`frozen: -1` with LoRA: the earlier version is an adapter too. Answers lag by one version at most: those of the first step, of
-    the fourth and of the sixth are of three of the role's."""
+    """`frozen: -1` with LoRA: the earlier version is an adapter too. Answers lag by one version at most: those of the first, the
+    fourth and the sixth step are of three versions of the role."""
     roles = ("learner.lora.rank=4", "learner.lr=1e-2", "roles={scout: {}, runner: {frozen: -1}}")
     run = start(tmp_path, "run.steps=6", *SMALL, *roles, *relay_files(tmp_path), config="configs/relay.yaml")
     code, output = run.wait()
