@@ -265,6 +265,8 @@ class LearnLoop:
         async with self._asleep() as times:
             metrics = penalty | await self._learner.ranks.train_step(batch, version=self.step)
         metrics |= times
+        if step > self._done:
+            await self._keep_token_figures(batch, step=step)
         await asyncio.wrap_future(self._ledger.commit_step(batch.lease_id, step=step, version=step))
         began = time.monotonic()
         self.step = step
@@ -272,14 +274,12 @@ class LearnLoop:
             metrics |= await self._publish()
             await self._pool.set_version(step, oldest=self._oldest)
         metrics["time/publish_s"] = time.monotonic() - began
-        if step > self._done:
-            await self._keep_tokens(batch, step=step)
+        if step > self._done and self._out.traces is not None:
+            await asyncio.to_thread(self._out.traces.add, batch, step=step)
         return metrics
 
-    async def _keep_tokens(self, batch: TrainBatch, *, step: int) -> None:
-        """Some episodes of the batch as text, and what the learner made of single tokens."""
-        if self._out.traces is not None:
-            await asyncio.to_thread(self._out.traces.add, batch, step=step)
+    async def _keep_token_figures(self, batch: TrainBatch, *, step: int) -> None:
+        """What the learner made of single tokens. Before the step is recorded: the page shows what is trained with its figures."""
         if self._out.tokens is not None and (figures := await self._learner.ranks.token_figures()) is not None:
             await asyncio.to_thread(self._out.tokens.add, batch, figures, step=step)
 

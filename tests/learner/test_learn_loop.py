@@ -84,6 +84,9 @@ class FakeRanks:
         self.told.append(("publish", f"version-{version_of(folder)}"))
         return [Published(shard=written(folder), changed_share=None, description=None)]
 
+    async def token_figures(self) -> str:
+        return "figures"
+
     async def save(self, folder: Path) -> None:
         self._maybe_die("save")
         self.told.append("save")
@@ -142,6 +145,7 @@ async def learning(
     started: asyncio.Future[None] | None = None,
     checkpoint: Checkpoint | None = None,
     sleep: bool = False,
+    tokens: Any = None,
     **run: Any,
 ) -> AsyncIterator[Setup]:
     pool = TaskPool(
@@ -182,6 +186,7 @@ async def learning(
                 tracker=tracker,
                 display=Display(9, console=Console(file=io.StringIO())),
                 generated=GenerationStats(),
+                tokens=tokens,
             ),
             restart_limit=restart_limit,
             validation=validation,
@@ -429,6 +434,23 @@ async def test_the_engine_sleeps_while_the_learner_updates_where_it_is_to(tmp_pa
         assert setup.engine.calls == ["load 0", "sleep", "wake up", "load 1", "sleep", "wake up", "load 2"]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all("time/sleep_s" in line for line in lines if "reward/mean" in line)
+    ledger.close()
+
+
+async def test_figures_of_tokens_are_kept_before_their_groups_are_shown_as_trained(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    for task in range(2):
+        make_ready(ledger, task=task)
+    kept = []
+
+    class Files:
+        def add(self, batch: TrainBatch, figures: str, *, step: int) -> None:
+            kept.append((step, figures, ledger.counts()["groups/trained"]))
+
+    async with learning(tmp_path, ledger, tokens=Files(), steps=2, checkpoints={"every": 0}) as setup:
+        setup.ranks.gate.set()
+        await setup.loop.run()
+    assert kept == [(1, "figures", 0), (2, "figures", 1)]
     ledger.close()
 
 
