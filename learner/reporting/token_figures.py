@@ -1,8 +1,8 @@
 """The learner's figures of single tokens: log-probabilities, advantages and what had weight, in `tokens/step-N.npz`.
 
-Written by the learn loop before a step is recorded, read by `learner.page`. A step's file holds whole episodes, those of `Traces` first, until
-`MOST_TOKENS` trained tokens; the folder holds the newest `MOST_BYTES`. Invariant: the figures of a round are in the order of its
-trained tokens, one for each. The learner's own work waits for nothing here.
+Written by the learn loop before a step is recorded, read by `learner.page`. A step's file holds whole episodes, those of `Traces`
+first, until `MOST_TOKENS` trained tokens; the folder holds the newest `MOST_BYTES`. Invariant: the figures of a round are in the
+order of its trained tokens, one for each. The learner's own work waits for nothing here.
 """
 
 from __future__ import annotations
