@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from configs.process_fork import leave
+from configs.process_fork import imports_kept, leave
 
 if TYPE_CHECKING:
     from configs.schema import Config
@@ -110,9 +110,9 @@ def _run(arguments: argparse.Namespace, *, program: str) -> int:
     # 4. Fork the engines' server (`prepare_engine`), in the run's own process and before it has threads: a fork would lose them.
     if not has_gpu():
         forked_ranks.start()
-    import_ray(local=not in_cluster(config.buffer.node))
-
-    from learner.session import run_session
+    with imports_kept():
+        import_ray(local=not in_cluster(config.buffer.node))
+        from learner.session import run_session
 
     if not arguments.keep_running:
         return run_session(config, resume=arguments.resume, prepare=prepare_engine, program=program)

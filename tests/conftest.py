@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from mocked_server.vllm.engine import IMPORTED
 from mocked_server.vllm.engine_arguments import set_process_environment
 from mocked_server.vllm.process import fork_server
 
+gc.disable()  # until all tests are imported: see `configs.process_fork.imports_kept`
 set_process_environment()
 
 
@@ -38,6 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     _freeze()
+    gc.enable()
 
 
 def _freeze() -> None:
@@ -66,7 +67,7 @@ def what_is_left_open_is_told_of_its_module() -> Iterator[None]:
 def engines_are_forked() -> None:
     """Engines and server processes of this process are forked of one that has imported vLLM, as those of a run are. Here that is
     Python's own fork server, started where it is needed: this process has threads, and cannot be forked as a run is."""
-    multiprocessing.set_forkserver_preload([*IMPORTED, "mocked_server.processes.program"])
+    multiprocessing.set_forkserver_preload(["tests.support.forked_programs"])
     fork_server._owner = os.getpid()
 
 

@@ -33,9 +33,10 @@ def start() -> None:
     global _address
     if sys.platform != "linux" or "ray" in sys.modules:
         return
-    import learner.training.trainer  # noqa: F401
-    from configs.process_fork import fork_server
+    from configs.process_fork import fork_server, imports_kept
 
+    with imports_kept():
+        import learner.training.trainer  # noqa: F401
     forked = fork_server(_serve)
     _address = forked.address
     atexit.register(_end, forked.pid, starter=os.getpid())

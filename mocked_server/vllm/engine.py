@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from buffers.errors import EngineDied, EngineError, RequestRefused
+from configs.process_fork import imports_kept
 from mocked_server.fleet.member import ADAPTER_OF, EngineFigures, EngineLost, Sampled
 from mocked_server.vllm import continued_requests
 from mocked_server.vllm.adapters import PolicyAdapters, is_adapter
@@ -55,13 +56,16 @@ _BY_SIGNAL = re.compile(r"Failed core proc.*: -\d")
 
 IMPORTED = ("vllm.entrypoints.openai.api_server", "vllm.v1.engine.async_llm", "vllm.v1.engine.core")
 """What an engine and its server import, which takes seconds."""
+ON_A_CPU = ("vllm.v1.worker.cpu_worker", "vllm.model_executor.layers.quantization.online.base")
+"""What an engine on a CPU imports when it has started: those that are forked have it then."""
 
 
 def import_engine() -> None:
-    """Import IMPORTED."""
+    """Import what an engine needs."""
     set_process_environment()
-    for name in IMPORTED:
-        import_module(name)
+    with imports_kept():
+        for name in (*IMPORTED, *(() if has_gpu() else ON_A_CPU)):
+            import_module(name)
 
 
 def start_fork_server() -> None:

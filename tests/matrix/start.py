@@ -38,25 +38,18 @@ def import_everything() -> float:
     from learner.training import forked_ranks
 
     forked_ranks.start()
+    from configs.process_fork import imports_kept
     from learner.run import import_ray
     from mocked_server.vllm.engine import import_engine
 
-    import_ray(local=True)
-    import learner.session  # noqa: F401
+    with imports_kept():
+        import_ray(local=True)
+        import learner.session  # noqa: F401
 
-    import_engine()
-    _warm_up()
+        import_engine()
+        for name in ("torch.utils.tensorboard", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+            importlib.import_module(name)  # what a run imports when it makes its tracker and its picture
     return time.monotonic() - began
-
-
-def _warm_up() -> None:
-    """What a run's engine and tracker import only when they are made."""
-    import torch.utils.tensorboard  # noqa: F401
-
-    from mocked_server.vllm.engine_arguments import has_gpu
-
-    if not has_gpu():
-        importlib.import_module("vllm.v1.worker.cpu_worker")
 
 
 @dataclass

@@ -12,6 +12,9 @@ from tests.project.test_resume import SMALL, books_balance
 from tests.support.remote.namespaces import Net, bridge, why_not
 from tests.support.remote.run_hosts import engines_up, join, last_step, run_on
 
+SLOW_MOVES = "env.command=['{python}', -m, env_adapters.walk.server, --latency-ms, '400']"
+"""The run leaves processor time to what joins it."""
+
 pytestmark = [pytest.mark.long(minutes=5), pytest.mark.engine, pytest.mark.timeout(1000)]
 
 
@@ -31,7 +34,7 @@ def test_a_run_on_three_hosts_goes_on_when_one_joins_and_one_dies(net: Net) -> N
     make_secret(net.shared / "server.key")
     run = run_on(
         head, net.shared, "run.steps=2000", "run.checkpoints.every=2", f"buffer.node={head.address}", "learner.ranks=2",
-        "rollout.engines={fewest: 1, most: 3}", "run.trusted_network=true", *SMALL,
+        "rollout.engines={fewest: 1, most: 3}", "run.trusted_network=true", *SMALL, SLOW_MOVES,
     )  # fmt: skip
     try:
         run.wait_for_step(3)

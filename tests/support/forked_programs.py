@@ -1,0 +1,10 @@
+"""What Python's fork server of the tests imports: the programs of an engine and of a server process, which are forked of it."""
+
+from importlib import import_module
+
+from configs.process_fork import imports_kept
+from mocked_server.vllm.engine import import_engine
+
+import_engine()
+with imports_kept():
+    import_module("mocked_server.processes.program")
