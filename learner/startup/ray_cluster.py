@@ -15,14 +15,17 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 from ray._private.node import Node
+from ray._private.services import find_bootstrap_address
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from buffers.errors import UnderstudyError
@@ -34,6 +37,8 @@ PREFIX = "understudy-ray-"
 MAX_TEMP_CHARS = 30
 """Most characters of the folder for temporary files: the name of a Unix socket has at most 107 bytes, of which Ray's own need
 64."""
+REACH_S = 10.0
+"""Seconds for a cluster's address to answer."""
 LAST_WORDS_CHARS = 2000
 UNUSED_DAEMONS = "start_monitor", "start_log_monitor", "start_api_server"
 """Methods of Ray's node that start the autoscaler's monitor, the log monitor and the server of the dashboard. `ray.init` starts all
@@ -46,7 +51,8 @@ _lock: int | None = None
 
 
 def start(node: str) -> None:
-    """A local Ray without dashboard; where RAY_ADDRESS names a cluster, or a node is named, that one, or the one of this machine.
+    """A local Ray without dashboard; where RAY_ADDRESS names a cluster, or a node is named, that one, or the one that `ray start`
+    has started on this machine.
 
     Raises UnderstudyError when there is none.
     """
@@ -55,12 +61,33 @@ def start(node: str) -> None:
         return
     wanted = f"buffer.node={node}" if node else f"{ADDRESS}={os.environ[ADDRESS]}"
     try:
-        _init(address=os.environ.get(ADDRESS) or "auto")
-    except (ConnectionError, RuntimeError) as error:
+        _init(address=_reached(os.environ.get(ADDRESS, "")))
+    except (OSError, RuntimeError) as error:
         raise UnderstudyError(
             f"{wanted} must be of a running Ray cluster, but none can be joined: {error}; start one with `ray start --head`, or "
             f"{'leave buffer.node empty' if node else f'unset {ADDRESS}'}"
         ) from error
+
+
+def _reached(named: str) -> str:
+    """The address of the cluster that is named, else of this machine's: not of another run's own Ray, which Ray would find too.
+
+    Raises OSError where nothing listens there: Ray would try for ever, and could not be interrupted."""
+    address = find_bootstrap_address(None) if named in ("", "auto") else named
+    if not address:
+        raise ConnectionError("`ray start` has started none on this machine")
+    try:
+        place = urlsplit(address if "://" in address else f"ray://{address}")
+        host, port = place.hostname, place.port
+    except ValueError:
+        host = port = None
+    if not (host and port):
+        raise ConnectionError(f"{address} is not HOST:PORT")
+    try:
+        socket.create_connection((host, port), timeout=REACH_S).close()
+    except OSError as error:
+        raise ConnectionError(f"{address} cannot be reached: {error}") from error
+    return address
 
 
 def _init(**place: Any) -> None:

@@ -198,3 +198,27 @@ def test_a_node_that_is_not_there_or_not_alive_is_refused(monkeypatch: pytest.Mo
     for name, number in (("elsewhere", 0), ("gone", 0), ("twins", 2)):
         with pytest.raises(UnderstudyError, match=f"got '{name}' for {number} of them; {known}"):
             ray_cluster.find_node(name)
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        (
+            "",
+            "buffer.node=elsewhere must be of a running Ray cluster, but none can be joined: `ray start` has started none",
+        ),
+        ("auto", "buffer.node=elsewhere must be .*`ray start` has started none on this machine"),
+        ("127.0.0.1:1", "127.0.0.1:1 cannot be reached: .*refused"),
+        ("ray://127.0.0.1:1", "ray://127.0.0.1:1 cannot be reached"),
+        ("127.0.0.1", "127.0.0.1 is not HOST:PORT"),
+        ("127.0.0.1:port", "127.0.0.1:port is not HOST:PORT"),
+    ],
+)
+def test_a_cluster_that_is_not_there_is_told_of_at_once_whatever_else_runs_here(
+    started: Path, monkeypatch: pytest.MonkeyPatch, named: str, says: str
+) -> None:
+    """The Ray of another run is `started`; of this machine's `ray start` nothing may be known."""
+    monkeypatch.setattr(ray_cluster, "find_bootstrap_address", lambda _: None)
+    monkeypatch.setenv("RAY_ADDRESS", named)
+    with pytest.raises(UnderstudyError, match=says):
+        ray_cluster.start("elsewhere")
