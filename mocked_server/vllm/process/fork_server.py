@@ -167,7 +167,7 @@ class _SpawnedEngine(_Engine, SpawnProcess):
 
 
 class _ForkedEngine(_Engine, ForkServerProcess):
-    """It has this process's environment, not that of the fork server."""
+    """It has this process's environment, and computes with as many threads as that says, not as that of the fork server did."""
 
     def start(self) -> None:
         self._environment = dict(os.environ) | _cards()
@@ -180,6 +180,8 @@ class _ForkedEngine(_Engine, ForkServerProcess):
             setproctitle.getproctitle()
         os.environ.clear()
         os.environ.update(self._environment)
+        if (threads := os.environ.get("OMP_NUM_THREADS")) and (torch := sys.modules.get("torch")):
+            torch.set_num_threads(int(threads))  # it read the variable when it was imported
         super().run()
 
 

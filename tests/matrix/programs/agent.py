@@ -61,7 +61,7 @@ class Episode:
         if self.fate in ("hang", "silent"):
             time.sleep(60)
         if self.fate == "long":
-            return self.chat(messages, max_tokens=1990, min_tokens=1950)["content"]
+            return self.chat(messages, max_tokens=3990, min_tokens=3950)["content"]
         if self.fate == "tools":
             self.chat(messages, tools=TOOLS, tool_choice="auto")
         if self.fate == "forced":

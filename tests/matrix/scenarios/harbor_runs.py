@@ -15,6 +15,8 @@ SCRIPTED = Path(__file__).parents[2] / "agents" / "harbor" / "scripted_harbor.py
 URL = "http://localhost"
 HARBOR: dict[str, Any] = {
     **SMALL,
+    "run.steps": 1,
+    "buffer.groups_per_step": 4,  # eight failed ones in a row would end the run: three of five tasks fail
     "data.tasks": "{files}/tasks",
     "agents.concurrency": 4,
     "agents.max_attempts": 1,

@@ -25,11 +25,11 @@ LOOPS: dict[str, Any] = {
     "learner.critic": "none",
 }
 SMALL_CACHE: dict[str, Any] = {
-    **LOOPS, "rollout.kv_cache_gb": 0.0015, "rollout.max_tokens": 96, "rollout.max_model_len": 512,
+    **LOOPS, "rollout.kv_cache_gb": 0.001, "rollout.max_tokens": 96, "rollout.max_model_len": 512,
 }  # fmt: skip
 """A cache in which 16 episodes find no room."""
 AUTO: dict[str, Any] = {
-    **SMALL_CACHE, "agents.concurrency": "auto", "buffer.groups_per_step": 4, "run.steps": 8,
+    **SMALL_CACHE, "agents.concurrency": "auto", "buffer.groups_per_step": 4, "run.steps": 5,
 }  # fmt: skip
 """At most 32 episodes at once: the policy lag lets no more start."""
 LETTERS = {"name": "env_agent", "env": "tests.matrix.letters.env.Letters"}

@@ -154,7 +154,7 @@ def _judged() -> list[Run]:
         Run(
             name="deadline",
             settings={
-                **JUDGED, "run.steps": 4, "agents.deadline_s": 1.5, "rollout.max_tokens": 2000, "rollout.max_model_len": 2048,
+                **JUDGED, "run.steps": 4, "agents.deadline_s": 1.5, "rollout.max_tokens": 4000, "rollout.max_model_len": 4096,
                 "agents.max_attempts": 3, "agents.processes": 1, "agents.concurrency": 32,
             },
             files=fates("", "", "long"),

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 from mocked_server.vllm.process import fork_server
 
 IMPORTED_AT = time.monotonic()
@@ -19,6 +21,7 @@ def say_what_is_there(pipe):
             "imported_at": sys.modules["__main__"].IMPORTED_AT,
             "late": os.environ.get("LATE"),
             "early": "EARLY" in os.environ,
+            "threads": torch.get_num_threads(),
         }
     )
     pipe.recv()
@@ -28,6 +31,7 @@ def main():
     os.environ["EARLY"] = "1"
     fork_server.start()
     os.environ["LATE"] = "2"
+    os.environ["OMP_NUM_THREADS"] = "3"
     del os.environ["EARLY"]
     context = fork_server.ending_with_us(multiprocessing.get_context("forkserver"), [])
     here, there = context.Pipe()

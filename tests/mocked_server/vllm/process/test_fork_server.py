@@ -40,7 +40,7 @@ def forking() -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
 def test_what_is_forked_has_what_was_imported_and_the_environment_of_its_start(forking) -> None:  # type: ignore[no-untyped-def]
     _, said = forking
     assert said["same"], "it was imported once more"
-    assert (said["late"], said["early"]) == ("2", False)
+    assert (said["late"], said["early"], said["threads"]) == ("2", False, 3)
 
 
 def test_how_it_ended_is_known(forking) -> None:  # type: ignore[no-untyped-def]
