@@ -67,7 +67,7 @@ def what_is_left_open_is_told_of_its_module() -> Iterator[None]:
 def engines_are_forked() -> None:
     """Engines and server processes of this process are forked of one that has imported vLLM, as those of a run are. Here that is
     Python's own fork server, started where it is needed: this process has threads, and cannot be forked as a run is."""
-    multiprocessing.set_forkserver_preload(["tests.support.forked_programs"])
+    multiprocessing.set_forkserver_preload(["tests.support.processes.forked_programs"])
     fork_server._owner = os.getpid()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from buffers.ledger.ledger import Ledger
 from tests.support.buffer_parts import make_round, make_task
-from tests.support.child_process import end_with_thread
+from tests.support.processes.child_process import end_with_thread
 
 
 def play(ledger: Ledger, *, lane: int, output: threading.Lock) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 from buffers.ledger.schema import read_database
 from buffers.ledger.tools.doctor import findings
-from tests.support.child_process import Lines, child_process
+from tests.support.processes.child_process import Lines, child_process
 
 ROOT = Path(__file__).parents[2]
 FILE_KILLS = 50

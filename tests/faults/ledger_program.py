@@ -21,7 +21,7 @@ from buffers.errors import EpisodeClosed, LeaseError
 from buffers.ledger.ledger import Ledger
 from buffers.records import Episode, Position
 from tests.support.buffer_parts import make_round, make_task
-from tests.support.child_process import end_with_thread
+from tests.support.processes.child_process import end_with_thread
 
 GROUP_SIZE = 3
 

@@ -14,7 +14,7 @@ import ray
 from buffers.remote.ray_actor import find_actor
 from buffers.remote.remote_ledger import RemoteLedger
 from tests.faults.ledger_program import produce, tell, train
-from tests.support.child_process import end_with_thread
+from tests.support.processes.child_process import end_with_thread
 from tests.support.remote.remote_parts import SECRET
 
 

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from buffers.ledger.round_codec import decode
 from buffers.ledger.schema import read_database
 from tests.faults.ledger_faults import FILE_KILLS, ROOT, Log, check, child_environment, sum_of
-from tests.support.forked_children import Event, Nursery, nursery
+from tests.support.processes.forked_children import Event, Nursery, nursery
 
 AGENTS = 6
 """As many as there are slots: who takes the place of a dead one plays once its slot is free."""

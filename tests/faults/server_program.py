@@ -32,7 +32,7 @@ from buffers.tasks.task_pool import TaskPool
 from configs.schema import RolloutConfig
 from mocked_server.keys import KeyRing, make_secret
 from mocked_server.vllm.engine_arguments import set_process_environment
-from tests.support.forked_children import Channel, raise_children
+from tests.support.processes.forked_children import Channel, raise_children
 from tests.support.server_parts import ServerThread
 
 GROUP_SIZE = 2

@@ -23,7 +23,7 @@ from tests.fuzz.drawn_requests import Request, request, shown
 from tests.fuzz.known_attacks import CASES, TIME
 from tests.fuzz.server_life import JUST_NOW_S, Answer, Life, descendants, resident
 from tests.fuzz.witness import MAX_DIFFERENCE, check
-from tests.support.forked_children import Nursery, nursery
+from tests.support.processes.forked_children import Nursery, nursery
 
 PROGRAM = ROOT / "tests" / "fuzz" / "server_program.py"
 CLIENTS = 8

@@ -22,7 +22,7 @@ from mocked_server.http.dialects import message_of
 from mocked_server.keys import KeyRing, make_secret
 from tests.fuzz.drawn_requests import Request
 from tests.fuzz.witness import Witness, lease, score
-from tests.support.forked_children import Event, Nursery
+from tests.support.processes.forked_children import Event, Nursery
 
 START_S = 300.0
 EPISODE_REQUESTS = 200

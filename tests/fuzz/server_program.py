@@ -33,7 +33,7 @@ from mocked_server.keys import KeyRing, make_secret
 from mocked_server.server import MockedServer
 from mocked_server.vllm.engine import VLLMEngine, import_engine, start_fork_server
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
-from tests.support.forked_children import Channel, raise_children
+from tests.support.processes.forked_children import Channel, raise_children
 
 ROLLOUT = RolloutConfig(max_tokens=8, max_model_len=512, kv_cache_gb=0.0625)
 SERVER = ServerConfig(tool_parser="hermes", reasoning_parser="qwen3")

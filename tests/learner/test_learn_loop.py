@@ -145,7 +145,6 @@ async def learning(
     started: asyncio.Future[None] | None = None,
     checkpoint: Checkpoint | None = None,
     sleep: bool = False,
-    tokens: Any = None,
     **run: Any,
 ) -> AsyncIterator[Setup]:
     pool = TaskPool(
@@ -186,7 +185,6 @@ async def learning(
                 tracker=tracker,
                 display=Display(9, console=Console(file=io.StringIO())),
                 generated=GenerationStats(),
-                tokens=tokens,
             ),
             restart_limit=restart_limit,
             validation=validation,
@@ -447,7 +445,9 @@ async def test_figures_of_tokens_are_kept_before_their_groups_are_shown_as_train
         def add(self, batch: TrainBatch, figures: str, *, step: int) -> None:
             kept.append((step, figures, ledger.counts()["groups/trained"]))
 
-    async with learning(tmp_path, ledger, tokens=Files(), steps=2, checkpoints={"every": 0}) as setup:
+    async with learning(tmp_path, ledger, steps=2, checkpoints={"every": 0}) as setup:
+        files: Any = Files()
+        setup.loop._out = replace(setup.loop._out, tokens=files)
         setup.ranks.gate.set()
         await setup.loop.run()
     assert kept == [(1, "figures", 0), (2, "figures", 1)]

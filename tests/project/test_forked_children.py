@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.faults.ledger_faults import child_environment
-from tests.support.child_process import Lines
-from tests.support.forked_children import Nursery, nursery
+from tests.support.processes.child_process import Lines
+from tests.support.processes.forked_children import Nursery, nursery
 
 PROGRAM = """
 import sys, threading, time
-from tests.support.forked_children import raise_children
+from tests.support.processes.forked_children import raise_children
 
 def sleep(channel, words):
     for word in words:

@@ -20,7 +20,7 @@ import pytest
 
 from buffers.errors import UnderstudyError
 from configs.load import load_config
-from tests.support import warm_runs
+from tests.support.processes import warm_runs
 
 ROOT = Path(__file__).parents[2]
 MARK = warm_runs.MARK

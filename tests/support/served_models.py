@@ -18,7 +18,7 @@ import httpx
 
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.vllm.engine_arguments import WORKER_EXTENSION, EngineSettings, make_args, make_vllm_config
-from tests.support import warm_runs
+from tests.support.processes import warm_runs
 
 ROOT = Path(__file__).parents[2]
 START_S = 300.0

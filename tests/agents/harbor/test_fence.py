@@ -15,7 +15,7 @@ import pytest
 
 from agents.harbor.fence import OWN, VARIABLES
 from configs.checkout import ROOT
-from tests.support.child_process import gone
+from tests.support.processes.child_process import gone
 
 FENCE = [sys.executable, "-S", "-m", "agents.harbor.fence"]
 OURS = {"PYTHONPATH": str(ROOT)}

@@ -14,7 +14,7 @@ import pytest
 from buffers.errors import EpisodeClosed, LeaseError, UnderstudyError
 from buffers.ledger.ledger import Ledger
 from tests.support.buffer_parts import make_ready, make_round, make_task, open_running, scored_by_group_state
-from tests.support.child_process import child_process
+from tests.support.processes.child_process import child_process
 
 ROOT = Path(__file__).parents[3]
 

@@ -27,7 +27,7 @@ from buffers.remote.ray_actor import find_actor
 from buffers.remote.remote_ledger import RemoteLedger
 from tests.faults.ledger_faults import Log, check, child_environment
 from tests.support.buffer_parts import make_ready, make_round, make_task, open_running
-from tests.support.child_process import child_process
+from tests.support.processes.child_process import child_process
 from tests.support.remote.remote_parts import ROOT, SECRET, Nodes, open_remote, two_nodes
 
 pytestmark = pytest.mark.slow

@@ -30,7 +30,7 @@ from buffers.wire.address import OtherVersion, Way, WireAddress, WireError, Wire
 from buffers.wire.connection import Connection
 from buffers.wire.listener import Listener, Peer
 from buffers.wire.session import MAX_PART_BYTES, Message, Session
-from tests.support.child_process import child_process
+from tests.support.processes.child_process import child_process
 
 ROOT = Path(__file__).parents[3]
 SECRET = b"s" * 32

@@ -17,7 +17,7 @@ import pytest
 from buffers.records import Position
 from learner.checkpoints.store import Checkpoint, CheckpointError, CheckpointStore, read_checkpoint
 from learner.startup.run_folder import find_resume
-from tests.support.child_process import child_process
+from tests.support.processes.child_process import child_process
 
 ROOT = Path(__file__).parents[3]
 

@@ -14,8 +14,8 @@ from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
 from learner.training.ranks import LearnerRanks, RankFailed
 from learner.training.trainer import Trainer
-from tests.support import warm_runs
 from tests.support.learner_parts import make_model, make_trainer, walks
+from tests.support.processes import warm_runs
 from tests.support.remote.own_ray import own_ray
 from tests.support.weights.published_weights import published, published_by
 

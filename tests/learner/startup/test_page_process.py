@@ -12,7 +12,7 @@ import pytest
 
 from learner.startup.page_process import PageProcess
 from tests.learner.page.page_parts import make_run
-from tests.support.child_process import gone
+from tests.support.processes.child_process import gone
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from ray._private.node import Node
 
 from buffers.errors import UnderstudyError
 from learner.startup import ray_cluster
-from tests.support.child_process import child_process, gone
+from tests.support.processes.child_process import child_process, gone
 
 ROOT = Path(__file__).parents[3]
 ASKING = """

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.child_process import child_process, gone
+from tests.support.processes.child_process import child_process, gone
 
 ROOT = Path(__file__).parents[3]
 STARTING = """

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
 from learner.training.ranks import LearnerRanks, RankFailed
-from tests.support import warm_runs
 from tests.support.learner_parts import assert_same_weights, branching_batch, make_model, make_trainer, walks
+from tests.support.processes import warm_runs
 from tests.support.remote.own_ray import own_ray
 from tests.support.weights.published_weights import published, published_by
 

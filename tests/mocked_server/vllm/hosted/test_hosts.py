@@ -24,7 +24,7 @@ from mocked_server.vllm.hosted.child_host import ChildHost
 from mocked_server.vllm.hosted.outputs import VLLMCodec
 from tests.mocked_server.fleet.hosts_here import SECRET, host_settings
 from tests.mocked_server.vllm.hosted.test_remote_engine import PROMPT, WatchedCodec, outputs_of, plain, sampling
-from tests.support.child_process import gone
+from tests.support.processes.child_process import gone
 from tests.support.remote.remote_parts import ROOT, two_nodes
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

@@ -21,7 +21,7 @@ import torch
 from mocked_server.vllm.engine_arguments import has_gpu
 from mocked_server.vllm.process import fork_server
 from mocked_server.vllm.process.fork_server import engines_of_ours
-from tests.support.child_process import child_process, gone
+from tests.support.processes.child_process import child_process, gone
 
 ROOT = Path(__file__).parents[4]
 SCRIPT = Path(__file__).with_name("fork_server_program.py")

@@ -1,9 +1,9 @@
 """Whole runs and vLLM's servers without their imports: each is a fork of one process that has imported torch, Ray and vLLM.
 
 `start(command...)` is for `tests.support.run_parts`, `start_vllm` for `tests.support.served_models`. The first one starts that
-process for the whole test session, whose workers share it: `python -m tests.support.warm_runs NAME`. It forks a run for each
-connection and tells how the run ended. What a run inherits is what a new process would have: its folder, environment, streams
-and process group, and in `/proc` its own mark.
+process for the whole test session, whose workers share it: `python -m tests.support.processes.warm_runs NAME`. It forks a run for
+each connection and tells how the run ended. What a run inherits is what a new process would have: its folder, environment,
+streams and process group, and in `/proc` its own mark.
 Invariants: it has no threads while it forks; it ends when no worker is left. It judges nothing.
 """
 
@@ -29,7 +29,7 @@ from typing import IO, Any
 
 from learner.training import forked_ranks
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 START_S = 300.0
 """Imports, on a busy machine."""
 NUMBER = struct.Struct("i")
@@ -165,7 +165,7 @@ def _start_server(name: str) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     environment.pop(MARK, None)
     environment[MARK] = "0" * 32  # room for the runs' marks, at the end: a title is written over the beginning
-    command = [sys.executable, "-m", "tests.support.warm_runs", name]
+    command = [sys.executable, "-m", "tests.support.processes.warm_runs", name]
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **quiet)
     process.returncode = 0  # nobody waits for it

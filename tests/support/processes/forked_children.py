@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.support.child_process import Lines, end_with_thread
+from tests.support.processes.child_process import Lines, end_with_thread
 
 START_S = 300.0
 """Imports, on a busy machine."""
