@@ -18,6 +18,9 @@ from tests.support.run_parts import Run, assert_nothing_left, start
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 SMALL = ("warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=2", "agents.concurrency=16")
+STEPS = 20
+SLOW_MOVES = "env.command=['{python}', -m, env_adapters.walk.server, --latency-ms, '200']"
+"""A step takes a second, so that all kills come before the last one."""
 PARTS = {
     "engine": "VLLM::",
     "learner": "ray::Trainer",
@@ -66,14 +69,14 @@ def kill_in_episodes(run: Run, part: str, *reasons: str) -> int:
         until_episodes_run(run)
         kill(run, part)
         kills += 1
-        until = time.monotonic() + 10
+        until = time.monotonic() + 5
         while seen() == before and time.monotonic() < until:
             time.sleep(0.1)
     return kills
 
 
 def test_each_part_may_die_and_the_run_makes_all_its_steps(tmp_path: Path) -> None:
-    run = start(tmp_path, "run.steps=9", "run.checkpoints.every=2", *SMALL)
+    run = start(tmp_path, f"run.steps={STEPS}", "run.checkpoints.every=2", *SMALL, SLOW_MOVES)
     for step, part in ((1, "agent"), (2, "environment"), (3, "engine"), (5, "learner")):
         run.wait_for_step(step)
         if part == "agent":
@@ -85,13 +88,13 @@ def test_each_part_may_die_and_the_run_makes_all_its_steps(tmp_path: Path) -> No
     code, output = run.wait()
     assert code == 0, output
     summary = run.summary()
-    assert summary["steps"] == 9 and summary["buffer"]["groups/trained"] == 9 * 4
+    assert summary["steps"] == STEPS and summary["buffer"]["groups/trained"] == STEPS * 4
     expected = {"restarts/engine": 1.0, "restarts/environment": float(environments), "restarts/learner": 1.0}
     assert summary["restarts"] == expected
     assert summary["buffer"]["failed/agent exited with code -9"] > 0
     assert summary["max_logprob_diff"] < 1e-4, "what the new engine samples is what the learner computes"
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if line["step"]] == list(range(1, 10)), "each step is reported once"
+    assert [line["step"] for line in lines if line["step"]] == list(range(1, STEPS + 1)), "each step is reported once"
     kept = [path.name for path in (run.folder / "checkpoints").iterdir()]
     assert 2 <= len(kept) <= 3 and not [name for name in kept if name.startswith(".")], kept
     assert_nothing_left(run)
