@@ -1,5 +1,5 @@
-"""A process forked of this one that serves a Unix socket, imports that are not looked through for garbage, and the end of a process
-that skips taking Python apart.
+"""A process forked of this one that serves a Unix socket, what it imports and computes with, and the end of a process that skips
+taking Python apart.
 
 Engines (`mocked_server.vllm.process.fork_server`) and the learner's ranks (`learner.training.forked_ranks`) are forked of such a
 process, which has imported what takes them seconds. It stands here because both may import this folder. Linux only; the caller is
@@ -71,6 +71,15 @@ def imports_kept() -> Iterator[None]:
         gc.freeze()
         if collects:
             gc.enable()
+
+
+def use_threads_of_environment() -> None:
+    """Compute with as many threads as OMP_NUM_THREADS says now: torch read it when it was imported, before the fork.
+
+    As OpenMP does, takes the first of a list (`4,2`), and ignores what is no number."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if "torch" in sys.modules and first.isdecimal() and int(first) > 0:
+        sys.modules["torch"].set_num_threads(int(first))
 
 
 def leave(code: int) -> NoReturn:

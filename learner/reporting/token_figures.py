@@ -2,7 +2,7 @@
 
 Written by the learn loop before a step is recorded, read by `learner.page`. A step's file holds whole episodes, those of `Traces`
 first, until `MOST_TOKENS` trained tokens; the folder holds the newest `MOST_BYTES`. Invariant: the figures of a round are in the
-order of its trained tokens, one for each. The learner's own work waits for nothing here.
+order of its trained tokens, one for each. The learn loop waits for the file.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def _reached(named: str) -> str:
     Raises OSError where nothing listens there: Ray would try for ever, and could not be interrupted."""
     address = find_bootstrap_address(None) if named in ("", "auto") else named
     if not address:
-        raise ConnectionError("`ray start` has started none on this machine")
+        raise ConnectionError(f"{ADDRESS} names none, and `ray start` has started none on this machine")
     try:
         place = urlsplit(address if "://" in address else f"ray://{address}")
         host, port = place.hostname, place.port

@@ -79,9 +79,7 @@ def _become(launcher: socket.socket) -> NoReturn:
     import runpy
     import threading
 
-    import torch
-
-    from configs.process_fork import leave
+    from configs.process_fork import leave, use_threads_of_environment
 
     os.setpgrp()  # Ray ends the group of a worker that has ended, which would be the run's
     code = 1
@@ -90,8 +88,7 @@ def _become(launcher: socket.socket) -> NoReturn:
         launcher.sendall(os.getpid().to_bytes(PID_BYTES))
         threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
         random.seed()
-        if threads := os.environ.get("OMP_NUM_THREADS"):  # torch read it when it was imported
-            torch.set_num_threads(int(threads))
+        use_threads_of_environment()
         sys.argv = arguments
         runpy.run_path(arguments[0], run_name="__main__")
         code = 0

@@ -20,7 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from copy import copy
 from importlib import import_module
 from multiprocessing.process import BaseProcess
@@ -57,15 +57,19 @@ _BY_SIGNAL = re.compile(r"Failed core proc.*: -\d")
 IMPORTED = ("vllm.entrypoints.openai.api_server", "vllm.v1.engine.async_llm", "vllm.v1.engine.core")
 """What an engine and its server import, which takes seconds."""
 ON_A_CPU = ("vllm.v1.worker.cpu_worker", "vllm.model_executor.layers.quantization.online.base")
-"""What an engine on a CPU imports when it has started: those that are forked have it then."""
+"""What an engine on a CPU imports when it has started: those that are forked have it then. Another version of vLLM may have other
+ones, which an engine then imports itself."""
 
 
 def import_engine() -> None:
     """Import what an engine needs."""
     set_process_environment()
     with imports_kept():
-        for name in (*IMPORTED, *(() if has_gpu() else ON_A_CPU)):
+        for name in IMPORTED:
             import_module(name)
+        for name in () if has_gpu() else ON_A_CPU:
+            with suppress(ModuleNotFoundError):
+                import_module(name)
 
 
 def start_fork_server() -> None:

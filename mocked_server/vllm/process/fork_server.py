@@ -28,7 +28,7 @@ from multiprocessing.context import (
 )
 from typing import Any
 
-from configs.process_fork import fork_server
+from configs.process_fork import fork_server, use_threads_of_environment
 
 _owner: int | None = None
 """The process that started it."""
@@ -180,8 +180,7 @@ class _ForkedEngine(_Engine, ForkServerProcess):
             setproctitle.getproctitle()
         os.environ.clear()
         os.environ.update(self._environment)
-        if (threads := os.environ.get("OMP_NUM_THREADS")) and (torch := sys.modules.get("torch")):
-            torch.set_num_threads(int(threads))  # it read the variable when it was imported
+        use_threads_of_environment()
         super().run()
 
 

@@ -205,7 +205,7 @@ def test_a_node_that_is_not_there_or_not_alive_is_refused(monkeypatch: pytest.Mo
     [
         (
             "",
-            "buffer.node=elsewhere must be of a running Ray cluster, but none can be joined: `ray start` has started none",
+            "buffer.node=elsewhere must be of a running Ray cluster, but none can be joined: RAY_ADDRESS names none, and",
         ),
         ("auto", "buffer.node=elsewhere must be .*`ray start` has started none on this machine"),
         ("127.0.0.1:1", "127.0.0.1:1 cannot be reached: .*refused"),

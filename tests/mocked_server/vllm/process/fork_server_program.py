@@ -31,7 +31,7 @@ def main():
     os.environ["EARLY"] = "1"
     fork_server.start()
     os.environ["LATE"] = "2"
-    os.environ["OMP_NUM_THREADS"] = "3"
+    os.environ["OMP_NUM_THREADS"] = "3,2"
     del os.environ["EARLY"]
     context = fork_server.ending_with_us(multiprocessing.get_context("forkserver"), [])
     here, there = context.Pipe()
