@@ -23,6 +23,8 @@ from tests.support.processes import warm_runs
 ROOT = Path(__file__).parents[2]
 START_S = 300.0
 """Beside other work on two cores; alone it takes 15 s."""
+MAX_MODEL_LEN = 16_384
+"""Tokens. An answer of nearly so many is under way for many seconds, on a quick machine too."""
 
 
 @dataclass
@@ -64,7 +66,7 @@ def start_vllm(
     and imports vLLM, twice, which takes 40 s of a core; else it is forked of a process that has."""
     port = port or free_port()
     arguments = ["--model", str(model), "--served-model-name", "policy", "--dtype", "float32", "--host", "127.0.0.1"]
-    arguments += ["--port", str(port), "--max-model-len", "1024", "--max-num-seqs", "64"]
+    arguments += ["--port", str(port), "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "64"]
     arguments += ["--kv-cache-memory-bytes", str(2**26), "--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
     arguments += ["--enforce-eager", "--enable-prompt-tokens-details", "--distributed-executor-backend", "uni"]
     arguments += ["--worker-extension-cls", WORKER_EXTENSION, *words] if dev else words
