@@ -17,8 +17,9 @@ import secrets
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,7 +27,15 @@ from urllib.parse import urlsplit
 import ray
 from ray._private.node import Node
 from ray._private.services import find_bootstrap_address
-from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+from ray._raylet import (  # type: ignore[attr-defined]
+    DASHBOARD_AGENT_LISTEN_PORT_NAME,
+    METRICS_AGENT_PORT_NAME,
+    METRICS_EXPORT_PORT_NAME,
+    AuthenticationTokenLoader,
+    Config,
+    GcsClient,
+    persist_port,
+)
 
 from buffers.errors import UnderstudyError
 from learner.placement.cards import ADDRESS, in_cluster
@@ -39,15 +48,21 @@ MAX_TEMP_CHARS = 30
 64."""
 REACH_S = 10.0
 """Seconds for a cluster's address to answer."""
-LAST_WORDS_CHARS = 2000
+START_S = 300.0
+"""Seconds for a Ray of its own to start; idle it takes half of one."""
+LAST_WORDS_CHARS = 6000
 UNUSED_DAEMONS = "start_monitor", "start_log_monitor", "start_api_server"
 """Methods of Ray's node that start the autoscaler's monitor, the log monitor and the server of the dashboard. `ray.init` starts all
 three, even without a dashboard; nothing here asks them, and they take seconds of a processor and 300 MB."""
+UNUSED_PORTS = METRICS_AGENT_PORT_NAME, METRICS_EXPORT_PORT_NAME, DASHBOARD_AGENT_LISTEN_PORT_NAME
+"""Ports of the dashboard's agent, which nothing here asks either."""
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _folder: Path | None = None
 """Folder of the Ray that this process has started."""
 _lock: int | None = None
 """Held as long as that folder is in use, by this process's life."""
+_agent_port: socket.socket | None = None
+"""Holds the port of that Ray's runtime environment agent."""
 
 
 def start(node: str) -> None:
@@ -102,16 +117,16 @@ def _start_local() -> None:
     token = _folder / "token"
     with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
-    with _authenticated_by(token), _without_unused_daemons():
+    with _authenticated_by(token), _without_unused_daemons(), _without_haste():
         # Without an address Ray would join any cluster of this machine. A folder below ours, as Ray makes its own open to all.
         # No prestarted workers: each of our actors has a runtime environment of its own, so that none could be reused.
         try:
             _init(
                 address="local", include_dashboard=False, _temp_dir=str(_folder / "ray"),
-                _system_config={"prestart_worker_first_driver": False},
+                _system_config={"prestart_worker_first_driver": False, "agent_register_timeout_ms": int(1000 * START_S)},
             )  # fmt: skip
-        except Exception as error:
-            # Ray has no class of its own for it: its node has 30 s to start, for example.
+        except Exception as error:  # Ray has no class of its own for it
+            _keep_last_words(_folder, "raylet.err")
             raise UnderstudyError(
                 f"Ray must start on this machine, but did not: {error} End other programs if it is busy, then run the same "
                 f"command again"
@@ -167,6 +182,52 @@ def _without_unused_daemons() -> Iterator[None]:
             setattr(Node, name, method)
 
 
+@contextmanager
+def _without_haste() -> Iterator[None]:
+    """A node that is started inside may take START_S: Ray gives it 30 s, and its raylet, which waits for its two agents to write
+    down their ports, gives up after 15 (ray-project/ray issue 65983). A busy machine needs longer to import what they are made of.
+    So the ports are known before, and nobody waits."""
+    start = Node.start_ray_processes
+
+    def start_and_wait(node: Node) -> None:
+        global _agent_port
+        _agent_port = _held_port()
+        node._ray_params.runtime_env_agent_port = _agent_port.getsockname()[1]
+        for name in UNUSED_PORTS:
+            persist_port(node.get_session_dir_path(), node._node_id, name, -1)
+        start(node)
+        with ExitStack() as failing:
+            failing.callback(node.kill_all_processes, check_alive=False)  # nobody else has a node that failed
+            _wait_until_registered(node)
+            failing.pop_all()
+
+    Node.start_ray_processes = start_and_wait
+    try:
+        yield
+    finally:
+        Node.start_ray_processes = start
+
+
+def _held_port() -> socket.socket:
+    """A port that the system gives to nobody else. Who asks for this one may share it as long as it does not listen here: both
+    have SO_REUSEADDR, as the agent does."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    return held
+
+
+def _wait_until_registered(node: Node) -> None:
+    """Returns when its raylet is known to the cluster. Raises RuntimeError when it has ended, or takes longer than START_S."""
+    cluster, deadline = GcsClient(address=node.gcs_address), time.monotonic() + START_S
+    while not cluster.get_all_node_info():
+        for daemon, process in node.dead_processes():
+            raise RuntimeError(f"its {daemon} ended with code {process.returncode}.")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"it took longer than {START_S:.0f} s.")
+        time.sleep(0.05)
+
+
 def temp_folder() -> Path:
     """The place for Ray's folder: the folder for temporary files (TMPDIR), if its name is short enough for sockets; else /tmp."""
     usual = Path(tempfile.gettempdir()).resolve()
@@ -197,10 +258,13 @@ def _try_lock(folder: Path) -> int | None:
 
 def stop() -> None:
     """Ends all that this process started in it, but for actors that are to stay."""
-    global _folder, _lock
+    global _folder, _lock, _agent_port
     ray.shutdown()
+    if _agent_port is not None:
+        _agent_port.close()
+        _agent_port = None
     if _folder is not None:
-        _keep_last_words(_folder)
+        _keep_last_words(_folder, "worker-*.err")
         _forget_authentication()
         shutil.rmtree(_folder, ignore_errors=True)
         _folder = None
@@ -209,9 +273,10 @@ def stop() -> None:
         _lock = None
 
 
-def _keep_last_words(folder: Path) -> None:
-    """What its workers said on standard error, such as why one crashed, goes to this process's log: Ray's own files end now."""
-    for path in sorted((folder / "ray" / "session_latest" / "logs").glob("worker-*.err")):
+def _keep_last_words(folder: Path, *names: str) -> None:
+    """What these of its processes said last, such as why one crashed, goes to this process's log: Ray's own files end now."""
+    logs = folder / "ray" / "session_latest" / "logs"
+    for path in sorted(path for name in names for path in logs.glob(name)):
         if words := path.read_text(errors="replace")[-LAST_WORDS_CHARS:].strip():
             logger.info("%s of Ray ended with:\n%s", path.name, words)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -49,6 +50,29 @@ for _ in range(2):
     seen.append((str(cluster._folder), (cluster._folder / "token").read_text()))
     cluster.stop()
 print(json.dumps(seen))
+"""
+
+SLOW_AGENT = """
+import os, sys, time
+is_agent = any(word.endswith(("dashboard/agent.py", "runtime_env/agent/main.py")) for word in sys.orig_argv)
+while is_agent and not os.path.exists(os.environ["AGENTS_MAY_START"]):
+    time.sleep(0.05)
+"""
+WITH_SLOW_AGENTS = """
+import os
+from pathlib import Path
+import ray
+from learner.startup import ray_cluster as cluster
+cluster.start("")
+print(ray.nodes()[0]["Alive"])
+ports = {path.name.rpartition("_")[0] for path in cluster._folder.glob("ray/session_*/*_port_*")}
+print("runtime_env_agent_port" in ports)
+Path(os.environ["AGENTS_MAY_START"]).touch()
+class Actor:
+    def answer(self):
+        return "answered"
+print(ray.get(ray.remote(num_cpus=0)(Actor).remote().answer.remote(), timeout=300))
+cluster.stop()
 """
 
 AFTERWARDS = """
@@ -185,6 +209,33 @@ def test_a_ray_that_does_not_start_is_one_line_with_the_remedy(monkeypatch: pyte
     folder = ray_cluster._folder
     ray_cluster.stop()
     assert folder is not None and not folder.exists()
+
+
+def test_agents_that_are_slow_to_start_are_not_waited_for(tmp_path: Path) -> None:
+    """Ray's raylet would end after 15 s, and its driver give up after 30."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_AGENT)
+    more = {"AGENTS_MAY_START": str(tmp_path / "now"), "PYTHONPATH": str(tmp_path)}
+    told = subprocess.run(
+        [sys.executable, "-c", WITH_SLOW_AGENTS], cwd=ROOT, capture_output=True, text=True, env={**os.environ, **more}, check=False
+    )  # fmt: skip
+    assert told.stdout.split() == ["True", "False", "answered"], told.stderr[-2000:]
+
+
+def test_a_raylet_that_ends_is_told_of_at_once_with_its_last_words(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = Node.start_ray_processes
+    with socket.create_server(("", 0)) as taken:
+
+        def start_on_a_taken_port(node: Node) -> None:
+            node._ray_params.node_manager_port = taken.getsockname()[1]
+            start(node)
+
+        monkeypatch.setattr(Node, "start_ray_processes", start_on_a_taken_port)
+        with caplog.at_level("INFO"), pytest.raises(UnderstudyError, match=r"but did not: its raylet ended with code"):
+            ray_cluster.start("")
+    ray_cluster.stop()
+    assert any("The specified port is" in line for line in caplog.messages)
 
 
 def test_a_node_that_is_not_there_or_not_alive_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
