@@ -35,7 +35,10 @@ LEARNER: dict[str, Any] = {
 }
 # Prompts of 13 to 20 tokens leave answers of 2 to 8 tokens: rows of different lengths.
 ALSO: dict[str, dict[str, Any]] = {
-    "gae": {"learner.critic": "shared", "learner.lam": 0.8, "learner.clip.low": 0.02, "learner.clip.high": 0.01},
+    "gae": {
+        "learner.critic": "shared", "learner.lam": 0.8, "learner.clip.low": 0.02, "learner.clip.high": 0.01,
+        "learner.epochs": 2, "run.steps": 6,
+    },
     "grpo": {"learner.entropy_coef": 0.05, "learner.epochs": 2, "learner.minibatches": 3},
     "dr_grpo": {"learner.lora.rank": 4, "learner.lora.alpha": 32.0, "learner.lr": 2e-2},
     "rloo": {"learner.gradient_checkpointing": True, "learner.token_budget": 64, "learner.grad_clip": 0.02},
