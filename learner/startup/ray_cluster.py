@@ -209,8 +209,8 @@ def _without_haste() -> Iterator[None]:
 
 
 def _held_port() -> socket.socket:
-    """A port that the system gives to nobody else. Who asks for this one may share it as long as it does not listen here: both
-    have SO_REUSEADDR, as the agent does."""
+    """A free port, bound so that the system gives it to no other process. Ray's agent can listen on it nevertheless: both sockets
+    have SO_REUSEADDR, and this one never listens."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("", 0))
@@ -221,7 +221,8 @@ def _wait_until_registered(node: Node) -> None:
     """Returns when its raylet is known to the cluster. Raises RuntimeError when it has ended, or takes longer than START_S."""
     cluster, deadline = GcsClient(address=node.gcs_address), time.monotonic() + START_S
     while not cluster.get_all_node_info():
-        for daemon, process in node.dead_processes():
+        if dead := node.dead_processes():
+            daemon, process = dead[0]
             raise RuntimeError(f"its {daemon} ended with code {process.returncode}.")
         if time.monotonic() > deadline:
             raise RuntimeError(f"it took longer than {START_S:.0f} s.")

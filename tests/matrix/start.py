@@ -28,8 +28,8 @@ from tests.matrix.records import Ended, Live, Run
 POLL_S = 0.05
 ENDING_S = 20.0
 """Seconds that a run which was asked to stop has, before it is killed."""
-BUSY = ("Ray must start on this machine, but did not", "due to the node running low on memory")
-"""A run says so where others use the machine up: it is played once more."""
+NO_MEMORY = "due to the node running low on memory"
+"""A run says so where others use the memory up: it is played once more."""
 
 
 def import_everything() -> float:
@@ -136,8 +136,8 @@ class Starter:
         seconds = time.monotonic() - one.began
         late = f"stopped after {one.run.timeout_s:g} s; " if one.stopped else ""
         output = (one.base / "output.txt").read_text(errors="replace")
-        if not one.attempt and (why := next((words for words in BUSY if words in output), "")):
-            self._say(f"{one.run.name}: {why}; once more")
+        if not one.attempt and NO_MEMORY in output:
+            self._say(f"{one.run.name}: {NO_MEMORY}; once more")
             one.__dict__.update(self._start(one.run, attempt=1).__dict__)
             return False
         record = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import stat
 import subprocess
 import sys
@@ -72,6 +71,24 @@ class Actor:
     def answer(self):
         return "answered"
 print(ray.get(ray.remote(num_cpus=0)(Actor).remote().answer.remote(), timeout=300))
+cluster.stop()
+"""
+
+ON_A_TAKEN_PORT = """
+import logging, socket, sys
+from ray._private.node import Node
+from buffers.errors import UnderstudyError
+from learner.startup import ray_cluster as cluster
+logging.basicConfig(level="INFO", stream=sys.stderr)
+start, taken = Node.start_ray_processes, socket.create_server(("", 0))
+def start_on_a_taken_port(node):
+    node._ray_params.node_manager_port = taken.getsockname()[1]
+    start(node)
+Node.start_ray_processes = start_on_a_taken_port
+try:
+    cluster.start("")
+except UnderstudyError as error:
+    print(error)
 cluster.stop()
 """
 
@@ -221,21 +238,10 @@ def test_agents_that_are_slow_to_start_are_not_waited_for(tmp_path: Path) -> Non
     assert told.stdout.split() == ["True", "False", "answered"], told.stderr[-2000:]
 
 
-def test_a_raylet_that_ends_is_told_of_at_once_with_its_last_words(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    start = Node.start_ray_processes
-    with socket.create_server(("", 0)) as taken:
-
-        def start_on_a_taken_port(node: Node) -> None:
-            node._ray_params.node_manager_port = taken.getsockname()[1]
-            start(node)
-
-        monkeypatch.setattr(Node, "start_ray_processes", start_on_a_taken_port)
-        with caplog.at_level("INFO"), pytest.raises(UnderstudyError, match=r"but did not: its raylet ended with code"):
-            ray_cluster.start("")
-    ray_cluster.stop()
-    assert any("The specified port is" in line for line in caplog.messages)
+def test_a_raylet_that_ends_is_told_of_with_its_last_words() -> None:
+    told = subprocess.run([sys.executable, "-c", ON_A_TAKEN_PORT], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert told.stdout.startswith("Ray must start on this machine, but did not: its raylet ended with code")
+    assert "raylet.err of Ray ended with" in told.stderr and "The specified port is" in told.stderr
 
 
 def test_a_node_that_is_not_there_or_not_alive_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,14 +183,14 @@ _warms = metric("learner/lr", lambda values: values == [2e-3, 4e-3, 4e-3])
 
 
 def _other_values(key: str, neighbour: float) -> Effect:
-    """The critic's values of the last step are others with the neighbour. The policy need not see it: the values that it gets are
-    fitted to the returns before, and may count for nothing there."""
+    """The critic's values of the last step are others with the neighbour. The policy's weights need not be: with
+    `learner.calibrate_values` the values are fitted to the returns before, which may leave nothing of them."""
 
     def effect(ended: Ended) -> str:
         from tests.matrix.replay import replay
 
         own, other = (replay(ended, changes).metrics[-1]["critic/value_mean"] for changes in ({}, {key: neighbour}))
-        return expect(abs(own - other) > 1e-5, f"critic/value_mean {own:.5f}, with {neighbour} instead {other:.5f}")
+        return expect(abs(own - other) > 1e-4, f"critic/value_mean {own:.5f}, with {neighbour} instead {other:.5f}")
 
     return effect
 
