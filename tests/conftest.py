@@ -85,12 +85,13 @@ def rollout(tiny_model: Path) -> Iterator[object]:
     from configs.schema import RolloutConfig, ServerConfig
     from mocked_server.rollout import VLLMRollout
     from mocked_server.vllm.engine_arguments import EngineSettings
+    from tests.support.served_models import MAX_MODEL_LEN
 
     settings = EngineSettings(
         model_path=tiny_model,
         served_name="policy",
         dtype="float32",
-        rollout=RolloutConfig(max_tokens=256, max_model_len=1024, kv_cache_gb=0.0625),
+        rollout=RolloutConfig(max_tokens=256, max_model_len=MAX_MODEL_LEN, kv_cache_gb=0.0625),
         server=ServerConfig(),
     )
     with VLLMRollout(settings) as rollout:

@@ -24,7 +24,11 @@ ROOT = Path(__file__).parents[2]
 START_S = 300.0
 """Beside other work on two cores; alone it takes 15 s."""
 MAX_MODEL_LEN = 16_384
-"""Tokens. An answer of nearly so many is under way for many seconds, on a quick machine too."""
+"""Tokens that an engine of the tests takes."""
+ENDLESS = MAX_MODEL_LEN - 100
+"""Tokens of an answer that is to be interrupted: it is under way for many seconds, on a quick machine too."""
+LONG = 2000
+"""Tokens of an answer in whose midst something happens, and which is then read to its end: it is under way for seconds."""
 
 
 @dataclass

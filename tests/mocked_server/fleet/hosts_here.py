@@ -10,6 +10,7 @@ from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.fleet.engine_host import EngineHost
 from mocked_server.vllm.engine_arguments import EngineSettings
 from mocked_server.vllm.hosted.program import HostSettings
+from tests.support.served_models import MAX_MODEL_LEN
 
 SECRET = b"s" * 32
 
@@ -53,7 +54,7 @@ def host_settings(model: Path, **more: Any) -> HostSettings:
         model_path=model,
         served_name="policy",
         dtype="float32",
-        rollout=RolloutConfig(max_tokens=256, max_model_len=1024, kv_cache_gb=0.0625),
+        rollout=RolloutConfig(max_tokens=256, max_model_len=MAX_MODEL_LEN, kv_cache_gb=0.0625),
         server=ServerConfig(),
     )
     return HostSettings(engine=engine, secret=SECRET, **more)

@@ -156,7 +156,7 @@ def test_each_token_has_the_version_that_sampled_it_through_a_load(
 
     async def swap() -> list[Any]:
         outputs: list[Any] = []
-        stream = engine.generate(PROMPT, sampling(max_tokens=120, logprobs=0), request_id="swapped")
+        stream = engine.generate(PROMPT, sampling(max_tokens=400, logprobs=0), request_id="swapped")
         async with aclosing(stream):
             async for output in stream:
                 outputs.append(output)
@@ -168,7 +168,7 @@ def test_each_token_has_the_version_that_sampled_it_through_a_load(
         (told,) = plain(rollout.wait(swap()))[0].values()
         first, second = told["versions"]
         assert (first.version, second.version) == ("0", "5") and 0 < first.end == second.start
-        assert second.end == len(told["ids"]) == 120 and engine.version == 5
+        assert second.end == len(told["ids"]) == 400 and engine.version == 5
         found = [entry[token].logprob for entry, token in zip(told["logprobs"], told["ids"])]
         before, after = (logprobs_under(model, [*PROMPT, *told["ids"]], start=4) for model in (tiny_model, other))
         assert found[: first.end] == pytest.approx(before[: first.end], abs=1e-4)

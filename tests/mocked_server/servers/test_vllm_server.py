@@ -21,13 +21,12 @@ from mocked_server.servers.server_engine import RunningServer, ServerEngine
 from mocked_server.vllm.served_requests import ServedRequests
 from tests.mocked_server.servers.same_answers import assert_alike, logprobs_under
 from tests.mocked_server.vllm.hosted.test_remote_engine import CASES, PROMPT, outputs_of, plain, sampling
-from tests.support.served_models import MAX_MODEL_LEN, START_S, Served, config_of, start_vllm, vllm_server
+from tests.support.served_models import ENDLESS, LONG, START_S, Served, config_of, start_vllm, vllm_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 NEEDS = Needs(max_model_len=1024, vocabulary=512, temperature=1.0, learns=True)
 
-ENDLESS = {"max_tokens": MAX_MODEL_LEN - 100}
 """The server does not come to the end of it while a busy reader is late."""
 
 
@@ -131,7 +130,7 @@ def test_closing_the_iterator_ends_the_request_at_the_server(
         )
 
     async def leave_early() -> None:
-        outputs = engine.generate(PROMPT, sampling(**ENDLESS), request_id="leaver")
+        outputs = engine.generate(PROMPT, sampling(max_tokens=ENDLESS), request_id="leaver")
         async for _ in outputs:
             break
         assert engine.figures().running == 1
@@ -162,7 +161,7 @@ def test_each_token_has_the_version_that_sampled_it_through_a_load(
     async def swap(number: int) -> list[Any]:
         outputs: list[Any] = []
         stream = engine.generate(
-            [*PROMPT, number], sampling(max_tokens=900, logprobs=0, seed=number), request_id=f"swapped-{number}"
+            [*PROMPT, number], sampling(max_tokens=LONG, logprobs=0, seed=number), request_id=f"swapped-{number}"
         )
         async with aclosing(stream):
             async for output in stream:
@@ -180,7 +179,7 @@ def test_each_token_has_the_version_that_sampled_it_through_a_load(
             (told,) = plain(outputs)[0].values()
             first, second = told["versions"]
             assert (first.version, second.version) == ("0", "5") and 0 < first.end == second.start
-            assert second.end == len(told["ids"]) == 900
+            assert second.end == len(told["ids"]) == LONG
             ids = [*PROMPT, number, *told["ids"]]
             found = [entry[token].logprob for entry, token in zip(told["logprobs"], told["ids"])]
             before, after = (logprobs_under(model, ids, start=5) for model in (tiny_model, other))
@@ -220,7 +219,9 @@ def test_a_killed_server_loses_nothing_and_its_successor_has_the_newest_weights(
 
     async def lose(kind: str, engine: ServerEngine, *, kill: bool) -> EngineLost:
         async def read() -> None:
-            stream = engine.generate(PROMPT, sampling(**params, **ENDLESS, kind=kind), request_id=f"lost-{kind}")
+            stream = engine.generate(
+                PROMPT, sampling(**params, max_tokens=ENDLESS, kind=kind), request_id=f"lost-{kind}"
+            )
             async with aclosing(stream):
                 while kill and engine.figures().tokens_held < 2 * len(PROMPT) + 40:
                     await anext(stream)
@@ -274,7 +275,7 @@ def test_an_answer_of_a_server_that_was_lost_says_nothing_of_its_successor(
     async def through() -> None:
         engine = engine_for(served.url, tiny_model)
         await engine.start()
-        stream = engine.generate(PROMPT, sampling(**ENDLESS), request_id="late")
+        stream = engine.generate(PROMPT, sampling(max_tokens=ENDLESS), request_id="late")
         async with aclosing(stream):
             await anext(stream)
             await engine.restart()  # while its reader has not looked yet

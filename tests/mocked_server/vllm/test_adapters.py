@@ -23,6 +23,7 @@ from mocked_server.rollout import VLLMRollout
 from mocked_server.vllm.adapters import lora_words
 from mocked_server.vllm.engine import VLLMEngine
 from mocked_server.vllm.engine_arguments import EngineSettings
+from tests.support.served_models import LONG, MAX_MODEL_LEN
 
 pytestmark = pytest.mark.engine
 
@@ -36,7 +37,7 @@ def settings_of(model: Path, *, kept: int) -> EngineSettings:
         model_path=model,
         served_name="policy",
         dtype="float32",
-        rollout=RolloutConfig(max_tokens=256, max_model_len=1024, kv_cache_gb=0.0625),
+        rollout=RolloutConfig(max_tokens=256, max_model_len=MAX_MODEL_LEN, kv_cache_gb=0.0625),
         server=ServerConfig(),
         lora_rank=RANK,
         kept_versions=kept,
@@ -119,7 +120,7 @@ def test_a_generation_ends_under_the_adapter_it_began_with(
             if seen[0] == 20:
                 halfway.set()
 
-        running = asyncio.create_task(generate(engine, 200, seed=1, on_token=on_token))
+        running = asyncio.create_task(generate(engine, LONG, seed=1, on_token=on_token))
         await halfway.wait()
         await engine.load_weights(second, version=2)
         later = await generate(engine, 100, seed=2)  # beside the first one, in the same steps
@@ -127,7 +128,7 @@ def test_a_generation_ends_under_the_adapter_it_began_with(
         return await running, later
 
     one, other = adapted.wait(load_midway())
-    assert len(one.sampled_ids) == 200 and set(one.versions.tolist()) == {1}
+    assert len(one.sampled_ids) == LONG and set(one.versions.tolist()) == {1}
     assert len(other.sampled_ids) == 100 and set(other.versions.tolist()) == {2}
     assert difference(tiny_model, first, one) < TOLERANCE
     assert difference(tiny_model, second, other) < TOLERANCE
@@ -142,7 +143,7 @@ def test_old_adapters_go_unless_they_are_used_and_those_outlive_their_folder(
     async def load_all() -> tuple[Any, set[int]]:
         began = asyncio.Event()
         await engine.load_weights(folders[0], version=3)
-        running = asyncio.create_task(generate(engine, 900, seed=3, on_token=began.set))
+        running = asyncio.create_task(generate(engine, LONG, seed=3, on_token=began.set))
         await began.wait()
         shutil.copytree(folders[0], tmp_path / "copy")
         for number, folder in enumerate(folders[1:], start=4):
@@ -191,8 +192,8 @@ def test_each_role_has_versions_of_its_own_and_a_new_one_leaves_the_others_gener
             await load("a", 5)
             await load("b", 6)
             begun = asyncio.Event()
-            running = asyncio.create_task(generate(engine, 400, seed=1, on_token=begun.set, role="b"))
-            old = asyncio.create_task(generate(engine, 400, seed=2, role="a"))
+            running = asyncio.create_task(generate(engine, LONG, seed=1, on_token=begun.set, role="b"))
+            old = asyncio.create_task(generate(engine, LONG, seed=2, role="a"))
             await begun.wait()
             await load("a", 6)
             new = await generate(engine, 20, seed=3, role="a")

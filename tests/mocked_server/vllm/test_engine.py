@@ -16,6 +16,7 @@ from configs.tiny_model import make_tiny_model
 from mocked_server.answer_recorder import AnswerRecorder
 from mocked_server.fleet.member import EngineLost
 from mocked_server.vllm.engine import Sockets, VLLMEngine
+from tests.support.served_models import ENDLESS, LONG
 
 pytestmark = pytest.mark.engine
 
@@ -88,14 +89,14 @@ def test_weights_change_under_a_running_request_and_each_token_names_its_version
             if seen == 20:
                 halfway.set()
 
-        running = asyncio.create_task(generate(engine, 200, seed=1, on_token=on_token))
+        running = asyncio.create_task(generate(engine, LONG, seed=1, on_token=on_token))
         await halfway.wait()
         await engine.load_weights(other_model, version=1)
         return await running
 
     response = rollout.wait(swap_midway())
     versions = torch.tensor(response.versions)
-    assert len(versions) == 200, "the request was neither dropped nor restarted"
+    assert len(versions) == LONG, "the request was neither dropped nor restarted"
     assert versions.tolist() == sorted(versions.tolist()) and set(versions.tolist()) == {0, 1}
     recorded = torch.tensor(response.logprobs)
     old, new = recomputed(tiny_model, response), recomputed(other_model, response)
@@ -120,7 +121,7 @@ def test_an_engine_whose_load_fails_midway_samples_nothing_until_it_is_started_a
             seen.append(engine.version)
             began.set()
 
-        running = asyncio.create_task(generate(engine, 900, seed=1, on_token=on_token))
+        running = asyncio.create_task(generate(engine, ENDLESS, seed=1, on_token=on_token))
         await began.wait()
         with pytest.raises(Exception, match="Attempted to load weight"):
             await engine.load_weights(tmp_path, version=1)
@@ -128,7 +129,7 @@ def test_an_engine_whose_load_fails_midway_samples_nothing_until_it_is_started_a
         await asyncio.sleep(0.05)  # outputs that were on their way
         number = len(seen)
         await asyncio.sleep(0.5)
-        assert len(seen) == number < 900, "it sampled from weights that are half loaded"
+        assert len(seen) == number < ENDLESS, "it sampled from weights that are half loaded"
         engine._weights = {"": (tiny_model, 0)}
         await engine.restart()
         with pytest.raises(EngineError, match="died while it answered"):
@@ -168,7 +169,7 @@ def test_closing_the_iterator_aborts_the_request(rollout):
     engine = rollout.engine
 
     async def leave_early():
-        outputs = engine.generate(PROMPT, sampling(256, seed=9), request_id="leaver")
+        outputs = engine.generate(PROMPT, sampling(ENDLESS, seed=9), request_id="leaver")
         async for _ in outputs:
             break
         await outputs.aclose()
@@ -186,7 +187,7 @@ def test_what_waits_for_an_engine_that_is_replaced_is_told_and_the_next_one_answ
 
     async def replace_midway():
         answering = asyncio.Event()
-        running = asyncio.create_task(generate(engine, 900, seed=1, on_token=answering.set))
+        running = asyncio.create_task(generate(engine, ENDLESS, seed=1, on_token=answering.set))
         await answering.wait()
         await engine.restart()
         with pytest.raises(EngineError, match="died while it answered"):
@@ -300,15 +301,15 @@ async def kill_midway(engine, asked, *, name: str, as_whole: bool, n: int = 1):
 )
 def test_an_answer_goes_on_where_the_engine_that_died_had_come_to(rollout, tiny_model, as_whole, n):
     engine, tokenizer = rollout.engine, rollout.engine._llm.tokenizer
-    asked = params(400, as_whole=as_whole, n=n)
+    asked = params(LONG, as_whole=as_whole, n=n)
     responses, texts, sampled = rollout.wait(
         kill_midway(engine, asked, name=f"killed-{as_whole}-{n}", as_whole=as_whole, n=n)
     )
     assert len(responses) == n
     for index, (response, before) in enumerate(zip(responses, sampled, strict=True)):
         ids = response.sampled_ids.tolist()
-        assert len(ids) == 400 and ids[: len(before.token_ids)] == before.token_ids
-        assert response.versions.tolist() == [0] * len(before.token_ids) + [5] * (400 - len(before.token_ids))
+        assert len(ids) == LONG and ids[: len(before.token_ids)] == before.token_ids
+        assert response.versions.tolist() == [0] * len(before.token_ids) + [5] * (LONG - len(before.token_ids))
         assert (recomputed(tiny_model, response) - torch.tensor(response.logprobs)).abs().max() < TOLERANCE
         whole = tokenizer.decode(ids, skip_special_tokens=True)
         assert texts[index] == response.text and texts[index].rstrip("\ufffd") == whole.rstrip("\ufffd")

@@ -26,6 +26,7 @@ from tests.mocked_server.fleet.hosts_here import SECRET, host_settings
 from tests.mocked_server.vllm.hosted.test_remote_engine import PROMPT, WatchedCodec, outputs_of, plain, sampling
 from tests.support.processes.child_process import gone
 from tests.support.remote.remote_parts import ROOT, two_nodes
+from tests.support.served_models import ENDLESS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -41,7 +42,7 @@ async def lost_after(engine: RemoteEngine, harm: Callable[[], Awaitable[None]]) 
     """What a long whole answer under way ends with when this is done to its engine."""
 
     async def read() -> None:
-        params = sampling(max_tokens=900, kind="FINAL_ONLY", logprobs=0)
+        params = sampling(max_tokens=ENDLESS, kind="FINAL_ONLY", logprobs=0)
         async for _ in engine.generate(PROMPT, params, request_id=f"lost-{time.monotonic_ns()}"):
             pass
 
@@ -82,7 +83,7 @@ async def test_a_host_that_is_killed_stopped_or_loses_its_engine_is_replaced(
         lost = await lost_after(engine, kill)
         assert time.monotonic() - began < 5 and lost.life == ("e3", 1)
         (sampled,) = lost.sampled
-        assert 0 < len(sampled.token_ids) == len(sampled.logprobs) < 900
+        assert 0 < len(sampled.token_ids) == len(sampled.logprobs) < ENDLESS
         assert below and all(gone(pid) for pid in below), "its engine goes with it"
         await engine.load_weights(other, version=3)  # while it is down
         await engine.restart()

@@ -18,6 +18,7 @@ from mocked_server.fleet.member import EngineLost, Sampled
 from mocked_server.fleet.remote_engine import RemoteEngine
 from mocked_server.vllm.hosted.outputs import VLLMCodec, logprobs_of, pack_logprobs
 from tests.mocked_server.fleet.hosts_here import SECRET, HostHere, Started
+from tests.support.served_models import ENDLESS, LONG
 
 pytestmark = pytest.mark.engine
 
@@ -190,7 +191,7 @@ def test_what_another_engine_sampled_is_continued(rollout: Any, remote: RemoteEn
 
 def test_closing_the_iterator_aborts_the_request(rollout: Any, remote: RemoteEngine) -> None:
     async def leave_early() -> None:
-        outputs = remote.generate(PROMPT, sampling(max_tokens=900), request_id="leaver")
+        outputs = remote.generate(PROMPT, sampling(max_tokens=ENDLESS), request_id="leaver")
         async for _ in outputs:
             break
         assert any("leaver" in name for name in rollout.engine._llm.output_processor.request_states)
@@ -224,7 +225,7 @@ def test_weights_are_loaded_under_running_requests_and_tokens_name_their_version
     other = make_tiny_model(tmp_path / "other", seed=1)
 
     async def swap() -> list[Any]:
-        stream = remote.generate(PROMPT, sampling(max_tokens=900), request_id="swapped")
+        stream = remote.generate(PROMPT, sampling(max_tokens=LONG), request_id="swapped")
         outputs: list[Any] = []
         async with aclosing(stream):
             async for output in stream:
@@ -237,7 +238,7 @@ def test_weights_are_loaded_under_running_requests_and_tokens_name_their_version
     try:
         (told,) = plain(rollout.wait(swap()))[0].values()
         assert [span.version for span in told["versions"]] == ["0", "5"]
-        assert told["versions"][-1].end == len(told["ids"]) == 900
+        assert told["versions"][-1].end == len(told["ids"]) == LONG
         rollout.wait(remote.sleep())
         rollout.wait(remote.wake_up())
     finally:
@@ -246,7 +247,7 @@ def test_weights_are_loaded_under_running_requests_and_tokens_name_their_version
 
 def test_its_figures_are_the_engines(rollout: Any, remote: RemoteEngine) -> None:
     async def is_seen(number: int) -> bool:
-        stream = remote.generate(PROMPT, sampling(max_tokens=900), request_id=f"long-{number}")
+        stream = remote.generate(PROMPT, sampling(max_tokens=ENDLESS), request_id=f"long-{number}")
         async with aclosing(stream):
             async for _ in stream:
                 if remote.figures().running == 1:
@@ -287,7 +288,7 @@ def test_a_lost_host_tells_what_was_sampled(rollout: Any, remote: RemoteEngine) 
         codec = WatchedCodec()
         engine = RemoteEngine(host, codec, secret=SECRET, name="e8")
         await engine.start()
-        params = sampling(max_tokens=900, kind=kind, logprobs=0, n=n)
+        params = sampling(max_tokens=ENDLESS, kind=kind, logprobs=0, n=n)
         stream = engine.generate(PROMPT, params, request_id=f"lost-{kind}-{n}")
         seen: list[Any] = []
 
