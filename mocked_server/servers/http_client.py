@@ -6,6 +6,7 @@ Called by `mocked_server.servers.vllm_server`, `sglang_server` and `server_engin
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
@@ -45,6 +46,7 @@ class ServerClient:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=False,  # no proxy of this process's environment stands before an engine
         )
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def get(self, path: str, *, timeout_s: float | None = None) -> Any:
         """The answer's JSON; None where it has none. Raises ServerLost, ServerRefused."""
@@ -74,7 +76,8 @@ class ServerClient:
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The JSON of each event until `[DONE]`; closing it hangs up, which ends the request. Raises ServerLost, ServerRefused."""
         try:
-            async with self._http.stream("POST", path, json=body) as answer:
+            answer = await self._http.send(self._http.build_request("POST", path, json=body), stream=True)
+            try:
                 if answer.is_error:
                     raise _refused(answer.status_code, (await answer.aread()).decode(errors="replace"))
                 async for line in answer.aiter_lines():
@@ -84,12 +87,22 @@ class ServerClient:
                     if data == "[DONE]":
                         return
                     yield _event(data)
+            finally:
+                await self._hang_up(answer)
         except (httpx.HTTPError, httpx.StreamError, OSError) as error:
             raise ServerLost(_words(error)) from error
         raise ServerLost("the connection ended before the answer did")
 
+    async def _hang_up(self, answer: httpx.Response) -> None:
+        """Also when the caller is cancelled meanwhile: over a connection that stays open the server would sample to the end."""
+        closing = asyncio.create_task(answer.aclose(), name=f"hang up on {self.url}")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        await asyncio.shield(closing)
+
     async def close(self) -> None:
         """Close all connections."""
+        await asyncio.gather(*self._closing, return_exceptions=True)
         await self._http.aclose()
 
 

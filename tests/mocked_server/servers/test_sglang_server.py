@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from mocked_server.servers.sglang_process import SGLangProcess, arguments
 from mocked_server.vllm.served_requests import ServedRequests
 from tests.mocked_server.servers.same_answers import assert_alike, logprobs_under
 from tests.mocked_server.servers.sglang_names import ARGUMENTS
-from tests.mocked_server.vllm.hosted.test_remote_engine import PROMPT, outputs_of, plain, sampling
+from tests.mocked_server.vllm.hosted.test_remote_engine import PROMPT, outputs_of, plain, sampling, until_given_up
 from tests.support.served_models import config_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -87,21 +87,22 @@ def test_several_completions_are_requests_of_their_own(rollout: Any, engine: Ser
 def test_a_stop_string_is_found_here_and_ends_the_request_at_the_server(rollout: Any, engine: ServerEngine) -> None:
     (whole,) = rollout.wait(outputs_of(rollout.engine, sampling(**GREEDY, kind="FINAL_ONLY"), "all"))
     text = whole.outputs[0].text
-    params = {**GREEDY, "stop": [text[len(text) // 2 :][:3]], "max_tokens": 200}
+    params = {**GREEDY, "stop": [text[len(text) // 2 :][:3]], "max_tokens": 900}
     here = rollout.wait(outputs_of(rollout.engine, sampling(**params), "here-stop"))
     there = rollout.wait(outputs_of(engine, sampling(**params), "there-stop"))
     assert_alike(plain(here), plain(there))
     assert there[-1].outputs[0].stop_reason == params["stop"][0]
-    rollout.wait(until_idle(engine))
+    rollout.wait(until_given_up(engine, samples_at(engine)))
 
 
-async def until_idle(engine: ServerEngine) -> None:
-    async with asyncio.timeout(30):
-        while True:
-            told = (await asyncio.to_thread(httpx.get, f"{engine._url}/server_info", trust_env=False)).json()
-            if told["internal_states"][0]["running"] == 0:
-                return
-            await asyncio.sleep(0.05)
+def samples_at(engine: ServerEngine) -> Callable[[], Awaitable[bool]]:
+    """Whether its server still samples for a request."""
+
+    async def is_sampling() -> bool:
+        told = (await asyncio.to_thread(httpx.get, f"{engine._url}/server_info", trust_env=False)).json()
+        return bool(told["internal_states"][0]["running"])
+
+    return is_sampling
 
 
 def test_closing_the_iterator_ends_the_request_at_the_server(rollout: Any, engine: ServerEngine) -> None:
@@ -110,7 +111,7 @@ def test_closing_the_iterator_ends_the_request_at_the_server(rollout: Any, engin
         await anext(outputs)
         assert engine.figures().running == 1
         await outputs.aclose()
-        await until_idle(engine)
+        await until_given_up(engine, samples_at(engine))
 
     rollout.wait(leave_early())
 

@@ -20,14 +20,19 @@ from mocked_server.servers.facts import Needs
 from mocked_server.servers.server_engine import RunningServer, ServerEngine
 from mocked_server.vllm.served_requests import ServedRequests
 from tests.mocked_server.servers.same_answers import assert_alike, logprobs_under
-from tests.mocked_server.vllm.hosted.test_remote_engine import CASES, PROMPT, outputs_of, plain, sampling
+from tests.mocked_server.vllm.hosted.test_remote_engine import (
+    CASES,
+    PROMPT,
+    outputs_of,
+    plain,
+    sampling,
+    until_given_up,
+)
 from tests.support.served_models import ENDLESS, LONG, START_S, Served, config_of, start_vllm, vllm_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 NEEDS = Needs(max_model_len=1024, vocabulary=512, temperature=1.0, learns=True)
-
-"""The server does not come to the end of it while a busy reader is late."""
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +128,10 @@ def test_what_another_engine_sampled_is_continued(rollout: Any, engine: ServerEn
 def test_closing_the_iterator_ends_the_request_at_the_server(
     rollout: Any, engine: ServerEngine, served: Served
 ) -> None:
-    def running() -> float:
-        text = httpx.get(f"{served.url}/metrics", trust_env=False).text
-        return sum(
-            float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:num_requests_running{")
-        )
+    async def is_running() -> bool:
+        text = (await asyncio.to_thread(httpx.get, f"{served.url}/metrics", trust_env=False)).text
+        lines = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running{")]
+        return sum(float(line.split()[-1]) for line in lines) > 0
 
     async def leave_early() -> None:
         outputs = engine.generate(PROMPT, sampling(max_tokens=ENDLESS), request_id="leaver")
@@ -136,9 +140,7 @@ def test_closing_the_iterator_ends_the_request_at_the_server(
         assert engine.figures().running == 1
         await outputs.aclose()
         assert engine.figures().running == 0
-        async with asyncio.timeout(30):
-            while await asyncio.to_thread(running):
-                await asyncio.sleep(0.05)
+        await until_given_up(engine, is_running)
 
     rollout.wait(leave_early())
 

@@ -16,6 +16,7 @@ from configs.tiny_model import make_tiny_model
 from mocked_server.answer_recorder import AnswerRecorder
 from mocked_server.fleet.member import EngineLost
 from mocked_server.vllm.engine import Sockets, VLLMEngine
+from tests.mocked_server.vllm.hosted.test_remote_engine import leaver_at, until_given_up
 from tests.support.served_models import ENDLESS, LONG
 
 pytestmark = pytest.mark.engine
@@ -172,10 +173,9 @@ def test_closing_the_iterator_aborts_the_request(rollout):
         outputs = engine.generate(PROMPT, sampling(ENDLESS, seed=9), request_id="leaver")
         async for _ in outputs:
             break
+        assert await leaver_at(engine)()
         await outputs.aclose()
-        async with asyncio.timeout(30):
-            while any("leaver" in name for name in engine._llm.output_processor.request_states):
-                await asyncio.sleep(0.01)
+        await until_given_up(engine, leaver_at(engine))
 
     rollout.wait(leave_early())
 
