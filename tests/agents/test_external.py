@@ -215,6 +215,7 @@ async def test_a_score_that_was_reported_stays(tmp_path: Path) -> None:
     assert service.scores == {"t": 0.5} and service.failed == {}
 
 
+@pytest.mark.seconds
 async def test_a_remote_scorer_gets_the_truth_the_output_and_the_exit_code(tmp_path: Path) -> None:
     with scoring_server() as (url, asked):
         service = await play(tmp_path, "printf 12345; exit 2", scorer=url)
@@ -222,6 +223,7 @@ async def test_a_remote_scorer_gets_the_truth_the_output_and_the_exit_code(tmp_p
     assert asked == [{"items": [{"task": TASK.private(), "answer": "12345", "exit_code": 2}]}]
 
 
+@pytest.mark.seconds
 async def test_a_program_that_prints_a_hundred_megabytes_is_judged_by_its_end_and_logged_whole(tmp_path: Path) -> None:
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     script = "yes 0123456789abcde | head -c 100000000; echo; echo '{\"score\": 0.5}'"

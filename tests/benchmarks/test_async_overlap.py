@@ -168,6 +168,7 @@ def test_a_run_that_fails_is_shown_with_its_end(tmp_path: Path) -> None:
         run_to_end([sys.executable, "-c", "print('out of luck'); raise SystemExit(3)"], log=tmp_path / "log")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("command", "ended_by"),
     [(["sleep", "600"], signal.SIGTERM), (["sh", "-c", "trap '' TERM; sleep 600; true"], signal.SIGKILL)],

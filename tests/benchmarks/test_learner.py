@@ -40,6 +40,7 @@ def test_padded_piles_stay_within_the_budget() -> None:
     assert padding_share(lengths, piles=[[0, 1], [2, 3], [4, 5]]) == pytest.approx(1 - 345 / 570)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("again", [False, True])
 def test_all_ways_make_the_same_update(tmp_path: Path, again: bool) -> None:
     rows = long_tailed_rows(num=16, longest=200, seed=3)

@@ -14,6 +14,8 @@ from buffers.multi_round import MultiRoundBufferDataset
 from buffers.tasks.task_pool import PoolClosed, TaskPool
 from tests.support.buffer_parts import make_round, make_task, scored_by_group_state
 
+pytestmark = pytest.mark.seconds
+
 GROUPS_PER_STEP, GROUP_SIZE, STEPS = 4, 4, 15
 
 

@@ -22,6 +22,7 @@ def in_memory(path: Path) -> Site:
     return Site(lambda _: Ledger(None), path=path, durable=False)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("make", [on_disk, in_memory])
 @pytest.mark.parametrize("rule", RULES, ids=NAMES)
 def test_our_buffers_keep_the_rule(rule: Rule, make, tmp_path: Path) -> None:

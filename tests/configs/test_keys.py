@@ -67,6 +67,7 @@ def test_the_clip_ranges_that_are_named_are_those_of_the_losses() -> None:
             assert f"for {loss}" not in all_keys()["learner.clip.low"].meaning
 
 
+@pytest.mark.seconds
 def test_the_command_imports_the_schema_and_nothing_heavy() -> None:
     code = (
         "import sys, configs.keys; print(sorted({'torch', 'ray', 'vllm', 'yaml', 'transformers'} & set(sys.modules)))"

@@ -33,6 +33,7 @@ def test_a_recipe_sets_what_it_says_and_shows_it(name: str) -> None:
     assert config.learner.lr == 3e-4, "the rate is the demo's"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_run_is_resumed_from_the_configuration_that_it_wrote(name: str, tmp_path: Path) -> None:
     config = load_config(overrides=[f"learner.recipe={name}", "learner.advantage=grpo", "learner.critic=none"])

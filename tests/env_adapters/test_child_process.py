@@ -47,6 +47,7 @@ async def test_a_task_that_is_cancelled_as_its_program_ends_is_cancelled(tmp_pat
     assert done and running.cancelled()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("program", "words"),
     [("pass", "it ended without a word"), ("print('hello')", "got 'hello'"), ("import time; time.sleep(60)", "in 1 s")],

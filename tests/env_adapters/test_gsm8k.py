@@ -67,6 +67,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_local_copy_becomes_verls_columns(tmp_path: Path, kind: str) -> None:
     copy = tmp_path / "copy" / "main"
@@ -96,6 +97,7 @@ def test_a_local_copy_becomes_verls_columns(tmp_path: Path, kind: str) -> None:
     assert tasks[0].prompt[1]["content"].startswith("Two and two? ")
 
 
+@pytest.mark.seconds
 def test_without_a_copy_the_sample_is_written_and_without_tools_no_agent_is_named(tmp_path: Path) -> None:
     done = run("--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -106,6 +108,7 @@ def test_without_a_copy_the_sample_is_written_and_without_tools_no_agent_is_name
     assert len({task.task_id for found in tasks.values() for task in found}) == 32
 
 
+@pytest.mark.seconds
 def test_a_copy_that_cannot_be_used_is_named_in_one_line(tmp_path: Path) -> None:
     done = run("--from", str(tmp_path), "--out", str(tmp_path / "out"))
     assert done.returncode == 1 and "Traceback" not in done.stderr

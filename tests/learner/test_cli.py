@@ -43,6 +43,7 @@ def test_help_names_every_command_and_answers_at_once(tmp_path):
     assert used_s < HELP_CPU_S, f"--help must take under {HELP_CPU_S} s of CPU, got {used_s:.2f} s"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "command", ["demo", "init", "run", "resume", "ledger", "eval", "compare", "why", "page", "keys"]
 )
@@ -138,6 +139,7 @@ def installed(tmp_path_factory) -> Path:
     return venv
 
 
+@pytest.mark.seconds
 def test_the_wheel_has_all_that_is_shipped_and_nothing_else(installed):
     (folder,) = installed.glob("lib/python*/site-packages")
     there = {path.relative_to(folder) for name in cli.PACKAGES for path in (folder / name).rglob("*")}

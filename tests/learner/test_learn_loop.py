@@ -296,6 +296,7 @@ def checkpoint_of(ledger: Ledger, tmp_path: Path, *, step: int) -> Checkpoint:
     return Checkpoint(folder=tmp_path, position=replace(ledger.position().result(), step=step), score=None)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("replays", [0, LAG, LAG + 1])
 async def test_a_resumed_run_plays_while_its_learner_starts_unless_its_episodes_would_be_too_old(
     tmp_path: Path, replays: int
@@ -329,6 +330,7 @@ async def test_a_resumed_run_plays_while_its_learner_starts_unless_its_episodes_
     ledger.close()
 
 
+@pytest.mark.seconds
 async def test_a_new_run_plays_only_after_its_learner_has_started_and_published(tmp_path: Path) -> None:
     ledger = Ledger(None)
     started = asyncio.get_running_loop().create_future()
@@ -368,6 +370,7 @@ async def test_a_learner_that_dies_while_it_waits_for_a_batch_is_started_again_a
     ledger.close()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("call", ["train_step", "publish", "save"])
 async def test_a_learner_that_dies_goes_on_from_the_newest_checkpoint_and_loses_no_batch(
     tmp_path: Path, call: str

@@ -22,6 +22,7 @@ def test_every_value_key_column_metric_and_promise_has_a_row():
     assert gaps(all_rows(), all_runs()) == []
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("what", "value"),
     [

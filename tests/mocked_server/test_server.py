@@ -193,6 +193,7 @@ def test_scores_are_idempotent_and_conflicts_refused(served):
     assert served.ledger.counts()["scored/ready"] >= 1
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "body",
     [
@@ -333,6 +334,7 @@ def test_concurrent_episodes_never_share_a_round(served):
         assert texts[i] in served.tokenizer.decode(stored.tail_ids)
 
 
+@pytest.mark.seconds
 def test_plain_prompts_are_answered_and_scored_without_an_agent(served):
     seen = []
     served.score_fn = lambda task, text: seen.append((task.task_id, text)) or 1.0

@@ -132,6 +132,7 @@ def test_what_no_test_could_notice_is_not_drawn(source: str) -> None:
     assert changes(source) == set()
 
 
+@pytest.mark.seconds
 def test_a_mutant_that_no_test_notices_survives_with_its_diff(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     explained = {("toy.py", "is_large", "if number < 0:", "if (number <= 0):"): "no test asks for it in this toy"}
     report = run_sample(tree, {"toy.py": ("test_toy.py",)}, explained=explained, seed=0, sample=99, options=())
@@ -150,6 +151,7 @@ def test_a_mutant_that_no_test_notices_survives_with_its_diff(tree: Path, capsys
     assert report.line().startswith("seed 0: sampled 18, noticed 5 (0 by the limit, 0 broke")
 
 
+@pytest.mark.seconds
 def test_a_mutant_that_never_ends_is_noticed_by_the_limit(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tree / "toy.py").write_text("def f(number):\n    while number > 2:\n        number -= 1\n")
     (tree / "test_toy.py").write_text("from toy import f\n\n\ndef test_it_ends():\n    f(4)\n")
@@ -160,6 +162,7 @@ def test_a_mutant_that_never_ends_is_noticed_by_the_limit(tree: Path, monkeypatc
     assert report.count("limit") == 3 and "(3 by the limit" in report.line()
 
 
+@pytest.mark.seconds
 def test_nothing_is_said_when_the_tests_fail_without_a_mutant(tree: Path) -> None:
     (tree / "test_toy.py").write_text("def test_fails():\n    raise AssertionError('red')\n")
     with pytest.raises(Refused, match=r"must pass without a mutant, got status 1 of test_toy\.py[\s\S]*red"):
@@ -187,6 +190,7 @@ def test_an_explanation_names_a_mutant_that_is_there_and_has_a_reason(tmp_path: 
         read_explained(path)
 
 
+@pytest.mark.seconds
 def test_the_watched_modules_and_their_tests_are_there() -> None:
     for module, tests in WATCHED.items():
         assert (ROOT / module).is_file() and tests and all((ROOT / test).is_file() for test in tests), module

@@ -107,10 +107,11 @@ def test_make_would_run_what_the_readme_promises():
     """`make -n` prints the commands; .venv need not be there. Not as a part of a `make` with settings of its own."""
     promised = {
         "demo": "-m learner.run",
-        "test": "-m pytest -q -n 3 --dist loadfile --no-loadscope-reorder tests",
+        "test": "-m pytest -q -n 3 --dist loadfile --no-loadscope-reorder  tests",
         "check": "-m mypy",
     }
-    own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES", "WORKERS")}
+    settings = ("MAKEFLAGS", "MAKEOVERRIDES", "WORKERS", "PYTEST_ARGS")
+    own = {name: value for name, value in os.environ.items() if name not in settings}
     for target, command in promised.items():
         done = subprocess.run(["make", "-n", target], cwd=ROOT, env=own, capture_output=True, text=True, check=True)
         assert any(line.endswith(command) for line in done.stdout.splitlines()), done.stdout

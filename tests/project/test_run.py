@@ -245,6 +245,7 @@ def test_a_task_file_with_a_bad_row_is_named(tmp_path):
     assert "row 0" in told and "'prompt'" in told
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("override", "words"),
     [

@@ -21,10 +21,12 @@ from tests.agents.test_external import ScriptedService
 SCRIPTED = [sys.executable, str(Path(__file__).with_name("scripted_harbor.py"))]
 
 
+@pytest.mark.seconds
 async def test_a_verifier_scores_and_what_fails_is_told_with_harbors_reason(tmp_path: Path) -> None:
     await check_scores_and_reasons(tmp_path, SCRIPTED, limit_s=1.0)
 
 
+@pytest.mark.seconds
 async def test_a_named_error_leaves_the_verifiers_score(tmp_path: Path) -> None:
     with model() as standing:
         service = await play(

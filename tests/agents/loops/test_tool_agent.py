@@ -52,6 +52,7 @@ def text_of(tokenizer, output, *, mask):
     return tokenizer.decode([i for i, m in zip(output.response_ids, output.response_mask, strict=True) if m == mask])
 
 
+@pytest.mark.seconds
 async def test_the_worked_trajectory_has_the_ids_and_masks_of_prompt_call_result_and_answer(tokenizer, tools_yaml):
     first, last = call("add", a=12, b=30), "The sum is 42."
     server, output = await play(tokenizer, [first, last], tools_yaml)
@@ -184,6 +185,7 @@ async def test_a_long_result_is_cut_on_the_side_asked_for(tokenizer, tools_yaml)
         assert told.endswith(end), side
 
 
+@pytest.mark.seconds
 async def test_hundreds_of_episodes_keep_their_secrets_apart(tokenizer, tools_yaml):
     ask = said(tokenizer, call("secret", repeat=1))
 

@@ -133,6 +133,7 @@ def test_a_type_that_json_cannot_carry_is_refused():
         FunctionTool(wait)
 
 
+@pytest.mark.seconds
 async def test_a_hanging_function_stops_neither_the_loop_nor_others():
     ends, started = threading.Event(), threading.Semaphore(0)
 

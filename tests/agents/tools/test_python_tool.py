@@ -122,6 +122,7 @@ async def test_ordinary_code_works_and_nothing_is_left_of_it(scratch):
     assert list(scratch.iterdir()) == []
 
 
+@pytest.mark.seconds
 async def test_code_ends_at_its_deadline_and_keeps_what_it_printed(scratch):
     sandbox = ChildSandbox(concurrency=2)
     wait, spin = await asyncio.gather(

@@ -264,6 +264,7 @@ class SchemaServer(BaseHTTPRequestHandler):
         """Says nothing."""
 
 
+@pytest.mark.seconds
 async def test_a_schema_elsewhere_is_not_fetched():
     server = ThreadingHTTPServer(("127.0.0.1", 0), SchemaServer)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -151,6 +151,7 @@ def test_a_checkpoint_of_other_books_is_refused_and_changes_nothing() -> None:
     other.close()
 
 
+@pytest.mark.seconds
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(["ready", "train", "train", "save", "restore"]), st.integers(0, 9)), max_size=40)

@@ -157,6 +157,7 @@ def test_a_defect_in_an_operation_that_a_caller_commits_stops_the_writer(lines):
         lines.put("late")
 
 
+@pytest.mark.seconds
 def test_closing_while_callers_commit_stores_all_that_was_taken(tmp_path):
     for round_ in range(20):
         lines = Lines(tmp_path / f"{round_}.sqlite")

@@ -69,6 +69,7 @@ def test_after_a_restart_interrupted_episodes_fail_and_are_tried_again(tmp_path:
         assert batch is not None and [row.episode_id for row in batch.rows] == ["1-0-0", "1-1-1"]
 
 
+@pytest.mark.seconds
 def test_an_acknowledged_score_survives_kill_9(tmp_path: Path) -> None:
     path = tmp_path / "ledger.db"
     acknowledged: dict[str, float] = {}
@@ -101,6 +102,7 @@ def test_an_acknowledged_score_survives_kill_9(tmp_path: Path) -> None:
     db.close()
 
 
+@pytest.mark.seconds
 def test_a_second_owner_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger.db"
     code = (

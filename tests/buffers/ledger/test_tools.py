@@ -114,6 +114,7 @@ def judge(task: object, answer: str) -> float:
     return 1.0 if getattr(task, "ground_truth", None) != 2 else -1.0
 
 
+@pytest.mark.seconds
 def test_rescoring_replays_episodes_and_revises_what_is_not_trained(
     run: Path, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +139,7 @@ def test_rescoring_replays_episodes_and_revises_what_is_not_trained(
         assert batch is not None and [row.score for row in batch.rows] == [1.0, 1.0, -1.0, -1.0]
 
 
+@pytest.mark.seconds
 def test_what_is_no_ledger_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_bytes(b"no database at all, whatever one says " * 40)
     for run in (tmp_path, tmp_path / "nothing", tmp_path / "notes.txt"):

@@ -27,6 +27,8 @@ from buffers.remote.remote_ledger import RemoteLedger
 from tests.support.buffer_parts import make_round, make_task, open_running
 from tests.support.remote.in_process_remote_ledger import SECRET, Nearby, open_nearby
 
+pytestmark = pytest.mark.seconds
+
 
 @pytest.fixture
 def handle(tmp_path: Path) -> Nearby:

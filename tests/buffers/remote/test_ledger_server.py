@@ -78,6 +78,7 @@ def test_rounds_arrive_bit_for_bit_and_a_bad_one_harms_no_other(ledger: Ledger, 
     server.close()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("place", "value"),
     [

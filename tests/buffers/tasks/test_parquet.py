@@ -132,6 +132,7 @@ def test_rows_are_read_only_as_they_are_asked_for(tmp_path: Path) -> None:
         next(tasks)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [

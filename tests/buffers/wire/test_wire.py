@@ -198,6 +198,7 @@ def test_the_version_is_the_projects() -> None:
     assert f'version = "{session_module.PROJECT}"' in (ROOT / "pyproject.toml").read_text()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("way", TCP)
 def test_what_is_changed_under_way_is_never_taken(way: Way, tap: Any, caplog: pytest.LogCaptureFixture) -> None:
     reached: list[bytes] = []
@@ -294,6 +295,7 @@ def test_who_reads_no_answers_holds_up_nobody_and_is_parted_from(monkeypatch: py
             assert good.receive(20) is not None
 
 
+@pytest.mark.seconds
 def test_strangers_who_say_nothing_keep_nobody_away_and_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "HANDSHAKE_S", 1.0)
     with ExitStack() as held, listening(Way.ENCRYPTED) as listener:

@@ -240,6 +240,7 @@ def scoring_server(*statuses: int) -> Iterator[tuple[str, list[dict]]]:
         server.server_close()
 
 
+@pytest.mark.seconds
 async def test_a_remote_scorer_is_asked_again_after_its_own_errors_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewards, "PAUSE_S", 0.0)
     with scoring_server(500, 503) as (url, asked):

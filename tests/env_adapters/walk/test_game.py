@@ -117,6 +117,7 @@ def test_helpful_share_of_the_traces() -> None:
     assert share(0.1) == pytest.approx(0.1 + 0.9 / 4, abs=0.03)
 
 
+@pytest.mark.seconds
 def test_data_files_are_the_same_on_every_run(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         command = [sys.executable, "-m", "env_adapters.walk.make_data", "--num-tasks", "20", "--num-traces", "10"]

@@ -169,6 +169,7 @@ async def test_who_names_no_episode_is_sent_away() -> None:
     await walk.close()
 
 
+@pytest.mark.seconds
 def test_a_score_is_sent_again_when_the_connection_dies(fake: FakeModelServer, player: Player) -> None:
     fake.scores_to_drop = 2
     player.ask({"episode_key": "key-23"})
@@ -180,6 +181,7 @@ def test_a_score_is_sent_again_when_the_connection_dies(fake: FakeModelServer, p
     assert fake.scores_to_drop == 0
 
 
+@pytest.mark.seconds
 def test_the_agent_plays_every_task_and_survives_a_failed_episode(
     fake: FakeModelServer, environment: subprocess.Popen[str], tmp_path: Path
 ) -> None:
@@ -203,6 +205,7 @@ def test_the_agent_plays_every_task_and_survives_a_failed_episode(
         assert [message["role"] for message in after[len(before) :]] == ["assistant", "user"]
 
 
+@pytest.mark.seconds
 def test_a_fresh_agent_plays_its_one_task(
     fake: FakeModelServer, environment: subprocess.Popen[str], tmp_path: Path
 ) -> None:
@@ -215,6 +218,7 @@ def test_a_fresh_agent_plays_its_one_task(
     assert fake.outcomes["e5"] == {"score": 1.0}
 
 
+@pytest.mark.seconds
 def test_sigterm_ends_the_process_while_an_agent_is_connected(fake: FakeModelServer) -> None:
     process = start_environment(fake.url)
     player = Player(first_line(process))

@@ -516,6 +516,7 @@ def test_explained_variance_of_perfect_blind_and_constant() -> None:
     assert explained_variance(torch.zeros(4), returns=torch.ones(4)) == 0.0
 
 
+@pytest.mark.seconds
 def test_mathematics_needs_no_engine_no_cluster_and_no_model_library() -> None:
     modules = ", ".join(f"learner.algorithms.{name}" for name in ("advantages", "losses", "entropy", "aggregation"))
     code = f"import sys, {modules}; print(sorted({{'ray', 'transformers', 'vllm', 'tensordict'}} & set(sys.modules)))"

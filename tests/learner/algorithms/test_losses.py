@@ -209,6 +209,7 @@ CONSTANT = {"cispo", "dppo_tv", "dppo_kl"}
 """Losses whose ratio is a constant for autograd, not for a difference."""
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("correction", ["tis", "seq_tis", "naive"])
 def test_gradients_agree_with_finite_differences(loss: str, correction: str) -> None:
@@ -360,6 +361,7 @@ def test_stale_negatives_look_at_the_present_policy_and_the_sign() -> None:
         assert [bool(each != 0) for each in gradient] == [kept, kept, True]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("correction", ["tis", "seq_tis", "seq_mis", "naive"])
 @pytest.mark.parametrize("kind", REJECTIONS)

@@ -19,6 +19,8 @@ from tests.support.processes import warm_runs
 from tests.support.remote.own_ray import own_ray
 from tests.support.weights.published_weights import published, published_by
 
+pytestmark = pytest.mark.seconds
+
 KNOBS: dict[str, Any] = {
     "lr": 1e-3, "critic": "separate", "critic_lr": 2e-3, "lr_warmup_steps": 3, "token_budget": 100,
     "kl": {"coef": 0.01, "target": 0.001}, "epochs": 2,

@@ -103,6 +103,7 @@ async def test_shards_of_two_nodes_reach_engines_on_both_and_patches_follow(sync
     assert len(list(folder_on(sync.folder, FAR).glob("pulled/*"))) == 1
 
 
+@pytest.mark.seconds
 async def test_who_joins_late_begins_with_the_newest_also_when_a_ranks_node_is_gone(sync: WeightSync) -> None:
     ranks, engines = SpreadRanks(), Engines(sync, FAR)
     for version in range(3):
@@ -119,6 +120,7 @@ async def test_who_joins_late_begins_with_the_newest_also_when_a_ranks_node_is_g
     assert len(engines.loaded) == 3 and all(same(found, ranks.weights) for found in engines.loaded.values())
 
 
+@pytest.mark.seconds
 async def test_a_node_that_has_lost_its_base_is_left_and_joins_again(sync: WeightSync) -> None:
     ranks, engines = SpreadRanks(), Engines(sync, FAR)
     await sync.publish(ranks, engines, version=0)

@@ -94,6 +94,7 @@ async def test_each_version_reaches_the_engine_and_says_what_it_cost(sync: Weigh
     assert [path for path in pulled.iterdir()] == [engine.folder], "one dense copy, for an engine that starts again"
 
 
+@pytest.mark.seconds
 async def test_a_puller_that_is_killed_is_started_again(sync: WeightSync) -> None:
     ranks, engine = TwoRanks(), NotingEngine()
     for version in range(6):

@@ -21,6 +21,7 @@ def names(cases: list[Case]) -> list[str]:
     return [f"{case.rule}-{number}" for number, case in enumerate(cases)]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("case", CASES, ids=names(CASES))
 def test_a_rule_fires_where_it_must_and_only_there(tmp_path, case):
     found = case.fires(tmp_path / "fires").judge(case.rule)
@@ -32,6 +33,7 @@ def test_a_rule_fires_where_it_must_and_only_there(tmp_path, case):
     assert quiet is None, quiet
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("case", CASES, ids=names(CASES))
 def test_a_remedy_can_be_set_in_the_run_that_it_is_for(tmp_path, case):
     run = case.fires(tmp_path)

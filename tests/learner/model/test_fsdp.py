@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.seconds
+
 BLOCKS = """
 import ctypes, torch
 from learner.model.fsdp import return_large_blocks

@@ -19,6 +19,8 @@ from mocked_server.vllm.process.fork_server import ending_with_us, engines_see
 from tests.learner.placement.recording_rank import RecordingRank
 from tests.support.remote.own_ray import own_ray
 
+pytestmark = pytest.mark.seconds
+
 LISTED = "".join(f"{number}, GPU-{number}, 81559\n" for number in range(10))
 
 

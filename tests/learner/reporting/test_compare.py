@@ -23,6 +23,7 @@ def a_run(folder, *, lr, rewards, summary=True, more=None):
     return folder
 
 
+@pytest.mark.seconds
 def test_it_shows_the_keys_that_differ_the_figures_and_a_picture(tmp_path, capsys):
     a = a_run(tmp_path / "runs" / "a", lr=0.1, rewards=[0.0, 0.5, 1.0])
     b = a_run(tmp_path / "runs" / "b", lr=0.2, rewards=[0.25, 0.75], summary=False, more={"kl": {"coef": 0.5}})

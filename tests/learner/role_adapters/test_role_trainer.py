@@ -81,6 +81,7 @@ def same(one: fsdp.Shards, two: fsdp.Shards) -> bool:
     return all(torch.equal(left, right) for left, right in zip(one, two, strict=True))
 
 
+@pytest.mark.seconds
 def test_a_role_is_trained_bit_for_bit_as_if_it_were_the_only_policy(model: Path) -> None:
     """Batches, optimizer, KL coefficient, reference and earlier versions are its own."""
     alone, figures = {}, {}
@@ -167,6 +168,7 @@ def test_a_token_is_too_old_by_the_versions_of_its_own_role(model: Path) -> None
         assert found["adapter/runner/policy/lag_max"] == 0.0
 
 
+@pytest.mark.seconds
 def test_a_checkpoint_gives_back_every_role_and_the_rows_that_wait(model: Path, tmp_path: Path) -> None:
     runner = said_by("runner", seed=5)
     last = [
@@ -197,6 +199,7 @@ def test_a_checkpoint_gives_back_every_role_and_the_rows_that_wait(model: Path, 
     assert max(sizes.values()) < (model / "model.safetensors").stat().st_size, "the base is not in it"
 
 
+@pytest.mark.seconds
 def test_a_checkpoint_of_others_is_refused_in_a_line(model: Path, tmp_path: Path) -> None:
     with one_policy(model) as trainer:
         trainer.save(tmp_path / "one")

@@ -62,6 +62,7 @@ async def sync(tmp_path: Path) -> AsyncIterator[RoleWeights]:
     assert not made.folder.exists()
 
 
+@pytest.mark.seconds
 async def test_a_role_is_published_when_its_version_is_new_and_the_others_are_left_alone(sync: RoleWeights) -> None:
     ranks, engine = NotingRanks({"a": 0, "b": 0}), NotingEngine()
     figures = await sync.publish(ranks, engine, version=0)

@@ -16,6 +16,8 @@ from configs.schema import Config
 from learner.startup.hub import is_hub_model, with_local_files
 from tests.learner.startup.fake_hub import FakeHub, fake_hub
 
+pytestmark = pytest.mark.seconds
+
 COLUMNS = {"prompt": "question", "ground_truth": "answer"}
 GSM8K = [{"question": f"{n} + 1?", "answer": f"One more.\n#### {n + 1}", "level": "easy"} for n in range(5)]
 

@@ -96,6 +96,7 @@ def test_a_command_without_a_script_is_not_asked_for_one(here: Path) -> None:
         check_inputs(load_config(here / "my.yaml", [f"agents.command={command}"]), resume="")
 
 
+@pytest.mark.seconds
 def test_a_port_in_use_is_told_before_anything_is_imported_and_the_run_before_stays_in_its_place(
     tmp_path: Path,
 ) -> None:

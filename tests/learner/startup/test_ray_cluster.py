@@ -131,6 +131,7 @@ def ask(environment: dict[str, str], *, home: Path) -> str:
     return done.stdout.strip() or done.stderr
 
 
+@pytest.mark.seconds
 def test_who_has_no_token_is_refused(started: Path, tmp_path: Path) -> None:
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("of all runs of this user")
@@ -152,6 +153,7 @@ def test_its_folder_and_its_token_are_its_users_alone(started: Path) -> None:
         assert "Permission denied" in done.stderr
 
 
+@pytest.mark.seconds
 def test_its_workers_have_the_token_and_no_copy_of_it_is_in_their_environment(started: Path) -> None:
     @ray.remote
     def environment() -> dict[str, str]:
@@ -175,6 +177,7 @@ def test_daemons_that_nothing_asks_are_not_started(started: Path) -> None:
         assert getattr(Node, name).__name__ == name
 
 
+@pytest.mark.seconds
 def test_each_start_has_its_own_token_and_the_end_removes_its_folder() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -185,6 +188,7 @@ def test_each_start_has_its_own_token_and_the_end_removes_its_folder() -> None:
     assert not Path(one).exists() and not Path(two).exists()
 
 
+@pytest.mark.seconds
 def test_its_process_may_have_a_ray_without_tokens_afterwards() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment[ray_cluster.MODE] = "disabled"
@@ -194,6 +198,7 @@ def test_its_process_may_have_a_ray_without_tokens_afterwards() -> None:
     assert told.stdout.split() == ["answered"], told.stderr[-2000:]
 
 
+@pytest.mark.seconds
 def test_what_a_killed_run_left_is_removed_by_the_next_one_and_what_is_in_use_is_not(started: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with child_process([sys.executable, "-c", KILLED], stdin=subprocess.PIPE, env=environment) as process:
@@ -228,6 +233,7 @@ def test_a_ray_that_does_not_start_is_one_line_with_the_remedy(monkeypatch: pyte
     assert folder is not None and not folder.exists()
 
 
+@pytest.mark.seconds
 def test_agents_that_are_slow_to_start_are_not_waited_for(tmp_path: Path) -> None:
     """Ray's raylet would end after 15 s, and its driver give up after 30."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_AGENT)
@@ -238,6 +244,7 @@ def test_agents_that_are_slow_to_start_are_not_waited_for(tmp_path: Path) -> Non
     assert told.stdout.split() == ["True", "False", "answered"], told.stderr[-2000:]
 
 
+@pytest.mark.seconds
 def test_a_raylet_that_ends_is_told_of_with_its_last_words() -> None:
     told = subprocess.run([sys.executable, "-c", ON_A_TAKEN_PORT], cwd=ROOT, capture_output=True, text=True, check=True)
     assert told.stdout.startswith("Ray must start on this machine, but did not: its raylet ended with code")

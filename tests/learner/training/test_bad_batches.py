@@ -98,6 +98,7 @@ def test_batch_that_cannot_be_trained_is_refused_before_any_change(
         assert same(weights_of(trainer._policy), before)
 
 
+@pytest.mark.seconds
 def test_row_without_a_trained_token_changes_nothing(model: Path) -> None:
     rows = walks().rows
     found = []
@@ -108,6 +109,7 @@ def test_row_without_a_trained_token_changes_nothing(model: Path) -> None:
     assert same(*found)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "advantage", ["grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
 )

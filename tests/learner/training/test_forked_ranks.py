@@ -62,6 +62,7 @@ def asked(command: list[str], program: Path, **late: str) -> Iterator[tuple[subp
         yield process, json.loads(process.stdout.readline())
 
 
+@pytest.mark.seconds
 def test_what_is_forked_has_what_was_imported_and_the_askers_arguments_environment_folder_and_streams(  # type: ignore[no-untyped-def]
     warm_process, program: Path
 ) -> None:
@@ -85,6 +86,7 @@ def test_who_asked_and_what_was_forked_end_together(warm_process, program: Path)
         other.wait(timeout=20)
 
 
+@pytest.mark.seconds
 def test_without_a_warm_process_the_program_runs_all_the_same(warm_process, program: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     with asked([*warm_process[1][:-1], str(tmp_path / "nobody")], program) as (process, said):
         assert said["pid"] == process.pid and said["there"] == []
@@ -101,6 +103,7 @@ def test_it_is_not_started_where_ray_was_imported() -> None:
     assert forked_ranks.launcher() == {}
 
 
+@pytest.mark.seconds
 def test_it_ends_with_the_process_that_started_it(warm_process, program: Path) -> None:  # type: ignore[no-untyped-def]
     starter, command = warm_process
     children = Path(f"/proc/{starter.pid}/task/{starter.pid}/children")

@@ -60,6 +60,7 @@ def two_rounds(**scores: Any) -> TrainBatch:
     return TrainBatch(rows=[first, other])
 
 
+@pytest.mark.seconds
 def test_each_loss_agg_weighs_long_and_short_rows_in_its_own_way(learn: Learn) -> None:
     modes = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
     norms = {}
@@ -81,6 +82,7 @@ def test_each_epoch_is_an_update_of_its_own(learn: Learn) -> None:
     assert differ(found[1], found[2])
 
 
+@pytest.mark.seconds
 def test_lam_decides_how_far_a_score_reaches_back(learn: Learn) -> None:
     batch = two_rounds(score=1.0)
     losses = {}
@@ -93,6 +95,7 @@ def test_lam_decides_how_far_a_score_reaches_back(learn: Learn) -> None:
         assert found == pytest.approx(0.5 * sum(target**2 for target in targets) / 6), lam
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("advantage", GROUPED)
 def test_scores_of_rounds_are_scores_for_estimators_that_compare_a_group(learn: Learn, advantage: str) -> None:
     of_rounds = learn(two_rounds(score=0.25, round_scores={0: 0.25, 1: 0.5}), advantage=advantage)
@@ -106,6 +109,7 @@ def test_scores_of_rounds_are_scores_for_estimators_that_compare_a_group(learn: 
     assert alone.keys() == whole.keys()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("advantage", ["dr_grpo", "rloo", "opo"])
 def test_gamma_discounts_the_score_of_later_rounds_for_them_too(learn: Learn, advantage: str) -> None:
     norms = {}
@@ -115,6 +119,7 @@ def test_gamma_discounts_the_score_of_later_rounds_for_them_too(learn: Learn, ad
     assert norms[0.5] == pytest.approx(0.5 * norms[1.0], rel=1e-3) and norms[1.0] > 0.0
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("advantage", GROUPED)
 def test_kl_in_the_reward_moves_weights_where_all_scores_are_equal(learn: Learn, advantage: str) -> None:
     kl = {"coef": 0.5, "kind": "k1", "in_reward": True}
@@ -125,6 +130,7 @@ def test_kl_in_the_reward_moves_weights_where_all_scores_are_equal(learn: Learn,
     assert learn.last["policy/grad_norm"] == 0.0  # type: ignore[attr-defined]
 
 
+@pytest.mark.seconds
 def test_kl_in_the_reward_keeps_the_policy_near_the_reference(learn: Learn) -> None:
     found = {}
     for coef in (1e-6, 0.1):
@@ -134,6 +140,7 @@ def test_kl_in_the_reward_keeps_the_policy_near_the_reference(learn: Learn) -> N
     assert 0.0 < found[0.1] < 0.6 * found[1e-6]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("advantage", ["gae", "reinforce_plus_plus", *GROUPED])
 def test_rows_that_train_one_token_each_change_the_weights(learn: Learn, advantage: str) -> None:
     rows = [make_row([1, token], mask=[0, 1], episode=f"0-{token}-0", score=float(token == 5)) for token in (5, 7)]
@@ -161,6 +168,7 @@ CRITIC = {"advantage": "gae", "critic": "shared"}
 IN_REWARD = {"coef": 0.5, "kind": "k1", "in_reward": True}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("base", "changes", "num_steps"),
     [
@@ -206,6 +214,7 @@ def _of_two_rounds(batch: TrainBatch) -> TrainBatch:
     return replace(batch, rows=rows)
 
 
+@pytest.mark.seconds
 def test_a_separate_critic_learns_at_its_own_rate(learn: Learn) -> None:
     values = []
     for critic_lr in (0.0, 1e-3):
@@ -214,6 +223,7 @@ def test_a_separate_critic_learns_at_its_own_rate(learn: Learn) -> None:
     assert values[0] == 0.0 and abs(values[1]) > 1e-3
 
 
+@pytest.mark.seconds
 def test_a_gradient_that_is_clipped_is_no_longer_than_the_clip(learn: Learn) -> None:
     """Adam forgets the length of a first gradient; that of a second, beside the first, it does not."""
     batches = [walks(group_size=2, seed=seed) for seed in range(2)]
@@ -221,6 +231,7 @@ def test_a_gradient_that_is_clipped_is_no_longer_than_the_clip(learn: Learn) -> 
     assert differ(free, clipped)
 
 
+@pytest.mark.seconds
 def test_the_check_of_logprobs_tells_what_it_could_check(learn: Learn) -> None:
     learn(walks(group_size=2), advantage="dr_grpo")
     assert learn.last["policy/checked_share"] == 1.0  # type: ignore[attr-defined]

@@ -70,6 +70,7 @@ def _altered(batch: TrainBatch, *, by: float) -> TrainBatch:
     return replace(batch, rows=[replace(first, logprobs=logprobs), *batch.rows[1:]])
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_recorded_logprobs_of_the_same_weights_differ_by_rounding_only(
     trainer: MakeTrainer, model: Path, temperature: float
@@ -89,6 +90,7 @@ def test_one_altered_logprob_is_seen(trainer: MakeTrainer, model: Path) -> None:
     assert metrics["policy/mean_logprob_diff"] == pytest.approx(0.25 / batch.num_trained_tokens, abs=1e-5)
 
 
+@pytest.mark.seconds
 def test_older_tokens_are_checked_under_the_version_that_sampled_them(
     trainer: MakeTrainer, model: Path, tmp_path: Path
 ) -> None:
@@ -133,6 +135,7 @@ def _first_token(row: Row, *, version: int, mask: int) -> Row:
     return replace(row, versions=versions, mask=trained)
 
 
+@pytest.mark.seconds
 def test_check_of_older_versions_leaves_the_present_weights(trainer: MakeTrainer, model: Path, tmp_path: Path) -> None:
     learner = trainer(lr=0.0, check_logprobs=True)
     learner.train_step(walks(), version=0)
@@ -193,6 +196,7 @@ def _bandit(*, tokens: tuple[int, int] = (7, 9)) -> TrainBatch:
     return TrainBatch(rows=rows)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "knobs",
     [
@@ -314,6 +318,7 @@ def test_a_recipe_makes_the_token_that_wins_likelier(
     assert float(after[7] - after[9]) > float(before[7] - before[9]) + 0.1
 
 
+@pytest.mark.seconds
 def test_clip_of_a_critic_of_its_own_grows_with_the_scores(trainer: MakeTrainer, mixed: list[TrainBatch]) -> None:
     losses = []
     for size in (1.0, 100.0):
@@ -328,6 +333,7 @@ def test_clip_of_a_critic_of_its_own_grows_with_the_scores(trainer: MakeTrainer,
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("advantage", [name for name in ESTIMATORS if name not in ("remax", "cpo", "gdpo", "teacher")])
 def test_scores_of_any_size_teach_the_same(
     trainer: MakeTrainer, mixed: list[TrainBatch], tmp_path: Path, advantage: str
@@ -345,6 +351,7 @@ def test_scores_of_any_size_teach_the_same(
         assert float((other - updates[0]).norm() / updates[0].norm()) < 0.02
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("critic", ["shared", "separate"])
 def test_a_critic_learns_large_scores_as_fast_as_small_ones(trainer: MakeTrainer, critic: str) -> None:
     found = []
@@ -389,6 +396,7 @@ def test_useful_work_counts_a_separate_critics_passes_and_each_epoch(trainer: Ma
     assert trainer(critic="separate")._useful_flops(sequences) == 2 * once
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("critic", ["shared", "separate"])
 def test_critic_learns_the_score(trainer: MakeTrainer, model: Path, critic: str) -> None:
     rate = {"critic_lr": 3e-3} if critic == "separate" else {}
@@ -632,6 +640,7 @@ def test_metrics_are_floats_under_their_names(trainer: MakeTrainer) -> None:
     assert set(expected.split()) <= set(metrics)
 
 
+@pytest.mark.seconds
 def test_a_policy_comes_nearer_to_its_teacher_on_what_it_samples(
     trainer: MakeTrainer, model: Path, tmp_path: Path
 ) -> None:

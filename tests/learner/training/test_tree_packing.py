@@ -67,6 +67,7 @@ def _passes(policy: Policy, sequences: Sequences, *, token_budget: int) -> tuple
     return found, [each.grad.clone() for each in policy.parameters() if each.grad is not None], computed
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("token_budget", [10_000, 200])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("make", [random_lm, _windowed])

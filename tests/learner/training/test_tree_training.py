@@ -26,6 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("way", WAYS)
 def test_steps_on_a_tree_are_those_on_packed_rows(model: Path, way: str) -> None:
     """Two steps: in the second the tokens are of an older version, and of the reference's."""

@@ -52,6 +52,7 @@ def test_a_first_thought_may_be_cut_out_of_an_answer() -> None:
     assert not same_text({"content": "b"}, spaces) and same_text({"content": "a b"}, spaces + "</think> b")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("error", [RecursionError, TimeoutError, KeyError, AttributeError, ValueError, AssertionError])
 def test_a_text_that_the_parser_fails_at_is_content(error: type[Exception]) -> None:
     class Fails:
@@ -92,6 +93,7 @@ def test_no_arguments_in_a_history_fail_the_server_or_break_a_conversation(tools
     assert whole_prompt(rounds, rounds[-1])[: len(exact)].tolist() == exact
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("retry", [{}, {"x-stainless-retry-count": "0"}], ids=["plain", "a client that retries"])
 @pytest.mark.parametrize("choice", ["f", "absent"])
 def test_a_tool_of_another_shape_is_refused_and_its_connection_goes_on(served, caplog, choice, retry) -> None:

@@ -250,6 +250,7 @@ async def test_a_lost_host_is_replaced_by_a_restart() -> None:
         assert pair.remote.figures().sampled_tokens > before
 
 
+@pytest.mark.seconds
 async def test_a_host_that_says_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_engine, "SILENT_S", 0.5)
     async with Pair() as pair:
@@ -262,6 +263,7 @@ async def test_a_host_that_says_nothing_is_lost(monkeypatch: pytest.MonkeyPatch)
         assert not pair.remote.is_up
 
 
+@pytest.mark.seconds
 async def test_a_client_that_says_nothing_or_leaves_has_its_requests_aborted() -> None:
     async with Pair() as pair:
         assert pair.process.host is not None

@@ -70,6 +70,7 @@ FAILED = {
 }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", FAILED)
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("path", BODIES)
@@ -116,6 +117,7 @@ def test_the_error_event_of_the_responses_api_is_what_its_client_reads():
     assert (event.type, event.code, event.message) == ("error", "gone", "lost")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("field", ["background", "truncation", "temperature", "tools", "tool_choice", "metadata"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_null_field_of_the_responses_api_is_as_if_it_were_not_there(served, field, stream):

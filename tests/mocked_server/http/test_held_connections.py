@@ -153,6 +153,7 @@ async def test_a_body_in_chunks_of_a_byte_is_taken() -> None:
         assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("request_", "rest"),
     [
@@ -172,6 +173,7 @@ async def test_a_connection_that_asks_for_nothing_more_is_closed(monkeypatch, re
         assert await ended(reader) == b""
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("request_", "rest"),
     [

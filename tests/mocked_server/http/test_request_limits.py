@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -113,6 +114,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mocked_server.http.uvicorn_server.RECEIVE_S", 0.3)
 
 
+@pytest.mark.seconds
 @pytest.mark.usefixtures("_impatient")
 def test_a_request_that_is_sent_too_slowly_is_cut_off_and_one_that_waits_is_not(served) -> None:
     host, port = served.server.base_url.removeprefix("http://").split(":")
@@ -143,8 +145,14 @@ def test_a_head_that_never_ends_is_refused(served) -> None:
 
 
 def test_while_the_disk_is_full_nothing_is_taken_that_could_not_be_stored(served, monkeypatch) -> None:
+    def find_no_room(_: sqlite3.Connection) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
     episode, client = served.lease()
-    monkeypatch.setattr(served.ledger._writer, "full", True)
+    writer = served.ledger._writer
+    monkeypatch.setattr(writer, "_probe", find_no_room)  # of each transaction while the disk is full
+    with writer._turn:  # no transaction that began before ends now, and finds room
+        monkeypatch.setattr(writer, "full", True)
     scored = post(
         served.server.base_url,
         key=served.server.keys.scorer,

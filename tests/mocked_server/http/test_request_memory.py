@@ -63,6 +63,7 @@ def memory_of(served, episode: str) -> EpisodeMemory:
     return served.server.episodes.get(episode).memory
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("retry", [None, 0], ids=["plain", "a client that retries"])
 def test_an_episode_that_holds_too_many_bytes_is_refused_more_and_another_is_not(held, monkeypatch, retry) -> None:
     monkeypatch.setattr("mocked_server.http.request_memory.MAX_EPISODE_BYTES", 2 * LARGE)

@@ -16,6 +16,8 @@ from configs.schema import Config
 from mocked_server.servers.choose import check_engine
 from tests.support.run_parts import ROOT
 
+pytestmark = pytest.mark.seconds
+
 VOCABULARY = 512
 
 

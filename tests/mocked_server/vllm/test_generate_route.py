@@ -104,6 +104,7 @@ def test_a_token_that_is_left_out_stays_in_the_row_and_is_not_trained(served):
         served.ledger.mask_tokens(episode, {0: np.array([1])}).result(10)
 
 
+@pytest.mark.seconds
 def test_a_server_that_is_gone_is_told_apart_from_a_refusal(served):
     with pytest.raises(AgentError, match="vocabulary"):
         generate(served, "", [99_999])

@@ -37,16 +37,19 @@ def forking() -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
         yield process, json.loads(process.stdout.readline())
 
 
+@pytest.mark.seconds
 def test_what_is_forked_has_what_was_imported_and_the_environment_of_its_start(forking) -> None:  # type: ignore[no-untyped-def]
     _, said = forking
     assert said["same"], "it was imported once more"
     assert (said["late"], said["early"], said["threads"]) == ("2", False, 3)
 
 
+@pytest.mark.seconds
 def test_how_it_ended_is_known(forking) -> None:  # type: ignore[no-untyped-def]
     assert forking[1]["code"] == -signal.SIGKILL
 
 
+@pytest.mark.seconds
 def test_the_server_ends_when_all_that_use_it_have_ended(forking) -> None:  # type: ignore[no-untyped-def]
     process, said = forking
     assert not gone(said["server"], within_s=0.0)

@@ -1,0 +1,1 @@
+"""What continuous integration runs, `python -m tests.ci`: the stages, and what becomes of a test that fails."""

@@ -1,0 +1,65 @@
+"""What `.ci/run` starts: `python -m tests.ci [--load N] [--stops]`.
+
+Three stages: `make check` (where it is red, nothing else is begun), `make test`, and the long tests without the whole matrix, which
+is played by hand. Ends with a line for each, and exit code 1 where one failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from tests.ci.disturbance import disturbed
+from tests.ci.stages import Stage, keep, machine_speed, run_stages, say
+
+ROOT = Path(__file__).parents[2]
+WHOLE_MATRIX = "tests/matrix/test_matrix.py::test_all_runs_show_their_rows"
+UNSTABLE = ROOT / "tests" / "unstable.jsonl"
+
+
+def made(target: str, *more: str) -> Stage:
+    """`make TARGET`, whose pytest has further words."""
+    words = ["--durations=25", *more]
+    return Stage(name=target, command=lambda log: ["make", target, f"PYTEST_ARGS={' '.join([*words, *log])}"])
+
+
+STAGES = (
+    Stage(
+        name="check",
+        command=lambda log: ["make", "fast", f"PYTEST_ARGS={' '.join(log)}"],
+        beside=("make", "lint"),
+        ends_run=True,
+    ),
+    made("test"),
+    made("test-long", "--deselect", WHOLE_MATRIX),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.ci", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--load", type=int, default=0, metavar="N", help="busy processes beside the tests")
+    parser.add_argument("--stops", action="store_true", help="stop processes of the tests at random for 0.2 to 2.5 s")
+    arguments = parser.parse_args(argv)
+    machine = machine_speed()
+    say(f"{machine['processors']} processors, load {machine['load']}, a loop of Python in {machine['loop_ms']} ms")
+    disturbance = partial(disturbed, load=arguments.load, stops=arguments.stops)
+    results = run_stages(STAGES, root=ROOT, disturbed=disturbance)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    refused = keep(
+        results, path=UNSTABLE, commit=commit.stdout.strip(), machine=machine, date=time.strftime("%Y-%m-%d")
+    )
+    for result in results:
+        print(result.line(), flush=True)
+    for reason in refused:
+        print(f"refused: {reason}", flush=True)
+    return 1 if refused or any(result.failed for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Stages of tests, the second and third play of what failed in one, and the verdict.
+
+A test that failed is played again, alone, twice, each time in a process of its own, when its stage has nothing else to do. Passed
+both times it is *unstable*: it is printed and kept in `tests/unstable.jsonl`, and refuses nothing, unless there are more than
+MOST_UNSTABLE of them or it was unstable in MOST_RUNS of the last LAST_RUNS runs. Failed once more it is a failure. What dies
+without saying which test failed is a failure, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MOST_UNSTABLE = 5
+"""Unstable tests of one run that do not refuse it."""
+MOST_RUNS = 3
+LAST_RUNS = 10
+PLAYS = 2
+"""Of a test that failed, each alone."""
+FIRST_LINES = 12
+"""Of a failure, that are kept."""
+TESTS_FAILED = 1
+"""pytest's exit code where it ran all tests and some failed; every other one but 0 is not about a test."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Tests that run together. `command`: it runs pytest, with the words that it is given. `beside`: a command that runs meanwhile;
+    it has no tests that could be played again. `ends_run`: where it fails, no other stage is begun."""
+
+    name: str
+    command: Callable[[list[str]], list[str]]
+    beside: Sequence[str] = ()
+    ends_run: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """A stage's. `failed`: what is wrong, in words, or a test; `unstable`: test -> its first failure."""
+
+    name: str
+    seconds: float
+    failed: list[str] = field(default_factory=list)
+    unstable: dict[str, str] = field(default_factory=dict)
+
+    def line(self) -> str:
+        word = "failed" if self.failed else "unstable" if self.unstable else "passed"
+        named = self.failed or list(self.unstable)
+        minutes, seconds = divmod(round(self.seconds), 60)
+        return f"{self.name:<8}{word:<10}{minutes:>3} min {seconds:02} s" + "".join(
+            f"\n        {each}" for each in named
+        )
+
+
+def run_stages(
+    stages: Sequence[Stage], *, root: Path, disturbed: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> list[Result]:
+    """Runs one after another in the folder `root`, then plays again what failed; prints all that they say, and not the verdict.
+    `disturbed`: surrounds each stage, and no second play."""
+    results: list[Result] = []
+    failures: list[dict[str, str]] = []
+    for stage in stages:
+        say(f"stage {stage.name}")
+        with disturbed():
+            result, outputs = _run(stage, root=root)
+        results.append(result)
+        failures.append(outputs)
+        if stage.ends_run:
+            _play_again(result, outputs, root=root)
+            failures[-1] = {}
+            if result.failed:
+                return results
+    for result, outputs in zip(results, failures, strict=True):
+        _play_again(result, outputs, root=root)
+    return results
+
+
+def _run(stage: Stage, *, root: Path) -> tuple[Result, dict[str, str]]:
+    """Its result without what may be chance, and each failed test's output."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="understudy-ci-") as folder:
+        log = Path(folder) / "failures.jsonl"
+        beside = subprocess.Popen(stage.beside, cwd=root) if stage.beside else None
+        words = ["-p", "tests.ci.failure_log", "--failure-log", str(log)]
+        code = subprocess.run(stage.command(words), cwd=root, check=False).returncode
+        result = Result(name=stage.name, seconds=0.0)
+        if beside is not None and beside.wait() != 0:
+            result.failed.append(f"{' '.join(stage.beside)}: exit code {beside.returncode}")
+        lines = [json.loads(line) for line in log.read_text("utf-8").splitlines()] if log.exists() else []
+    result.seconds = time.monotonic() - began
+    outputs = {line["test"]: line["output"] for line in reversed(lines) if "test" in line}
+    ends = [line["exit"] for line in lines if "exit" in line]
+    if not ends or ends[-1] not in (0, TESTS_FAILED) or (code != 0 and not outputs):
+        result.failed.append(f"pytest did not play all tests: exit code {ends[-1] if ends else code}")
+    return result, outputs
+
+
+def _play_again(result: Result, outputs: dict[str, str], *, root: Path) -> None:
+    """Divides what failed into `failed` and `unstable`."""
+    if len(outputs) > MOST_UNSTABLE:  # a failure, whatever they are
+        result.failed += [f"{test} (not played again: {len(outputs)} failed)" for test in outputs]
+        return
+    for test, output in outputs.items():
+        say(f"{test} failed in stage {result.name}; it is played again, alone, {PLAYS} times")
+        plays = []
+        for _ in range(PLAYS):
+            plays.append(_played(test, root=root))
+            if plays[-1].returncode != 0:
+                result.failed.append(test)
+                break
+        else:
+            result.unstable[test] = output
+        say(f"{test} failed, and alone: {', '.join('passed' if play.returncode == 0 else 'failed' for play in plays)}")
+        say(f"in the stage:\n{output}")
+        for play in plays:
+            say(f"alone:\n{play.stdout[-10_000:]}")
+
+
+def _played(test: str, *, root: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", test]
+    return subprocess.run(
+        command, cwd=root, check=False, text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def keep(results: Sequence[Result], *, path: Path, commit: str, machine: dict[str, Any], date: str) -> list[str]:
+    """Appends this run's line to the file at `path`; returns what its unstable tests refuse it for, in words."""
+    unstable = {test: output for result in results for test, output in result.unstable.items()}
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    first = {test: output.splitlines()[:FIRST_LINES] for test, output in unstable.items()}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"date": date, "commit": commit, "machine": machine, "unstable": first}) + "\n")
+    refused = []
+    if len(unstable) > MOST_UNSTABLE:
+        refused.append(f"{len(unstable)} unstable tests: at most {MOST_UNSTABLE} are borne with")
+    earlier = [
+        json.loads(line)["unstable"] for line in lines[len(lines) - LAST_RUNS + 1 if len(lines) >= LAST_RUNS else 0 :]
+    ]
+    for test in unstable:
+        times = 1 + sum(test in run for run in earlier)
+        if times >= MOST_RUNS:
+            refused.append(f"{test} was unstable in {times} of the last {len(earlier) + 1} runs")
+    return refused
+
+
+def machine_speed() -> dict[str, Any]:
+    """Processors, load of the last minute, and the milliseconds of a loop of Python (the best of five)."""
+
+    def loop_ms() -> float:
+        began = time.perf_counter()
+        sum(number * number for number in range(1_000_000))
+        return (time.perf_counter() - began) * 1000
+
+    times = [loop_ms() for _ in range(5)]
+    return {"processors": os.cpu_count(), "load": round(os.getloadavg()[0], 1), "loop_ms": round(min(times))}
+
+
+def say(words: str) -> None:
+    print(f"ci: {words}", flush=True)
