@@ -10,6 +10,7 @@ from agents import server_manager
 from agents.server_manager import AsyncLLMServerManager, ServerUnavailable
 from buffers.errors import AgentError, UnderstudyError
 from tests.support.loop_parts import ScriptedServer
+from tests.support.patience import PATIENCE_S
 
 
 class GatedServer(ScriptedServer):
@@ -107,7 +108,7 @@ async def test_a_hanging_server_holds_up_nobody_elses_request():
     manager = AsyncLLMServerManager([hanging, well])
     (stuck,) = await asked(manager, "stuck")
     assert hanging.running == 1
-    answers = await asyncio.wait_for(asyncio.gather(*(ask(manager, f"free-{n}") for n in range(1))), 5)
+    answers = await asyncio.wait_for(asyncio.gather(*(ask(manager, f"free-{n}") for n in range(1))), PATIENCE_S)
     assert answers[0].token_ids == [1]
     assert not stuck.done()
     stuck.cancel()
@@ -121,7 +122,7 @@ async def test_a_server_that_does_not_answer_its_health_check_is_ill_after_the_d
     monkeypatch.setattr(server_manager, "HEALTH_DEADLINE_S", 0.01)
     silent, well = Silent(lambda _: [1]), ScriptedServer(lambda _: [1])
     manager = AsyncLLMServerManager([silent, well])
-    assert await asyncio.wait_for(manager.check_health(), 20) == 1
+    assert await asyncio.wait_for(manager.check_health(), PATIENCE_S) == 1
     for request in "abc":
         await ask(manager, request)
     assert (len(silent.prompts), len(well.prompts)) == (0, 3), "it takes no new requests"

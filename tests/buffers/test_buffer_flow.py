@@ -13,6 +13,7 @@ from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.tasks.task_pool import PoolClosed, TaskPool
 from tests.support.buffer_parts import make_round, make_task, scored_by_group_state
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.seconds
 
@@ -64,7 +65,7 @@ async def test_staleness_is_bounded_and_the_books_balance_whatever_agents_do(tmp
             for _ in range(40):
                 group.create_task(agent())
             for step in range(1, STEPS + 1):
-                batch = await asyncio.wait_for(dataset.sample(GROUPS_PER_STEP, min_version=version - lag), 30)
+                batch = await asyncio.wait_for(dataset.sample(GROUPS_PER_STEP, min_version=version - lag), PATIENCE_S)
                 assert len(batch.group_ids) == GROUPS_PER_STEP
                 assert len({row.episode_id for row in batch.rows}) == GROUPS_PER_STEP * GROUP_SIZE
                 groups = [[row for row in batch.rows if row.group_id == group_id] for group_id in batch.group_ids]

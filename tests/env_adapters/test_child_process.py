@@ -10,6 +10,7 @@ import pytest
 
 from buffers.errors import EnvError
 from env_adapters.child_process import Child, start_environment
+from tests.support.patience import PATIENCE_S
 
 
 class Ending:
@@ -42,7 +43,7 @@ async def test_a_task_that_is_cancelled_as_its_program_ends_is_cancelled(tmp_pat
     for _ in range(turns):
         await asyncio.sleep(0)
     running.cancel()
-    done, _ = await asyncio.wait({running}, timeout=5.0)
+    done, _ = await asyncio.wait({running}, timeout=PATIENCE_S)
     running.cancel()
     assert done and running.cancelled()
 

@@ -6,7 +6,6 @@ import asyncio
 import random
 import sys
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from env_adapters.verifiers_env import VerifiersEnv
 from env_adapters.walk.game import walk_tasks
 from tests.support import env_parts
 from tests.support.buffer_parts import make_task
+from tests.support.patience import PATIENCE_S
 
 TASK: dict[str, Any] = {"task_id": "t", "prompt": [], "extra_info": {}}
 
@@ -48,17 +48,15 @@ def said(step: Step) -> str:
 async def test_whatever_an_environment_does_wrong_is_an_error_with_a_short_reason(
     name: str, reason: str, words: str
 ) -> None:
-    adapter = with_deadlines(getattr(env_parts, name)(), deadline_s=0.05 if "Hangs" in name else 10.0)
+    adapter = with_deadlines(getattr(env_parts, name)(), deadline_s=0.05 if "Hangs" in name else PATIENCE_S)
     await adapter.reset(TASK, seed=1)
 
     async def play() -> None:
         await adapter.step("go")
         await adapter.score()
 
-    began = time.monotonic()
     with pytest.raises(EnvError) as failure:
         await play()
-    assert time.monotonic() - began < 4.0
     assert failure.value.reason == reason and words in str(failure.value)
     with pytest.raises(EnvError, match="must not follow a failure") as again:
         await adapter.step("go on")
@@ -85,7 +83,7 @@ async def test_all_calls_run_in_one_thread_which_ends_with_the_last_one() -> Non
     last: list[int] = []
     await thread.end(lambda: last.append(threading.get_ident()))
     assert set(seen) == set(last) and seen[0] != threading.get_ident()
-    thread._thread.join(5)
+    thread._thread.join(PATIENCE_S)
     assert not thread.alive
 
 

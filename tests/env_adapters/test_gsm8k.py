@@ -21,6 +21,7 @@ from env_adapters.adapter import Step, with_deadlines
 from env_adapters.catalog import make_adapter
 from env_adapters.gsm8k import SAMPLE, WRONG, problems, tasks_of_problems
 from env_adapters.scoring.scorers import SCORERS
+from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
@@ -64,7 +65,7 @@ def test_the_answers_of_the_sample_are_judged_right_by_both_scorers() -> None:
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "env_adapters.gsm8k", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.seconds

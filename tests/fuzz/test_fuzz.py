@@ -31,6 +31,7 @@ from tests.fuzz.known_attacks import CASES
 from tests.fuzz.real_engine import CLIENTS, MIB, Figures, attack
 from tests.fuzz.server_life import judged, resident
 from tests.fuzz.witness import MAX_DIFFERENCE, check
+from tests.support.patience import PATIENCE_S
 from tests.support.server_parts import ServerThread
 
 pytestmark = [pytest.mark.slow]
@@ -213,11 +214,13 @@ def attack_server(pid: int, *, port: int, keys: KeyRing) -> None:
         attacks = [attackers.submit(attack, port, keys) for attack in (large_bodies, deep_bodies)]
         while not all(attack.done() for attack in attacks) or len(times) < 50:
             began = time.monotonic()
-            assert httpx.get(f"{url}/health", headers={"host": "admin.example:1"}, timeout=10).status_code == 200
+            assert (
+                httpx.get(f"{url}/health", headers={"host": "admin.example:1"}, timeout=PATIENCE_S).status_code == 200
+            )
             times.append(time.monotonic() - began)
         for attack in attacks:
             attack.result()
-    until = time.monotonic() + 15
+    until = time.monotonic() + PATIENCE_S
     for sock in slow:
         sock.settimeout(max(0.1, until - time.monotonic()))
         assert sock.recv(1) == b"", "a slow socket must be closed within 10 s"
@@ -251,7 +254,7 @@ def large_bodies(port: int, keys: KeyRing) -> None:
 
 def send_large(port: int, path: str, *, headers: dict[str, str], told: bool) -> int | None:
     """None: the server closed the connection while we still sent."""
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as sock:
         length = f"content-length: {200 * MIB}" if told else "transfer-encoding: chunked"
         lines = [f"POST {path} HTTP/1.1", "host: x", length, *(f"{name}: {value}" for name, value in headers.items())]
         sock.sendall("\r\n".join([*lines, "", ""]).encode())
@@ -270,6 +273,6 @@ def deep_bodies(port: int, keys: KeyRing) -> None:
             f"http://127.0.0.1:{port}/scores",
             content=b'{"a":' * 100_000,
             headers={"authorization": f"Bearer {keys.scorer}", "content-type": "application/json"},
-            timeout=60,
+            timeout=PATIENCE_S,
         )
         assert answer.status_code == 400

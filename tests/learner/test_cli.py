@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import shlex
 import shutil
 import subprocess
@@ -20,7 +19,6 @@ from learner import cli
 from learner.new_project import CONFIG, FILES
 
 ROOT = Path(__file__).parents[2]
-HELP_CPU_S = 0.5
 PACKAGED = ("pyproject.toml", "README.md", "LICENSE", *cli.PACKAGES)
 
 
@@ -34,13 +32,9 @@ def understudy(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_help_names_every_command_and_answers_at_once(tmp_path):
-    """CPU time, not wall time: a busy machine must not fail it."""
-    before_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+def test_help_names_every_command(tmp_path):
     done = understudy("--help", cwd=tmp_path)
-    used_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before_s
     assert done.returncode == 0 and re.findall(r"^  (\w+) ", done.stdout, flags=re.M) == list(cli.COMMANDS)
-    assert used_s < HELP_CPU_S, f"--help must take under {HELP_CPU_S} s of CPU, got {used_s:.2f} s"
 
 
 @pytest.mark.seconds

@@ -34,6 +34,7 @@ from learner.training.ranks import RankDied, RankFailed
 from learner.validation import Validation
 from mocked_server.generation import GenerationStats
 from tests.support.buffer_parts import make_ready, make_round, make_task
+from tests.support.patience import PATIENCE_S
 from tests.support.weights.made_versions import written
 
 STEP = {"policy/lag_max": 0.0}
@@ -197,7 +198,7 @@ async def learning(
 
 
 async def until(true: Any) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not true():
             await asyncio.sleep(0.001)
 

@@ -16,6 +16,7 @@ from mocked_server.check.report import NARROWS, TrialObservations, features_of, 
 from mocked_server.check.scripted_replies import ANSWER, LINE, example, line_for
 from mocked_server.check.trial import AgentTrial
 from mocked_server.conversation.branch_causes import EXPECTED, REMEDY, BranchCause
+from tests.support.patience import PATIENCE_S
 
 CLIENTS = Path(__file__).parents[1] / "outside" / "clients"
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -147,7 +148,7 @@ def test_an_agent_gets_the_environment_that_it_gets_in_a_run(tools_server, tmp_p
     rehearsal = AgentTrial(tools_server.server, tools_server.ledger)
     work = rehearsal.try_out([sys.executable, str(program)], task=task, timeout_s=60, named=["MY_TOOL_URL"])
     try:
-        assert tools_server.submit(work).result(90).exit_code == 5
+        assert tools_server.submit(work).result(PATIENCE_S).exit_code == 5
     finally:
         tools_server.server.model_requests.observer = None
 

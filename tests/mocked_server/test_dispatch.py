@@ -14,6 +14,7 @@ from buffers.errors import AgentError, TaskError
 from buffers.records import Episode, Task
 from buffers.tasks.task_pool import PoolClosed
 from mocked_server.dispatch import Dispatch, Others
+from tests.support.patience import PATIENCE_S
 
 
 def episode(number, agent_name):
@@ -62,7 +63,7 @@ def dispatch(service, *, agents=True, default=None, **players):
 
 
 async def run(service, **given):
-    await asyncio.wait_for(dispatch(service, **given).run(), 5)
+    await asyncio.wait_for(dispatch(service, **given).run(), PATIENCE_S)
     return service.told
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from buffers.errors import ScoreError
 from buffers.records import Task
+from tests.support.patience import PATIENCE_S
 from tests.support.server_parts import LOGPROB, whole_prompt
 
 HELLO = [{"role": "user", "content": "Hello."}]
@@ -150,7 +151,7 @@ def test_a_client_that_hangs_up_leaves_a_round_of_what_it_may_have_read(served):
 async def _until(condition):
     import asyncio
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.01)
 

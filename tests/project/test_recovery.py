@@ -69,7 +69,7 @@ def kill_in_episodes(run: Run, part: str, *reasons: str) -> int:
         until_episodes_run(run)
         kill(run, part)
         kills += 1
-        until = time.monotonic() + 5
+        until = time.monotonic() + 5  # then it is killed again
         while seen() == before and time.monotonic() < until:
             time.sleep(0.1)
     return kills

@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import equal
 
+from tests.support.patience import PATIENCE_S
 from tests.support.run_parts import Run, assert_nothing_left, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
@@ -61,7 +62,7 @@ def kill_run(run: Run) -> None:
     assert len(heavy(run)) == 2
     os.kill(run.process.pid, signal.SIGKILL)
     run.process.wait()
-    until = time.monotonic() + 15
+    until = time.monotonic() + PATIENCE_S
     while (left := heavy(run)) and time.monotonic() < until:
         time.sleep(0.2)
     run.kill()

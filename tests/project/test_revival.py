@@ -14,6 +14,7 @@ from buffers.errors import EpisodeClosed
 from buffers.records import Task
 from learner.recovery.restarts import end_silent
 from mocked_server.keys import KeyRing
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -112,7 +113,7 @@ def test_an_agent_that_says_nothing_is_given_up_and_one_that_is_answered_is_not(
         server.episodes.get(silent[0])
     assert mortal.ledger.counts()["failed/silent agent"] == 1 and server.episodes.get(busy[0])
     mortal.engine.gate.set()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     silent[1].close()
     time.sleep(1.5)
     assert mortal.ledger.counts()["failed/silent agent"] == 2, "it has its answer, and asks for nothing more"
@@ -130,7 +131,9 @@ def test_keys_of_workers_are_not_guessed_from_one_another() -> None:
 
 def test_who_hangs_up_while_it_waits_for_a_task_is_given_none(served) -> None:
     for _ in range(3):
-        waiting = http.client.HTTPConnection(*served.server.base_url.removeprefix("http://").split(":"), timeout=30)
+        waiting = http.client.HTTPConnection(
+            *served.server.base_url.removeprefix("http://").split(":"), timeout=PATIENCE_S
+        )
         waiting.request("GET", "/tasks?wait=30", headers={"authorization": f"Bearer {served.server.keys.worker}"})
         time.sleep(0.3)
         waiting.close()

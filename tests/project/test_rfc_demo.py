@@ -22,6 +22,7 @@ from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import Task
 from buffers.tasks.parquet import write_tasks
 from mocked_server.server import create_and_launch_task_pool
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.engine
 
@@ -108,7 +109,7 @@ def test_the_rfc_snippet_runs_as_written(rollout, tiny_model, tmp_path):
         assert np.abs(mine[sampled] - row.logprobs[1:][sampled]).max() < 1e-4
     mocked_server.stop()
     for agent in agents:
-        assert agent.wait(30) == 0
+        assert agent.wait(PATIENCE_S) == 0
         agent.stdout.close()
 
 
@@ -149,5 +150,5 @@ def test_a_batch_mixes_agents_prompts_with_plain_prompts_of_the_file(rollout, ti
     assert first & {"1-0-0"} and first & {"2-0-0", "4-0-0"}, "one batch held prompts of both kinds"
     assert {agent.stdout.readline().strip() for _ in range(2)} == {"1-0-0", "3-0-0"}  # it has its last answers
     mocked_server.stop()
-    assert agent.wait(30) == 0
+    assert agent.wait(PATIENCE_S) == 0
     agent.stdout.close()

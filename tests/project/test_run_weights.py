@@ -14,6 +14,7 @@ import pytest
 from benchmarks.faults import descendants
 from buffers.ledger.ledger import Ledger
 from tests.project.test_recovery import kill
+from tests.support.patience import PATIENCE_S
 from tests.support.run_parts import Run, assert_nothing_left, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
@@ -147,7 +148,7 @@ def test_the_puller_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     puller = puller_of(run)
     run.process.kill()
     run.process.wait()
-    until = time.monotonic() + 10
+    until = time.monotonic() + PATIENCE_S
     while Path(f"/proc/{puller}").exists():
         assert time.monotonic() < until, "the puller outlives its run"
         time.sleep(0.05)

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 from env_adapters.adapter import EnvAdapter, Step, WorkerThread, user
+from tests.support.patience import PATIENCE_S
 
 
 class Strange(Exception):
@@ -43,7 +44,7 @@ class HangsInAThread(EchoEnv):
     async def step(self, action: str) -> Step:
         self.release = threading.Event()
         self.thread = WorkerThread("hangs")
-        await self.thread.call(lambda: self.release.wait(30))
+        await self.thread.call(lambda: self.release.wait(PATIENCE_S))
         raise AssertionError
 
     async def close(self) -> None:

@@ -20,6 +20,7 @@ import pytest
 
 from buffers.errors import UnderstudyError
 from configs.load import load_config
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import warm_runs
 
 ROOT = Path(__file__).parents[2]
@@ -168,7 +169,7 @@ def refusal(folder: Path, *overrides: str, config: str = "configs/demo.yaml") ->
 
 
 def assert_nothing_left(run: Run) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + PATIENCE_S
     while run.processes() and time.monotonic() < until:
         time.sleep(0.2)
     assert run.processes() == []

@@ -26,6 +26,7 @@ from mocked_server.processes.server_processes import ServerProcesses
 from mocked_server.roles import Roles
 from mocked_server.server import MockedServer
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
+from tests.support.patience import PATIENCE_S
 
 T = TypeVar("T")
 LOGPROB = -0.25
@@ -227,7 +228,7 @@ class ServerThread:
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the server's loop, and wait for it."""
-        return self.submit(work).result(30)
+        return self.submit(work).result(PATIENCE_S)
 
     def stop(self) -> None:
         async def stop() -> None:
@@ -260,11 +261,11 @@ class ServerThread:
         """The administrator has a port of its own."""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         url = self.server.admin_url if key == self.server.keys.admin else self.server.base_url
-        return httpx.Client(base_url=url, headers=headers, timeout=30)
+        return httpx.Client(base_url=url, headers=headers, timeout=PATIENCE_S)
 
     def stored(self, episode_id: str) -> list[Round]:
         """The episode's rounds in the ledger."""
-        return self.ledger.rounds(episode_id).result(10)
+        return self.ledger.rounds(episode_id).result(PATIENCE_S)
 
 
 def whole_prompt(rounds: list[Round], round_: Round) -> np.ndarray:

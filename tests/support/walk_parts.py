@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from buffers.records import Task
+from tests.support.patience import PATIENCE_S
 
 SCORER_KEY = "scorer"
 WORKER_KEY = "worker"
@@ -62,7 +63,7 @@ class FakeModelServer:
 
     def wait_for_outcome(self, episode_id: str) -> dict[str, Any]:
         with self.stored:
-            assert self.stored.wait_for(lambda: episode_id in self.outcomes, timeout=30)
+            assert self.stored.wait_for(lambda: episode_id in self.outcomes, timeout=PATIENCE_S)
             return self.outcomes[episode_id]
 
     def answer(self, request: BaseHTTPRequestHandler, *, body: dict[str, Any]) -> None:
@@ -122,7 +123,7 @@ class FakeModelServer:
                 self.scores_to_drop -= 1
                 return 0, None
         self.score_arrived.set()
-        assert self.score_may_be_stored.wait(timeout=30)
+        assert self.score_may_be_stored.wait(timeout=PATIENCE_S)
         with self.stored:
             self.outcomes[body.pop("episode_id")] = body
             self.stored.notify_all()

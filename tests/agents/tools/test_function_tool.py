@@ -15,6 +15,7 @@ from agents.tools.episode_tools import ToolFault
 from agents.tools.function_tool import FunctionTool, function_tool
 from agents.tools.toolbox import Toolbox
 from buffers.errors import ToolError
+from tests.support.patience import PATIENCE_S
 
 
 class Place(BaseModel):
@@ -140,7 +141,7 @@ async def test_a_hanging_function_stops_neither_the_loop_nor_others():
     def hang(number: int) -> str:
         """Waits."""
         started.release()
-        ends.wait(60)
+        ends.wait(PATIENCE_S)
         return str(number)
 
     def quick() -> str:

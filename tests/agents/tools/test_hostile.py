@@ -16,6 +16,7 @@ from agents.tools.function_tool import FunctionTool
 from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from agents.tools.toolbox import Toolbox
 from buffers.errors import ToolError
+from tests.support.patience import PATIENCE_S
 
 
 def schema(name: str, properties: dict[str, Any], **more: Any) -> OpenAIFunctionToolSchema:
@@ -152,7 +153,7 @@ async def test_other_episodes_go_on_while_arguments_are_checked(monkeypatch):
 
     def check(*_: object, **__: object) -> None:
         seen.set()
-        assert checked.wait(30)
+        assert checked.wait(PATIENCE_S)
 
     monkeypatch.setattr("agents.tools.episode_tools.check_arguments", check)
     call = asyncio.create_task(fault_of("{}", properties={}))

@@ -17,6 +17,7 @@ from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from agents.tools.toolbox import Toolbox
 from agents.tools.truncate import truncate
 from buffers.errors import ToolError
+from tests.support.patience import PATIENCE_S
 
 
 def schema(name: str, **properties: Any) -> OpenAIFunctionToolSchema:
@@ -211,7 +212,7 @@ async def test_an_episode_may_have_some_of_the_tools():
 
 
 async def test_calls_of_an_episode_run_at_the_same_time():
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=PATIENCE_S)
 
     def meet() -> str:
         """Waits for the other call."""

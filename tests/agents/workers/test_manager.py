@@ -12,6 +12,7 @@ from agents.workers.manager import AgentLoopManager
 from buffers.errors import AgentError, TaskError
 from buffers.records import Task
 from configs.schema import RolloutConfig
+from tests.support.patience import PATIENCE_S
 from tests.support.remote.own_ray import own_ray
 from tests.support.server_parts import ServerThread
 
@@ -62,7 +63,7 @@ def put(served, *tasks):
 
     unwatch = served.ledger.watch(watcher)
     wait(served, served.pool.put(tasks))
-    assert enough.wait(60), f"{len(closed)} of {len(tasks)} ended"
+    assert enough.wait(PATIENCE_S), f"{len(closed)} of {len(tasks)} ended"
     unwatch()
     return closed
 
@@ -79,13 +80,13 @@ def test_a_loop_written_for_verl_is_played_recorded_and_scored(played):
     first, second = served.stored(ended.episode_id)
     assert (first.parent, second.parent) == (None, 0)
     assert served.tokenizer.decode(second.tail_ids) == "\nagain please\n"
-    batch = served.ledger.claim(1, min_version=0).result(10)
+    batch = served.ledger.claim(1, min_version=0).result(PATIENCE_S)
     (row,) = batch.rows
     assert row.score == len("ok\nagain please\nok") - len("\nagain please\n"), (
         "what the model said, without the loop's words"
     )
     assert row.num_trained == 2 * len(served.ids("ok"))
-    served.ledger.release(batch.lease_id).result(10)
+    served.ledger.release(batch.lease_id).result(PATIENCE_S)
 
 
 def test_two_entries_of_one_class_have_their_own_settings(played):
@@ -125,7 +126,7 @@ def test_an_episode_that_ends_otherwise_is_played_no_further(played):
         recorded.wait(0.1)
     (episode_id,) = served.pool._slots
     wait(served, served.server.fail(episode_id, "deadline"))
-    assert closed.wait(10)
+    assert closed.wait(PATIENCE_S)
     unwatch()
     for _ in range(100):
         if all(worker.running == 0 for worker in manager._workers):

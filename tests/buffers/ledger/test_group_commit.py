@@ -12,6 +12,7 @@ import pytest
 from buffers.errors import StorageFull, UnderstudyError
 from buffers.ledger import group_commit
 from buffers.ledger.group_commit import GroupCommit, Rules
+from tests.support.patience import PATIENCE_S
 
 PUTS = 200
 
@@ -69,15 +70,15 @@ class Lines:
 
         def hold(_):
             standing.set()
-            assert let_go.wait(60)
+            assert let_go.wait(PATIENCE_S)
 
         future = self.writer.submit(hold)
-        assert standing.wait(10)
+        assert standing.wait(PATIENCE_S)
         try:
             yield
         finally:
             let_go.set()
-        future.result(10)
+        future.result(PATIENCE_S)
 
     def texts(self):
         return self.writer.submit(lambda db: [text for (text,) in db.execute("SELECT text FROM line ORDER BY number")])
@@ -112,7 +113,7 @@ def test_the_main_thread_never_commits(lines):
 def test_what_nobody_waits_for_is_stored_as_well(lines):
     done = threading.Event()
     lines.put("alone").add_done_callback(lambda _: done.set())
-    assert done.wait(10)
+    assert done.wait(PATIENCE_S)
 
 
 def test_a_caller_that_may_not_commit_leaves_it_to_the_thread(lines):
@@ -120,14 +121,14 @@ def test_a_caller_that_may_not_commit_leaves_it_to_the_thread(lines):
 
     def hold(_):
         held.set()
-        let_go.wait(10)
+        let_go.wait(PATIENCE_S)
 
     lines.writer.submit(hold)
-    assert held.wait(10)
+    assert held.wait(PATIENCE_S)
     future = elsewhere(lambda: lines.put("later", inline=True))
     assert not future.done()
     let_go.set()
-    assert future.result(10) is lines.writer._thread
+    assert future.result(PATIENCE_S) is lines.writer._thread
 
 
 def test_many_callers_keep_their_order_and_lose_nothing(lines):
@@ -152,7 +153,7 @@ def test_a_defect_in_an_operation_that_a_caller_commits_stops_the_writer(lines):
 
     with pytest.raises(AttributeError, match="a defect"):
         elsewhere(lambda: lines.writer.submit(broken, rules=Rules(inline=True)))
-    lines.writer._thread.join(10)
+    lines.writer._thread.join(PATIENCE_S)
     with pytest.raises(UnderstudyError, match="must be open"):
         lines.put("late")
 
@@ -190,22 +191,22 @@ def synchronous(lines):
 
 
 def test_only_a_transaction_of_transient_operations_alone_does_not_wait_for_the_disk(lines):
-    lines.put("kept").result(10)
+    lines.put("kept").result(PATIENCE_S)
     assert synchronous(lines) == []  # it begins so
-    lines.put("passing", transient=True).result(10)
+    lines.put("passing", transient=True).result(PATIENCE_S)
     assert synchronous(lines) == ["NORMAL"]
-    lines.put("kept").result(10)
+    lines.put("kept").result(PATIENCE_S)
     assert synchronous(lines) == ["NORMAL", "FULL"]
     (level,) = lines.disk.execute("PRAGMA synchronous").fetchone()
     assert level == 2
-    lines.put("passing", transient=True).result(10)
+    lines.put("passing", transient=True).result(PATIENCE_S)
     with lines.held():  # what holds is no transient operation
         pass
     assert synchronous(lines) == ["NORMAL", "FULL", "NORMAL", "FULL"]
     with lines.held():
         mixed = [lines.put("one", transient=True), lines.put("two"), lines.put("three", transient=True)]
-    wait(mixed, timeout=10)
-    lines.texts().result(10)
+    wait(mixed, timeout=PATIENCE_S)
+    lines.texts().result(PATIENCE_S)
     assert synchronous(lines) == ["NORMAL", "FULL", "NORMAL", "FULL"], "the mixed transaction waited for the disk"
 
 
@@ -217,20 +218,20 @@ def test_while_the_disk_is_full_operations_wait_in_their_order_and_a_probe_opens
     assert all(lines.probes) and lines.writer.full and not first.done()
     refused = lines.put("refused", refusable=True)
     with pytest.raises(StorageFull, match="disk is full; free space on its disk"):
-        refused.result(10)
+        refused.result(PATIENCE_S)
     later = [lines.put(text) for text in ("second", "third")]
     lines.disk.full = False
     for future in (first, *later):
-        future.result(10)
-    assert lines.texts().result(10) == ["first", "second", "third"]
-    assert lines.recovered.wait(10) and not lines.writer.full
+        future.result(PATIENCE_S)
+    assert lines.texts().result(PATIENCE_S) == ["first", "second", "third"]
+    assert lines.recovered.wait(PATIENCE_S) and not lines.writer.full
     num_probes = len(lines.probes)
-    lines.put("fourth").result(10)
+    lines.put("fourth").result(PATIENCE_S)
     assert len(lines.probes) == num_probes, "no probe once there is room"
 
 
 def until(condition):
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)
@@ -245,14 +246,14 @@ def test_who_waits_for_the_transaction_of_a_defect_is_told_and_does_not_hang(lin
         before, defect, after = lines.put("before"), lines.writer.submit(broken), lines.put("after")
     for future in (before, defect, after):
         with pytest.raises(UnderstudyError, match="its writer stopped before this was stored"):
-            future.result(10)
+            future.result(PATIENCE_S)
 
 
 def test_more_than_a_transaction_takes_is_stored_without_another_call(lines):
     with lines.held():
         futures = [lines.put(str(number)) for number in range(3000)]
-    assert not wait(futures, timeout=30).not_done
-    assert lines.texts().result(10) == [str(number) for number in range(3000)]
+    assert not wait(futures, timeout=PATIENCE_S).not_done
+    assert lines.texts().result(PATIENCE_S) == [str(number) for number in range(3000)]
 
 
 def test_who_brings_more_than_can_wait_waits(lines, monkeypatch):
@@ -264,6 +265,6 @@ def test_who_brings_more_than_can_wait_waits(lines, monkeypatch):
             with pytest.raises(TimeoutError):
                 beyond.result(0.2)
             assert len(lines.writer._waiting) == 3
-        futures.append(beyond.result(10))
-    wait(futures, timeout=10)
-    assert lines.texts().result(10) == ["0", "1", "2", "3"]
+        futures.append(beyond.result(PATIENCE_S))
+    wait(futures, timeout=PATIENCE_S)
+    assert lines.texts().result(PATIENCE_S) == ["0", "1", "2", "3"]

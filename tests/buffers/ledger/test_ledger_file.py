@@ -14,6 +14,7 @@ import pytest
 from buffers.errors import EpisodeClosed, LeaseError, UnderstudyError
 from buffers.ledger.ledger import Ledger
 from tests.support.buffer_parts import make_ready, make_round, make_task, open_running, scored_by_group_state
+from tests.support.patience import PATIENCE_S
 from tests.support.processes.child_process import child_process
 
 ROOT = Path(__file__).parents[3]
@@ -182,11 +183,11 @@ asked = ledger.position()  # what is not sent again by its caller waits
 resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))  # space is back: no restart needed
 back = time.monotonic()
 for future in rounds:
-    future.result(20)
-assert asked.result(20).step == 0 and not ledger.is_full
+    future.result(180)
+assert asked.result(180).step == 0 and not ledger.is_full
 took = time.monotonic() - back
-ledger.put_round(make_round(second.episode_id)).result(5)
-assert ledger.notify_score(second.episode_id, 0.5).result(5) is True
+ledger.put_round(make_round(second.episode_id)).result(180)
+assert ledger.notify_score(second.episode_id, 0.5).result(180) is True
 print(took)
 ledger.close()
 """
@@ -201,7 +202,7 @@ def test_a_full_disk_loses_nothing_and_all_goes_on_within_five_seconds_of_space_
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=PATIENCE_S,
     )
     assert child.returncode == 0, child.stderr
     assert float(child.stdout) <= 5.0

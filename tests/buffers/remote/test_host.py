@@ -25,6 +25,7 @@ from buffers.remote.messages import job_of
 from buffers.remote.outbox import MAX_FRAME_BYTES, Outgoing, frames, parcels
 from buffers.remote.remote_ledger import RemoteLedger
 from tests.support.buffer_parts import make_round, make_task, open_running
+from tests.support.patience import PATIENCE_S
 from tests.support.remote.in_process_remote_ledger import SECRET, Nearby, open_nearby
 
 pytestmark = pytest.mark.seconds
@@ -51,7 +52,7 @@ def test_a_change_that_was_made_before_the_process_died_is_made_once_and_answere
 ) -> None:
     def answered(operation: Any) -> Any:
         handle.dies_after_next = True
-        answer = operation().result(30)
+        answer = operation().result(PATIENCE_S)
         assert handle.dies_after_next is False
         return answer
 
@@ -86,7 +87,7 @@ def test_a_change_that_was_made_before_the_process_died_is_made_once_and_answere
 def test_a_refused_operation_is_refused_again(ledger: RemoteLedger, handle: Nearby) -> None:
     handle.dies_after_next = True
     with pytest.raises(EpisodeError, match="must name an episode"):
-        ledger.start_episode("nobody", version=0).result(30)
+        ledger.start_episode("nobody", version=0).result(PATIENCE_S)
     assert handle.dies_after_next is False
 
 
@@ -104,15 +105,15 @@ def test_watchers_hear_of_a_commit_after_its_futures_are_done(ledger: RemoteLedg
     ledger.watch(watcher)
     handle.on_events = lambda page: arrived.set() if any(event.closed for event in page.events) else None
     entered, gate = threading.Event(), threading.Event()
-    handle.before_answer = lambda: entered.set() or gate.wait(10)
+    handle.before_answer = lambda: entered.set() or gate.wait(PATIENCE_S)
     ledger.position()  # what comes behind it is sent together
-    assert entered.wait(10)
+    assert entered.wait(PATIENCE_S)
     started = ledger.start_pending(limit=1, version=0)
     failed = ledger.fail_episode("1-0-0", "lost", max_attempts=1)
     started.add_done_callback(lambda future: order.extend(("started", e.episode_id) for e in future.result()))
-    handle.before_answer = lambda: arrived.wait(10)  # the answer is slower than the news
+    handle.before_answer = lambda: arrived.wait(PATIENCE_S)  # the answer is slower than the news
     gate.set()
-    assert failed.result(30) is None and done.wait(30)
+    assert failed.result(PATIENCE_S) is None and done.wait(PATIENCE_S)
     assert order == [("started", "1-0-0"), ("closed", "1-0-0")]
 
 
@@ -131,14 +132,14 @@ def test_while_the_disk_is_full_scores_are_refused_and_all_else_waits(
         until.wait(0.1)
     assert ledger.is_full and not ledger.has_room()
     with pytest.raises(StorageFull, match="free space on"):
-        ledger.notify_score(first.episode_id, 1.0).result(30)
+        ledger.notify_score(first.episode_id, 1.0).result(PATIENCE_S)
     later = ledger.position()
     assert not rounds[0].done() and not later.done()
     unwatched = threading.Event()
     ledger.watch(lambda news: unwatched.set())
     _lift(handle)
-    assert rounds[0].result(30) is None and later.result(30).step == 0 and unwatched.wait(30)
-    assert ledger.notify_score(first.episode_id, 1.0).result(30) is True
+    assert rounds[0].result(PATIENCE_S) is None and later.result(PATIENCE_S).step == 0 and unwatched.wait(PATIENCE_S)
+    assert ledger.notify_score(first.episode_id, 1.0).result(PATIENCE_S) is True
 
 
 def test_closing_does_not_wait_for_a_full_disk(ledger: RemoteLedger, handle: Nearby) -> None:
@@ -194,7 +195,7 @@ def test_an_endpoint_that_cannot_be_reached_is_named(
     monkeypatch.setattr("buffers.remote.remote_ledger._UNREACHABLE_S", 0.5)
     handle.server.close()
     with pytest.raises(LedgerGone, match=r"ledger at local:\S+ must be reachable"):
-        ledger.put_round(make_round(episode.episode_id)).result(60)
+        ledger.put_round(make_round(episode.episode_id)).result(PATIENCE_S)
     with pytest.raises(LedgerGone):
         ledger.position()
 
@@ -205,7 +206,7 @@ def test_rounds_that_were_cut_off_are_sent_again_over_a_new_connection(ledger: R
         round_ = ledger.put_round(make_round(episode.episode_id, index=index))
         if index % 2:
             handle.cut_all()
-        assert round_.result(60) is None
+        assert round_.result(PATIENCE_S) is None
     assert len(ledger.rounds(episode.episode_id).result()) == 6
     assert ledger.notify_score(episode.episode_id, 1.0).result() is True
     with pytest.raises(EpisodeClosed):

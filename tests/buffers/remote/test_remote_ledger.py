@@ -27,6 +27,7 @@ from buffers.remote.ray_actor import find_actor
 from buffers.remote.remote_ledger import RemoteLedger
 from tests.faults.ledger_faults import Log, check, child_environment
 from tests.support.buffer_parts import make_ready, make_round, make_task, open_running
+from tests.support.patience import PATIENCE_S
 from tests.support.processes.child_process import child_process
 from tests.support.remote.remote_parts import ROOT, SECRET, Nodes, open_remote, two_nodes
 
@@ -111,11 +112,11 @@ def test_what_was_sent_when_the_process_died_is_sent_again_in_its_order(ledger: 
     with pytest.raises(TimeoutError):
         score.result(0.5)
     os.kill(pid, signal.SIGKILL)
-    assert score.result(60) is True and all(round_.result() is None for round_ in rounds)
+    assert score.result(PATIENCE_S) is True and all(round_.result() is None for round_ in rounds)
     with pytest.raises(EpisodeClosed):
-        too_late.result(60)
-    assert [episode.task.task_id for episode in started.result(60)] == ["t:1", "t:1"]
-    retry = failed.result(60)
+        too_late.result(PATIENCE_S)
+    assert [episode.task.task_id for episode in started.result(PATIENCE_S)] == ["t:1", "t:1"]
+    retry = failed.result(PATIENCE_S)
     assert retry is not None and retry.attempt == 1
     assert len(ledger.rounds(first.episode_id).result()) == 20
 
@@ -149,7 +150,7 @@ def test_a_watcher_hears_of_an_end_whose_news_died_with_the_process(
         patch.setattr(ledger, "_tell", lambda page: None)  # the news is under way when the process dies
         other.fail_episode(first.episode_id, "lost", max_attempts=1).result()
         kill(ledger)
-    assert told.wait(60)
+    assert told.wait(PATIENCE_S)
     closed = {episode.episode_id: episode.state for news in heard for episode in news.closed}
     assert closed == {first.episode_id: EpisodeState.FAILED, second.episode_id: EpisodeState.FAILED}
     other.close()
@@ -172,7 +173,7 @@ def test_a_ledger_that_is_gone_for_good_says_so_to_all_who_wait(ledger: RemoteLe
     waiting = ledger.position()
     ray.kill(ledger._actor._actor)
     with pytest.raises(LedgerGone, match="--resume auto"):
-        waiting.result(60)
+        waiting.result(PATIENCE_S)
     with pytest.raises(LedgerGone):
         ledger.position()
 
@@ -183,7 +184,7 @@ def test_a_node_that_dies_takes_its_ledger_with_it_and_says_so(nodes: Nodes, tmp
         assert ledger.where.node_id == third.node_id
         nodes.cluster.remove_node(third, allow_graceful=False)
         with pytest.raises(LedgerGone, match="--resume auto"):
-            ask_until(time.monotonic() + 60, ledger)  # the process dies a moment after its node
+            ask_until(time.monotonic() + PATIENCE_S, ledger)  # the process dies a moment after its node
 
 
 def test_a_second_run_does_not_take_a_ledger_that_is_in_use_but_one_that_was_left_behind(
@@ -204,7 +205,7 @@ def test_a_second_run_does_not_take_a_ledger_that_is_in_use_but_one_that_was_lef
 
 def ask_until(end: float, ledger: RemoteLedger) -> None:
     while time.monotonic() < end:
-        ledger.position().result(60)
+        ledger.position().result(PATIENCE_S)
 
 
 def kill(ledger: RemoteLedger) -> None:

@@ -24,6 +24,7 @@ from learner.algorithms.overlong_penalty import overlong_penalty, with_overlong_
 from learner.recovery.failure_watch import Streak
 from tests.support.buffer_parts import make_ready, make_round, open_running, scored_by_group_state
 from tests.support.learner_parts import make_row
+from tests.support.patience import PATIENCE_S
 
 
 def task(truth: object = "18", *, source: str = "unknown") -> Task:
@@ -86,7 +87,7 @@ def length(task: Task, answer: str) -> float:
 def lengths(tasks: list[Task], answers: list[str]) -> list[float]:
     seen.append(len(answers))
     started.set()
-    gate.wait(5)
+    gate.wait(PATIENCE_S)
     return [float(len(answer)) for answer in answers]
 
 
@@ -194,7 +195,7 @@ async def test_scorers_that_hang_stop_nothing_else_and_no_more_than_so_many_star
     seen.clear()
     hanging = [asyncio.create_task(hung.score(task(), "x")) for _ in range(40)]  # more than asyncio has threads
     await asyncio.to_thread(hangs_twice.wait, 30)
-    assert await asyncio.wait_for(going_on.score(task(), "four"), 30) == 4.0
+    assert await asyncio.wait_for(going_on.score(task(), "four"), PATIENCE_S) == 4.0
     assert seen == [1, 1]
     for each in hanging:
         each.cancel()
@@ -285,7 +286,7 @@ async def test_the_loop_goes_on_while_a_scorer_works() -> None:
     started.clear()
     gate.clear()
     scoring = asyncio.create_task(Rewards(f"{__name__}.waits").score(task(), "four"))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not started.is_set():
             await asyncio.sleep(0.001)
     assert not scoring.done(), "this line is reached while it waits"
@@ -295,7 +296,7 @@ async def test_the_loop_goes_on_while_a_scorer_works() -> None:
 
 def waits(task: Task, answer: str) -> float:
     started.set()
-    assert gate.wait(20)
+    assert gate.wait(PATIENCE_S)
     return float(len(answer))
 
 
@@ -311,7 +312,7 @@ async def test_who_gives_up_a_batch_takes_no_one_with_it() -> None:
     given_up.cancel()
     others[1].cancel()
     gate.set()
-    outcomes = await asyncio.wait_for(asyncio.gather(given_up, *others, return_exceptions=True), 20)
+    outcomes = await asyncio.wait_for(asyncio.gather(given_up, *others, return_exceptions=True), PATIENCE_S)
     kinds = [outcome if isinstance(outcome, float) else type(outcome) for outcome in outcomes]
     assert kinds == [asyncio.CancelledError, 2.0, asyncio.CancelledError, 4.0]
 

@@ -19,6 +19,7 @@ import pytest
 
 from env_adapters.walk.game import WalkGame, walk_tasks
 from env_adapters.walk.server import ScoreClient, WalkServer
+from tests.support.patience import PATIENCE_S
 from tests.support.walk_parts import SCORER_KEY, WORKER_KEY, FakeModelServer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,7 +39,7 @@ def environment(fake: FakeModelServer) -> Iterator[subprocess.Popen[str]]:
     fake.env_address = first_line(process)
     yield process
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     assert "Traceback" not in errors
 
@@ -66,7 +67,7 @@ class Player:
 
     def __init__(self, address: str) -> None:
         host, port = address.rsplit(":", 1)
-        self.socket = socket.create_connection((host, int(port)), timeout=30)
+        self.socket = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
         self.lines = self.socket.makefile("r")
 
     def send(self, message: Any) -> None:
@@ -108,7 +109,7 @@ def test_the_score_is_acknowledged_before_the_agent_hears_that_it_is_done(
         turn = player.ask({"move": move})
         assert turn["observation"].startswith("The exit is ") and turn["done"] is False
     player.send({"move": last})
-    assert fake.score_arrived.wait(timeout=30)
+    assert fake.score_arrived.wait(timeout=PATIENCE_S)
     assert select.select([player.socket], [], [], 0) == ([], [], [])  # nothing is said before the acknowledgement
     assert "e20" not in fake.outcomes
     fake.score_may_be_stored.set()
@@ -224,7 +225,7 @@ def test_sigterm_ends_the_process_while_an_agent_is_connected(fake: FakeModelSer
     player = Player(first_line(process))
     player.ask({"episode_key": "key-20"})
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, errors) == (0, "")
     assert player.lines.readline() == ""
     player.close()

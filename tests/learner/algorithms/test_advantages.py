@@ -22,6 +22,7 @@ from learner.algorithms.values import (
     score_scale,
     whiten,
 )
+from tests.support.patience import PATIENCE_S
 
 GROUPED = set(ESTIMATORS) - {"gae", "remax", "reinforce_plus_plus", "teacher"}
 
@@ -522,7 +523,7 @@ def test_mathematics_needs_no_engine_no_cluster_and_no_model_library() -> None:
     code = f"import sys, {modules}; print(sorted({{'ray', 'transformers', 'vllm', 'tensordict'}} & set(sys.modules)))"
     root = Path(__file__).parents[3]
     answer = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True, timeout=PATIENCE_S
     )
     assert answer.stdout.strip() == "[]"
 

@@ -28,6 +28,7 @@ from tests.learner.page.page_parts import (
     unpacked,
     write_lines,
 )
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +130,7 @@ def test_episodes_are_filtered_by_the_query(client):
     assert ids(cause="any") == ids(cause="history_edited") == ["1-0-0"] and ids(cause="forked") == []
     assert ids(untrained=1) == ["3-0-0", "3-1-0"] and ids(agent="walker") == ["2-0-0", "2-1-0"]
     assert ids(group_state="ready", q="4-0") == ["4-0-0"]
-    until = time.monotonic() + 30  # a thread looks at the episodes meanwhile
+    until = time.monotonic() + PATIENCE_S  # a thread looks at the episodes meanwhile
     while (found := get(client, "/api/runs/seen/episodes", limit=4))["indexed"] < 1.0 and time.monotonic() < until:
         time.sleep(0.05)
     assert found["total"] == 10 and found["indexed"] == 1.0

@@ -19,6 +19,7 @@ from ray._private.node import Node
 
 from buffers.errors import UnderstudyError
 from learner.startup import ray_cluster
+from tests.support.patience import PATIENCE_S
 from tests.support.processes.child_process import child_process, gone
 
 ROOT = Path(__file__).parents[3]
@@ -125,7 +126,7 @@ def ask(environment: dict[str, str], *, home: Path) -> str:
     """What another process of this user is told."""
     address = ray.get_runtime_context().gcs_address
     done = subprocess.run(
-        [sys.executable, "-c", ASKING, address], capture_output=True, text=True, timeout=60, check=False,
+        [sys.executable, "-c", ASKING, address], capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         env={"PATH": os.environ["PATH"], "HOME": str(home), **environment},
     )  # fmt: skip
     return done.stdout.strip() or done.stderr
@@ -159,7 +160,7 @@ def test_its_workers_have_the_token_and_no_copy_of_it_is_in_their_environment(st
     def environment() -> dict[str, str]:
         return dict(os.environ)
 
-    seen = ray.get(environment.remote(), timeout=60)
+    seen = ray.get(environment.remote(), timeout=PATIENCE_S)
     token = (started / "token").read_text()
     assert seen[ray_cluster.TOKEN_PATH] == str(started / "token") and ray_cluster.TOKEN not in seen
     assert len(token) == 64 and token not in json.dumps(seen)

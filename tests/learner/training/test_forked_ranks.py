@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.patience import PATIENCE_S
 from tests.support.processes.child_process import child_process, gone
 
 ROOT = Path(__file__).parents[3]
@@ -73,7 +74,7 @@ def test_what_is_forked_has_what_was_imported_and_the_askers_arguments_environme
         assert said["environment"]["LATE"] == "2" and "PYTHONPATH" not in said["environment"]
         assert said["threads"] == 1
         assert said["group"] == said["pid"], "Ray ends the group of a worker that has ended"
-        process.communicate("end", timeout=20)
+        process.communicate("end", timeout=PATIENCE_S)
     assert gone(said["pid"])
 
 
@@ -83,14 +84,14 @@ def test_who_asked_and_what_was_forked_end_together(warm_process, program: Path)
         assert gone(said["pid"]), "what was forked lives on"
         assert other.poll() is None and not gone(told["pid"], within_s=0.0), "another one's fork ended"
         os.kill(told["pid"], signal.SIGKILL)
-        other.wait(timeout=20)
+        other.wait(timeout=PATIENCE_S)
 
 
 @pytest.mark.seconds
 def test_without_a_warm_process_the_program_runs_all_the_same(warm_process, program: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     with asked([*warm_process[1][:-1], str(tmp_path / "nobody")], program) as (process, said):
         assert said["pid"] == process.pid and said["there"] == []
-        process.communicate("end", timeout=20)
+        process.communicate("end", timeout=PATIENCE_S)
         assert process.returncode == 3
 
 

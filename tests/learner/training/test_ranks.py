@@ -16,6 +16,7 @@ from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
 from learner.training.ranks import LearnerRanks, RankFailed
 from tests.support.learner_parts import assert_same_weights, branching_batch, make_model, make_trainer, walks
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import warm_runs
 from tests.support.remote.own_ray import own_ray
 from tests.support.weights.published_weights import published, published_by
@@ -103,5 +104,5 @@ async def test_error_of_a_rank_reaches_the_caller_with_its_cause(model: Path) ->
     ranks = _ranks(model, num=1)
     await ranks.start()
     with pytest.raises(RankFailed, match=r"rank 0 of 1 failed in train_step: .*at least one trained token") as failure:
-        await asyncio.wait_for(ranks.train_step(TrainBatch(rows=[]), version=0), timeout=60)
+        await asyncio.wait_for(ranks.train_step(TrainBatch(rows=[]), version=0), timeout=PATIENCE_S)
     assert isinstance(failure.value.__cause__, ValueError)

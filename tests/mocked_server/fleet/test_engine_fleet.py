@@ -12,6 +12,7 @@ import pytest
 from buffers.errors import EngineDied, EngineError
 from mocked_server.fleet.engine_fleet import Caller, EngineFleet
 from mocked_server.fleet.member import EngineFigures, EngineLost, Sampled
+from tests.support.patience import PATIENCE_S
 
 FIGURES = {
     "waiting": 0, "tokens_held": 0, "kv_capacity": 0, "sampled_tokens": 0, "prompt_tokens": 0, "cached_tokens": 0,
@@ -110,7 +111,7 @@ async def test_an_engine_that_dies_is_started_again_and_its_episodes_are_served_
     with pytest.raises(EngineLost):
         await asking
     assert await ask(fleet, "x") == "b", "asked again before anybody looked"
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not a.is_up:
             await asyncio.sleep(0.001)
     assert deaths == ["a", "a"] and await ask(fleet, "x") == "b", "it stays where its history is"
@@ -129,7 +130,7 @@ async def test_an_engine_that_dies_too_often_leaves_and_the_last_one_ends_the_ru
     assert engines[0].closed and [figures.name for figures in fleet.figures()] == ["b"] and not keeping.done()
     engines[1].die()
     with pytest.raises(ExceptionGroup) as ended:
-        await asyncio.wait_for(keeping, 5)
+        await asyncio.wait_for(keeping, PATIENCE_S)
     assert isinstance(ended.value.exceptions[0], EngineError) and "engine b died" in str(ended.value.exceptions[0])
 
 
@@ -171,7 +172,7 @@ async def test_an_engine_that_is_down_while_weights_come_has_them_when_it_is_bac
     await fleet.load_weights(tmp_path, version=3)
     assert (a.version, b.version) == (0, 3)
     keeping = asyncio.create_task(fleet.run())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not a.is_up:
             await asyncio.sleep(0.001)
     assert a.version == 3
@@ -205,7 +206,7 @@ async def test_a_request_that_finds_no_engine_waits_for_one() -> None:
     await asyncio.sleep(0.01)
     assert not asking.done()
     keeping = asyncio.create_task(fleet.run())
-    assert await asyncio.wait_for(asking, 5) == "a"
+    assert await asyncio.wait_for(asking, PATIENCE_S) == "a"
     keeping.cancel()
 
 

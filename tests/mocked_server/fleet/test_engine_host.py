@@ -20,6 +20,7 @@ from mocked_server.fleet.engine_messages import MAX_UNREAD, Item, WireCompletion
 from mocked_server.fleet.member import EngineFigures, EngineLost, Sampled
 from mocked_server.fleet.remote_engine import RemoteEngine
 from tests.mocked_server.fleet.hosts_here import SECRET, HostHere
+from tests.support.patience import PATIENCE_S
 
 
 class WordEngine:
@@ -157,7 +158,7 @@ class Pair:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -195,7 +196,7 @@ async def test_orders_reach_the_engine_and_their_errors_the_caller() -> None:
         await pair.remote.wake_up()
         assert pair.engine.done[2:] == ["load /x 9", "sleep", "wake_up"] and pair.remote.version == 9
         pair.engine.die()
-        await asyncio.wait_for(pair.remote.until_dead(), 10)
+        await asyncio.wait_for(pair.remote.until_dead(), PATIENCE_S)
         pair.engine.errors = [
             EngineDied("killed while it started"),
             EngineError("its arguments are wrong"),
@@ -227,7 +228,7 @@ async def test_a_dead_engine_behind_a_living_host_is_told_with_what_it_sampled()
             await reading
         assert lost.value.sampled[0].token_ids == seen and lost.value.life == ("e1", 1)
         assert seen == list(range(len(seen)))
-        await asyncio.wait_for(pair.remote.until_dead(), 10)
+        await asyncio.wait_for(pair.remote.until_dead(), PATIENCE_S)
         with pytest.raises(EngineLost, match="is down"):
             await pair.all_of(1)
 
@@ -239,8 +240,8 @@ async def test_a_lost_host_is_replaced_by_a_restart() -> None:
         await until(lambda: pair.engine.under_way)
         await pair.cut()
         with pytest.raises(EngineLost, match="the host of engine e1 was lost"):
-            await asyncio.wait_for(waiting, 10)
-        await asyncio.wait_for(pair.remote.until_dead(), 10)
+            await asyncio.wait_for(waiting, PATIENCE_S)
+        await asyncio.wait_for(pair.remote.until_dead(), PATIENCE_S)
         before = pair.remote.figures().sampled_tokens
         assert before > 0 and not pair.remote.is_up
         await pair.remote.load_weights(Path("/y"), version=6)  # told by the restart
@@ -259,7 +260,7 @@ async def test_a_host_that_says_nothing_is_lost(monkeypatch: pytest.MonkeyPatch)
         await until(lambda: pair.engine.under_way)
         monkeypatch.setattr(engine_host.EngineHost, "_beat", lambda self: None)
         with pytest.raises(EngineLost, match=r"gave no sign of life for 0 s"):
-            await asyncio.wait_for(waiting, 10)
+            await asyncio.wait_for(waiting, PATIENCE_S)
         assert not pair.remote.is_up
 
 

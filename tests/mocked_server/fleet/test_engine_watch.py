@@ -12,6 +12,7 @@ from mocked_server.fleet.engine_rates import EngineRates, kv_share, lines_of
 from mocked_server.fleet.engine_watch import EngineWatch
 from mocked_server.fleet.member import EngineFigures
 from tests.mocked_server.fleet.scripted_figures import figures
+from tests.support.patience import PATIENCE_S
 
 
 class FakePool:
@@ -59,7 +60,7 @@ async def test_the_loop_looks_again_and_again(monkeypatch: pytest.MonkeyPatch) -
     watched = Watched(figures(), admission=Admission(episode_tokens=100, most=40))
     running = asyncio.create_task(watched.watch.run())
     watched.engines = [figures(), figures("e1")]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while watched.pool.max_running != 20:
             await asyncio.sleep(0)
     running.cancel()

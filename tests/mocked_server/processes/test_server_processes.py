@@ -17,6 +17,7 @@ from openai import OpenAI
 
 from buffers.records import Task
 from configs.schema import RolloutConfig
+from tests.support.patience import PATIENCE_S
 from tests.support.server_parts import LOGPROB, ServerThread, whole_prompt
 
 pytestmark = [pytest.mark.slow]
@@ -52,7 +53,7 @@ class Leased:
             two.pool.put([Task(task_id=f"two-{number}-{time.monotonic_ns()}", prompt=HELLO, ground_truth="secret")])
         )
         worker = {"Authorization": f"Bearer {two.server.keys.worker}"}
-        self.said = httpx.get(f"{two.server.url_of(process)}/tasks?wait=20", headers=worker, timeout=60).json()
+        self.said = httpx.get(f"{two.server.url_of(process)}/tasks?wait=20", headers=worker, timeout=PATIENCE_S).json()
         self.id, self.key = self.said["episode_id"], self.said["api_key"]
         self._two = two
 
@@ -185,11 +186,16 @@ def test_keys_open_at_each_process_what_they_open_at_the_runs(two: ServerThread)
         content = b"{}" if method == "POST" else None
         assert httpx.request(method, url + path, headers=headers, content=content).status_code == status, path
     assert (
-        httpx.post(f"{url}/e/{leased.key}/v1/chat/completions", json={"messages": HELLO}, timeout=60).status_code == 200
+        httpx.post(
+            f"{url}/e/{leased.key}/v1/chat/completions", json={"messages": HELLO}, timeout=PATIENCE_S
+        ).status_code
+        == 200
     )
     tokens = {"prompt_ids": [40, 41, 42], "sampling_params": {"max_tokens": 4}}
     for key in (leased.key, keys.worker):
-        said = httpx.post(f"{url}/generate", headers={"Authorization": f"Bearer {key}"}, json=tokens, timeout=60).json()
+        said = httpx.post(
+            f"{url}/generate", headers={"Authorization": f"Bearer {key}"}, json=tokens, timeout=PATIENCE_S
+        ).json()
         assert said["token_ids"] == two.ids("ok") and set(said["log_probs"]) == {LOGPROB}
     assert len(leased.rounds) == 2
 

@@ -8,6 +8,7 @@ from contextlib import aclosing
 import pytest
 
 from mocked_server.servers.http_client import ServerClient
+from tests.support.patience import PATIENCE_S
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENT = b'data: {"number": 1}\n\n'
@@ -42,5 +43,5 @@ async def test_a_reader_that_is_cancelled_leaves_no_connection(when: str, turns:
             await asyncio.sleep(0)
         reading.cancel()
         await asyncio.wait({reading})
-        await asyncio.wait_for(hung_up.wait(), 20)
+        await asyncio.wait_for(hung_up.wait(), PATIENCE_S)
         await client.close()

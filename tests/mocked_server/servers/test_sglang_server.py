@@ -23,6 +23,7 @@ from mocked_server.vllm.served_requests import ServedRequests
 from tests.mocked_server.servers.same_answers import assert_alike, logprobs_under
 from tests.mocked_server.servers.sglang_names import ARGUMENTS
 from tests.mocked_server.vllm.hosted.test_remote_engine import PROMPT, outputs_of, plain, sampling, until_given_up
+from tests.support.patience import PATIENCE_S
 from tests.support.served_models import config_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -193,7 +194,7 @@ def test_a_killed_server_is_started_again_with_the_newest_weights_and_one_that_c
         with pytest.raises(EngineLost):
             async for _ in stream:
                 pass
-        await asyncio.wait_for(engine.until_dead(), 10)
+        await asyncio.wait_for(engine.until_dead(), PATIENCE_S)
         await engine.load_weights(newest, version=2)
         await engine.restart()
         assert engine.is_up and engine.version == 2 and engine.figures().restarts == 1

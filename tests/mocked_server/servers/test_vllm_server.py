@@ -28,6 +28,7 @@ from tests.mocked_server.vllm.hosted.test_remote_engine import (
     sampling,
     until_given_up,
 )
+from tests.support.patience import PATIENCE_S
 from tests.support.served_models import ENDLESS, LONG, START_S, Served, config_of, start_vllm, vllm_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -245,7 +246,7 @@ def test_a_killed_server_loses_nothing_and_its_successor_has_the_newest_weights(
             await asyncio.sleep(0.005)
         streamed = await lose("DELTA", engine, kill=True)
         (found,) = (await whole).sampled
-        await asyncio.wait_for(engine.until_dead(), 10)
+        await asyncio.wait_for(engine.until_dead(), PATIENCE_S)
         assert not engine.is_up and streamed.life == ("e7", 1)
         assert len(found.token_ids) == len(found.logprobs) > 0 and found.versions == [("0", 0)]
         await engine.load_weights(newest, version=2)

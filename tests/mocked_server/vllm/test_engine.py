@@ -17,6 +17,7 @@ from mocked_server.answer_recorder import AnswerRecorder
 from mocked_server.fleet.member import EngineLost
 from mocked_server.vllm.engine import Sockets, VLLMEngine
 from tests.mocked_server.vllm.hosted.test_remote_engine import leaver_at, until_given_up
+from tests.support.patience import PATIENCE_S
 from tests.support.served_models import ENDLESS, LONG
 
 pytestmark = pytest.mark.engine
@@ -134,7 +135,7 @@ def test_an_engine_whose_load_fails_midway_samples_nothing_until_it_is_started_a
         engine._weights = {"": (tiny_model, 0)}
         await engine.restart()
         with pytest.raises(EngineError, match="died while it answered"):
-            await asyncio.wait_for(running, 20)
+            await asyncio.wait_for(running, PATIENCE_S)
         return await generate(engine, 8, seed=2)
 
     response = rollout.wait(fail_midway())
@@ -154,7 +155,7 @@ def test_an_engine_that_is_killed_before_the_last_message_of_its_start_is_not_wa
     monkeypatch.setattr(utils, "wait_for_engine_startup", kill)
     monkeypatch.setattr("mocked_server.vllm.engine.READY_S", 1)
     with pytest.raises(EngineDied, match="Timed out waiting for engine core processes"):
-        rollout.wait(asyncio.wait_for(engine.start(), 60))
+        rollout.wait(asyncio.wait_for(engine.start(), PATIENCE_S))
     rollout.wait(engine.close())
 
 
@@ -191,7 +192,7 @@ def test_what_waits_for_an_engine_that_is_replaced_is_told_and_the_next_one_answ
         await answering.wait()
         await engine.restart()
         with pytest.raises(EngineError, match="died while it answered"):
-            await asyncio.wait_for(running, 20)
+            await asyncio.wait_for(running, PATIENCE_S)
         return await generate(engine, 8, seed=2)
 
     before = Path(Sockets._folder)
@@ -217,7 +218,7 @@ def test_weights_that_were_on_their_way_when_the_engine_was_replaced_reach_the_n
         loading = asyncio.create_task(engine.load_weights(other_model, version=1))
         await asyncio.sleep(0.01)  # between two looks whether the engine lives
         await engine.restart()
-        await asyncio.wait_for(loading, 20)
+        await asyncio.wait_for(loading, PATIENCE_S)
         return await generate(engine, 8, seed=3)
 
     response = rollout.wait(replace_meanwhile())
@@ -278,13 +279,13 @@ async def kill_midway(engine, asked, *, name: str, as_whole: bool, n: int = 1):
     for process in engine._llm.engine_core.resources.engine_manager.processes:
         process.kill()
     with pytest.raises(EngineLost) as lost:
-        await asyncio.wait_for(running, 20)
+        await asyncio.wait_for(running, PATIENCE_S)
     await engine.restart()
     sampled = lost.value.sampled if as_whole else recorder.so_far(n)
     assert len(sampled) == n and all(len(one.token_ids) >= 19 for one in sampled)
     engine.version = 5
     await engine._llm.update_weight_version("5")
-    await asyncio.wait_for(read(sampled), 60)
+    await asyncio.wait_for(read(sampled), PATIENCE_S)
     await engine._llm.update_weight_version("0")
     engine.version = 0
     return recorder.responses(version=-1), texts, sampled

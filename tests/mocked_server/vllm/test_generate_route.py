@@ -13,12 +13,13 @@ import pytest
 from agents.server_manager import ServerUnavailable
 from agents.workers.server_client import ModelServerClient
 from buffers.errors import AgentError, EpisodeError
+from tests.support.patience import PATIENCE_S
 from tests.support.server_parts import LOGPROB
 
 
 def post(served, key, body, path="/generate"):
     headers = {"Authorization": f"Bearer {key}"}
-    return httpx.post(f"{served.server.base_url}{path}", json=body, headers=headers, timeout=30)
+    return httpx.post(f"{served.server.base_url}{path}", json=body, headers=headers, timeout=PATIENCE_S)
 
 
 def generate(served, key, prompt_ids, **sampling_params):
@@ -92,16 +93,16 @@ def test_a_token_that_is_left_out_stays_in_the_row_and_is_not_trained(served):
     output = generate(served, client.api_key, prompt)
     (live,) = served.server.episodes.get(episode).rounds
     assert live.round_index == 0
-    served.ledger.mask_tokens(episode, {0: np.array([1] + [0] * (len(output) - 1))}).result(10)
+    served.ledger.mask_tokens(episode, {0: np.array([1] + [0] * (len(output) - 1))}).result(PATIENCE_S)
     served.call(served.server.notify_score(episode, 1.0))
-    batch = served.ledger.claim(served.ledger.counts()["groups/ready"], min_version=0).result(10)
-    served.ledger.release(batch.lease_id).result(10)
+    batch = served.ledger.claim(served.ledger.counts()["groups/ready"], min_version=0).result(PATIENCE_S)
+    served.ledger.release(batch.lease_id).result(PATIENCE_S)
     rows = [row for row in batch.rows if row.episode_id == episode]
     assert [row.ids.tolist() for row in rows] == [prompt + output.token_ids]
     assert [row.mask.tolist() for row in rows] == [[0] * len(prompt) + [1] + [0] * (len(output) - 1)]
     assert rows[0].logprobs[rows[0].mask == 0].tolist() == [0.0] * (len(rows[0].ids) - 1)
     with pytest.raises(EpisodeError, match="ended"):
-        served.ledger.mask_tokens(episode, {0: np.array([1])}).result(10)
+        served.ledger.mask_tokens(episode, {0: np.array([1])}).result(PATIENCE_S)
 
 
 @pytest.mark.seconds

@@ -18,6 +18,7 @@ from buffers.remote.ray_actor import NAMESPACE, find_actor
 from buffers.wire.address import Way, WireAddress, is_loopback
 from mocked_server.keys import make_secret
 from tests.project.test_resume import SMALL, books_balance
+from tests.support.patience import PATIENCE_S
 from tests.support.remote.remote_parts import Nodes, two_nodes
 from tests.support.run_parts import assert_nothing_left, start
 
@@ -54,7 +55,7 @@ def left_in(nodes: Nodes) -> list[str]:
 
 
 def assert_nothing_left_in(nodes: Nodes) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + PATIENCE_S
     while left_in(nodes) and time.monotonic() < until:
         time.sleep(0.2)
     assert left_in(nodes) == []

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from tests.support.patience import PATIENCE_S
+
 SETUP = (
     "mount -t tmpfs tmpfs /tmp && mount -t tmpfs -o size=4g tmpfs /dev/shm && ip link set lo up && exec sleep infinity"
 )
@@ -70,7 +72,7 @@ class Host:
             os.kill(
                 _child_of(self.holder.pid), signal.SIGKILL
             )  # the first process of its namespace: the others go with it
-        self.holder.wait(30)
+        self.holder.wait(PATIENCE_S)
 
 
 @dataclass

@@ -17,6 +17,7 @@ import pytest
 
 from learner.page.serve import serving
 from tests.learner.page.browser.prepared_run import PreparedRun, prepare, prepare_curves
+from tests.support.patience import PATIENCE_S
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -78,7 +79,7 @@ def served(folders: list[Path]) -> Iterator[Pages]:
     thread = threading.Thread(target=run, name="page")
     thread.start()
     try:
-        assert started.wait(60), "the page's server did not start"
+        assert started.wait(PATIENCE_S), "the page's server did not start"
         yield pages
     finally:
         if not loop.is_closed():

@@ -24,6 +24,7 @@ from mocked_server.vllm.hosted.child_host import ChildHost
 from mocked_server.vllm.hosted.outputs import VLLMCodec
 from tests.mocked_server.fleet.hosts_here import SECRET, host_settings
 from tests.mocked_server.vllm.hosted.test_remote_engine import PROMPT, WatchedCodec, outputs_of, plain, sampling
+from tests.support.patience import PATIENCE_S
 from tests.support.processes.child_process import gone
 from tests.support.remote.remote_parts import ROOT, two_nodes
 from tests.support.served_models import ENDLESS
@@ -52,8 +53,8 @@ async def lost_after(engine: RemoteEngine, harm: Callable[[], Awaitable[None]]) 
     await codec.until_begun()
     await harm()
     with pytest.raises(EngineLost) as lost:
-        await asyncio.wait_for(reading, 30)
-    await asyncio.wait_for(engine.until_dead(), 20)
+        await asyncio.wait_for(reading, PATIENCE_S)
+    await asyncio.wait_for(engine.until_dead(), PATIENCE_S)
     assert not engine.is_up
     return lost.value
 
@@ -62,7 +63,6 @@ async def lost_after(engine: RemoteEngine, harm: Callable[[], Awaitable[None]]) 
 async def test_a_host_that_is_killed_stopped_or_loses_its_engine_is_replaced(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_engine, "SILENT_S", 4.0)
     other = make_tiny_model(tmp_path / "other", seed=1)
     child = ChildHost(host_settings(tiny_model, name="e3"))
     engine = RemoteEngine(child, VLLMCodec(), secret=SECRET, name="e3", weights=(tiny_model, 2))
@@ -79,9 +79,10 @@ async def test_a_host_that_is_killed_stopped_or_loses_its_engine_is_replaced(
         async def kill() -> None:
             os.kill(host, signal.SIGKILL)
 
-        began = time.monotonic()
         lost = await lost_after(engine, kill)
-        assert time.monotonic() - began < 5 and lost.life == ("e3", 1)
+        assert "sign of life" not in str(lost) and lost.life == ("e3", 1), (
+            "it is not by its silence that a killed one is noticed"
+        )
         (sampled,) = lost.sampled
         assert 0 < len(sampled.token_ids) == len(sampled.logprobs) < ENDLESS
         assert below and all(gone(pid) for pid in below), "its engine goes with it"
@@ -95,6 +96,7 @@ async def test_a_host_that_is_killed_stopped_or_loses_its_engine_is_replaced(
         async def stop() -> None:
             os.kill(host, signal.SIGSTOP)
 
+        monkeypatch.setattr(remote_engine, "SILENT_S", 4.0)
         lost = await lost_after(engine, stop)
         assert "gave no sign of life for 4 s" in str(lost) and lost.sampled[0].token_ids
         await engine.restart()
@@ -137,7 +139,7 @@ def test_a_host_ends_with_its_parent(tiny_model: Path) -> None:
         process.stdin.flush()
         assert process.stdout.readline().startswith("local:")
         process.stdin.close()
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE_S) == 0
     finally:
         process.kill()
         process.wait()

@@ -18,6 +18,7 @@ from mocked_server.fleet.member import EngineLost, Sampled
 from mocked_server.fleet.remote_engine import RemoteEngine
 from mocked_server.vllm.hosted.outputs import VLLMCodec, logprobs_of, pack_logprobs
 from tests.mocked_server.fleet.hosts_here import SECRET, HostHere, Started
+from tests.support.patience import PATIENCE_S
 from tests.support.served_models import ENDLESS, LONG
 
 pytestmark = pytest.mark.engine
@@ -80,7 +81,7 @@ class WatchedCodec(VLLMCodec):
         return self.last
 
     async def until_begun(self, *, n: int = 1) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while self.last is None or sum(bool(one.token_ids) for one in self.last.sampled()) < n:
                 await asyncio.sleep(0.001)
 
@@ -273,7 +274,7 @@ def test_its_figures_are_the_engines(rollout: Any, remote: RemoteEngine) -> None
 
     async def look() -> None:
         before = remote.figures()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             number = 0
             while not await is_seen(number):  # on a quick machine it ends before the next figures come
                 number += 1
@@ -318,8 +319,8 @@ def test_a_lost_host_tells_what_was_sampled(rollout: Any, remote: RemoteEngine) 
         assert host.host is not None and host.host._listener is not None
         await asyncio.to_thread(host.host._listener.close)
         with pytest.raises(EngineLost, match="the host of engine e8 was lost") as lost:
-            await asyncio.wait_for(reading, 20)
-        await asyncio.wait_for(engine.until_dead(), 5)
+            await asyncio.wait_for(reading, PATIENCE_S)
+        await asyncio.wait_for(engine.until_dead(), PATIENCE_S)
         assert not engine.is_up and not engine.figures().is_up
         with pytest.raises(EngineLost, match="engine e8 is down"):
             await anext(engine.generate(PROMPT, params, request_id="late"))

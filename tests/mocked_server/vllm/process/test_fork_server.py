@@ -21,6 +21,7 @@ import torch
 from mocked_server.vllm.engine_arguments import has_gpu
 from mocked_server.vllm.process import fork_server
 from mocked_server.vllm.process.fork_server import engines_of_ours
+from tests.support.patience import PATIENCE_S
 from tests.support.processes.child_process import child_process, gone
 
 ROOT = Path(__file__).parents[4]
@@ -111,7 +112,7 @@ def test_an_engine_whose_start_is_given_up_ends(tiny_model: Path, method: str) -
         say(process, "give up")
         assert gone(engine, within_s=60), "the engine outlived its start"
         assert process.stdout is not None and process.stdout.readline() == "given up\n"
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 def booting(server: psutil.Process, there: set[psutil.Process]) -> int:

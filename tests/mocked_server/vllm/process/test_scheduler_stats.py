@@ -13,6 +13,7 @@ from mocked_server.fleet.member import EngineFigures
 from mocked_server.vllm.engine import VLLMEngine
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
 from mocked_server.vllm.process.scheduler_stats import SchedulerStats
+from tests.support.patience import PATIENCE_S
 
 
 def step(stats: SchedulerStats, *, running: int = 8, waiting: int = 0, preempted: int = 0) -> int:
@@ -73,7 +74,7 @@ async def generate(engine: VLLMEngine, number: int, *, tokens: int, prompt: list
 
 
 async def look_until(engine: VLLMEngine, holds: Any) -> EngineFigures:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while not holds(figures := engine.figures()):
             await asyncio.sleep(0.005)
     return figures
