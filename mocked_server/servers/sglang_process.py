@@ -58,9 +58,15 @@ class SGLangProcess:
     async def start(self) -> str:
         """Its URL, once it answers. Raises EngineDied when a signal ended it meanwhile, EngineError with the end of its log when it
         ended by itself."""
-        port = _free_port()
-        self._process = self._start_process(port)
-        url = f"http://127.0.0.1:{port}"
+        with socket.socket() as held:  # nobody else is given the port; SGLang says SO_REUSEADDR as well, and may have it
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(("127.0.0.1", 0))
+            port = int(held.getsockname()[1])
+            self._process = self._start_process(port)
+            return await self._answering(f"http://127.0.0.1:{port}")
+
+    async def _answering(self, url: str) -> str:
+        """The URL, once the process answers there."""
         client = ServerClient(url)
         try:
             async with asyncio.timeout(START_S):
@@ -128,9 +134,3 @@ async def _answers(client: ServerClient) -> bool:
     except (ServerLost, ServerRefused):
         return False
     return True
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import random
 import re
-import socket
 import sqlite3
 import sys
 import time
@@ -24,6 +23,7 @@ from tokenizers import Tokenizer
 from buffers.ledger.round_codec import decode
 from buffers.ledger.schema import read_database
 from tests.faults.ledger_faults import FILE_KILLS, ROOT, Log, check, child_environment, sum_of
+from tests.support.ports import held_port
 from tests.support.processes.forked_children import Event, Nursery, nursery
 
 AGENTS = 6
@@ -36,22 +36,12 @@ EARLY = 0.1
 """So many starts are killed before the server is there; these kills count nowhere."""
 LOOK_S = 0.2
 TRIES = 100
-PORTS = range(20_000, 32_000)
-"""Below those that the system gives to connections: an agent that asks in vain must not be given its server's own port."""
 
 
 def raise_servers(model: Path, *, log: Path) -> AbstractContextManager[Nursery]:
     """The nursery of servers and agents."""
     command = [sys.executable, str(ROOT / "tests" / "faults" / "server_program.py"), str(model)]
     return nursery(command, log=log, env=child_environment())
-
-
-def free_port(chance: random.Random) -> int:
-    while True:
-        with socket.socket() as probe:
-            port = chance.choice(PORTS)
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port
 
 
 def server_faults(kills: int, *, seed: int, folder: Path) -> Log:
@@ -81,7 +71,7 @@ class Play:
         self._raised = raised
         self._chance = chance
         self._path = folder / "ledger.sqlite"
-        self._where = {"folder": str(folder), "port": free_port(chance)}
+        self._where = {"folder": str(folder), "port": held_port()}
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self._server = 0
         self._born = 0.0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
-import random
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ import pytest
 from configs.tiny_model import make_tiny_model
 from mocked_server.http.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, RESPONSES
 from mocked_server.keys import KeyRing, make_secret
-from tests.faults.server_faults import free_port, raise_servers
+from tests.faults.server_faults import raise_servers
 from tests.fuzz.drawn_requests import GOOGLE, GOOGLE_COUNT, GOOGLE_STREAM, PLAIN, Request, fields, request
 from tests.fuzz.every_route import fuzz, serve_for_fuzz
 from tests.fuzz.hostile_values import Pairs, Raw, spelled
@@ -32,6 +31,7 @@ from tests.fuzz.real_engine import CLIENTS, MIB, Figures, attack
 from tests.fuzz.server_life import judged, resident
 from tests.fuzz.witness import MAX_DIFFERENCE, check
 from tests.support.patience import PATIENCE_S
+from tests.support.ports import held_port
 from tests.support.server_parts import ServerThread
 
 pytestmark = [pytest.mark.slow]
@@ -192,7 +192,7 @@ def keys_that_open_nothing(keys: KeyRing) -> list[str]:
 
 
 def test_attacks_cost_neither_memory_nor_the_others_time(tiny_model: Path, tmp_path: Path) -> None:
-    port = free_port(random.Random())
+    port = held_port()
     with raise_servers(tiny_model, log=tmp_path / "server.log") as raised:
         pid = raised.fork("serve", folder=str(tmp_path), port=port, slots=1)
         told, until = raised.told(until=time.monotonic() + WAIT_S), time.monotonic() + WAIT_S

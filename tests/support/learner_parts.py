@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from buffers.records import Row, TrainBatch
 from configs.schema import LearnerConfig
 from configs.tiny_model import make_tiny_model
 from learner.training.trainer import Trainer
+from tests.support.ports import held_port
 
 VOCABULARY = 300
 
@@ -41,12 +41,6 @@ def random_lm(*, seed: int = 0) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config).eval()
 
 
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
 def make_trainer(
     model: Path, *, dtype: str = "float32", temperature: float = 1.0, keep_versions: int = 2, **knobs: Any
 ) -> Trainer:
@@ -57,7 +51,7 @@ def make_trainer(
         temperature=temperature,
         seed=0,
         keep_versions=keep_versions,
-        address=free_address(),
+        address=f"127.0.0.1:{held_port()}",
         rank=0,
         world_size=1,
         device="cpu",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import httpx
 
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.vllm.engine_arguments import WORKER_EXTENSION, EngineSettings, make_args, make_vllm_config
+from tests.support.ports import held_port
 from tests.support.processes import warm_runs
 
 ROOT = Path(__file__).parents[2]
@@ -57,18 +57,12 @@ class Served:
             time.sleep(0.2)
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 def start_vllm(
     model: Path, *, log: Path, port: int = 0, words: Sequence[str] = (), dev: bool = True, imports: bool = False
 ) -> Served:
     """vLLM's server with the model; it may not answer yet. `dev`: it takes weights. `imports`: it is started by its command line
     and imports vLLM, twice, which takes 40 s of a core; else it is forked of a process that has."""
-    port = port or free_port()
+    port = port or held_port()
     arguments = ["--model", str(model), "--served-model-name", "policy", "--dtype", "float32", "--host", "127.0.0.1"]
     arguments += ["--port", str(port), "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "64"]
     arguments += ["--kv-cache-memory-bytes", str(2**26), "--logprobs-mode", "processed_logprobs", "--enable-scale-out"]

@@ -19,8 +19,8 @@ import torch
 from buffers.records import Row, TrainBatch
 from configs.process_fork import leave
 from configs.schema import LearnerConfig
-from learner.training.ranks import free_port
 from learner.training.trainer import Trainer
+from tests.support.ports import held_port
 
 ROWS, LENGTH = 4, 512
 
@@ -79,7 +79,7 @@ def main(model: str, lag: int, config: LearnerConfig) -> None:
     torch.set_num_threads(1)
     trainer = Trainer(
         config, model_path=model, dtype="float32", temperature=1.0, seed=0, keep_versions=lag + 1,
-        address=f"127.0.0.1:{free_port('127.0.0.1')}", rank=0, world_size=1, device="cpu",
+        address=f"127.0.0.1:{held_port()}", rank=0, world_size=1, device="cpu",
     )  # fmt: skip
     loaded = live_tensors()
     for version in range(lag + 1):

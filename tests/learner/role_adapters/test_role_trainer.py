@@ -21,7 +21,8 @@ from learner.model import fsdp
 from learner.role_adapters.role_trainer import RoleTrainer, of_all
 from learner.role_adapters.waiting_rows import FILE, WaitingRows, read, write
 from learner.training.trainer import Trainer
-from tests.support.learner_parts import free_address, make_model, make_row, make_trainer, walks
+from tests.support.learner_parts import make_model, make_row, make_trainer, walks
+from tests.support.ports import held_port
 
 KNOBS: dict[str, Any] = {
     "lora": {"rank": 4, "alpha": 8.0}, "lr": 1e-2, "lr_warmup_steps": 0, "critic": "none", "advantage": "grpo",
@@ -46,7 +47,7 @@ def two_roles(model: Path, *, roles: Sequence[str] = ROLES, groups_per_step: int
         temperature=1.0,
         seed=0,
         keep_versions=2,
-        address=free_address(),
+        address=f"127.0.0.1:{held_port()}",
         rank=0,
         world_size=1,
         device="cpu",

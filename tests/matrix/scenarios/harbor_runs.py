@@ -8,8 +8,8 @@ from typing import Any
 
 from agents.harbor.make_tasks import failing_tasks, letter_task, write_task
 from tests.matrix.records import Run
-from tests.matrix.scenarios.program_runs import free_port
 from tests.matrix.scenarios.settings import SMALL
+from tests.support.ports import held_port
 
 SCRIPTED = Path(__file__).parents[2] / "agents" / "harbor" / "scripted_harbor.py"
 URL = "http://localhost"
@@ -47,7 +47,7 @@ def _files(folder: Path) -> None:
 
 def harbor_runs() -> list[Run]:
     """One with Harbor's own address, name of the reward and errors; one with the rest."""
-    notes, port = {"HARBOR_NOTES": "{files}/notes"}, free_port()
+    notes, port = {"HARBOR_NOTES": "{files}/notes"}, held_port()
     return [
         Run(
             name="harbor",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from env_adapters.relay.game import relay_tasks
 from tests.matrix.records import Run
 from tests.matrix.scenarios.settings import SMALL
 from tests.matrix.scenarios.task_files import task, written
+from tests.support.ports import held_port
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 NOTES = "MATRIX_NOTES"
@@ -86,13 +86,6 @@ def fates(*some: str, number: int = 24, **extra: Any) -> Callable[[Path], None]:
     )
 
 
-def free_port() -> int:
-    """A port of loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 SHOWN = {"fate": "", "hint": "h-1", "mine": "m-1", "index": 7}
 SECRET = {
     "answer": "secret-1",
@@ -162,7 +155,7 @@ def _judged() -> list[Run]:
         ),
         Run(
             name="judged",
-            settings={**JUDGED, "server.port": free_port()},
+            settings={**JUDGED, "server.port": held_port()},
             files=fates("two rounds"),
             environment=notes,
         ),

@@ -12,8 +12,9 @@ import httpx
 import pytest
 
 from configs.tiny_model import make_tiny_model
+from tests.support.ports import held_port
 from tests.support.run_parts import ROOT, Run, assert_nothing_left, start
-from tests.support.served_models import Served, free_port, start_vllm, vllm_server
+from tests.support.served_models import Served, start_vllm, vllm_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -48,7 +49,7 @@ def test_a_vllm_server_is_trained_through_its_death(tmp_path: Path) -> None:
 
 
 def test_a_server_with_sglangs_routes_is_trained(tmp_path: Path) -> None:
-    model, port = make_tiny_model(tmp_path / "other", seed=7), free_port()
+    model, port = make_tiny_model(tmp_path / "other", seed=7), held_port()
     words = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--context-length", "1024"]
     program = [sys.executable, "-m", "tests.mocked_server.servers.scripted_sglang", *words]
     log = tmp_path / "server.txt"
