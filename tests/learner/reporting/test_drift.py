@@ -1,0 +1,23 @@
+"""What is advised when engine and learner disagree."""
+
+from __future__ import annotations
+
+import pytest
+
+from configs.load import load_config
+from learner.reporting.drift import OF_A_GPU, drift_remedy
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ((), True),
+        (("model.dtype=bfloat16",), False),
+        (("rollout.engine=http://127.0.0.1:8000",), False),
+        (("rollout.engine=sglang",), False),
+    ],
+)
+def test_vllms_attention_in_float32_on_a_gpu_is_named_where_it_may_be_the_cause(
+    settings: tuple[str, ...], told: bool
+) -> None:
+    assert (OF_A_GPU in drift_remedy(load_config(overrides=list(settings)))) == told
