@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -262,6 +265,17 @@ class ServerThread:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         url = self.server.admin_url if key == self.server.keys.admin else self.server.base_url
         return httpx.Client(base_url=url, headers=headers, timeout=PATIENCE_S)
+
+    def hang_up(self, client: OpenAI, *, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
+        """Asks for a chat completion, and closes the connection as soon as the engine has the prompt."""
+        words = {"authorization": f"Bearer {client.api_key}", "content-type": "application/json", **(headers or {})}
+        before, until = len(self.engine.prompts), time.monotonic() + PATIENCE_S
+        asking = http.client.HTTPConnection(self.server.base_url.removeprefix("http://"), timeout=PATIENCE_S)
+        asking.request("POST", "/v1/chat/completions", json.dumps(body), words)
+        while len(self.engine.prompts) == before:
+            assert time.monotonic() < until, "the engine was not asked"
+            time.sleep(0.005)
+        asking.close()
 
     def stored(self, episode_id: str) -> list[Round]:
         """The episode's rounds in the ledger."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 import time
 
-import httpx
-import openai
 import pytest
 
 from mocked_server.client_retries import KEPT_ANSWERS, KEPT_DELIVERED, Answer, Answers
@@ -57,9 +55,9 @@ def held(served):
 
 def test_a_retry_joins_the_generation_that_runs(held):
     episode, client = held.lease()
-    impatient = client.with_options(timeout=0.3, max_retries=4)
+    impatient = client.with_options(timeout=0.3, max_retries=10)
     thread, box = in_thread(lambda: impatient.chat.completions.create(**BODY))
-    held.call(until(lambda: attempts(held, episode) == [1]))
+    held.call(until(lambda: max(attempts(held, episode), default=0) >= 1))
     held.engine.gate.set()
     thread.join()
     assert box["result"].choices[0].message.content == "ok"
@@ -130,16 +128,14 @@ def test_hanging_up_aborts_what_is_generated(held, stream, retries):
     episode, client = held.lease()
     before = held.generation.stats.aborted
     headers = {"x-stainless-retry-count": "0"} if retries else {}
-    with held.http(client.api_key) as http:
-        request = http.build_request("POST", "/v1/chat/completions", json={**BODY, "stream": stream}, headers=headers)
-        if stream:
+    if stream:
+        with held.http(client.api_key) as http:
+            request = http.build_request("POST", "/v1/chat/completions", json={**BODY, "stream": True}, headers=headers)
             response = http.send(request, stream=True)
             next(response.iter_lines())
             response.close()
-        else:
-            request.extensions["timeout"] = {"connect": 5, "read": 0.2, "write": 5, "pool": 5}
-            with pytest.raises(httpx.ReadTimeout):
-                http.send(request)
+    else:
+        held.hang_up(client, body=BODY, headers=headers)
     held.call(until(lambda: held.generation.stats.aborted == before + 1))
     held.engine.gate.set()
     assert [r.finish_reason for r in held.stored(episode)] in ([["abandoned"]] if stream else [[], ["abort"]])
@@ -149,8 +145,7 @@ def test_hanging_up_aborts_what_is_generated(held, stream, retries):
 def test_an_answer_that_was_given_up_is_generated_again(held):
     episode, client = held.lease()
     before = held.generation.stats.aborted
-    with pytest.raises(openai.APITimeoutError):
-        client.with_options(timeout=0.2).chat.completions.create(**BODY)
+    held.hang_up(client, body=BODY)
     held.call(until(lambda: held.generation.stats.aborted == before + 1))
     held.engine.gate.set()
     assert send(held, client, 1).json()["choices"][0]["message"]["content"] == "ok"

@@ -25,12 +25,12 @@ def chat_body(size: int = 0) -> bytes:
     return json.dumps({"model": "policy", "messages": [{"role": "user", "content": "x"}]}).encode().ljust(size)
 
 
-def ask(served, client, *, size: int = 0, content=None, retry=None, timeout: float = 60.0) -> httpx.Response:
+def ask(served, client, *, size: int = 0, content=None, retry=None) -> httpx.Response:
     headers = {"authorization": f"Bearer {client.api_key}", "content-type": "application/json"}
     if retry is not None:
         headers["x-stainless-retry-count"] = str(retry)
     body = chat_body(size) if content is None else content
-    return httpx.post(served.server.base_url + CHAT, content=body, headers=headers, timeout=timeout)
+    return httpx.post(served.server.base_url + CHAT, content=body, headers=headers, timeout=PATIENCE_S)
 
 
 async def until(condition) -> None:
@@ -102,8 +102,7 @@ def test_a_request_whose_client_has_gone_counts_until_its_generation_ends(held, 
     monkeypatch.setattr("mocked_server.http.request_memory.MAX_EPISODE_REQUESTS", 1)
     monkeypatch.setattr("mocked_server.client_retries.GRACE_S", 60.0)
     episode, client = held.lease()
-    with pytest.raises(httpx.ReadTimeout):
-        ask(held, client, retry=0, timeout=0.3)
+    held.hang_up(client, body=json.loads(chat_body()), headers={"x-stainless-retry-count": "0"})
     held.call(until(lambda: held.server.episodes.get(episode).requests == 0))
     assert memory_of(held, episode).in_flight_requests == 1
     assert ask(held, client).status_code == 429
