@@ -10,6 +10,9 @@ without it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -63,7 +66,7 @@ def packed_attention(
         seen, most = paths.starts, paths.longest
     if has_kernel(query):
         window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
-        options: dict[str, Any] = {"scale": scaling, "window_size": window, "enable_gqa": True}
+        options: dict[str, Any] = {"scale": scaling, "window_size": window, **_grouping(varlen_attn)}
         return varlen_attn(rows, keys, values, cu_seq_lens_q, seen, max_length_q, most, **options)[None], None
     if value.dtype in HALF:  # rounded once, at the end, as in vLLM's kernels
         rows, keys, values = (states.float() for states in (rows, keys, values))
@@ -76,6 +79,12 @@ def packed_attention(
 def has_kernel(query: Tensor) -> bool:
     """Whether torch has one kernel for all segments here."""
     return bool(query.is_cuda and query.dtype in HALF)
+
+
+@cache
+def _grouping(kernel: Callable[..., Any]) -> dict[str, bool]:
+    """torch 2.13 wants to be told of fewer heads of keys than of queries; 2.11 takes them as they are and has no such argument."""
+    return {"enable_gqa": True} if "enable_gqa" in signature(kernel).parameters else {}
 
 
 def _gathered(states: Tensor, *, places: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ MOST_DRIFT = {"float32": 1e-4, "bfloat16": 2e-2}
 DRIFT_MEASURES = {"float32": "policy/max_logprob_diff", "bfloat16": "policy/mean_logprob_diff"}
 FLOAT32_HEAD = """--hf-overrides '{"head_dtype": "float32"}' (vLLM) or --enable-fp32-lm-head (SGLang)"""
 """The options for logits in float32, which a run's own engines have."""
+OF_A_GPU = "on a GPU up to 0.01 is vLLM's attention, which multiplies float32 as TF32 there"
+"""Seen on an H200, where vLLM takes its Triton kernel for float32."""
 
 
 def drift_sentence(difference: float, *, dtype: str) -> str:
@@ -32,4 +34,4 @@ def drift_remedy(config: Config) -> str:
         return f"model.dtype=float32, or {arguments}"
     if elsewhere:
         return f"check that the server at rollout.engine has this run's weights and number format, or {arguments}"
-    return arguments
+    return f"{arguments}; {OF_A_GPU}" if config.rollout.engine == "vllm" else arguments
