@@ -19,7 +19,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from benchmarks.processes.learner_side import MIB
 from configs.schema import BufferConfig, LearnerConfig
 from configs.tiny_model import VOCAB_SIZE, make_tiny_model
-from learner.placement.memory import of_rank, total
+from learner.placement.memory import Item, of_rank, total
 from learner.placement.model_shape import read_shape
 
 GRPO = {"advantage": "grpo", "critic": "none", "minibatches": 1, "prefix_tree": False}
@@ -63,8 +63,11 @@ after which AdamW has its moments."""
 class Ranks:
     """Starts ranks, and reads what they took. `run_to_end`: runs commands side by side; `address`: a free one."""
 
-    def __init__(self, folder: Path, *, run_to_end: Callable[..., None], address: Callable[[], str]) -> None:
+    def __init__(
+        self, folder: Path, *, run_to_end: Callable[..., None], address: Callable[[], str], device: str = "cpu"
+    ) -> None:
         self._folder = folder
+        self._device = device
         self._run_to_end = run_to_end
         self._address = address
 
@@ -73,21 +76,31 @@ class Ranks:
     ) -> list[dict[str, float]]:
         """The figures of each rank."""
         out, where = self._folder / f"{name}-{ranks}.json", self._address()
-        learner = json.dumps({**GRPO, **shape.learner, "token_budget": sum(shape.lengths)})
+        learner = json.dumps(_learner(shape))
         shared = ["--model", model, "--out", out, "--address", where, "--learner", learner, "--dtype", shape.dtype]
         shared += ["--threads", threads, "--first", *(shape.first or shape.lengths)]
         shared += ["--lengths", *shape.lengths, "--lag", shape.lag, "--vocabulary", VOCAB_SIZE, "--world-size", ranks]
+        shared += ["--device", self._device]
         own = [sys.executable, "-m", "benchmarks.processes.memory_side", *map(str, shared)]
         self._run_to_end([[*own, "--rank", str(rank)] for rank in range(ranks)], log=self._folder / name)
         return [json.loads(Path(f"{out}.{rank}").read_text(encoding="utf-8")) for rank in range(ranks)]
 
 
+def _learner(shape: Shape) -> dict[str, Any]:
+    """Its keys. One pack has all rows, where the shape says nothing else."""
+    return {**GRPO, "token_budget": sum(shape.lengths), **shape.learner}
+
+
 def predicted_mb(shape: Shape, *, model: Path) -> float:
     """What `--dry-run` says of a rank on a CPU."""
-    learner = LearnerConfig(**{**GRPO, **shape.learner, "token_budget": sum(shape.lengths)})
+    return total(predicted_items(shape, model=model, on_gpu=False)) / MIB
+
+
+def predicted_items(shape: Shape, *, model: Path, on_gpu: bool) -> list[Item]:
+    """The same, item by item."""
     buffer = BufferConfig(max_policy_lag=shape.lag)
-    rank = {"dtype": shape.dtype, "buffer": buffer, "longest_row": max(shape.lengths), "on_gpu": False}
-    return total(of_rank(read_shape(model), learner, **rank)) / MIB
+    rank = {"dtype": shape.dtype, "buffer": buffer, "longest_row": max(shape.lengths), "on_gpu": on_gpu}
+    return of_rank(read_shape(model), LearnerConfig(**_learner(shape)), **rank)
 
 
 def measure_memory(ranks: Ranks, *, folder: Path) -> dict[str, Any]:

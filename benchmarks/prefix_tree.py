@@ -146,9 +146,9 @@ def measure_tree(
     return figures
 
 
-def grad_difference(model: Path, *, seed: int = 0) -> float:
-    """The largest difference of gradients over random trees of several levels, as a share of the gradient's norm; in float32."""
-    policy = load_policy(model, device=torch.device("cpu"))
+def grad_difference(model: Path, *, seed: int = 0, device: str = "cpu", dtype: str = "float32") -> float:
+    """The largest difference of gradients over random trees of several levels, as a share of the gradient's norm."""
+    policy = load_policy(model, device=torch.device(device)).to(getattr(torch, dtype))
     found = []
     for number in range(RANDOM_TREES):
         rows = _random_tree(np.random.default_rng((seed, number)))
@@ -173,9 +173,10 @@ def _random_tree(rng: np.random.Generator, *, num: int = 24) -> Sequences:
 
 def _gradient(policy: Policy, sequences: Sequences) -> torch.Tensor:
     policy.zero_grad()
-    weights = torch.randn(sequences.num_trained, generator=torch.Generator().manual_seed(0))
+    device = next(policy.parameters()).device
+    weights = torch.randn(sequences.num_trained, generator=torch.Generator().manual_seed(0)).to(device)
     for piles in sequences.plan(range(len(sequences.ids)), num_ranks=1, token_budget=2048):
-        micro = sequences.micro_batch(piles[0], device=torch.device("cpu"))
+        micro = sequences.micro_batch(piles[0], device=device)
         (policy(micro, temperature=1.0).logprobs * weights[micro.index]).sum().backward()
     return torch.cat([each.grad.flatten().double() for each in policy.parameters() if each.grad is not None])
 

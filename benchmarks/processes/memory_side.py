@@ -1,8 +1,9 @@
 """One rank of the learner in a process of its own, and the most memory that it took: one side of `benchmarks.learner_memory`.
 
 `python -m benchmarks.processes.memory_side --model FOLDER --out FILE --address HOST:PORT ...`, once per rank. Invariant: what is
-reported is the process's own peak (its resident set), from before the model is read to the end of the second step, less what it
-held before: the interpreter and torch, which is reported beside it. It compares nothing.
+reported is the process's own peak (its resident set), from before the model is read to the end of the last step, less what it
+held before: the interpreter and torch, which is reported beside it. On a GPU the peak is that of torch's tensors there; what torch
+reserved for them, and what the card has in use beside it (CUDA's context, NCCL), are reported too. It compares nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.processes.learner_side import most_resident_mb, resident_mb
+from benchmarks.processes.learner_side import MIB, most_resident_mb, resident_mb
 from benchmarks.processes.rank_side import end, make_trainer, rank_parser
 from buffers.records import Row, TrainBatch
 from configs.schema import LearnerConfig
 from learner.training.trainer import Trainer
+
+METRICS = (("learner", "mfu"), ("learner", "tokens"), ("time", "train_s"), ("time", "prepare_s"))
+"""Of the last step."""
 
 
 def batch(lengths: Sequence[int], *, vocabulary: int, version: int) -> TrainBatch:
@@ -44,6 +48,16 @@ def batch(lengths: Sequence[int], *, vocabulary: int, version: int) -> TrainBatc
     )
 
 
+def on_card() -> dict[str, float]:
+    """The most that torch's tensors took, and that torch reserved for them; what is in use beside that."""
+    free, whole = torch.cuda.mem_get_info()
+    return {
+        "peak_mb": torch.cuda.max_memory_allocated() / MIB,
+        "reserved_mb": torch.cuda.max_memory_reserved() / MIB,
+        "beside_mb": (whole - free - torch.cuda.memory_reserved()) / MIB,
+    }
+
+
 def main(argv: list[str] | None = None) -> int:
     """Two steps; the figures go to `--out`, with the rank's number at its end."""
     parser = rank_parser("benchmarks.processes.memory_side", about=__doc__, files=("model", "out"))
@@ -62,9 +76,12 @@ def main(argv: list[str] | None = None) -> int:
     for version in range(arguments.lag + 2):
         lengths = arguments.lengths if version else arguments.first
         began = time.monotonic()
-        trainer.train_step(batch(lengths, vocabulary=arguments.vocabulary, version=version), version=version)
+        metrics = trainer.train_step(batch(lengths, vocabulary=arguments.vocabulary, version=version), version=version)
         figures["step_s"] = time.monotonic() - began
+        figures |= {name: metrics[f"{kind}/{name}"] for kind, name in METRICS}
     figures["peak_mb"] = most_resident_mb() - before
+    if arguments.device.startswith("cuda"):
+        figures |= on_card()
     Path(f"{arguments.out}.{arguments.rank}").write_text(json.dumps(figures), encoding="utf-8")
     trainer.close()
     return 0
