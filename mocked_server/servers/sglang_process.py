@@ -58,7 +58,9 @@ class SGLangProcess:
     async def start(self) -> str:
         """Its URL, once it answers. Raises EngineDied when a signal ended it meanwhile, EngineError with the end of its log when it
         ended by itself."""
-        with socket.socket() as held:  # nobody else is given the port; SGLang says SO_REUSEADDR as well, and may have it
+        with (
+            socket.socket() as held
+        ):  # nobody else is given the port; SGLang says SO_REUSEADDR as well, and may have it
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.bind(("127.0.0.1", 0))
             port = int(held.getsockname()[1])
