@@ -3,19 +3,21 @@
 A test that failed is played again, alone, twice, each time in a process of its own, when its stage has nothing else to do. Passed
 both times it is *unstable*: it is printed and kept in `tests/unstable.jsonl`, and refuses nothing, unless there are more than
 MOST_UNSTABLE of them or it was unstable in MOST_RUNS of the last LAST_RUNS runs. Failed once more it is a failure. What dies
-without saying which test failed is a failure, too.
+without saying which test failed is a failure, too. A process that a test left behind is ended, and counts as an unstable test.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,10 @@ PLAYS = 2
 """Of a test that failed, each alone."""
 FIRST_LINES = 12
 """Of a failure, that are kept."""
+MARK = "UNDERSTUDY_STAGE"
+"""The variable by which a stage's processes are known."""
+LEAVE_S = 60.0
+"""What still ends by itself has this long."""
 TESTS_FAILED = 1
 """pytest's exit code where it ran all tests and some failed; every other one but 0 is not about a test."""
 
@@ -91,8 +97,10 @@ def _run(stage: Stage, *, root: Path) -> tuple[Result, dict[str, str]]:
         log = Path(folder) / "failures.jsonl"
         beside = subprocess.Popen(stage.beside, cwd=root) if stage.beside else None
         words = ["-p", "tests.ci.failure_log", "--failure-log", str(log)]
-        code = subprocess.run(stage.command(words), cwd=root, check=False).returncode
+        mark = uuid.uuid4().hex
+        code = subprocess.run(stage.command(words), cwd=root, check=False, env={**os.environ, MARK: mark}).returncode
         result = Result(name=stage.name, seconds=0.0)
+        result.unstable = _end_left_behind(mark)
         if beside is not None and beside.wait() != 0:
             result.failed.append(f"{' '.join(stage.beside)}: exit code {beside.returncode}")
         lines = [json.loads(line) for line in log.read_text("utf-8").splitlines()] if log.exists() else []
@@ -102,6 +110,32 @@ def _run(stage: Stage, *, root: Path) -> tuple[Result, dict[str, str]]:
     if not ends or ends[-1] not in (0, TESTS_FAILED) or (code != 0 and not outputs):
         result.failed.append(f"pytest did not play all tests: exit code {ends[-1] if ends else code}")
     return result, outputs
+
+
+def _end_left_behind(mark: str) -> dict[str, str]:
+    """Ends the processes with this mark once they have had time to end by themselves. The test that started each -> its command."""
+    until = time.monotonic() + LEAVE_S
+    while (left := _marked(mark)) and time.monotonic() < until:
+        time.sleep(0.2)
+    found = {}
+    for pid, environment in left.items():
+        with suppress(OSError):
+            test = environment.get("PYTEST_CURRENT_TEST", "a test (").rpartition(" (")[0]
+            found[f"{test} (left a process behind)"] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+            os.kill(pid, signal.SIGKILL)
+    return found
+
+
+def _marked(mark: str) -> dict[int, dict[str, str]]:
+    """Process id -> environment of those that live."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            pairs = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+            environment = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+            if environment.get(MARK) == mark:
+                found[int(entry.name)] = environment
+    return found
 
 
 def _play_again(result: Result, outputs: dict[str, str], *, root: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ci import stages
 from tests.ci.disturbance import Stopper
 from tests.ci.stages import Result, Stage, keep, run_stages
 
@@ -114,6 +115,22 @@ def test_a_red_first_stage_ends_the_run_and_a_red_later_one_does_not(project: Pa
     assert len(result.failed) == 1 and result.failed[0].endswith("exit code 1")
     results = run_stages([stage(project, it=BROKEN), stage(project, plain=PLAIN)], root=project)
     assert [bool(result.failed) for result in results] == [True, False]
+
+
+def test_a_process_that_a_test_left_behind_is_ended_and_told_of(project: Path, monkeypatch) -> None:
+    monkeypatch.setattr(stages, "LEAVE_S", 0.5)
+    leaves = """
+import pathlib, subprocess, sys
+
+def test_leaves():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    pathlib.Path("pid").write_text(str(child.pid))
+"""
+    (result,) = run_stages([stage(project, leaves=leaves)], root=project)
+    assert list(result.unstable) == ["test_leaves.py::test_leaves (left a process behind)"] and not result.failed
+    pid = (project / "pid").read_text()
+    while Path(f"/proc/{pid}").exists() and state(int(pid)) != "Z":
+        time.sleep(0.01)
 
 
 def test_an_unstable_first_stage_does_not_end_the_run(project: Path) -> None:
