@@ -62,7 +62,7 @@ class Result:
         word = "failed" if self.failed else "unstable" if self.unstable else "passed"
         named = self.failed or list(self.unstable)
         minutes, seconds = divmod(round(self.seconds), 60)
-        return f"{self.name:<8}{word:<10}{minutes:>3} min {seconds:02} s" + "".join(
+        return f"{self.name:<10}{word:<10}{minutes:>3} min {seconds:02} s" + "".join(
             f"\n        {each}" for each in named
         )
 

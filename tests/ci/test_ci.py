@@ -62,14 +62,14 @@ def stage(project: Path, **files: str) -> Stage:
 
 def test_all_passed(project: Path) -> None:
     (result,) = run_stages([stage(project, plain=PLAIN)], root=project)
-    assert not result.failed and not result.unstable and result.line().startswith("test    passed ")
+    assert not result.failed and not result.unstable and result.line().startswith("test      passed ")
 
 
 def test_a_test_that_passes_twice_alone_is_unstable_and_its_failure_is_kept(project: Path, capfd) -> None:
     (result,) = run_stages([stage(project, plain=PLAIN, chance=UNSTABLE)], root=project)
     assert not result.failed and list(result.unstable) == ["test_chance.py::test_by_chance"]
     assert "the first play" in result.unstable["test_chance.py::test_by_chance"]
-    assert result.line().startswith("test    unstable ") and "test_by_chance" in result.line()
+    assert result.line().startswith("test      unstable ") and "test_by_chance" in result.line()
     said = capfd.readouterr().out
     assert "failed, and alone: passed, passed" in said and "the first play" in said and said.count("\n1 passed") == 2
 
@@ -78,7 +78,7 @@ def test_a_test_that_passes_twice_alone_is_unstable_and_its_failure_is_kept(proj
 def test_one_that_fails_once_more_is_a_failure(project: Path, source: str, name: str, capfd) -> None:
     (result,) = run_stages([stage(project, plain=PLAIN, it=source)], root=project)
     assert result.failed == [f"test_it.py::{name}"] and not result.unstable
-    assert result.line().startswith("test    failed ") and name in result.line()
+    assert result.line().startswith("test      failed ") and name in result.line()
     assert source is not BROKEN or "said by the test" in capfd.readouterr().out
 
 
@@ -94,7 +94,7 @@ def test_what_fails_in_a_fixture_or_while_it_is_imported_is_a_failure(project: P
     (result,) = run_stages([stage(project, left=fixture)], root=project)
     assert result.failed == ["test_left.py::test_left"]
     (result,) = run_stages([stage(project, unread="import nothing_of_this_name\n")], root=project)
-    assert "test_unread.py" in result.failed and result.line().startswith("test    failed ")
+    assert "test_unread.py" in result.failed and result.line().startswith("test      failed ")
 
 
 def test_a_session_that_ends_without_a_word_is_a_failure(project: Path) -> None:

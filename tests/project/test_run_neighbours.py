@@ -42,7 +42,7 @@ held, reached = [], set()
 for port in map(int, sys.argv[1:]):
     for words in garbage:
         with suppress(OSError):
-            sock = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+            sock = socket.create_connection(("127.0.0.1", port), timeout=180)
             held.append(sock)
             reached.add(port)
             sock.sendall(words)
