@@ -59,7 +59,7 @@ fast: $(READY)
 	$(PYTEST) tests -m "not engine and not seconds and not slow and not long and not outside"
 
 ci: $(READY)  ## as continuous integration: check, test and test-long, and what fails once more, alone
-	bash .ci/run
+	$(PY) -m tests.ci
 
 setup: $(READY)  ## only prepare .venv
 
