@@ -119,11 +119,13 @@ def _start_local() -> None:
         file.write(secrets.token_hex(32))
     with _authenticated_by(token), _without_unused_daemons(), _without_haste():
         # Without an address Ray would join any cluster of this machine. A folder below ours, as Ray makes its own open to all.
-        # No prestarted workers: each of our actors has a runtime environment of its own, so that none could be reused.
+        # No prestarted workers: each of our actors has a runtime environment of its own, so that none could be reused. And no
+        # niceness, which is 15 of Ray's own: on a machine with other work the learner would get next to no processor.
+        settings = {"prestart_worker_first_driver": False, "worker_niceness": 0}
         try:
             _init(
                 address="local", include_dashboard=False, _temp_dir=str(_folder / "ray"),
-                _system_config={"prestart_worker_first_driver": False, "agent_register_timeout_ms": int(1000 * START_S)},
+                _system_config={**settings, "agent_register_timeout_ms": int(1000 * START_S)},
             )  # fmt: skip
         except Exception as error:  # Ray has no class of its own for it
             _keep_last_words(_folder, "raylet.err")

@@ -166,6 +166,15 @@ def test_its_workers_have_the_token_and_no_copy_of_it_is_in_their_environment(st
     assert len(token) == 64 and token not in json.dumps(seen)
 
 
+@pytest.mark.seconds
+def test_its_workers_have_as_much_of_a_busy_machine_as_who_starts_them(started: Path) -> None:
+    @ray.remote
+    def niceness() -> int:
+        return os.nice(0)
+
+    assert ray.get(niceness.remote(), timeout=PATIENCE_S) == os.nice(0)
+
+
 def test_daemons_that_nothing_asks_are_not_started(started: Path) -> None:
     commands = []
     for child in psutil.Process().children():
