@@ -29,8 +29,8 @@ EPISODE_REQUESTS = 200
 """Then the attacker has another episode: what was kept for the last one has to go."""
 JUST_NOW_S = 1.0
 """What was answered so shortly before a life ended may have ended it."""
-CAUSE_S = 10.0
-"""The server says why it ended after its connections are broken."""
+CAUSE_S = 30.0
+"""The server says why it ended after its connections are broken; one that stands still never does."""
 LATER = (503, 507)
 """No failures if they say when to come back."""
 
@@ -53,6 +53,8 @@ class Life:
         self.folder = folder
         self.over = threading.Event()
         self.why = ""
+        self._is_explained = False
+        """By the server itself."""
         self.sent = 0
         self._raised = raised
         self._timeout_s = timeout_s
@@ -81,7 +83,7 @@ class Life:
     # Its end
 
     def end(self, why: str) -> None:
-        """It is not as it should be any more; the first reason counts. From any thread."""
+        """It is not as it should be any more; of what clients say the first reason counts. From any thread."""
         with self._lock:
             if self.over.is_set():
                 return
@@ -90,10 +92,11 @@ class Life:
         self.witness.wake()
 
     def look(self, *, within_s: float) -> None:
-        """See whether the server told that something of it ended."""
+        """See whether the server told that something of it ended: that is the reason, whatever clients saw first."""
         event = self._event(within_s=within_s)
         if event is not None:
             self.end(event)
+            self.why, self._is_explained = event, True
 
     def _event(self, *, within_s: float) -> str | None:
         until = time.monotonic() + within_s
@@ -111,8 +114,8 @@ class Life:
 
     def close(self) -> None:
         """After `end`: the process is killed, `why` says as much as can be known."""
-        if (cause := self._event(within_s=CAUSE_S)) is not None:
-            self.why = cause
+        if not self._is_explained:
+            self.look(within_s=CAUSE_S)
         children = descendants(self.pid)
         if not self._is_gone:
             self._raised.kill(self.pid)
