@@ -219,6 +219,7 @@ async def test_a_server_over_http_does_as_well(tmp_path):
             sums = await asyncio.gather(*(tools.call("add", {"a": number}) for number in range(20)))
             assert [outcome.text for outcome in sums] == [str(number + 1) for number in range(20)]
             assert "died during the call" in (await tools.call("die", {})).text
+            await process.wait()  # until then its port may still take a connection
             assert "must start: ConnectError" in (await tools.call("add", {"a": 1})).text
     finally:
         await process.communicate()  # it has died, as it was told
