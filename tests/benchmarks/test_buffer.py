@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import faults
+from tests.support.patience import PATIENCE_S
 from tests.support.run_parts import ROOT
 
 
@@ -25,7 +26,7 @@ def test_a_small_buffer_benchmark_gives_every_figure(tmp_path: Path) -> None:
         "--json",
         str(tmp_path / "b.json"),
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "b.json").read_text())
     wanted = {"put64_rows_s", "put1_p50_ms", "put64_vs_sqlite", "claim_ms_1e4", "reopen_s", "memcpy_rows_s"}

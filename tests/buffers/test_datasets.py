@@ -17,8 +17,7 @@ from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.prompt_queue import Prompt, PromptQueue, QueueClosed, Response
 from tests.support.buffer_parts import make_ready, make_round, open_running
-
-LONG_S = 20.0
+from tests.support.patience import PATIENCE_S
 
 
 class FakeReply:
@@ -97,7 +96,7 @@ def test_a_full_prompt_queue_refuses_instead_of_blocking() -> None:
 
 async def test_prompts_pass_from_a_loop_to_a_blocking_thread() -> None:
     prompts = PromptQueue()
-    thread, outcome = in_thread(lambda: [prompts.get(timeout=LONG_S).request_id for _ in range(100)])
+    thread, outcome = in_thread(lambda: [prompts.get(timeout=PATIENCE_S).request_id for _ in range(100)])
     for number in range(100):
         prompts.put(make_prompt(str(number)))
         await asyncio.sleep(0)
@@ -114,13 +113,13 @@ async def test_prompts_pass_from_a_thread_to_a_loop_and_within_one_loop() -> Non
             taken.extend(names(await prompts.take(at_most=3)))
 
     thread, _ = in_thread(lambda: [prompts.put(make_prompt(str(number))) for number in range(100)])
-    await asyncio.wait_for(consume(100), LONG_S)
+    await asyncio.wait_for(consume(100), PATIENCE_S)
     thread.join()
     waiting = asyncio.create_task(consume(105))
     await asyncio.sleep(0)
     for number in range(100, 105):
         prompts.put(make_prompt(str(number)))
-    await asyncio.wait_for(waiting, LONG_S)
+    await asyncio.wait_for(waiting, PATIENCE_S)
     assert taken == [str(number) for number in range(105)]
 
 
@@ -130,7 +129,7 @@ async def test_a_cancelled_taker_does_not_swallow_a_wake_up() -> None:
     await asyncio.sleep(0)
     prompts.put(make_prompt("a"))
     first.cancel()
-    assert names(await asyncio.wait_for(second, LONG_S)) == ["a"]
+    assert names(await asyncio.wait_for(second, PATIENCE_S)) == ["a"]
     with pytest.raises(asyncio.CancelledError):
         await first
 
@@ -306,7 +305,7 @@ def test_a_waiting_iterator_is_woken_by_the_score_that_fills_its_batch() -> None
         filled = threading.Event()
         unwatch = ledger.watch(lambda news: filled.set() if news.counts["groups/leased"] == 2 else None)
         if ledger.counts()["groups/leased"] < 2:
-            assert filled.wait(LONG_S)
+            assert filled.wait(PATIENCE_S)
         unwatch()
         dataset.close()
         thread.join()
@@ -331,7 +330,7 @@ async def test_sample_waits_for_a_full_batch_of_fresh_groups() -> None:
             await asyncio.sleep(0)
             assert not sampling.done()
             await asyncio.to_thread(make_ready, ledger, task=task, version=1)
-        batch = await asyncio.wait_for(sampling, LONG_S)
+        batch = await asyncio.wait_for(sampling, PATIENCE_S)
         assert batch.group_ids == (2, 3) and ledger.counts()["evicted/stale"] == 1
 
 

@@ -243,7 +243,7 @@ def test_the_command_line_with_the_real_engine():
         sys.executable,
         str(CLIENTS / "chat_tools.py"),
     ]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(done.stdout)
     assert (report["rounds"], report["rows"], report["branch_causes"], report["errors"]) == (4, 1, [], [])

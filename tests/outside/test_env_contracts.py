@@ -17,6 +17,7 @@ from buffers.errors import EnvError
 from env_adapters.adapter import WithDeadlines, with_deadlines
 from env_adapters.openenv import OpenEnv
 from tests.outside.agent_environments import python_with
+from tests.support.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.outside, pytest.mark.slow, pytest.mark.timeout(700)]
 
@@ -33,7 +34,9 @@ def says(text: str) -> list[dict[str, str]]:
 def test_a_verifiers_environment_is_played_as_its_authors_wrote_it() -> None:
     path = f"{ROOT}{os.pathsep}{PROGRAMS}"
     command = [str(python_with("verifiers", *VERIFIERS)), str(PROGRAMS / "play_verifiers.py")]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     first = [{"role": "system", "content": "Say a number."}, {"role": "user", "content": "0 + 3 ="}]

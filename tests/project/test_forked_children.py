@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.ledger_faults import child_environment
+from tests.support.patience import PATIENCE_S
 from tests.support.processes.child_process import Lines
 from tests.support.processes.forked_children import Nursery, nursery
 
@@ -32,7 +33,6 @@ def lose_thread(channel):
 roles = {"sleep": sleep, "fail": fail, "lose_thread": lose_thread, "return": lambda channel: None}
 raise_children(roles, channel=int(sys.argv[-1]))
 """
-LIMIT_S = 30.0
 
 
 def raise_some(folder: Path) -> AbstractContextManager[Nursery]:
@@ -50,7 +50,7 @@ def test_what_a_child_told_before_it_was_killed_is_there(tmp_path: Path) -> None
     with raise_some(tmp_path) as raised:
         first = raised.fork("sleep", words=["one", "two"])
         second = raised.fork("sleep", words=["three"])
-        told = [raised.told(until=time.monotonic() + LIMIT_S) for _ in range(3)]
+        told = [raised.told(until=time.monotonic() + PATIENCE_S) for _ in range(3)]
         assert [event["word"] for event in told if event and event["by"] == first] == ["one", "two"]
         assert {"word": "three", "by": second} in told
         raised.kill(first, second)
@@ -62,13 +62,13 @@ def test_a_child_or_a_thread_that_dies_by_itself_is_an_error(tmp_path: Path, rol
     with raise_some(tmp_path) as raised:
         raised.fork(role)
         with pytest.raises(AssertionError, match="nobody expected this"):
-            raised.told(until=time.monotonic() + LIMIT_S)
+            raised.told(until=time.monotonic() + PATIENCE_S)
 
 
 def test_a_child_that_had_ended_before_it_was_killed_is_an_error(tmp_path: Path) -> None:
     with raise_some(tmp_path) as raised:
         pid = raised.fork("return")
-        until = time.monotonic() + LIMIT_S
+        until = time.monotonic() + PATIENCE_S
         while is_alive(pid):
             assert time.monotonic() < until
         with pytest.raises(AssertionError, match="must be -9"):
@@ -79,7 +79,7 @@ def test_no_child_outlives_its_nursery(tmp_path: Path) -> None:
     with raise_some(tmp_path) as raised:
         pid = raised.fork("sleep", words=[])
         assert is_alive(pid)
-    until = time.monotonic() + LIMIT_S
+    until = time.monotonic() + PATIENCE_S
     while is_alive(pid):
         assert time.monotonic() < until
 

@@ -12,9 +12,7 @@ from buffers.ledger.ledger import Ledger
 from buffers.records import Episode
 from buffers.tasks.task_pool import TaskPool
 from tests.support.buffer_parts import make_round
-
-LONG_S = 20.0
-"""Longer than any wait of a test that passes."""
+from tests.support.patience import PATIENCE_S
 
 
 @dataclass
@@ -59,7 +57,7 @@ class Setup:
     runner: asyncio.Task[None]
 
     async def lease(self) -> Episode:
-        episode = await self.pool.lease(wait_s=LONG_S)
+        episode = await self.pool.lease(wait_s=PATIENCE_S)
         assert episode is not None
         return episode
 
@@ -70,7 +68,7 @@ class Setup:
     async def score(self, episode: Episode, score: float) -> bool:
         """Report it as a server does, and wait until the pool has seen that."""
         stored = await asyncio.wrap_future(self.ledger.notify_score(episode.episode_id, score, max_attempts=3))
-        async with asyncio.timeout(LONG_S):
+        async with asyncio.timeout(PATIENCE_S):
             while (episode.episode_id, "scored") not in self.closed and not self.runner.done():
                 await asyncio.sleep(0.001)
         return stored

@@ -18,7 +18,8 @@ from buffers.records import ScoreDetail, Task
 from buffers.tasks.parquet import write_tasks
 from buffers.tasks.task_pool import PoolClosed
 from tests.support.buffer_parts import make_round, make_task
-from tests.support.pool_parts import LONG_S, running_pool
+from tests.support.patience import PATIENCE_S
+from tests.support.pool_parts import running_pool
 
 SHORT_S = 0.05
 """For waits that must end with nothing."""
@@ -255,7 +256,7 @@ async def test_an_episode_that_sampled_nothing_is_tried_again() -> None:
 
 async def test_an_agent_that_leaves_while_it_waits_loses_no_episode() -> None:
     async with running_pool(max_running=1) as setup:
-        waiting = [asyncio.create_task(setup.pool.lease(wait_s=LONG_S)) for _ in range(3)]
+        waiting = [asyncio.create_task(setup.pool.lease(wait_s=PATIENCE_S)) for _ in range(3)]
         await asyncio.sleep(0)
         await setup.pool.put([make_task(0)])
         for task in waiting:
@@ -268,7 +269,7 @@ async def test_an_episode_given_to_an_agent_that_just_left_goes_to_the_next() ->
     async with running_pool() as setup:
         pool: Any = setup.pool
         await setup.pool.put([make_task(0)])
-        waiting = asyncio.create_task(setup.pool.lease(wait_s=LONG_S))
+        waiting = asyncio.create_task(setup.pool.lease(wait_s=PATIENCE_S))
         await asyncio.sleep(0)
         (waiter,) = pool._waiting
         waiter.add_done_callback(lambda _: waiting.cancel())  # in the same turn of the loop
@@ -279,13 +280,13 @@ async def test_an_episode_given_to_an_agent_that_just_left_goes_to_the_next() ->
 
 async def test_closing_wakes_those_who_wait() -> None:
     async with running_pool() as setup:
-        waiting = asyncio.create_task(setup.pool.lease(wait_s=LONG_S))
+        waiting = asyncio.create_task(setup.pool.lease(wait_s=PATIENCE_S))
         await asyncio.sleep(0)
         setup.pool.close()
         with pytest.raises(PoolClosed, match="no more tasks"):
             await waiting
         with pytest.raises(PoolClosed):
-            await setup.pool.lease(wait_s=LONG_S)
+            await setup.pool.lease(wait_s=PATIENCE_S)
 
 
 async def test_a_sealed_pool_closes_once_its_last_episode_is_done() -> None:
@@ -298,7 +299,7 @@ async def test_a_sealed_pool_closes_once_its_last_episode_is_done() -> None:
         await setup.pool.fail(first.episode_id, "lost")
         retry = await waiting  # a retry may still come: the pool was not done
         assert retry.episode_id == "1-0-1"
-        last = asyncio.create_task(setup.pool.lease(wait_s=LONG_S))
+        last = asyncio.create_task(setup.pool.lease(wait_s=PATIENCE_S))
         await setup.play(retry)
         with pytest.raises(PoolClosed):
             await last

@@ -253,5 +253,5 @@ def run_agent(fake: FakeModelServer, extra: dict[str, str], *, folder: Path) -> 
         env={**kept, "OPENAI_BASE_URL": f"{fake.url}/v1", "MODEL": "policy", **extra},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_S,
     )

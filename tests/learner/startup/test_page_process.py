@@ -12,6 +12,7 @@ import pytest
 
 from learner.startup.page_process import PageProcess
 from tests.learner.page.page_parts import make_run
+from tests.support.patience import PATIENCE_S
 from tests.support.processes.child_process import gone
 
 
@@ -21,7 +22,7 @@ async def test_a_page_is_started_by_its_first_visit_and_again_after_its_death(tm
     page = PageProcess(make_run(tmp_path), on_link=links.append)
     page.start()
     assert page.url.startswith("http://127.0.0.1:") and page._process is None
-    async with httpx.AsyncClient(base_url=page.url.partition("/open")[0], timeout=120) as browser:
+    async with httpx.AsyncClient(base_url=page.url.partition("/open")[0], timeout=PATIENCE_S) as browser:
         first = page.url
         assert (await browser.get(first)).status_code == 200
         answer = await browser.get("/api/runs")
@@ -32,7 +33,7 @@ async def test_a_page_is_started_by_its_first_visit_and_again_after_its_death(tm
         assert page._process is not None and os.getpriority(os.PRIO_PROCESS, page._process.pid) >= 10
         os.kill(page._process.pid, signal.SIGKILL)
         await page._process.wait()
-    async with httpx.AsyncClient(timeout=120) as browser:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as browser:
         assert (await browser.get(page.url)).status_code == 200
     pid = page._process.pid
     await page.close()

@@ -191,7 +191,7 @@ def test_daemons_that_nothing_asks_are_not_started(started: Path) -> None:
 def test_each_start_has_its_own_token_and_the_end_removes_its_folder() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=100, check=True, env=environment
+        [sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=PATIENCE_S, check=True, env=environment
     )
     (one, first), (two, second) = json.loads(done.stdout)
     assert first != second and one != two

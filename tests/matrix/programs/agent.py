@@ -27,7 +27,7 @@ def request(url, key, body=None, headers=None):
     data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **(headers or {})}
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=100) as reply:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=600) as reply:
             status, text = reply.status, reply.read()
     except urllib.error.HTTPError as error:
         status, text = error.code, error.read()

@@ -11,12 +11,12 @@ import pytest
 import uvicorn
 
 from mocked_server.http.uvicorn_server import MAX_HEAD_BYTES, PatientProtocol, QuietServer, bind
+from tests.support.patience import PATIENCE_S
 
 MIB = 1 << 20
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nhost: x\r\n"
 SOON_S = 0.05
-WAIT_S = 30.0
 
 
 @asynccontextmanager
@@ -58,7 +58,7 @@ async def answer(scope, receive, send) -> None:
 
 async def ended(reader: asyncio.StreamReader) -> bytes:
     """All that comes until the server closes."""
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(PATIENCE_S):
         parts = []
         try:
             while part := await reader.read(65536):
@@ -70,7 +70,7 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
 
 async def is_ok(connect) -> None:
     reader, _ = await connect(GET)
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(PATIENCE_S):
         assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
 
 
@@ -91,7 +91,7 @@ async def test_a_client_that_reads_nothing_of_its_stream_is_cut_off_and_little_i
     async with serving(endless) as connect:
         _, writer = await connect(GET)
         writer.transport.pause_reading()
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             await over.wait()
         assert 65536 <= sent <= 64 * MIB  # what the kernel takes on both sides, and one part
 
@@ -108,7 +108,7 @@ async def test_trailers_that_never_end_are_cut_off(frame) -> None:
         writer.write(b"a: b")
         num_sent = 0
         try:
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(PATIENCE_S):
                 while num_sent < 64 * MIB:
                     writer.write(frame)
                     await writer.drain()
@@ -190,7 +190,7 @@ async def test_who_waits_for_its_answer_is_not_cut_off(monkeypatch, request_, re
 
     async def slow(scope, receive, send) -> None:
         started.set()
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             for _ in range(4):
                 await expired.acquire()
         await answer(scope, receive, send)
@@ -214,7 +214,7 @@ async def test_a_flood_of_idle_connections_ends_the_idle_and_nobody_who_is_answe
 
     async with serving(on_go) as connect:
         waiting = [await connect(GET.replace(b"/ ", b"/wait ")) for _ in range(7)]
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             while sum(not each.is_answered for each in connect.connections) < 7:
                 await asyncio.sleep(0.005)
         idle = [await connect(GET[:9]) for _ in range(40)]
@@ -237,7 +237,7 @@ async def test_when_all_are_answered_one_more_is_not_taken(monkeypatch) -> None:
 
     async with serving(on_go) as connect:
         waiting = [await connect(GET) for _ in range(2)]
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             while sum(not each.is_answered for each in connect.connections) < 2:
                 await asyncio.sleep(0.005)
         reader, _ = await connect(GET)
@@ -266,6 +266,6 @@ async def test_a_closed_connection_whose_client_reads_nothing_ends(monkeypatch, 
     async with serving(fill) as connect:
         _, writer = await connect(b"GET / HTTP/1.0\r\n\r\n")
         writer.transport.pause_reading()
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             while not size or connect.connections:
                 await asyncio.sleep(0.005)

@@ -25,11 +25,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tests.support.patience import PATIENCE_S
 from tests.support.processes.child_process import Lines, end_with_thread
 
 START_S = 300.0
 """Imports, on a busy machine."""
-ANSWER_S = 60.0
 PR_SET_PDEATHSIG = 1
 
 Event = dict[str, Any]
@@ -81,13 +81,13 @@ class Nursery:
 
     def _wait_for(self, is_it: Callable[[Event], bool]) -> Event:
         """The event that the nursery has to tell; what children told before it is kept."""
-        until = time.monotonic() + ANSWER_S
+        until = time.monotonic() + PATIENCE_S
         while (event := self._read(until=until)) is not None:
             if is_it(event):
                 return event
             if "ended" not in event:
                 self._told.append(event)
-        raise AssertionError(f"the nursery must answer within {ANSWER_S} s: {self.last_words()}")
+        raise AssertionError(f"the nursery must answer within {PATIENCE_S} s: {self.last_words()}")
 
     def _read(self, *, until: float) -> Event | None:
         line = self._lines.next(until=until)
