@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from configs.tiny_model import make_tiny_model
 from learner.model import packed_attention
 from learner.model.engine_rounding import float32_logits, round_as_engine
 from learner.model.policy import Policy
+from learner.training.packing import Sequences
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, set_process_environment
 
 PLACES = ("attention", "rotary", "sums", "logits")
@@ -110,10 +112,11 @@ def of_learner(folder: Path, ids: Sequence[int], *, without: Sequence[str] = ())
     packed_attention.HALF = () if "attention" in without else half
     try:
         with torch.no_grad():
-            starts = torch.tensor([0, length], dtype=torch.int32)
-            states = policy.states_alone(row, positions=torch.arange(length), starts=starts, longest=length)
+            mask = np.array([0, *[1] * (length - 1)], dtype=np.uint8)
+            pack = Sequences([row.numpy().astype(np.int32)], masks=[mask]).micro_batch([0], device=row.device)
+            states = policy.states_alone(pack)
             head = lm.get_output_embeddings()
-            logits = head(states).float() if "logits" in without else float32_logits(head, states)
+            logits = type(head).forward(head, states).float() if "logits" in without else float32_logits(head, states)
     finally:
         packed_attention.HALF = half
     found["logprobs"] = logits.log_softmax(-1)[:-1].gather(1, row[1:, None])[:, 0]

@@ -310,6 +310,7 @@ class Pipeline:
             self.on_ray_started()
             if not self._evaluates:
                 await learner.start(self._checkpoint)
+                self._display.note(await ranks.layout_line())
 
         starting = asyncio.create_task(start(), name="start learner")
         stack.push_async_callback(ended, starting)

@@ -21,7 +21,7 @@ from benchmarks.processes.rank_side import end
 from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import VOCAB_SIZE
 from learner.model.load import load_policy
-from learner.training.packing import Sequences
+from learner.training.packing import PaddedSequences, Sequences
 from mocked_server.vllm.engine import VLLMEngine, import_engine
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 
@@ -96,7 +96,7 @@ def differences(samples: list[Sampled], *, model: Path, dtype: str) -> dict[str,
     policy = load_policy(model, device=device).to(getattr(torch, dtype))
     rows = [np.array([*prompt, *ids], dtype=np.int32) for prompt, ids, _ in samples]
     masks = [np.array([0] * len(prompt) + [1] * len(ids), dtype=np.uint8) for prompt, ids, _ in samples]
-    sequences = Sequences(rows, masks=masks)
+    sequences = PaddedSequences(Sequences(rows, masks=masks))
     recorded = torch.tensor([value for _, _, logprobs in samples for value in logprobs])
     found = torch.zeros(sequences.num_trained)
     for piles in sequences.plan(range(len(rows)), num_ranks=1, token_budget=8192):

@@ -19,39 +19,27 @@ import numpy as np
 import torch
 
 from benchmarks.processes.rank_side import end, make_trainer, rank_parser
-from benchmarks.rivals.padded import PaddedPolicy, equal_piles, padding_share, sorted_piles
+from benchmarks.rivals.padded import equal_piles, padding_share
 from buffers.records import Row, TrainBatch
 from configs.schema import LearnerConfig
-from learner.model import fsdp
-from learner.model.load import load_policy
-from learner.model.policy import Policy
-from learner.training.packing import Plan, Sequences
+from learner.training.packing import PaddedSequences, Plan, Sequences
 from learner.training.trainer import Trainer
 
 MIB = 2**20
 
 
-class PaddedTrainer(Trainer):
+class SortedPaddedTrainer(Trainer):
+    """The product's layout for models that cannot keep packed rows apart: micro-batches of rows of like length."""
+
+    def _laid_out(self, sequences: Sequences, **options: Any) -> Sequences:
+        return PaddedSequences(sequences)
+
+
+class PaddedTrainer(SortedPaddedTrainer):
     """Micro-batches of equal size, in the batch's order, padded to their longest row. One rank."""
 
-    piles = staticmethod(equal_piles)
-
-    def _load(self, folder: str, *, value_head: bool) -> Policy:
-        lm = load_policy(folder, device=self._device).lm
-        policy = PaddedPolicy(lm, value_head=value_head).to(self._device).eval()
-        if self._config.gradient_checkpointing:
-            policy.checkpoint_layers()
-        fsdp.shard(policy, layers=policy.layers, mesh=self._mesh, dtype=self._dtype)
-        return policy
-
     def _plan(self, sequences: Sequences, *, rows: Any) -> Plan:
-        return [[pile] for pile in self.piles(sequences.lengths, rows=rows, token_budget=self._config.token_budget)]
-
-
-class SortedPaddedTrainer(PaddedTrainer):
-    """Micro-batches of rows of like length."""
-
-    piles = staticmethod(sorted_piles)
+        return [[pile] for pile in equal_piles(sequences.lengths, rows=rows, token_budget=self._config.token_budget)]
 
 
 WAYS: dict[str, type[Trainer]] = {"packed": Trainer, "padded": PaddedTrainer, "sorted_padded": SortedPaddedTrainer}
@@ -145,9 +133,14 @@ def timed_steps(trainer: Trainer, *, batch: TrainBatch, steps: int) -> list[dict
 def computed_padding(rows: Rows, *, way: str, token_budget: int) -> float:
     if way == "packed":
         return 0.0
-    piles = {"padded": equal_piles, "sorted_padded": sorted_piles}[way]
-    chosen = piles(rows.lengths, rows=range(len(rows.lengths)), token_budget=token_budget)
-    return padding_share(rows.lengths, piles=chosen)
+    everything = range(len(rows.lengths))
+    if way == "padded":
+        piles = equal_piles(rows.lengths, rows=everything, token_budget=token_budget)
+    else:
+        parts = rows.batch().rows
+        padded = PaddedSequences(Sequences([row.ids for row in parts], masks=[row.mask for row in parts]))
+        piles = [pile for (pile,) in padded.plan(everything, num_ranks=1, token_budget=token_budget)]
+    return padding_share(rows.lengths, piles=piles)
 
 
 def main(argv: list[str] | None = None) -> int:

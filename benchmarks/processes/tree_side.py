@@ -25,12 +25,12 @@ class TreeTrainer(Trainer):
 
     def timed_update(self, table: BatchTensors, *, prefix_tree: bool) -> tuple[float, float]:
         """Seconds of an update, and tokens of the rows over those computed."""
-        self._config = self._config.model_copy(update={"prefix_tree": prefix_tree})
         nothing = torch.zeros_like(table.behaviour)
         before = Before(table.behaviour, nothing, nothing, nothing)
         self._wait()
         began = time.perf_counter()
-        laid_out = replace(table, sequences=self._with_shared_prefixes(table.sequences, table=table))
+        layout = replace(self.layout, shares=prefix_tree)
+        laid_out = replace(table, sequences=self._laid_out(table.sequences, table=table, layout=layout))
         self._learn(laid_out, before=before)
         self._wait()
         return time.perf_counter() - began, laid_out.sequences.raw_over_unique

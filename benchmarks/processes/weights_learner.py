@@ -44,7 +44,9 @@ def main() -> int:
     policy = load_policy(arguments.model, device=device)
     whole = {name: weight.detach().clone() for name, weight in policy.lm.named_parameters()}
     fsdp.shard(policy, layers=policy.layers, mesh=mesh, dtype=torch.float32)
-    shards = WeightShards(policy.lm, dtype=torch.float32, rank=arguments.rank, adapter=None)
+    shards = WeightShards(
+        policy, dtype=torch.float32, rank=arguments.rank, world_size=arguments.world_size, adapter=None
+    )
     version = 0
     print("ready", flush=True)
     for line in sys.stdin:

@@ -1,13 +1,13 @@
 """Weights on disk, written whole or not at all: one file for the engine, a folder for everybody else.
 
-Called by `learner.training.trainer` on every rank (gathering needs all); rank 0 writes. Invariant: a reader sees the
-old or the new content, never a part. Names are Hugging Face's parameter names; a tied output matrix is left out, as
-Hugging Face does. Not resumable training state: no optimizer, no step counter.
+Called by `learner.training.trainer` on every rank (gathering needs all); rank 0 writes. Invariants: a reader sees the
+old or the new content, never a part; a folder is the one that the model came from, with other weights: their names and layout, and
+every other file, are the source's own. Not resumable training state: no optimizer, no step counter.
 """
 
 from __future__ import annotations
 
-import copy
+import json
 import os
 import shutil
 from collections import deque
@@ -22,6 +22,13 @@ from torch import Tensor, nn
 from learner.checkpoints.store import ADAPTER_WEIGHTS, WEIGHTS
 from learner.model import fsdp
 from learner.model.lora import Adapter, LoraConfig, merged, peft_names, write_description
+from learner.model.policy import Policy
+
+COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".md")
+"""Ends of the names of a folder's files that are no weights."""
+NOT_COPIED = (".index.json", "adapter_config.json", "trainer_state.json")
+"""What tells of weights that are not there any more."""
+DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def gather(module: nn.Module, *, dtype: torch.dtype, keep: bool, scaling: float = 1.0) -> dict[str, Tensor]:
@@ -34,6 +41,22 @@ def gather(module: nn.Module, *, dtype: torch.dtype, keep: bool, scaling: float 
         deque(parameters, maxlen=0)
         return {}
     return {name: whole.to(dtype) for name, whole in merged(parameters, scaling=scaling)}
+
+
+def gather_policy(policy: Policy, *, dtype: torch.dtype, keep: bool, scaling: float) -> dict[str, Tensor]:
+    """The model's weights, as `gather`, with the names and layout of its files; towers that are not trained, and buffers that files
+    have, among them."""
+    if not keep:
+        return gather(policy.lm, dtype=dtype, keep=False)
+    weights: dict[str, Tensor] = {}
+    for name, one in merged(fsdp.gather_parameters(policy.lm), scaling=scaling):
+        weights |= policy.names.written(name, one.to(dtype))
+    for name, buffer in fsdp.kept_buffers(policy.lm):
+        weights |= policy.names.written(name, buffer.cpu())
+    return {
+        name: weight.clone() if weight.untyped_storage().nbytes() > weight.nbytes else weight
+        for name, weight in weights.items()
+    }
 
 
 def gather_adapter(lm: nn.Module, *, config: LoraConfig, keep: bool) -> Adapter | None:
@@ -54,14 +77,13 @@ def write_weights(path: Path, *, weights: dict[str, Tensor]) -> None:
 def write_folder(
     folder: Path,
     *,
-    lm: Any,
-    tokenizer: Any,
+    source: Path,
     weights: dict[str, Tensor],
     value_head: dict[str, Tensor],
     adapters: Mapping[str, Adapter],
     dtype: torch.dtype,
 ) -> None:
-    """Replaces `folder` with what `from_pretrained` and vLLM load: the merged weights.
+    """Replaces `folder` with what `from_pretrained` and vLLM load: the merged weights, and all else from `source`.
 
     Below it `critic/value_head.safetensors`, and `adapters`, which peft loads, by the names of their folders, when there are such:
     vLLM takes all `*.safetensors` of the folder itself for weights of the model.
@@ -69,12 +91,11 @@ def write_folder(
     partial = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    config = copy.deepcopy(lm.config)
-    config.dtype = dtype
-    config.save_pretrained(partial)
-    if lm.generation_config is not None:
-        lm.generation_config.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    for file in source.iterdir():
+        if file.is_file() and file.name.endswith(COPIED) and not file.name.endswith(NOT_COPIED):
+            shutil.copyfile(file, partial / file.name)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    (partial / "config.json").write_text(json.dumps(_in_dtype(config, dtype), indent=2) + "\n", encoding="utf-8")
     write_weights(partial / WEIGHTS, weights=weights)
     if value_head:
         write_weights(partial / "critic" / "value_head.safetensors", weights=value_head)
@@ -82,6 +103,14 @@ def write_folder(
         write_weights(partial / name / ADAPTER_WEIGHTS, weights=adapter.weights)
         write_description(partial / name, config=adapter.config)
     _replace(folder, new=partial)
+
+
+def _in_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A configuration that says how its weights are stored: plainly, in this dtype."""
+    name = str(dtype).removeprefix("torch.")
+    told = {key: _in_dtype(value, dtype) if isinstance(value, dict) else value for key, value in config.items()}
+    told = {key: name if key in DTYPE_KEYS else value for key, value in told.items() if key != "quantization_config"}
+    return told if "model_type" not in told or any(key in told for key in DTYPE_KEYS) else {**told, "dtype": name}
 
 
 def _replace(folder: Path, *, new: Path) -> None:

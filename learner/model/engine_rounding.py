@@ -27,7 +27,7 @@ def round_as_engine(lm: Any) -> bool:
     """Makes a causal language model of transformers round where vLLM does; False: its layers are of another kind, and it is left
     as it is. Call it once, before its layers are checkpointed or sharded."""
     decoder = lm.get_decoder()
-    if any(type(layer).__name__ not in PRE_NORM_LAYERS for layer in decoder.layers):
+    if any(type(layer).__name__ not in PRE_NORM_LAYERS for layer in getattr(decoder, "layers", [None])):
         return False
     decoder.rotary_emb.register_forward_hook(_in_float32)
     decoder.norm.forward = partial(_norm, decoder.norm)
@@ -80,8 +80,11 @@ class _WideProduct(torch.autograd.Function):  # type: ignore[misc]
 
 
 def float32_logits(head: nn.Module, states: Tensor) -> Tensor:
-    """[m, hidden] states, a model's output matrix -> [m, V] float32 logits that were never rounded to half precision, as the
-    engine's are (vLLM's `head_dtype`)."""
+    """[..., hidden] states, a model's output matrix -> [..., V] float32 logits that were never rounded to half precision, as the
+    engine's are (vLLM's `head_dtype`). A head of another kind gives what it gives."""
     plain = type(head) is nn.Linear and head.bias is None and head.weight.dtype in HALF
-    logits: Tensor = _WideProduct.apply(states, head.weight) if plain else head(states)
-    return logits.float()
+    if not plain:
+        logits: Tensor = type(head).forward(head, states)
+        return logits.float()
+    wide: Tensor = _WideProduct.apply(states.flatten(0, -2), head.weight)
+    return wide.unflatten(0, states.shape[:-1])

@@ -89,7 +89,8 @@ def shard(module: nn.Module, *, layers: Sequence[nn.Module], mesh: DeviceMesh, d
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else mixed
     for part in (*layers, module):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    register_fsdp_forward_method(module, "states_alone")
+    for method in ("own_logits", "states_alone"):
+        register_fsdp_forward_method(module, method)
 
 
 def give_memory(module: nn.Module, *, device: torch.device) -> None:
@@ -217,6 +218,19 @@ def local_ranges(module: nn.Module, *, trained_only: bool = False) -> list[Local
                 start = first * (whole.numel() // max(1, whole.shape[0]))
             found.append(LocalRange(name, list(parameter.shape), start, local))
     return found
+
+
+def whole(module: nn.Module, name: str, *, dtype: torch.dtype) -> Tensor:
+    """A whole parameter on the CPU. All ranks enter."""
+    parameter = module.get_parameter(name).detach().to(dtype)
+    found: Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return found.cpu()
+
+
+def kept_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Those that are weights too: a folder has them. Every rank has the same."""
+    kept = module.state_dict().keys()
+    return [(name, buffer) for name, buffer in module.named_buffers() if name in kept and buffer.is_floating_point()]
 
 
 def gather_parameters(module: nn.Module, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:

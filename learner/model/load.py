@@ -2,28 +2,27 @@
 
 Called by `learner.training.trainer`. The model is built without memory, changed (an adapter, sharding), given memory, and filled
 from the folder's files. Invariants: nothing is left as it was allocated: each weight is read, or the folder is refused; buffers
-that are computed from the configuration are computed here, and equal on all ranks. The exception is an architecture whose files
-transformers takes apart and joins anew (experts): its weights are read whole by each rank, one rank's memory being that of the
-whole model.
+that are computed from the configuration are computed here, and equal on all ranks. What files have in another layout (experts) is
+read whole by each rank, one weight after another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from learner.model import fsdp
+from learner.model.file_names import FileNames
 from learner.model.lora import plain_name
-from learner.model.policy import Policy, check_rows_apart
+from learner.model.policy import Policy
 from learner.model.weight_files import WeightFiles
 
 
@@ -37,23 +36,23 @@ def load_policy(
     """The folder's model in float32 (the master weights), after `prepare` has changed it; where that shards it, all ranks enter.
     Dropout is off: the engine samples without it.
 
-    Raises ValueError for files that lack a weight, and for a model that cannot keep packed rows apart.
+    Raises ValueError for files that lack a weight.
     """
-    policy = Policy(empty_model(Path(folder)), value_head=value_head)
+    files = WeightFiles(Path(folder))
+    lm = empty_model(Path(folder))
+    policy = Policy(lm, value_head=value_head, names=FileNames(lm, files.names))
     policy.eval()
     unread = frozenset(name for name, weight in policy.lm.named_parameters() if weight.is_meta)
     prepare(policy)
     fsdp.give_memory(policy, device=device)
     policy.lm.tie_weights()  # two names of one weight that is not sharded have become two weights
-    read_weights(policy.lm, folder=Path(folder), unread=unread)
-    check_rows_apart(policy)
+    read_weights(policy, files=files, unread=unread)
     return policy
 
 
 def empty_model(folder: Path) -> Any:
     """The model of a folder's config.json, parameters without memory (on the device `meta`), buffers as they are computed."""
     logging.disable_progress_bar()
-    config = AutoConfig.from_pretrained(folder)
 
     def without_memory(module: nn.Module, name: str, weight: nn.Parameter | None) -> nn.Parameter | None:
         if weight is None or weight.is_meta:
@@ -62,39 +61,63 @@ def empty_model(folder: Path) -> Any:
 
     hook = register_module_parameter_registration_hook(without_memory)
     try:
-        lm: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return model_of(folder)
     finally:
         hook.remove()
-    if (folder / "generation_config.json").is_file():
-        lm.generation_config = GenerationConfig.from_pretrained(folder)
-    return lm
 
 
-def read_weights(lm: Any, *, folder: Path, unread: frozenset[str]) -> None:
-    """Fills what this process holds of the parameters that had no memory, `unread` by the names that they had then. Raises
-    ValueError, naming a weight that the files lack or have in another shape."""
-    if any(isinstance(step, WeightConverter) for step in get_model_conversion_mapping(lm)):
-        return _read_converted(lm, folder=folder, unread=unread)
-    files = WeightFiles(folder)
+def model_of(folder: Path) -> Any:
+    """A model as a folder's config.json says, of the class that is named there: a wrapper of several parts has its own names."""
+    config = AutoConfig.from_pretrained(folder)
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    if named is None:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return named._from_config(config, dtype=torch.float32)
+
+
+def read_weights(policy: Policy, *, files: WeightFiles, unread: frozenset[str]) -> None:
+    """Fills what this process holds of the parameters that had no memory, `unread` by the names that they had then, and the
+    buffers that are weights too. Raises ValueError, naming a weight that the files lack or have in another shape."""
+    lm, names = policy.lm, policy.names
     aliases = _aliases(lm)
+    kept = lm.state_dict().keys()
+    buffers = {
+        name: fsdp.LocalRange(name, list(buffer.shape), 0, buffer)
+        for name, buffer in lm.named_buffers()
+        if name in kept
+    }
+    found = [one for one in fsdp.local_ranges(lm) if plain_name(one.name) in unread]
+    waiting = {plain_name(alias): one for one in found for alias in aliases[one.name]} | buffers
     with torch.no_grad():
-        for one in fsdp.local_ranges(lm):
-            if (name := plain_name(one.name)) not in unread:
+        for first, stored in names.converted():
+            whole = names.convert(first, {name: files.whole(name).float() for name in stored})
+            for name, values in whole.items():
+                if (one := waiting.get(name)) is not None:
+                    _check_shape(name, found=list(values.shape), expected=one.shape, files=files)
+                    flat = values.reshape(-1)[one.start : one.start + one.local.numel()]
+                    one.local.view(-1).copy_(flat)
+                    waiting = {alias: other for alias, other in waiting.items() if other is not one}
+        for name, one in list(waiting.items()):
+            if name not in waiting or (read := names.plain(name)) is None:
                 continue
-            stored = _stored_name(name, [plain_name(alias) for alias in aliases[one.name]], lm=lm, files=files)
-            if (found := files.shape(stored)) != one.shape:
-                raise ValueError(
-                    f"{stored} in {folder} must have the shape that config.json says, {one.shape}, got {found}; download the "
-                    f"model again"
-                )
+            _check_shape(read, found=files.shape(read), expected=one.shape, files=files)
             flat, place = one.local.view(-1), 0
-            for piece in files.pieces(stored, start=one.start, count=one.local.numel()):
+            for piece in files.pieces(read, start=one.start, count=one.local.numel()):
                 flat[place : place + len(piece)].copy_(piece)
                 place += len(piece)
-        kept = lm.state_dict().keys()
-        for name, buffer in lm.named_buffers():
-            if name in kept and name in files.names:
-                buffer.copy_(files.whole(name))
+            waiting = {alias: other for alias, other in waiting.items() if other is not one}
+    if missing := [name for name in waiting if name not in buffers]:
+        raise ValueError(
+            f"model.path must name a folder with all weights of {type(lm).__name__}, got {files.folder} without {missing[0]}; "
+            f"download the model again, or mend its config.json"
+        )
+
+
+def _check_shape(name: str, *, found: list[int], expected: list[int], files: WeightFiles) -> None:
+    if found != expected:
+        raise ValueError(
+            f"{name} in {files.folder} must have the shape that config.json says, {expected}, got {found}; download the model again"
+        )
 
 
 def _aliases(lm: Any) -> dict[str, list[str]]:
@@ -104,29 +127,3 @@ def _aliases(lm: Any) -> dict[str, list[str]]:
     for name, weight in lm.named_parameters(remove_duplicate=False):
         found.setdefault(first.setdefault(id(weight), name), []).append(name)
     return found
-
-
-def _stored_name(name: str, others: Iterable[str], *, lm: Any, files: WeightFiles) -> str:
-    """The name in the files: its own, that of a weight tied to it, or one of these as the model without its output matrix has
-    it."""
-    prefix = f"{lm.base_model_prefix}."
-    for each in (name, *others):
-        for stored in (each, each.removeprefix(prefix)):
-            if stored in files.names:
-                return stored
-    raise ValueError(
-        f"model.path must name a folder with all weights of {type(lm).__name__}, got {files.folder} without {name}; download the "
-        f"model again, or mend its config.json"
-    )
-
-
-def _read_converted(lm: Any, *, folder: Path, unread: frozenset[str]) -> None:
-    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    weights, buffers = dict(whole.named_parameters()), dict(whole.named_buffers())
-    with torch.no_grad():
-        for one in fsdp.local_ranges(lm):
-            if (name := plain_name(one.name)) in unread:
-                one.local.view(-1).copy_(weights[name].view(-1)[one.start : one.start + one.local.numel()])
-        for name, buffer in lm.named_buffers():
-            if name in buffers:
-                buffer.copy_(buffers[name])

@@ -35,11 +35,15 @@ class Adapter:
 
 
 def add_adapter(lm: Any, *, rank: int, alpha: float, seed: int) -> LoraConfig:
-    """Puts an adapter on every linear layer but the output matrix, and freezes everything else.
+    """Puts an adapter on every linear layer but the output matrix and those of a vision tower, and freezes everything else.
 
     scaling = alpha / rank. Raises ValueError when a layer is not a plain linear one.
     """
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    text = {*lm.get_decoder().modules(), lm.get_output_embeddings()}
+    towers = [name for name, part in lm.named_modules() if isinstance(part, nn.Linear) and part not in text]
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules="all-linear", exclude_modules=towers or None, task_type="CAUSAL_LM"
+    )
     with torch.random.fork_rng(devices=[]):  # A is random: the same on every rank
         inject_adapter_in_model(config, lm)
         torch.manual_seed(seed)

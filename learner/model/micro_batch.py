@@ -1,8 +1,7 @@
-"""What one forward pass of one rank takes: tokens that lie one after another, and whom each of them attends to.
+"""What one forward pass of one rank takes: rows beside one another, or tokens that lie one after another and whom each attends to.
 
-Made by `learner.training.packing` and `learner.training.tree_packing`, read by `learner.model.policy`. Invariants: tokens are
-divided into segments, in each of which positions count on by one; without `paths` a segment is a whole row and attends to itself,
-with them to its own path: everything from the first token of its rows up to its own end. Every place predicts at most one token.
+Made by `learner.training.packing` and `learner.training.tree_packing`, read by `learner.model.policy`. Invariant: every place
+predicts at most one token.
 """
 
 from __future__ import annotations
@@ -25,24 +24,32 @@ class Paths:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """T tokens in n segments, m trained tokens of whole rows at u places."""
+class Segments:
+    """How T tokens one after another are divided. In a segment positions count on by one; without `paths` it is a whole row and
+    attends to itself, with them to its own path: everything from the first token of its rows up to its own end."""
 
-    ids: Tensor
-    """[T] int64."""
     positions: Tensor
-    """[T] int64: place of each token in its row."""
+    """[1, T] int64: place of each token in its row."""
     starts: Tensor
     """[n + 1] int32: where each segment starts, and T."""
     longest: int
     """Tokens of the longest segment."""
+    paths: Paths | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """b rows of L places, m trained tokens of whole rows at u places."""
+
+    ids: Tensor
+    """[b, L] int64. With `segments` b is 1; without, the shorter rows are filled up on the right with any token: what comes after
+    a token is nothing to it."""
+    segments: Segments | None
     before: Tensor
-    """[u] int64: the places whose states predict trained tokens, each once."""
+    """[u] int64: the places, of b * L, whose states predict trained tokens, each once."""
     tokens: Tensor
     """[u] int64: the tokens that these predict."""
     shared: Tensor | None
     """[m] int64: which of the u predictions is that of each trained token; None: each has its own, in order."""
     index: Tensor
     """[m] int64: place of each trained token in the batch's flat arrays, row by row."""
-    paths: Paths | None = None
-    """None: segments are rows."""

@@ -13,7 +13,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
+
+from learner.model.layers import heads_of, layers_of, used_weights
 
 SIDES = {"cuda": 8192, "cpu": 1024}
 REPEATS = 3
@@ -41,12 +42,12 @@ def matmul_rate(*, device: str, dtype: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a causal language model is made of, as far as its matrix products go. Mixtures of experts are not counted."""
+    """What a causal language model is made of, as far as its matrix products go; of experts, those that a token uses."""
 
     weights: int
-    """Those of the linear layers, which each token meets; without the output matrix."""
+    """Those of the layers, which each token meets; without the output matrix."""
     width: int
-    """All query heads of all layers together."""
+    """All query heads of all layers with attention together."""
     output: int
     """Weights of the output matrix."""
     is_frozen: bool = False
@@ -56,14 +57,14 @@ class Work:
     def of(cls, lm: Any) -> Work:
         """That of a model, sharded or not."""
         text = lm.config.get_text_config()
-        layers = lm.get_decoder().layers
-        linear = [part.weight for layer in layers for part in layer.modules() if isinstance(part, nn.Linear)]
-        heads = text.num_attention_heads
+        layers = layers_of(lm.get_decoder())
+        heads = heads_of(text)
+        attend = sum(any(hasattr(part, "k_proj") for part in layer.modules()) for layer in layers) or len(layers)
         return cls(
-            weights=sum(weight.numel() for weight in linear),
-            width=len(layers) * heads * (getattr(text, "head_dim", None) or text.hidden_size // heads),
+            weights=sum(used_weights(layer, text) for layer in layers),
+            width=attend * heads.queries * heads.width,
             output=text.hidden_size * text.vocab_size,
-            is_frozen=not all(weight.requires_grad for weight in linear),
+            is_frozen=not all(weight.requires_grad for layer in layers for weight in layer.parameters()),
         )
 
     def update_flops(self, *, tokens: int, squares: int, trained: int) -> float:

@@ -28,7 +28,7 @@ HALF = (torch.float16, torch.bfloat16)
 MASKED_AT_ONCE = 512
 """Queries of one call with a mask: half of them, in the mean, is what a query computes beyond what it sees."""
 UNKNOWN = ("softcap", "s_aux", "position_bias")
-"""What some models ask of attention beside the causal mask, and this does not do."""
+"""What some models ask of attention beside the causal mask, and this does not do: their rows are not packed."""
 
 
 def packed_attention(
@@ -51,10 +51,7 @@ def packed_attention(
     """
     wanted = [name for name in UNKNOWN if others.get(name) is not None]
     if wanted or attention_mask is not None:
-        raise ValueError(
-            f"model.path must name a model with plain causal attention, got {type(module).__name__} with "
-            f"{', '.join(wanted) or 'a mask of its own'}; train another model"
-        )
+        raise ValueError(f"{type(module).__name__} attends with {', '.join(wanted) or 'a mask of its own'}")
     query, key = (
         query.to(value.dtype),
         key.to(value.dtype),

@@ -75,6 +75,9 @@ class WeightFiles:
         """Whole rows of a parameter, one piece after another, flat: the elements [start, start + count) in row-major order, which
         are whole rows. Raises ValueError where they are no plain floats."""
         shape = self.shape(name)
+        if not shape:
+            yield self.whole(name).flatten()
+            return
         width = torch.Size(shape[1:]).numel()
         first, last = start // width, (start + count) // width
         step = max(1, PIECE // width)

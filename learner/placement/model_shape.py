@@ -38,6 +38,8 @@ class ModelShape:
 
     def cache_bytes(self, *, tensor_parallel: int, bytes_each: int) -> int:
         """KV cache of one token on one of the engine's cards. Heads that cannot be divided any more are on several."""
+        if not self.kv_heads:
+            return 0
         heads = max(1, self.kv_heads // tensor_parallel)
         return 2 * self.layers * (self.keys // self.kv_heads) * heads * bytes_each
 
@@ -51,27 +53,31 @@ def read_shape(folder: Path) -> ModelShape:
         )
     import torch
     from torch import nn
-    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from learner.model.layers import experts_per_token, heads_of, layers_of, told
+    from learner.model.load import model_of
 
     try:
-        config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
-            lm: Any = AutoModelForCausalLM.from_config(config)
+            lm: Any = model_of(folder)
     except (ValueError, OSError, KeyError) as error:
         raise UnderstudyError(
             f"model.path must name a model that transformers knows, got {folder}: {' '.join(str(error).split())[:300]}"
         ) from error
-    text = config.get_text_config()
-    layers = list(lm.get_decoder().layers)
+    text = lm.config.get_text_config()
+    layers = layers_of(lm)
     sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in layers]
     parameters = sum(weight.numel() for weight in lm.parameters())
     head = lm.get_output_embeddings()
     adapted = [module for module in lm.modules() if isinstance(module, nn.Linear) and module is not head]
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    experts = getattr(text, "num_experts_per_tok", None)
-    intermediate = experts * text.moe_intermediate_size if experts else text.intermediate_size
+    heads = heads_of(text)
+    experts = experts_per_token(text)
+    wide = (
+        (told(text, "moe_intermediate_size") if experts else None)
+        or told(text, "intermediate_size")
+        or 4 * text.hidden_size
+    )
+    intermediate = (experts or 1) * (max(wide) if isinstance(wide, list) else wide)
     return ModelShape(
         parameters=parameters,
         outside_layers=parameters - sum(sizes),
@@ -79,10 +85,10 @@ def read_shape(folder: Path) -> ModelShape:
         layers=len(layers),
         hidden=text.hidden_size,
         intermediate=intermediate,
-        heads=heads,
-        queries=heads * width,
-        kv_heads=kv_heads,
-        keys=kv_heads * width,
+        heads=heads.queries,
+        queries=heads.queries * heads.width,
+        kv_heads=heads.keys,
+        keys=heads.keys * heads.width,
         vocabulary=text.vocab_size,
         linear_features=sum(module.in_features + module.out_features for module in adapted),
     )

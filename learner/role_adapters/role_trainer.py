@@ -110,7 +110,7 @@ class RoleTrainer(Trainer):
         """Writes the base as a Hugging Face folder, with `adapters/<role>` below it, which peft and vLLM load, and their versions.
         All ranks call this; rank 0 writes."""
         writer = self._rank == 0
-        base = hf_export.gather(self._policy.lm, dtype=self._dtype, keep=writer, scaling=0.0)
+        base = hf_export.gather_policy(self._policy, dtype=self._dtype, keep=writer, scaling=0.0)
         adapters = {}
         for role in self._all:
             self._enter(role)
@@ -120,7 +120,7 @@ class RoleTrainer(Trainer):
                 adapters[f"{ADAPTERS}/{role}"] = adapter
         if writer:
             hf_export.write_folder(
-                folder, lm=self._policy.lm, tokenizer=self._tokenizer, weights=base, value_head={}, adapters=adapters,
+                folder, source=Path(self._source), weights=base, value_head={}, adapters=adapters,
                 dtype=self._dtype,
             )  # fmt: skip
             (folder / ADAPTERS / VERSIONS).write_text(json.dumps(self.versions()) + "\n", encoding="utf-8")

@@ -3,13 +3,14 @@
 Called by `learner.training.trainer`, `learner.training.batch_tensors` and `learner.training.warm_start`. Every rank
 holds the whole batch and makes the same plan from it, so no communication is needed to agree. Invariants: each row is
 in exactly one micro-batch of a plan, and every rank runs the same number of micro-batches (FSDP's collectives are
-entered by all ranks or none): a rank without rows runs one that trains nothing. Rows lie one after another in a pack,
-without padding; `learner.training.tree_packing` lays out what they share once. No model and no loss here.
+entered by all ranks or none): a rank without rows runs one that trains nothing. Rows lie one after another in a pack, without
+padding, or for a model that cannot keep them apart there, beside one another and filled up (`PaddedSequences`);
+`learner.training.tree_packing` lays out what they share once. No model and no loss here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +18,12 @@ import torch
 from torch import Tensor
 
 from buffers.records import Int32, UInt8
-from learner.model.micro_batch import MicroBatch
+from learner.model.micro_batch import MicroBatch, Segments
 
 Plan = list[list[list[int]]]
 """[micro-batch][rank] -> rows."""
+ALIKE = 0.7
+"""The shortest row of a rectangle is at least this share of the longest."""
 
 
 class Sequences:
@@ -70,13 +73,43 @@ class Sequences:
         lengths = [len(row) for row in ids]
         flat = np.concatenate(ids).astype(np.int64)
         trained = np.flatnonzero(np.concatenate(masks))
+        positions = np.concatenate([np.arange(length) for length in lengths])
         return MicroBatch(
-            ids=torch.from_numpy(flat).to(device),
-            positions=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device),
-            starts=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device),
-            longest=max(lengths),
+            ids=torch.from_numpy(flat)[None].to(device),
+            segments=Segments(
+                positions=torch.from_numpy(positions)[None].to(device),
+                starts=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device),
+                longest=max(lengths),
+            ),
             before=torch.from_numpy(trained - 1).to(device),
             tokens=torch.from_numpy(flat[trained]).to(device),
+            shared=None,
+            index=self.places(rows).to(device),
+        )
+
+
+class PaddedSequences(Sequences):
+    """Rows as rectangles: the shorter ones are filled up on the right."""
+
+    def __init__(self, rows: Sequences) -> None:
+        super().__init__(rows.ids, masks=rows.masks)
+
+    def plan(self, rows: Sequence[int], *, num_ranks: int, token_budget: int) -> Plan:
+        """Ranks get rows as packed ones; a micro-batch has at most `token_budget` places, and rows of about one length."""
+        return plan(self.lengths, rows=rows, num_ranks=num_ranks, token_budget=token_budget, fill=_fill_rectangles)
+
+    def micro_batch(self, rows: Sequence[int], *, device: torch.device) -> MicroBatch:
+        """One row of ids for each. No rows: one of two tokens that trains nothing."""
+        ids = [self.ids[row] for row in rows] or [np.zeros(2, dtype=np.int32)]
+        masks = [self.masks[row] for row in rows] or [np.zeros(2, dtype=np.uint8)]
+        longest = max(map(len, ids))
+        rectangle = np.stack([np.pad(row, (0, longest - len(row)), mode="edge") for row in ids]).astype(np.int64)
+        trained = np.concatenate([np.flatnonzero(mask) + place * longest for place, mask in enumerate(masks)])
+        return MicroBatch(
+            ids=torch.from_numpy(rectangle).to(device),
+            segments=None,
+            before=torch.from_numpy(trained - 1).to(device),
+            tokens=torch.from_numpy(rectangle.reshape(-1)[trained]).to(device),
             shared=None,
             index=self.places(rows).to(device),
         )
@@ -90,7 +123,14 @@ def split_minibatches(owners: npt.NDArray[np.int64], *, num: int, rng: np.random
     return [np.flatnonzero(np.isin(owners, part)).tolist() for part in parts]
 
 
-def plan(lengths: npt.NDArray[np.int64], *, rows: Sequence[int], num_ranks: int, token_budget: int) -> Plan:
+def plan(
+    lengths: npt.NDArray[np.int64],
+    *,
+    rows: Sequence[int],
+    num_ranks: int,
+    token_budget: int,
+    fill: Callable[..., list[list[int]]] | None = None,
+) -> Plan:
     """Divides rows over ranks by tokens (longest first, to the least loaded), then each rank's rows into micro-batches.
 
     A micro-batch holds at most `token_budget` tokens; a row longer than that has one of its own.
@@ -101,7 +141,7 @@ def plan(lengths: npt.NDArray[np.int64], *, rows: Sequence[int], num_ranks: int,
         rank = loads.index(min(loads))
         shares[rank].append(row)
         loads[rank] += int(lengths[row])
-    piles = [_fill(lengths, rows=share, token_budget=token_budget) for share in shares]
+    piles = [(fill or _fill)(lengths, rows=share, token_budget=token_budget) for share in shares]
     steps = max(1, max(len(pile) for pile in piles))
     return [[pile[step] if step < len(pile) else [] for pile in piles] for step in range(steps)]
 
@@ -119,4 +159,16 @@ def _fill(lengths: npt.NDArray[np.int64], *, rows: Sequence[int], token_budget: 
         else:
             piles[place].append(row)
             rooms[place] -= length
+    return piles
+
+
+def _fill_rectangles(lengths: npt.NDArray[np.int64], *, rows: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Rows, longest first, each beside the one before it while the rectangle has room and they are alike."""
+    piles: list[list[int]] = []
+    for row in rows:
+        longest = int(lengths[piles[-1][0]]) if piles else 0
+        if piles and int(lengths[row]) >= ALIKE * longest and (len(piles[-1]) + 1) * longest <= token_budget:
+            piles[-1].append(row)
+        else:
+            piles.append([row])
     return piles

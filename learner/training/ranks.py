@@ -152,6 +152,11 @@ class LearnerRanks:
         figures: TokenFigures | None = (await self._all("token_figures"))[0]
         return figures
 
+    async def layout_line(self) -> str:
+        """See `Trainer.layout_line`."""
+        line: str = (await self._all("layout_line"))[0]
+        return line
+
     async def versions(self) -> dict[str, int]:
         """See `RoleTrainer.versions`."""
         found: dict[str, int] = (await self._all("versions"))[0]

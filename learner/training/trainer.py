@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
@@ -35,8 +35,8 @@ from learner.checkpoints import hf_export, training_state
 from learner.checkpoints.store import ADAPTER
 from learner.checkpoints.weight_shards import Published, WeightShards
 from learner.model import fsdp
-from learner.model.branch_check import check_branches, check_kernel
 from learner.model.engine_rounding import round_as_engine
+from learner.model.kernel_check import check_kernel
 from learner.model.load import load_policy
 from learner.model.lora import LoraConfig, add_adapter
 from learner.model.micro_batch import MicroBatch
@@ -46,7 +46,8 @@ from learner.model.policy import Policy, TokenOutputs
 from learner.reporting.token_figures import TokenFigures
 from learner.training.batch_tensors import BatchTensors, token_table
 from learner.training.hinted_rows import hinted_sequences
-from learner.training.packing import Sequences, split_minibatches
+from learner.training.layout import Layout, choose_layout
+from learner.training.packing import PaddedSequences, Sequences, split_minibatches
 from learner.training.step_metrics import StepMetrics
 from learner.training.tree_packing import kept_together, with_shared_prefixes
 from learner.training.vocabulary import check_same_vocabulary
@@ -126,6 +127,9 @@ class Trainer:
         critic = config.critic if self._estimator.needs_critic else "none"
         self._adapter: LoraConfig | None = None
         self._tokenizer = AutoTokenizer.from_pretrained(model_path)
+        self._source = model_path
+        self._layouts: dict[str, Layout] = {}
+        """Folder of a model -> how its rows are laid out."""
         self._policy = self._load(model_path, value_head=critic == "shared")
         self._own = self._progress()
         self._critic = self._load(model_path, value_head=True) if critic == "separate" else None
@@ -139,9 +143,10 @@ class Trainer:
 
     def warm_start(self, traces_path: Path, *, steps: int, batch_size: int, lr: float, seed: int) -> dict[str, float]:
         """Supervised learning on a parquet file of traces; a separate critic starts from the same weights."""
+        traces = load_traces(traces_path, tokenizer=self._tokenizer)
         metrics = train_on_traces(
             self._policy,
-            traces=load_traces(traces_path, tokenizer=self._tokenizer),
+            traces=traces if self.layout.packs else PaddedSequences(traces),
             steps=steps,
             batch_size=batch_size,
             lr=lr,
@@ -164,7 +169,7 @@ class Trainer:
         started = time.monotonic()
         config = self._config
         table = token_table(batch, min_version=version - self._keep_versions + 1, mask_truncated=config.mask_truncated)
-        table = replace(table, sequences=self._with_shared_prefixes(table.sequences, table=table))
+        table = replace(table, sequences=self._laid_out(table.sequences, table=table))
         if config.kl.coef > 0.0 and self._own.reference is None:
             self._own.reference = self._kept_weights()
         before = Before(*self._sweep(table.sequences, critic=True))
@@ -255,8 +260,7 @@ class Trainer:
         if writer:
             hf_export.write_folder(
                 folder,
-                lm=self._policy.lm,
-                tokenizer=self._tokenizer,
+                source=Path(self._source),
                 weights=weights,
                 value_head=head,
                 adapters={} if adapter is None else {ADAPTER: adapter},
@@ -300,18 +304,38 @@ class Trainer:
         """The policy's whole weights on rank 0, an adapter merged into them."""
         lora = self._config.lora
         scaling = lora.alpha / lora.rank if lora.rank else 1.0
-        return hf_export.gather(self._policy.lm, dtype=self._dtype, keep=self._rank == 0, scaling=scaling)
+        return hf_export.gather_policy(self._policy, dtype=self._dtype, keep=self._rank == 0, scaling=scaling)
 
     def close(self) -> None:
         """Leaves the process group."""
         fsdp.leave()
 
+    @property
+    def layout(self) -> Layout:
+        """How the policy's rows are laid out."""
+        return self._layouts[self._source]
+
+    def layout_line(self) -> str:
+        """How rows of this model are computed, and what speaks against another way, for people."""
+        return self.layout.why
+
     def _load(self, folder: str, *, value_head: bool) -> Policy:
-        policy = load_policy(folder, value_head=value_head, device=self._device, prepare=self._prepare)
-        if self._config.prefix_tree:
-            check_branches(policy)
-            check_kernel(policy.lm, device=self._device, dtype=self._dtype)
+        return self._with_layout(folder, value_head=value_head, prepare=self._prepare)
+
+    def _with_layout(self, folder: str, *, value_head: bool, prepare: Callable[[Policy], None]) -> Policy:
+        """The folder's model, once it is known how its rows are laid out, which shows in float32 only."""
+        if folder not in self._layouts:
+            trial = load_policy(folder, device=self._device, prepare=self._shard_plainly)
+            self._layouts[folder] = choose_layout(trial, shares=self._config.prefix_tree)
+            del trial
+            if self._layouts[folder].packs and self._dtype != torch.float32:
+                check_kernel(AutoConfig.from_pretrained(folder), device=self._device, dtype=self._dtype)
+        policy = load_policy(folder, value_head=value_head, device=self._device, prepare=prepare)
+        policy.attention = self._layouts[folder].attention
         return policy
+
+    def _shard_plainly(self, policy: Policy) -> None:
+        fsdp.shard(policy, layers=policy.layers, mesh=self._mesh, dtype=torch.float32)
 
     def _prepare(self, policy: Policy) -> None:
         """Makes of a plain model what is trained, on this rank: before it has weights."""
@@ -338,7 +362,7 @@ class Trainer:
             self._round_as_engine(teacher)
             fsdp.shard(teacher, layers=teacher.layers, mesh=self._mesh, dtype=self._dtype)
 
-        return load_policy(folder, device=self._device, prepare=prepare)
+        return self._with_layout(folder, value_head=False, prepare=prepare)
 
     def _taught(self, table: BatchTensors) -> Tensor:
         """[M] the teacher's log-probabilities of the trained tokens."""
@@ -348,7 +372,10 @@ class Trainer:
         def compute(micro: MicroBatch) -> tuple[Tensor]:
             return (teacher(micro, temperature=self._temperature).logprobs,)
 
-        return self._without_gradient(table.sequences, compute=compute, num=1)[0]
+        sequences = table.sequences
+        if self._layouts[self._config.teacher.path] != self.layout:
+            sequences = self._laid_out(sequences, table=table, layout=self._layouts[self._config.teacher.path])
+        return self._without_gradient(sequences, compute=compute, num=1)[0]
 
     def _progress(self) -> Progress:
         """That of a policy before its first step."""
@@ -357,7 +384,9 @@ class Trainer:
             optimizer=self._adamw(self._policy, lr=config.lr, grows=self._estimator.in_scores),
             kl=KLCoefficient(config.kl.coef, target=config.kl.target, horizon=config.kl.horizon),
             bonus=EntropyCoefficient(config.entropy_coef, target=entropy.target, step=entropy.step, most=entropy.most),
-            shards=WeightShards(self._policy.lm, dtype=self._dtype, rank=self._rank, adapter=self._adapter),
+            shards=WeightShards(
+                self._policy, dtype=self._dtype, rank=self._rank, world_size=self._world_size, adapter=self._adapter
+            ),
         )
 
     def _adamw(self, policy: Policy, *, lr: float, grows: bool) -> torch.optim.AdamW:
@@ -415,10 +444,13 @@ class Trainer:
     def _plan(self, sequences: Sequences, *, rows: Sequence[int]) -> list[list[list[int]]]:
         return sequences.plan(rows, num_ranks=self._world_size, token_budget=self._config.token_budget)
 
-    def _with_shared_prefixes(self, sequences: Sequences, *, table: BatchTensors) -> Sequences:
-        """The same rows, what they share computed once, where that pays."""
-        if not self._config.prefix_tree:
-            return sequences
+    def _laid_out(self, sequences: Sequences, *, table: BatchTensors, layout: Layout | None = None) -> Sequences:
+        """The same rows as the policy takes them, what they share computed once where that pays."""
+        layout = layout or self.layout
+        if not layout.packs:
+            return PaddedSequences(sequences)
+        if not layout.shares:
+            return Sequences(sequences.ids, masks=sequences.masks)
         return with_shared_prefixes(
             sequences,
             groups=_row_groups(table),
@@ -518,7 +550,7 @@ class Trainer:
         hinted = None
         if self._estimator.needs_hints and any(table.hints):
             sequences = hinted_sequences(table.sequences, hints=table.hints, tokenizer=self._tokenizer)
-            sequences = self._with_shared_prefixes(sequences, table=table)
+            sequences = self._laid_out(sequences, table=table)
             hinted = table.padded(self._sweep(sequences, critic=False)[0] - before.logprobs)
         evidence = AdvantageInputs(
             scores=table.scores,

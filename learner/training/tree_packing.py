@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.model.micro_batch import MicroBatch, Paths
+from learner.model.micro_batch import MicroBatch, Paths, Segments
 from learner.training.packing import Plan, Sequences
 from learner.training.prefix_tree import Layout, PrefixTree
 
@@ -67,15 +67,17 @@ class TreeSequences(Sequences):
         before, firsts, which = np.unique(predicting, return_index=True, return_inverse=True)
         longest = int(np.diff(layout.starts).max())
         return MicroBatch(
-            ids=torch.from_numpy(ids).to(device),
-            positions=torch.from_numpy(layout.positions).to(device),
-            starts=torch.from_numpy(layout.starts.astype(np.int32)).to(device),
-            longest=longest,
+            ids=torch.from_numpy(ids)[None].to(device),
+            segments=Segments(
+                positions=torch.from_numpy(layout.positions)[None].to(device),
+                starts=torch.from_numpy(layout.starts.astype(np.int32)).to(device),
+                longest=longest,
+                paths=_paths(layout, device=device),
+            ),
             before=torch.from_numpy(before).to(device),
             tokens=torch.from_numpy(after[firsts].astype(np.int64)).to(device),
             shared=torch.from_numpy(which).to(device),
             index=self.places(layout.rows).to(device),
-            paths=_paths(layout, device=device),
         )
 
     def _shares(self, rows: Sequence[int], *, num_ranks: int) -> list[list[int]]:

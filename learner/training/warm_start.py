@@ -19,7 +19,7 @@ from buffers.tasks.parquet import Trace, read_demonstrations
 from learner.model import fsdp
 from learner.model.optimizer import make_adamw
 from learner.model.policy import Policy
-from learner.training.packing import Sequences, plan
+from learner.training.packing import Sequences
 
 
 def load_traces(path: Path, *, tokenizer: Any) -> Sequences:
@@ -84,7 +84,7 @@ def train_on_traces(
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / (lr_warmup_steps + 1))
         rows = rng.choice(len(traces.ids), size=min(batch_size, len(traces.ids)), replace=False).tolist()
-        shares = plan(traces.lengths, rows=rows, num_ranks=world_size, token_budget=token_budget)
+        shares = traces.plan(rows, num_ranks=world_size, token_budget=token_budget)
         scale = 1.0 / float(traces.counts[rows].sum())
         loss = torch.zeros((), device=device)
         for piles in shares:

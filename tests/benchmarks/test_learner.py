@@ -17,7 +17,7 @@ from benchmarks.gpu import run_all
 from benchmarks.learner import ROOT, Bench, SideFailed, compare, free_address, long_tailed_rows, measure, table
 from benchmarks.processes.learner_side import WAYS, Rows, timed_steps, trainer_config
 from benchmarks.processes.rank_side import make_trainer
-from benchmarks.rivals.padded import equal_piles, padding_share, sorted_piles
+from benchmarks.rivals.padded import equal_piles, padding_share
 from configs.tiny_model import make_tiny_model
 from learner.model.operations import Work, matmul_rate
 
@@ -36,7 +36,6 @@ def test_rows_have_a_long_tail_and_train_what_was_sampled(tmp_path: Path) -> Non
 def test_padded_piles_stay_within_the_budget() -> None:
     lengths = np.array([100, 10, 90, 20, 30, 95])
     assert equal_piles(lengths, rows=range(6), token_budget=200) == [[0, 1], [2, 3], [4, 5]]
-    assert sorted_piles(lengths, rows=range(6), token_budget=200) == [[0, 5], [2], [4], [3], [1]]
     assert padding_share(lengths, piles=[[0, 1], [2, 3], [4, 5]]) == pytest.approx(1 - 345 / 570)
 
 

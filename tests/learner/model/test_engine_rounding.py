@@ -111,8 +111,7 @@ def test_in_bfloat16_states_are_rounded_where_the_engine_rounds_them(rounds: boo
         lm.bfloat16().model.rotary_emb.inv_freq = frequencies  # FSDP rounds parameters only
         policy = Policy(lm, value_head=False)
         assert not rounds or round_as_engine(lm)
-        starts = torch.tensor([0, len(ids)], dtype=torch.int32)
-        states = policy.states_alone(ids, positions=torch.arange(len(ids)), starts=starts, longest=len(ids))
+        states = policy.states_alone(PACK)[: len(ids)]
     assert states.dtype == torch.bfloat16
     same = float((states.float() == expected).float().mean())
     assert (same > 0.97) if rounds else (same < 0.6), same  # a matrix product adds up in another order, now and then

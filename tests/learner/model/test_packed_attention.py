@@ -13,18 +13,15 @@ from transformers import (
     GemmaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
 )
 
-from benchmarks.rivals.padded import PaddedPolicy
 from learner.model import packed_attention as attention
 from learner.model.load import load_policy
 from learner.model.packed_attention import PACKED, packed_attention
-from learner.model.policy import Policy, check_rows_apart
-from learner.training.packing import Sequences
+from learner.model.policy import Policy
+from learner.training.packing import PaddedSequences, Sequences
 from tests.support.learner_parts import VOCABULARY, make_model, make_trainer, random_lm
 
 SMALL = {
@@ -86,9 +83,7 @@ def test_packed_rows_equal_padded_rows_and_rows_alone(make: Callable[[], Any]) -
     torch.nn.init.normal_(packed.value_head.weight)
     results = [_outputs(packed, sequences, piles=[[5, 2, 0, 6, 1, 4, 3]])]
     results.append(_outputs(packed, sequences, piles=[[row] for row in everything]))
-    padded = PaddedPolicy(lm, value_head=True)
-    padded.load_state_dict(packed.state_dict())
-    results.append(_outputs(padded, sequences, piles=[everything]))
+    results.append(_outputs(packed, PaddedSequences(sequences), piles=[everything]))
     for found, gradients in results[1:]:
         for one, other in zip(results[0][0], found, strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
@@ -107,15 +102,6 @@ def test_another_row_in_the_pack_changes_no_bit_of_a_gradient_to_it() -> None:
     for states in (query, key, value):
         assert float(states.grad[:, :, :4].abs().max()) == 0.0
         assert float(states.grad[:, :, 4:].abs().max()) > 0.0
-
-
-def test_model_that_mixes_packed_rows_is_refused() -> None:
-    """A recurrent model: its state does not know where a row starts."""
-    torch.manual_seed(0)
-    lm = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=8)).eval()
-    policy = Policy(lm, value_head=False)
-    with pytest.raises(ValueError, match=r"keep packed rows apart, got MambaForCausalLM, where another row"):
-        check_rows_apart(policy)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -163,7 +149,7 @@ def _varlen_as_documented(
 def test_attention_that_this_cannot_do_is_refused(wish: dict[str, Any]) -> None:
     states = torch.randn(1, 1, 2, 4)
     starts = torch.tensor([0, 2], dtype=torch.int32)
-    with pytest.raises(ValueError, match=f"plain causal attention, got Identity with {next(iter(wish))}"):
+    with pytest.raises(ValueError, match=f"Identity attends with {next(iter(wish))}"):
         packed_attention(
             torch.nn.Identity(), states, states, states, None, cu_seq_lens_q=starts, max_length_q=2, **wish
         )

@@ -64,7 +64,7 @@ def test_logits_of_few_tokens_exist_at_once_and_the_numbers_stay(
         monkeypatch.setattr(policy_module, "LOGITS_AT_ONCE", limit)
         policy = Policy(random_lm(), value_head=True).double()  # in float32 the order of a sum shows, on some machines
         seen: list[int] = []
-        policy.lm.get_output_embeddings().register_forward_hook(lambda *call, seen=seen: seen.append(len(call[2])))
+        policy.lm.get_output_embeddings().register_forward_hook(lambda *call, seen=seen: seen.append(call[2].shape[-2]))
         outputs = policy(PACK, temperature=0.7, entropy=entropy)
         (outputs.logprobs.sum() + (outputs.entropy.square().sum() if entropy else 0.0)).backward()
         gradients = [weight.grad for weight in policy.lm.parameters()]

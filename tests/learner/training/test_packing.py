@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.training.packing import Sequences, plan, split_minibatches
+from learner.training.packing import ALIKE, PaddedSequences, Sequences, plan, split_minibatches
 
 CPU = torch.device("cpu")
 
@@ -33,8 +33,8 @@ def test_rank_without_rows_runs_a_micro_batch_that_trains_nothing() -> None:
     assert steps == [[[0], []]]
     assert plan(np.array([5]), rows=[], num_ranks=2, token_budget=100) == [[[], []]]
     empty = Sequences([np.arange(5, dtype=np.int32)], masks=[np.zeros(5, dtype=np.uint8)]).micro_batch([], device=CPU)
-    assert empty.ids.tolist() == [0, 0]
-    assert empty.starts.tolist() == [0, 2]
+    assert empty.ids.tolist() == [[0, 0]]
+    assert empty.segments is not None and empty.segments.starts.tolist() == [0, 2]
     assert len(empty.before) == len(empty.tokens) == 0
     assert empty.index.tolist() == []
     assert {empty.ids.dtype, empty.before.dtype, empty.tokens.dtype, empty.index.dtype} == {torch.int64}
@@ -44,14 +44,51 @@ def test_micro_batch_packs_rows_and_numbers_its_trained_tokens() -> None:
     rows = [np.array([5, 6, 7], dtype=np.int32), np.array([8, 9], dtype=np.int32)]
     masks = [np.array([0, 1, 1], dtype=np.uint8), np.array([0, 1], dtype=np.uint8)]
     micro = Sequences(rows, masks=masks).micro_batch([1, 0], device=CPU)
-    assert micro.ids.tolist() == [8, 9, 5, 6, 7]
-    assert micro.positions.tolist() == [0, 1, 0, 1, 2]
+    assert micro.ids.tolist() == [[8, 9, 5, 6, 7]]
+    assert micro.segments is not None and micro.segments.positions.tolist() == [[0, 1, 0, 1, 2]]
     assert micro.before.tolist() == [0, 2, 3]
     assert micro.tokens.tolist() == [9, 6, 7]
-    assert micro.starts.tolist() == [0, 2, 5]
-    assert micro.longest == 3
+    assert micro.segments.starts.tolist() == [0, 2, 5]
+    assert micro.segments.longest == 3
     assert micro.index.tolist() == [2, 0, 1]
     assert {micro.ids.dtype, micro.before.dtype, micro.tokens.dtype, micro.index.dtype} == {torch.int64}
+
+
+def test_rows_side_by_side_are_filled_up_and_number_their_trained_tokens() -> None:
+    rows = [np.array([5, 6, 7], dtype=np.int32), np.array([8, 9], dtype=np.int32)]
+    masks = [np.array([0, 1, 1], dtype=np.uint8), np.array([0, 1], dtype=np.uint8)]
+    padded = PaddedSequences(Sequences(rows, masks=masks))
+    micro = padded.micro_batch([1, 0], device=CPU)
+    assert micro.ids.tolist() == [[8, 9, 9], [5, 6, 7]] and micro.segments is None
+    assert micro.before.tolist() == [0, 3, 4]
+    assert micro.tokens.tolist() == [9, 6, 7]
+    assert micro.index.tolist() == [2, 0, 1]
+    empty = padded.micro_batch([], device=CPU)
+    assert empty.ids.tolist() == [[0, 0]] and len(empty.before) == len(empty.index) == 0
+    assert {empty.ids.dtype, micro.before.dtype, micro.tokens.dtype, micro.index.dtype} == {torch.int64}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40), budget=st.integers(20, 200), ranks=st.integers(1, 3)
+)
+def test_rectangles_have_each_row_once_within_the_budget_and_little_to_fill_up(
+    lengths: list[int], budget: int, ranks: int
+) -> None:
+    padded = PaddedSequences(
+        Sequences(
+            [np.zeros(each, dtype=np.int32) for each in lengths],
+            masks=[np.zeros(each, dtype=np.uint8) for each in lengths],
+        )
+    )
+    steps = padded.plan(range(len(lengths)), num_ranks=ranks, token_budget=budget)
+    piles = [pile for step in steps for pile in step if pile]
+    assert sorted(row for pile in piles for row in pile) == list(range(len(lengths)))
+    assert all(len(step) == ranks for step in steps)
+    for pile in piles:
+        own = [lengths[row] for row in pile]
+        assert len(own) == 1 or len(own) * max(own) <= budget
+        assert min(own) >= ALIKE * max(own)
 
 
 def test_row_that_trains_its_first_token_is_refused() -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
 
+from benchmarks.families import make_family
 from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
 from learner.training.ranks import LearnerRanks, RankFailed
@@ -50,15 +51,22 @@ def _batches() -> list[TrainBatch]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "knobs",
+    ("family", "knobs"),
     [
-        {},
-        {"lora": {"rank": 4, "alpha": 8.0}, "gradient_checkpointing": True},
+        ("", {}),
+        ("", {"lora": {"rank": 4, "alpha": 8.0}, "gradient_checkpointing": True}),
+        ("gpt_oss", {"gradient_checkpointing": True}),
+        ("qwen3_5_moe_vl", {}),
+        ("qwen3_5_vl", {"lora": {"rank": 4, "alpha": 8.0}}),
+        ("apertus", {}),
     ],
-    ids=["all", "lora"],
+    ids=["all", "lora", "sinks and experts", "states, experts and a tower", "lora beside a tower", "scalars"],
 )
 @pytest.mark.long
-async def test_two_ranks_compute_what_one_computes(model: Path, tmp_path: Path, knobs: dict[str, Any]) -> None:
+async def test_two_ranks_compute_what_one_computes(
+    model: Path, tmp_path: Path, family: str, knobs: dict[str, Any]
+) -> None:
+    model = make_family(family, tmp_path / family) if family else model
     single = make_trainer(model, **KNOBS, **knobs)
     alone = [single.train_step(batch, version=version) for version, batch in enumerate(_batches())]
     one_weights = published(single)
@@ -73,12 +81,16 @@ async def test_two_ranks_compute_what_one_computes(model: Path, tmp_path: Path, 
         assert one.keys() == two.keys()
         for name in one.keys() - CLOCKS - {"learner/raw_over_unique"}:  # a group may be divided over ranks
             assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
-    assert_same_weights(one_weights, two_weights)
-    start = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    if family:  # more sums, so more gradients that are zero but for rounding
+        assert max(float((weight - two_weights[name]).abs().mean()) for name, weight in one_weights.items()) < 1e-6
+        assert one_weights.keys() == two_weights.keys()
+    else:
+        assert_same_weights(one_weights, two_weights)
+    start = load_file(model / "model.safetensors")
     moved = [
         float((weight - start.get(name, 0.0)).abs().mean())  # the matrices B of an adapter start at zero
         for name, weight in one_weights.items()
-        if "proj" in name and "lora_A" not in name
+        if "proj" in name and "lora_A" not in name and "experts" not in name
     ]
     assert min(moved) > 1e-4
     assert (tmp_path / "folder" / "critic" / "value_head.safetensors").exists()

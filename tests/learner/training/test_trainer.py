@@ -566,18 +566,6 @@ def test_each_mini_batch_draws_its_tokens_anew(trainer: MakeTrainer, monkeypatch
     assert len(set(seeds)) == len(seeds) == 6
 
 
-def test_a_model_whose_branches_are_computed_wrongly_is_refused(
-    trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: object) -> None:
-        raise ValueError("branches and rows differ")
-
-    trainer()  # closed in the end
-    monkeypatch.setattr("learner.training.trainer.check_branches", refuse)
-    with pytest.raises(ValueError, match="branches and rows differ"):
-        trainer()._load("", value_head=False)
-
-
 @pytest.mark.parametrize(("dtype", "rounds"), [("float32", False), ("bfloat16", True)])
 def test_the_learner_rounds_as_the_engine_in_half_precision(
     trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, dtype: str, rounds: bool

@@ -63,7 +63,7 @@ def _passes(policy: Policy, sequences: Sequences, *, token_budget: int) -> tuple
         stacked = torch.stack([out.logprobs, out.entropy, out.values])
         (stacked * weights[:, micro.index]).sum().backward()
         found[:, micro.index] = stacked.detach()
-        computed += len(micro.ids)
+        computed += micro.ids.numel()
     return found, [each.grad.clone() for each in policy.parameters() if each.grad is not None], computed
 
 
@@ -144,27 +144,29 @@ def test_micro_batch_has_what_rows_share_once() -> None:
     stem = np.arange(30)
     ids = [np.concatenate([stem, np.arange(own, own + 10)]).astype(np.int32) for own in (50, 70)]
     micro = as_tree(Sequences(ids, masks=[(np.arange(40) >= 28).astype(np.uint8)] * 2)).micro_batch([1, 0], device=CPU)
-    assert micro.ids.tolist() == [*range(30), *range(50, 60), 29, *range(70, 80)]
-    assert micro.positions.tolist() == [*range(40), *range(29, 40)]
-    assert (micro.starts.tolist(), micro.longest) == ([0, 29, 40, 51], 29)
+    segments = micro.segments
+    assert segments is not None and segments.paths is not None
+    assert micro.ids.tolist() == [[*range(30), *range(50, 60), 29, *range(70, 80)]]
+    assert segments.positions.tolist() == [[*range(40), *range(29, 40)]]
+    assert (segments.starts.tolist(), segments.longest) == ([0, 29, 40, 51], 29)
     assert micro.before.tolist() == [*range(27, 39), *range(40, 50)]
     assert micro.tokens.tolist() == [28, 29, *range(50, 60), *range(70, 80)]
     assert micro.shared is not None and micro.shared.tolist() == [*range(12), 0, 1, *range(12, 22)]
     assert micro.index.tolist() == list(range(24))
-    assert micro.paths is not None
-    assert micro.paths.places.tolist() == [*range(29), *range(40), *range(29), *range(40, 51)]
-    assert (micro.paths.starts.tolist(), micro.paths.longest) == ([0, 29, 69, 109], 40)
+    assert segments.paths.places.tolist() == [*range(29), *range(40), *range(29), *range(40, 51)]
+    assert (segments.paths.starts.tolist(), segments.paths.longest) == ([0, 29, 69, 109], 40)
 
 
 def test_rows_that_share_nothing_have_no_paths() -> None:
-    assert apart(20, 30, groups=[0, 0]).micro_batch([0, 1], device=CPU).paths is None
+    segments = apart(20, 30, groups=[0, 0]).micro_batch([0, 1], device=CPU).segments
+    assert segments is not None and segments.paths is None
 
 
 def test_no_rows_make_a_micro_batch_that_trains_nothing_on_each_rank() -> None:
     tree = apart(20, groups=[0])
     assert tree.plan([], num_ranks=2, token_budget=100) == [[[], []]]
     empty = tree.micro_batch([], device=CPU)
-    assert empty.ids.tolist() == [0, 0] and len(empty.before) == len(empty.index) == 0
+    assert empty.ids.tolist() == [[0, 0]] and len(empty.before) == len(empty.index) == 0
 
 
 def test_tree_that_was_not_measured_computes_its_rows_one_by_one() -> None:
@@ -207,8 +209,8 @@ def test_plan_has_each_row_once_within_both_budgets(num_ranks: int) -> None:
     assert all(len(piles) == num_ranks for piles in steps)
     for pile in (pile for piles in steps for pile in piles if len(pile) > 1):
         micro = tree.micro_batch(pile, device=CPU)
-        assert len(micro.ids) <= budget
-        assert micro.paths is None or len(micro.paths.places) <= GATHERED * budget
+        assert micro.ids.numel() <= budget and micro.segments is not None
+        assert micro.segments.paths is None or len(micro.segments.paths.places) <= GATHERED * budget
 
 
 def test_pile_takes_what_fills_its_budget_to_the_last_token() -> None:
@@ -249,7 +251,8 @@ def test_a_pass_computes_the_places_of_all_micro_batches_and_what_each_sees() ->
     tree = as_tree(rows)
     tree.measure(num_ranks=2, token_budget=150)
     steps = tree.plan(range(30), num_ranks=2, token_budget=150)
-    positions = [tree.micro_batch(pile, device=CPU).positions for piles in steps for pile in piles if pile]
+    segments = [tree.micro_batch(pile, device=CPU).segments for piles in steps for pile in piles if pile]
+    positions = [each.positions[0] for each in segments if each is not None]
     assert len(positions) > 2
     assert tree.computed == (sum(map(len, positions)), sum(int((2 * own + 1).sum()) for own in positions))
 

@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from learner.model import packed_attention as attention
-from learner.model.branch_check import check_branches, check_kernel
 from learner.model.micro_batch import Paths
-from learner.model.policy import Policy
-from tests.support.learner_parts import assert_same_weights, branching_batch, make_model, make_trainer, random_lm
+from tests.support.learner_parts import assert_same_weights, branching_batch, make_model, make_trainer
 from tests.support.weights.published_weights import published
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -43,45 +41,6 @@ def test_steps_on_a_tree_are_those_on_packed_rows(model: Path, way: str) -> None
             assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
         assert one["policy/grad_norm"] > 0.01
     assert_same_weights(tree_weights, packed_weights)
-
-
-def test_check_passes_for_a_model_whose_attention_is_aligned() -> None:
-    lm = random_lm()
-    check_branches(Policy(lm, value_head=False))
-    for dtype in (torch.float32, torch.bfloat16):
-        check_kernel(lm, device=torch.device("cpu"), dtype=dtype)
-    assert all(parameter.grad is None for parameter in lm.parameters())
-
-
-def test_attention_that_aligns_queries_with_the_first_keys_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the diagonal began at the upper left: a branch sees as many keys as it has tokens."""
-    lm = random_lm()
-    aligned = attention._segment_attention
-
-    def upper_left(query: Any, key: Any, value: Any, **options: Any) -> Any:
-        return aligned(query, key[: len(query)], value[: len(query)], **options)
-
-    monkeypatch.setattr(attention, "_segment_attention", upper_left)
-    with pytest.raises(
-        ValueError, match=r"the attention of Qwen3ForCausalLM must give two branches .*prefix_tree=false"
-    ):
-        check_branches(Policy(lm, value_head=False))
-    with pytest.raises(ValueError, match=r"attention kernel for torch.float32 on cpu must give two branches"):
-        check_kernel(lm, device=torch.device("cpu"), dtype=torch.float32)
-
-
-def test_wrong_gradient_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stem gets the gradient of one branch only: the forward pass is right."""
-
-    def once(states: torch.Tensor, *, places: torch.Tensor) -> torch.Tensor:
-        seen = torch.cat([places[:0], *(place[None] for place in places)])
-        first = torch.tensor([bool((seen[:number] == place).sum() < 2) for number, place in enumerate(seen)])
-        taken = states[places]
-        return torch.where(first[:, None, None], taken, taken.detach())
-
-    monkeypatch.setattr(attention, "_gathered", once)
-    with pytest.raises(ValueError, match="must give two branches"):
-        check_kernel(random_lm(), device=torch.device("cpu"), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -1,0 +1,92 @@
+"""Rules of mocked_server/vllm/process/worker_extension.py: no version is loaded by a way that does not restore the model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.families import make_family
+from mocked_server.vllm.process import whole_load, worker_extension
+from mocked_server.vllm.process.worker_extension import WorkerExtension
+from tests.support.patience import PATIENCE_S
+from tests.support.run_parts import ROOT
+
+START = {"layers.0.up": "a", "layers.0.experts": "b", "lm_head": "c"}
+
+
+class Worker(WorkerExtension):
+    """As vLLM's, as far as the extension asks; its weights are names and contents."""
+
+    def __init__(self) -> None:
+        type(self)._load = None
+        self.weights = dict(START)
+        self.loaded: list[tuple[str, str]] = []
+        config = SimpleNamespace(model_config=SimpleNamespace(model="/start"))
+        self.model_runner = SimpleNamespace(vllm_config=config, get_model=lambda: self)
+
+    def compute_weight_checksums(self) -> dict[str, str]:
+        return {f"rank0:{name}": value for name, value in self.weights.items()}
+
+    def reset_weights(self) -> None:
+        self.weights = dict.fromkeys(self.weights, "0")
+
+
+def way(name: str, *, loses: tuple[str, ...] = (), fails: str = "") -> Any:
+    def load(worker: Worker, folder: str) -> None:
+        worker.loaded.append((name, folder))
+        if fails:
+            raise AttributeError(fails)
+        worker.weights |= {key: value for key, value in START.items() if key not in loses}
+
+    load.__name__ = name
+    return load
+
+
+def test_the_first_way_that_restores_every_weight_loads_all_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    for layers, expected in (
+        (way("layers"), [("layers", "/start"), ("layers", "/v1"), ("layers", "/v2")]),
+        (
+            way("layers", loses=("lm_head",)),
+            [("layers", "/start"), ("whole", "/start"), ("whole", "/v1"), ("whole", "/v2")],
+        ),
+        (way("layers", fails="no"), [("layers", "/start"), ("whole", "/start"), ("whole", "/v1"), ("whole", "/v2")]),
+    ):
+        monkeypatch.setattr(worker_extension, "load_layer_by_layer", layers)
+        monkeypatch.setattr(whole_load, "load_whole", way("whole"))
+        worker = Worker()
+        worker.load_published("/v1")
+        worker.load_published("/v2")
+        assert worker.loaded == expected
+
+
+def test_a_model_that_no_way_restores_is_refused_with_what_each_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_extension, "load_layer_by_layer", way("layers", loses=("layers.0.experts",)))
+    monkeypatch.setattr(whole_load, "load_whole", way("whole", fails="weights are freed"))
+    worker = Worker()
+    with pytest.raises(
+        RuntimeError,
+        match=r"cannot for Worker: layers: 1 are not what they were, such as layers.0.experts; whole: Attr",
+    ):
+        worker.load_published("/v1")
+    assert ("layers", "/v1") not in worker.loaded
+
+
+@pytest.mark.long
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "granitemoe"])
+def test_a_real_engine_samples_from_the_weights_that_it_was_given(name: str, tmp_path: Path) -> None:
+    """Experts that a CPU's kernel packs, and those that vLLM's own way keeps as they were (gpt-oss)."""
+    models = [make_family(name, tmp_path / f"{name}-{seed}", seed=seed) for seed in range(2)]
+    command = [sys.executable, "-m", "benchmarks.processes.engine_side", "--models", *map(str, models)]
+    command += ["--out", str(tmp_path / "out.json"), "--requests", "8", "--tokens", "24"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "out.json").read_text())
+    for version in range(2):
+        assert found[f"version_{version}_against_float32"]["max"] < 1e-4
