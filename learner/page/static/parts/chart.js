@@ -26,16 +26,18 @@ export function Chart({ title, data, series, xLabel = "step", logY, logX, xTime,
   const plot = useRef(null);
   const hover = useRef(onHover);
   const pick = useRef(onPick);
-  const latest = useRef(data);
+  const latest = useRef(null);
   const isSeen = useRef(true);
   const drawnShape = useRef(null);
   hover.current = onHover;
   pick.current = onPick;
-  latest.current = data;
-  const draw = () => {
-    if (plot.current && isSeen.current && plot.current.data !== latest.current) plot.current.setData(latest.current);
-  };
   const shape = JSON.stringify([series, logY, logX, xLabel, height]);
+  latest.current = { data, shape };
+  // A chart of another shape is made anew, with its data: until then the old one, which may come into sight, is left as it is.
+  const draw = () => {
+    const fits = plot.current && drawnShape.current === latest.current.shape;
+    if (fits && isSeen.current && plot.current.data !== latest.current.data) plot.current.setData(latest.current.data);
+  };
 
   useEffect(() => {
     if (!box.current) return undefined; // it was taken away before the frame
@@ -61,10 +63,8 @@ export function Chart({ title, data, series, xLabel = "step", logY, logX, xTime,
       isSeen.current = true;
     };
   }, [shape]);
-  // In the frame of the figures around it: one frame is cheaper than two. A chart of another shape is made anew, with its data.
-  useLayoutEffect(() => {
-    if (drawnShape.current === shape) draw();
-  }, [data]);
+  // In the frame of the figures around it: one frame is cheaper than two.
+  useLayoutEffect(draw, [data]);
   useEffect(() => plot.current?.redraw(false, true), [theme.value]);
 
   return html`<div class="chart" role="img" aria-label=${title} ref=${box} tabindex=${onPick ? 0 : undefined}

@@ -45,6 +45,28 @@ def test_smoothing_and_a_logarithmic_axis_are_in_the_link(viewer: Viewer) -> Non
     assert "smooth" not in page.url
 
 
+HURRIED = """async () => {
+  const smoothing = [...document.querySelectorAll("input")].find((one) => one.labels?.[0]?.innerText.includes("Smoothing"));
+  const write = Object.getOwnPropertyDescriptor(HTMLInputElement.prototype, "value").set;
+  for (let turn = 0; turn < 300; turn++) {
+    write.call(smoothing, turn % 2 ? "0.9" : "0");
+    smoothing.dispatchEvent(new Event("input", { bubbles: true }));
+    document.querySelector(".chart").style.display = turn % 3 ? "" : "none";
+    await new Promise((done) => (turn % 5 ? setTimeout(done, turn % 7) : requestAnimationFrame(done)));
+  }
+}"""
+
+
+def test_a_chart_that_comes_into_sight_while_it_gets_other_lines_draws_none_of_them_into_the_old_one(
+    viewer: Viewer,
+) -> None:
+    """The fixture fails for an error of the page."""
+    page = viewer.open("curves?run=made&show=policy/approx_kl&smooth=0.9&logy=1")
+    expect(card(page, "policy/approx_kl").locator(".uplot")).to_have_count(1)
+    page.evaluate(HURRIED)
+    expect(card(page, "policy/approx_kl").locator(".uplot")).to_have_count(1)
+
+
 def test_the_rewards_spread_is_drawn_beside_its_mean(viewer: Viewer) -> None:
     page = viewer.open("curves?run=made&show=reward/spread")
     spread = card(page, "reward/spread")
