@@ -45,6 +45,7 @@ class Policy(nn.Module):  # type: ignore[misc]
         self.lm = lm
         self.names = FileNames(lm) if names is None else names
         self.attention: str = lm.config._attn_implementation
+        self._body_name = next(name for name, part in lm.named_children() if layers_of(part))
         head = lm.get_output_embeddings()
         text = {id(weight) for part in (lm.get_decoder(), head) for weight in part.parameters()}
         for weight in lm.parameters():  # a vision tower's: it stays as it is
@@ -64,7 +65,7 @@ class Policy(nn.Module):  # type: ignore[misc]
     @property
     def _body(self) -> Any:
         """The part of the model that makes states; the rest makes logits of them."""
-        return next(part for part in self.lm.children() if layers_of(part))
+        return getattr(self.lm, self._body_name)
 
     def checkpoint_layers(self) -> None:
         """Gradient checkpointing: the backward pass computes each layer again from its input, arXiv:1604.06174. Call it once,
