@@ -18,16 +18,15 @@ NAMED = 4
 class WorkerExtension:
     """Mixed into vLLM's worker class. `self.model_runner` and the checksums are the worker's own."""
 
-    _load: Callable[[Any, str], None] | None = None
-    """The way to load that has been tried on this model."""
+    _published_way: Callable[[Any, str], None] | None = None
+    """The way to load that has been tried on this worker's model."""
 
     def load_published(self, folder: str) -> None:
         """Read `folder` (a Hugging Face folder: *.safetensors) into the running model, in the checkpoint's parameter names; what it
         lacks stays. Raises RuntimeError for a model that no way of loading restores, at the first call."""
-        if self._load is None:
-            type(self)._load = staticmethod(_tried_way(self))
-        assert self._load is not None
-        self._load(self, folder)
+        if self._published_way is None:
+            self._published_way = _tried_way(self)  # on the worker: another engine in this process has another model
+        self._published_way(self, folder)
 
     def prepare_adapters(self) -> None:
         """Called before the first adapter is loaded."""

@@ -24,7 +24,6 @@ class Worker(WorkerExtension):
     """As vLLM's, as far as the extension asks; its weights are names and contents."""
 
     def __init__(self) -> None:
-        type(self)._load = None
         self.weights = dict(START)
         self.loaded: list[tuple[str, str]] = []
         config = SimpleNamespace(model_config=SimpleNamespace(model="/start"))
@@ -63,6 +62,14 @@ def test_the_first_way_that_restores_every_weight_loads_all_versions(monkeypatch
         worker.load_published("/v1")
         worker.load_published("/v2")
         assert worker.loaded == expected
+
+
+def test_each_engine_of_a_process_shows_it_for_its_own_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_extension, "load_layer_by_layer", way("layers"))
+    workers = Worker(), Worker()
+    for worker in workers:
+        worker.load_published("/v1")
+        assert worker.loaded == [("layers", "/start"), ("layers", "/v1")]
 
 
 def test_a_model_that_no_way_restores_is_refused_with_what_each_lost(monkeypatch: pytest.MonkeyPatch) -> None:
