@@ -294,7 +294,8 @@ class Pipeline:
             keep_versions=config.buffer.max_policy_lag + 1,
             places=self._nodes.rank_places,
             trainer=RoleTrainer if roles else Trainer,
-            more={"roles": roles, "groups_per_step": config.buffer.groups_per_step} if roles else {},
+            more={"longest_row": config.rollout.max_model_len}
+            | ({"roles": roles, "groups_per_step": config.buffer.groups_per_step} if roles else {}),
         )
         learner = LearnerProcesses(
             ranks,

@@ -55,13 +55,14 @@ class _Computed:
     gradients: list[Tensor | None]
 
 
-def choose_layout(policy: Policy, *, shares: bool) -> Layout:
-    """The first layout that is the model's own forward. `policy`: with passes in float32; `shares`: prefixes may be shared.
+def choose_layout(policy: Policy, *, shares: bool, longest_row: int = LONGEST) -> Layout:
+    """The first layout that is the model's own forward. `policy`: with passes in float32; `shares`: prefixes may be shared;
+    `longest_row`: tokens of a row that is trained, at most.
 
     Rows that are not packed have eager attention where the model's usual kernel leaves something out. Raises ValueError where no
     layout is right."""
     name = type(policy.lm).__name__
-    rows = _rows(policy.lm.config)
+    rows = _rows(policy.lm.config, longest=min(longest_row, LONGEST))
     device = next(policy.parameters()).device
     _choose_attention(policy, ids=torch.from_numpy(rows.ids[-1]).long().to(device))
     expected = _alone(policy, rows=rows, device=device)
@@ -70,6 +71,8 @@ def choose_layout(policy: Policy, *, shares: bool) -> Layout:
     for sequences, packs in ((shared if shares else rows, True), (PaddedSequences(rows), False)):
         try:
             found = _laid_out(policy, sequences=sequences, device=device)
+        except torch.OutOfMemoryError:
+            raise  # it says nothing about the layout
         except (ValueError, TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
             if not packs:
                 raise
@@ -93,12 +96,12 @@ def choose_layout(policy: Policy, *, shares: bool) -> Layout:
     )
 
 
-def _rows(config: Any) -> Sequences:
-    """Rows with a common stem, longer than each window and chunk, and one of its own; of ordinary tokens."""
+def _rows(config: Any, *, longest: int) -> Sequences:
+    """Rows with a common stem, longer than each window and chunk or as long as rows get, and one of its own; of ordinary tokens."""
     text = config.get_text_config()
     reach = max([CHUNK, *filter(None, (told(text, name) for name in REACHES))])
-    most = told(text, "max_position_embeddings") or LONGEST
-    stem = max(8, min(reach, LONGEST, most - max(BRANCHES)))
+    most = min(longest, told(text, "max_position_embeddings") or longest)
+    stem = max(8, min(reach, most - max(BRANCHES)))
     special = {
         value for name, value in config.to_dict().items() if name.endswith(("_id", "_index")) and isinstance(value, int)
     }

@@ -46,7 +46,7 @@ from learner.model.policy import Policy, TokenOutputs
 from learner.reporting.token_figures import TokenFigures
 from learner.training.batch_tensors import BatchTensors, token_table
 from learner.training.hinted_rows import hinted_sequences
-from learner.training.layout import Layout, choose_layout
+from learner.training.layout import LONGEST, Layout, choose_layout
 from learner.training.packing import PaddedSequences, Sequences, split_minibatches
 from learner.training.step_metrics import StepMetrics
 from learner.training.tree_packing import kept_together, with_shared_prefixes
@@ -96,7 +96,7 @@ class Progress:
 
 class Trainer:
     """`address` (host:port) is where the ranks meet. `keep_versions` = max_policy_lag + 1: as many versions can be checked, and
-    tokens of older ones are not trained."""
+    tokens of older ones are not trained. `longest_row`: tokens of a row, at most."""
 
     def __init__(
         self,
@@ -111,6 +111,7 @@ class Trainer:
         rank: int,
         world_size: int,
         device: str,
+        longest_row: int = LONGEST,
     ) -> None:
         self._config = config
         self._dtype: torch.dtype = getattr(torch, dtype)
@@ -128,6 +129,7 @@ class Trainer:
         self._adapter: LoraConfig | None = None
         self._tokenizer = AutoTokenizer.from_pretrained(model_path)
         self._source = model_path
+        self._longest_row = longest_row
         self._layouts: dict[str, Layout] = {}
         """Folder of a model -> how its rows are laid out."""
         self._policy = self._load(model_path, value_head=critic == "shared")
@@ -326,7 +328,7 @@ class Trainer:
         """The folder's model, once it is known how its rows are laid out, which shows in float32 only."""
         if folder not in self._layouts:
             trial = load_policy(folder, device=self._device, prepare=self._shard_plainly)
-            self._layouts[folder] = choose_layout(trial, shares=self._config.prefix_tree)
+            self._layouts[folder] = choose_layout(trial, shares=self._config.prefix_tree, longest_row=self._longest_row)
             del trial
             if self._layouts[folder].packs and self._dtype != torch.float32:
                 check_kernel(AutoConfig.from_pretrained(folder), device=self._device, dtype=self._dtype)
@@ -335,6 +337,7 @@ class Trainer:
         return policy
 
     def _shard_plainly(self, policy: Policy) -> None:
+        policy.checkpoint_layers()  # rows beyond a window are long, and float32 is twice as large
         fsdp.shard(policy, layers=policy.layers, mesh=self._mesh, dtype=torch.float32)
 
     def _prepare(self, policy: Policy) -> None:

@@ -138,6 +138,30 @@ def test_a_packing_whose_gradients_alone_are_wrong_is_not_taken(
 
 
 @pytest.mark.usefixtures("alone")
+def test_rows_of_the_test_reach_beyond_a_window_and_are_no_longer_than_rows_get(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = load_policy(make_family("mistral", tmp_path / "wide", sliding_window=200), device=torch.device("cpu"))
+    seen: list[int] = []
+    own_logits = policy.own_logits
+    monkeypatch.setattr(policy, "own_logits", lambda ids: seen.append(len(ids)) or own_logits(ids))
+    for longest, expected in ((1000, 224), (100, 100)):
+        seen.clear()
+        choose_layout(policy, shares=True, longest_row=longest)
+        assert max(seen) == expected
+
+
+@pytest.mark.usefixtures("alone")
+def test_lack_of_memory_chooses_no_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(layout_module, "_laid_out", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        choose_layout(plain_policy("qwen3", tmp_path), shares=True)
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_logit_scale_that_is_forgotten_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head that the project had: the output matrix alone."""
     policy = plain_policy("granite", tmp_path)
