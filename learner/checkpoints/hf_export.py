@@ -31,21 +31,18 @@ NOT_COPIED = (".index.json", "adapter_config.json", "trainer_state.json")
 DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
-def gather(module: nn.Module, *, dtype: torch.dtype, keep: bool, scaling: float = 1.0) -> dict[str, Tensor]:
-    """All ranks enter; those with `keep` false get an empty dict and hold one parameter at a time.
-
-    An adapter is merged into the copies, never into the module: `scaling` is the adapter's.
-    """
+def gather(module: nn.Module, *, dtype: torch.dtype, keep: bool) -> dict[str, Tensor]:
+    """All ranks enter; those with `keep` false get an empty dict and hold one parameter at a time."""
     parameters = fsdp.gather_parameters(module)
     if not keep:
         deque(parameters, maxlen=0)
         return {}
-    return {name: whole.to(dtype) for name, whole in merged(parameters, scaling=scaling)}
+    return {name: whole.to(dtype) for name, whole in parameters}
 
 
 def gather_policy(policy: Policy, *, dtype: torch.dtype, keep: bool, scaling: float) -> dict[str, Tensor]:
     """The model's weights, as `gather`, with the names and layout of its files; towers that are not trained, and buffers that files
-    have, among them."""
+    have, among them. An adapter is merged into the copies, never into the module: `scaling` is the adapter's."""
     if not keep:
         return gather(policy.lm, dtype=dtype, keep=False)
     weights: dict[str, Tensor] = {}

@@ -22,7 +22,7 @@ from learner.model import fsdp
 from learner.model.lora import LoraConfig, description, peft_name
 from learner.model.policy import Policy
 
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

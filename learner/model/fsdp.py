@@ -89,8 +89,7 @@ def shard(module: nn.Module, *, layers: Sequence[nn.Module], mesh: DeviceMesh, d
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else mixed
     for part in (*layers, module):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    for method in ("own_logits", "states_alone"):
-        register_fsdp_forward_method(module, method)
+    register_fsdp_forward_method(module, "own_logits")
 
 
 def give_memory(module: nn.Module, *, device: torch.device) -> None:

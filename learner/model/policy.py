@@ -80,10 +80,6 @@ class Policy(nn.Module):  # type: ignore[misc]
         logits: Tensor = self.lm(input_ids=ids[None], use_cache=False).logits[0]
         return logits.clone()  # no view: FSDP
 
-    def states_alone(self, micro: MicroBatch) -> Tensor:
-        """[b * L, hidden] last hidden states, outside of `forward`, as `own_logits`."""
-        return self._states(micro).last_hidden_state.flatten(0, 1).clone()
-
     def forward(
         self, micro: MicroBatch, *, temperature: float | None, entropy: bool = False, energy: bool = False
     ) -> TokenOutputs:

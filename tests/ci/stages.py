@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,6 +35,7 @@ MARK = "UNDERSTUDY_STAGE"
 """The variable by which a stage's processes are known."""
 LEAVE_S = 60.0
 """What still ends by itself has this long."""
+FOLDER = re.compile(r"/(?:[\w.@+-]+/)+")
 TESTS_FAILED = 1
 """pytest's exit code where it ran all tests and some failed; every other one but 0 is not about a test."""
 
@@ -170,7 +172,7 @@ def keep(results: Sequence[Result], *, path: Path, commit: str, machine: dict[st
     """Appends this run's line to the file at `path`; returns what its unstable tests refuse it for, in words."""
     unstable = {test: output for result in results for test, output in result.unstable.items()}
     lines = path.read_text("utf-8").splitlines() if path.exists() else []
-    first = {test: output.splitlines()[:FIRST_LINES] for test, output in unstable.items()}
+    first = {test: _first_lines(output) for test, output in unstable.items()}
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"date": date, "commit": commit, "machine": machine, "unstable": first}) + "\n")
     refused = []
@@ -184,6 +186,12 @@ def keep(results: Sequence[Result], *, path: Path, commit: str, machine: dict[st
         if times >= MOST_RUNS:
             refused.append(f"{test} was unstable in {times} of the last {len(earlier) + 1} runs")
     return refused
+
+
+def _first_lines(output: str) -> list[str]:
+    """Of what failed, as pytest marks it; all lines where it marks none. Folders of this machine are no matter of others."""
+    lines = FOLDER.sub(".../", output).splitlines()
+    return ([line for line in lines if line.startswith(("E ", ">"))] or lines)[:FIRST_LINES]
 
 
 def machine_speed() -> dict[str, Any]:
