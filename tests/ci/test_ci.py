@@ -158,7 +158,7 @@ def test_each_run_has_a_line_with_its_commit_machine_and_failures(tmp_path: Path
 
 
 def test_what_is_kept_is_what_failed_and_names_no_folder_of_the_machine(tmp_path: Path) -> None:
-    output = "[gw1] linux -- /home/me/.venv/bin/python\n\n    def test():\n>       assert open('/tmp/a/b.txt')\nE       no /tmp/a/b.txt: 1/2\n"
+    output = "[gw1] /home/me/bin/python\n\n    def test():\n>       assert open('/tmp/a/b.txt')\nE       no /tmp/a/b.txt: 1/2\n"
     result = Result(name="test", seconds=1.0, unstable={"a": output})
     keep([result], path=tmp_path / "unstable.jsonl", commit="abc", machine={}, date="2026-11-27")
     (line,) = (tmp_path / "unstable.jsonl").read_text().splitlines()
