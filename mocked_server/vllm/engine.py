@@ -341,7 +341,7 @@ class VLLMEngine:
             self._stats.cleared(under_way=len(llm.output_processor.request_states))
             # A load that fails leaves it frozen: nothing is sampled from weights that are half loaded.
             with self._silence.long_work():
-                await llm.collective_rpc("load_published", args=(str(folder),))
+                await _load_published(llm, folder)
             await llm.update_weight_version(str(version))
             self.version = version
             await llm.resume_generation()
@@ -419,6 +419,18 @@ class VLLMEngine:
         if self._has_sockets:
             Sockets.leave()
             self._has_sockets = False
+
+
+async def _load_published(llm: Any, folder: Path) -> None:
+    """Raises EngineError with the words of a worker that cannot take weights."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        await llm.collective_rpc("load_published", args=(str(folder),))
+    except EngineDeadError:
+        raise
+    except Exception as error:
+        raise EngineError(str(error).rpartition("method failed: ")[2]) from error
 
 
 async def _freeze(llm: Any) -> None:

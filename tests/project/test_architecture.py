@@ -89,9 +89,10 @@ BORDERS = {
     ("mocked_server/fleet/engine_host.py", "_obey"),
     ("learner/startup/ray_cluster.py", "_start_local"),
     ("mocked_server/vllm/process/worker_extension.py", "_tried_way"),
+    ("mocked_server/vllm/engine.py", "_load_published"),
 }
-"""Functions that catch all that one request causes, and log it with its id; that Ray raises, which has no class for it; or that
-the code of a model raises, of which there are hundreds."""
+"""Functions that catch all that one request causes, and log it with its id; that Ray or an engine's core raises, which have no
+class for it; or that the code of a model raises, of which there are hundreds."""
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 CATCH_ALL = {"Exception", "BaseException"}
 UNSAFE_CALLS = {"eval", "exec", "__import__"}

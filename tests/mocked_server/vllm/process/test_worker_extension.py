@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks.families import make_family
+from buffers.errors import EngineError
+from mocked_server.vllm.engine import _load_published
 from mocked_server.vllm.process import whole_load, worker_extension
 from mocked_server.vllm.process.worker_extension import WorkerExtension
 from tests.support.patience import PATIENCE_S
@@ -82,6 +84,15 @@ def test_a_model_that_no_way_restores_is_refused_with_what_each_lost(monkeypatch
     ):
         worker.load_published("/v1")
     assert ("layers", "/v1") not in worker.loaded
+
+
+@pytest.mark.seconds
+async def test_the_refusal_of_a_worker_is_an_error_of_one_line() -> None:
+    async def collective_rpc(*call: Any, **options: Any) -> None:
+        raise Exception("Call to collective_rpc method failed: the engine must take new weights")  # as vLLM's core does
+
+    with pytest.raises(EngineError, match=r"^the engine must take new weights$"):
+        await _load_published(SimpleNamespace(collective_rpc=collective_rpc), Path("/v1"))
 
 
 @pytest.mark.long
