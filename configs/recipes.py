@@ -176,6 +176,7 @@ SYSTEM_KEYS = frozenset(
         "token_budget",
         "prefix_tree",
         "check_logprobs",
+        "max_mean_logprob_diff",
         "keep_on",
         "offload",
     }

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from buffers.errors import LeaseError
 from buffers.records import Position, TrainBatch
 from configs.schema import BufferConfig, RunConfig
+from learner.agreement import Agreement
 from learner.algorithms.overlong_penalty import with_overlong_penalty
 from learner.checkpoints.store import Checkpoint, CheckpointError, CheckpointStore
 from learner.checkpoints.weight_sync import Engine, WeightSync
@@ -84,6 +85,7 @@ class LearnLoop:
         restart_limit: RestartLimit,
         validation: Validation | None = None,
         checkpoint: Checkpoint | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         self._schedule = schedule
         self._ledger = buffers.ledger
@@ -99,6 +101,9 @@ class LearnLoop:
         self._restart_limit = restart_limit
         self._validation = validation
         self._checkpoint = checkpoint
+        self._agreement = agreement
+        self._probed = -1
+        """The step after which engines were compared with the learner last; -1: they were not yet."""
         self.step = schedule.start
         """Steps trained; the policy version in the engine, unless steps are being made again."""
         self._done = schedule.start
@@ -156,12 +161,19 @@ class LearnLoop:
             self._pool.unpause()
         with self._out.display.phase("starting the learner"):
             await self._starting
-        while self._checkpoint is None:
+        while True:
             try:
-                await self._publish()
-                return
+                if self._checkpoint is None:
+                    await self._publish()
+                return await self._probe()
             except RankDied as death:
                 await self._recover(death)
+
+    async def _probe(self) -> None:
+        """Compare engines and learner, with the first weights and with the first that an update made."""
+        if self._agreement is not None and self._probed <= self._schedule.start and self._probed != self.step:
+            await self._agreement.probe(self._learner.ranks)
+            self._probed = self.step
 
     async def _learn(self) -> None:
         """Make steps until all are made or the run is to stop."""
@@ -265,6 +277,8 @@ class LearnLoop:
         async with self._asleep() as times:
             metrics = penalty | await self._learner.ranks.train_step(batch, version=self.step)
         metrics |= times
+        if self._agreement is not None:
+            self._agreement.check_batch(metrics)
         if step > self._done:
             await self._keep_token_figures(batch, step=step)
         await asyncio.wrap_future(self._ledger.commit_step(batch.lease_id, step=step, version=step))
@@ -272,6 +286,7 @@ class LearnLoop:
         self.step = step
         if step >= self._done:  # the last one that is made again too: rounding may differ
             metrics |= await self._publish()
+            await self._probe()
             await self._pool.set_version(step, oldest=self._oldest)
         metrics["time/publish_s"] = time.monotonic() - began
         if step > self._done and self._out.traces is not None:

@@ -41,6 +41,7 @@ from buffers.records import Task
 from buffers.tasks.task_order import endless_tasks, task_list
 from configs.schema import Config
 from env_adapters.child_process import Child, resolve_command, start_environment
+from learner.agreement import Agreement
 from learner.checkpoints.store import Checkpoint, CheckpointStore, saved_versions
 from learner.checkpoints.weight_sync import WeightSync
 from learner.engines import RemoteEngines, make_weight_sync, run_nodes
@@ -163,6 +164,8 @@ class Pipeline:
         self._machine = MachineLog(folder)
         self.failures: dict[str, int] = {}
         """Attempts that failed, by reason, at the end."""
+        self.agreement: Agreement | None = None
+        """Of engines and learner; None in an evaluation, and before it is asked for."""
         self.evaluation: Evaluation | None = None
         """What was played; None in a run that learns, and before it starts."""
         self._restart_limit = RestartLimit()
@@ -471,6 +474,7 @@ class Pipeline:
         generation: Generation,
     ) -> LearnLoop:
         config = self._config
+        self.agreement = Agreement(config=config, engines=serving.engine, roles=config.adapter_roles, has_gpu=has_gpu())
         traces = Traces(self._folder, decode=serving.server.decode, start=self._start)
         stack.callback(traces.close)
         return LearnLoop(
@@ -500,6 +504,7 @@ class Pipeline:
             restart_limit=self._restart_limit,
             validation=self._make_validation(players, serving.buffers.ledger),
             checkpoint=self._checkpoint,
+            agreement=self.agreement,
         )
 
     def _make_evaluation(self, plan: EvaluationPlan, *, players: Players, buffers: RunBuffers) -> Evaluation:

@@ -20,12 +20,16 @@ from buffers.errors import UnderstudyError
 from configs.schema import Config
 from learner.pipeline import Pipeline
 from learner.reporting.display import Display
+from learner.reporting.drift import OTHER_CLASS, OTHER_CLASS_ARGUMENT
 from learner.reporting.summary import reward_curve_png, reward_curve_text, summary_table, write_summary
 from learner.reporting.tracker import Tracker
 from learner.startup.page_process import PageProcess
 from learner.startup.run_folder import CONFIG, LEDGER, find_resume, fresh_folder
 
 logger = logging.getLogger(__name__)
+
+Outcome = tuple[Pipeline, int, list[str]]
+"""A run that has ended, its exit code, and what went wrong."""
 
 
 def run_session(
@@ -63,10 +67,9 @@ def run_session(
                 config.run.steps, title=config.run.name, optimum=config.run.reward_optimum, console=console
             ) as display,
         ):
-            pipeline = Pipeline(
-                config, folder=folder, display=display, tracker=tracker, resume=again, checkpoint=checkpoint
-            )
-            code, errors = asyncio.run(with_page(supervise(pipeline), page=page, display=display))
+            make = partial(Pipeline, folder=folder, display=display, tracker=tracker, checkpoint=checkpoint)
+            run = run_agreeing(make, config=config, folder=folder, again=again, note=display.note)
+            pipeline, code, errors = asyncio.run(with_page(run, page=page, display=display))
         for error in errors:
             logger.error("the run ended: %s", error)
         summary = {**pipeline.history.summary(), "stopped": code == 130, "error": "\n".join(errors) or None}
@@ -108,9 +111,7 @@ def own_terminal(log: Path) -> Iterator[TextIO]:
                 os.close(descriptor)
 
 
-async def with_page(
-    run: Coroutine[Any, Any, tuple[int, list[str]]], *, page: PageProcess, display: Display
-) -> tuple[int, list[str]]:
+async def with_page(run: Coroutine[Any, Any, Outcome], *, page: PageProcess, display: Display) -> Outcome:
     """The outcome of `run`, beside which the page is there for visits."""
     display.page(page.url)
     page.on_link = display.page
@@ -119,6 +120,28 @@ async def with_page(
         return await run
     finally:
         await page.close()
+
+
+async def run_agreeing(
+    make: Callable[..., Pipeline], *, config: Config, folder: Path, again: bool, note: Callable[[str], None]
+) -> Outcome:
+    """A run; begun once more with vLLM's other class of the model where its own does not compute what the learner does."""
+    pipeline = make(config, resume=again)
+    code, errors = await supervise(pipeline)
+    first = None if pipeline.agreement is None else pipeline.agreement.at_start
+    arguments = config.rollout.engine_args
+    if first is None or again or config.rollout.engine != "vllm" or "model_impl" in arguments:
+        return pipeline, code, errors
+    note(f"vLLM's class of the model is off by {first.difference:.2g} nats on average: trying {OTHER_CLASS}")
+    rollout = config.rollout.model_copy(update={"engine_args": {**arguments, **OTHER_CLASS_ARGUMENT}})
+    config = config.model_copy(update={"rollout": rollout})
+    write_config(folder, config)
+    pipeline = make(config, resume=True)
+    code, errors = await supervise(pipeline)
+    agreement = pipeline.agreement
+    if errors and (agreement is None or not (agreement.has_begun or agreement.at_start)):
+        errors = [f"{first.what}; vLLM's other class of it was tried: {'; '.join(errors)}; train another model"]
+    return pipeline, code, errors
 
 
 async def supervise(pipeline: Pipeline) -> tuple[int, list[str]]:

@@ -46,7 +46,7 @@ class AnswerRecorder:
         for completion in output.outputs:
             part = self._completions.setdefault(completion.index, _Completion())
             ids = list(completion.token_ids)
-            logprobs = _logprobs_of(completion, ids)
+            logprobs = logprobs_of(completion, ids)
             if not all(map(math.isfinite, logprobs)):
                 raise RequestRefused(
                     f"the constraints of this request must leave a token to sample at every position, got none after "
@@ -102,7 +102,7 @@ class AnswerRecorder:
         )
 
 
-def _logprobs_of(completion: Any, ids: list[int]) -> list[float]:
+def logprobs_of(completion: Any, ids: list[int]) -> list[float]:
     """Log-probabilities of the sampled tokens: vLLM gives a flat list where only they were requested, else one table for each
     position."""
     flat: list[float] | None = getattr(completion.logprobs, "logprobs", None)

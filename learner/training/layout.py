@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from buffers.records import Int32
 from learner.model import fsdp
 from learner.model.layers import told
 from learner.model.policy import Policy
@@ -98,19 +99,28 @@ def choose_layout(policy: Policy, *, shares: bool, longest_row: int = LONGEST) -
 
 def _rows(config: Any, *, longest: int) -> Sequences:
     """Rows with a common stem, longer than each window and chunk or as long as rows get, and one of its own; of ordinary tokens."""
-    text = config.get_text_config()
-    reach = max([CHUNK, *filter(None, (told(text, name) for name in REACHES))])
-    most = min(longest, told(text, "max_position_embeddings") or longest)
-    stem = max(8, min(reach, most - max(BRANCHES)))
-    special = {
-        value for name, value in config.to_dict().items() if name.endswith(("_id", "_index")) and isinstance(value, int)
-    }
-    plain = np.array([one for one in range(3, min(text.vocab_size, 4096)) if one not in special], dtype=np.int32)
-    rng = np.random.default_rng(0)
+    most = min(longest, told(config.get_text_config(), "max_position_embeddings") or longest)
+    stem = max(8, min(reach_of(config), most - max(BRANCHES)))
+    plain, rng = plain_tokens(config), np.random.default_rng(0)
     start = rng.choice(plain, stem)
     ids = [np.concatenate([start, rng.choice(plain, length)]) for length in BRANCHES]
     ids.append(rng.choice(plain, max(BRANCHES)))
     return Sequences(ids, masks=[np.array([0, *[1] * (len(row) - 1)], dtype=np.uint8) for row in ids])
+
+
+def reach_of(config: Any) -> int:
+    """Tokens of the longest window or chunk."""
+    reaches: list[int] = [told(config.get_text_config(), name) or CHUNK for name in REACHES]
+    return max(CHUNK, *reaches)
+
+
+def plain_tokens(config: Any) -> Int32:
+    """Ids that stand for text."""
+    rows = min(config.get_text_config().vocab_size, 4096)
+    special = {
+        value for name, value in config.to_dict().items() if name.endswith(("_id", "_index")) and isinstance(value, int)
+    }
+    return np.array([one for one in range(3, rows) if one not in special], dtype=np.int32)
 
 
 def _choose_attention(policy: Policy, *, ids: Tensor) -> None:

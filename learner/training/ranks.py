@@ -157,6 +157,21 @@ class LearnerRanks:
         line: str = (await self._all("layout_line"))[0]
         return line
 
+    async def probe_prompt(self) -> list[int]:
+        """See `Trainer.probe_prompt`."""
+        prompt: list[int] = (await self._all("probe_prompt"))[0]
+        return prompt
+
+    async def logprobs_of(self, ids: Sequence[int], *, last: int, role: str = "") -> list[float]:
+        """See `Trainer.logprobs_of`, or with a `role` `RoleTrainer.logprobs_of`."""
+        found: list[float] = (await self._all("logprobs_of", ids, last=last, **({"role": role} if role else {})))[0]
+        return found
+
+    async def layer_states(self, ids: Sequence[int]) -> list[bytes]:
+        """See `Trainer.layer_states`."""
+        states: list[bytes] = (await self._all("layer_states", ids))[0]
+        return states
+
     async def versions(self) -> dict[str, int]:
         """See `RoleTrainer.versions`."""
         found: dict[str, int] = (await self._all("versions"))[0]

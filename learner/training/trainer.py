@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,7 @@ from learner.checkpoints.weight_shards import Published, WeightShards
 from learner.model import fsdp
 from learner.model.engine_rounding import round_as_engine
 from learner.model.kernel_check import check_kernel
+from learner.model.layers import layers_of
 from learner.model.load import load_policy
 from learner.model.lora import LoraConfig, add_adapter
 from learner.model.micro_batch import MicroBatch
@@ -46,7 +47,7 @@ from learner.model.policy import Policy, TokenOutputs
 from learner.reporting.token_figures import TokenFigures
 from learner.training.batch_tensors import BatchTensors, token_table
 from learner.training.hinted_rows import hinted_sequences
-from learner.training.layout import LONGEST, Layout, choose_layout
+from learner.training.layout import LONGEST, Layout, choose_layout, plain_tokens, reach_of
 from learner.training.packing import PaddedSequences, Sequences, split_minibatches
 from learner.training.step_metrics import StepMetrics
 from learner.training.tree_packing import kept_together, with_shared_prefixes
@@ -54,6 +55,8 @@ from learner.training.vocabulary import check_same_vocabulary
 from learner.training.warm_start import load_traces, train_on_traces
 
 VALUE_HEAD_LR_RATIO = 10.0
+PROBE_BEYOND = 8
+"""Tokens of a probe's prompt behind the longest window."""
 REFERENCE = "reference"
 """Name of the reference weights in a checkpoint; older versions are named by their number."""
 
@@ -235,6 +238,39 @@ class Trainer:
         tokens, squares = sequences.computed
         passes = self._config.epochs * (1 if self._critic is None else 2)
         return passes * self._work.update_flops(tokens=tokens, squares=squares, trained=sequences.num_trained)
+
+    def probe_prompt(self) -> list[int]:
+        """Tokens after which engines are asked to sample (`learner.agreement`): more than any window or chunk of the model has."""
+        config, rng = self._policy.lm.config, np.random.default_rng(self._own.steps)
+        length = min(reach_of(config) + PROBE_BEYOND, max(1, self._longest_row * 3 // 4))
+        prompt: list[int] = rng.choice(plain_tokens(config), length).tolist()
+        return prompt
+
+    def logprobs_of(self, ids: Sequence[int], *, last: int) -> list[float]:
+        """Log-probabilities of the last tokens of a row. All ranks call this."""
+        mask = np.zeros(len(ids), dtype=np.uint8)
+        mask[-last:] = 1
+        row = Sequences([np.array(ids, dtype=np.int32)], masks=[mask])
+        logprobs: list[float] = self._sweep(row if self.layout.packs else PaddedSequences(row), critic=False)[
+            0
+        ].tolist()
+        return logprobs
+
+    def layer_states(self, ids: Sequence[int]) -> list[bytes]:
+        """[layers] of [hidden] float32: the state of the row's last token behind each layer. All ranks call this."""
+        states: list[bytes] = []
+
+        def keep(layer: object, given: object, answer: Any) -> None:
+            state = answer[0] if isinstance(answer, tuple) else answer
+            states.append(state[0, len(ids) - 1].float().cpu().numpy().tobytes())
+
+        hooks = [layer.register_forward_hook(keep) for layer in layers_of(self._policy.lm.get_decoder())]
+        try:
+            self.logprobs_of([*ids, ids[-1]], last=1)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return states
 
     def publish(self, folder: Path, *, base: str | None = None) -> Published:
         """Writes this rank's part of what engines need, in the model's dtype, into `folder`: a version's scratch folder

@@ -16,14 +16,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from buffers.errors import EngineDied, EngineError
-from mocked_server.fleet.member import AdapterEngine, EngineFigures, FleetEngine, Sampled
+from mocked_server.fleet.member import AdapterEngine, EngineFigures, EngineLost, FleetEngine, LayerEngine, Sampled
 from mocked_server.fleet.routing import Routes
+from mocked_server.vllm.probe import probe
 
 logger = logging.getLogger(__name__)
 
@@ -207,6 +208,25 @@ class EngineFleet:
     def forget(self, episode_id: str) -> None:
         """The episode has ended: it weighs on no engine."""
         self._routes.forget(episode_id)
+
+    # What is compared with the learner
+
+    async def probe(
+        self, prompt_token_ids: Sequence[int], *, tokens: int, temperature: float, role: str = ""
+    ) -> dict[str, tuple[list[int], list[float]]]:
+        """Engine -> what it samples after this prompt, see `mocked_server.vllm.probe`. One that dies meanwhile is left out."""
+        found: dict[str, tuple[list[int], list[float]]] = {}
+        for engine in list(self._engines.values()):
+            with suppress(EngineLost):
+                found[engine.name] = await probe(
+                    engine, prompt_token_ids, tokens=tokens, temperature=temperature, role=role
+                )
+        return found
+
+    async def layer_states(self, name: str, prompt_token_ids: Sequence[int], *, role: str = "") -> list[bytes]:
+        """See `LayerEngine`; empty for an engine that cannot show them."""
+        engine = self._engines.get(name)
+        return await engine.layer_states(prompt_token_ids, role=role) if isinstance(engine, LayerEngine) else []
 
     # Weights and memory
 

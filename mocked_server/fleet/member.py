@@ -123,6 +123,15 @@ class FleetEngine(Protocol):
 
 
 @runtime_checkable
+class LayerEngine(Protocol):
+    """An engine that can show the states behind its layers."""
+
+    async def layer_states(self, prompt_token_ids: Sequence[int], *, role: str = "") -> list[bytes]:
+        """[layers] of [hidden] float32 in the machine's order, of the prompt's last token; empty: it does not say."""
+        ...
+
+
+@runtime_checkable
 class AdapterEngine(Protocol):
     """An engine that can serve an adapter for each role."""
 

@@ -34,6 +34,7 @@ from mocked_server.vllm import continued_requests
 from mocked_server.vllm.adapters import PolicyAdapters, is_adapter
 from mocked_server.vllm.continued_requests import continued, interrupted, never_began
 from mocked_server.vllm.engine_arguments import has_gpu, set_process_environment
+from mocked_server.vllm.probe import probe
 from mocked_server.vllm.process import fork_server
 from mocked_server.vllm.process.engine_silence import EngineSilence, processor_time
 from mocked_server.vllm.process.fork_server import engines_of_ours, engines_see
@@ -346,6 +347,14 @@ class VLLMEngine:
             self.version = version
             await llm.resume_generation()
         self._paused_s = time.monotonic() - began
+
+    async def layer_states(self, prompt_token_ids: Sequence[int], *, role: str = "") -> list[bytes]:
+        """See `LayerEngine`: of one worker. What else the engine samples goes on."""
+        llm = self._llm
+        await llm.collective_rpc("watch_layers", args=(list(prompt_token_ids),))
+        await probe(self, prompt_token_ids, tokens=1, temperature=1.0, role=role)
+        states: list[bytes] = (await llm.collective_rpc("watched_layers"))[0]
+        return states
 
     async def sleep(self) -> None:
         """Give memory back: vLLM's sleep level 1 with `rollout.sleep` on a GPU, where running requests freeze until `wake_up`;

@@ -28,6 +28,16 @@ class WorkerExtension:
             self._published_way = _tried_way(self)  # on the worker: another engine in this process has another model
         self._published_way(self, folder)
 
+    def watch_layers(self, prompt: list[int]) -> None:
+        """Keep the state of this prompt's last token behind each layer, of passes from now on."""
+        from mocked_server.vllm.process.layer_states import LayerStates
+
+        self._watched = LayerStates(self.model_runner.get_model(), prompt=prompt)  # type: ignore[attr-defined]
+
+    def watched_layers(self) -> list[bytes]:
+        """[layers] of [hidden] float32, and an end of it; empty where no pass had them (graphs that are replayed call no hooks)."""
+        return self._watched.end()
+
     def prepare_adapters(self) -> None:
         """Called before the first adapter is loaded."""
         from vllm.platforms import current_platform

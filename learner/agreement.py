@@ -1,0 +1,123 @@
+"""Engines and learner compute the same log-probabilities, or the run ends before it learns from what they do not share.
+
+Made by `learner.pipeline`, used by `learner.learn_loop`: when the first weights are in the engines, when the first that an update
+made are (an engine that keeps old ones shows only then), and for each batch. The probe is sampled by each engine, after a prompt
+that is longer than any window of the model, and computed again by the learner. Nothing of it is recorded or trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from buffers.errors import UnderstudyError
+from configs.schema import Config
+from learner.reporting.drift import MOST_MEAN, MOST_MEAN_OF_A_GPU, drift_remedy
+from learner.training.ranks import LearnerRanks
+
+PROBED = 24
+"""Tokens that an engine samples, and as many again behind them, of which it has keys and states in its cache."""
+SAME_STATE = {"float32": 1e-3, "bfloat16": 0.1}
+"""Difference of two states over their size, up to which they are the same, by model.dtype."""
+
+
+class Disagreement(UnderstudyError):
+    """Engine and learner compute different log-probabilities. `difference`: in nats, on average; `what`: the message without the
+    remedy."""
+
+    def __init__(self, what: str, *, difference: float, remedy: str) -> None:
+        super().__init__(f"{what}; {remedy}")
+        self.what = what
+        self.difference = difference
+
+
+class Engines(Protocol):
+    """`mocked_server.fleet.engine_fleet.EngineFleet`."""
+
+    async def probe(
+        self, prompt_token_ids: Sequence[int], *, tokens: int, temperature: float, role: str = ""
+    ) -> dict[str, tuple[list[int], list[float]]]: ...
+    async def layer_states(self, name: str, prompt_token_ids: Sequence[int], *, role: str = "") -> list[bytes]: ...
+
+
+@dataclass(kw_only=True)
+class Agreement:
+    """`roles`: those that are policies of their own. `has_gpu`: engines are on one."""
+
+    config: Config
+    engines: Engines
+    roles: Collection[str] = ()
+    has_gpu: bool = False
+    has_begun: bool = False
+    """They agreed once."""
+    at_start: Disagreement | None = None
+    """They did not with the first weights."""
+
+    @property
+    def most(self) -> float:
+        """Nats on average."""
+        dtype = self.config.model.dtype
+        usual = MOST_MEAN_OF_A_GPU if self.has_gpu and dtype == "float32" else MOST_MEAN[dtype]
+        return self.config.learner.max_mean_logprob_diff or usual
+
+    async def probe(self, ranks: LearnerRanks) -> float:
+        """Compare all engines, which have the learner's weights; returns the largest difference, in nats on average. Raises
+        Disagreement; what `ranks` and engines raise."""
+        rollout, prompt, largest = self.config.rollout, await ranks.probe_prompt(), 0.0
+        tokens = max(1, min(PROBED, (rollout.max_model_len - len(prompt)) // 2))
+        for role in self.roles or ("",):
+            probed = await self.engines.probe(prompt, tokens=tokens, temperature=rollout.temperature, role=role)
+            for name, (ids, sampled) in probed.items():
+                computed = await ranks.logprobs_of(ids, last=len(sampled), role=role)
+                difference = float(np.abs(np.subtract(sampled, computed)).mean())
+                if not difference <= self.most:
+                    where = await self._where(name, ranks=ranks, prompt=prompt, role=role)
+                    error = Disagreement(
+                        f"engine and learner must compute the same log-probabilities, and differ by {difference:.2g} nats on "
+                        f"average (engine {name} {np.mean(sampled):.4f}, learner {np.mean(computed):.4f}; {self._limit}) over "
+                        f"{len(sampled)} tokens of a probe{where}",
+                        difference=difference,
+                        remedy=self._remedy,
+                    )
+                    self.at_start = None if self.has_begun else error
+                    raise error
+                largest = max(largest, difference)
+        self.has_begun = True
+        return largest
+
+    def check_batch(self, metrics: Mapping[str, float]) -> None:
+        """Raises Disagreement for a batch whose recorded log-probabilities are not the learner's."""
+        difference = metrics.get("policy/mean_logprob_diff", 0.0)
+        if not difference <= self.most:
+            raise Disagreement(
+                f"engine and learner must compute the same log-probabilities, and differ by {difference:.2g} nats on average in "
+                f"this batch ({self._limit}), which was not trained",
+                difference=difference,
+                remedy=self._remedy,
+            )
+
+    @property
+    def _limit(self) -> str:
+        return f"{self.config.model.dtype}: at most {self.most:g}"
+
+    @property
+    def _remedy(self) -> str:
+        return f"{drift_remedy(self.config)}; learner.max_mean_logprob_diff lets more pass"
+
+    async def _where(self, name: str, *, ranks: LearnerRanks, prompt: Sequence[int], role: str) -> str:
+        """The first layer behind which the states differ, as part of a sentence; empty where the engine does not say them."""
+        there = await self.engines.layer_states(name, prompt, role=role)
+        here = await ranks.layer_states(prompt) if there else []
+        if not there or [len(state) for state in there] != [len(state) for state in here]:
+            return ""
+        for number, (state, other) in enumerate(zip(there, here, strict=True)):
+            own = np.frombuffer(other, np.float32)
+            apart = np.linalg.norm(np.frombuffer(state, np.float32) - own) / np.linalg.norm(own)
+            if not apart <= SAME_STATE[self.config.model.dtype]:
+                return (
+                    f": layer {number} of 0 to {len(here) - 1} is the first that differs, by {apart:.2g} of its state"
+                )
+        return f": the states behind all {len(here)} layers agree, what follows them (norm, scale, head) does not"
