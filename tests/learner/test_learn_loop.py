@@ -20,6 +20,7 @@ from buffers.records import TrainBatch
 from buffers.tasks.task_pool import TaskPool
 from configs.load import load_config
 from configs.schema import BufferConfig, CheckpointsConfig, RunConfig, WarmStartConfig
+from learner.agreement import Disagreement
 from learner.checkpoints.store import Checkpoint, CheckpointError, CheckpointStore
 from learner.checkpoints.weight_shards import Published
 from learner.checkpoints.weight_sync import WeightSync
@@ -146,6 +147,7 @@ async def learning(
     started: asyncio.Future[None] | None = None,
     checkpoint: Checkpoint | None = None,
     sleep: bool = False,
+    agreement: Any = None,
     **run: Any,
 ) -> AsyncIterator[Setup]:
     pool = TaskPool(
@@ -190,6 +192,7 @@ async def learning(
             restart_limit=restart_limit,
             validation=validation,
             checkpoint=checkpoint,
+            agreement=agreement,
         )
         yield Setup(loop, ranks, ledger, pool, store, engine)
     pool.close()
@@ -499,4 +502,52 @@ async def test_validation_goes_on_beside_training_and_the_last_weights_are_valid
     found = [(line["val/step"], line["val/mean"], line["val/skipped"]) for line in lines if "val/step" in line]
     assert found == [(0.0, 0.5, 1.0), (3.0, 0.75, 1.0)]  # that of step 2 was due while the first was under way
     assert [line["step"] for line in lines if "reward/mean" in line] == [1, 2, 3]
+    ledger.close()
+
+
+@dataclass
+class Comparison:
+    """Stands for `learner.agreement.Agreement`. `fails_at`: the batch of this number is found wrong."""
+
+    told: list[Any]
+    fails_at: int = 0
+    batches: int = 0
+
+    async def probe(self, ranks: FakeRanks) -> float:
+        self.told.append("probe")
+        return 0.0
+
+    def check_batch(self, metrics: dict[str, float]) -> None:
+        self.batches += 1
+        if self.batches == self.fails_at:
+            raise Disagreement("off", difference=1.0, remedy="look")
+
+
+async def test_engines_are_compared_with_the_first_weights_and_the_first_that_an_update_made(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    groups = [make_ready(ledger, task=task) for task in range(3)]
+    comparison = Comparison(told=[])
+    async with learning(tmp_path, ledger, steps=3, agreement=comparison, checkpoints={"every": 0}) as setup:
+        comparison.told = setup.ranks.told
+        setup.ranks.gate.set()
+        await setup.loop.run()
+        told = [one for one in setup.ranks.told if one == "probe" or one[0] in ("train", "publish")]
+        trained = [("train", version, (group,)) for version, group in enumerate(groups)]
+        assert told == [
+            ("publish", "version-0"), "probe", trained[0], ("publish", "version-1"), "probe", trained[1],
+            ("publish", "version-2"), trained[2], ("publish", "version-3"),
+        ]  # fmt: skip
+    ledger.close()
+
+
+async def test_a_batch_that_engine_and_learner_do_not_agree_on_ends_the_run_and_is_not_recorded(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    for task in range(2):
+        make_ready(ledger, task=task)
+    comparison = Comparison(told=[], fails_at=2)
+    async with learning(tmp_path, ledger, steps=2, agreement=comparison, checkpoints={"every": 0}) as setup:
+        with pytest.raises(Disagreement):
+            await setup.loop.run()
+        assert ledger.position().result().step == 1
+        assert setup.engine.calls == ["load 0", "load 1"]
     ledger.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from configs.schema import LearnerConfig
-from tests.matrix.effects import absent, all_of, always, changes_no_weight, expect, metric, moves, trains
+from tests.matrix.effects import absent, all_of, always, changes_no_weight, expect, metric, moves, prints, trains
 from tests.matrix.inventory import NULL, annotations, values_of
 from tests.matrix.records import Effect, Ended, NoEffect, Row
 from tests.matrix.scenarios.learner_runs import PACKED, RECIPE, learner_name, packed, recipes, setting
@@ -104,6 +104,13 @@ def _switches() -> list[Row]:
             steered,
             metric("policy/checked_share", lambda shares: 0.0 < min(shares) < 1.0),
         ),
+        Row(
+            "learner.max_mean_logprob_diff",
+            "",
+            "drifts",
+            metric("policy/mean_logprob_diff", lambda each: max(each) > 1e-3),
+        ),
+        Row("learner.max_mean_logprob_diff", "", "disagrees", prints("float32: at most 0.001")),
         Row("learner.keep_on", "device", plain, changes_no_weight("learner.keep_on", "host")),
         Row("learner.keep_on", "host", steered, changes_no_weight("learner.keep_on", "device")),
         Row("learner.offload", False, plain, changes_no_weight("learner.offload", True)),

@@ -105,6 +105,7 @@ def _sentences() -> list[Row]:
         Row(claim, "agent-loops.md: trajectories with a reward each", "trajectories", all_of(always("batch/rows", 16), metric("policy/grad_norm", lambda norms: max(norms) > 0))),
         Row(claim, "metrics.md: lag is bounded", learner_name("grpo"), _lag_is_bounded),
         Row(claim, "numerics.md: more than rounding explains is told", "drifts", prints("engine and learner disagree: a log-probability differs by", "rollout.engine_args")),
+        Row(claim, "numerics.md: far more ends the run before its first step", "disagrees", prints("engine and learner must compute the same log-probabilities, and differ by", "of 0 to 1 is the first that differs", "trying rollout.engine_args={model_impl: transformers}")),
         Row(claim, "configuration.md: every key as it is used", "prompts", _config_is_complete),
     ]  # fmt: skip
 

@@ -23,6 +23,8 @@ write("validation", rows("v", 2, "letters") + rows("w", 1, "truth"))
 says = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "abc abc"}]
 write("demonstrations", [{"messages": says} for _ in range(40)])
 """
+OTHER_ROPE = {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 10.0}}}
+"""The engine computes another model than the learner."""
 MIX: dict[str, Any] = {
     **PROMPTS,
     "run.name": "another-name",
@@ -90,10 +92,11 @@ def data_runs() -> list[Run]:
             name="drifts",
             settings={
                 **PROMPTS,
-                "rollout.engine_args": {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 10.0}}},
+                "rollout.engine_args": OTHER_ROPE, "learner.max_mean_logprob_diff": 9.0,
             },
             files=prompts,
         ),
+        Run(name="disagrees", settings={**PROMPTS, "rollout.engine_args": OTHER_ROPE}, files=prompts, code=1),
     ]  # fmt: skip
 
 

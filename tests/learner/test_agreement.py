@@ -1,0 +1,232 @@
+"""Rules of learner/agreement.py: what engine and learner do not compute alike ends the run, with both numbers and the place."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from benchmarks.families import make_family
+from configs.load import load_config
+from learner.agreement import Agreement, Disagreement
+from learner.session import run_agreeing
+from learner.training.layout import CHUNK
+from mocked_server.rollout import VLLMRollout
+from mocked_server.vllm.probe import probe
+from tests.support.learner_parts import make_trainer
+from tests.support.run_parts import Run, start
+
+PROMPT = [5, 6, 7]
+STATES = [np.full(4, float(layer), np.float32).tobytes() for layer in (1, 2, 3)]
+
+
+class Ranks:
+    """A learner whose log-probabilities are all -1."""
+
+    def __init__(self, *, states: list[bytes] = STATES) -> None:
+        self.asked: list[str] = []
+        self.states = states
+
+    async def probe_prompt(self) -> list[int]:
+        return PROMPT
+
+    async def logprobs_of(self, ids: list[int], *, last: int, role: str = "") -> list[float]:
+        assert ids[: len(PROMPT)] == PROMPT
+        self.asked.append(role)
+        return [-1.0] * last
+
+    async def layer_states(self, ids: list[int]) -> list[bytes]:
+        assert ids == PROMPT
+        return self.states
+
+
+class Engines:
+    """`logprobs`: by engine, of each token that it samples."""
+
+    def __init__(self, *, states: list[bytes] = STATES, **logprobs: float) -> None:
+        self._states = states
+        self._logprobs = logprobs
+
+    async def probe(
+        self, prompt: list[int], *, tokens: int, temperature: float, role: str = ""
+    ) -> dict[str, tuple[list[int], list[float]]]:
+        return {name: ([*prompt, *[1] * 2 * tokens], [value] * 2 * tokens) for name, value in self._logprobs.items()}
+
+    async def layer_states(self, name: str, prompt: list[int], *, role: str = "") -> list[bytes]:
+        return self._states
+
+
+def agreement(engines: Engines, *settings: str, **options: Any) -> Agreement:
+    return Agreement(config=load_config(overrides=list(settings)), engines=engines, **options)
+
+
+@pytest.mark.parametrize(
+    ("apart", "settings", "has_gpu"),
+    [
+        (9e-4, (), False),
+        (9e-3, (), True),
+        (0.14, ("model.dtype=bfloat16",), False),
+        (0.14, ("model.dtype=bfloat16",), True),
+        (0.4, ("learner.max_mean_logprob_diff=0.5",), False),
+    ],
+)
+async def test_what_the_number_format_explains_passes_and_twice_that_ends_the_run(
+    apart: float, settings: tuple[str, ...], has_gpu: bool
+) -> None:
+    ranks: Any = Ranks()
+    found = await agreement(Engines(e0=-1.0 - apart), *settings, has_gpu=has_gpu).probe(ranks)
+    assert found == pytest.approx(apart, rel=1e-3)
+    other = agreement(Engines(e0=-1.0, e1=-1.0 + 2 * apart), *settings, has_gpu=has_gpu)
+    with pytest.raises(Disagreement, match=r"engine e1 -.*, learner -1\.0000; .*at most") as told:
+        await other.probe(ranks)
+    assert told.value.difference == pytest.approx(2 * apart, rel=1e-3)
+    other.check_batch({"policy/mean_logprob_diff": apart})
+    other.check_batch({})
+    with pytest.raises(Disagreement, match="in this batch"):
+        other.check_batch({"policy/mean_logprob_diff": 2 * apart})
+
+
+async def test_what_is_no_number_is_no_agreement() -> None:
+    ranks: Any = Ranks()
+    with pytest.raises(Disagreement, match="nan"):
+        await agreement(Engines(e0=math.nan)).probe(ranks)
+    with pytest.raises(Disagreement):
+        agreement(Engines(e0=-1.0)).check_batch({"policy/mean_logprob_diff": math.nan})
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        (STATES, "the states behind all 3 layers agree, what follows them"),
+        ([STATES[0], STATES[2], STATES[2]], "layer 1 of 0 to 2 is the first that differs, by 0.5 of its state"),
+        ([], "of a probe; take"),
+        (STATES[:2], "of a probe; take"),
+    ],
+)
+async def test_the_first_layer_that_differs_is_named_where_the_engine_says_its_states(
+    there: list[bytes], said: str
+) -> None:
+    ranks: Any = Ranks()
+    with pytest.raises(Disagreement, match=said):
+        await agreement(Engines(e0=-2.0, states=there)).probe(ranks)
+
+
+async def test_each_role_that_is_a_policy_of_its_own_is_compared() -> None:
+    ranks: Any = Ranks()
+    await agreement(Engines(e0=-1.0), roles=("asker", "solver")).probe(ranks)
+    assert ranks.asked == ["asker", "solver"]
+
+
+class Pipeline:
+    """Ends as its configuration says: `disagrees` with a `model_impl` or without, or does not come up."""
+
+    def __init__(self, config: Any, *, resume: bool, disagrees: tuple[str, ...], down: tuple[str, ...]) -> None:
+        self.config, self.resume = config, resume
+        impl = str(config.rollout.engine_args.get("model_impl", "own"))
+        self.agreement: Any = SimpleNamespace(has_begun=False, at_start=None)
+        self.error = None
+        if impl in down:
+            self.error = Disagreement("the engine did not start", difference=0.0, remedy="look")
+        elif impl in disagrees:
+            self.error = Disagreement(f"{impl} is off", difference=0.5, remedy="look")
+            self.agreement.at_start = self.error
+        else:
+            self.agreement.has_begun = True
+
+    async def run(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def stop(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("disagrees", "down", "settings", "again", "classes", "said"),
+    [
+        ((), (), (), False, ["own"], ""),
+        (("own",), (), (), False, ["own", "transformers"], ""),
+        (("own", "transformers"), (), (), False, ["own", "transformers"], "transformers is off; look"),
+        (("own",), ("transformers",), (), False, ["own", "transformers"], "own is off; vLLM's other class of it was tried"),
+        (("own",), (), (), True, ["own"], "own is off; look"),
+        (("own",), (), ("rollout.engine=http://127.0.0.1:1",), False, ["own"], "own is off; look"),
+        (("auto",), (), ("rollout.engine_args={model_impl: auto}",), False, ["auto"], "auto is off; look"),
+    ],
+)  # fmt: skip
+async def test_vllms_other_class_is_tried_once_before_anything_was_trained(
+    tmp_path: Path, disagrees: Any, down: Any, settings: Any, again: bool, classes: list[str], said: str
+) -> None:
+    made: list[Pipeline] = []
+
+    def make(config: Any, *, resume: bool) -> Any:
+        made.append(Pipeline(config, resume=resume, disagrees=disagrees, down=down))
+        return made[-1]
+
+    notes: list[str] = []
+    config = load_config(overrides=list(settings))
+    pipeline, code, errors = await run_agreeing(make, config=config, folder=tmp_path, again=again, note=notes.append)
+    assert [str(one.config.rollout.engine_args.get("model_impl", "own")) for one in made] == classes
+    assert pipeline is made[-1] and code == bool(said) and "".join(errors).startswith(said)
+    assert len(notes) == len(classes) - 1
+    if len(classes) == 2:
+        assert made[1].resume and load_config(tmp_path / "config.yaml") == made[1].config, "a resumed run has it too"
+
+
+@pytest.mark.engine
+def test_a_real_engine_and_the_learner_agree_on_each_layer_and_the_one_that_got_other_weights_is_named(
+    rollout: VLLMRollout, tiny_model: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tiny_model)
+    prompt = trainer.probe_prompt()
+    assert len(prompt) > CHUNK, "longer than what is computed at once"
+    ids, sampled = rollout.wait(probe(rollout.engine, prompt, tokens=12, temperature=1.0))
+    assert ids[: len(prompt)] == prompt and len(sampled) == 24 == len(ids) - len(prompt)
+    np.testing.assert_allclose(sampled, trainer.logprobs_of(ids, last=24), atol=1e-5)
+
+    def apart(tokens: list[int]) -> list[float]:
+        there, here = rollout.wait(rollout.engine.layer_states(tokens)), trainer.layer_states(tokens)
+        pairs = [(np.frombuffer(one, np.float32), np.frombuffer(other, np.float32)) for one, other in zip(there, here)]
+        return [float(np.linalg.norm(one - other) / np.linalg.norm(other)) for one, other in pairs]
+
+    assert max(apart(prompt)) < 1e-5 and len(apart(prompt)) == 2
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"] *= 1.5
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    try:
+        rollout.update_weights(other, version=1)
+        states = apart(prompt)
+        assert states[0] < 1e-5 and states[1] > 0.01
+    finally:
+        rollout.update_weights(tiny_model, version=0)
+
+
+def values(run: Run, name: str) -> list[float]:
+    return [json.loads(line)[name] for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_a_run_whose_engine_drops_a_logit_scale_ends_before_its_first_step_and_says_where(tmp_path: Path) -> None:
+    make_family("granite", tmp_path / "granite", seed=0)
+    settings = ("run.steps=2", "warm_start.demonstrations=", f"model.path={tmp_path / 'granite'}")
+    run = start(tmp_path, *settings, "rollout.engine_args={hf_overrides: {logits_scaling: 1.0}}")
+    code, output = run.wait()
+    assert code == 1 and "the states behind all 2 layers agree" in output and "step 1" not in output, output
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_a_run_goes_on_with_vllms_other_class_where_its_own_differs(tmp_path: Path) -> None:
+    make_family("cohere2", tmp_path / "cohere2", seed=0)
+    run = start(tmp_path, "run.steps=2", "warm_start.demonstrations=", f"model.path={tmp_path / 'cohere2'}")
+    code, output = run.wait()
+    assert code == 0 and "trying rollout.engine_args={model_impl: transformers}" in output, output
+    assert len(values(run, "policy/max_logprob_diff")) == 2 and max(values(run, "policy/max_logprob_diff")) < 1e-4
