@@ -132,7 +132,7 @@ async def run_agreeing(
     arguments = config.rollout.engine_args
     if first is None or again or config.rollout.engine != "vllm" or "model_impl" in arguments:
         return pipeline, code, errors
-    note(f"vLLM's class of the model is off by {first.difference:.2g} nats on average: trying {OTHER_CLASS}")
+    note(f"engine and learner differ by {first.difference:.2g} nats on average: trying {OTHER_CLASS}")
     rollout = config.rollout.model_copy(update={"engine_args": {**arguments, **OTHER_CLASS_ARGUMENT}})
     config = config.model_copy(update={"rollout": rollout})
     write_config(folder, config)
