@@ -12,6 +12,7 @@ played meanwhile only if they will still be fresh enough then. When only the lea
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -46,6 +47,8 @@ class Schedule:
     """The step after which this run resumes."""
     overlong_tokens: int | None = None
     """The most tokens of a generation, where long ones are penalised; None: they are not."""
+    tries_save: bool = False
+    """A first save is made and thrown away while the first batch is awaited: what cannot be saved ends the run before it learns."""
     sleep: bool = False
     """The engine's memory is freed while the learner updates."""
     per_role: bool = False
@@ -132,10 +135,10 @@ class LearnLoop:
         """Takes a full batch (waits: enough scored, fresh groups), gives new weights; unblocked by scores. Finite."""
         await self._begin()
         self._validate()
-        if (
-            self.step == 0 and self._schedule.run.checkpoints.every and self._out.history.warm_start
-        ):  # which takes long to do again
-            self._saving = asyncio.create_task(self._save(), name="save")
+        if self.step == 0 and self._schedule.run.checkpoints.every and self._out.history.warm_start:
+            self._saving = asyncio.create_task(self._save(), name="save")  # a warm start takes long to do again
+        elif self.step == 0 and self._schedule.tries_save:
+            self._saving = asyncio.create_task(self._save(keeps=False), name="try a save")
         try:
             while True:
                 try:
@@ -342,12 +345,15 @@ class LearnLoop:
             await self._saving
             self._saving = None
 
-    async def _save(self) -> None:
+    async def _save(self, *, keeps: bool = True) -> None:
+        """Write a checkpoint; with `keeps` false it is removed again."""
         position = await asyncio.wrap_future(self._ledger.position())
         try:
             scratch = await asyncio.to_thread(self._store.scratch, position.step)
             await self._learner.ranks.save(scratch / "learner")
             await self._learner.ranks.save_pretrained(scratch / "model")
+            if not keeps:
+                return await asyncio.to_thread(shutil.rmtree, scratch)
             score = self._score(position.step)
             self._checkpoint = await asyncio.to_thread(self._store.commit, scratch, position=position, score=score)
             self._saved_at[position.step] = self._checkpoint

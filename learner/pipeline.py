@@ -482,6 +482,7 @@ class Pipeline:
                 run=config.run,
                 buffer=config.buffer,
                 start=self._start,
+                tries_save=not self._resume,
                 sleep=config.rollout.sleep,
                 per_role=bool(config.adapter_roles),
                 overlong_tokens=config.rollout.max_tokens if config.data.reward_manager == "dapo" else None,

@@ -148,6 +148,7 @@ async def learning(
     checkpoint: Checkpoint | None = None,
     sleep: bool = False,
     agreement: Any = None,
+    tries_save: bool = False,
     **run: Any,
 ) -> AsyncIterator[Setup]:
     pool = TaskPool(
@@ -176,6 +177,7 @@ async def learning(
                 buffer=BufferConfig(groups_per_step=1, group_size=1, max_policy_lag=LAG),
                 start=start,
                 sleep=sleep,
+                tries_save=tries_save,
             ),
             buffers=buffers,
             learner=learner,
@@ -551,3 +553,22 @@ async def test_a_batch_that_engine_and_learner_do_not_agree_on_ends_the_run_and_
         assert ledger.position().result().step == 1
         assert setup.engine.calls == ["load 0", "load 1"]
     ledger.close()
+
+
+async def test_what_cannot_be_saved_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
+    for full in (True, False):
+        ledger = Ledger(None)
+        make_ready(ledger, task=0)
+        async with learning(tmp_path / str(full), ledger, steps=1, tries_save=True, checkpoints={"every": 0}) as setup:
+            setup.ranks.gate.set()
+            setup.ranks.full = full
+            if full:
+                with pytest.raises(CheckpointError, match="free space"):
+                    await setup.loop.run()
+                assert setup.ranks.trained == []
+            else:
+                await setup.loop.run()
+                told = [one if isinstance(one, str) else one[0] for one in setup.ranks.told]
+                assert told.index("saved") < told.index("train"), "the first update waits for it"
+                assert [one.position.step for one in setup.store.all()] == [1], "it is not kept"
+        ledger.close()
