@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from buffers.errors import EngineError
+from configs.model_folder import has_mamba2
 from configs.owned_arguments import why_owned
 from configs.schema import CPU_KV_CACHE_GB, RolloutConfig, ServerConfig
 from mocked_server.vllm.adapters import lora_words
@@ -43,6 +44,8 @@ class EngineSettings:
     """Adapters that are kept for the generations that began under them, of all roles together."""
     beside_rank: bool = True
     """A rank of the learner is on a card of an engine's."""
+    trust_remote_code: bool = False
+    """Code of the model's folder is run."""
     role_names: tuple[str, ...] = ()
     """The names of the run's roles, which then take the place of `served_name` in the API."""
 
@@ -84,6 +87,8 @@ def make_args(settings: EngineSettings) -> Namespace:
             raise _refused(more, f"{name} is what the run sets itself: {why}")
         if f"--{name.replace('_', '-')}" in places and dest not in of_engine:
             raise _refused(more, f"{name} is of vLLM's HTTP server, and the run has a server of its own")
+    if loses_prefix_cache(settings.model_path, more):
+        more["enable_prefix_caching"] = False
     if settings.dtype != "float32":
         more = _with_float32_head(more)
     try:
@@ -93,6 +98,13 @@ def make_args(settings: EngineSettings) -> Namespace:
     except (ValueError, TypeError) as error:
         raise _refused(more, str(error)) from error
     return args
+
+
+def loses_prefix_cache(model: Path, arguments: Mapping[str, Any]) -> bool:
+    """Whether prefix caching is turned off: vLLM's kernels of Mamba-2 fail with it on a CPU, at the first prefill. It stays what
+    `arguments` say."""
+    given = any(name.replace("-", "_").removeprefix("no_") == "enable_prefix_caching" for name in arguments)
+    return not given and not has_gpu() and has_mamba2(model)
 
 
 def _with_float32_head(more: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,6 +151,8 @@ def _owned_words(settings: EngineSettings) -> list[str]:
         kv_cache_gb = kv_cache_gb or CPU_KV_CACHE_GB
     elif rollout.sleep:
         words += ["--enable-sleep-mode"]
+    if settings.trust_remote_code:
+        words += ["--trust-remote-code"]
     if settings.lora_rank:
         words += lora_words(rank=settings.lora_rank, kept=settings.kept_versions)
     if kv_cache_gb is not None:

@@ -54,8 +54,8 @@ class SamplingRules:
         return num_first
 
     def _check_prompt(self, prompt: Int32) -> None:
-        """A tokenizer may know more tokens than the model has rows for; vLLM's own check takes the larger number, and the engine dies
-        of such a token."""
+        """A tokenizer may know more tokens than the model has rows for. vLLM's own check takes the larger number, and the engine
+        dies of such a token."""
         rows = self._input_processor.model_config.get_vocab_size()
         if len(unknown := prompt[(prompt < 0) | (prompt >= rows)]):
             token = int(unknown[0])
