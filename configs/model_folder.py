@@ -19,8 +19,6 @@ NO_WEIGHTS = re.compile(
 """Files of other things that end as weights do."""
 RECURRENT = {"mamba", "linear_attention", "hybrid"}
 """How `layer_types` calls Mamba-2 layers, before and after transformers has read it."""
-READ_AS_WEIGHTS = (".safetensors", ".bin", ".pt")
-"""How the names of files end of which vLLM reads all that it finds."""
 
 
 def weight_files(folder: Path) -> list[Path]:

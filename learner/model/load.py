@@ -68,11 +68,14 @@ def empty_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def model_of(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """A model as a folder's config.json says, of the class that is named there: a wrapper of several parts has its own names."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    """A model as a folder's config.json says, or a GGUF file, of the class that is named there: a wrapper of several parts has its own names."""
+    trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if folder.suffix == ".gguf":
+        config = AutoConfig.from_pretrained(folder.parent, gguf_file=folder.name, **trust)
+    else:
+        config = AutoConfig.from_pretrained(folder, **trust)
     named = getattr(transformers, (config.architectures or [""])[0], None)
     if named is None or (trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})):
-        trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **trust)
     return named._from_config(config, dtype=torch.float32)
 

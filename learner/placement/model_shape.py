@@ -46,7 +46,7 @@ class ModelShape:
 
 def read_shape(folder: Path, *, trust_remote_code: bool = False) -> ModelShape:
     """Raises UnderstudyError for a folder without a config.json that transformers knows."""
-    if not (folder / "config.json").is_file():
+    if folder.suffix != ".gguf" and not (folder / "config.json").is_file():
         raise UnderstudyError(
             f"model.path must name a folder with a config.json, got {folder} without one; name one that has it, or a model of "
             f"the Hugging Face hub (OWNER/NAME)"

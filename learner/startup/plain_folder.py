@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from buffers.errors import TaskError
-from configs.model_folder import READ_AS_WEIGHTS, quantization, weight_files
+from configs.model_folder import quantization, weight_files
 
 SCALES = "_scale_inv"
 """End of the name of the scales of a weight in FP8, one number for each block."""
+LEFT_OUT = ("training_args.bin", "optimizer.bin")
+"""Those that vLLM does not read."""
 BLOCKS = (128, 128)
 """Rows and columns of a block, where config.json says nothing."""
 FP8_EXTRAS = ("_scale_inv", ".input_scale", ".activation_scale")
@@ -46,8 +48,12 @@ def plain_folder(source: Path, *, to: Path, dtype: str, say: Callable[[str], Non
 
 
 def _others(source: Path) -> list[str]:
+    """Files that vLLM takes for weights: it reads all of a kind that are there, unless there is an index."""
+    if (source / "model.safetensors.index.json").is_file():
+        return []
     files = set(weight_files(source))
-    return sorted(one.name for one in source.iterdir() if one.name.endswith(READ_AS_WEIGHTS) and one not in files)
+    read = list(source.glob("*.safetensors")) or list(source.glob("*.bin"))
+    return sorted(file.name for file in read if file not in files and file.name not in LEFT_OUT)
 
 
 def _of_links(source: Path, to: Path, _: str) -> None:
@@ -60,17 +66,22 @@ def _of_links(source: Path, to: Path, _: str) -> None:
 
 def _from_gguf(source: Path, to: Path, dtype: str) -> None:
     """As transformers reads it, which takes the weights out of their blocks."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import torch
+    import transformers
 
     named: dict[str, Any] = {"gguf_file": source.name}
     try:
-        AutoTokenizer.from_pretrained(source.parent, **named).save_pretrained(to)
-        AutoModelForCausalLM.from_pretrained(source.parent, dtype=dtype, **named).save_pretrained(to)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source.parent, **named)
+        if hasattr(transformers, "GgufConfig"):  # later versions leave weights in blocks by themselves
+            named["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        lm: Any = transformers.AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **named)
     except (ValueError, OSError, KeyError, NotImplementedError) as error:
         raise TaskError(
             f"model.path must be a GGUF file that transformers reads, got {source} ({str(error)[:200]}); name the folder of the "
             f"model that it was made of"
         ) from error
+    lm.to(getattr(torch, dtype)).save_pretrained(to)
+    tokenizer.save_pretrained(to)
 
 
 def _from_fp8(source: Path, to: Path, dtype: str) -> None:
