@@ -79,6 +79,12 @@ def half_precision_kind(folder: Path) -> str:
     return "gated delta nets" if text.get("linear_key_head_dim") else ""
 
 
+def sees(folder: Path) -> bool:
+    """Whether vLLM's class of the model has eyes: Qwen3.5's has them also where the model is its text part alone."""
+    config = read_json(folder / "config.json")
+    return "vision_config" in config or str(config.get("model_type")).startswith("qwen3_5")
+
+
 def has_mamba2(folder: Path) -> bool:
     """Whether there are Mamba-2 layers, which alone among recurrent ones have heads."""
     text = _text_config(folder)

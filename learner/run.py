@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -211,6 +212,7 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
     from agents.harbor.start_check import check_harbor
     from agents.workers.config import read_loops
     from buffers.errors import UnderstudyError
+    from configs.model_folder import sees
     from env_adapters.child_process import resolve_command
     from learner.placement.cards import in_cluster, of_this_machine, own_node
     from learner.placement.plan import make_plan
@@ -252,7 +254,7 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
 
         node = own_node(has_gpu=has_gpu())
         make_plan(config, shape=shape_of(config.model), nodes=[node], learns=learns)
-    if config.rollout.engine_args:
+    if config.rollout.engine_args or (sees(Path(config.model.path)) and find_spec("torchvision") is None):
         from learner.pipeline import engine_settings
         from mocked_server.vllm.engine_arguments import check_engine_args
 

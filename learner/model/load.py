@@ -68,7 +68,7 @@ def empty_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def model_of(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """A model as a folder's config.json says, or a GGUF file, of the class that is named there: a wrapper of several parts has its own names."""
+    """A model as a folder's config.json or a GGUF file says, of the class that is named there: a wrapper has its own names."""
     trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if folder.suffix == ".gguf":
         config = AutoConfig.from_pretrained(folder.parent, gguf_file=folder.name, **trust)

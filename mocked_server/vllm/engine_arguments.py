@@ -11,6 +11,7 @@ import os
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +23,8 @@ from mocked_server.vllm.adapters import lora_words
 
 MAX_WORDS_CHARS = 600
 """Most characters of vLLM's words: some repeat the value that they refuse."""
+TORCHVISION = "torchvision==0.28.0 --index-url https://download.pytorch.org/whl/cpu"
+"""PyPI has the build for GPUs only, which does not load beside torch for CPUs."""
 WORKER_EXTENSION = "mocked_server.vllm.process.worker_extension.WorkerExtension"
 
 
@@ -209,6 +212,11 @@ def make_vllm_config(args: Namespace) -> Any:
     try:
         return AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
+        if "failed to be inspected" in str(error) and find_spec("torchvision") is None:
+            raise EngineError(
+                f"vLLM's class of the model at model.path={args.model} needs the package torchvision, got none; install the build "
+                f"that belongs to this torch: pip install {TORCHVISION}"
+            ) from error
         raise EngineError(
             f"vLLM refuses the engine's configuration: {_line(str(error))}; change model.path, or the keys of rollout that it "
             f"names (understudy keys rollout)"
