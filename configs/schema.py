@@ -75,7 +75,7 @@ class ModelConfig(Section):
     on a CPU for models of whose layers vLLM has kernels in half precision only there (gated delta nets, latent attention)."""
     trust_remote_code: bool = False
     """Run the code that a model's folder brings along (`auto_map` in its config.json), on both sides. A model that needs it is
-    refused otherwise. It is somebody else's program, with all rights of yours: read it first."""
+    refused otherwise. Such code has all rights of yours: read it first."""
 
 
 class ValidationConfig(Section):

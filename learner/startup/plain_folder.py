@@ -48,24 +48,25 @@ def plain_folder(source: Path, *, to: Path, dtype: str, say: Callable[[str], Non
 
 
 def _others(source: Path) -> list[str]:
-    """Files that vLLM takes for weights: it reads all of a kind that are there, unless there is an index."""
+    """Files that vLLM would take for weights: it reads all *.safetensors, or else all *.bin, unless there is an index."""
     if (source / "model.safetensors.index.json").is_file():
         return []
-    files = set(weight_files(source))
-    read = list(source.glob("*.safetensors")) or list(source.glob("*.bin"))
+    files = weight_files(source)
+    read = list(source.glob("*.safetensors"))
+    read += list(source.glob("*.bin")) if files[0].suffix == ".bin" else []
     return sorted(file.name for file in read if file not in files and file.name not in LEFT_OUT)
 
 
 def _of_links(source: Path, to: Path, _: str) -> None:
-    others = _others(source)
     to.mkdir()
+    files = weight_files(source)
     for file in source.iterdir():
-        if file.is_file() and file.name not in others:
+        if file.is_file() and (file in files or file.suffix not in (".safetensors", ".bin", ".pt")):
             (to / file.name).symlink_to(file.absolute())
 
 
 def _from_gguf(source: Path, to: Path, dtype: str) -> None:
-    """As transformers reads it, which takes the weights out of their blocks."""
+    """What transformers reads of it, which takes the weights out of their blocks."""
     import torch
     import transformers
 

@@ -7,6 +7,7 @@ Called before an engine starts, by the pipeline, `mocked_server.check` and tests
 from __future__ import annotations
 
 import json
+import logging
 import os
 from argparse import Namespace
 from collections.abc import Mapping
@@ -229,7 +230,11 @@ def check_engine_args(settings: EngineSettings) -> None:
     set_process_environment()
     args = make_args(settings)
     if (settings.model_path / "config.json").is_file():
-        make_vllm_config(args)
+        logging.disable(logging.ERROR)  # vLLM logs at length what it then raises
+        try:
+            make_vllm_config(args)
+        finally:
+            logging.disable(logging.NOTSET)
 
 
 def has_gpu() -> bool:
