@@ -9,6 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from buffers.errors import TaskError
+from configs.load import load_config
+from learner.players import make_players
+from learner.startup.model_and_tasks import prepare_files
 from learner.startup.plain_folder import plain_folder
 from tests.support.models import gguf_files
 from tests.support.models.model_folders import copied, in_bins, in_fp8, with_others
@@ -79,3 +82,19 @@ def test_a_file_that_is_no_gguf_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "no.gguf").write_bytes(b"something else")
     with pytest.raises(TaskError, match=r"must be a GGUF file that transformers reads"):
         made(tmp_path / "no.gguf", tmp_path / "model")
+
+
+async def test_a_model_without_a_chat_template_is_told_of_at_the_start(tiny_model: Path, tmp_path: Path) -> None:
+    """Agents may send text or token ids, so that it is no error."""
+    (copied(tiny_model, tmp_path / "source") / "chat_template.jinja").unlink()
+    config = load_config(overrides=[f"model.path={tmp_path / 'source'}", "data.tasks=", "data.make=[]"])
+    lines: list[str] = []
+    model = await prepare_files(
+        config, folder=tmp_path, make=_makes_nothing, players=make_players(config), warms_up=False, warn=lines.append
+    )
+    assert model == tmp_path / "source"
+    (line,) = lines
+    assert "has no chat template" in line and "put chat_template.jinja into the folder" in line
+
+
+async def _makes_nothing(*_: object) -> None: ...
