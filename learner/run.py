@@ -194,8 +194,9 @@ def with_model_needs(config: Config) -> Config:
 
     if loses_prefix_cache(folder, config.rollout.engine_args):
         print("understudy: enable_prefix_caching=false, as vLLM's kernels of Mamba-2 fail with it on a CPU")
-    if not kind or model.dtype != "float32" or has_gpu():
-        return config
+    given = {name.replace("-", "_"): value for name, value in config.rollout.engine_args.items()}
+    if not kind or model.dtype != "float32" or has_gpu() or given.get("model_impl") == "transformers":
+        return config  # transformers' classes compute latent attention in any number format
     if "dtype" in model.model_fields_set:
         raise UnderstudyError(
             f"model.dtype must be bfloat16 for {folder} on a machine without a GPU, where vLLM has kernels for {kind} in half "
@@ -303,11 +304,16 @@ def check_other_models(config: Config) -> None:
             continue
         from tempfile import TemporaryDirectory
 
+        from configs.model_folder import quantization
         from configs.tiny_model import make_tiny_model
         from learner.startup.input_check import check_model_folder
         from learner.training.vocabulary import check_folders
 
         folder = check_model_folder(key, path)
+        if key == "learner.teacher.path" and quantization(folder):
+            raise UnderstudyError(
+                f"{key} must name a model of plain weights, got {folder} with quantized ones; use the model as it was before"
+            )
         with TemporaryDirectory(prefix="understudy-tokenizer-") as scratch:
             policy = make_tiny_model(Path(scratch) / "tiny") if config.model.path == "tiny" else Path(config.model.path)
             check_folders(policy, folder, key=key, trust_remote_code=config.model.trust_remote_code)

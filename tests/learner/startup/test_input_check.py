@@ -162,6 +162,7 @@ def plain(here: Path, tiny_model: Path) -> Path:
     [
         ("model.path=code", ["model.trust_remote_code must be true", "got false", "read that code"]),
         ("model.path=gptq", ["quantization_config gptq", "as it was before it was quantized"]),
+        ("learner.teacher.path=gptq", ["learner.teacher.path must name a model of plain weights", "as it was before"]),
         ("model.path=silent", ["plain prompts need a chat template", "put chat_template.jinja into the folder"]),
         ("model.path=alone", ["model.path", "/alone has no weights"]),
         ("model.path=x.gguf", ["x.gguf needs the package gguf", "pip install gguf"]),
@@ -210,6 +211,7 @@ def test_the_number_format_is_made_where_nobody_set_it(
     assert settled() == "bfloat16"
     assert capsys.readouterr().out.startswith("understudy: model.dtype=bfloat16, as vLLM has kernels for gated delta")
     assert settled("model.dtype=bfloat16") == "bfloat16" and capsys.readouterr().out == ""
+    assert settled("rollout.engine_args={model-impl: transformers}", "model.dtype=float32") == "float32"
     assert settled("rollout.engine=sglang") == "float32", "it has kernels of its own"
     with pytest.raises(UnderstudyError, match=r"got float32; leave it out, or set model.dtype=bfloat16"):
         settled("model.dtype=float32")
