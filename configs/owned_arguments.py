@@ -18,6 +18,7 @@ OWNED = {
     "skip_tokenizer_init": "prompts are rendered and continued by the tokenizer of model.path",
     "served_model_name": "agents find the model's name in MODEL",
     "dtype": "set model.dtype",
+    "trust_remote_code": "set model.trust_remote_code",
     "max_model_len": "set rollout.max_model_len",
     "max_num_seqs": "set agents.concurrency",
     "max_logprobs": LOGPROBS,

@@ -71,7 +71,11 @@ class ModelConfig(Section):
     cache (HF_HOME, HF_HUB_OFFLINE and HF_TOKEN are the hub's own); or `tiny`: a small Qwen3 made on this machine, with random
     weights."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the engine's weights and of the learner's forward and backward passes."""
+    """Number format of the engine's weights and of the learner's forward and backward passes. Where it is not set, it is bfloat16
+    on a CPU for models of whose layers vLLM has kernels in half precision only there (gated delta nets, latent attention)."""
+    trust_remote_code: bool = False
+    """Run the code that a model's folder brings along (`auto_map` in its config.json), on both sides. A model that needs it is
+    refused otherwise. Such code has all rights of yours: read it first."""
 
 
 class ValidationConfig(Section):

@@ -106,16 +106,18 @@ def main(argv: Sequence[str] | None = None, *, program: str = "understudy eval")
 
     from learner.placement.cards import in_cluster
     from learner.run import check_inputs, import_ray, local_config, prepare_engine
-    from learner.startup.input_check import check_model, refusal
+    from learner.startup.input_check import check_policy, refusal
 
     if told := refusal(lambda: check_inputs(config, resume="", learns=False)):
         print(f"error: {told}", file=sys.stderr)
         return 2
     try:
         config = local_config(config)
-        check_model(config.model.path)
     except UnderstudyError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    if told := refusal(lambda: check_policy(config)):
+        print(f"error: {told}", file=sys.stderr)
         return 2
     import_ray(local=not in_cluster(config.buffer.node))
     weights = "model.path" if arguments.checkpoint is None else str(arguments.checkpoint)

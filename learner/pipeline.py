@@ -298,6 +298,7 @@ class Pipeline:
             places=self._nodes.rank_places,
             trainer=RoleTrainer if roles else Trainer,
             more={"longest_row": config.rollout.max_model_len}
+            | {"trust_remote_code": config.model.trust_remote_code}
             | ({"roles": roles, "groups_per_step": config.buffer.groups_per_step} if roles else {}),
         )
         learner = LearnerProcesses(
@@ -460,6 +461,7 @@ class Pipeline:
             worker_key=address.keys.worker,
             prompt_length=rollout.max_model_len - rollout.max_tokens,
             response_length=rollout.max_tokens,
+            trust_remote_code=self._config.model.trust_remote_code,
         )
 
     def _make_learn_loop(
@@ -699,6 +701,7 @@ def engine_settings(
         lora_rank=config.learner.lora.rank if not evaluates or _adapters_of_roles(config) else 0,
         kept_versions=max(1, len(config.adapter_roles)) * (config.buffer.max_policy_lag + 1),
         beside_rank=beside_rank,
+        trust_remote_code=config.model.trust_remote_code,
         role_names=role_names(config),
     )
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from configs.process_fork import imports_kept, leave
 
 if TYPE_CHECKING:
-    from configs.schema import Config
+    from configs.schema import Config, ModelConfig
     from learner.placement.model_shape import ModelShape
 
 STOPPED = 130
@@ -79,7 +80,7 @@ def main(argv: list[str] | None = None, *, program: str = PROGRAM) -> int:
 def _run(arguments: argparse.Namespace, *, program: str) -> int:
     from buffers.errors import UnderstudyError
     from configs.load import DEFAULT, ConfigError, load_config, shipped
-    from learner.startup.input_check import check_model, refusal
+    from learner.startup.input_check import check_policy, refusal
 
     try:
         config = load_config(shipped(arguments.config or DEFAULT), arguments.overrides)
@@ -93,9 +94,11 @@ def _run(arguments: argparse.Namespace, *, program: str) -> int:
         return 2
     try:
         config = local_config(config)
-        check_model(config.model.path)
     except UnderstudyError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    if told := refusal(lambda: check_policy(config)):
+        print(f"error: {told}", file=sys.stderr)
         return 2
     print("understudy: loading torch, Ray and vLLM, which takes 5 to 20 s ...", flush=True)
 
@@ -138,7 +141,7 @@ def dry_run(config: Config, *, gpus: str) -> int:
 
     try:
         nodes = described(gpus) if gpus else [of_this_machine()]
-        shape = shape_of(config.model.path)
+        shape = shape_of(config.model)
         print(report(make_plan(config, shape=shape, nodes=nodes), config=config, shape=shape))
     except UnderstudyError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -146,19 +149,22 @@ def dry_run(config: Config, *, gpus: str) -> int:
     return 0
 
 
-def shape_of(path: str) -> ModelShape:
+def shape_of(model: ModelConfig) -> ModelShape:
     """The sizes of the model at `model.path`; `tiny` is made for it, and removed; of a model of the hub, config.json is enough.
     Raises UnderstudyError."""
     from tempfile import TemporaryDirectory
 
     from learner.placement.model_shape import read_shape
-    from learner.startup.hub import SHAPE_FILES, is_hub_model, model_folder
+    from learner.startup.hub import CODE, SHAPE_FILES, is_hub_model, model_folder
 
+    path, trust = model.path, model.trust_remote_code
     if is_hub_model(path):
-        return read_shape(model_folder(path, only=SHAPE_FILES))
+        return read_shape(
+            model_folder(path, only=(*SHAPE_FILES, CODE) if trust else SHAPE_FILES), trust_remote_code=trust
+        )
 
     if path != "tiny":
-        return read_shape(Path(path))
+        return read_shape(Path(path), trust_remote_code=trust)
     from configs.tiny_model import make_tiny_model
 
     with TemporaryDirectory(prefix="understudy-shape-") as folder:
@@ -166,12 +172,38 @@ def shape_of(path: str) -> ModelShape:
 
 
 def local_config(config: Config) -> Config:
-    """The configuration with models and tasks as files of this machine; what is missing is downloaded or made. Raises
-    UnderstudyError."""
+    """The configuration with models and tasks as files of this machine; what is missing is downloaded or made. With what the
+    model needs on this machine, which a line tells. Raises UnderstudyError."""
     from agents.harbor.tasks import with_task_files
     from learner.startup.hub import with_local_files
 
-    return with_local_files(with_task_files(config))
+    return with_model_needs(with_local_files(with_task_files(config)))
+
+
+def with_model_needs(config: Config) -> Config:
+    """The configuration with what vLLM needs for this model without a GPU, where the user has not set it. Raises UnderstudyError
+    for a number format for which it has no kernels."""
+    from buffers.errors import UnderstudyError
+    from configs.model_folder import half_precision_kind, has_mamba2
+
+    folder, model = Path(config.model.path), config.model
+    kind = half_precision_kind(folder)
+    if not (kind or has_mamba2(folder)) or config.rollout.engine != "vllm":
+        return config
+    from mocked_server.vllm.engine_arguments import has_gpu, loses_prefix_cache
+
+    if loses_prefix_cache(folder, config.rollout.engine_args):
+        print("understudy: enable_prefix_caching=false, as vLLM's kernels of Mamba-2 fail with it on a CPU")
+    given = {name.replace("-", "_"): value for name, value in config.rollout.engine_args.items()}
+    if not kind or model.dtype != "float32" or has_gpu() or given.get("model_impl") == "transformers":
+        return config  # transformers' classes compute latent attention in any number format
+    if "dtype" in model.model_fields_set:
+        raise UnderstudyError(
+            f"model.dtype must be bfloat16 for {folder} on a machine without a GPU, where vLLM has kernels for {kind} in half "
+            f"precision only, got float32; leave it out, or set model.dtype=bfloat16"
+        )
+    print(f"understudy: model.dtype=bfloat16, as vLLM has kernels for {kind} in half precision only on a CPU")
+    return config.model_copy(update={"model": model.model_copy(update={"dtype": "bfloat16"})})
 
 
 def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
@@ -181,6 +213,7 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
     from agents.harbor.start_check import check_harbor
     from agents.workers.config import read_loops
     from buffers.errors import UnderstudyError
+    from configs.model_folder import sees
     from env_adapters.child_process import resolve_command
     from learner.placement.cards import in_cluster, of_this_machine, own_node
     from learner.placement.plan import make_plan
@@ -221,8 +254,8 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
         from mocked_server.vllm.engine_arguments import has_gpu
 
         node = own_node(has_gpu=has_gpu())
-        make_plan(config, shape=shape_of(config.model.path), nodes=[node], learns=learns)
-    if config.rollout.engine_args:
+        make_plan(config, shape=shape_of(config.model), nodes=[node], learns=learns)
+    if config.rollout.engine_args or (sees(Path(config.model.path)) and find_spec("torchvision") is None):
         from learner.pipeline import engine_settings
         from mocked_server.vllm.engine_arguments import check_engine_args
 
@@ -271,14 +304,19 @@ def check_other_models(config: Config) -> None:
             continue
         from tempfile import TemporaryDirectory
 
+        from configs.model_folder import quantization
         from configs.tiny_model import make_tiny_model
         from learner.startup.input_check import check_model_folder
         from learner.training.vocabulary import check_folders
 
         folder = check_model_folder(key, path)
+        if key == "learner.teacher.path" and quantization(folder):
+            raise UnderstudyError(
+                f"{key} must name a model of plain weights, got {folder} with quantized ones; use the model as it was before"
+            )
         with TemporaryDirectory(prefix="understudy-tokenizer-") as scratch:
-            tiny = config.model.path == "tiny"
-            check_folders(make_tiny_model(Path(scratch) / "tiny") if tiny else Path(config.model.path), folder, key=key)
+            policy = make_tiny_model(Path(scratch) / "tiny") if config.model.path == "tiny" else Path(config.model.path)
+            check_folders(policy, folder, key=key, trust_remote_code=config.model.trust_remote_code)
 
 
 def check_engine_of_others(config: Config, *, learns: bool) -> None:
@@ -286,7 +324,7 @@ def check_engine_of_others(config: Config, *, learns: bool) -> None:
     if config.rollout.engine != "vllm":
         from mocked_server.servers.choose import check_engine
 
-        check_engine(config, vocabulary=shape_of(config.model.path).vocabulary, learns=learns)
+        check_engine(config, vocabulary=shape_of(config.model).vocabulary, learns=learns)
 
 
 def import_ray(*, local: bool) -> None:

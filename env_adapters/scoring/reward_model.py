@@ -40,14 +40,14 @@ class RewardModel:
         _check_folder(Path(folder))
         self._torch = torch
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if not self._tokenizer.chat_template:
             raise TaskError(
                 f"data.scorer {PREFIX}{folder} needs a chat template, which the answer is shown in, got none; "
                 f"put chat_template.jinja into the folder"
             )
         self._model, info = AutoModelForSequenceClassification.from_pretrained(
-            folder, dtype="auto", local_files_only=True, output_loading_info=True
+            folder, dtype="auto", local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
         if info["missing_keys"]:
             raise TaskError(

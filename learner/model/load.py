@@ -31,6 +31,7 @@ def load_policy(
     *,
     value_head: bool = False,
     device: torch.device,
+    trust_remote_code: bool = False,
     prepare: Callable[[Policy], None] = lambda policy: None,
 ) -> Policy:
     """The folder's model in float32 (the master weights), after `prepare` has changed it; where that shards it, all ranks enter.
@@ -39,7 +40,7 @@ def load_policy(
     Raises ValueError for files that lack a weight.
     """
     files = WeightFiles(Path(folder))
-    lm = empty_model(Path(folder))
+    lm = empty_model(Path(folder), trust_remote_code=trust_remote_code)
     policy = Policy(lm, value_head=value_head, names=FileNames(lm, files.names))
     policy.eval()
     unread = frozenset(name for name, weight in policy.lm.named_parameters() if weight.is_meta)
@@ -50,7 +51,7 @@ def load_policy(
     return policy
 
 
-def empty_model(folder: Path) -> Any:
+def empty_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """The model of a folder's config.json, parameters without memory (on the device `meta`), buffers as they are computed."""
     logging.disable_progress_bar()
 
@@ -61,17 +62,21 @@ def empty_model(folder: Path) -> Any:
 
     hook = register_module_parameter_registration_hook(without_memory)
     try:
-        return model_of(folder)
+        return model_of(folder, trust_remote_code=trust_remote_code)
     finally:
         hook.remove()
 
 
-def model_of(folder: Path) -> Any:
-    """A model as a folder's config.json says, of the class that is named there: a wrapper of several parts has its own names."""
-    config = AutoConfig.from_pretrained(folder)
+def model_of(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """A model as a folder's config.json or a GGUF file says, of the class that is named there: a wrapper has its own names."""
+    trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if folder.suffix == ".gguf":
+        config = AutoConfig.from_pretrained(folder.parent, gguf_file=folder.name, **trust)
+    else:
+        config = AutoConfig.from_pretrained(folder, **trust)
     named = getattr(transformers, (config.architectures or [""])[0], None)
-    if named is None:
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if named is None or (trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **trust)
     return named._from_config(config, dtype=torch.float32)
 
 

@@ -7,7 +7,6 @@ models.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from configs.model_folder import weight_files
 
 PIECE = 2**24
 """Elements that are read at once."""
@@ -28,31 +29,13 @@ class WeightFiles:
         """Raises ValueError for a folder without weights, or with an index that names a file that is not there."""
         self.folder = folder
         self._bins: dict[Path, dict[str, Tensor]] = {}
-        self._files = self._indexed() or self._found()
-        self.names = frozenset(self._files)
-
-    def _indexed(self) -> dict[str, Path]:
-        """Parameter -> file, as the index says; empty without one."""
-        for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-            if (index := self.folder / name).is_file():
-                found = {key: self.folder / file for key, file in json.loads(index.read_text())["weight_map"].items()}
-                if missing := sorted({file.name for file in found.values() if not file.is_file()}):
-                    raise ValueError(
-                        f"model.path must name a folder with all files of {name}, got {self.folder} without {missing[0]}; "
-                        f"download the model again"
-                    )
-                return found
-        return {}
-
-    def _found(self) -> dict[str, Path]:
-        files = sorted(self.folder.glob("*.safetensors")) or sorted(self.folder.glob("*.bin"))
-        found = {name: file for file in files for name in self._names_in(file)}
-        if not found:
+        self._files = {name: file for file in weight_files(folder) for name in self._names_in(file)}
+        if not self._files:
             raise ValueError(
                 f"model.path must name a folder with weights (*.safetensors or *.bin), got {self.folder} without any; name the "
                 f"folder that has them"
             )
-        return found
+        self.names = frozenset(self._files)
 
     def _names_in(self, file: Path) -> list[str]:
         if file.suffix == ".bin":

@@ -44,9 +44,9 @@ class ModelShape:
         return 2 * self.layers * (self.keys // self.kv_heads) * heads * bytes_each
 
 
-def read_shape(folder: Path) -> ModelShape:
+def read_shape(folder: Path, *, trust_remote_code: bool = False) -> ModelShape:
     """Raises UnderstudyError for a folder without a config.json that transformers knows."""
-    if not (folder / "config.json").is_file():
+    if folder.suffix != ".gguf" and not (folder / "config.json").is_file():
         raise UnderstudyError(
             f"model.path must name a folder with a config.json, got {folder} without one; name one that has it, or a model of "
             f"the Hugging Face hub (OWNER/NAME)"
@@ -59,7 +59,7 @@ def read_shape(folder: Path) -> ModelShape:
 
     try:
         with torch.device("meta"):
-            lm: Any = model_of(folder)
+            lm: Any = model_of(folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError) as error:
         raise UnderstudyError(
             f"model.path must name a model that transformers knows, got {folder}: {' '.join(str(error).split())[:300]}"

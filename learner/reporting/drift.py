@@ -6,6 +6,9 @@ docs/numerics.md.
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from configs.model_folder import half_precision_kind
 from configs.schema import Config
 
 MOST_DRIFT = {"float32": 1e-4, "bfloat16": 2e-2}
@@ -42,7 +45,8 @@ def drift_remedy(config: Config) -> str:
     if config.rollout.engine == "vllm" and "model_impl" not in config.rollout.engine_args:
         arguments = f"{arguments}, or set {OTHER_CLASS}, where vLLM's own class of the model computes something else"
     if dtype == "bfloat16":
-        return f"model.dtype=float32, or {arguments}"
+        other = "" if half_precision_kind(Path(config.model.path)) else "model.dtype=float32, or "
+        return f"{other}{arguments}"
     if elsewhere:
         return f"check that the server at rollout.engine has this run's weights and number format, or {arguments}"
     return f"{arguments}; {OF_A_GPU}" if config.rollout.engine == "vllm" else arguments

@@ -29,6 +29,9 @@ DATASET = re.compile(r"hf://([\w.-]+/[\w.-]+)/([\w.-]+)/([\w.-]+)")
 """hf://OWNER/NAME/CONFIG/SPLIT."""
 SCHEME = "hf://"
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+CODE = "*.py"
+IGNORED = ("consolidated*", "original/*", "adapter_*")
+"""The same weights once more in another form, and adapters."""
 SHAPE_FILES = ("config.json",)
 CONVERTED = "refs/convert/parquet"
 """The branch on which the hub keeps each data set as parquet, by its own conversion."""
@@ -54,7 +57,8 @@ def with_local_files(config: Config) -> Config:
     line."""
     model, data = config.model, config.data
     if is_hub_model(model.path):
-        model = model.model_copy(update={"path": str(model_folder(model.path))})
+        files = (*MODEL_FILES, CODE) if model.trust_remote_code else MODEL_FILES
+        model = model.model_copy(update={"path": str(model_folder(model.path, only=files))})
 
     def own(path: str) -> str:
         if not is_dataset(path):
@@ -137,9 +141,9 @@ def _task_file(path: str, *, folder: Path, columns: Mapping[str, str]) -> Path:
 def _download_model(name: str, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
-    folder = Path(snapshot_download(name, allow_patterns=list(patterns)))
+    folder = Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=list(IGNORED)))
     if "*.safetensors" in patterns and not any(folder.glob("*.safetensors")):
-        folder = Path(snapshot_download(name, allow_patterns=[*patterns, "*.bin"]))
+        folder = Path(snapshot_download(name, allow_patterns=[*patterns, "*.bin"], ignore_patterns=list(IGNORED)))
     if not (folder / "config.json").is_file():
         raise UnderstudyError(
             f"model.path must name a model for transformers, got {name}, which has no config.json on the hub; name another model"

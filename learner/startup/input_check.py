@@ -11,18 +11,21 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 from buffers.errors import TaskError, UnderstudyError
 from buffers.tasks.parquet import agent_names, read_demonstrations, read_tasks
+from configs.model_folder import has_chat_template, has_remote_code, quantization, weight_files
 from configs.schema import Config
 from learner.startup.hub import is_dataset, is_hub_model
 
 T = TypeVar("T")
 FIRST_ROWS = 1000
 """Rows of a task file that are read here; all of them are, before the engine starts."""
+TEMPLATE_REMEDY = "put chat_template.jinja into the folder, or name a model that was tuned for conversations"
 SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl")
 
 
@@ -78,7 +81,7 @@ def check_files(config: Config, *, resumes: bool) -> None:
     if warm and (not is_made or Path(warm).is_file()):
         check_demonstrations(warm)
     if not is_hub_model(config.model.path):
-        check_model(config.model.path)
+        check_policy(config)
 
 
 def check_tasks(key: str, path: str, *, first: int | None = None) -> Mapping[str | None, int]:
@@ -109,7 +112,49 @@ def _named(key: str, path: str, read: Callable[[Path], T]) -> T:
 def check_model(path: str) -> Path:
     """The folder of the policy's model; `tiny` is made later. Raises TaskError."""
     others = ", a model of the Hugging Face hub (OWNER/NAME) or `tiny`"
-    return Path(path) if path == "tiny" else check_model_folder("model.path", path, others=others)
+    if path == "tiny" or (path.endswith(".gguf") and Path(path).is_file()):
+        return Path(path)
+    return check_model_folder("model.path", path, others=others)
+
+
+def check_policy(config: Config) -> None:
+    """The policy's model, in all that can be told before torch is imported. Raises TaskError; meant for `refusal`, as transformers
+    may be imported."""
+    folder = check_model(config.model.path)
+    if config.model.path == "tiny":
+        return
+    if folder.suffix == ".gguf":
+        if find_spec("gguf") is None:
+            raise TaskError(
+                f"model.path={folder} needs the package gguf, which reads such files, got none; pip install gguf, or name the "
+                f"folder of the model that it was made of"
+            )
+        return
+    if (method := quantization(folder).get("quant_method", "fp8")) != "fp8":
+        raise TaskError(
+            f"model.path must name a model of plain weights, or of FP8 in blocks, got {folder} with quantization_config {method}; "
+            f"use the model as it was before it was quantized"
+        )
+    if has_remote_code(folder) and not config.model.trust_remote_code:
+        _check_known(folder)
+    plain = bool(config.data.scorer) and not (config.agents.command or config.agents.loops or config.env.harbor.agent)
+    if plain and not has_chat_template(folder):
+        raise TaskError(f"plain prompts need a chat template, got {folder} without one; {TEMPLATE_REMEDY}")
+
+
+def _check_known(folder: Path) -> None:
+    """Raises TaskError where transformers has no code of its own for a folder that brings code."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    for read in (AutoConfig, AutoTokenizer):
+        try:
+            read.from_pretrained(folder, trust_remote_code=False)
+        except (ValueError, OSError, ImportError) as error:
+            if "trust_remote_code" in str(error):
+                raise TaskError(
+                    f"model.trust_remote_code must be true for {folder}, whose config names code of its own that transformers does "
+                    f"not have, got false; read that code, then set model.trust_remote_code=true"
+                ) from error
 
 
 def check_model_folder(key: str, path: str, *, others: str = "") -> Path:
@@ -117,19 +162,18 @@ def check_model_folder(key: str, path: str, *, others: str = "") -> Path:
     folder = Path(path)
     remedy = "name the folder that has the model's files"
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            what = "has no config.json"
-        elif not _has_weights(folder):
-            what = "has no weights, *.safetensors or *.bin"
-        else:
-            return folder
+        try:
+            if not (folder / "config.json").is_file():
+                what = "has no config.json"
+            elif not weight_files(folder):
+                what = "has no weights, *.safetensors or *.bin"
+            else:
+                return folder
+        except ValueError as error:
+            raise TaskError(str(error).replace("model.path", key, 1)) from None
     else:
         what = "is not a folder"
     raise TaskError(f"{key} must be a Hugging Face folder{others}, got {path} ({folder.absolute()} {what}); {remedy}")
-
-
-def _has_weights(folder: Path) -> bool:
-    return any(next(folder.glob(pattern), None) is not None for pattern in ("*.safetensors", "*.bin"))
 
 
 def check_script(key: str, command: Sequence[str]) -> None:

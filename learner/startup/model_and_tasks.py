@@ -8,10 +8,12 @@ from pathlib import Path
 
 from buffers.did_you_mean import one_of
 from buffers.errors import TaskError
+from configs.model_folder import has_chat_template
 from configs.schema import Config
 from configs.tiny_model import make_tiny_model
 from learner.players import Players
-from learner.startup.input_check import check_demonstrations, check_model, check_tasks
+from learner.startup.input_check import TEMPLATE_REMEDY, check_demonstrations, check_model, check_tasks
+from learner.startup.plain_folder import plain_folder
 
 
 async def prepare_files(
@@ -51,7 +53,11 @@ async def prepare_files(
         await asyncio.to_thread(check_demonstrations, demonstrations)
     if config.model.path == "tiny":
         return await asyncio.to_thread(make_tiny_model, folder / "model", seed=config.run.seed)
-    return check_model(config.model.path)
+    source, own = check_model(config.model.path), folder / "model"
+    model = await asyncio.to_thread(plain_folder, source, to=own, dtype=config.model.dtype, say=warn)
+    if not has_chat_template(model):
+        warn(f"{source} has no chat template: requests with messages are refused; {TEMPLATE_REMEDY}")
+    return model
 
 
 def _check_agent_names(path: Path, names: Mapping[str | None, int], known: Set[str]) -> None:

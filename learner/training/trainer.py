@@ -115,6 +115,7 @@ class Trainer:
         world_size: int,
         device: str,
         longest_row: int = LONGEST,
+        trust_remote_code: bool = False,
     ) -> None:
         self._config = config
         self._dtype: torch.dtype = getattr(torch, dtype)
@@ -130,7 +131,8 @@ class Trainer:
         self._mesh = fsdp.join(address, rank=rank, world_size=world_size, device=self._device)
         critic = config.critic if self._estimator.needs_critic else "none"
         self._adapter: LoraConfig | None = None
-        self._tokenizer = AutoTokenizer.from_pretrained(model_path)
+        self._trust = {"trust_remote_code": trust_remote_code}
+        self._tokenizer = AutoTokenizer.from_pretrained(model_path, **self._trust)
         self._source = model_path
         self._longest_row = longest_row
         self._layouts: dict[str, Layout] = {}
@@ -363,12 +365,12 @@ class Trainer:
     def _with_layout(self, folder: str, *, value_head: bool, prepare: Callable[[Policy], None]) -> Policy:
         """The folder's model, once it is known how its rows are laid out, which shows in float32 only."""
         if folder not in self._layouts:
-            trial = load_policy(folder, device=self._device, prepare=self._shard_plainly)
+            trial = load_policy(folder, device=self._device, prepare=self._shard_plainly, **self._trust)
             self._layouts[folder] = choose_layout(trial, shares=self._config.prefix_tree, longest_row=self._longest_row)
             del trial
             if self._layouts[folder].packs and self._dtype != torch.float32:
-                check_kernel(AutoConfig.from_pretrained(folder), device=self._device, dtype=self._dtype)
-        policy = load_policy(folder, value_head=value_head, device=self._device, prepare=prepare)
+                check_kernel(AutoConfig.from_pretrained(folder, **self._trust), device=self._device, dtype=self._dtype)
+        policy = load_policy(folder, value_head=value_head, device=self._device, prepare=prepare, **self._trust)
         policy.attention = self._layouts[folder].attention
         return policy
 
@@ -392,9 +394,8 @@ class Trainer:
 
     def _load_teacher(self, folder: str) -> Policy:
         """A frozen model, sharded as the policy is."""
-        check_same_vocabulary(
-            self._tokenizer, AutoTokenizer.from_pretrained(folder), key="learner.teacher.path", folder=folder
-        )
+        teachers = AutoTokenizer.from_pretrained(folder, **self._trust)
+        check_same_vocabulary(self._tokenizer, teachers, key="learner.teacher.path", folder=folder)
 
         def prepare(teacher: Policy) -> None:
             teacher.requires_grad_(False)

@@ -28,14 +28,14 @@ def _order(ids: dict[str, int]) -> Any:
     return lambda token: (ids.get(token, len(ids)), token)
 
 
-def check_folders(policy: Path, other: Path, *, key: str) -> None:
+def check_folders(policy: Path, other: Path, *, key: str, trust_remote_code: bool = False) -> None:
     """The same for two folders. Raises TaskError, also for a folder without a tokenizer."""
     from transformers import AutoTokenizer
 
     found = []
     for folder in (policy, other):
         try:
-            found.append(AutoTokenizer.from_pretrained(folder))
+            found.append(AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code))
         except (OSError, ValueError) as error:
             raise TaskError(f"{key} must name a model with a tokenizer, got {folder} ({str(error)[:200]})") from error
     check_same_vocabulary(*found, key=key, folder=str(other))

@@ -122,6 +122,7 @@ def arguments(config: Config, *, model: Path, port: int) -> list[str]:
     words = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--dtype", config.model.dtype]
     words += ["--context-length", str(rollout.max_model_len), "--tp-size", str(rollout.tensor_parallel)]
     words += ["--random-seed", str(config.run.seed), "--weight-version", "0", "--log-level", "warning"]
+    words += ["--trust-remote-code"] if config.model.trust_remote_code else []
     if rollout.gpu_memory_utilization is not None:
         words += ["--mem-fraction-static", str(rollout.gpu_memory_utilization)]
     if config.model.dtype != "float32":

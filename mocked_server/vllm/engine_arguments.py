@@ -7,20 +7,25 @@ Called before an engine starts, by the pipeline, `mocked_server.check` and tests
 from __future__ import annotations
 
 import json
+import logging
 import os
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
 from buffers.errors import EngineError
+from configs.model_folder import has_mamba2
 from configs.owned_arguments import why_owned
 from configs.schema import CPU_KV_CACHE_GB, RolloutConfig, ServerConfig
 from mocked_server.vllm.adapters import lora_words
 
 MAX_WORDS_CHARS = 600
 """Most characters of vLLM's words: some repeat the value that they refuse."""
+TORCHVISION = "torchvision==0.28.0 --index-url https://download.pytorch.org/whl/cpu"
+"""PyPI has the build for GPUs only, which does not load beside torch for CPUs."""
 WORKER_EXTENSION = "mocked_server.vllm.process.worker_extension.WorkerExtension"
 
 
@@ -43,6 +48,8 @@ class EngineSettings:
     """Adapters that are kept for the generations that began under them, of all roles together."""
     beside_rank: bool = True
     """A rank of the learner is on a card of an engine's."""
+    trust_remote_code: bool = False
+    """Code of the model's folder is run."""
     role_names: tuple[str, ...] = ()
     """The names of the run's roles, which then take the place of `served_name` in the API."""
 
@@ -84,6 +91,8 @@ def make_args(settings: EngineSettings) -> Namespace:
             raise _refused(more, f"{name} is what the run sets itself: {why}")
         if f"--{name.replace('_', '-')}" in places and dest not in of_engine:
             raise _refused(more, f"{name} is of vLLM's HTTP server, and the run has a server of its own")
+    if loses_prefix_cache(settings.model_path, more):
+        more["enable_prefix_caching"] = False
     if settings.dtype != "float32":
         more = _with_float32_head(more)
     try:
@@ -93,6 +102,13 @@ def make_args(settings: EngineSettings) -> Namespace:
     except (ValueError, TypeError) as error:
         raise _refused(more, str(error)) from error
     return args
+
+
+def loses_prefix_cache(model: Path, arguments: Mapping[str, Any]) -> bool:
+    """Whether prefix caching is turned off: vLLM's kernels of Mamba-2 fail with it on a CPU, at the first prefill. It stays what
+    `arguments` say."""
+    given = any(name.replace("-", "_").removeprefix("no_") == "enable_prefix_caching" for name in arguments)
+    return not given and not has_gpu() and has_mamba2(model)
 
 
 def _with_float32_head(more: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,6 +155,8 @@ def _owned_words(settings: EngineSettings) -> list[str]:
         kv_cache_gb = kv_cache_gb or CPU_KV_CACHE_GB
     elif rollout.sleep:
         words += ["--enable-sleep-mode"]
+    if settings.trust_remote_code:
+        words += ["--trust-remote-code"]
     if settings.lora_rank:
         words += lora_words(rank=settings.lora_rank, kept=settings.kept_versions)
     if kv_cache_gb is not None:
@@ -195,6 +213,11 @@ def make_vllm_config(args: Namespace) -> Any:
     try:
         return AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
+        if "failed to be inspected" in str(error) and find_spec("torchvision") is None:
+            raise EngineError(
+                f"vLLM's class of the model at model.path={args.model} needs the package torchvision, got none; install the build "
+                f"that belongs to this torch: pip install {TORCHVISION}"
+            ) from error
         raise EngineError(
             f"vLLM refuses the engine's configuration: {_line(str(error))}; change model.path, or the keys of rollout that it "
             f"names (understudy keys rollout)"
@@ -207,7 +230,11 @@ def check_engine_args(settings: EngineSettings) -> None:
     set_process_environment()
     args = make_args(settings)
     if (settings.model_path / "config.json").is_file():
-        make_vllm_config(args)
+        logging.disable(logging.ERROR)  # vLLM logs at length what it then raises
+        try:
+            make_vllm_config(args)
+        finally:
+            logging.disable(logging.NOTSET)
 
 
 def has_gpu() -> bool:

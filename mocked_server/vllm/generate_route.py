@@ -51,7 +51,6 @@ class Sleeper(Protocol):
 class Client(Protocol):
     """The way into the prompt queue (`mocked_server.vllm.serving`)."""
 
-    model_config: Any
     sleeper: Sleeper | None
 
     async def generate_tokens(self, prompt_ids: list[int], params: Any, *, request_id: str) -> AnswerPart: ...
@@ -62,7 +61,6 @@ class TokenRoute:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._vocab_size = int(client.model_config.get_vocab_size())
 
     async def answer(self, request: Any) -> Any:
         """The route (starlette)."""
@@ -108,14 +106,8 @@ class TokenRoute:
                 f"the body must hold prompt_ids and sampling_params, got {str(fields)[:80]}; send these two"
             )
         ids = fields.get("prompt_ids")
-        if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
+        if not isinstance(ids, list) or not ids or not all(type(one) is int and abs(one) < 2**31 for one in ids):
             raise ValueError(f"prompt_ids must be a list of token ids, not empty, got {str(ids)[:80]}; send integers")
-        if (worst := max(ids, key=lambda token: token if token >= 0 else self._vocab_size)) not in range(
-            self._vocab_size
-        ):
-            raise ValueError(
-                f"prompt_ids must lie in the vocabulary of {self._vocab_size}, got {worst}; check the tokenizer"
-            )
         given = fields.get("sampling_params") or {}
         if not isinstance(given, dict):
             raise ValueError(f"sampling_params must be an object, got {str(given)[:80]}; send {{}}")

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from buffers.errors import RequestRefused
+from buffers.records import Int32
 from configs.schema import RolloutConfig
 from mocked_server.conversation.live_episodes import LiveEpisode
 from mocked_server.vllm.engine import MAX_MESSAGE_CHARS, NUMBERS_ONLY, refusal_of
@@ -34,13 +35,14 @@ class SamplingRules:
         self._decoder = msgspec.msgpack.Decoder(SamplingParams)
         self._encoder = msgspec.msgpack.Encoder()
 
-    def apply(self, params: Any, *, prompt_len: int, live: LiveEpisode | None) -> int | None:
+    def apply(self, params: Any, *, prompt: Int32, live: LiveEpisode | None) -> int | None:
         """Pin `params` (vLLM's SamplingParams, changed in place) to the run's sampling; the first token that may be trained
-        (None: no token). Raises RequestRefused naming the field.
+        (None: no token). Raises RequestRefused naming the field, or the first token of the prompt that the model does not have.
 
         `live`: its episode; None: it has none, and nothing is recorded."""
+        self._check_prompt(prompt)
         self._check_types(params)
-        self._pin(params, prompt_len, live=live)
+        self._pin(params, len(prompt), live=live)
         check_sampling(params)
         self._check_values(params)
         constraint = constraint_of(params)
@@ -50,6 +52,17 @@ class SamplingRules:
         if live is not None:
             live.constrained[field] += 1
         return num_first
+
+    def _check_prompt(self, prompt: Int32) -> None:
+        """A tokenizer may know more tokens than the model has rows for. vLLM's own check takes the larger number, and the engine
+        dies of such a token."""
+        rows = self._input_processor.model_config.get_vocab_size()
+        if len(unknown := prompt[(prompt < 0) | (prompt >= rows)]):
+            token = int(unknown[0])
+            text = "" if token < 0 else f" ({self._input_processor.get_tokenizer().decode([token])!r})"
+            raise RequestRefused(
+                f"the prompt must hold tokens of the model's vocabulary of {rows}, got {token}{text}; leave that text out"
+            )
 
     def _pin(self, params: Any, prompt_len: int, *, live: LiveEpisode | None) -> None:
         """The run's temperature, the whole distribution, log-probabilities of what is sampled, a seed of the episode's own."""

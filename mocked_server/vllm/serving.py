@@ -113,7 +113,7 @@ class QueueClient:
             self._rules.check_sendable(parser_kwargs)
         exact = plan.prompt_ids()
         call.count_choices(getattr(sampling_params, "n", 1), limit=MAX_CHOICES)
-        first_trained = self._rules.apply(sampling_params, prompt_len=len(exact), live=call.live)
+        first_trained = self._rules.apply(sampling_params, prompt=exact, live=call.live)
         if call.extra_args:
             sampling_params.extra_args = {**(sampling_params.extra_args or {}), **call.extra_args}
         call.generates = True
@@ -130,7 +130,7 @@ class QueueClient:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids = np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
         params = SamplingParams(max_tokens=self._rollout.max_tokens, output_kind=RequestOutputKind.FINAL_ONLY)
-        self._rules.apply(params, prompt_len=len(ids), live=live)
+        self._rules.apply(params, prompt=ids, live=live)
         sampling, plan = Sampling(params=params, extra={}), continue_tokens(live, ids)
         answer = await self._whole(request_id, ids, sampling, live=live, plan=plan, role=self._default_role)
         return str(answer.output.outputs[0].text)
@@ -143,7 +143,7 @@ class QueueClient:
         plan = None if live is None else continue_tokens(live, ids)
         if live is not None:
             live.check_room()
-        first_trained = self._rules.apply(params, prompt_len=len(ids), live=live)
+        first_trained = self._rules.apply(params, prompt=ids, live=live)
         sampling = Sampling(params=params, extra={})
         return await self._whole(
             request_id,

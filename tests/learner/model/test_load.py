@@ -16,6 +16,7 @@ from learner.model import weight_files
 from learner.model.load import empty_model, load_policy
 from learner.model.weight_files import WeightFiles
 from tests.support.learner_parts import random_lm
+from tests.support.models.model_folders import copied, in_bins, with_code, with_others
 
 CPU = torch.device("cpu")
 
@@ -65,6 +66,22 @@ def test_experts_are_read_as_transformers_joins_them(tmp_path: Path) -> None:
         intermediate_size=32, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
     assert_read_whole(saved(Qwen3MoeForCausalLM(config), tmp_path))
+
+
+def test_files_of_other_things_beside_weights_are_not_read(tiny_model: Path, tmp_path: Path) -> None:
+    bins = in_bins(with_others(copied(tiny_model, tmp_path / "bins")), shards=2)
+    assert WeightFiles(bins).names == WeightFiles(tiny_model).names
+    assert WeightFiles(with_others(copied(tiny_model, tmp_path / "one"))).names == WeightFiles(tiny_model).names
+
+
+def test_a_folders_own_code_is_run_where_it_is_trusted(tiny_model: Path, tmp_path: Path) -> None:
+    folder = with_code(tiny_model, tmp_path / "own")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_policy(folder, device=CPU)
+    lm = load_policy(folder, device=CPU, trust_remote_code=True).lm
+    weights = load_file(folder / "model.safetensors")
+    assert type(lm).__name__ == "OwnForCausalLM"
+    assert all(torch.equal(weight, weights[name]) for name, weight in lm.named_parameters())
 
 
 def test_a_model_is_built_without_memory(tmp_path: Path) -> None:

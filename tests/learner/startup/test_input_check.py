@@ -16,9 +16,12 @@ from buffers.errors import UnderstudyError
 from buffers.records import Task
 from buffers.tasks.parquet import write_tasks
 from configs.load import load_config
-from learner.run import check_inputs
+from learner.run import check_inputs, with_model_needs
+from learner.startup import input_check
 from learner.startup.input_check import refusal
 from mocked_server.parser_names import check_parser, parser_names
+from mocked_server.vllm import engine_arguments
+from tests.support.models.model_folders import copied, in_bins, in_fp8, with_code, with_others
 from tests.support.run_parts import start
 
 GOOD = Task(task_id="t", prompt=[{"role": "user", "content": "Hi"}], data_source="")
@@ -134,3 +137,93 @@ def test_parsers_are_those_of_vllm() -> None:
     assert {"hermes", "llama3_json"} <= set(parser_names("server.tool_parser"))
     check_parser("server.tool_parser", None)
     check_parser("server.tool_parser", "hermes")
+
+
+@pytest.fixture
+def plain(here: Path, tiny_model: Path) -> Path:
+    """A folder with a configuration of plain prompts, and models as the hub has them."""
+    (here / "my.yaml").write_text(
+        "data: {tasks: good.parquet, scorer: contains}\nlearner: {advantage: grpo, critic: none}\n"
+    )
+    in_bins(with_others(copied(tiny_model, here / "bins")), shards=2)
+    with_code(tiny_model, here / "code")
+    copied(tiny_model, here / "gptq", quantization_config={"quant_method": "gptq", "bits": 4})
+    in_fp8(tiny_model, here / "fp8", block=(128, 128))
+    (copied(tiny_model, here / "silent") / "chat_template.jinja").unlink()
+    (here / "alone").mkdir()
+    (here / "alone" / "config.json").write_text("{}")
+    (here / "alone" / "adapter_model.safetensors").touch()
+    (here / "x.gguf").touch()
+    return here
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.path=code", ["model.trust_remote_code must be true", "got false", "read that code"]),
+        ("model.path=gptq", ["quantization_config gptq", "as it was before it was quantized"]),
+        ("learner.teacher.path=gptq", ["learner.teacher.path must name a model of plain weights", "as it was before"]),
+        ("model.path=silent", ["plain prompts need a chat template", "put chat_template.jinja into the folder"]),
+        ("model.path=alone", ["model.path", "/alone has no weights"]),
+        ("model.path=x.gguf", ["x.gguf needs the package gguf", "pip install gguf"]),
+    ],
+)
+def test_a_model_that_cannot_be_used_is_refused_with_a_remedy(
+    plain: Path, monkeypatch: pytest.MonkeyPatch, override: str, words: list[str]
+) -> None:
+    monkeypatch.setattr(input_check, "find_spec", lambda _: None)
+    with pytest.raises(UnderstudyError) as refused:
+        check_inputs(load_config(plain / "my.yaml", [override]), resume="")
+    assert "\n" not in str(refused.value)
+    for word in words:
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.path=bins"],
+        ["model.path=fp8"],
+        ["model.path=code", "model.trust_remote_code=true"],
+        ["model.path=silent", f"agents.command=[{PYTHON}, agent.py]"],
+    ],
+)
+def test_a_model_that_can_be_used_passes(plain: Path, overrides: list[str]) -> None:
+    check_inputs(load_config(plain / "my.yaml", overrides), resume="")
+
+
+def test_code_of_a_folder_is_not_run_where_transformers_knows_the_model(plain: Path, tiny_model: Path) -> None:
+    code = {"AutoConfig": "own_code.OwnConfig"}
+    folder = copied(tiny_model, plain / "known", auto_map=code)
+    (folder / "own_code.py").write_text("raise SystemExit('it was run')\n")
+    check_inputs(load_config(plain / "my.yaml", ["model.path=known"]), resume="")
+
+
+def test_the_number_format_is_made_where_nobody_set_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_next", "linear_key_head_dim": 128}')
+
+    def settled(*overrides: str) -> str:
+        path = f"model.path={tmp_path}"
+        return with_model_needs(load_config(overrides=[path, *overrides])).model.dtype
+
+    assert settled() == "bfloat16"
+    assert capsys.readouterr().out.startswith("understudy: model.dtype=bfloat16, as vLLM has kernels for gated delta")
+    assert settled("model.dtype=bfloat16") == "bfloat16" and capsys.readouterr().out == ""
+    assert settled("rollout.engine_args={model-impl: transformers}", "model.dtype=float32") == "float32"
+    assert settled("rollout.engine=sglang") == "float32", "it has kernels of its own"
+    with pytest.raises(UnderstudyError, match=r"got float32; leave it out, or set model.dtype=bfloat16"):
+        settled("model.dtype=float32")
+    monkeypatch.setattr(engine_arguments, "has_gpu", lambda: True)
+    assert settled() == "float32"
+    assert settled("model.dtype=float32") == "float32"
+
+
+def test_a_line_says_that_prefix_caching_is_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "falcon_h1", "mamba_n_heads": 8}')
+    with_model_needs(load_config(overrides=[f"model.path={tmp_path}"]))
+    assert "enable_prefix_caching=false" in capsys.readouterr().out
+    given = "rollout.engine_args={no_enable_prefix_caching: true}"
+    with_model_needs(load_config(overrides=[f"model.path={tmp_path}", given]))
+    assert capsys.readouterr().out == ""

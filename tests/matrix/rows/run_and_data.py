@@ -10,6 +10,9 @@ from tests.matrix.records import Effect, Ended, Row
 from tests.matrix.scenarios.learner_runs import learner_name
 from tests.matrix.scenarios.refusals import REFUSALS
 
+FOLDERS = "tests/project/test_run_folders.py"
+CHECKS = "tests/learner/startup/test_input_check.py"
+
 
 def rows() -> list[Row]:
     """One for each key and value."""
@@ -32,6 +35,8 @@ def _run_rows() -> list[Row]:
         Row("model.path", "a folder", "dapo", _started_from_the_folder),
         Row("model.dtype", "float32", "prompts", all_of(_written_in("F32"), metric("policy/max_logprob_diff", lambda v: max(v) < 1e-4))),
         Row("model.dtype", "bfloat16", learner_name("opo"), _written_in("BF16")),
+        Row("model.trust_remote_code", True, f"{FOLDERS}::test_a_folder_of_the_hub_learns"),
+        Row("model.trust_remote_code", False, f"{CHECKS}::test_a_model_that_cannot_be_used_is_refused_with_a_remedy"),
         Row("warm_start.demonstrations", "", "mix", all_of(_warmed, trains("warm_start.demonstrations", ""))),
         Row("warm_start.steps", "", "mix", trains("warm_start.steps", 2)),
         Row("warm_start.lr", "", "mix", trains("warm_start.lr", 1e-4)),

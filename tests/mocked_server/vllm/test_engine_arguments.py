@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from vllm.config import ModelConfig
 
 from buffers.errors import EngineError
 from configs.load import ConfigError, load_config
@@ -39,6 +40,31 @@ def test_vllms_own_names_and_values_reach_its_configuration(tiny_model):
     assert config.scheduler_config.max_num_batched_tokens == 3000
     assert config.cache_config.enable_prefix_caching is False
     assert config.scheduler_config.policy == "priority"
+
+
+def test_prefix_caching_is_off_for_mamba2_without_a_gpu_and_stays_what_a_user_said(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"model_type": "mamba2", "state_size": 8, "chunk_size": 8, "n_groups": 1}')
+    assert make_args(settings(tmp_path)).enable_prefix_caching is False
+    assert make_args(settings(tmp_path, engine_args={"enable-prefix-caching": True})).enable_prefix_caching is True
+    monkeypatch.setattr(engine_arguments, "has_gpu", lambda: True)
+    assert make_args(settings(tmp_path)).enable_prefix_caching is not False
+
+
+def test_a_folders_own_code_is_run_only_where_the_run_says_so(tiny_model):
+    assert make_args(settings(tiny_model)).trust_remote_code is False
+    assert make_args(replace(settings(tiny_model), trust_remote_code=True)).trust_remote_code is True
+
+
+def test_a_model_that_needs_torchvision_is_refused_with_the_build_that_fits(tiny_model, monkeypatch):
+    args = make_args(settings(tiny_model))
+    monkeypatch.setattr(engine_arguments, "find_spec", lambda _: None)
+    monkeypatch.setattr(ModelConfig, "__post_init__", _not_inspected)
+    with pytest.raises(EngineError, match=r"needs the package torchvision, got none; .* pip install torchvision=="):
+        make_vllm_config(args)
+
+
+def _not_inspected(*_, **__):
+    raise ValueError("Model architectures ['Qwen3_5ForCausalLM'] failed to be inspected. Please check the logs")
 
 
 def test_a_mapping_reaches_vllm_as_one(tiny_model):

@@ -72,6 +72,7 @@ def test_other_keys_open_nothing(served):
         ({"prompt_ids": [1, "2"]}, "prompt_ids must be"),
         ({"prompt_ids": [True]}, "prompt_ids must be"),
         ({"prompt_ids": [1, 99_999]}, "vocabulary of 512, got 99999"),
+        ({"prompt_ids": [1, 2**40]}, "prompt_ids must be"),
         ({"prompt_ids": [-1]}, "vocabulary of 512, got -1"),
         ({"prompt_ids": [1], "sampling_params": {"max_token": 3}}, "did you mean 'max_tokens'"),
         ({"prompt_ids": [1], "sampling_params": {"max_tokens": -3}}, "max_tokens"),

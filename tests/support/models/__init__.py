@@ -1,0 +1,1 @@
+"""Folders and files of models, as others write them."""
