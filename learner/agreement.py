@@ -7,9 +7,9 @@ that is longer than any window of the model, and computed again by the learner. 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -38,17 +38,19 @@ class Engines(Protocol):
     """`mocked_server.fleet.engine_fleet.EngineFleet`."""
 
     async def probe(
-        self, prompt_token_ids: Sequence[int], *, tokens: int, temperature: float, role: str = ""
+        self, prompt_token_ids: Sequence[int], *, params: Any, role: str = ""
     ) -> dict[str, tuple[list[int], list[float]]]: ...
     async def layer_states(self, name: str, prompt_token_ids: Sequence[int], *, role: str = "") -> list[bytes]: ...
 
 
 @dataclass(kw_only=True)
 class Agreement:
-    """`roles`: those that are policies of their own. `has_gpu`: engines are on one."""
+    """`sampling(tokens=, temperature=)`: what asks an engine for so many. `roles`: those that are policies of their own. `has_gpu`:
+    engines are on one."""
 
     config: Config
     engines: Engines
+    sampling: Callable[..., Any]
     roles: Collection[str] = ()
     has_gpu: bool = False
     has_begun: bool = False
@@ -68,8 +70,9 @@ class Agreement:
         Disagreement; what `ranks` and engines raise."""
         rollout, prompt, largest = self.config.rollout, await ranks.probe_prompt(), 0.0
         tokens = max(1, min(PROBED, (rollout.max_model_len - len(prompt)) // 2))
+        params = self.sampling(tokens=tokens, temperature=rollout.temperature)
         for role in self.roles or ("",):
-            probed = await self.engines.probe(prompt, tokens=tokens, temperature=rollout.temperature, role=role)
+            probed = await self.engines.probe(prompt, params=params, role=role)
             for name, (ids, sampled) in probed.items():
                 computed = await ranks.logprobs_of(ids, last=len(sampled), role=role)
                 difference = float(np.abs(np.subtract(sampled, computed)).mean())

@@ -79,7 +79,7 @@ from mocked_server.keys import KeyRing, round_secret, secret_of_run, wire_secret
 from mocked_server.processes.server_processes import ServerProcesses
 from mocked_server.server import MockedServer
 from mocked_server.servers.choose import make_engines
-from mocked_server.vllm.engine import interrupts_blocked
+from mocked_server.vllm.engine import free_sampling, interrupts_blocked
 from mocked_server.vllm.engine_arguments import (
     EngineSettings,
     has_gpu,
@@ -165,7 +165,7 @@ class Pipeline:
         self.failures: dict[str, int] = {}
         """Attempts that failed, by reason, at the end."""
         self.agreement: Agreement | None = None
-        """Of engines and learner; None in an evaluation, and before it is asked for."""
+        """What compares engines and learner; None in an evaluation, and before it is needed."""
         self.evaluation: Evaluation | None = None
         """What was played; None in a run that learns, and before it starts."""
         self._restart_limit = RestartLimit()
@@ -476,7 +476,9 @@ class Pipeline:
         generation: Generation,
     ) -> LearnLoop:
         config = self._config
-        self.agreement = Agreement(config=config, engines=serving.engine, roles=config.adapter_roles, has_gpu=has_gpu())
+        self.agreement = Agreement(
+            config=config, engines=serving.engine, sampling=free_sampling, roles=config.adapter_roles, has_gpu=has_gpu()
+        )
         traces = Traces(self._folder, decode=serving.server.decode, start=self._start)
         stack.callback(traces.close)
         return LearnLoop(

@@ -16,7 +16,7 @@ import numpy as np
 from buffers.errors import RequestRefused
 from buffers.prompt_queue import Response
 from buffers.training_rows import ABORTED
-from mocked_server.fleet.member import Sampled
+from mocked_server.fleet.member import Sampled, logprobs_of
 
 
 @dataclass(slots=True)
@@ -100,12 +100,3 @@ class AnswerRecorder:
             text=part.text,
             stop=part.stop,
         )
-
-
-def logprobs_of(completion: Any, ids: list[int]) -> list[float]:
-    """Log-probabilities of the sampled tokens: vLLM gives a flat list where only they were requested, else one table for each
-    position."""
-    flat: list[float] | None = getattr(completion.logprobs, "logprobs", None)
-    if flat is not None and len(flat) == len(ids):
-        return flat
-    return [entry[token].logprob for token, entry in zip(ids, completion.logprobs or (), strict=True)]

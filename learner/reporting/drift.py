@@ -24,7 +24,7 @@ FLOAT32_HEAD = """--hf-overrides '{"head_dtype": "float32"}' (vLLM) or --enable-
 """The options for logits in float32, which a run's own engines have."""
 OTHER_CLASS_ARGUMENT = {"model_impl": "transformers"}
 OTHER_CLASS = "rollout.engine_args={model_impl: transformers}"
-"""Where vLLM's own class of the model computes something else. Seen with Cohere 2: 0.01 on average, and 2e-7 so."""
+"""vLLM's second class of a model, for those whose own computes something else. Seen with Cohere 2: 0.01 on average, and 2e-7 so."""
 OF_A_GPU = "on a GPU up to 0.01 is vLLM's attention, which multiplies float32 as TF32 there"
 """Seen on an H200, where vLLM takes its Triton kernel for float32."""
 

@@ -28,7 +28,9 @@ def max_logprob_diff(folder: Path, rows: Sequence[Row]) -> float:
     """Largest difference, over the sampled tokens of the rows, between the recorded log-probability and the one that
     the model in `folder` gives (float32, on CPU). 0 when nothing was sampled."""
     own: Any = getattr(transformers, AutoConfig.from_pretrained(folder).architectures[0])
-    model = own.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()  # it leaves nothing out
+    model = own.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()  # it leaves nothing out
     worst = 0.0
     for row in rows:
         sampled = torch.tensor(row.mask[1:] == 1)

@@ -23,8 +23,8 @@ from typing import Any
 
 from buffers.errors import EngineDied, EngineError
 from mocked_server.fleet.member import AdapterEngine, EngineFigures, EngineLost, FleetEngine, LayerEngine, Sampled
+from mocked_server.fleet.probe import probe
 from mocked_server.fleet.routing import Routes
-from mocked_server.vllm.probe import probe
 
 logger = logging.getLogger(__name__)
 
@@ -212,15 +212,13 @@ class EngineFleet:
     # What is compared with the learner
 
     async def probe(
-        self, prompt_token_ids: Sequence[int], *, tokens: int, temperature: float, role: str = ""
+        self, prompt_token_ids: Sequence[int], *, params: Any, role: str = ""
     ) -> dict[str, tuple[list[int], list[float]]]:
-        """Engine -> what it samples after this prompt, see `mocked_server.vllm.probe`. One that dies meanwhile is left out."""
+        """Engine -> what it samples after this prompt, see `mocked_server.fleet.probe`. One that dies meanwhile is left out."""
         found: dict[str, tuple[list[int], list[float]]] = {}
         for engine in list(self._engines.values()):
             with suppress(EngineLost):
-                found[engine.name] = await probe(
-                    engine, prompt_token_ids, tokens=tokens, temperature=temperature, role=role
-                )
+                found[engine.name] = await probe(engine, prompt_token_ids, params=params, role=role)
         return found
 
     async def layer_states(self, name: str, prompt_token_ids: Sequence[int], *, role: str = "") -> list[bytes]:

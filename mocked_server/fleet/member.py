@@ -36,6 +36,15 @@ class Sampled:
     """vLLM's CompletionOutput of one that had finished; None: it had not."""
 
 
+def logprobs_of(completion: Any, ids: list[int]) -> list[float]:
+    """Log-probabilities of the sampled tokens: vLLM gives a flat list where only they were requested, else one table for each
+    position."""
+    flat: list[float] | None = getattr(completion.logprobs, "logprobs", None)
+    if flat is not None and len(flat) == len(ids):
+        return flat
+    return [entry[token].logprob for token, entry in zip(ids, completion.logprobs or (), strict=True)]
+
+
 class EngineLost(EngineError):
     """An engine died while it answered. `life`: which of its processes; `sampled`: each completion of an answer that comes as a
     whole, as far as it was sampled (what streams is known to its reader); empty: none of it is left."""

@@ -30,11 +30,11 @@ from typing import Any, ClassVar
 from buffers.errors import EngineDied, EngineError, RequestRefused
 from configs.process_fork import imports_kept
 from mocked_server.fleet.member import ADAPTER_OF, EngineFigures, EngineLost, Sampled
+from mocked_server.fleet.probe import probe
 from mocked_server.vllm import continued_requests
 from mocked_server.vllm.adapters import PolicyAdapters, is_adapter
 from mocked_server.vllm.continued_requests import continued, interrupted, never_began
 from mocked_server.vllm.engine_arguments import has_gpu, set_process_environment
-from mocked_server.vllm.probe import probe
 from mocked_server.vllm.process import fork_server
 from mocked_server.vllm.process.engine_silence import EngineSilence, processor_time
 from mocked_server.vllm.process.fork_server import engines_of_ours, engines_see
@@ -349,10 +349,10 @@ class VLLMEngine:
         self._paused_s = time.monotonic() - began
 
     async def layer_states(self, prompt_token_ids: Sequence[int], *, role: str = "") -> list[bytes]:
-        """See `LayerEngine`: of one worker. What else the engine samples goes on."""
+        """See `LayerEngine`: of one worker. Other requests are answered meanwhile."""
         llm = self._llm
         await llm.collective_rpc("watch_layers", args=(list(prompt_token_ids),))
-        await probe(self, prompt_token_ids, tokens=1, temperature=1.0, role=role)
+        await probe(self, prompt_token_ids, params=free_sampling(tokens=1, temperature=1.0), role=role)
         states: list[bytes] = (await llm.collective_rpc("watched_layers"))[0]
         return states
 
@@ -485,6 +485,14 @@ class Sockets:
                 shutil.rmtree(cls._folder, ignore_errors=True)
                 cls._folder = None
                 del envs.VLLM_RPC_BASE_PATH  # vLLM's own value is there again
+
+
+def free_sampling(*, tokens: int, temperature: float) -> Any:
+    """vLLM's SamplingParams for so many tokens of the policy's own distribution, with their log-probabilities."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    kind = RequestOutputKind.FINAL_ONLY
+    return SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, logprobs=0, output_kind=kind)
 
 
 def refusal_of(error: Exception) -> RequestRefused:

@@ -18,8 +18,9 @@ from configs.load import load_config
 from learner.agreement import Agreement, Disagreement
 from learner.session import run_agreeing
 from learner.training.layout import CHUNK
+from mocked_server.fleet.probe import probe
 from mocked_server.rollout import VLLMRollout
-from mocked_server.vllm.probe import probe
+from mocked_server.vllm.engine import free_sampling
 from tests.support.learner_parts import make_trainer
 from tests.support.run_parts import Run, start
 
@@ -55,8 +56,9 @@ class Engines:
         self._logprobs = logprobs
 
     async def probe(
-        self, prompt: list[int], *, tokens: int, temperature: float, role: str = ""
+        self, prompt: list[int], *, params: int, role: str = ""
     ) -> dict[str, tuple[list[int], list[float]]]:
+        tokens = params
         return {name: ([*prompt, *[1] * 2 * tokens], [value] * 2 * tokens) for name, value in self._logprobs.items()}
 
     async def layer_states(self, name: str, prompt: list[int], *, role: str = "") -> list[bytes]:
@@ -64,7 +66,8 @@ class Engines:
 
 
 def agreement(engines: Engines, *settings: str, **options: Any) -> Agreement:
-    return Agreement(config=load_config(overrides=list(settings)), engines=engines, **options)
+    config = load_config(overrides=list(settings))
+    return Agreement(config=config, engines=engines, sampling=lambda tokens, temperature: tokens, **options)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +189,8 @@ def test_a_real_engine_and_the_learner_agree_on_each_layer_and_the_one_that_got_
     trainer = make_trainer(tiny_model)
     prompt = trainer.probe_prompt()
     assert len(prompt) > CHUNK, "longer than what is computed at once"
-    ids, sampled = rollout.wait(probe(rollout.engine, prompt, tokens=12, temperature=1.0))
+    params = free_sampling(tokens=12, temperature=1.0)
+    ids, sampled = rollout.wait(probe(rollout.engine, prompt, params=params))
     assert ids[: len(prompt)] == prompt and len(sampled) == 24 == len(ids) - len(prompt)
     np.testing.assert_allclose(sampled, trainer.logprobs_of(ids, last=24), atol=1e-5)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -146,9 +146,8 @@ async def learning(
     dies_in: tuple[str, ...] = (),
     started: asyncio.Future[None] | None = None,
     checkpoint: Checkpoint | None = None,
-    sleep: bool = False,
     agreement: Any = None,
-    tries_save: bool = False,
+    schedule: Mapping[str, bool] | None = None,
     **run: Any,
 ) -> AsyncIterator[Setup]:
     pool = TaskPool(
@@ -176,8 +175,7 @@ async def learning(
                 run=RunConfig(**run),
                 buffer=BufferConfig(groups_per_step=1, group_size=1, max_policy_lag=LAG),
                 start=start,
-                sleep=sleep,
-                tries_save=tries_save,
+                **(schedule or {}),
             ),
             buffers=buffers,
             learner=learner,
@@ -435,7 +433,7 @@ async def test_the_engine_sleeps_while_the_learner_updates_where_it_is_to(tmp_pa
     ledger = Ledger(None)
     for task in range(2):
         make_ready(ledger, task=task)
-    async with learning(tmp_path, ledger, steps=2, sleep=True) as setup:
+    async with learning(tmp_path, ledger, steps=2, schedule={"sleep": True}) as setup:
         setup.ranks.gate.set()
         await setup.loop.run()
         assert setup.engine.calls == ["load 0", "sleep", "wake up", "load 1", "sleep", "wake up", "load 2"]
@@ -559,7 +557,9 @@ async def test_what_cannot_be_saved_ends_the_run_before_its_first_step(tmp_path:
     for full in (True, False):
         ledger = Ledger(None)
         make_ready(ledger, task=0)
-        async with learning(tmp_path / str(full), ledger, steps=1, tries_save=True, checkpoints={"every": 0}) as setup:
+        async with learning(
+            tmp_path / str(full), ledger, steps=1, schedule={"tries_save": True}, checkpoints={"every": 0}
+        ) as setup:
             setup.ranks.gate.set()
             setup.ranks.full = full
             if full:

@@ -19,7 +19,7 @@ class LayerStates:
     def __init__(self, model: Any, *, prompt: list[int]) -> None:
         self._tail = prompt[-TAIL:]
         self._place: int | None = None
-        """Where the prompt's last token is in the present pass; None: it is not."""
+        """Place of the prompt's last token in the present pass; None: it has none."""
         lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
         layers: Any = max(lists, key=lambda part: sum(each.numel() for each in part.parameters()), default=[])
         self._states: dict[int, bytes] = {}

@@ -6,7 +6,7 @@ from typing import Any
 
 from configs.schema import LearnerConfig
 from tests.matrix.effects import absent, all_of, always, changes_no_weight, expect, metric, moves, prints, trains
-from tests.matrix.inventory import NULL, annotations, values_of
+from tests.matrix.inventory import NULL, SET, annotations, values_of
 from tests.matrix.records import Effect, Ended, NoEffect, Row
 from tests.matrix.scenarios.learner_runs import PACKED, RECIPE, learner_name, packed, recipes, setting
 
@@ -106,11 +106,11 @@ def _switches() -> list[Row]:
         ),
         Row(
             "learner.max_mean_logprob_diff",
-            "",
+            SET,
             "drifts",
             metric("policy/mean_logprob_diff", lambda each: max(each) > 1e-3),
         ),
-        Row("learner.max_mean_logprob_diff", "", "disagrees", prints("float32: at most 0.001")),
+        Row("learner.max_mean_logprob_diff", NULL, "disagrees", prints("float32: at most 0.001")),
         Row("learner.keep_on", "device", plain, changes_no_weight("learner.keep_on", "host")),
         Row("learner.keep_on", "host", steered, changes_no_weight("learner.keep_on", "device")),
         Row("learner.offload", False, plain, changes_no_weight("learner.offload", True)),

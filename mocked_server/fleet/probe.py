@@ -1,6 +1,6 @@
 """A probe of an engine: ordinary tokens that it samples freely, whose log-probabilities the learner computes again.
 
-Called by `mocked_server.fleet.engine_fleet` for `learner.agreement`, between two versions of the weights. Recorded nowhere.
+Called by `mocked_server.fleet.engine_fleet` for `learner.agreement`, between two versions of the weights. None is recorded.
 """
 
 from __future__ import annotations
@@ -10,24 +10,14 @@ from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
 
-from mocked_server.answer_recorder import logprobs_of
-from mocked_server.fleet.member import ADAPTER_OF, FleetEngine
+from mocked_server.fleet.member import ADAPTER_OF, FleetEngine, logprobs_of
 
 
 async def probe(
-    engine: FleetEngine, prompt_token_ids: Sequence[int], *, tokens: int, temperature: float, role: str = ""
+    engine: FleetEngine, prompt_token_ids: Sequence[int], *, params: Any, role: str = ""
 ) -> tuple[list[int], list[float]]:
-    """The prompt with what was sampled after it, and that one's log-probabilities [2 * tokens]. The second half is a request of its
+    """The prompt with what was sampled after it, and that one's log-probabilities. The second half is a request of its
     own: it finds the first one's keys and states in the engine's cache. Raises EngineLost, RequestRefused, RequestFailed."""
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    params = SamplingParams(
-        temperature=temperature,
-        max_tokens=tokens,
-        ignore_eos=True,
-        logprobs=0,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
     extra: dict[str, Any] = {ADAPTER_OF: role} if role else {}
     ids, logprobs = list(prompt_token_ids), list[float]()
     for _ in range(2):
