@@ -162,13 +162,11 @@ async def learning(
 
     engine, weights = FakeEngine(), WeightSync(tmp_path)
     restart_limit = RestartLimit()
-    warm_start = WarmStartConfig(demonstrations="traces.parquet")
     learner = LearnerProcesses(
-        ranks, warm_start=warm_start, seed=0, restart_limit=restart_limit, on_warm_start=lambda metrics: None
-    )
-    if started is None:
-        started = asyncio.get_running_loop().create_future()
-        started.set_result(None)
+        ranks, warm_start=WarmStartConfig(demonstrations="traces.parquet"), seed=0, restart_limit=restart_limit,
+        on_warm_start=lambda metrics: None,
+    )  # fmt: skip
+    started = started or asyncio.ensure_future(asyncio.sleep(0))
     with Tracker(tmp_path, start=start) as tracker:
         loop = LearnLoop(
             Schedule(
