@@ -1,8 +1,8 @@
 """What one forward pass of one rank takes: rows beside one another, which may continue stems, or tokens that lie one after another
 and whom each attends to.
 
-Made by `learner.training.packing`, `learner.training.tree_packing` and `learner.training.stems`, read by `learner.model.policy`. Invariant: every place
-predicts at most one token.
+Made by `learner.training.packing`, `learner.training.tree_packing` and `learner.training.stems`, read by `learner.model.policy`.
+Invariant: every place predicts at most one token.
 """
 
 from __future__ import annotations
