@@ -1,11 +1,13 @@
-"""How rows are laid out for a model: packed where that gives what the model gives each row alone, else beside one another.
+"""How rows are laid out for a model: packed where that gives what the model gives each row alone, else beside one another, where
+they may continue stems.
 
 Called by `learner.training.trainer` when a model has been read, on the rank's own device, before anything is trained; in float32,
 for half precision rounds more than some layouts change. Packed attention (`learner.model.packed_attention`) keeps rows apart and
 shares what they have in common, in a model whose layers meet other tokens in attention only and ask nothing more of it. Rows
-beside one another, filled up on the right, are right for any causal model: nothing sees what comes after it. Neither is believed:
-both are compared with the model's own forward of each row, log-probabilities and gradients, on rows that part from a common stem
-and reach beyond each window and chunk of the model. Invariant: weights are not changed. All ranks of a sharded policy enter.
+beside one another, filled up on the right, are right for any causal model: nothing sees what comes after it; so are rows that
+continue what layers keep of a stem, states too (`learner.training.stems`). Nothing is believed: each way is compared with the
+model's own forward of each row, log-probabilities and gradients, on rows that part from a common stem and reach beyond each window
+and chunk of the model. Invariant: weights are not changed. All ranks of a sharded policy enter.
 """
 
 from __future__ import annotations

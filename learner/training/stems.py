@@ -28,7 +28,7 @@ class _Forks:
     """How rows continue their stems."""
 
     rows: list[int]
-    """In the tree's order."""
+    """Those rows, in the tree's order."""
     length: int
     """Tokens of each stem."""
     stems: Places
@@ -116,12 +116,12 @@ class StemSequences(TreeSequences):
         return [pile.rows for pile in piles]
 
     def _forks(self, rows: Sequence[int], *, filled: bool = True) -> _Forks:
-        """Where stems end so that least is computed: in places, or in tokens."""
+        """The stems of these rows that leave least to compute: places, or tokens."""
         ordered = self._tree.sorted(rows)
         shared = np.array(self._tree.depths(ordered)[1:], dtype=np.int64)
         lengths = self.lengths[ordered]
-        most = max(1, int(lengths.min()) - 1)
-        cuts = np.unique(np.clip([most, most - 1, *shared], 1, most))[::-1]
+        most = max(1, int(lengths.min()) - 2)
+        cuts = np.unique(np.clip([most, *shared], 1, most))[::-1]
         tokens = (1 + np.searchsorted(np.sort(shared), cuts)) * cuts + lengths.sum() - len(ordered) * cuts
         widths = np.maximum(2, lengths.max() - cuts)
         best = int(np.argmin(tokens - lengths.sum() + len(ordered) * (widths + cuts) if filled else tokens))

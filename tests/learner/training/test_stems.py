@@ -123,6 +123,12 @@ def test_rows_of_a_stem_stay_together_and_small_groups_of_like_stems_join() -> N
     assert pieces == [[2], [4, 3], [0, 1], [5, 6]], "rests that do not fit compute their stem once more"
 
 
+def test_keys_that_rows_gather_are_limited() -> None:
+    """A hundred keys for each row, and six for each place of the budget."""
+    plan = as_stems(of_groups((99, [2] * 30))).plan(range(30), num_ranks=1, token_budget=200)
+    assert [len(pile) for (pile,) in plan] == [11, 11, 8]
+
+
 def test_a_long_rest_is_not_beside_short_ones_if_filling_them_up_costs_more_than_their_stem() -> None:
     sequences = as_stems(of_groups((30, [100, 10, 12])))
     assert sequences.plan(range(3), num_ranks=1, token_budget=1000) == [[[0]], [[2, 1]]]
