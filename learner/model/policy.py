@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from learner.model.engine_rounding import float32_logits
 from learner.model.file_names import FileNames
@@ -120,7 +121,7 @@ class Policy(nn.Module):  # type: ignore[misc]
             found = self._body(input_ids=micro.ids, use_cache=False, **options)
             return type(found), found.last_hidden_state.flatten(0, 1)
         named = inspect.signature(self._body.forward).parameters
-        key = next(name for name in ("cache_params", "past_key_values") if name in named)
+        key = "cache_params" if "cache_params" in named else "past_key_values"
         cache = _StemCache(self.lm.config)
         found = self._body(input_ids=stems.ids, use_cache=True, **{key: cache})
         positions = torch.arange(micro.ids.shape[1], device=micro.ids.device).expand(micro.ids.shape)
@@ -176,6 +177,8 @@ class _StemCache(DynamicCache):  # type: ignore[misc]
         self.activate_past_recording()  # else convolutions copy their states in place
         self._ends: dict[int, Any] | None = {}
         """The entries of layers behind the stem; None: nobody needs them."""
+        self._stems: Tensor | None = None
+        """The stem of each row that continues one."""
 
     def branches(self, stems: Tensor) -> _StemCache:
         """What comes before each of b rows; `stems` [b]: the stem of each. Call it once, behind the pass over the stems."""
@@ -183,14 +186,19 @@ class _StemCache(DynamicCache):  # type: ignore[misc]
         ends, self._ends = self._ends, None
         for entry in ends.values():
             entry.crop(0)
-            entry.reorder_cache(stems)
+            if isinstance(entry, LinearAttentionCacheLayerMixin):
+                LinearAttentionCacheLayerMixin.reorder_cache(entry, stems)
         found = copy(self)
+        found._stems = stems
         found.layers = [ends.get(number, entry) for number, entry in enumerate(self.layers)]
         return found
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer."""
-        found: tuple[Tensor, Tensor] = self._entry(layer_idx).update(keys, values, *args, **options)
+        """All keys and values of a layer, of each row."""
+        entry = self._entry(layer_idx)
+        if self._stems is not None:  # here and no sooner: a layer that is computed again keeps none of it in between
+            CacheLayerMixin.reorder_cache(entry, self._stems)
+        found: tuple[Tensor, Tensor] = entry.update(keys, values, *args, **options)
         return found
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any) -> Tensor:
@@ -206,11 +214,6 @@ class _StemCache(DynamicCache):  # type: ignore[misc]
         entry.recurrent_states[state_idx] = recurrent_states
         entry.is_recurrent_states_initialized[state_idx] = True
         return recurrent_states
-
-    def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
-        """All keys of a layer's indexer."""
-        found: Tensor = self._entry(layer_idx).update_indexer(keys)
-        return found
 
     def _entry(self, layer_idx: int) -> Any:
         """A copy of a layer's entry, which may change."""

@@ -54,8 +54,7 @@ class Layout:
     def lay_out(
         self, sequences: Sequences, *, groups: npt.NDArray[np.int64], num_ranks: int, token_budget: int
     ) -> Sequences:
-        """These rows; what they share is computed as often as it stands there where that pays. `groups` [N]: rows that are to stay
-        together."""
+        """These rows; what they share is computed once where that pays. `groups` [N]: rows that are to stay together."""
         plain = Sequences(sequences.ids, masks=sequences.masks) if self.packs else PaddedSequences(sequences)
         tree = PrefixTree(sequences.ids)
         if not self.shares or plain.computed[0] < LEAST_RATIO * tree.tokens(range(len(plain.ids))):
@@ -95,7 +94,7 @@ def choose_layout(policy: Policy, *, shares: bool, longest_row: int = LONGEST) -
             found = _laid_out(policy, sequences=sequences, device=device)
         except torch.OutOfMemoryError:
             raise  # it says nothing about the layout
-        except (ValueError, TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
+        except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
             if not packs and not shared:
                 raise
             reason = " ".join(str(error).split())[:200]

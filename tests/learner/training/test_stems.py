@@ -156,7 +156,7 @@ def test_log_probabilities_and_gradients_are_those_of_rows_alone(name: str, tmp_
             policy.checkpoint_layers()
         for budget in (80, 1000):
             found, gradients = passes(policy, as_stems(rows), token_budget=budget)
-            torch.testing.assert_close(found, alone, atol=3e-5, rtol=0)
+            assert float((found - alone).abs().mean()) < 1e-5 and float((found - alone).abs().max()) < 1e-4
             assert float((gradients - expected).norm() / expected.norm()) < 2e-5
 
 
