@@ -1,7 +1,8 @@
 """What the learner's prefix tree saves, what it costs where nothing is shared, and that it changes no gradient.
 
 A part of `benchmarks.learner`, which calls `measure_tree`. An update on a tree and one on packed rows are timed in turn in one
-process; a figure is the quotient of the medians. Rows are made up: `agent_rows` as an agent like Claude Code leaves them, scaled
+process; a figure is the quotient of the medians. Models that carry states continue stems, and else have their rows beside one
+another (`tree_speedup_hybrid_...`). Rows are made up: `agent_rows` as an agent like Claude Code leaves them, scaled
 down; `group_rows` one prompt with eight answers. `tree_vs_trl`: an update of TRL's on its own prefix trie, of agents' rows,
 over ours, each side's median, in turn with it (`benchmarks/rivals/trl_tree_side.py` says what of TRL it is). It judges nothing.
 """
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.families import make_family
 from benchmarks.processes.learner_side import Rows
 from configs.tiny_model import VOCAB_SIZE, make_tiny_model
 from learner.model.load import load_policy
@@ -36,6 +38,26 @@ and what its own end has. Nine rows of 30,400 tokens in the mean, as a recorded 
 MEDIUM: dict[str, Any] = {"hidden": 768, "layers": 12, "ffn": 1536, "heads": 12, "kv_heads": 6}
 """64 million weights in its layers."""
 SMALL: dict[str, Any] = {"hidden": 128, "layers": 2, "ffn": 256, "heads": 4, "kv_heads": 2}
+HEADS: dict[str, Any] = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5": HEADS
+    | {
+        "intermediate_size": 1536,
+        "num_hidden_layers": 12,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 3,
+    },
+    "falcon_h1": HEADS
+    | {
+        "intermediate_size": 1536,
+        "num_hidden_layers": 8,
+        "mamba_n_heads": 16,
+        "mamba_d_head": 64,
+        "mamba_d_ssm": 1024,
+        "mamba_d_state": 64,
+        "mamba_chunk_size": 128,
+    },
+}
+"""Models of about 40 million weights whose layers carry states: a group's rows continue a stem."""
 RANDOM_TREES = 5
 Run = Callable[[list[list[str]]], None]
 
@@ -112,13 +134,16 @@ def measure_tree(
     interpreter of TRL's environment, None: without it."""
     path = make_tiny_model(folder / "tree_model", **model)
     sides = {
-        "agents": agent_rows(scale=shape.scale),
-        "group8": group_rows(prompt=shape.prompt, answer=shape.answer),
-        "1": apart_rows(num=shape.apart),
+        "agents": (path, agent_rows(scale=shape.scale)),
+        "group8": (path, group_rows(prompt=shape.prompt, answer=shape.answer)),
+        "1": (path, apart_rows(num=shape.apart)),
     }
+    for family, sizes in HYBRIDS.items():
+        hybrid = make_family(family, folder / family, **(sizes if model == MEDIUM else {}))
+        sides[f"hybrid_{family}"] = hybrid, group_rows(prompt=shape.prompt // 2, answer=shape.answer // 2)
     figures: dict[str, Any] = {"tree_grad_diff": grad_difference(make_tiny_model(folder / "small", **SMALL))}
     print(f"prefix tree: gradients differ by {figures['tree_grad_diff']:.1e} of their norm", flush=True)
-    for name, rows in sides.items():
+    for name, (path, rows) in sides.items():
         rows.write(folder / "tree_rows.npz")
         out = folder / "tree.json"
         shared = ["--rows", folder / "tree_rows.npz", "--model", path, "--out", out, "--repeats", repeats]
@@ -126,7 +151,7 @@ def measure_tree(
         ours = [sys.executable, "-m", "benchmarks.processes.tree_side", *shared, "--address", _free_address()]
         run([[str(word) for word in ours]])
         found = json.loads(out.read_text())
-        if trl is not None and name != "1":
+        if trl is not None and name in ("agents", "group8"):
             run([[str(word) for word in (trl, TRL_SIDE, *shared)]])
             theirs = json.loads(out.read_text())
             found |= {f"trl_{key}": value for key, value in theirs.items()}
@@ -140,8 +165,9 @@ def measure_tree(
             figures[f"tree_speedup_{name}"] = packed / tree
             figures[f"tree_tokens_{name}"] = ratio
         figures[f"tree_seconds_{name}"] = found
+        way = "padded" if "hybrid" in name else "packed"
         print(
-            f"prefix tree, {name}: packed {packed:.3f} s, tree {tree:.3f} s, {ratio:.2f} times fewer tokens", flush=True
+            f"prefix tree, {name}: {way} {packed:.3f} s, tree {tree:.3f} s, {ratio:.2f} times fewer tokens", flush=True
         )
     return figures
 

@@ -114,7 +114,7 @@ def of_learner(folder: Path, ids: Sequence[int], *, without: Sequence[str] = ())
         with torch.no_grad():
             mask = np.array([0, *[1] * (length - 1)], dtype=np.uint8)
             pack = Sequences([row.numpy().astype(np.int32)], masks=[mask]).micro_batch([0], device=row.device)
-            states = policy._states(pack).last_hidden_state[0]
+            states = policy._states(pack)[1]
             head = lm.get_output_embeddings()
             logits = type(head).forward(head, states).float() if "logits" in without else float32_logits(head, states)
     finally:

@@ -1,4 +1,4 @@
-"""Times updates on the rows of a file, packed one by one and as a prefix tree, in turn, and writes down what they took.
+"""Times updates on the rows of a file, each by itself and with what they share computed once, in turn, and writes what they took.
 
 `python -m benchmarks.processes.tree_side --rows FILE --model FOLDER --out FILE ...`, started by `benchmarks.prefix_tree`.
 Invariant: both ways are one trainer with one set of weights, and only `learner.prefix_tree` differs; a time has everything from

@@ -1,7 +1,8 @@
-"""What one forward pass of one rank takes: rows beside one another, or tokens that lie one after another and whom each attends to.
+"""What one forward pass of one rank takes: rows beside one another, which may continue stems, or tokens that lie one after another
+and whom each attends to.
 
-Made by `learner.training.packing` and `learner.training.tree_packing`, read by `learner.model.policy`. Invariant: every place
-predicts at most one token.
+Made by `learner.training.packing`, `learner.training.tree_packing` and `learner.training.stems`, read by `learner.model.policy`.
+Invariant: every place predicts at most one token.
 """
 
 from __future__ import annotations
@@ -38,18 +39,30 @@ class Segments:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stems:
+    """k beginnings of S tokens each, which several rows have in common."""
+
+    ids: Tensor
+    """[k, S] int64."""
+    of_rows: Tensor
+    """[b] int64: the stem that each row continues."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """b rows of L places, m trained tokens of whole rows at u places."""
+    """b rows of L places behind k * S of stems, m trained tokens of whole rows at u places."""
 
     ids: Tensor
     """[b, L] int64. With `segments` b is 1; without, the shorter rows are filled up on the right with any token: what comes after
     a token is nothing to it."""
     segments: Segments | None
     before: Tensor
-    """[u] int64: the places, of b * L, whose states predict trained tokens, each once."""
+    """[u] int64: the places, of k * S and then b * L, whose states predict trained tokens, each once."""
     tokens: Tensor
     """[u] int64: the tokens that these predict."""
     shared: Tensor | None
     """[m] int64: which of the u predictions is that of each trained token; None: each has its own, in order."""
     index: Tensor
     """[m] int64: place of each trained token in the batch's flat arrays, row by row."""
+    stems: Stems | None = None
+    """What the rows of `ids` continue; None: they are whole."""

@@ -8,6 +8,8 @@ of sharding, losses or batches.
 
 from __future__ import annotations
 
+import inspect
+from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from learner.model.engine_rounding import float32_logits
 from learner.model.file_names import FileNames
@@ -89,21 +93,21 @@ class Policy(nn.Module):  # type: ignore[misc]
         rise, and moving every state by them has made a policy that had solved its task forget it in one update (the
         interference of arXiv:2009.04416, whose answer while the policy trains is this one).
         """
-        found = self._states(micro)
-        chosen = found.last_hidden_state.flatten(0, 1)[micro.before]  # the state before a token predicts it
+        kind, states = self._states(micro)
+        chosen = states[micro.before]  # the state before a token predicts it
         values = None
         if self.value_head is not None:
             judged = chosen if temperature is None else chosen.detach()
             values = self.value_head(judged).float().squeeze(-1).clone()  # no view: FSDP
         if temperature is None:
             return TokenOutputs(None, None, _of_rows(values, micro))
-        compute = partial(self._chunk, kind=type(found), temperature=temperature, entropy=entropy, energy=energy)
+        compute = partial(self._chunk, kind=kind, temperature=temperature, entropy=entropy, energy=energy)
         outputs = self._in_chunks(compute, chosen, micro.tokens)
         logprobs, entropies, energies = (_of_rows(output, micro) for output in outputs)
         return TokenOutputs(logprobs, entropies, _of_rows(values, micro), energies)
 
-    def _states(self, micro: MicroBatch) -> Any:
-        """What the body of the model answers, with [b, L, hidden] `last_hidden_state`."""
+    def _states(self, micro: MicroBatch) -> tuple[Any, Tensor]:
+        """The class of the body's answers, and the last states of all places, [places, hidden]."""
         options: dict[str, Any] = {}
         self._attend_with(self.attention if micro.segments is None else PACKED)
         if (segments := micro.segments) is not None:
@@ -113,7 +117,17 @@ class Policy(nn.Module):  # type: ignore[misc]
                 "max_length_q": segments.longest,
             }
             options |= {} if segments.paths is None else {"paths": segments.paths}
-        return self._body(input_ids=micro.ids, use_cache=False, **options)
+        if (stems := micro.stems) is None:
+            found = self._body(input_ids=micro.ids, use_cache=False, **options)
+            return type(found), found.last_hidden_state.flatten(0, 1)
+        named = inspect.signature(self._body.forward).parameters
+        key = "cache_params" if "cache_params" in named else "past_key_values"
+        cache = _StemCache(self.lm.config)
+        found = self._body(input_ids=stems.ids, use_cache=True, **{key: cache})
+        positions = torch.arange(micro.ids.shape[1], device=micro.ids.device).expand(micro.ids.shape)
+        options = {"position_ids": positions + stems.ids.shape[1], key: cache.branches(stems.of_rows)}
+        behind = self._body(input_ids=micro.ids, use_cache=True, **options)
+        return type(found), torch.cat([each.last_hidden_state.flatten(0, 1) for each in (found, behind)])
 
     def _attend_with(self, name: str) -> None:
         if self.lm.config._attn_implementation != name:
@@ -150,6 +164,66 @@ class Policy(nn.Module):  # type: ignore[misc]
             return self.lm(input_ids=one, use_cache=False).logits[0].float()
         finally:
             del body.forward
+
+
+class _StemCache(DynamicCache):  # type: ignore[misc]
+    """What layers keep of stems, keys and states, so that rows continue from it. Before the stems it is empty.
+
+    transformers' own cache, but no pass changes what it reads: an update writes into a copy of the layer's entry. So gradients flow
+    through states, rows continue the same stem, and a layer that is computed again meets what it met at first."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.activate_past_recording()  # else convolutions copy their states in place
+        self._ends: dict[int, Any] | None = {}
+        """The entries of layers behind the stem; None: nobody needs them."""
+        self._stems: Tensor | None = None
+        """The stem of each row that continues one."""
+
+    def branches(self, stems: Tensor) -> _StemCache:
+        """What comes before each of b rows; `stems` [b]: the stem of each. Call it once, behind the pass over the stems."""
+        assert self._ends is not None
+        ends, self._ends = self._ends, None
+        for entry in ends.values():
+            entry.crop(0)
+            if isinstance(entry, LinearAttentionCacheLayerMixin):
+                LinearAttentionCacheLayerMixin.reorder_cache(entry, stems)
+        found = copy(self)
+        found._stems = stems
+        found.layers = [ends.get(number, entry) for number, entry in enumerate(self.layers)]
+        return found
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer, of each row."""
+        entry = self._entry(layer_idx)
+        if self._stems is not None:  # here and no sooner: a layer that is computed again keeps none of it in between
+            CacheLayerMixin.reorder_cache(entry, self._stems)
+        found: tuple[Tensor, Tensor] = entry.update(keys, values, *args, **options)
+        return found
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any) -> Tensor:
+        """What a layer convolves."""
+        found: Tensor = self._entry(layer_idx).update_conv_state(conv_states, state_idx, **options)
+        return found
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any
+    ) -> Tensor:
+        """The state itself, where transformers copies it in place."""
+        entry = self._entry(layer_idx)
+        entry.recurrent_states[state_idx] = recurrent_states
+        entry.is_recurrent_states_initialized[state_idx] = True
+        return recurrent_states
+
+    def _entry(self, layer_idx: int) -> Any:
+        """A copy of a layer's entry, which may change."""
+        if self._ends is not None and layer_idx in self._ends:
+            return self._ends[layer_idx]
+        entry = copy(self.layers[layer_idx])
+        vars(entry).update({name: dict(value) for name, value in vars(entry).items() if isinstance(value, dict)})
+        if self._ends is not None:
+            self._ends[layer_idx] = entry
+        return entry
 
 
 def _of_rows(predicted: Tensor | None, micro: MicroBatch) -> Tensor | None:

@@ -1,11 +1,13 @@
-"""How rows are laid out for a model: packed where that gives what the model gives each row alone, else beside one another.
+"""How rows are laid out for a model: packed where that gives what the model gives each row alone, else beside one another, where
+they may continue stems.
 
 Called by `learner.training.trainer` when a model has been read, on the rank's own device, before anything is trained; in float32,
 for half precision rounds more than some layouts change. Packed attention (`learner.model.packed_attention`) keeps rows apart and
 shares what they have in common, in a model whose layers meet other tokens in attention only and ask nothing more of it. Rows
-beside one another, filled up on the right, are right for any causal model: nothing sees what comes after it. Neither is believed:
-both are compared with the model's own forward of each row, log-probabilities and gradients, on rows that part from a common stem
-and reach beyond each window and chunk of the model. Invariant: weights are not changed. All ranks of a sharded policy enter.
+beside one another, filled up on the right, are right for any causal model: nothing sees what comes after it; so are rows that
+continue what layers keep of a stem, states too (`learner.training.stems`). Nothing is believed: each way is compared with the
+model's own forward of each row, log-probabilities and gradients, on rows that part from a common stem and reach beyond each window
+and chunk of the model. Invariant: weights are not changed. All ranks of a sharded policy enter.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +25,9 @@ from learner.model import fsdp
 from learner.model.layers import told
 from learner.model.policy import Policy
 from learner.training.packing import PaddedSequences, Sequences
-from learner.training.tree_packing import with_shared_prefixes
+from learner.training.prefix_tree import PrefixTree
+from learner.training.stems import StemSequences
+from learner.training.tree_packing import LEAST_RATIO, TreeSequences
 
 MOST = 1e-4
 """Nats on average, and relative difference of the gradients. Rounding makes 1e-6 of both, seen on 67 families; a token that is seen
@@ -39,13 +44,25 @@ BRANCHES = (24, 13)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """`packs`: in one sequence, with `shares` the tokens once that rows have in common; else beside one another, with transformers'
-    kernel `attention`. `why`: a line for people."""
+    """`packs`: in one sequence, else beside one another, with transformers' kernel `attention`. `shares`: the tokens once that rows
+    begin with. `why`: a line for people."""
 
     packs: bool
     shares: bool
     attention: str
     why: str
+
+    def lay_out(
+        self, sequences: Sequences, *, groups: npt.NDArray[np.int64], num_ranks: int, token_budget: int
+    ) -> Sequences:
+        """These rows; what they share is computed once where that pays. `groups` [N]: rows that are to stay together."""
+        plain = Sequences(sequences.ids, masks=sequences.masks) if self.packs else PaddedSequences(sequences)
+        tree = PrefixTree(sequences.ids)
+        if not self.shares or plain.computed[0] < LEAST_RATIO * tree.tokens(range(len(plain.ids))):
+            return plain
+        found = (TreeSequences if self.packs else StemSequences)(plain, tree=tree, groups=groups)
+        found.measure(num_ranks=num_ranks, token_budget=token_budget)
+        return found if found.raw_over_unique >= LEAST_RATIO else plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,33 +84,30 @@ def choose_layout(policy: Policy, *, shares: bool, longest_row: int = LONGEST) -
     device = next(policy.parameters()).device
     _choose_attention(policy, ids=torch.from_numpy(rows.ids[-1]).long().to(device))
     expected = _alone(policy, rows=rows, device=device)
-    shared = with_shared_prefixes(rows, groups=np.zeros(len(rows.ids), dtype=np.int64), num_ranks=1, token_budget=2**20)
-    tried = ""
-    for sequences, packs in ((shared if shares else rows, True), (PaddedSequences(rows), False)):
+    apart = ""
+    for packs, shared in ((True, shares), *([(False, True)] if shares else []), (False, False)):
+        what = "packed" if packs else "beside one another, the shorter filled up"
+        what += ", what they begin with computed once" if shared else ""
+        layout = Layout(packs=packs, shares=shared, attention=policy.attention, why=f"rows of {name} are {what}{apart}")
+        groups = np.zeros(len(rows.ids), dtype=np.int64)
+        sequences = layout.lay_out(rows, groups=groups, num_ranks=1, token_budget=2**20)
         try:
             found = _laid_out(policy, sequences=sequences, device=device)
         except torch.OutOfMemoryError:
             raise  # it says nothing about the layout
-        except (ValueError, TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
-            if not packs:
+        except (ValueError, TypeError, RuntimeError, AttributeError, LookupError) as error:
+            if not packs and not shared:
                 raise
-            apart = " ".join(str(error).split())[:200]
+            reason = " ".join(str(error).split())[:200]
         else:
             nats, slope = _differences(found, expected=expected)
             if nats <= MOST and slope <= MOST:
-                what = "packed, what they share computed once" if shares else "packed"
-                what = what if packs else f"beside one another, the shorter filled up, and share nothing: {tried}"
-                return Layout(
-                    packs=packs,
-                    shares=packs and shares,
-                    attention=policy.attention,
-                    why=f"rows of {name} are {what}",
-                )
-            apart = f"off by {nats:.1e} nats, in gradients by {slope:.1e}"
-        tried = f"packed, they are not what each is alone: {apart}"
+                return layout
+            reason = f"off by {nats:.1e} nats, in gradients by {slope:.1e}"
+        apart += f"; {what}, they are not what each is alone: {reason}"
     raise ValueError(
         f"model.path must name a causal language model, whose rows do not change by what comes after them; {name} is "
-        f"{apart}; train another model"
+        f"{reason}; train another model"
     )
 
 

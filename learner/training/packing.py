@@ -5,7 +5,7 @@ holds the whole batch and makes the same plan from it, so no communication is ne
 in exactly one micro-batch of a plan, and every rank runs the same number of micro-batches (FSDP's collectives are
 entered by all ranks or none): a rank without rows runs one that trains nothing. Rows lie one after another in a pack, without
 padding, or for a model that cannot keep them apart there, beside one another and filled up (`PaddedSequences`);
-`learner.training.tree_packing` lays out what they share once. No model and no loss here.
+`learner.training.tree_packing` and `learner.training.stems` compute what they share once. No model and no loss here.
 """
 
 from __future__ import annotations

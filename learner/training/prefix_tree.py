@@ -61,7 +61,7 @@ class PrefixTree:
         """Places of the layout of these rows, and of all its paths together."""
         meter = Meter()
         ordered = self.sorted(rows)
-        for row, shared in zip(ordered, self._depths(ordered)):
+        for row, shared in zip(ordered, self.depths(ordered)):
             meter = meter.after(self._lengths[row], shared=shared)
         return meter.tokens, meter.gathered
 
@@ -70,7 +70,7 @@ class PrefixTree:
         runs: list[list[int]] = []
         meter = Meter()
         ordered = self.sorted(rows)
-        for row, shared in zip(ordered, self._depths(ordered)):
+        for row, shared in zip(ordered, self.depths(ordered)):
             longer = meter.after(self._lengths[row], shared=shared)
             if runs and longer.tokens <= tokens and longer.gathered <= gathered:
                 runs[-1].append(row)
@@ -89,7 +89,7 @@ class PrefixTree:
         cuts: set[int] = set()
         total = 0
         path = np.empty(0, dtype=np.int64)
-        for row, shared in zip(ordered, self._depths(ordered)):
+        for row, shared in zip(ordered, self.depths(ordered)):
             length = self._lengths[row]
             if shared < len(path) or not nodes:
                 cuts.update((total, *path[shared : shared + 1].tolist()))
@@ -104,7 +104,7 @@ class PrefixTree:
         paths = [nodes[owner][: depths[end - 1] + 1] for owner, end in zip(owners.tolist(), starts[1:].tolist())]
         return Layout(rows=ordered, nodes=nodes, positions=depths, starts=starts, paths=paths)
 
-    def _depths(self, ordered: Sequence[int]) -> list[int]:
+    def depths(self, ordered: Sequence[int]) -> list[int]:
         """How many tokens each of these rows shares with the one before it; 0 of the first."""
         places = [self._place[row] for row in ordered]
         between = (self._shared[before + 1 : place + 1].min() for before, place in pairwise(places))

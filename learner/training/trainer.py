@@ -50,7 +50,7 @@ from learner.training.hinted_rows import hinted_sequences
 from learner.training.layout import LONGEST, Layout, choose_layout, plain_tokens, reach_of
 from learner.training.packing import PaddedSequences, Sequences, split_minibatches
 from learner.training.step_metrics import StepMetrics
-from learner.training.tree_packing import kept_together, with_shared_prefixes
+from learner.training.tree_packing import kept_together
 from learner.training.vocabulary import check_same_vocabulary
 from learner.training.warm_start import load_traces, train_on_traces
 
@@ -486,12 +486,7 @@ class Trainer:
 
     def _laid_out(self, sequences: Sequences, *, table: BatchTensors, layout: Layout | None = None) -> Sequences:
         """The same rows as the policy takes them, what they share computed once where that pays."""
-        layout = layout or self.layout
-        if not layout.packs:
-            return PaddedSequences(sequences)
-        if not layout.shares:
-            return Sequences(sequences.ids, masks=sequences.masks)
-        return with_shared_prefixes(
+        return (layout or self.layout).lay_out(
             sequences,
             groups=_row_groups(table),
             num_ranks=self._world_size,

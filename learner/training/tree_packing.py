@@ -1,13 +1,15 @@
 """Rows to micro-batches in which what rows share is computed once: as `learner.training.packing`, with a prefix tree.
 
-Called by `learner.training.trainer`. Invariants: as there, every rank makes the same plan; a micro-batch holds at most
-`token_budget` places, and at most GATHERED times as many gathered keys, but for a row longer than that; a group's rows are on one
-rank and in one mini-batch unless that leaves ranks or mini-batches without work. No model and no loss here.
+Used by `learner.training.layout`, `learner.training.stems` and `learner.training.trainer`. Invariants: as there, every rank makes
+the same plan; a micro-batch holds at most `token_budget` places, and at most GATHERED times as many gathered keys, but for a row
+longer than that; a group's rows are on one rank and in one mini-batch unless that leaves ranks or mini-batches without work. No
+model and no loss here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +17,7 @@ import torch
 
 from learner.model.micro_batch import MicroBatch, Paths, Segments
 from learner.training.packing import Plan, Sequences
-from learner.training.prefix_tree import Layout, PrefixTree
+from learner.training.prefix_tree import Layout, Places, PrefixTree
 
 LEAST_RATIO = 1.1
 """Tokens of the rows over those of the tree below which rows are packed one by one."""
@@ -42,7 +44,7 @@ class TreeSequences(Sequences):
     def measure(self, *, num_ranks: int, token_budget: int) -> None:
         """Counts what a pass over all rows computes, divided over so many ranks and within this budget."""
         everything = self.plan(range(len(self.ids)), num_ranks=num_ranks, token_budget=token_budget)
-        depths = [self._tree.layout(pile).positions for piles in everything for pile in piles if pile]
+        depths = [self._positions(pile) for piles in everything for pile in piles if pile]
         tokens, squares = sum(map(len, depths)), sum(int((2 * own + 1).sum()) for own in depths)
         self._computed = tokens, squares
 
@@ -58,27 +60,38 @@ class TreeSequences(Sequences):
         if not rows:
             return super().micro_batch(rows, device=device)
         layout = self._tree.layout(rows)
-        ids = np.empty(len(layout.positions), dtype=np.int64)
-        for row, nodes in zip(layout.rows, layout.nodes):
-            ids[nodes] = self.ids[row]
-        trained = [np.flatnonzero(self.masks[row]) for row in layout.rows]
-        after = np.concatenate([self.ids[row][own] for row, own in zip(layout.rows, trained)])
-        predicting = np.concatenate([nodes[own - 1] for nodes, own in zip(layout.nodes, trained)])
+        micro = self._predictions(layout.rows, nodes=layout.nodes, size=len(layout.positions), device=device)
+        segments = Segments(
+            positions=torch.from_numpy(layout.positions)[None].to(device),
+            starts=torch.from_numpy(layout.starts.astype(np.int32)).to(device),
+            longest=int(np.diff(layout.starts).max()),
+            paths=_paths(layout, device=device),
+        )
+        return replace(micro, segments=segments)
+
+    def _predictions(
+        self, rows: Sequence[int], *, nodes: Sequence[Places], size: int, device: torch.device
+    ) -> MicroBatch:
+        """What `size` places, among them the `nodes` of each row's tokens, predict."""
+        ids = np.zeros(size, dtype=np.int64)
+        for row, places in zip(rows, nodes):
+            ids[places] = self.ids[row]
+        trained = [np.flatnonzero(self.masks[row]) for row in rows]
+        after = np.concatenate([self.ids[row][own] for row, own in zip(rows, trained)])
+        predicting = np.concatenate([places[own - 1] for places, own in zip(nodes, trained)])
         before, firsts, which = np.unique(predicting, return_index=True, return_inverse=True)
-        longest = int(np.diff(layout.starts).max())
         return MicroBatch(
             ids=torch.from_numpy(ids)[None].to(device),
-            segments=Segments(
-                positions=torch.from_numpy(layout.positions)[None].to(device),
-                starts=torch.from_numpy(layout.starts.astype(np.int32)).to(device),
-                longest=longest,
-                paths=_paths(layout, device=device),
-            ),
+            segments=None,
             before=torch.from_numpy(before).to(device),
             tokens=torch.from_numpy(after[firsts].astype(np.int64)).to(device),
             shared=torch.from_numpy(which).to(device),
-            index=self.places(layout.rows).to(device),
+            index=self.places(rows).to(device),
         )
+
+    def _positions(self, rows: Sequence[int]) -> Places:
+        """The place in its row of each token that a micro-batch of these rows computes."""
+        return self._tree.layout(rows).positions
 
     def _shares(self, rows: Sequence[int], *, num_ranks: int) -> list[list[int]]:
         """The rows of each rank. Groups are whole, unless dividing one shortens the work of the rank that has most."""
@@ -120,20 +133,6 @@ class TreeSequences(Sequences):
             else:
                 piles.append(run)
         return piles
-
-
-def with_shared_prefixes(
-    sequences: Sequences, *, groups: npt.NDArray[np.int64], num_ranks: int, token_budget: int
-) -> Sequences:
-    """These rows as a tree, or as they are where that does not pay. `groups` [N]: rows that are to stay together."""
-    tree = PrefixTree(sequences.ids)
-    everything = range(len(sequences.ids))
-    raw = int(sequences.lengths.sum())
-    if raw < LEAST_RATIO * tree.tokens(everything):
-        return sequences
-    found = TreeSequences(sequences, tree=tree, groups=groups)
-    found.measure(num_ranks=num_ranks, token_budget=token_budget)
-    return found if found.raw_over_unique >= LEAST_RATIO else sequences
 
 
 def kept_together(

@@ -56,11 +56,20 @@ def _batches() -> list[TrainBatch]:
         ("", {}),
         ("", {"lora": {"rank": 4, "alpha": 8.0}, "gradient_checkpointing": True}),
         ("gpt_oss", {"gradient_checkpointing": True}),
+        ("falcon_h1", {"gradient_checkpointing": True}),
         ("qwen3_5_moe_vl", {}),
         ("qwen3_5_vl", {"lora": {"rank": 4, "alpha": 8.0}}),
         ("apertus", {}),
     ],
-    ids=["all", "lora", "sinks and experts", "states, experts and a tower", "lora beside a tower", "scalars"],
+    ids=[
+        "all",
+        "lora",
+        "sinks and experts",
+        "states, layers computed again",
+        "states, experts and a tower",
+        "lora beside a tower",
+        "scalars",
+    ],
 )
 @pytest.mark.long
 async def test_two_ranks_compute_what_one_computes(

@@ -9,12 +9,14 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from learner.model.policy import Policy
+from learner.training.layout import Layout
 from learner.training.packing import Sequences, plan
 from learner.training.prefix_tree import PrefixTree
-from learner.training.tree_packing import GATHERED, TreeSequences, kept_together, with_shared_prefixes
+from learner.training.tree_packing import GATHERED, TreeSequences, kept_together
 from tests.support.learner_parts import VOCABULARY, random_lm
 
 CPU = torch.device("cpu")
+PACKED = Layout(packs=True, shares=True, attention="sdpa", why="")
 
 
 def branching(*, seed: int, num: int = 12, longest: int = 60) -> Sequences:
@@ -317,13 +319,13 @@ def test_rows_that_share_too_little_are_packed_one_by_one() -> None:
     ids[1][:28] = ids[0][:28]
     rows = Sequences(ids, masks=[np.zeros(100, dtype=np.uint8)] * 3)
     groups = np.zeros(3, dtype=np.int64)
-    found = with_shared_prefixes(rows, groups=groups, num_ranks=1, token_budget=1000)
-    assert found is rows and found.raw_over_unique == 1.0
+    found = PACKED.lay_out(rows, groups=groups, num_ranks=1, token_budget=1000)
+    assert type(found) is Sequences and found.raw_over_unique == 1.0
     assert found.plan([0, 1, 2], num_ranks=1, token_budget=1000) == plan(
         rows.lengths, rows=[0, 1, 2], num_ranks=1, token_budget=1000
     )
     ids[2][:28] = ids[0][:28]
-    found = with_shared_prefixes(rows, groups=groups, num_ranks=1, token_budget=1000)
+    found = PACKED.lay_out(rows, groups=groups, num_ranks=1, token_budget=1000)
     assert isinstance(found, TreeSequences)
     assert found.raw_over_unique == 300 / (300 - 2 * 27)
 
@@ -333,7 +335,7 @@ def test_rows_that_share_a_tenth_of_what_they_compute_are_a_tree() -> None:
     ids = [np.concatenate([np.arange(17), np.full(71, own)]).astype(np.int32) for own in (50, 51)]
     rows = Sequences(ids, masks=[np.zeros(88, dtype=np.uint8)] * 2)
     groups = np.zeros(2, dtype=np.int64)
-    found = with_shared_prefixes(rows, groups=groups, num_ranks=1, token_budget=1000)
+    found = PACKED.lay_out(rows, groups=groups, num_ranks=1, token_budget=1000)
     assert isinstance(found, TreeSequences) and found.computed[0] == 160
     assert kept_together(rows, groups=groups, episodes=np.arange(2), num=1).tolist() == [0, 0]
 
