@@ -7,6 +7,7 @@ that is longer than any window of the model, and computed again by the learner. 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from buffers.errors import UnderstudyError
 from configs.schema import Config
 from learner.reporting.drift import MOST_MEAN, MOST_MEAN_OF_A_GPU, drift_remedy
 from learner.training.ranks import LearnerRanks
+
+logger = logging.getLogger(__name__)
 
 PROBED = 24
 """Tokens that an engine samples, and as many again behind them, of which it has keys and states in its cache."""
@@ -112,8 +115,12 @@ class Agreement:
 
     async def _where(self, name: str, *, ranks: LearnerRanks, prompt: Sequence[int], role: str) -> str:
         """The first layer behind which the states differ, as part of a sentence; empty where the engine does not say them."""
-        there = await self.engines.layer_states(name, prompt, role=role)
-        here = await ranks.layer_states(prompt) if there else []
+        try:
+            there = await self.engines.layer_states(name, prompt, role=role)
+            here = await ranks.layer_states(prompt) if there else []
+        except UnderstudyError as error:  # that they differ is known, and what ends the run
+            logger.warning("engine %s or the learner does not say the states of its layers: %s", name, error)
+            return ""
         if not there or [len(state) for state in there] != [len(state) for state in here]:
             return ""
         for number, (state, other) in enumerate(zip(there, here, strict=True)):

@@ -264,7 +264,8 @@ class Trainer:
 
         def keep(layer: object, given: object, answer: Any) -> None:
             state = answer[0] if isinstance(answer, tuple) else answer
-            states.append(state[0, len(ids) - 1].float().cpu().numpy().tobytes())
+            rows = state.reshape(-1, *state.shape[-2:])  # Gemma 3n has several predictions of a state; the first counts
+            states.append(rows[0, len(ids) - 1].float().cpu().numpy().tobytes())
 
         hooks = [layer.register_forward_hook(keep) for layer in layers_of(self._policy.lm.get_decoder())]
         try:

@@ -18,6 +18,7 @@ from configs.load import load_config
 from learner.agreement import Agreement, Disagreement
 from learner.session import run_agreeing
 from learner.training.layout import CHUNK
+from learner.training.ranks import RankFailed
 from mocked_server.fleet.probe import probe
 from mocked_server.rollout import VLLMRollout
 from mocked_server.vllm.engine import free_sampling
@@ -119,6 +120,18 @@ async def test_the_first_layer_that_differs_is_named_where_the_engine_says_its_s
     ranks: Any = Ranks()
     with pytest.raises(Disagreement, match=said):
         await agreement(Engines(e0=-2.0, states=there)).probe(ranks)
+
+
+async def test_what_does_not_say_its_layers_does_not_hide_that_they_differ() -> None:
+    class Silent(Ranks):
+        async def layer_states(self, ids: list[int]) -> list[bytes]:
+            raise RankFailed("learner rank 0 of 1 failed in layer_states")
+
+    ranks: Any = Silent()
+    compared = agreement(Engines(e0=-2.0))
+    with pytest.raises(Disagreement, match="of a probe; take"):
+        await compared.probe(ranks)
+    assert compared.at_start is not None
 
 
 async def test_each_role_that_is_a_policy_of_its_own_is_compared() -> None:
