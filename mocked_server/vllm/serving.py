@@ -68,13 +68,14 @@ class QueueClient:
         default_role: Role = NO_ROLE,
     ) -> None:
         """`default_role`: of prompts that name none."""
+        from vllm.exceptions import VLLMClientError
         from vllm.renderers import renderer_from_config
         from vllm.v1.engine.input_processor import InputProcessor
 
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
-        self.rendering = ExactRendering(self.renderer, strict=strict)
+        self.rendering = ExactRendering(self.renderer, strict=strict, refusal=VLLMClientError)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self.sleeper: Sleeper | None = None
         self._queue = queue
