@@ -42,6 +42,11 @@ def _leaves_something_out(management: Any) -> bool:
     return any(not isinstance(edit, dict) or edit.get("keep") != "all" for edit in edits)
 
 
+def _ends_with_an_answer(messages: Any) -> bool:
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, dict) and last.get("role") == "assistant"
+
+
 def _is_session(arguments: Any) -> bool:
     """Nothing, or what names a session only: some clients send it to any vLLM."""
     return not arguments or (isinstance(arguments, dict) and set(arguments) == {"session_id"})
@@ -96,6 +101,7 @@ RULES: dict[str, tuple[_Rule, ...]] = {
         *_COMMON,
         _Rule("mcp_servers", "the agent calls its tools itself; leave it out"),
         _Rule("container", "no code is run here; leave it out"),
+        _Rule("messages", "an answer that the agent began is not continued; end with the user's", _ends_with_an_answer),
         _Rule("context_management", "send the conversation as the model shall see it", _leaves_something_out),
     ),
 }

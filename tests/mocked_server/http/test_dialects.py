@@ -222,6 +222,8 @@ REFUSED = [
     ("/v1/responses", "background", True),
     ("/v1/messages", "mcp_servers", [{"type": "url", "url": "http://x", "name": "x"}]),
     ("/v1/messages", "context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}),
+    ("/v1/messages", "messages", [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "One, two"}]),
+    ("/v1/messages", "messages", [{"role": "assistant", "content": [{"type": "text", "text": "{"}]}]),
 ]
 
 
