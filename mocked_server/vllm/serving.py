@@ -304,6 +304,7 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
 
     envs.enable_envs_cache()  # vLLM reads its settings from the environment for each part of each message
     _leave_tool_calls_free()
+    _leave_limits_to_the_run()
 
     tasks = ("generate",)
     with _root_level_kept():
@@ -353,6 +354,14 @@ def _leave_tool_calls_free() -> None:
         return None if tool_choice == "auto" else original(tools, tool_choice, strict_level)
 
     abstract_parser.resolve_tool_strictness = resolve_unless_auto
+
+
+def _leave_limits_to_the_run() -> None:
+    """Leaves to `SamplingRules` what vLLM's layer judges before the run's own numbers are in force: several answers at an
+    agent's temperature of 0."""
+    from vllm.sampling_params import SamplingParams
+
+    SamplingParams._verify_greedy_sampling = lambda _: None
 
 
 def _telling(serve: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:

@@ -269,6 +269,27 @@ HARMLESS = [
 ]
 
 
+def test_a_budget_of_thoughts_is_left_to_the_model_without_a_reasoning_parser(served):
+    episode, client = served.lease()
+    thinking = {"type": "enabled", "budget_tokens": 31_000}
+    with served.http(client.api_key) as http:
+        answer = http.post(
+            "/v1/messages", json={**smallest("/v1/messages"), "max_tokens": 32_000, "thinking": thinking}
+        )
+    assert answer.status_code == 200, answer.text
+    (round_,) = served.stored(episode)
+    assert round_.trained is None, "all of it is trained"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_several_answers_at_an_agents_temperature_of_0_are_sampled(served, path):
+    episode, client = served.lease()
+    with served.http(client.api_key) as http:
+        answer = http.post(path, json={**smallest(path), "temperature": 0, "n": 2})
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["choices"]) == 2 and len(served.stored(episode)) == 2
+
+
 @pytest.mark.parametrize(("path", "fields"), HARMLESS)
 def test_fields_that_ask_for_nothing_are_taken(served, path, fields):
     _, client = served.lease()
