@@ -357,10 +357,21 @@ def _leave_tool_calls_free() -> None:
 
 
 def _leave_limits_to_the_run() -> None:
-    """Leaves to `SamplingRules` what vLLM's layer judges before the run's own numbers are in force: several answers at an
-    agent's temperature of 0."""
+    """Leaves to `SamplingRules` what vLLM's layer judges before the run's own numbers are in force: more tokens than the model's
+    length, which are capped as all numbers above `rollout.max_tokens` are, and several answers at an agent's temperature of 0."""
+    from vllm.renderers.params import TokenizeParams
     from vllm.sampling_params import SamplingParams
 
+    original = TokenizeParams.__post_init__
+    if getattr(original, "__name__", "") == "capped":
+        return
+
+    def capped(self: Any) -> None:
+        if self.max_total_tokens is not None and self.max_output_tokens is not None:
+            object.__setattr__(self, "max_output_tokens", min(self.max_output_tokens, self.max_total_tokens))
+        original(self)
+
+    TokenizeParams.__post_init__ = capped
     SamplingParams._verify_greedy_sampling = lambda _: None
 
 

@@ -269,6 +269,30 @@ HARMLESS = [
 ]
 
 
+MOST = {
+    "/v1/chat/completions": ["max_tokens", "max_completion_tokens"],
+    "/v1/completions": ["max_tokens"],
+    "/v1/responses": ["max_output_tokens"],
+    "/v1/messages": ["max_tokens"],
+    "/v1beta/models/policy:generateContent": ["generationConfig"],
+}
+
+
+@pytest.mark.parametrize(("path", "field"), [(path, field) for path, fields in MOST.items() for field in fields])
+def test_more_tokens_than_the_run_gives_are_capped(served, path, field):
+    _, client = served.lease()
+    if field == "generationConfig":
+        body = {"contents": [{"role": "user", "parts": [{"text": "Hi"}]}], field: {"maxOutputTokens": 32_000}}
+    else:
+        body = {**smallest(path), field: 32_000}
+        if path != "/v1/messages" and field != "max_tokens":
+            body.pop("max_tokens")
+    with served.http(client.api_key) as http:
+        answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert len(served.engine.prompts) == 1
+
+
 def test_a_budget_of_thoughts_is_left_to_the_model_without_a_reasoning_parser(served):
     episode, client = served.lease()
     thinking = {"type": "enabled", "budget_tokens": 31_000}
