@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -74,10 +75,8 @@ def test_what_asks_for_nothing_is_trained(rules: Any) -> None:
 def test_a_field_that_is_not_known_is_refused_by_name(rules: Any) -> None:
     from vllm.sampling_params import RepetitionDetectionParams, SamplingParams
 
-    class Later(SamplingParams, kw_only=True):  # type: ignore[misc]
-        steering: list[float] | None = None
-        nudge: float = 1.0
-
+    fields = [("steering", list[float] | None, None), ("nudge", float, 1.0)]
+    Later = msgspec.defstruct("Later", fields, bases=(SamplingParams,), kw_only=True)
     assert apply(rules_for(rules, Later()), Later()) == 0
     for params, field in (
         (Later(steering=[0.5]), "steering"),
