@@ -196,7 +196,7 @@ def _advice(seen: TrialObservations, *, kept: int, causes: Sequence[BranchReport
         )
     if seen.features["long answers"]:
         advice.append(
-            f"the agent asks for more than {RolloutConfig().max_tokens} tokens of an answer: in training it gets at most "
+            f"the agent asks for more than {RolloutConfig().max_model_len} tokens of an answer: in training it gets at most "
             "rollout.max_tokens, and what its prompt leaves of rollout.max_model_len; raise these if its answers are longer"
         )
     narrowing = [name for name in NARROWS if seen.features[name]]
@@ -229,7 +229,7 @@ def features_of(path: str, fields: dict[str, Any]) -> list[str]:
         "logit_bias": fields.get("logit_bias"),
         "logprobs": fields.get("logprobs"),
         "long answers": any(
-            isinstance(n := fields.get(name), int) and n > RolloutConfig().max_tokens for name in LENGTHS
+            isinstance(n := fields.get(name), int) and n > RolloutConfig().max_model_len for name in LENGTHS
         ),
         "temperature": any(fields.get(name) is not None for name in ("temperature", "top_p", "top_k")),
         "system prompt": fields.get("system")

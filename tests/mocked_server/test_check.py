@@ -87,9 +87,9 @@ def test_features_are_named():
     assert features_of(CHAT, {"stream": True, "tools": TWO_TOOLS, "temperature": 0.0, "n": 2, "presence_penalty": 0.5}) == [
         "stream", "tools", "several choices", "penalties", "temperature",
     ]  # fmt: skip
-    for asked in ({"max_tokens": 32_000}, {"max_completion_tokens": 4096}, {"max_output_tokens": 513}):
+    for asked in ({"max_tokens": 32_000}, {"max_completion_tokens": 4096}, {"max_output_tokens": 2049}):
         assert features_of(CHAT, asked) == ["long answers"]
-    assert features_of(CHAT, {"max_tokens": 512, "max_output_tokens": "many"}) == []
+    assert features_of(CHAT, {"max_tokens": 2048, "max_output_tokens": "many"}) == []
     assert set(NARROWS) <= set(
         features_of(
             CHAT,

@@ -256,3 +256,52 @@ def test_a_stop_string_may_be_put_back_or_left_out(tolerant, mark, breaks):
     if not breaks:
         exact = [*first.tail_ids.tolist(), *first.sampled_ids.tolist()]
         assert engine.prompts[-1][: len(exact)] == exact
+
+
+FORMS = {
+    "a control token after a line break": (
+        "### Instruction:\n{}\n",
+        "### Response:\n{}\nEND\n",
+        "### Response:\n",
+        [None, 0, 1],
+    ),
+    "a line break": ("### Instruction:\n{}\n", "### Response:\n{}\n", "### Response:\n", [None, None, None]),
+    "spoken roles": ("USER: {} ", "ASSISTANT: {}END", "ASSISTANT: ", [None, 0, 1]),
+    "nothing": ("END user\n{}", "\nanswer\n{}", "\nanswer\n", [None, 0, 1]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_message_is_lost_however_a_template_ends_turns(tmp_path, form):
+    from transformers import AutoTokenizer
+
+    from configs.schema import RolloutConfig
+    from configs.tiny_model import make_tiny_model
+    from tests.mocked_server.vllm.chat_families import turns
+
+    model = make_tiny_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    user, answer, opens, parents = FORMS[form]
+    end = tokenizer.eos_token
+    family = turns(user.replace("END", end), answer.replace("END", end), end, opens=opens)
+    tokenizer.chat_template = family.template
+    tokenizer.save_pretrained(model)
+    thread = ServerThread(model, rollout=RolloutConfig(max_tokens=96, max_model_len=1024))
+    thread.start()
+    try:
+        scripted = iter(["First.\nSecond.", "Done.", "Yes."])
+        thread.engine.answer = lambda _: thread.ids(next(scripted))
+        episode, client = thread.lease()
+        messages = []
+        for words in ("One.\nMore.", "TypeError: unsupported\n\nMend it, and keep sub.", "Go on.\n"):
+            messages.append({"role": "user", "content": words})
+            reply = client.chat.completions.create(model="policy", messages=messages)
+            shown = thread.tokenizer.decode(thread.engine.prompts[-1])
+            assert [shown.count(message["content"]) for message in messages] == [1] * len(messages)
+            assert shown.endswith(family.render(messages[-1:])), "the new turn, and what opens the answer"
+            messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+        assert [round_.parent for round_ in thread.stored(episode)] == parents
+        causes = thread.server.episodes.get(episode).branch_causes
+        assert sum(causes.values()) == parents[1:].count(None), "branches are counted"
+    finally:
+        thread.stop()
