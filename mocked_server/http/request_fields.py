@@ -156,7 +156,18 @@ def _with_each(body: bytes, name: str, change: Callable[[dict[str, Any]], dict[s
 
 def _set_fields(message: dict[str, Any]) -> dict[str, Any]:
     needed = () if message.get("role") == "assistant" else ("content",)
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        message = {**message, "tool_calls": [_with_arguments(call) for call in calls]}
     return {name: value for name, value in message.items() if value is not None or name in needed}
+
+
+def _with_arguments(call: Any) -> Any:
+    """A call without arguments, as it is told in a stream that ended before them."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if isinstance(function, dict) and function.get("arguments", "") is None:
+        return {**call, "function": {**function, "arguments": "{}"}}
+    return call
 
 
 def _text_of_answer(item: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from mocked_server.request_context import AnswerPart, Call, PendingReply, Sampli
 from mocked_server.roles import NO_ROLE, Role
 from mocked_server.vllm.exact_rendering import ExactRendering
 from mocked_server.vllm.generate_route import Sleeper, TokenRoute
-from mocked_server.vllm.reply_parser import ReplyParser
+from mocked_server.vllm.reply_parser import ReplyParser, telling
 from mocked_server.vllm.sampling_limits import MAX_CHOICES
 from mocked_server.vllm.sampling_rules import SamplingRules
 
@@ -313,6 +313,13 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
     client.rendering.parse = ReplyParser(
         app.state.online_renderer.parser, tokenizer=client.renderer.get_tokenizer(), model_config=client.model_config
     )
+    chat, responses, messages = (
+        getattr(app.state, name)
+        for name in ("openai_serving_chat", "openai_serving_responses", "anthropic_serving_messages")
+    )
+    chat.parser_cls, responses.parser, messages.parser_cls = map(
+        telling, (chat.parser_cls, responses.parser, messages.parser_cls)
+    )
     # Metrics and CORS of a public server: each costs every request of an agent some of its time.
     app.user_middleware.clear()
     app.middleware_stack = None
@@ -322,7 +329,6 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
         app.router.add_route(path, endpoint, methods=["POST"])
     for kind in FAILURES:
         app.add_exception_handler(kind, _fail)
-    messages = app.state.anthropic_serving_messages
     messages.create_messages = _telling(messages.create_messages)
     messages.count_tokens = _telling(messages.count_tokens)
     return app

@@ -52,7 +52,7 @@ def make_server(folder, *, reasoning_parser="qwen3", **server):
     return thread
 
 
-def play(served, answers, edit=lambda message: message, *, stream=False, tools=TOOLS):
+def play(served, answers, edit=lambda message: message, *, stream=False, tools=TOOLS, **options):
     """A conversation with tools; `edit` is what the agent does to each answer before it sends it back. -> (rounds, breaks)."""
     served.engine.prompts.clear()
     scripted = iter(answers)
@@ -60,7 +60,7 @@ def play(served, answers, edit=lambda message: message, *, stream=False, tools=T
     episode, client = served.lease()
     messages = list(HELLO)
     for turn in range(len(answers)):
-        message = ask(client, messages, stream=stream, tools=tools)
+        message = ask(client, messages, stream=stream, tools=tools, **options)
         if message.get("tool_calls"):
             results = [
                 {"role": "tool", "tool_call_id": call["id"], "content": f"result {turn}"}
@@ -74,11 +74,11 @@ def play(served, answers, edit=lambda message: message, *, stream=False, tools=T
     return rounds, served.server.episodes.get(episode).branch_causes
 
 
-def ask(client, messages, *, stream, tools):
+def ask(client, messages, *, stream, tools, **options):
     if not stream:
-        reply = client.chat.completions.create(model="policy", messages=messages, tools=tools)
+        reply = client.chat.completions.create(model="policy", messages=messages, tools=tools, **options)
         return reply.choices[0].message.model_dump()
-    with client.chat.completions.stream(model="policy", messages=messages, tools=tools) as events:
+    with client.chat.completions.stream(model="policy", messages=messages, tools=tools, **options) as events:
         for _ in events:
             pass
         return events.get_final_completion().choices[0].message.model_dump()
@@ -256,6 +256,41 @@ def test_a_stop_string_may_be_put_back_or_left_out(tolerant, mark, breaks):
     if not breaks:
         exact = [*first.tail_ids.tolist(), *first.sampled_ids.tolist()]
         assert engine.prompts[-1][: len(exact)] == exact
+
+
+def hermes(call):
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+SPOKEN = {
+    "no arguments": hermes('{"name": "add"}'),
+    "cut": '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b"',
+    "a comma too many": hermes('{"name": "add", "arguments": {"a": 1, "b": 2,}}'),
+    "a brace too many": hermes('{"name": "add", "arguments": {"a": 1, "b": 2}}}'),
+    "a brace too few": hermes('{"name": "add", "arguments": {"a": 1, "b": 2}'),
+    "a quote too few": hermes('{"name": "add", "arguments": {"a: 1, "b": 2}}'),
+    "several in one": hermes('[{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": 2}}]'),
+    "parameters": hermes('{"name": "add", "parameters": {"a": 1, "b": 2}}'),
+    "marks in words": "I write <tool_call> first and </tool_call> last.",
+    "words after it": hermes('{"name": "add", "arguments": {"a": 1, "b": 2}}') + "\nThat is it.",
+    "a thought": THOUGHT + hermes('{"name": "add", "arguments": {"a": 1, "b": 2}}'),
+}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("spoken", SPOKEN)
+def test_what_was_told_is_recognised_as_it_comes_back(tolerant, spoken, stream):
+    rounds, breaks = play(tolerant, [SPOKEN[spoken], "Done."], only_what_is_set, stream=stream)
+    assert ([r.parent for r in rounds], breaks) == ([None, 0], {})
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_of_calls_one_at_a_time_the_first_is_told_and_recognised(tolerant, stream):
+    calls = [hermes(json.dumps({"name": "add", "arguments": {"a": 1, "b": n}})) for n in (2, 3)]
+    rounds, breaks = play(
+        tolerant, ["\n".join(calls), "Done."], only_what_is_set, stream=stream, parallel_tool_calls=False
+    )
+    assert ([r.parent for r in rounds], breaks) == ([None, 0], {})
 
 
 FORMS = {
