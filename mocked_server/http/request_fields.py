@@ -163,7 +163,7 @@ def _set_fields(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_arguments(call: Any) -> Any:
-    """A call without arguments, as it is told in a stream that ended before them."""
+    """The call with empty arguments for null, which clients make of a stream that ended before them."""
     function = call.get("function") if isinstance(call, dict) else None
     if isinstance(function, dict) and function.get("arguments", "") is None:
         return {**call, "function": {**function, "arguments": "{}"}}

@@ -35,12 +35,12 @@ MAX_KINDS = 1024
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerEnd:
-    """Where the tail of a continued chat begins in the rendering of its stand-in."""
+    """The place where the tail of a continued chat begins in the rendering of its stand-in."""
 
     at: int
     """Number of tokens before the control token that ends the answer."""
     digest: bytes
-    """Of those tokens."""
+    """Digest of those tokens."""
     num_closing: int
     """Number of tokens from there on with which the template closes an answer; 0: the next turn begins there."""
     is_direct: bool
@@ -137,7 +137,7 @@ class ExactRendering:
     async def _answer_end(
         self, opening: list[Message], new: list[Message], chat_params: Any, ids: Int32
     ) -> AnswerEnd | None:
-        """Where the answer ends in the stand-in's rendering `ids`; None: that cannot be proved.
+        """The end of the answer in the stand-in's rendering `ids`; None: it cannot be proved.
 
         Proved is that the template writes what comes before the answer as it writes it alone, what comes after it as it ends an
         answer, then as it does after a longer history; and that a control token, which joins no other, stands at the cut.

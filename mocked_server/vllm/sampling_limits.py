@@ -60,7 +60,7 @@ def keeps_state(params: Any) -> bool:
 
 
 FORCING = ("structured_outputs", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens")
-"""With the penalties above: what takes the choice from the policy, and is served."""
+"""Fields that take the choice from the policy and are served, as the penalties above."""
 LEFT_TO_THE_POLICY = ("thinking_token_budget", "watermarking")
 """What would take it, and counts as not asked for: agents ask for a budget of thoughts as a limit."""
 # fmt: off
@@ -72,7 +72,7 @@ UNFORCED = frozenset((
     "skip_reading_prefix_cache", "routed_experts_prompt_start",
 ))
 # fmt: on
-"""The run's own (`SamplingRules` sets or bounds them), or about what is told and where it ends, not about what is sampled."""
+"""The run's own (`SamplingRules` sets or bounds them), or they bound and show an answer; none changes what is sampled."""
 
 
 def constraint_of(params: Any, neutral: Any) -> tuple[str, int | None] | None:
