@@ -13,6 +13,7 @@ from typing import Any
 
 from buffers.records import Round, Row
 from buffers.training_rows import ABORTED
+from configs.schema import RolloutConfig
 from mocked_server.check.stand_in_environment import ANSWER
 from mocked_server.conversation.branch_causes import EXPECTED, REMEDY, BranchCause
 from mocked_server.http.dialects import (
@@ -39,6 +40,7 @@ NAMES = {
 NEEDS_PARSER = "server.tool_parser to the one of your model (hermes for Qwen), for the tools that it offers"
 TIMED_OUT = 124
 LAST_LINES = 4
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 NARROWS = ("response_format", "forced tools", "penalties", "logit_bias")
 """Features that change the distribution that is sampled from: the tokens are recorded, and not trained."""
 
@@ -192,6 +194,11 @@ def _advice(seen: TrialObservations, *, kept: int, causes: Sequence[BranchReport
         advice.append(
             f"the agent sets sampling values; in training every token is sampled at temperature {temperature:g}"
         )
+    if seen.features["long answers"]:
+        advice.append(
+            f"the agent asks for more than {RolloutConfig().max_model_len} tokens of an answer: in training it gets at most "
+            "rollout.max_tokens, and what its prompt leaves of rollout.max_model_len; raise these if its answers are longer"
+        )
     narrowing = [name for name in NARROWS if seen.features[name]]
     if narrowing:
         advice.append(
@@ -221,6 +228,9 @@ def features_of(path: str, fields: dict[str, Any]) -> list[str]:
         "penalties": any(fields.get(name) not in (None, 0, 1) for name in penalties),
         "logit_bias": fields.get("logit_bias"),
         "logprobs": fields.get("logprobs"),
+        "long answers": any(
+            isinstance(n := fields.get(name), int) and n > RolloutConfig().max_model_len for name in LENGTHS
+        ),
         "temperature": any(fields.get(name) is not None for name in ("temperature", "top_p", "top_k")),
         "system prompt": fields.get("system")
         or fields.get("instructions")

@@ -9,6 +9,7 @@ It does not decide what is trained: that follows from the tree of rounds (`buffe
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from buffers.records import Int32
 from mocked_server.conversation.branch_causes import BranchCause
 from mocked_server.conversation.chat_history import ChatOptions, Conversation
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
-from mocked_server.conversation.message_match import Message, ParsedReply, difference, same_text
+from mocked_server.conversation.message_match import Message, ParsedReply, difference, joined_text, same_text
 
 Parse = Callable[[str, ChatOptions], ParsedReply]
 """A sampled text and what it was asked with -> how the API showed it."""
@@ -75,25 +76,21 @@ def find_parent(live: LiveEpisode, chat: Conversation, parse: Parse) -> tuple[Li
     return None
 
 
-def stand_in(messages: Sequence[Message], covered: int) -> list[Message]:
-    """A short conversation that the template ends as it would end the whole one: one user turn stands for the history before
-    the assistant message `covered - 1`. So the cost of a round does not grow with the episode."""
-    return [{"role": "user", "content": "-"}, *messages[covered - 1 :]]
-
-
-def tail_of(rendered_ids: Sequence[int], *, end: int, num_turns_closed: int, parent: LiveRound) -> Int32 | None:
-    """The prompt ids that follow the parent's sampled ids, cut from the rendered stand-in.
-
-    `end`: the token that ends a turn; `num_turns_closed`: how many of them come up to and including the one that ends the
-    assistant message. The tail begins with that token when the model did not sample it (its answer was cut short, or it stopped
-    at another token). None: the template closes turns in another way.
-    """
-    ids = np.array(rendered_ids, np.int32)
-    ends = np.flatnonzero(ids == end)
-    if num_turns_closed < 1 or len(ends) < num_turns_closed:
-        return None
-    at = int(ends[num_turns_closed - 1])
-    return ids[at + 1 :] if int(parent.ids[-1]) == end else ids[at:]
+def stand_in(messages: Sequence[Message], covered: int, *, said: str) -> tuple[list[Message], list[Message]]:
+    """A short conversation that the template ends as it would end the whole one, up to the assistant message `covered - 1` and
+    after it. One user turn stands for the history, so that the cost of a round does not grow with the episode, and `said` for
+    what the answer says: it is in the prompt already."""
+    answer = messages[covered - 1]
+    calls = [
+        {**call, "function": {**(call.get("function") or {}), "arguments": json.dumps({"a": said})}}
+        for call in answer.get("tool_calls") or ()
+    ]
+    opening: list[Message] = [{"role": "user", "content": "-"}]
+    if (first := messages[0].get("role")) in ("system", "developer"):
+        opening.insert(0, {"role": first, "content": "-"})
+    speaks = said if joined_text(answer.get("content")) or not calls else ""
+    opening.append({"role": "assistant", "content": speaks, **({"tool_calls": calls} if calls else {})})
+    return opening, list(messages[covered:])
 
 
 def longest_prefix(live: LiveEpisode, ids: Int32) -> LiveRound | None:

@@ -43,22 +43,29 @@ def same_text(message: Message, text: str) -> bool:
     if message.get("tool_calls"):
         return False
     content = joined_text(message.get("content")).strip()
-    if content == text.strip():
+    if content in (text.strip(), *_without_thought(text)):
         return True
-    return content == _without_thought(text)
+    # A thought that the template opened: many clients put its mark back.
+    return THOUGHT_ENDS in text and content.removeprefix(THOUGHT_BEGINS).strip() == text.strip()
 
 
-def _without_thought(text: str) -> str | None:
-    """The text without its first reasoning, which many clients cut out where no reasoning parser is set; None: it has none.
-    In one pass: an expression that also takes the spaces before it needs a time that grows with their square."""
+def _without_thought(text: str) -> list[str]:
+    """The text without its first reasoning, which many clients cut out where no reasoning parser is set, and without what ends one
+    that the template opened. In one pass: an expression that also takes the spaces before it needs a time that grows with their
+    square."""
     before, begins, rest = text.partition(THOUGHT_BEGINS)
     _, ends, after = rest.partition(THOUGHT_ENDS)
-    return (before.rstrip() + after).strip() if begins and ends else None
+    cut = [(before.rstrip() + after).strip()] if begins and ends else []
+    _, is_opened, after = before.partition(THOUGHT_ENDS)
+    return [*cut, (after + begins + rest).strip()] if is_opened else cut
 
 
 def difference(message: Message, told: ParsedReply) -> BranchCause | None:
     """Why this message is not the answer `told`; None when it is."""
     said = reply_of(message)
+    if told.reasoning and not said.reasoning and said.content.startswith(THOUGHT_BEGINS):
+        thought, _, content = said.content.removeprefix(THOUGHT_BEGINS).partition(THOUGHT_ENDS)
+        said = ParsedReply(content.strip(), said.calls, thought.strip())
     if said.content != told.content:
         return BranchCause.CONTENT_EDITED
     if said.reasoning and said.reasoning != told.reasoning:

@@ -42,6 +42,11 @@ def _leaves_something_out(management: Any) -> bool:
     return any(not isinstance(edit, dict) or edit.get("keep") != "all" for edit in edits)
 
 
+def _ends_with_an_answer(messages: Any) -> bool:
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, dict) and last.get("role") == "assistant"
+
+
 def _is_session(arguments: Any) -> bool:
     """Nothing, or what names a session only: some clients send it to any vLLM."""
     return not arguments or (isinstance(arguments, dict) and set(arguments) == {"session_id"})
@@ -96,6 +101,7 @@ RULES: dict[str, tuple[_Rule, ...]] = {
         *_COMMON,
         _Rule("mcp_servers", "the agent calls its tools itself; leave it out"),
         _Rule("container", "no code is run here; leave it out"),
+        _Rule("messages", "an answer that the agent began is not continued; end with the user's", _ends_with_an_answer),
         _Rule("context_management", "send the conversation as the model shall see it", _leaves_something_out),
     ),
 }
@@ -150,7 +156,18 @@ def _with_each(body: bytes, name: str, change: Callable[[dict[str, Any]], dict[s
 
 def _set_fields(message: dict[str, Any]) -> dict[str, Any]:
     needed = () if message.get("role") == "assistant" else ("content",)
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        message = {**message, "tool_calls": [_with_arguments(call) for call in calls]}
     return {name: value for name, value in message.items() if value is not None or name in needed}
+
+
+def _with_arguments(call: Any) -> Any:
+    """The call with empty arguments for null, which clients make of a stream that ended before them."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if isinstance(function, dict) and function.get("arguments", "") is None:
+        return {**call, "function": {**function, "arguments": "{}"}}
+    return call
 
 
 def _text_of_answer(item: dict[str, Any]) -> dict[str, Any]:

@@ -8,24 +8,56 @@ out is left on the current `Call` for `QueueClient.generate`.
 from __future__ import annotations
 
 import dataclasses
-import json
+import hashlib
+import re
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+
+from buffers.records import Int32
 from mocked_server.conversation.branch_causes import BranchCause
 from mocked_server.conversation.branch_diagnosis import diagnose_messages, diagnose_tokens
 from mocked_server.conversation.chat_history import ChatOptions, Conversation
-from mocked_server.conversation.continuation import Continuation, Parse, continue_tokens, find_parent, stand_in, tail_of
+from mocked_server.conversation.continuation import Continuation, Parse, continue_tokens, find_parent, stand_in
 from mocked_server.conversation.live_episodes import LiveRound
 from mocked_server.conversation.message_match import Message, ParsedReply
 from mocked_server.request_context import Call, current_call
 from mocked_server.vllm.sampling_limits import check_template_inputs
 
-SENTINEL = "TURN"
-"""An answer that no template changes: what the template writes after it ends a turn."""
+SENTINEL = "0answer0"
+"""An answer that no template changes."""
 
 MAX_KINDS = 1024
 """Kinds of messages remembered; an agent may offer other tools in every request."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerEnd:
+    """The place where the tail of a continued chat begins in the rendering of its stand-in."""
+
+    at: int
+    """Number of tokens before the control token that ends the answer."""
+    digest: bytes
+    """Digest of those tokens."""
+    num_closing: int
+    """Number of tokens from there on with which the template closes an answer; 0: the next turn begins there."""
+    is_direct: bool
+    """Nothing stands between the answer and that token."""
+
+    def is_in(self, ids: Int32) -> bool:
+        """Does this rendering begin as the one that was proved?"""
+        return len(ids) > self.at and _digest(ids[: self.at]) == self.digest
+
+    def tail_of(self, ids: Int32, parent: LiveRound, *, marks: frozenset[int]) -> Int32 | None:
+        """The prompt ids after the parent's sampled ones. They begin with the token at the cut when the model did not sample it
+        (its answer was cut short, or it stopped at another token). None: they would not follow what was sampled."""
+        last = int(parent.ids[-1])
+        if last in marks and last in (closing := ids[self.at : self.at + max(1, self.num_closing)]):
+            return ids[self.at + closing.tolist().index(last) + 1 :]
+        is_another_turns = not self.num_closing and last in marks and last in ids[: self.at]
+        return ids[self.at :] if self.is_direct and not is_another_turns else None
 
 
 class ExactRendering:
@@ -35,13 +67,13 @@ class ExactRendering:
     exact ids.
     """
 
-    def __init__(self, renderer: Any, *, strict: bool) -> None:
+    def __init__(self, renderer: Any, *, strict: bool, refusal: type[Exception] = ValueError) -> None:
+        """`refusal`: what the renderer raises where a template refuses messages."""
         self._inner = renderer
         self._render = renderer.render_chat_async
         self._strict = strict
-        self._end: int | None = None
-        self._end_text = ""
-        self._turns_closed: dict[tuple[bytes, bool], int] = {}
+        self._refusal = refusal
+        self._ends: dict[int, AnswerEnd] = {}
         self.parse: Parse = lambda text, _: ParsedReply(text.strip())
         renderer.render_chat_async = self.render_chat_async
 
@@ -76,21 +108,71 @@ class ExactRendering:
         exact prompt's length, and show the new turns only.
         """
         parent, covered = found
-        end = await self._end_of_turn(chat_params)
+        opening, new = stand_in(chat.messages, covered, said=SENTINEL)
+        try:
+            result = await self._render([[*opening, *new]], chat_params, *args, **kwargs)
+            engine_input = result[1][0]
+            ids = np.array(engine_input.get("prompt_token_ids") or (), np.int32)
+            kind = _kind_of(chat.asked, opening, new)
+            end = self._ends.get(kind)
+            if end is None or not end.is_in(ids):
+                end = await self._answer_end(opening, new, chat_params, ids)
+        except self._refusal:
+            return None  # a template may refuse the stand-in, and take the conversation
         if end is None:
             return None
-        short = stand_in(chat.messages, covered)
-        result = await self._render([short], chat_params, *args, **kwargs)
-        engine_input = result[1][0]
-        closed = await self._num_turns_closed(short[:2], chat.asked, chat_params)
-        ids = engine_input.get("prompt_token_ids") or []
-        tail = tail_of(ids, end=end, num_turns_closed=closed, parent=parent)
+        if len(self._ends) >= MAX_KINDS:
+            self._ends.clear()
+        self._ends[kind] = end
+        tail = end.tail_of(ids, parent, marks=self._marks)
         if tail is None:
             return None
         cause = None if chat.last_answer == covered - 1 else diagnose_messages(call.live, chat, self.parse)
         call.continuation = Continuation(parent=parent, tail_ids=tail, chat=chat, cause=cause)
-        engine_input["prompt_token_ids"] = [end] * (parent.total + len(tail) - len(ids)) + ids
+        shown = ids.tolist()
+        exact_len = parent.total + len(tail)
+        engine_input["prompt_token_ids"] = ([shown[end.at]] * (exact_len - len(shown)) + shown)[-exact_len:]
         return result
+
+    async def _answer_end(
+        self, opening: list[Message], new: list[Message], chat_params: Any, ids: Int32
+    ) -> AnswerEnd | None:
+        """The end of the answer in the stand-in's rendering `ids`; None: it cannot be proved.
+
+        Proved is that the template writes what comes before the answer as it writes it alone, what comes after it as it ends an
+        answer, then as it does after a longer history; and that a control token, which joins no other, stands at the cut.
+        """
+        text = await self._text_of([*opening, *new], chat_params, asks=True)
+        answered = await self._text_of(opening, chat_params)
+        history, answer = opening[:-1], {"role": "assistant", "content": SENTINEL}
+        plain = answered
+        if opening[-1] != answer:
+            plain = await self._text_of([*history, answer], chat_params)
+        longer = await self._text_of([*history, answer, history[-1], opening[-1], *new], chat_params, asks=True)
+        after, ending, closing = (each.rpartition(SENTINEL)[2] for each in (text, answered, plain))
+        is_local = (
+            text.count(SENTINEL) == answered.count(SENTINEL) > 0
+            and text.startswith(await self._text_of(history, chat_params))
+            and after.startswith(ending)
+            and longer.rpartition(SENTINEL)[2] == after
+        )
+        mark = self._mark.search(closing)
+        closed = closing[mark.start() :] if mark else ""
+        if not is_local or not ending.endswith(closed) or (mark is None and closing):
+            return None
+        at = len(text) - len(after) + len(ending) - len(closed)
+        if not self._mark.match(text, at):
+            return None
+        before, closing_ids = (
+            self._inner.get_tokenizer().encode(part, add_special_tokens=False) for part in (text[:at], closed)
+        )
+        end = AnswerEnd(
+            at=len(before),
+            digest=_digest(np.array(before, np.int32)),
+            num_closing=len(closing_ids),
+            is_direct=mark is None or mark.start() == 0,
+        )
+        return end if end.is_in(ids) and int(ids[end.at]) in self._marks else None
 
     def _why_not(
         self,
@@ -108,36 +190,33 @@ class ExactRendering:
             return None if chat.last_answer == covered - 1 else diagnose_messages(call.live, chat, self.parse)
         return diagnose_tokens(parent, rendered_ids, parse=self.parse, decode=self._inner.get_tokenizer().decode)
 
-    async def _end_of_turn(self, chat_params: Any) -> int | None:
-        """The token that the template writes after an answer: often, but not always, the tokenizer's end of sequence."""
-        if self._end is None:
-            opening = [{"role": "user", "content": "-"}, {"role": "assistant", "content": SENTINEL}]
-            closing = (await self._text_of(opening, chat_params)).rpartition(SENTINEL)[2]
-            tokenizer = self._inner.get_tokenizer()
-            ids = tokenizer.encode(closing, add_special_tokens=False)
-            self._end = int(ids[0]) if ids else -1
-            self._end_text = tokenizer.decode(ids[:1])
-        return None if self._end < 0 else self._end
+    @cached_property
+    def _marks(self) -> frozenset[int]:
+        """Tokens that stand for themselves in any text."""
+        return frozenset(token for text, token in self._inner.get_tokenizer().get_added_vocab().items() if text.strip())
 
-    async def _num_turns_closed(self, opening: list[Message], asked: ChatOptions, chat_params: Any) -> int:
-        """End-of-turn tokens in a user turn and this assistant turn, with what the template puts before them.
+    @cached_property
+    def _mark(self) -> re.Pattern[str]:
+        """A text that becomes one of them."""
+        texts = [text for text in self._inner.get_tokenizer().get_added_vocab() if text.strip()]
+        return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)")
 
-        It depends on the template's inputs and not on the words, so it is computed once for each kind of message.
-        """
-        key = (asked.identity, bool(opening[1].get("tool_calls")))
-        spoken = self._end_text in json.dumps(opening[1], ensure_ascii=False, default=str)
-        if spoken or key not in self._turns_closed:
-            closed = (await self._text_of(opening, chat_params)).count(self._end_text)
-            if spoken:
-                return closed
-            if len(self._turns_closed) >= MAX_KINDS:
-                self._turns_closed.clear()
-            self._turns_closed[key] = closed
-        return self._turns_closed[key]
-
-    async def _text_of(self, messages: list[Message], chat_params: Any) -> str:
-        """What the template writes for these messages, without an opening for the next answer."""
-        kwargs = {**chat_params.chat_template_kwargs, "add_generation_prompt": False, "tokenize": False}
+    async def _text_of(self, messages: list[Message], chat_params: Any, *, asks: bool = False) -> str:
+        """What the template writes for these messages. `asks`: with what opens the next answer."""
+        kwargs = {**chat_params.chat_template_kwargs, "tokenize": False}
+        if not asks:
+            kwargs["add_generation_prompt"] = False
         params = dataclasses.replace(chat_params, chat_template_kwargs=kwargs)
         _, prompt = await self._inner.render_messages_async(messages, params)
         return str(prompt.get("prompt", ""))
+
+
+def _kind_of(asked: ChatOptions, opening: list[Message], new: list[Message]) -> int:
+    """Equal for stand-ins whose answers end at the same token, as far as one can tell before they are rendered."""
+    names = tuple(str(call["function"].get("name")) for call in opening[-1].get("tool_calls", ()))
+    roles = tuple(str(message.get("role")) for message in (*opening, *new))
+    return hash((asked.identity, opening[-1]["content"], names, roles))
+
+
+def _digest(ids: Int32) -> bytes:
+    return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()

@@ -59,20 +59,43 @@ def keeps_state(params: Any) -> bool:
     return penalised or bool(params.structured_outputs or params.bad_words)
 
 
-def constraint_of(params: Any) -> tuple[str, int | None] | None:
+FORCING = ("structured_outputs", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens")
+"""Fields that take the choice from the policy and are served, as the penalties above."""
+LEFT_TO_THE_POLICY = ("thinking_token_budget", "watermarking")
+"""What would take it, and counts as not asked for: agents ask for a budget of thoughts as a limit."""
+# fmt: off
+UNFORCED = frozenset((
+    "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos",
+    "include_stop_str_in_output", "logprobs", "flat_logprobs", "prompt_logprobs", "prompt_logprob_token_ids",
+    "prompt_logprob_start", "logprob_token_ids", "extra_args", "detokenize", "skip_special_tokens",
+    "spaces_between_special_tokens", "output_kind", "stream_interval", "output_text_buffer_length", "skip_clone",
+    "skip_reading_prefix_cache", "routed_experts_prompt_start",
+))
+# fmt: on
+"""The run's own (`SamplingRules` sets or bounds them), or they bound and show an answer; none changes what is sampled."""
+
+
+def constraint_of(params: Any, neutral: Any) -> tuple[str, int | None] | None:
     """The field that takes the choice from the policy, and how many first tokens it is about (None: all); None: there is none.
 
     The recorded log-probabilities are then true of another distribution than the policy's, so those tokens are not trained.
+    `neutral`: SamplingParams that ask for nothing. Raises RequestRefused for a field that differs and is not known here: a later
+    version of vLLM may have it, and it may force tokens.
     """
-    for field, value in NEUTRAL.items():
-        if getattr(params, field) != value:
-            return field, None
-    for field in ("structured_outputs", "logit_bias", "bad_words"):
-        if getattr(params, field):
-            return field, None
-    if params.allowed_token_ids is not None:
-        return "allowed_token_ids", None
-    return ("min_tokens", params.min_tokens) if params.min_tokens else None
+    asked = []
+    for field in params.__struct_fields__:
+        value, default = getattr(params, field), getattr(neutral, field)
+        differs = len(value) > 0 if isinstance(value, Sized) and not default else value != default
+        if not differs or field in UNFORCED or field.startswith("_"):
+            continue
+        if field not in NEUTRAL and field not in FORCING:
+            raise RequestRefused(
+                f"{field} is not served: it may take the choice from the policy; leave it out", field=field
+            )
+        asked.append(field)
+    if not asked:
+        return None
+    return (asked[0], None) if asked != ["min_tokens"] else ("min_tokens", params.min_tokens)
 
 
 def _check_constraint(outputs: Any) -> None:

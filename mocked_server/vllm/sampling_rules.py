@@ -18,7 +18,7 @@ from buffers.records import Int32
 from configs.schema import RolloutConfig
 from mocked_server.conversation.live_episodes import LiveEpisode
 from mocked_server.vllm.engine import MAX_MESSAGE_CHARS, NUMBERS_ONLY, refusal_of
-from mocked_server.vllm.sampling_limits import check_sampling, constraint_of
+from mocked_server.vllm.sampling_limits import LEFT_TO_THE_POLICY, check_sampling, constraint_of
 
 NOT_SENT = (msgspec.MsgspecError, TypeError, OverflowError, UnicodeEncodeError, RecursionError)
 """What encoding and decoding for the engine's process may raise."""
@@ -32,6 +32,7 @@ class SamplingRules:
 
         self._input_processor = input_processor
         self._rollout = rollout
+        self._neutral = SamplingParams()
         self._decoder = msgspec.msgpack.Decoder(SamplingParams)
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -45,7 +46,7 @@ class SamplingRules:
         self._pin(params, len(prompt), live=live)
         check_sampling(params)
         self._check_values(params)
-        constraint = constraint_of(params)
+        constraint = constraint_of(params, self._neutral)
         if constraint is None:
             return 0
         field, num_first = constraint
@@ -68,6 +69,13 @@ class SamplingRules:
         """The run's temperature, the whole distribution, log-probabilities of what is sampled, a seed of the episode's own."""
         params.temperature = 0.0 if live is not None and live.episode.greedy else self._rollout.temperature
         params.top_p, params.top_k, params.min_p = 1.0, 0, 0.0
+        for field in LEFT_TO_THE_POLICY:
+            setattr(params, field, None)
+        if params.n > 1 and params.temperature == 0.0:
+            raise RequestRefused(
+                f"n must be 1 in an episode that is played greedily, got {params.n}; all answers would be the same",
+                field="n",
+            )
         room = self._rollout.max_model_len - prompt_len
         if room < 1:
             raise RequestRefused(

@@ -31,7 +31,7 @@ from mocked_server.request_context import AnswerPart, Call, PendingReply, Sampli
 from mocked_server.roles import NO_ROLE, Role
 from mocked_server.vllm.exact_rendering import ExactRendering
 from mocked_server.vllm.generate_route import Sleeper, TokenRoute
-from mocked_server.vllm.reply_parser import ReplyParser
+from mocked_server.vllm.reply_parser import ReplyParser, telling
 from mocked_server.vllm.sampling_limits import MAX_CHOICES
 from mocked_server.vllm.sampling_rules import SamplingRules
 
@@ -68,13 +68,14 @@ class QueueClient:
         default_role: Role = NO_ROLE,
     ) -> None:
         """`default_role`: of prompts that name none."""
+        from vllm.exceptions import VLLMClientError
         from vllm.renderers import renderer_from_config
         from vllm.v1.engine.input_processor import InputProcessor
 
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
-        self.rendering = ExactRendering(self.renderer, strict=strict)
+        self.rendering = ExactRendering(self.renderer, strict=strict, refusal=VLLMClientError)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self.sleeper: Sleeper | None = None
         self._queue = queue
@@ -303,6 +304,7 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
 
     envs.enable_envs_cache()  # vLLM reads its settings from the environment for each part of each message
     _leave_tool_calls_free()
+    _leave_limits_to_the_run()
 
     tasks = ("generate",)
     with _root_level_kept():
@@ -310,6 +312,13 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
     await init_app_state(client, app.state, args, tasks)
     client.rendering.parse = ReplyParser(
         app.state.online_renderer.parser, tokenizer=client.renderer.get_tokenizer(), model_config=client.model_config
+    )
+    chat, responses, messages = (
+        getattr(app.state, name)
+        for name in ("openai_serving_chat", "openai_serving_responses", "anthropic_serving_messages")
+    )
+    chat.parser_cls, responses.parser, messages.parser_cls = map(
+        telling, (chat.parser_cls, responses.parser, messages.parser_cls)
     )
     # Metrics and CORS of a public server: each costs every request of an agent some of its time.
     app.user_middleware.clear()
@@ -320,7 +329,6 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
         app.router.add_route(path, endpoint, methods=["POST"])
     for kind in FAILURES:
         app.add_exception_handler(kind, _fail)
-    messages = app.state.anthropic_serving_messages
     messages.create_messages = _telling(messages.create_messages)
     messages.count_tokens = _telling(messages.count_tokens)
     return app
@@ -352,6 +360,25 @@ def _leave_tool_calls_free() -> None:
         return None if tool_choice == "auto" else original(tools, tool_choice, strict_level)
 
     abstract_parser.resolve_tool_strictness = resolve_unless_auto
+
+
+def _leave_limits_to_the_run() -> None:
+    """Leaves to `SamplingRules` what vLLM's layer judges before the run's own numbers are in force: more tokens than the model's
+    length, which are capped as all numbers above `rollout.max_tokens` are, and several answers at an agent's temperature of 0."""
+    from vllm.renderers.params import TokenizeParams
+    from vllm.sampling_params import SamplingParams
+
+    original = TokenizeParams.__post_init__
+    if getattr(original, "__name__", "") == "capped":
+        return
+
+    def capped(self: Any) -> None:
+        if self.max_total_tokens is not None and self.max_output_tokens is not None:
+            object.__setattr__(self, "max_output_tokens", min(self.max_output_tokens, self.max_total_tokens))
+        original(self)
+
+    TokenizeParams.__post_init__ = capped
+    SamplingParams._verify_greedy_sampling = lambda _: None
 
 
 def _telling(serve: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:

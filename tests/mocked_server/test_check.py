@@ -87,6 +87,9 @@ def test_features_are_named():
     assert features_of(CHAT, {"stream": True, "tools": TWO_TOOLS, "temperature": 0.0, "n": 2, "presence_penalty": 0.5}) == [
         "stream", "tools", "several choices", "penalties", "temperature",
     ]  # fmt: skip
+    for asked in ({"max_tokens": 32_000}, {"max_completion_tokens": 4096}, {"max_output_tokens": 2049}):
+        assert features_of(CHAT, asked) == ["long answers"]
+    assert features_of(CHAT, {"max_tokens": 2048, "max_output_tokens": "many"}) == []
     assert set(NARROWS) <= set(
         features_of(
             CHAT,
@@ -225,11 +228,12 @@ def test_narrowed_sampling_is_said():
         exit_code=0,
         seconds=1.0,
         dialects=Counter({CHAT: 1}),
-        features=Counter({"penalties": 1}),
+        features=Counter({"penalties": 1, "long answers": 1}),
         errors=[],
     )
     report = make_report(seen, stored=[], rows=[], causes=[], temperature=1.0)
     assert any("penalties" in advice for advice in report.advice)
+    assert any("at most rollout.max_tokens" in advice for advice in report.advice)
 
 
 @pytest.mark.engine

@@ -17,12 +17,10 @@ from mocked_server.conversation.continuation import (
     longest_prefix,
     parsed_reply,
     stand_in,
-    tail_of,
 )
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
 from mocked_server.conversation.message_match import ParsedReply
 
-END = 0
 ASKED = ChatOptions.of({}, None)
 TOOLS = ChatOptions.of({"tools": ["add"]}, None)
 USER = {"role": "user", "content": "One."}
@@ -147,29 +145,15 @@ def test_an_answer_is_parsed_once_and_a_plain_completion_not_at_all() -> None:
     assert parsed_reply(add(episode(), 1, 2, text=" hm|ok "), counted) == ParsedReply("hm|ok") and len(parsed) == 1
 
 
-def test_one_user_turn_stands_for_the_history_before_the_answer() -> None:
-    messages = [USER, said("ok"), NEXT, said("fine"), USER]
-    assert stand_in(messages, 2) == [{"role": "user", "content": "-"}, *messages[1:]]
-    assert stand_in(messages, 4) == [{"role": "user", "content": "-"}, *messages[3:]]
-
-
-@pytest.mark.parametrize(
-    ("rendered", "closed", "sampled", "tail"),
-    [
-        ([1, END, 2, END, 3, 4], 2, END, [3, 4]),
-        ([1, END, 2, END, 3, 4], 2, 9, [END, 3, 4]),  # cut short: the template closes its turn
-        ([1, END, 2, END, 3, END, 4], 2, END, [3, END, 4]),
-        ([1, END, 2, END, 3, 4], 1, END, [2, END, 3, 4]),
-        ([1, END], 1, END, []),
-        ([1, END, 2], 2, END, None),
-        ([1, END, 2, END], 0, END, None),
-        ([], 1, END, None),
-    ],
-)
-def test_the_tail_begins_after_the_turns_that_are_closed(rendered: Any, closed: int, sampled: int, tail: Any) -> None:
-    parent = add(episode(), 7, sampled)
-    found = tail_of(rendered, end=END, num_turns_closed=closed, parent=parent)
-    assert (None if found is None else found.tolist()) == tail
+def test_one_user_turn_stands_for_the_history_and_one_word_for_the_answer() -> None:
+    opening = [{"role": "user", "content": "-"}, said("X")]
+    assert stand_in([USER, said("ok"), NEXT, said("fine"), USER], 2, said="X") == (opening, [NEXT, said("fine"), USER])
+    assert stand_in([USER, said("ok"), NEXT, said("fine", reasoning="hm")], 4, said="X") == (opening, [])
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    system = {"role": "system", "content": "Be kind."}
+    (first, *_, answer), new = stand_in([system, USER, said("", tool_calls=[call])], 3, said="X")
+    shown = {**call, "function": {"name": "f", "arguments": '{"a": "X"}'}}
+    assert (first, answer, new) == ({"role": "system", "content": "-"}, said("", tool_calls=[shown]), [])
 
 
 # By ids

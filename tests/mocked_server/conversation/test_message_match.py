@@ -52,7 +52,7 @@ def make_server(folder, *, reasoning_parser="qwen3", **server):
     return thread
 
 
-def play(served, answers, edit=lambda message: message, *, stream=False, tools=TOOLS):
+def play(served, answers, edit=lambda message: message, *, stream=False, tools=TOOLS, **options):
     """A conversation with tools; `edit` is what the agent does to each answer before it sends it back. -> (rounds, breaks)."""
     served.engine.prompts.clear()
     scripted = iter(answers)
@@ -60,7 +60,7 @@ def play(served, answers, edit=lambda message: message, *, stream=False, tools=T
     episode, client = served.lease()
     messages = list(HELLO)
     for turn in range(len(answers)):
-        message = ask(client, messages, stream=stream, tools=tools)
+        message = ask(client, messages, stream=stream, tools=tools, **options)
         if message.get("tool_calls"):
             results = [
                 {"role": "tool", "tool_call_id": call["id"], "content": f"result {turn}"}
@@ -74,11 +74,11 @@ def play(served, answers, edit=lambda message: message, *, stream=False, tools=T
     return rounds, served.server.episodes.get(episode).branch_causes
 
 
-def ask(client, messages, *, stream, tools):
+def ask(client, messages, *, stream, tools, **options):
     if not stream:
-        reply = client.chat.completions.create(model="policy", messages=messages, tools=tools)
+        reply = client.chat.completions.create(model="policy", messages=messages, tools=tools, **options)
         return reply.choices[0].message.model_dump()
-    with client.chat.completions.stream(model="policy", messages=messages, tools=tools) as events:
+    with client.chat.completions.stream(model="policy", messages=messages, tools=tools, **options) as events:
         for _ in events:
             pass
         return events.get_final_completion().choices[0].message.model_dump()
@@ -256,3 +256,87 @@ def test_a_stop_string_may_be_put_back_or_left_out(tolerant, mark, breaks):
     if not breaks:
         exact = [*first.tail_ids.tolist(), *first.sampled_ids.tolist()]
         assert engine.prompts[-1][: len(exact)] == exact
+
+
+def hermes(call):
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+SPOKEN = {
+    "no arguments": hermes('{"name": "add"}'),
+    "cut": '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b"',
+    "a comma too many": hermes('{"name": "add", "arguments": {"a": 1, "b": 2,}}'),
+    "a brace too many": hermes('{"name": "add", "arguments": {"a": 1, "b": 2}}}'),
+    "a brace too few": hermes('{"name": "add", "arguments": {"a": 1, "b": 2}'),
+    "a quote too few": hermes('{"name": "add", "arguments": {"a: 1, "b": 2}}'),
+    "several in one": hermes('[{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": 2}}]'),
+    "parameters": hermes('{"name": "add", "parameters": {"a": 1, "b": 2}}'),
+    "marks in words": "I write <tool_call> first and </tool_call> last.",
+    "words after it": hermes('{"name": "add", "arguments": {"a": 1, "b": 2}}') + "\nThat is it.",
+    "a thought": THOUGHT + hermes('{"name": "add", "arguments": {"a": 1, "b": 2}}'),
+}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("spoken", SPOKEN)
+def test_what_was_told_is_recognised_as_it_comes_back(tolerant, spoken, stream):
+    rounds, breaks = play(tolerant, [SPOKEN[spoken], "Done."], only_what_is_set, stream=stream)
+    assert ([r.parent for r in rounds], breaks) == ([None, 0], {})
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_of_calls_one_at_a_time_the_first_is_told_and_recognised(tolerant, stream):
+    calls = [hermes(json.dumps({"name": "add", "arguments": {"a": 1, "b": n}})) for n in (2, 3)]
+    rounds, breaks = play(
+        tolerant, ["\n".join(calls), "Done."], only_what_is_set, stream=stream, parallel_tool_calls=False
+    )
+    assert ([r.parent for r in rounds], breaks) == ([None, 0], {})
+
+
+FORMS = {
+    "a control token after a line break": (
+        "### Instruction:\n{}\n",
+        "### Response:\n{}\nEND\n",
+        "### Response:\n",
+        [None, 0, 1],
+    ),
+    "a line break": ("### Instruction:\n{}\n", "### Response:\n{}\n", "### Response:\n", [None, None, None]),
+    "spoken roles": ("USER: {} ", "ASSISTANT: {}END", "ASSISTANT: ", [None, 0, 1]),
+    "nothing": ("END user\n{}", "\nanswer\n{}", "\nanswer\n", [None, 0, 1]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_message_is_lost_however_a_template_ends_turns(tmp_path, form):
+    from transformers import AutoTokenizer
+
+    from configs.schema import RolloutConfig
+    from configs.tiny_model import make_tiny_model
+    from tests.mocked_server.vllm.chat_families import turns
+
+    model = make_tiny_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    user, answer, opens, parents = FORMS[form]
+    end = tokenizer.eos_token
+    family = turns(user.replace("END", end), answer.replace("END", end), end, opens=opens)
+    tokenizer.chat_template = family.template
+    tokenizer.save_pretrained(model)
+    thread = ServerThread(model, rollout=RolloutConfig(max_tokens=96, max_model_len=1024))
+    thread.start()
+    try:
+        scripted = iter(["First.\nSecond.", "Done.", "Yes."])
+        thread.engine.answer = lambda _: thread.ids(next(scripted))
+        episode, client = thread.lease()
+        messages = []
+        for words in ("One.\nMore.", "TypeError: unsupported\n\nMend it, and keep sub.", "Go on.\n"):
+            messages.append({"role": "user", "content": words})
+            reply = client.chat.completions.create(model="policy", messages=messages)
+            shown = thread.tokenizer.decode(thread.engine.prompts[-1])
+            assert [shown.count(message["content"]) for message in messages] == [1] * len(messages)
+            assert shown.endswith(family.render(messages[-1:])), "the new turn, and what opens the answer"
+            messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+        assert [round_.parent for round_ in thread.stored(episode)] == parents
+        causes = thread.server.episodes.get(episode).branch_causes
+        assert sum(causes.values()) == parents[1:].count(None), "branches are counted"
+    finally:
+        thread.stop()

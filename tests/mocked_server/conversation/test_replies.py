@@ -9,8 +9,9 @@ import re
 
 import pytest
 
+from mocked_server.conversation.branch_causes import BranchCause
 from mocked_server.conversation.chat_history import ChatOptions
-from mocked_server.conversation.message_match import ParsedReply, canonical_arguments, same_text
+from mocked_server.conversation.message_match import ParsedReply, canonical_arguments, difference, same_text
 from mocked_server.vllm.reply_parser import ReplyParser
 from tests.support.server_parts import whole_prompt
 
@@ -53,6 +54,32 @@ def test_a_first_thought_may_be_cut_out_of_an_answer() -> None:
 
 
 @pytest.mark.seconds
+def test_a_thought_that_the_template_opened_may_be_cut_out_or_get_its_mark_back() -> None:
+    text = "Two numbers.\n</think>\n\n3"
+    for content in ("3", text, f"<think>{text}", f"<think>\n{text}\n"):
+        assert same_text({"role": "assistant", "content": content}, text), content
+    for content in ("4", "<think>Three.\n</think>\n\n3", "Two numbers."):
+        assert not same_text({"role": "assistant", "content": content}, text), content
+    assert same_text({"role": "assistant", "content": "b"}, "a</think>b"), "whatever a thought says"
+    assert not same_text({"role": "assistant", "content": "<think>3"}, "3"), "there was no thought"
+
+
+def test_reasoning_that_a_client_put_back_before_the_content_is_the_same_answer() -> None:
+    told = ParsedReply("3", (), "Two numbers.")
+    for thought, cause in (
+        ("Two numbers.", None),
+        ("\nTwo numbers.\n", None),
+        ("Three.", BranchCause.REASONING_EDITED),
+    ):
+        assert difference({"role": "assistant", "content": f"<think>{thought}</think>\n\n3"}, told) is cause
+    edited = {"role": "assistant", "content": "<think>Two numbers.</think>4"}
+    assert difference(edited, told) is BranchCause.CONTENT_EDITED
+    assert (
+        difference({"role": "assistant", "content": "<think>a</think>3"}, ParsedReply("3"))
+        is BranchCause.CONTENT_EDITED
+    )
+
+
 @pytest.mark.parametrize("error", [RecursionError, TimeoutError, KeyError, AttributeError, ValueError, AssertionError])
 def test_a_text_that_the_parser_fails_at_is_content(error: type[Exception]) -> None:
     class Fails:

@@ -222,6 +222,8 @@ REFUSED = [
     ("/v1/responses", "background", True),
     ("/v1/messages", "mcp_servers", [{"type": "url", "url": "http://x", "name": "x"}]),
     ("/v1/messages", "context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}),
+    ("/v1/messages", "messages", [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "One, two"}]),
+    ("/v1/messages", "messages", [{"role": "assistant", "content": [{"type": "text", "text": "{"}]}]),
 ]
 
 
@@ -265,6 +267,51 @@ HARMLESS = [
     ("/v1/responses", {"previous_response_id": None, "background": False, "store": True}),
     ("/v1/messages", {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}),
 ]
+
+
+MOST = {
+    "/v1/chat/completions": ["max_tokens", "max_completion_tokens"],
+    "/v1/completions": ["max_tokens"],
+    "/v1/responses": ["max_output_tokens"],
+    "/v1/messages": ["max_tokens"],
+    "/v1beta/models/policy:generateContent": ["generationConfig"],
+}
+
+
+@pytest.mark.parametrize(("path", "field"), [(path, field) for path, fields in MOST.items() for field in fields])
+def test_more_tokens_than_the_run_gives_are_capped(served, path, field):
+    _, client = served.lease()
+    if field == "generationConfig":
+        body = {"contents": [{"role": "user", "parts": [{"text": "Hi"}]}], field: {"maxOutputTokens": 32_000}}
+    else:
+        body = {**smallest(path), field: 32_000}
+        if path != "/v1/messages" and field != "max_tokens":
+            body.pop("max_tokens")
+    with served.http(client.api_key) as http:
+        answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert len(served.engine.prompts) == 1
+
+
+def test_a_budget_of_thoughts_is_left_to_the_model_without_a_reasoning_parser(served):
+    episode, client = served.lease()
+    thinking = {"type": "enabled", "budget_tokens": 31_000}
+    with served.http(client.api_key) as http:
+        answer = http.post(
+            "/v1/messages", json={**smallest("/v1/messages"), "max_tokens": 32_000, "thinking": thinking}
+        )
+    assert answer.status_code == 200, answer.text
+    (round_,) = served.stored(episode)
+    assert round_.trained is None, "all of it is trained"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_several_answers_at_an_agents_temperature_of_0_are_sampled(served, path):
+    episode, client = served.lease()
+    with served.http(client.api_key) as http:
+        answer = http.post(path, json={**smallest(path), "temperature": 0, "n": 2})
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["choices"]) == 2 and len(served.stored(episode)) == 2
 
 
 @pytest.mark.parametrize(("path", "fields"), HARMLESS)

@@ -10,7 +10,7 @@ import pytest
 from mocked_server.conversation.live_episodes import LiveEpisode
 from mocked_server.conversation.message_match import reply_of
 from mocked_server.request_context import Call, current_call
-from mocked_server.vllm.exact_rendering import ExactRendering
+from mocked_server.vllm.exact_rendering import SENTINEL, ExactRendering
 from tests.mocked_server.conversation.test_continuation import NEXT, USER, add, chat, episode, said
 
 END = "$"
@@ -37,6 +37,9 @@ class Renderer:
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return [ord(letter) for letter in text]
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {END: ord(END)}
 
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
@@ -94,7 +97,7 @@ async def tail_after(live: LiveEpisode, *messages: Any, renderer: Renderer | Non
 async def test_a_continued_chat_is_the_exact_ids_and_what_the_template_writes_after_the_answer() -> None:
     live, renderer = first_round(), Renderer()
     assert await tail_after(live, USER, said("ok"), NEXT, renderer=renderer) == (live.rounds[0], "u:Two.$a:", None)
-    assert renderer.rendered == [[{"role": "user", "content": "-"}, said("ok"), NEXT]], "never the history"
+    assert renderer.rendered == [[{"role": "user", "content": "-"}, said(SENTINEL), NEXT]], "never the history"
 
 
 async def test_what_opens_the_next_answer_closes_no_turn() -> None:
@@ -107,7 +110,7 @@ async def test_an_answer_that_was_cut_short_is_closed_first() -> None:
     assert await tail_after(live, USER, said("ok"), NEXT) == (live.rounds[0], "$u:Two.$a:", None)
 
 
-async def test_turns_of_calls_are_counted_for_each_kind_of_message_and_once() -> None:
+async def test_the_end_of_an_answer_is_proved_for_each_kind_of_message_and_once() -> None:
     renderer = Renderer()
     rendering = ExactRendering(renderer, strict=False)
     calls = said("ok", tool_calls=[{"id": "1", "function": {"name": "f"}}])
@@ -122,7 +125,7 @@ async def test_turns_of_calls_are_counted_for_each_kind_of_message_and_once() ->
         return "".join(map(chr, call.continuation.tail_ids))
 
     assert [await tail(message) for message in (said("ok"), calls, said("ok"), calls)] == ["u:Two.$a:"] * 4
-    assert renderer.num_texts == 1 + 2, "the end of a turn, and two kinds"
+    assert renderer.num_texts == 4 + 5, "two kinds; of calls also how the template ends an answer in words"
 
 
 async def test_an_answer_that_speaks_of_the_end_of_a_turn_is_counted_by_itself() -> None:
@@ -162,6 +165,21 @@ async def test_an_answer_after_the_continued_one_that_is_not_known_has_a_cause()
         messages = (USER, said("ok"), NEXT, said("never said"), USER)
         parent, tail, cause = await tail_after(live, *messages, strict=strict)
         assert parent is live.rounds[0] and tail == "u:Two.$a:never said$u:One.$a:" and cause == "history_edited"
+
+
+async def test_a_template_that_refuses_the_stand_in_renders_the_conversation_whole() -> None:
+    class Strict(Renderer):
+        def template(self, messages: list[Any], kwargs: dict[str, Any]) -> str:
+            if messages[0]["content"] == "-":
+                raise ValueError("say something")
+            return super().template(messages, kwargs)
+
+    live = first_round()
+    assert await tail_after(live, USER, said("ok"), NEXT, renderer=Strict()) == (live.rounds[0], "u:Two.$a:", None)
+    live = first_round("OK$")
+    live.rounds[0].text = "ok"
+    parent, tail, cause = await tail_after(live, USER, said("ok"), NEXT, renderer=Strict())
+    assert (parent, tail, cause) == (None, "u:One.$a:ok$u:Two.$a:", "template_rewrites_history")
 
 
 async def test_what_is_no_agents_request_is_rendered_as_it_is() -> None:

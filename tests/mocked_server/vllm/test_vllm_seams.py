@@ -78,6 +78,14 @@ def test_sampling_parameters_have_the_names_that_are_pinned():
         assert hasattr(params, name), name
 
 
+def test_lengths_and_several_greedy_answers_are_judged_by_two_methods():
+    from vllm.renderers.params import TokenizeParams
+    from vllm.sampling_params import SamplingParams
+
+    assert "max_output_tokens > max_total_tokens" in inspect.getsource(inspect.getmodule(TokenizeParams))
+    assert "self._verify_greedy_sampling()" in inspect.getsource(SamplingParams.__post_init__)
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
 def test_every_dialect_generates_through_the_client(served, path):
     _, client = served.lease()

@@ -1,0 +1,453 @@
+"""Chat templates of public families in their form: the marks, what stands between turns, what is written from the whole history.
+
+Written from memory of their structure, shortened; tools and dates that do not change it are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class Refused(Exception):
+    """A template refuses messages."""
+
+
+def _raise(text: str) -> None:
+    raise Refused(text)
+
+
+_ENVIRONMENT = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+)
+_ENVIRONMENT.globals["raise_exception"] = _raise
+_ENVIRONMENT.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class Family:
+    """`marks`: control tokens; `stop`: what ends an answer of the model; `continued`: an ordinary answer is continued with a"
+    " tail."""
+
+    template: str
+    marks: tuple[str, ...]
+    stop: str
+    continued: bool = True
+    calls: bool = False
+    """It writes tool calls and their results."""
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        return _ENVIRONMENT.from_string(self.template)
+
+    def render(self, messages: Sequence[Any], **kwargs: Any) -> str:
+        """What the model is shown. Arguments of calls are objects, as vLLM hands them to templates."""
+        shown = [
+            {**each, "tool_calls": [_with_object(call) for call in each.get("tool_calls") or ()]} for each in messages
+        ]
+        return self._compiled.render(messages=shown, **{"add_generation_prompt": True, **kwargs})
+
+
+def _with_object(call: Any) -> Any:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+
+
+def turns(
+    user: str,
+    answer: str,
+    *marks: str,
+    opens: str = "",
+    system: str = "",
+    begins: str = "",
+    stop: str = "",
+    continued: bool = True,
+) -> Family:
+    """A template that writes one message after another; `{}` is its text. `opens`: the next answer, by default what precedes"
+    " it in `answer`."""
+
+    def written(form: str, content: str = "message.content") -> str:
+        before, _, after = form.partition("{}")
+        return "{{ " + f"{before!r} + {content} + {after!r}" + " }}"
+
+    text = (
+        "{{ "
+        + repr(begins)
+        + " }}{% for message in messages %}{% if message.role == 'system' %}"
+        + written(system or user)
+        + "{% elif message.role == 'assistant' %}"
+        + written(answer)
+        + "{% else %}"
+        + written(user)
+        + "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ "
+        + repr(opens or answer.partition("{}")[0])
+        + " }}{% endif %}"
+    )
+    return Family(text, marks, stop or marks[0], continued)
+
+
+_IM = ("<|im_end|>", "<|im_start|>")
+_CHATML = turns(
+    "<|im_start|>user\n{}<|im_end|>\n",
+    "<|im_start|>assistant\n{}<|im_end|>\n",
+    *_IM,
+    system="<|im_start|>system\n{}<|im_end|>\n",
+)
+_L3 = ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>", "<|eom_id|>", "<|end_of_text|>")
+_LLAMA2 = (
+    "{% if messages[0].role == 'system' %}{% set first = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' %}"
+    "{% set rest = messages[1:] %}"
+    "{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}{% for message in rest %}"
+    "{% if message.role == 'assistant' %}{{ ' ' + message.content | trim + ' </s>' }}"
+    "{% else %}{{ '<s>[INST] ' + (first if loop.first else '') + message.content | trim + ' [/INST]' }}{% endif %}{% endfor %}"
+)
+_MISTRAL_LAST = (  # v3: the system message goes to the last message of the user
+    "{% if messages[0].role == 'system' %}{% set system = messages[0].content + '\n\n' %}{% set rest = messages[1:] %}"
+    "{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}{{ '<s>' }}{% for message in rest %}"
+    "{% if message.role == 'user' %}{{ '[INST] ' + (system if loop.last else '') + message.content + '[/INST]' }}"
+    "{% else %}{{ ' ' + message.content | trim + '</s>' }}{% endif %}{% endfor %}"
+)
+_GEMMA = (
+    "{{ '<bos>' }}{% for message in messages %}{% if message.role == 'system' and refuses %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ '<start_of_turn>' + ('model' if message.role == 'assistant' else 'user') + '\n' + message.content | trim +"
+    " '<end_of_turn>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+_QWEN3 = (
+    "{% set ns = namespace(last=-1) %}{% for message in messages %}{% if message.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for message in messages %}{% if message.role == 'assistant' %}{% set parts = message.content.split('</think>') %}"
+    "{% set thought = parts[0].split('<think>')[-1].strip('\n') if parts | length > 1 else '' %}"
+    "{{ '<|im_start|>assistant\n' }}{% if loop.index0 > ns.last and (loop.last or thought) %}"
+    "{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}"
+    "{{ parts[-1].lstrip('\n') }}{% for call in message.tool_calls %}"
+    '{{ \'\n<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ call.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% elif message.role == 'tool' %}"
+    "{{ '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + opens }}{% endif %}"
+)
+_DEEPSEEK = (
+    "{{ '<｜begin▁of▁sentence｜>' }}{% for message in messages %}{% if message.role == 'system' %}{{ message.content }}"
+    "{% elif message.role == 'assistant' %}{{ '<｜Assistant｜>' if messages[loop.index0 - 1].role != 'tool' }}"
+    "{{ message.content.split('</think>')[-1] }}"
+    "{% for call in message.tool_calls %}{{ '<｜tool▁calls▁begin｜>' if loop.first }}"
+    "{{ '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.function.name + '\n' }}"
+    "{{ call.function.arguments | tojson }}{{ '<｜tool▁call▁end｜>' }}{{ '<｜tool▁calls▁end｜>' if loop.last }}{% endfor %}"
+    "{{ '<｜end▁of▁sentence｜>' }}"
+    "{% elif message.role == 'tool' %}{{ '<｜tool▁output▁begin｜>' + message.content + '<｜tool▁output▁end｜>' }}"
+    "{% else %}{{ '<｜User｜>' + message.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<｜Assistant｜>' + opens }}{% endif %}"
+)
+_DS = tuple(
+    f"<｜{name}｜>"
+    for name in (
+        "end▁of▁sentence",
+        "begin▁of▁sentence",
+        "User",
+        "Assistant",
+        "tool▁calls▁begin",
+        "tool▁call▁begin",
+        "tool▁sep",
+        "tool▁call▁end",
+        "tool▁calls▁end",
+        "tool▁output▁begin",
+        "tool▁output▁end",
+    )
+)
+_GLM = (
+    "{{ '[gMASK]<sop>' }}{% for message in messages %}{% if message.role == 'assistant' %}"
+    "{{ '<|assistant|>\n' + message.content.split('</think>')[-1] | trim }}"
+    "{% for call in message.tool_calls %}{{ '\n<tool_call>' + call.function.name }}"
+    "{% for key, value in call.function.arguments.items() %}"
+    "{{ '\n<arg_key>' + key + '</arg_key>\n<arg_value>' + value + '</arg_value>' }}{% endfor %}{{ '\n</tool_call>' }}{% endfor %}"
+    "{% elif message.role == 'tool' %}{{ '<|observation|>' if messages[loop.index0 - 1].role != 'tool' }}"
+    "{{ '\n<tool_response>\n' + message.content + '\n</tool_response>' }}"
+    "{% else %}{{ '<|' + message.role + '|>\n' + message.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|assistant|>' + opens }}{% endif %}"
+)
+_GLM_MARKS = (
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+    "<|observation|>",
+    "[gMASK]",
+    "<sop>",
+    "<|endoftext|>",
+    "</tool_call>",
+    "<tool_call>",
+)
+_LLAMA31 = (
+    "{{ '<|begin_of_text|>' }}{% for message in messages %}{% if message.tool_calls %}"
+    "{% if message.tool_calls | length != 1 %}{{ raise_exception('only single tool-calls') }}{% endif %}"
+    '{{ \'<|start_header_id|>assistant<|end_header_id|>\n\n{"name": "\' + message.tool_calls[0].function.name + \'",'
+    ' "parameters": \' }}'
+    "{{ message.tool_calls[0].function.arguments | tojson }}{{ '}' + (ends or '<|eot_id|>') }}"
+    "{% else %}"
+    "{{ '<|start_header_id|>' + ('ipython' if message.role == 'tool' else message.role) + '<|end_header_id|>\n\n' +"
+    " message.content | trim + '<|eot_id|>' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+_MISTRAL7 = (
+    "{{ '<s>' }}{% for message in messages %}{% if message.role == 'system' %}"
+    "{{ '[SYSTEM_PROMPT]' + message.content + '[/SYSTEM_PROMPT]' }}"
+    "{% elif message.role == 'user' %}{{ '[INST]' + message.content + '[/INST]' }}"
+    "{% elif message.role == 'tool' %}"
+    "{{ '[TOOL_RESULTS]' + message.tool_call_id + '[TOOL_CONTENT]' + message.content + '[/TOOL_RESULTS]' }}"
+    "{% else %}{{ message.content }}{% for call in message.tool_calls %}"
+    "{{ '[TOOL_CALLS]' + call.function.name + '[CALL_ID]' + call.id + '[ARGS]' }}"
+    "{{ call.function.arguments | tojson }}{% endfor %}{{ '</s>' }}{% endif %}{% endfor %}"
+)
+_M7 = (
+    "</s>",
+    "<s>",
+    "[SYSTEM_PROMPT]",
+    "[/SYSTEM_PROMPT]",
+    "[INST]",
+    "[/INST]",
+    "[TOOL_RESULTS]",
+    "[TOOL_CONTENT]",
+    "[/TOOL_RESULTS]",
+    "[TOOL_CALLS]",
+    "[CALL_ID]",
+    "[ARGS]",
+)
+_ROUNDS = (
+    "{% set ns = namespace(number=0) %}{% for message in messages %}{% if message.role == 'assistant' %}"
+    "{{ message.content + '</s>\n\n' }}"
+    "{% else %}{% set ns.number = ns.number + 1 %}{{ '[Round ' ~ ns.number ~ ']\n\nQ: ' + message.content + '\n\nA: ' }}"
+    "{% endif %}{% endfor %}"
+)
+_HARMONY = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + message.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}{% else %}"
+    "{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
+
+
+def _set(template: str, **values: str) -> str:
+    return "".join("{% set " + f"{name} = {value!r}" + " %}" for name, value in values.items()) + template
+
+
+FAMILIES: dict[str, Family] = {
+    "chatml": _CHATML,
+    "yi": _CHATML,
+    "smollm": turns(
+        "<|im_start|>user\n{}<|im_end|>\n",
+        "<|im_start|>assistant\n{}<|im_end|>\n",
+        *_IM,
+        begins="<|im_start|>system\nBe SmolLM.<|im_end|>\n",
+    ),
+    "qwen2": turns(
+        "<|im_start|>user\n{}<|im_end|>\n",
+        "<|im_start|>assistant\n{}<|im_end|>\n",
+        *_IM,
+        "<|endoftext|>",
+        system="<|im_start|>system\n{}<|im_end|>\n",
+    ),
+    "qwen3": Family(
+        _set(_QWEN3, opens=""), (*_IM, "<tool_call>", "</tool_call>", "<think>", "</think>"), _IM[0], calls=True
+    ),
+    "qwq": Family(_set(_QWEN3, opens="<think>\n"), (*_IM, "<think>", "</think>"), _IM[0], calls=True),
+    "smollm3": Family(_set(_QWEN3, opens="<think>\n\n</think>\n"), _IM, _IM[0], calls=True),
+    "hermes": Family(_set(_QWEN3, opens=""), _IM, _IM[0], calls=True),
+    "internlm2": turns(
+        "<|im_start|>user\n{}<|im_end|>\n", "<|im_start|>assistant\n{}<|im_end|>\n", *_IM, "<s>", "</s>", begins="<s>"
+    ),
+    "dbrx": turns("\n<|im_start|>user\n{}<|im_end|>", "\n<|im_start|>assistant\n{}<|im_end|>", *_IM),
+    "orca": turns(
+        "<|im_start|>user\n{}<|im_end|>\n", "<|im_start|>assistant\n{}<|im_end|>\n", *_IM, "</s>", stop="</s>"
+    ),
+    "phi-4": turns(
+        "<|im_start|>user<|im_sep|>{}<|im_end|>", "<|im_start|>assistant<|im_sep|>{}<|im_end|>", *_IM, "<|im_sep|>"
+    ),
+    "phi-3": turns(
+        "<|user|>\n{}<|end|>\n", "<|assistant|>\n{}<|end|>\n", "<|end|>", "<|user|>", "<|assistant|>", "<|endoftext|>"
+    ),
+    "phi-2": turns("Instruct: {}\n", "Output: {}\n", "<|endoftext|>", continued=False),
+    "llama-2": Family(_LLAMA2, ("</s>", "<s>"), "</s>"),
+    "llama-3": turns(
+        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n{}<|eot_id|>",
+        *_L3,
+        begins="<|begin_of_text|>",
+    ),
+    "llama-3.1": Family(_set(_LLAMA31, ends=""), _L3, _L3[0], calls=True),
+    "functionary-3": Family(_set(_LLAMA31, ends="<|eom_id|>"), _L3, _L3[0], calls=True),
+    "functionary-2": turns(
+        "<|from|>user\n<|recipient|>all\n<|content|>{}\n",
+        "<|from|>assistant\n<|recipient|>all\n<|content|>{}<|stop|>\n",
+        "<|stop|>",
+        "<|from|>",
+        "<|recipient|>",
+        "<|content|>",
+    ),
+    "mistral-v1": turns("[INST] {} [/INST]", "{}</s>", "</s>", "<s>", begins="<s>"),
+    "mistral-v3": Family(_MISTRAL_LAST, ("</s>", "<s>"), "</s>"),
+    "mistral-v7": Family(_MISTRAL7, _M7, "</s>", calls=True),
+    "gemma": Family(
+        _set(_GEMMA, refuses="yes"), ("<end_of_turn>", "<start_of_turn>", "<bos>", "<eos>"), "<end_of_turn>"
+    ),
+    "gemma-3": Family(_set(_GEMMA, refuses=""), ("<end_of_turn>", "<start_of_turn>", "<bos>", "<eos>"), "<eos>"),
+    "zephyr": turns("<|user|>\n{}</s>\n", "<|assistant|>\n{}</s>\n", "</s>"),
+    "stablelm": turns("<|user|>\n{}<|endoftext|>\n", "<|assistant|>\n{}<|endoftext|>\n", "<|endoftext|>"),
+    "tulu": turns("<|user|>\n{}\n", "<|assistant|>\n{}</s>\n", "</s>"),
+    "tulu-1": turns("<|user|>\n{}\n", "<|assistant|>\n{}\n", "</s>", continued=False),
+    "olmo": turns("<|user|>\n{}\n", "<|assistant|>\n{}<|endoftext|>\n", "<|endoftext|>", begins="<|endoftext|>"),
+    "vicuna": turns("USER: {} ", "ASSISTANT: {}</s>", "</s>", opens="ASSISTANT:", system="{} "),
+    "vicuna-without-end": turns("USER: {}\n", "ASSISTANT: {}\n", "</s>", opens="ASSISTANT:", continued=False),
+    "wizardlm": turns("USER: {} ", "ASSISTANT: {}</s>", "</s>", "<s>", opens="ASSISTANT:"),
+    "alpaca": turns("### Instruction:\n{}\n\n", "### Response:\n{}\n\n", "</s>", continued=False),
+    "solar": turns("### User:\n{}\n\n", "### Assistant:\n{}\n\n", "</s>", continued=False),
+    "xgen": turns("### Human: {}\n", "### Assistant: {}\n", "<|endoftext|>", opens="###", continued=False),
+    "neural-chat": turns("### User:\n{}\n", "### Assistant:\n{}\n", "</s>", continued=False),
+    "persimmon": turns("human: {}\n\n", "adept: {}\n\n", "|ENDOFTEXT|", continued=False),
+    "reka": turns("human: {} <sep> ", "assistant: {} <sep> ", "<sep>", opens="assistant:"),
+    "deepseek-coder": turns(
+        "### Instruction:\n{}\n",
+        "### Response:\n{}\n<|EOT|>\n",
+        "<|EOT|>",
+        "<｜begin▁of▁sentence｜>",
+        begins="<｜begin▁of▁sentence｜>",
+        opens="### Response:",
+    ),
+    "deepseek-coder-text": turns(
+        "### Instruction:\n{}\n", "### Response:\n{}\n<|EOT|>\n", "</s>", opens="### Response:", continued=False
+    ),
+    "deepseek-v2": turns(
+        "User: {}\n\n", "Assistant: {}<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>", opens="Assistant:"
+    ),
+    "deepseek-v3": Family(_set(_DEEPSEEK, opens=""), _DS, _DS[0], calls=True),
+    "deepseek-r1": Family(_set(_DEEPSEEK, opens="<think>\n"), (*_DS, "<think>", "</think>"), _DS[0], calls=True),
+    "nemotron-mini": turns(
+        "<extra_id_1>User\n{}\n",
+        "<extra_id_1>Assistant\n{}\n",
+        "</s>",
+        "<extra_id_1>",
+        "<extra_id_0>",
+        system="<extra_id_0>System\n{}\n",
+        continued=False,
+    ),
+    "command-r": turns(
+        "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{}<|END_OF_TURN_TOKEN|>",
+        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{}<|END_OF_TURN_TOKEN|>",
+        "<|END_OF_TURN_TOKEN|>",
+        "<|START_OF_TURN_TOKEN|>",
+        "<|USER_TOKEN|>",
+        "<|CHATBOT_TOKEN|>",
+    ),
+    "aya": turns(
+        "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{}<|END_OF_TURN_TOKEN|>",
+        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+        "<|END_OF_TURN_TOKEN|>",
+        "<|START_OF_TURN_TOKEN|>",
+        "<|USER_TOKEN|>",
+        "<|CHATBOT_TOKEN|>",
+        "<|END_RESPONSE|>",
+    ),
+    "granite": turns(
+        "<|start_of_role|>user<|end_of_role|>{}<|end_of_text|>\n",
+        "<|start_of_role|>assistant<|end_of_role|>{}<|end_of_text|>\n",
+        "<|end_of_text|>",
+        "<|start_of_role|>",
+        "<|end_of_role|>",
+    ),
+    "falcon": turns("User: {}\n\n", "Assistant: {}\n\n", "<|endoftext|>", opens="Assistant:", continued=False),
+    "falcon-3": turns(
+        "<|user|>\n{}\n", "<|assistant|>\n{}<|endoftext|>\n", "<|endoftext|>", "<|user|>", "<|assistant|>"
+    ),
+    "exaone": turns(
+        "[|user|]{}\n",
+        "[|assistant|]{}[|endofturn|]\n",
+        "[|endofturn|]",
+        "[|user|]",
+        "[|assistant|]",
+        "[|system|]",
+        system="[|system|]{}[|endofturn|]\n",
+    ),
+    "glm-4": Family(_set(_GLM, opens=""), _GLM_MARKS, "<|user|>", calls=True),
+    "glm-4.5": Family(_set(_GLM, opens="\n<think>"), (*_GLM_MARKS, "<think>", "</think>"), "<|user|>", calls=True),
+    "glm-4-eos": Family(_set(_GLM, opens=""), _GLM_MARKS, "<|endoftext|>", calls=True),
+    "chatglm3": turns(
+        "<|user|>\n {}",
+        "<|assistant|>\n {}",
+        "<|user|>",
+        "<|assistant|>",
+        "<|system|>",
+        "[gMASK]",
+        "sop",
+        "</s>",
+        system="<|system|>\n {}",
+        begins="[gMASK]sop",
+        opens="<|assistant|>",
+        stop="</s>",
+    ),
+    "chatglm2": Family(_ROUNDS, ("</s>",), "</s>", continued=False),
+    "baichuan": turns("<reserved_106>{}", "<reserved_107>{}", "</s>", "<reserved_106>", "<reserved_107>", system="{}"),
+    "minicpm": turns("<用户>{}", "<AI>{}", "</s>", "<s>", continued=False),
+    "minicpm-end": turns("<用户>{}", "<AI>{}</s>", "</s>", "<s>"),
+    "openchat": turns(
+        "GPT4 Correct User: {}<|end_of_turn|>",
+        "GPT4 Correct Assistant: {}<|end_of_turn|>",
+        "<|end_of_turn|>",
+        "<s>",
+        begins="<s>",
+        opens="GPT4 Correct Assistant:",
+    ),
+    "starling": turns(
+        "Code User: {}<|end_of_turn|>",
+        "Code Assistant: {}<|end_of_turn|>",
+        "<|end_of_turn|>",
+        "<sep>",
+        opens="Code Assistant:",
+    ),
+    "saiga": turns("<s>user\n{}</s>\n", "<s>bot\n{}</s>\n", "</s>", "<s>", system="<s>system\n{}</s>\n"),
+    "jamba": turns(
+        "<|bom|><|user|> {}<|eom|>", "<|bom|><|assistant|> {}<|eom|>", "<|eom|>", "<|bom|>", "<|user|>", "<|assistant|>"
+    ),
+    "arctic": turns(
+        "<|im_start|>user\n{}<|im_end|>\n",
+        "<|im_start|>assistant\n{}<|im_end|>\n",
+        *_IM,
+        begins="<|im_start|>system\n<|im_end|>\n",
+    ),
+    "ernie": turns(
+        "User: {}\n",
+        "Assistant: {}<|end_of_sentence|>",
+        "<|end_of_sentence|>",
+        "<|begin_of_sentence|>",
+        begins="<|begin_of_sentence|>",
+    ),
+    "kimi": turns(
+        "<|im_user|>user<|im_middle|>{}<|im_end|>",
+        "<|im_assistant|>assistant<|im_middle|>{}<|im_end|>",
+        "<|im_end|>",
+        "<|im_user|>",
+        "<|im_assistant|>",
+        "<|im_middle|>",
+    ),
+    "seed-oss": turns("<seed:bos>user\n{}<seed:eos>", "<seed:bos>assistant\n{}<seed:eos>", "<seed:eos>", "<seed:bos>"),
+    "hunyuan": turns(
+        "<|startoftext|>{}<|extra_0|>",
+        "{}<|eos|>",
+        "<|eos|>",
+        "<|startoftext|>",
+        "<|extra_0|>",
+        system="<|startoftext|>{}<|extra_4|>",
+    ),
+    "ling": turns("<role>HUMAN</role>{}<|role_end|>", "<role>ASSISTANT</role>{}<|role_end|>", "<|role_end|>"),
+    "gpt-oss": Family(
+        _HARMONY, ("<|return|>", "<|end|>", "<|start|>", "<|channel|>", "<|message|>"), "<|return|>", continued=False
+    ),
+    "end-in-blank-and-mark": turns("<|im_start|>user\n{} <|im_end|>", "<|im_start|>assistant\n{} <|im_end|>", *_IM),
+}
