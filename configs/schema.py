@@ -24,6 +24,8 @@ NotNegative = Annotated[float, Field(ge=0.0)]
 Seconds = Positive
 Text = Annotated[str, Field(min_length=1)]
 
+MAX_NAME_BYTES = 200
+"""Of a run's name: file systems take 255, and a run that is moved aside gets a date behind it."""
 SHARE_BESIDE_A_RANK = 0.4
 SHARE_ALONE = 0.9
 CPU_KV_CACHE_GB = 0.25
@@ -46,9 +48,16 @@ class CheckpointsConfig(Section):
     """How many of the newest checkpoints stay on disk. The best one stays too."""
 
 
+def _check_run_name(name: str) -> str:
+    if name in (".", "..") or "/" in name or not name.isprintable() or len(name.encode()) > MAX_NAME_BYTES:
+        raise ValueError(f"must be the name of a folder in run.dir, of at most {MAX_NAME_BYTES} bytes, without slashes")
+    return name
+
+
 class RunConfig(Section):
-    name: Text = "demo"
-    """Results go to `<dir>/<name>`; an earlier run of that name is moved aside, never overwritten."""
+    name: Annotated[Text, AfterValidator(_check_run_name)] = "demo"
+    """Results go to `<dir>/<name>`; an earlier run of that name is moved aside, never overwritten. A folder that is no run is
+    refused, and so is the name of a run that lives."""
     dir: Text = "runs"
     """Folder of all runs."""
     steps: PositiveInt = 60

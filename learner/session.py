@@ -24,7 +24,7 @@ from learner.reporting.drift import OTHER_CLASS, OTHER_CLASS_ARGUMENT
 from learner.reporting.summary import reward_curve_png, reward_curve_text, summary_table, write_summary
 from learner.reporting.tracker import Tracker
 from learner.startup.page_process import PageProcess
-from learner.startup.run_folder import CONFIG, LEDGER, find_resume, fresh_folder
+from learner.startup.run_folder import CONFIG, LEDGER, LOG, claimed
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +41,16 @@ def run_session(
 ) -> int:
     """Run the pipeline in a fresh folder, or in the folder of the run that is resumed; returns the exit code.
 
-    `prepare`: called before this process has other threads. `program`: what the user calls it by."""
+    `prepare`: called before this process has other threads. `program`: what the user calls it by. Raises UnderstudyError where a
+    living run has the folder."""
     folder = Path(config.run.dir) / config.run.name
-    again, checkpoint = find_resume(folder, resume=resume, elsewhere=bool(config.buffer.node))
-    if not again:
-        fresh_folder(folder)
-    start = checkpoint.position.step if checkpoint else 0
-    log = folder / "log.txt"
-    write_config(folder, config)
-    with own_terminal(log) as terminal:
+    log = folder / LOG
+    with (
+        claimed(folder, resume=resume, elsewhere=bool(config.buffer.node)) as (again, checkpoint),
+        own_terminal(log) as terminal,
+    ):
+        start = checkpoint.position.step if checkpoint else 0
+        write_config(folder, config)
         logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         console = Console(file=terminal)
         say = partial(console.print, highlight=False, markup=False, soft_wrap=True)

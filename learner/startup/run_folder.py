@@ -1,13 +1,18 @@
 """A run's folder: whether it holds a run to resume, and an empty one for a new run.
 
-Called by `learner.run` before anything starts and by `learner.session`. Invariant: an earlier run is moved aside, never
-overwritten.
+Called by `learner.run` before anything starts, by `learner.session` and by `learner.evaluate`. Invariants: an earlier run is moved
+aside, never overwritten, and a folder that is no run is left alone; what is found by the folder's path (the folder, the versions in
+shared memory) is one living run's.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import platform
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from buffers.errors import UnderstudyError
@@ -15,6 +20,7 @@ from learner.checkpoints.store import Checkpoint, CheckpointError, CheckpointSto
 
 LEDGER = "ledger.sqlite"
 CONFIG = "config.yaml"
+LOG = "log.txt"
 
 
 def find_resume(folder: Path, *, resume: str, elsewhere: bool = False) -> tuple[bool, Checkpoint | None]:
@@ -41,25 +47,67 @@ def find_resume(folder: Path, *, resume: str, elsewhere: bool = False) -> tuple[
     return True, checkpoint
 
 
-def check_place(folder: Path) -> None:
-    """Raises UnderstudyError where this folder cannot be made."""
-    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        what = "is no folder" if not there.is_dir() else "cannot be written"
+def check_place(folder: Path, *, resumes: bool) -> None:
+    """Raises UnderstudyError where this folder cannot be made, is another living run's or, of a new run, would take the place of
+    what is no run. It only looks."""
+    try:
+        there = next(each for each in folder.absolute().parents if each.exists())
+        for place in filter(Path.exists, (there, folder)):
+            if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+                raise OSError(f"{place.absolute()} {'cannot be written' if place.is_dir() else 'is no folder'}")
+        is_run = (folder / CONFIG).is_file() and any((folder / name).is_file() for name in (LEDGER, LOG))
+        if not resumes and not is_run and folder.exists() and any(folder.iterdir()):
+            raise UnderstudyError(
+                f"run.dir and run.name must name a new folder, or that of an earlier run, got {folder.absolute()}, which is no "
+                f"run; set run.name"
+            )
+    except OSError as error:
         raise UnderstudyError(
-            f"run.dir must be a folder that can be written, got {folder.parent}: {there.absolute()} {what}; set run.dir"
-        )
+            f"run.dir must be a folder that can be written, got {folder.parent}: {error}; set run.dir"
+        ) from None
+    if _lock_file(folder).is_file():
+        with _locked(folder):
+            pass
 
 
-def fresh_folder(folder: Path) -> Path:
-    """An empty folder of this name; an earlier run of the same name is moved aside, never overwritten."""
-    if folder.exists():
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.stat().st_mtime))
-        aside = folder.with_name(f"{folder.name}.{stamp}")
-        number = 1
-        while aside.exists():
-            number += 1
-            aside = folder.with_name(f"{folder.name}.{stamp}-{number}")
-        folder.rename(aside)
-    folder.mkdir(parents=True)
-    return folder
+@contextmanager
+def claimed(folder: Path, *, resume: str = "", elsewhere: bool = False) -> Iterator[tuple[bool, Checkpoint | None]]:
+    """The folder of a run while it lives: what `find_resume` says and, of a new run, an empty folder, an earlier run of that name
+    being moved aside. Raises UnderstudyError where another process has it."""
+    with _locked(folder):
+        again, checkpoint = find_resume(folder, resume=resume, elsewhere=elsewhere)
+        if not again:
+            if folder.exists() and any(folder.iterdir()):
+                stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.stat().st_mtime))
+                aside, number = folder.with_name(f"{folder.name}.{stamp}"), 1
+                while aside.exists():
+                    number += 1
+                    aside = folder.with_name(f"{folder.name}.{stamp}-{number}")
+                folder.rename(aside)
+            folder.mkdir(parents=True, exist_ok=True)
+        yield again, checkpoint
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """A lock beside the folder, which may move. It ends with the process however that dies, and is not handed on to its children;
+    closing any descriptor of its file ends it too."""
+    folder.resolve().parent.mkdir(parents=True, exist_ok=True)
+    with _lock_file(folder).open("a+", encoding="utf-8") as lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            lock.seek(0)
+            raise UnderstudyError(
+                f"run.name must not be that of a run that lives, got {folder} ({lock.read()}); end that one, or set another "
+                f"run.name"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {platform.node()}")
+        lock.flush()
+        yield
+
+
+def _lock_file(folder: Path) -> Path:
+    folder = folder.resolve()
+    return folder.with_name(f".{folder.name}.lock")
