@@ -25,7 +25,7 @@ Seconds = Positive
 Text = Annotated[str, Field(min_length=1)]
 
 MAX_NAME_BYTES = 200
-"""Of a run's name: file systems take 255, and a run that is moved aside gets a date behind it."""
+"""The longest name of a run: file systems take 255, and a run that is moved aside gets a date behind it."""
 SHARE_BESIDE_A_RANK = 0.4
 SHARE_ALONE = 0.9
 CPU_KV_CACHE_GB = 0.25

@@ -137,8 +137,8 @@ def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Calla
     from learner.reporting.evaluation_report import failures_in_words, figures_of, table
     from learner.reporting.summary import write_summary
     from learner.reporting.tracker import Tracker
-    from learner.session import own_terminal, supervise, write_config
-    from learner.startup.run_folder import LOG, claimed
+    from learner.session import own_terminal, supervise
+    from learner.startup.run_folder import LOG, claimed, write_config
 
     folder = Path(config.run.dir) / config.run.name
     samples = config.data.validation.samples

@@ -72,7 +72,7 @@ class Outputs:
 
 class LearnLoop:
     """`starting`: the start of the learner's processes, which `run` waits for. `checkpoint`: the one that this run resumes from,
-    whose weights the engine has."""
+    whose weights the engine has. `on_begun`: called once engines and learner have the first weights, and agree."""
 
     def __init__(
         self,
@@ -89,6 +89,7 @@ class LearnLoop:
         validation: Validation | None = None,
         checkpoint: Checkpoint | None = None,
         agreement: Agreement | None = None,
+        on_begun: Callable[[], None] = lambda: None,
     ) -> None:
         self._schedule = schedule
         self._ledger = buffers.ledger
@@ -105,6 +106,7 @@ class LearnLoop:
         self._validation = validation
         self._checkpoint = checkpoint
         self._agreement = agreement
+        self._on_begun = on_begun
         self._probed = -1
         """The step after which engines were compared with the learner last; -1: they were not yet."""
         self.step = schedule.start
@@ -134,6 +136,7 @@ class LearnLoop:
     async def run(self) -> None:
         """Takes a full batch (waits: enough scored, fresh groups), gives new weights; unblocked by scores. Finite."""
         await self._begin()
+        self._on_begun()
         self._validate()
         if self.step == 0 and self._schedule.run.checkpoints.every and self._out.history.warm_start:
             self._saving = asyncio.create_task(self._save(), name="save")  # a warm start takes long to do again

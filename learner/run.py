@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None, *, program: str = PROGRAM) -> int:
 def _run(arguments: argparse.Namespace, *, program: str) -> int:
     from buffers.errors import UnderstudyError
     from configs.load import DEFAULT, ConfigError, load_config, shipped
-    from learner.startup.input_check import check_policy, refusal
+    from learner.startup.input_check import refusal
 
     try:
         config = load_config(shipped(arguments.config or DEFAULT), arguments.overrides)
@@ -97,7 +97,7 @@ def _run(arguments: argparse.Namespace, *, program: str) -> int:
     except UnderstudyError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if told := refusal(lambda: check_policy(config)):
+    if told := refusal(lambda: check_models(config, resume=arguments.resume)):
         print(f"error: {told}", file=sys.stderr)
         return 2
     print("understudy: loading torch, Ray and vLLM, which takes 5 to 20 s ...", flush=True)
@@ -266,6 +266,18 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
     check_engine_of_others(config, learns=learns)
     check_other_models(config)
     check_scorers(config)
+
+
+def check_models(config: Config, *, resume: str) -> None:
+    """Raises UnderstudyError for a policy's model, now a local one, that cannot be used, or is not that of what is resumed."""
+    from learner.startup.input_check import check_policy
+    from learner.startup.run_folder import check_resumed, find_resume
+
+    check_policy(config)
+    folder = Path(config.run.dir) / config.run.name
+    _, checkpoint = find_resume(folder, resume=resume, elsewhere=bool(config.buffer.node))
+    if checkpoint is not None:
+        check_resumed(config, checkpoint)
 
 
 def check_scorers(config: Config) -> None:

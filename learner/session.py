@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-import yaml
 from rich.console import Console
 
 from buffers.errors import UnderstudyError
@@ -24,7 +23,7 @@ from learner.reporting.drift import OTHER_CLASS, OTHER_CLASS_ARGUMENT
 from learner.reporting.summary import reward_curve_png, reward_curve_text, summary_table, write_summary
 from learner.reporting.tracker import Tracker
 from learner.startup.page_process import PageProcess
-from learner.startup.run_folder import CONFIG, LEDGER, LOG, claimed
+from learner.startup.run_folder import CONFIG, LEDGER, LOG, claimed, write_config
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,10 @@ def run_session(
         own_terminal(log) as terminal,
     ):
         start = checkpoint.position.step if checkpoint else 0
-        write_config(folder, config)
+        if again and (folder / CONFIG).is_file():  # a resume that fails leaves the configuration as it was
+            (folder / CONFIG).touch()
+        else:
+            write_config(folder, config)
         logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         console = Console(file=terminal)
         say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
@@ -69,7 +71,7 @@ def run_session(
             ) as display,
         ):
             make = partial(Pipeline, folder=folder, display=display, tracker=tracker, checkpoint=checkpoint)
-            run = run_agreeing(make, config=config, folder=folder, again=again, note=display.note)
+            run = run_agreeing(make, config=config, again=again, note=display.note)
             pipeline, code, errors = asyncio.run(with_page(run, page=page, display=display))
         for error in errors:
             logger.error("the run ended: %s", error)
@@ -124,7 +126,7 @@ async def with_page(run: Coroutine[Any, Any, Outcome], *, page: PageProcess, dis
 
 
 async def run_agreeing(
-    make: Callable[..., Pipeline], *, config: Config, folder: Path, again: bool, note: Callable[[str], None]
+    make: Callable[..., Pipeline], *, config: Config, again: bool, note: Callable[[str], None]
 ) -> Outcome:
     """A run; begun once more with vLLM's other class of the model where its own does not compute what the learner does."""
     pipeline = make(config, resume=again)
@@ -136,7 +138,6 @@ async def run_agreeing(
     note(f"engine and learner differ by {first.difference:.2g} nats on average: trying {OTHER_CLASS}")
     rollout = config.rollout.model_copy(update={"engine_args": {**arguments, **OTHER_CLASS_ARGUMENT}})
     config = config.model_copy(update={"rollout": rollout})
-    write_config(folder, config)
     pipeline = make(config, resume=True)
     code, errors = await supervise(pipeline)
     agreement = pipeline.agreement
@@ -189,11 +190,6 @@ def _messages(group: BaseExceptionGroup[BaseException]) -> list[str]:
         else:
             raise group
     return lines
-
-
-def write_config(folder: Path, config: Config) -> None:
-    """`config.yaml`: every key, as it is used."""
-    (folder / CONFIG).write_text(yaml.safe_dump(config.model_dump(), sort_keys=False), encoding="utf-8")
 
 
 def report(console: Console, rewards: list[float], *, summary: dict[str, Any], folder: Path) -> None:

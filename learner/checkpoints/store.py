@@ -31,6 +31,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """File name in the folder of an adapter, as peft has it."""
 ADAPTER, ADAPTERS = "adapter", "adapters"
 """Folders in that of a model: of its adapter, or of those of its roles, by name."""
+COUNTERS = "counters.json"
+"""File name of the learner's state that is no tensor."""
 VERSIONS = "versions.json"
 """File name beside these: the version of each role."""
 FORMAT = 1

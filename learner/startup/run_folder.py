@@ -8,19 +8,34 @@ shared memory) is one living run's.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from buffers.errors import UnderstudyError
-from learner.checkpoints.store import Checkpoint, CheckpointError, CheckpointStore, read_checkpoint
+from configs.schema import Config
+from learner.checkpoints.store import (
+    ADAPTER,
+    ADAPTERS,
+    COUNTERS,
+    Checkpoint,
+    CheckpointError,
+    CheckpointStore,
+    read_checkpoint,
+)
 
 LEDGER = "ledger.sqlite"
 CONFIG = "config.yaml"
 LOG = "log.txt"
+NOT_COMPARED = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "quantization_config")
+"""Keys of a model's config.json that a checkpoint of it may say otherwise."""
 
 
 def find_resume(folder: Path, *, resume: str, elsewhere: bool = False) -> tuple[bool, Checkpoint | None]:
@@ -47,6 +62,14 @@ def find_resume(folder: Path, *, resume: str, elsewhere: bool = False) -> tuple[
     return True, checkpoint
 
 
+def _read(path: Path) -> Mapping[str, Any]:
+    def compared(part: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in part.items() if name not in NOT_COMPARED}
+
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"), object_hook=compared)
+    return found
+
+
 def check_place(folder: Path, *, resumes: bool) -> None:
     """Raises UnderstudyError where this folder cannot be made, is another living run's or, of a new run, would take the place of
     what is no run. It only looks."""
@@ -68,6 +91,55 @@ def check_place(folder: Path, *, resumes: bool) -> None:
     if _lock_file(folder).is_file():
         with _locked(folder):
             pass
+
+
+def check_resumed(config: Config, checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError where the checkpoint is not one of this model, with these adapters and this critic."""
+    learner, made = config.learner, checkpoint.folder.parent.parent / "model"
+    folder = made if config.model.path == "tiny" or config.model.path.endswith(".gguf") else Path(config.model.path)
+    adapters = [
+        *checkpoint.model.glob(f"{ADAPTER}/adapter_config.json"),
+        *sorted(checkpoint.model.glob(f"{ADAPTERS}/*/adapter_config.json")),
+    ]
+    try:
+        there, here = (_read(place / "config.json") for place in (checkpoint.model, folder))
+        described = [_read(path) for path in adapters]
+        counters = [_read(path) for path in checkpoint.learner.glob(f"**/{COUNTERS}")]
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.folder} cannot be compared with model.path={config.model.path}: {error}; resume from "
+            f"another one, or with the model.path that it was saved with"
+        ) from None
+    critic = "none"
+    if (checkpoint.model / "critic").is_dir():
+        critic = "separate" if any("critic" in (each.get("learned") or ()) for each in counters) else "shared"
+    saved = {
+        **{f"{name} of model.path": value for name, value in there.items() if name in here},
+        "learner.lora.rank": described[0]["r"] if described else 0,
+        "learner.lora.alpha": described[0]["lora_alpha"] if described else learner.lora.alpha,
+        "roles with learner.lora.per_role": [path.parent.name for path in adapters if path.parent.name != ADAPTER],
+        "learner.critic": critic,
+    }
+    given = {
+        **{f"{name} of model.path": value for name, value in here.items()},
+        "learner.lora.rank": learner.lora.rank,
+        "learner.lora.alpha": learner.lora.alpha,
+        "roles with learner.lora.per_role": sorted(config.adapter_roles),
+        "learner.critic": learner.critic if learner.advantage == "gae" else "none",
+    }
+    for name, value in saved.items():
+        if given[name] != value:
+            raise CheckpointError(
+                f"{name} must be that of the checkpoint {checkpoint.folder}, {value}, got {given[name]}; resume with what "
+                f"it was saved with, or start a new run from its weights with model.path={checkpoint.model}"
+            )
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """`config.yaml`: every key, as it is used; whole or not at all."""
+    unfinished = folder / f".{CONFIG}.tmp"
+    unfinished.write_text(yaml.safe_dump(config.model_dump(), sort_keys=False), encoding="utf-8")
+    unfinished.replace(folder / CONFIG)
 
 
 @contextmanager

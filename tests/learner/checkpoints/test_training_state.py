@@ -3,15 +3,21 @@ a whole."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
-from buffers.records import TrainBatch
+from buffers.records import Position, TrainBatch
+from configs.load import load_config
 from configs.schema import LearnerConfig
+from learner.checkpoints.store import CheckpointError, CheckpointStore
+from learner.run import check_models
 from learner.training.ranks import LearnerRanks, RankFailed
 from learner.training.trainer import Trainer
 from tests.support.learner_parts import make_model, make_trainer, walks
@@ -150,3 +156,72 @@ async def test_two_ranks_go_on_from_what_one_saved_and_a_damaged_folder_is_refus
     (tmp_path / "one" / "__0_0.distcp").unlink()
     with pytest.raises(RankFailed, match="failed in load"):
         await two.load(tmp_path / "one")
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "shared": {"advantage": "gae", "critic": "shared"},
+    "separate": {"advantage": "gae", "critic": "separate"},
+    "none": {"advantage": "grpo", "critic": "none"},
+    "lora": {"advantage": "grpo", "critic": "none", "lora": {"rank": 2}},
+}
+
+
+@pytest.fixture(scope="module")
+def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each kind of learner, as a run of `model` leaves it."""
+    runs = tmp_path_factory.mktemp("runs")
+    for kind, knobs in KINDS.items():
+        store, trainer = CheckpointStore(runs / kind / "checkpoints", keep=1), make_trainer(model, **knobs)
+        scratch = store.scratch(1)
+        trainer.save(scratch / "learner")
+        trainer.save_pretrained(scratch / "model")
+        trainer.close()
+        store.commit(scratch, position=Position(run_id="a", lineage=0, step=1), score=None)
+        (runs / kind / "ledger.sqlite").touch()
+    return runs
+
+
+def resumed(run: Path, kind: str, *overrides: str, model: Path) -> None:
+    knobs = [f"learner.{name}={value}" for name, value in KINDS[kind].items()]
+    words = [f"run.dir={run}", f"run.name={kind}", f"model.path={model}", "warm_start.demonstrations=", *knobs]
+    check_models(load_config(overrides=[*words, *overrides]), resume="auto")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resume_with_what_was_saved_passes(run: Path, model: Path, kind: str, tmp_path: Path) -> None:
+    resumed(run, kind, "learner.lr=0.5", model=model)
+    resumed(run, kind, "model.dtype=bfloat16", model=shutil.copytree(model, tmp_path / "moved"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "override", "name"),
+    [
+        ("none", "learner.lora.rank=4", "learner.lora.rank"),
+        ("lora", "learner.lora.rank=0", "learner.lora.rank"),
+        ("lora", "learner.lora.rank=4", "learner.lora.rank"),
+        ("lora", "learner.lora.alpha=4", "learner.lora.alpha"),
+        ("lora", "{roles: {a: {}, b: {}}}", "roles with learner.lora.per_role"),
+        ("shared", "learner.critic=separate", "learner.critic"),
+        ("separate", "learner.critic=shared", "learner.critic"),
+        ("none", "{learner.advantage: gae, learner.critic: shared}", "learner.critic"),
+        ("shared", "{learner.advantage: grpo, learner.critic: none}", "learner.critic"),
+        ("none", "layers", "num_hidden_layers of model.path"),
+        ("shared", "kind", "model_type of model.path"),
+        ("shared", "model.path=tiny", "cannot be compared with model.path=tiny"),
+    ],
+)
+def test_a_resume_that_cannot_be_is_refused_in_one_line_before_anything_starts(
+    run: Path, model: Path, tmp_path: Path, kind: str, override: str, name: str
+) -> None:
+    words = [override] if "=" in override else []
+    if override.startswith("{"):
+        words = [f"{key}={value}" for key, value in yaml.safe_load(override).items()]
+        words += ["learner.lora.per_role=true"] if "roles" in override else []
+    if override in ("layers", "kind"):
+        model = shutil.copytree(model, tmp_path / "other")
+        told = json.loads((model / "config.json").read_text())
+        told |= {"num_hidden_layers": 1} if override == "layers" else {"model_type": "llama"}
+        (model / "config.json").write_text(json.dumps(told))
+    with pytest.raises(CheckpointError) as refused:
+        resumed(run, kind, *words, model=model)
+    assert name in str(refused.value) and "\n" not in str(refused.value)
