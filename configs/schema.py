@@ -347,7 +347,8 @@ class RejectionConfig(Section):
 
 class KLConfig(Section):
     coef: NotNegative = 0.0
-    """Weight of KL(policy || frozen reference). 0: there is no KL term, and no reference model is kept."""
+    """Weight of KL(policy || frozen reference). 0: there is no KL term, and no reference model is kept: turned
+    on at a resume, its reference is the policy that is resumed."""
     target: Positive | None = None
     """Adaptive KL: the weight begins at `coef` and is steered to a KL of so many nats per token. None: the weight is fixed."""
     horizon: Positive = 500.0

@@ -23,7 +23,7 @@ from learner.reporting.drift import OTHER_CLASS, OTHER_CLASS_ARGUMENT
 from learner.reporting.summary import reward_curve_png, reward_curve_text, summary_table, write_summary
 from learner.reporting.tracker import Tracker
 from learner.startup.page_process import PageProcess
-from learner.startup.run_folder import CONFIG, LEDGER, LOG, claimed, write_config
+from learner.startup.run_folder import CONFIG, LEDGER, LOG, check_resumed, claimed, write_config
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,12 @@ def run_session(
         say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
         say(f"understudy: run '{config.run.name}', {config.run.steps} steps, results in {folder}, log in {log}")
         if again:
-            say(f"resuming after step {start}, from {checkpoint.folder if checkpoint else 'the start'}")
+            news = check_resumed(config, checkpoint) if checkpoint else []
+            say(
+                "\n".join(
+                    [f"resuming after step {start}, from {checkpoint.folder if checkpoint else 'the start'}", *news]
+                )
+            )
         prepare()
         page = PageProcess(folder)
         say(f"page: {page.url}")

@@ -33,6 +33,8 @@ ADAPTER, ADAPTERS = "adapter", "adapters"
 """Folders in that of a model: of its adapter, or of those of its roles, by name."""
 COUNTERS = "counters.json"
 """File name of the learner's state that is no tensor."""
+REFERENCE = "reference"
+"""Name of the reference weights in a checkpoint; older versions are named by their number."""
 VERSIONS = "versions.json"
 """File name beside these: the version of each role."""
 FORMAT = 1

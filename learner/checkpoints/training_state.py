@@ -44,11 +44,11 @@ class Counters:
     """What is not a tensor. Equal on all ranks."""
 
     steps: int
-    kl_coef: float
+    kl_coef: float | None
+    """None, here and of the entropy: as it is configured, not steered."""
     copies: list[str]
     """Names of the kept weight copies of the policy."""
     entropy_coef: float | None = None
-    """None: as it is configured."""
     learned: list[str] | None = None
     """Names of the modules that have an optimizer; None: it was not written yet."""
 
@@ -59,8 +59,8 @@ def save(
     learned: Mapping[str, Learned],
     copies: Mapping[str, Shards],
     steps: int,
-    kl_coef: float,
-    entropy_coef: float,
+    kl_coef: float | None,
+    entropy_coef: float | None,
     rank: int,
 ) -> None:
     """Writes into `folder` and flushes it to disk. `copies`: shards of other weights of the module `policy`, by name."""

@@ -25,6 +25,7 @@ from learner.checkpoints.store import (
     ADAPTER,
     ADAPTERS,
     COUNTERS,
+    REFERENCE,
     Checkpoint,
     CheckpointError,
     CheckpointStore,
@@ -93,8 +94,9 @@ def check_place(folder: Path, *, resumes: bool) -> None:
             pass
 
 
-def check_resumed(config: Config, checkpoint: Checkpoint) -> None:
-    """Raises CheckpointError where the checkpoint is not one of this model, with these adapters and this critic."""
+def check_resumed(config: Config, checkpoint: Checkpoint) -> list[str]:
+    """A line for each thing that begins anew with this configuration. Raises CheckpointError where the checkpoint is not one of
+    this model, with these adapters and this critic."""
     learner, made = config.learner, checkpoint.folder.parent.parent / "model"
     folder = made if config.model.path == "tiny" or config.model.path.endswith(".gguf") else Path(config.model.path)
     adapters = [
@@ -133,6 +135,10 @@ def check_resumed(config: Config, checkpoint: Checkpoint) -> None:
                 f"{name} must be that of the checkpoint {checkpoint.folder}, {value}, got {given[name]}; resume with what "
                 f"it was saved with, or start a new run from its weights with model.path={checkpoint.model}"
             )
+    if learner.kl.coef == 0.0 or any(REFERENCE in each["copies"] for each in counters):
+        return []
+    step = checkpoint.position.step
+    return [f"learner.kl.coef was 0 so far: the reference is the policy after step {step}, not the first one"]
 
 
 def write_config(folder: Path, config: Config) -> None:

@@ -15,9 +15,10 @@ import yaml
 
 from buffers.records import Position, TrainBatch
 from configs.load import load_config
-from configs.schema import LearnerConfig
+from configs.schema import Config, LearnerConfig
 from learner.checkpoints.store import CheckpointError, CheckpointStore
 from learner.run import check_models
+from learner.startup.run_folder import check_resumed
 from learner.training.ranks import LearnerRanks, RankFailed
 from learner.training.trainer import Trainer
 from tests.support.learner_parts import make_model, make_trainer, walks
@@ -88,6 +89,47 @@ def test_the_random_state_goes_on(model: Path, tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), wanted)
     trainer.train_step(walks(), version=0)
     trainer.close()
+
+
+ADAPTIVE: dict[str, Any] = {"adaptive_entropy": {"target": 100.0, "step": 0.25}}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "wanted"),
+    [
+        ({"kl": {"coef": 0.1}}, {"kl": {"coef": 0.5}}, {"kl_coef": 0.5}),
+        ({"kl": {"coef": 0.0}}, {"kl": {"coef": 0.5}}, {"kl_coef": 0.5}),
+        ({"kl": {"coef": 0.0}}, {"kl": {"coef": 0.5, "in_reward": True}}, {"kl_coef": 0.5}),
+        ({"kl": {"coef": 0.1}}, {"kl": {"coef": 0.5, "target": 1e-9}}, {"kl_coef": 0.5}),
+        ({"kl": {"coef": 5.0}}, {"kl": {"coef": 0.0}}, {"kl_coef": None, "kl_ref": None}),
+        ({"kl": {"coef": 0.1, "target": 1e9}}, {"kl": {"coef": 0.5}}, {"kl_coef": 0.5}),
+        (
+            {"kl": {"coef": 0.1, "target": 1e9}},
+            {"kl": {"coef": 0.5, "target": 1e9}},
+            {"kl_coef": 0.1 * (1 - 0.2 * 8 / 500)},
+        ),
+        ({"entropy_coef": 0.0}, {"entropy_coef": 100.0}, {"grad_norm": 100.0}),
+        ({"entropy_coef": 0.5}, {"entropy_coef": 0.1, **ADAPTIVE}, {"entropy_coef": 0.1}),
+        ({"entropy_coef": 0.5, **ADAPTIVE}, {"entropy_coef": 0.1, **ADAPTIVE}, {"entropy_coef": 0.75}),
+    ],
+)
+def test_a_fixed_coefficient_is_the_configurations_and_an_adaptive_one_goes_on(
+    model: Path, tmp_path: Path, before: dict[str, Any], after: dict[str, Any], wanted: dict[str, float | None]
+) -> None:
+    first = make_trainer(model, **before)
+    trained(first, start=0, end=1)
+    first.save(tmp_path / "one")
+    first.close()
+    second = make_trainer(model, **after)
+    second.load(tmp_path / "one")
+    (figures,) = trained(second, start=1, end=2)
+    second.close()
+    for name, value in wanted.items():
+        found = figures.get(f"policy/{name}")
+        if name == "grad_norm":
+            assert found is not None and value is not None and found > value, "the bonus of 100 is in the gradient"
+        else:
+            assert found == (value if value is None else pytest.approx(value)), (name, figures)
 
 
 @pytest.mark.parametrize(
@@ -181,10 +223,23 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs
 
 
-def resumed(run: Path, kind: str, *overrides: str, model: Path) -> None:
+def config_of(run: Path, kind: str, *overrides: str, model: Path) -> Config:
     knobs = [f"learner.{name}={value}" for name, value in KINDS[kind].items()]
     words = [f"run.dir={run}", f"run.name={kind}", f"model.path={model}", "warm_start.demonstrations=", *knobs]
-    check_models(load_config(overrides=[*words, *overrides]), resume="auto")
+    return load_config(overrides=[*words, *overrides])
+
+
+def resumed(run: Path, kind: str, *overrides: str, model: Path) -> None:
+    check_models(config_of(run, kind, *overrides, model=model), resume="auto")
+
+
+def test_kl_that_is_turned_on_late_says_what_its_reference_is(run: Path, model: Path) -> None:
+    for kind in ("shared", "lora"):
+        checkpoint = CheckpointStore(run / kind / "checkpoints", keep=1).newest()
+        assert checkpoint is not None
+        assert check_resumed(config_of(run, kind, model=model), checkpoint) == []
+        (line,) = check_resumed(config_of(run, kind, "learner.kl.coef=0.1", model=model), checkpoint)
+        assert "the reference is the policy after step 1" in line
 
 
 @pytest.mark.parametrize("kind", KINDS)
