@@ -137,7 +137,7 @@ def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Calla
     from learner.reporting.evaluation_report import failures_in_words, figures_of, table
     from learner.reporting.summary import write_summary
     from learner.reporting.tracker import Tracker
-    from learner.session import own_terminal, supervise
+    from learner.session import in_words, own_terminal, supervise
     from learner.startup.run_folder import LOG, claimed, write_config
 
     folder = Path(config.run.dir) / config.run.name
@@ -156,8 +156,8 @@ def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Calla
             )
             code, errors = asyncio.run(supervise(pipeline))
         for error in errors:
-            logger.error("the evaluation ended: %s", error)
-            say(f"error: {error}", style="bold red")
+            logger.error("the evaluation ended: %s", in_words(error), exc_info=error)
+            say(f"error: {in_words(error)}", style="bold red")
         if code or pipeline.evaluation is None:
             if code == 130:
                 say("stopped; an evaluation cannot be resumed: run the same command again")

@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from buffers.errors import LeaseError
 from buffers.records import Position, TrainBatch
@@ -296,13 +297,15 @@ class LearnLoop:
             await self._pool.set_version(step, oldest=self._oldest)
         metrics["time/publish_s"] = time.monotonic() - began
         if step > self._done and self._out.traces is not None:
-            await asyncio.to_thread(self._out.traces.add, batch, step=step)
+            add = partial(self._out.traces.add, batch, step=step)
+            await asyncio.to_thread(self._out.tracker.attempt, "traces.jsonl", add)
         return metrics
 
     async def _keep_token_figures(self, batch: TrainBatch, *, step: int) -> None:
         """What the learner made of single tokens. Before the step is recorded: the page shows what is trained with its figures."""
         if self._out.tokens is not None and (figures := await self._learner.ranks.token_figures()) is not None:
-            await asyncio.to_thread(self._out.tokens.add, batch, figures, step=step)
+            add = partial(self._out.tokens.add, batch, figures, step=step)
+            await asyncio.to_thread(self._out.tracker.attempt, "tokens", add)
 
     @asynccontextmanager
     async def _asleep(self) -> AsyncIterator[dict[str, float]]:

@@ -176,7 +176,7 @@ async def test_vllms_other_class_is_tried_once_before_anything_was_trained(
     config = load_config(overrides=list(settings))
     pipeline, code, errors = await run_agreeing(make, config=config, again=again, note=notes.append)
     assert [str(one.config.rollout.engine_args.get("model_impl", "own")) for one in made] == classes
-    assert pipeline is made[-1] and code == bool(said) and "".join(errors).startswith(said)
+    assert pipeline is made[-1] and code == bool(said) and "".join(map(str, errors)).startswith(said)
     assert len(notes) == len(classes) - 1
     if len(classes) == 2:
         assert made[1].resume
