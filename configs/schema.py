@@ -62,7 +62,7 @@ class RunConfig(Section):
     """Folder of all runs."""
     steps: PositiveInt = 60
     """Optimizer steps, one full batch each."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed of everything that draws: the order of tasks, sampling, weights that are made here."""
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "swanlab"]] = ["tensorboard"]
@@ -488,7 +488,7 @@ class LearnerConfig(Section):
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy bonus in the loss."""
     adaptive_entropy: AdaptiveEntropyConfig = AdaptiveEntropyConfig()
-    check_logprobs: Fraction = 1.0
+    check_logprobs: Fraction | Literal[False] = 1.0
     """Share of the rows whose trained tokens are computed again under the older version that sampled them; the largest difference
     is reported. Tokens of the present version are compared in any case, at no cost; 0 (or false): none are, and no version is
     kept."""

@@ -58,14 +58,19 @@ def read_tasks(path: Path) -> Iterator[Task]:
     return _read(file, columns=columns, parse=lambda row, cell: _task(cell, default_id=f"{path.stem}:{row}"), path=path)
 
 
-def agent_names(path: Path) -> dict[str | None, int]:
+def agent_names(path: Path, *, check: Callable[[Task], None] = lambda _: None) -> dict[str | None, int]:
     """Each `agent_name` of a task file (None: rows without one), with the first row that gives it. Every row is read and checked
-    on the way, so that none of them stops a run later. Raises TaskError; also for a task id that names two different tasks."""
+    on the way, by `check` too, so that none of them stops a run later. Raises TaskError; also for a task id that names two
+    different tasks."""
     twice = _ids_given_twice(path)
     first: dict[str, tuple[int, Task]] = {}
     found: dict[str | None, int] = {}
     for row, task in enumerate(read_tasks(path)):
         found.setdefault(task.agent_name, row)
+        try:
+            check(task)
+        except TaskError as error:
+            raise TaskError(f"{path}, row {row}: {error}") from None
         if task.task_id in twice:
             other, same = first.setdefault(task.task_id, (row, task))
             if same != task:

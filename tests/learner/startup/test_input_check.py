@@ -24,7 +24,7 @@ from mocked_server.vllm import engine_arguments
 from tests.support.models.model_folders import copied, in_bins, in_fp8, with_code, with_others
 from tests.support.run_parts import start
 
-GOOD = Task(task_id="t", prompt=[{"role": "user", "content": "Hi"}], data_source="")
+GOOD = Task(task_id="t", prompt=[{"role": "user", "content": "Hi"}], data_source="", ground_truth="Hi")
 PYTHON = "'{python}'"
 
 
