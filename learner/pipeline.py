@@ -589,6 +589,8 @@ class Pipeline:
                     seed=config.run.seed,
                     opened=parts.buffers.opened,
                     agent_name=parts.players.default,
+                    known=self._folder / "task_files.json",
+                    warn=self._display.note,
                 )
             )
         if config.agents.command or config.env.harbor.agent:

@@ -102,12 +102,13 @@ class TaskFile:
             groups = file.metadata.num_row_groups
             self.group_sizes = [file.metadata.row_group(group).num_rows for group in range(groups)]
             self._columns = [name for name in _TASK_COLUMNS if name in file.schema_arrow.names]
+        self.has_ids = "task_id" in self._columns
         self._starts = [0, *accumulate(self.group_sizes)]
 
     def ids(self, groups: Sequence[int]) -> list[str]:
         """The task ids of some row groups' rows, in order; no other column is read."""
         rows = [row for group in groups for row in range(self._starts[group], self._starts[group + 1])]
-        if "task_id" not in self._columns:
+        if not self.has_ids:
             return [self._default_id(row) for row in rows]
         cells = self._pylist(self._read(groups, columns=["task_id"]), rows)
         given = [self._parsed(row, partial(_text, cell, column="task_id")) for row, cell in zip(rows, cells)]
