@@ -153,7 +153,7 @@ def _bounds(rules: Iterable[Any]) -> Iterator[str]:
             yield from _bounds(rule.metadata)
         for attribute, sign in BOUNDS.items():
             if not isinstance(rule, FieldInfo) and (value := getattr(rule, attribute, None)) is not None:
-                yield f"{sign} {value:g}" if isinstance(value, int | float) else f"{sign} {value}"
+                yield f"{sign} {value:g}" if isinstance(value, float) else f"{sign} {value}"
 
 
 def _empty(annotation: Any) -> Any:

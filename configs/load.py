@@ -147,12 +147,22 @@ def _check_keys(tree: dict[str, Any], *, prefix: str, source: Path) -> dict[str,
         key = all_keys()[name]
         if isinstance(value, list) and name in MOVED_PARTS:
             raise ConfigError(f"{name} must be one {key.kind}, got {value!r}; its parts are {MOVED_PARTS[name]} now")
+        is_number = ("integer" in key.kind or "number" in key.kind) and "true or false" not in key.kind
+        if is_number and _has_boolean(value) and not (value is False and "False" in key.kind):
+            raise ConfigError(
+                f"{name} must be {key.kind}, got {value!r} (yes and on are true in YAML, no and off false)"
+            )
         if value is None and key.empty is ...:
             raise ConfigError(
                 f"{name} must have a value ({key.kind}), got nothing; set {name}={key.default_text} or another one"
             )
         checked[part] = key.empty if value is None else value
     return checked
+
+
+def _has_boolean(value: Any) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, bool) or any(map(_has_boolean, inner))
 
 
 def _check_name(name: str, *, source: str) -> None:

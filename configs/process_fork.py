@@ -11,8 +11,10 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import shutil
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,10 +36,15 @@ class ForkedServer:
 def fork_server(serve: Callable[[socket.socket, int], None]) -> ForkedServer:
     """Fork a process that runs `serve(listener, alive)` and ends with it. `alive`: readable when this process, and all that has
     inherited its end, have ended. Whatever `serve` raises is printed: the fork never returns into the caller's program."""
-    from multiprocessing import connection  # not before it is needed: `--help` answers at once
+    folder, owner = tempfile.mkdtemp(prefix="understudy-fork-", dir=socket_folder(60)), os.getpid()
 
+    def remove() -> None:
+        if os.getpid() == owner:  # forks inherit what is called at the end
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
     with socket.socket(socket.AF_UNIX) as listener:
-        address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+        address = f"{folder}/listener"
         listener.bind(address)
         os.chmod(address, 0o600)
         listener.listen()
@@ -56,6 +63,13 @@ def fork_server(serve: Callable[[socket.socket, int], None]) -> ForkedServer:
                 os._exit(code)
         os.close(alive_r)
     return ForkedServer(address, alive_w, pid)
+
+
+def socket_folder(most: int) -> str:
+    """The folder for temporary files, or /tmp where its name has more than `most` bytes: the path of a Unix socket has at most
+    107, and what comes behind the folder needs the rest."""
+    folder = os.path.realpath(tempfile.gettempdir())
+    return folder if len(os.fsencode(folder)) <= most else "/tmp"
 
 
 @contextmanager

@@ -24,6 +24,8 @@ NotNegative = Annotated[float, Field(ge=0.0)]
 Seconds = Positive
 Text = Annotated[str, Field(min_length=1)]
 
+MAX_NAME_BYTES = 200
+"""The longest name of a run: file systems take 255, and a run that is moved aside gets a date behind it."""
 SHARE_BESIDE_A_RANK = 0.4
 SHARE_ALONE = 0.9
 CPU_KV_CACHE_GB = 0.25
@@ -46,14 +48,21 @@ class CheckpointsConfig(Section):
     """How many of the newest checkpoints stay on disk. The best one stays too."""
 
 
+def _check_run_name(name: str) -> str:
+    if name in (".", "..") or "/" in name or not name.isprintable() or len(name.encode()) > MAX_NAME_BYTES:
+        raise ValueError(f"must be the name of a folder in run.dir, of at most {MAX_NAME_BYTES} bytes, without slashes")
+    return name
+
+
 class RunConfig(Section):
-    name: Text = "demo"
-    """Results go to `<dir>/<name>`; an earlier run of that name is moved aside, never overwritten."""
+    name: Annotated[Text, AfterValidator(_check_run_name)] = "demo"
+    """Results go to `<dir>/<name>`; an earlier run of that name is moved aside, never overwritten. A folder that is no run is
+    refused, and so is the name of a run that lives."""
     dir: Text = "runs"
     """Folder of all runs."""
     steps: PositiveInt = 60
     """Optimizer steps, one full batch each."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed of everything that draws: the order of tasks, sampling, weights that are made here."""
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "swanlab"]] = ["tensorboard"]
@@ -338,7 +347,8 @@ class RejectionConfig(Section):
 
 class KLConfig(Section):
     coef: NotNegative = 0.0
-    """Weight of KL(policy || frozen reference). 0: there is no KL term, and no reference model is kept."""
+    """Weight of KL(policy || frozen reference). 0: there is no KL term, and no reference model is kept: turned
+    on at a resume, its reference is the policy that is resumed."""
     target: Positive | None = None
     """Adaptive KL: the weight begins at `coef` and is steered to a KL of so many nats per token. None: the weight is fixed."""
     horizon: Positive = 500.0
@@ -478,7 +488,7 @@ class LearnerConfig(Section):
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy bonus in the loss."""
     adaptive_entropy: AdaptiveEntropyConfig = AdaptiveEntropyConfig()
-    check_logprobs: Fraction = 1.0
+    check_logprobs: Fraction | Literal[False] = 1.0
     """Share of the rows whose trained tokens are computed again under the older version that sampled them; the largest difference
     is reported. Tokens of the present version are compared in any case, at no cost; 0 (or false): none are, and no version is
     kept."""

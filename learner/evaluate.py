@@ -121,7 +121,11 @@ def main(argv: Sequence[str] | None = None, *, program: str = "understudy eval")
         return 2
     import_ray(local=not in_cluster(config.buffer.node))
     weights = "model.path" if arguments.checkpoint is None else str(arguments.checkpoint)
-    return _evaluate(config, weights=weights, limit=arguments.limit, prepare=prepare_engine)
+    try:
+        return _evaluate(config, weights=weights, limit=arguments.limit, prepare=prepare_engine)
+    except UnderstudyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Callable[[], None]) -> int:
@@ -133,14 +137,14 @@ def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Calla
     from learner.reporting.evaluation_report import failures_in_words, figures_of, table
     from learner.reporting.summary import write_summary
     from learner.reporting.tracker import Tracker
-    from learner.session import own_terminal, supervise, write_config
-    from learner.startup.run_folder import fresh_folder
+    from learner.session import in_words, own_terminal, supervise
+    from learner.startup.run_folder import LOG, claimed, write_config
 
-    folder = fresh_folder(Path(config.run.dir) / config.run.name)
+    folder = Path(config.run.dir) / config.run.name
     samples = config.data.validation.samples
-    write_config(folder, config)
-    log = folder / "log.txt"
-    with own_terminal(log) as terminal:
+    log = folder / LOG
+    with claimed(folder), own_terminal(log) as terminal:
+        write_config(folder, config)
         logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         console = Console(file=terminal)
         say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
@@ -152,8 +156,8 @@ def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Calla
             )
             code, errors = asyncio.run(supervise(pipeline))
         for error in errors:
-            logger.error("the evaluation ended: %s", error)
-            say(f"error: {error}", style="bold red")
+            logger.error("the evaluation ended: %s", in_words(error), exc_info=error)
+            say(f"error: {in_words(error)}", style="bold red")
         if code or pipeline.evaluation is None:
             if code == 130:
                 say("stopped; an evaluation cannot be resumed: run the same command again")

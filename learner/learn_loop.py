@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from buffers.errors import LeaseError
 from buffers.records import Position, TrainBatch
@@ -72,7 +73,7 @@ class Outputs:
 
 class LearnLoop:
     """`starting`: the start of the learner's processes, which `run` waits for. `checkpoint`: the one that this run resumes from,
-    whose weights the engine has."""
+    whose weights the engine has. `on_begun`: called once engines and learner have the first weights, and agree."""
 
     def __init__(
         self,
@@ -89,6 +90,7 @@ class LearnLoop:
         validation: Validation | None = None,
         checkpoint: Checkpoint | None = None,
         agreement: Agreement | None = None,
+        on_begun: Callable[[], None] = lambda: None,
     ) -> None:
         self._schedule = schedule
         self._ledger = buffers.ledger
@@ -105,6 +107,7 @@ class LearnLoop:
         self._validation = validation
         self._checkpoint = checkpoint
         self._agreement = agreement
+        self._on_begun = on_begun
         self._probed = -1
         """The step after which engines were compared with the learner last; -1: they were not yet."""
         self.step = schedule.start
@@ -134,6 +137,7 @@ class LearnLoop:
     async def run(self) -> None:
         """Takes a full batch (waits: enough scored, fresh groups), gives new weights; unblocked by scores. Finite."""
         await self._begin()
+        self._on_begun()
         self._validate()
         if self.step == 0 and self._schedule.run.checkpoints.every and self._out.history.warm_start:
             self._saving = asyncio.create_task(self._save(), name="save")  # a warm start takes long to do again
@@ -293,13 +297,15 @@ class LearnLoop:
             await self._pool.set_version(step, oldest=self._oldest)
         metrics["time/publish_s"] = time.monotonic() - began
         if step > self._done and self._out.traces is not None:
-            await asyncio.to_thread(self._out.traces.add, batch, step=step)
+            add = partial(self._out.traces.add, batch, step=step)
+            await asyncio.to_thread(self._out.tracker.attempt, "traces.jsonl", add)
         return metrics
 
     async def _keep_token_figures(self, batch: TrainBatch, *, step: int) -> None:
         """What the learner made of single tokens. Before the step is recorded: the page shows what is trained with its figures."""
         if self._out.tokens is not None and (figures := await self._learner.ranks.token_figures()) is not None:
-            await asyncio.to_thread(self._out.tokens.add, batch, figures, step=step)
+            add = partial(self._out.tokens.add, batch, figures, step=step)
+            await asyncio.to_thread(self._out.tracker.attempt, "tokens", add)
 
     @asynccontextmanager
     async def _asleep(self) -> AsyncIterator[dict[str, float]]:

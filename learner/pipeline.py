@@ -66,6 +66,7 @@ from learner.startup import ray_cluster
 from learner.startup.key_files import environment_files
 from learner.startup.model_and_tasks import prepare_files
 from learner.startup.run_buffers import RunBuffers, most_running, open_run_buffers
+from learner.startup.run_folder import write_config
 from learner.training.ranks import LearnerRanks
 from learner.training.trainer import Trainer
 from learner.validation import Validation
@@ -510,6 +511,7 @@ class Pipeline:
             validation=self._make_validation(players, serving.buffers.ledger),
             checkpoint=self._checkpoint,
             agreement=self.agreement,
+            on_begun=partial(write_config, self._folder, config),
         )
 
     def _make_evaluation(self, plan: EvaluationPlan, *, players: Players, buffers: RunBuffers) -> Evaluation:
@@ -587,6 +589,8 @@ class Pipeline:
                     seed=config.run.seed,
                     opened=parts.buffers.opened,
                     agent_name=parts.players.default,
+                    known=self._folder / "task_files.json",
+                    warn=self._display.note,
                 )
             )
         if config.agents.command or config.env.harbor.agent:

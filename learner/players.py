@@ -8,6 +8,7 @@ from pathlib import Path
 
 from agents.workers.config import SHIPPED, read_loops
 from agents.workers.manager import AgentLoopManager
+from buffers.records import Task
 from configs.schema import Config
 from env_adapters.scoring.rewards import Rewards
 from mocked_server.dispatch import PLAIN
@@ -27,6 +28,11 @@ class Players:
     """The player of rows that name no agent; None: any agent that asks."""
     scored_by_environment: Set[str | None]
     """Players (None: agents) whose environments score: `data.scorer` never judges what they do."""
+
+    def check(self, task: Task) -> None:
+        """Raises TaskError for a row of a task file whose answers `data.scorer` cannot judge."""
+        if self.rewards is not None and (task.agent_name or self.default) not in self.scored_by_environment:
+            self.rewards.check(task)
 
     def figures(self) -> dict[str, float]:
         """Figures of the agent loops since the last call, for a step's line."""

@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None, *, program: str = PROGRAM) -> int:
 def _run(arguments: argparse.Namespace, *, program: str) -> int:
     from buffers.errors import UnderstudyError
     from configs.load import DEFAULT, ConfigError, load_config, shipped
-    from learner.startup.input_check import check_policy, refusal
+    from learner.startup.input_check import refusal
 
     try:
         config = load_config(shipped(arguments.config or DEFAULT), arguments.overrides)
@@ -97,7 +97,7 @@ def _run(arguments: argparse.Namespace, *, program: str) -> int:
     except UnderstudyError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if told := refusal(lambda: check_policy(config)):
+    if told := refusal(lambda: check_models(config, resume=arguments.resume)):
         print(f"error: {told}", file=sys.stderr)
         return 2
     print("understudy: loading torch, Ray and vLLM, which takes 5 to 20 s ...", flush=True)
@@ -117,19 +117,22 @@ def _run(arguments: argparse.Namespace, *, program: str) -> int:
         import_ray(local=not in_cluster(config.buffer.node))
         from learner.session import run_session
 
+    def begin(resume: str) -> int:
+        try:
+            return run_session(config, resume=resume, prepare=prepare_engine, program=program)
+        except UnderstudyError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+
     if not arguments.keep_running:
-        return run_session(config, resume=arguments.resume, prepare=prepare_engine, program=program)
+        return begin(arguments.resume)
 
     from learner.recovery.supervisor import keep_running
     from mocked_server.vllm.engine import import_engine
 
     import_engine()
     lines = Path(config.run.dir) / config.run.name / "metrics.jsonl"
-    return keep_running(
-        lambda resume: run_session(config, resume=resume, prepare=prepare_engine, program=program),
-        resume=arguments.resume,
-        lines=lines,
-    )
+    return keep_running(begin, resume=arguments.resume, lines=lines)
 
 
 def dry_run(config: Config, *, gpus: str) -> int:
@@ -225,8 +228,8 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
     from mocked_server.parser_names import TABLES, check_parser
 
     folder = Path(config.run.dir) / config.run.name
-    _, checkpoint = find_resume(folder, resume=resume, elsewhere=bool(config.buffer.node))
-    check_place(folder)
+    again, checkpoint = find_resume(folder, resume=resume, elsewhere=bool(config.buffer.node))
+    check_place(folder, resumes=again)
     check_trackers(config.run.trackers)
     for key, name in zip(TABLES, (config.server.tool_parser, config.server.reasoning_parser), strict=True):
         check_parser(key, name)
@@ -263,6 +266,18 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
     check_engine_of_others(config, learns=learns)
     check_other_models(config)
     check_scorers(config)
+
+
+def check_models(config: Config, *, resume: str) -> None:
+    """Raises UnderstudyError for a policy's model, now a local one, that cannot be used, or is not that of what is resumed."""
+    from learner.startup.input_check import check_policy
+    from learner.startup.run_folder import check_resumed, find_resume
+
+    check_policy(config)
+    folder = Path(config.run.dir) / config.run.name
+    _, checkpoint = find_resume(folder, resume=resume, elsewhere=bool(config.buffer.node))
+    if checkpoint is not None:
+        check_resumed(config, checkpoint)
 
 
 def check_scorers(config: Config) -> None:

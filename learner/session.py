@@ -7,13 +7,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+import traceback
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-import yaml
 from rich.console import Console
 
 from buffers.errors import UnderstudyError
@@ -24,11 +24,11 @@ from learner.reporting.drift import OTHER_CLASS, OTHER_CLASS_ARGUMENT
 from learner.reporting.summary import reward_curve_png, reward_curve_text, summary_table, write_summary
 from learner.reporting.tracker import Tracker
 from learner.startup.page_process import PageProcess
-from learner.startup.run_folder import CONFIG, LEDGER, find_resume, fresh_folder
+from learner.startup.run_folder import CONFIG, LEDGER, LOG, check_resumed, claimed, write_config
 
 logger = logging.getLogger(__name__)
 
-Outcome = tuple[Pipeline, int, list[str]]
+Outcome = tuple[Pipeline, int, list[Exception]]
 """A run that has ended, its exit code, and what went wrong."""
 
 
@@ -41,51 +41,46 @@ def run_session(
 ) -> int:
     """Run the pipeline in a fresh folder, or in the folder of the run that is resumed; returns the exit code.
 
-    `prepare`: called before this process has other threads. `program`: what the user calls it by."""
+    `prepare`: called before this process has other threads. `program`: what the user calls it by. Raises UnderstudyError where a
+    living run has the folder."""
     folder = Path(config.run.dir) / config.run.name
-    again, checkpoint = find_resume(folder, resume=resume, elsewhere=bool(config.buffer.node))
-    if not again:
-        fresh_folder(folder)
-    start = checkpoint.position.step if checkpoint else 0
-    log = folder / "log.txt"
-    write_config(folder, config)
-    with own_terminal(log) as terminal:
+    log = folder / LOG
+    with (
+        claimed(folder, resume=resume, elsewhere=bool(config.buffer.node)) as (again, checkpoint),
+        own_terminal(log) as terminal,
+    ):
+        start = checkpoint.position.step if checkpoint else 0
+        if again and (folder / CONFIG).is_file():  # a resume that fails leaves the configuration as it was
+            (folder / CONFIG).touch()
+        else:
+            write_config(folder, config)
         logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         console = Console(file=terminal)
         say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
         say(f"understudy: run '{config.run.name}', {config.run.steps} steps, results in {folder}, log in {log}")
         if again:
-            say(f"resuming after step {start}, from {checkpoint.folder if checkpoint else 'the start'}")
+            place, news = (checkpoint.folder, check_resumed(config, checkpoint)) if checkpoint else ("the start", [])
+            say("\n".join([f"resuming after step {start}, from {place}", *news]))
         prepare()
         page = PageProcess(folder)
         say(f"page: {page.url}")
         with (
             Tracker(
-                folder, trackers=config.run.trackers, name=config.run.name, config=config.model_dump(), start=start
+                folder,
+                trackers=config.run.trackers,
+                name=config.run.name,
+                config=config.model_dump(),
+                start=start,
+                warn=say,
             ) as tracker,
             Display(
                 config.run.steps, title=config.run.name, optimum=config.run.reward_optimum, console=console
             ) as display,
         ):
             make = partial(Pipeline, folder=folder, display=display, tracker=tracker, checkpoint=checkpoint)
-            run = run_agreeing(make, config=config, folder=folder, again=again, note=display.note)
+            run = run_agreeing(make, config=config, again=again, note=display.note)
             pipeline, code, errors = asyncio.run(with_page(run, page=page, display=display))
-        for error in errors:
-            logger.error("the run ended: %s", error)
-        summary = {**pipeline.history.summary(), "stopped": code == 130, "error": "\n".join(errors) or None}
-        write_summary(folder / "summary.json", summary)
-        if pipeline.history.rewards:
-            report(console, pipeline.history.rewards, summary=summary, folder=folder)
-        verdicts = pipeline.history.verdicts()
-        for line in verdicts:
-            say(f"note: {line}", style="bold yellow")
-        for error in errors:
-            say(f"error: {error}", style="bold red")
-        held_back = bool(verdicts) and not pipeline.history.is_solved
-        if held_back or (errors and (folder / LEDGER).is_file()):
-            say(how_to_see_why(folder, program=program))
-        if code == 130 or (errors and pipeline.history.rewards):
-            say(how_to_go_on(folder, began=bool(pipeline.history.rewards), program=program))
+        conclude(pipeline, code, errors, folder=folder, console=console, program=program, attempt=tracker.attempt)
     return code
 
 
@@ -123,7 +118,7 @@ async def with_page(run: Coroutine[Any, Any, Outcome], *, page: PageProcess, dis
 
 
 async def run_agreeing(
-    make: Callable[..., Pipeline], *, config: Config, folder: Path, again: bool, note: Callable[[str], None]
+    make: Callable[..., Pipeline], *, config: Config, again: bool, note: Callable[[str], None]
 ) -> Outcome:
     """A run; begun once more with vLLM's other class of the model where its own does not compute what the learner does."""
     pipeline = make(config, resume=again)
@@ -135,16 +130,16 @@ async def run_agreeing(
     note(f"engine and learner differ by {first.difference:.2g} nats on average: trying {OTHER_CLASS}")
     rollout = config.rollout.model_copy(update={"engine_args": {**arguments, **OTHER_CLASS_ARGUMENT}})
     config = config.model_copy(update={"rollout": rollout})
-    write_config(folder, config)
     pipeline = make(config, resume=True)
     code, errors = await supervise(pipeline)
     agreement = pipeline.agreement
     if errors and (agreement is None or not (agreement.has_begun or agreement.at_start)):
-        errors = [f"{first.what}; vLLM's other class of it was tried: {'; '.join(errors)}; train another model"]
+        told = "; ".join(map(in_words, errors))
+        errors = [UnderstudyError(f"{first.what}; vLLM's other class of it was tried: {told}; train another model")]
     return pipeline, code, errors
 
 
-async def supervise(pipeline: Pipeline) -> tuple[int, list[str]]:
+async def supervise(pipeline: Pipeline) -> tuple[int, list[Exception]]:
     """Run to the end; SIGINT and SIGTERM ask for a clean stop, a second one has its default effect (at once)."""
     loop = asyncio.get_running_loop()
     asked = False
@@ -171,28 +166,58 @@ async def supervise(pipeline: Pipeline) -> tuple[int, list[str]]:
         if not asked:
             raise
     except BaseExceptionGroup as group:
-        return 1, _messages(group)
-    except UnderstudyError as error:
-        return 1, [str(error)]
+        return 1, leaves(group)
+    except Exception as error:
+        return 1, [error]
     return (130 if asked else 0), []
 
 
-def _messages(group: BaseExceptionGroup[BaseException]) -> list[str]:
-    """The leaf errors as lines; anything that is not ours is raised as the defect that it is."""
-    lines = []
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            lines += _messages(error)
-        elif isinstance(error, UnderstudyError):
-            lines.append(str(error))
-        else:
-            raise group
-    return lines
+def leaves(group: BaseExceptionGroup[BaseException]) -> list[Exception]:
+    """The errors of a group, and of those in it. What is no error but an order to end, such as KeyboardInterrupt, is raised."""
+    if (rest := group.split(Exception)[1]) is not None:
+        raise rest
+    inner = (leaves(one) if isinstance(one, BaseExceptionGroup) else [one] for one in group.exceptions)
+    return [error for some in inner for error in some if isinstance(error, Exception)]
 
 
-def write_config(folder: Path, config: Config) -> None:
-    """`config.yaml`: every key, as it is used."""
-    (folder / CONFIG).write_text(yaml.safe_dump(config.model_dump(), sort_keys=False), encoding="utf-8")
+def conclude(
+    pipeline: Pipeline,
+    code: int,
+    errors: Sequence[Exception],
+    *,
+    folder: Path,
+    console: Console,
+    program: str,
+    attempt: Callable[[str, Callable[[], object]], None],
+) -> None:
+    """What a run leaves, however it ended: its figures and picture, what went wrong, and how to go on. A defect's traceback comes
+    last."""
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    history, lines = pipeline.history, [in_words(error) for error in errors]
+    for error, line in zip(errors, lines, strict=True):
+        logger.error("the run ended: %s", line, exc_info=None if isinstance(error, UnderstudyError) else error)
+    summary = {**history.summary(), "stopped": code == 130, "error": "\n".join(lines) or None}
+    attempt("summary.json", partial(write_summary, folder / "summary.json", summary))
+    if history.rewards:
+        attempt("reward.png", partial(report, console, history.rewards, summary=summary, folder=folder))
+    verdicts = history.verdicts()
+    for line in verdicts:
+        say(f"note: {line}", style="bold yellow")
+    for line in lines:
+        say(f"error: {line}", style="bold red")
+    held_back = bool(verdicts) and not history.is_solved
+    if held_back or (errors and (folder / LEDGER).is_file()):
+        say(how_to_see_why(folder, program=program))
+    if code == 130 or (errors and history.rewards):
+        say(how_to_go_on(folder, began=bool(history.rewards), program=program))
+    for error in errors:
+        if not isinstance(error, UnderstudyError):
+            say("".join(traceback.format_exception(error)))
+
+
+def in_words(error: Exception) -> str:
+    """What went wrong, for people; of what is not ours with its kind."""
+    return str(error) if isinstance(error, UnderstudyError) else f"a defect: {type(error).__name__}: {error}"
 
 
 def report(console: Console, rewards: list[float], *, summary: dict[str, Any], folder: Path) -> None:

@@ -58,14 +58,19 @@ def read_tasks(path: Path) -> Iterator[Task]:
     return _read(file, columns=columns, parse=lambda row, cell: _task(cell, default_id=f"{path.stem}:{row}"), path=path)
 
 
-def agent_names(path: Path) -> dict[str | None, int]:
+def agent_names(path: Path, *, check: Callable[[Task], None] = lambda _: None) -> dict[str | None, int]:
     """Each `agent_name` of a task file (None: rows without one), with the first row that gives it. Every row is read and checked
-    on the way, so that none of them stops a run later. Raises TaskError; also for a task id that names two different tasks."""
+    on the way, by `check` too, so that none of them stops a run later. Raises TaskError; also for a task id that names two
+    different tasks."""
     twice = _ids_given_twice(path)
     first: dict[str, tuple[int, Task]] = {}
     found: dict[str | None, int] = {}
     for row, task in enumerate(read_tasks(path)):
         found.setdefault(task.agent_name, row)
+        try:
+            check(task)
+        except TaskError as error:
+            raise TaskError(f"{path}, row {row}: {error}") from None
         if task.task_id in twice:
             other, same = first.setdefault(task.task_id, (row, task))
             if same != task:
@@ -97,12 +102,13 @@ class TaskFile:
             groups = file.metadata.num_row_groups
             self.group_sizes = [file.metadata.row_group(group).num_rows for group in range(groups)]
             self._columns = [name for name in _TASK_COLUMNS if name in file.schema_arrow.names]
+        self.has_ids = "task_id" in self._columns
         self._starts = [0, *accumulate(self.group_sizes)]
 
     def ids(self, groups: Sequence[int]) -> list[str]:
         """The task ids of some row groups' rows, in order; no other column is read."""
         rows = [row for group in groups for row in range(self._starts[group], self._starts[group + 1])]
-        if "task_id" not in self._columns:
+        if not self.has_ids:
             return [self._default_id(row) for row in rows]
         cells = self._pylist(self._read(groups, columns=["task_id"]), rows)
         given = [self._parsed(row, partial(_text, cell, column="task_id")) for row, cell in zip(rows, cells)]

@@ -8,15 +8,18 @@ Built by `learner.pipeline`, read by the task pool in a thread. The order follow
 2. *Between files*, the next row comes from the file that is furthest behind its share by weight (the first such one).
 
 Invariant: a run that is resumed takes the rows that it had not taken, from how often each task was opened before. That costs a
-pass over the task ids: no other column of a row that was taken is read.
+pass over the task ids: no other column of a row that was taken is read. Rows without ids are known by their file's name and
+number; another file of that name has other rows, and begins at its start.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,13 +35,32 @@ def task_list(path: Path, *, agent_name: str | None = None) -> list[Task]:
 
 
 def endless_tasks(
-    files: Mapping[Path, float], *, seed: int, opened: Mapping[str, int], agent_name: str | None = None
+    files: Mapping[Path, float],
+    *,
+    seed: int,
+    opened: Mapping[str, int],
+    agent_name: str | None = None,
+    known: Path | None = None,
+    warn: Callable[[str], object] = lambda _: None,
 ) -> Iterator[Task]:
     """The rows in endless turns, without the first `opened[task_id]` turns of each task. `files`: path -> weight.
 
-    With several files, whose names must differ, a row's task id is preceded by the file's name: `name::id`.
+    With several files, whose names must differ, a row's task id is preceded by the file's name: `name::id`. `known`: a file that
+    keeps the content with which the run began of each name; `warn` gets a line for another one, whose rows have ids of their own.
     """
-    streams = [_Stream(path, seed=seed, opened=opened, alone=len(files) == 1) for path in files]
+    began: dict[str, str] = json.loads(known.read_text(encoding="utf-8")) if known and known.is_file() else {}
+    streams = []
+    for path in files:
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()[:8]
+        is_same = began.setdefault(path.stem, content) == content
+        streams.append(_Stream(path, seed=seed, opened=opened, alone=len(files) == 1, mark="" if is_same else content))
+        if streams[-1].mark:
+            warn(f"data.tasks={path} has other content than the file of that name before: it begins at its start")
+    if known and (not known.is_file() or json.loads(known.read_text(encoding="utf-8")) != began):
+        unfinished = known.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(began) + "\n", encoding="utf-8")
+        unfinished.replace(known)
     weights = [weight / sum(files.values()) for weight in files.values()]
     while True:
         turn = 1 + sum(stream.num_taken for stream in streams)
@@ -47,12 +69,15 @@ def endless_tasks(
 
 
 class _Stream:
-    """The rows of one file in endless turns. `num_taken` counts those of earlier processes too."""
+    """The rows of one file in endless turns. `num_taken` counts those of earlier processes too. `mark`: of other content than the
+    run began with; empty: it has not changed."""
 
-    def __init__(self, path: Path, *, seed: int, opened: Mapping[str, int], alone: bool) -> None:
+    def __init__(self, path: Path, *, seed: int, opened: Mapping[str, int], alone: bool, mark: str) -> None:
         self._file = TaskFile(path)
         self._seed = f"{seed} {path.stem}"
-        self._prefix = "" if alone else f"{path.stem}::"
+        self.mark = "" if self._file.has_ids else mark
+        """What tells rows without ids from those of an earlier file of this name."""
+        self._prefix = f"{path.stem}@{self.mark}::" if self.mark else "" if alone else f"{path.stem}::"
         self._own = f"{path.stem}:"
         self._left: Counter[str] = Counter()
         """Turns of each task that were taken before and are to come in this order."""
@@ -122,7 +147,7 @@ class _Stream:
     def _name(self, task_id: str) -> str:
         """Default ids (`name:row`) hold the file's name already."""
         is_default = task_id.startswith(self._own) and task_id[len(self._own) :].isdecimal()
-        return task_id if is_default else self._prefix + task_id
+        return task_id if is_default and not self.mark else self._prefix + task_id
 
 
 def _played_by(task: Task, agent_name: str | None) -> Task:

@@ -228,7 +228,10 @@ class TaskPool:
     async def fail(self, episode_id: str, reason: str) -> None:
         """End an episode without a score and release its slot; it is tried again, or its group is given up. `reason` may be
         anything that a program said: it becomes one line, and its kind one of `MAX_KINDS`."""
-        reason = self._countable("".join(each if each.isprintable() else " " for each in reason[:MAX_REASON_CHARS]))
+        reason = "".join(each if each.isprintable() else " " for each in reason[:MAX_REASON_CHARS])
+        if ":" in reason.partition(": ")[0]:  # that of an address, say: no kind ends there
+            reason = f"error: {reason}"
+        reason = self._countable(reason)
         await asyncio.wrap_future(self._ledger.fail_episode(episode_id, reason, max_attempts=self._max_attempts))
         self._release(episode_id, reason=EpisodeState.FAILED)
 

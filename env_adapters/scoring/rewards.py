@@ -33,7 +33,7 @@ from buffers.errors import ScoreError, TaskError
 from buffers.records import MAX_HINT_CHARS, MAX_JUDGE_CHARS, Task, Verdict
 from env_adapters.adapter import WorkerThread
 from env_adapters.scoring import reward_model
-from env_adapters.scoring.scorers import SCORERS, SEE_EXIT_CODE, ProgramOutput
+from env_adapters.scoring.scorers import COMPARE, SCORERS, SEE_EXIT_CODE, ProgramOutput, truth_of
 
 DEFAULT = "default"
 """The key of `data.scorer` for all other data sources."""
@@ -62,6 +62,18 @@ class Rewards:
         collector = self._of(task)
         return collector is not None and (exit_code == 0 or collector.sees_exit_code)
 
+    def check(self, task: Task) -> None:
+        """Raises TaskError for a task that its scorer cannot judge, whatever the answer."""
+        collector = self._of(task)
+        if collector is not None and collector.name in COMPARE:
+            try:
+                truth_of(task)
+            except ValueError as error:
+                raise TaskError(
+                    f"data.scorer={collector.name} compares answers with reward_model.ground_truth: {error}; add that column, or "
+                    f"name another scorer"
+                ) from None
+
     async def score(self, task: Task, answer: str) -> float:
         """The score; raises ScoreError when there is none."""
         collector = self._of(task)
@@ -81,7 +93,7 @@ class _Collector:
 
     def __init__(self, name: str, *, batch: bool) -> None:
         batch = batch or name.startswith(reward_model.PREFIX)
-        self._name = name
+        self.name = name
         self.sees_exit_code = name in SEE_EXIT_CODE or _is_url(name)
         self._call = resolve(name, batch=batch)
         self._most = MAX_BATCH if batch else 1
@@ -96,7 +108,7 @@ class _Collector:
         future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting.append((task, answer, future))
         if self._working is None:
-            self._working = asyncio.create_task(self._work(), name=f"score with {self._name}")
+            self._working = asyncio.create_task(self._work(), name=f"score with {self.name}")
         working = self._working
         either: list[asyncio.Future[Any]] = [future, working]
         try:
@@ -130,8 +142,8 @@ class _Collector:
                 with suppress(RuntimeError):  # the loop has ended
                     loop.call_soon_threadsafe(self._slots.release)
 
-        thread = WorkerThread(f"scorer {self._name}")
-        judging = asyncio.create_task(thread.call(call), name=f"judge with {self._name}")
+        thread = WorkerThread(f"scorer {self.name}")
+        judging = asyncio.create_task(thread.call(call), name=f"judge with {self.name}")
         try:
             await asyncio.wait({judging})
         finally:
@@ -139,12 +151,12 @@ class _Collector:
             await thread.end(_nothing)
         if (error := judging.exception()) is not None:  # a user's program, and an answer that a model wrote
             raise ScoreError(
-                f"data.scorer {self._name} failed on task {tasks[0].task_id}: {type(error).__name__}: {error}"
+                f"data.scorer {self.name} failed on task {tasks[0].task_id}: {type(error).__name__}: {error}"
             ) from error
         scores = judging.result()
         if not isinstance(scores, list) or len(scores) != len(tasks):
             raise ScoreError(
-                f"data.scorer {self._name} must give one score for each of {len(tasks)}, got {scores!r:.100}"
+                f"data.scorer {self.name} must give one score for each of {len(tasks)}, got {scores!r:.100}"
             )
         return [self._verdict(score) if isinstance(score, Mapping) else score for score in scores]
 
@@ -156,7 +168,7 @@ class _Collector:
         told = isinstance(hint, str) and len(hint) <= MAX_HINT_CHARS
         if not judges or not named or not told or not all(_is_score(score) for score in judges.values()):
             raise ScoreError(
-                f"data.scorer {self._name} must give a number, or a mapping of names (at most {MAX_JUDGE_CHARS} characters) to "
+                f"data.scorer {self.name} must give a number, or a mapping of names (at most {MAX_JUDGE_CHARS} characters) to "
                 f"numbers with an optional hint (at most {MAX_HINT_CHARS}), got {dict(said)!r:.100}"
             )
         return Verdict({name: float(score) for name, score in judges.items()}, hint=hint)

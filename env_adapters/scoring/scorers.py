@@ -60,30 +60,38 @@ def _score_in(line: str) -> float | None:
 
 def exact_match(task: Task, answer: str) -> float:
     """1 when the answer, without surrounding white space, is the ground truth."""
-    return float(answer.strip() == str(task.ground_truth).strip())
+    return float(answer.strip() == truth_of(task).strip())
 
 
 def contains(task: Task, answer: str) -> float:
     """1 when the ground truth appears in the answer."""
-    return float(str(task.ground_truth) in answer)
+    return float(truth_of(task) in answer)
 
 
 def gsm8k_strict(task: Task, answer: str) -> float:
     """1 when the last `#### number` of the answer is the ground truth, letter for letter but for commas (18.0 is not 18)."""
-    found = re.findall(rf"#### ({_NUMBER})", answer[-ANSWER_CHARS:])
-    return float(bool(found) and found[-1].replace(",", "") == _truth(task))
+    truth, found = _truth(task), re.findall(rf"#### ({_NUMBER})", answer[-ANSWER_CHARS:])
+    return float(bool(found) and found[-1].replace(",", "") == truth)
 
 
 def gsm8k_flexible(task: Task, answer: str) -> float:
     """1 when the last number of the answer, whatever stands around it, is the ground truth."""
-    found = [text.strip(".,") for text in re.findall(_NUMBER, answer[-ANSWER_CHARS:])]
+    truth, found = _truth(task), [text.strip(".,") for text in re.findall(_NUMBER, answer[-ANSWER_CHARS:])]
     numbers = [text.replace(",", "") for text in found if text not in ("", "-")]
-    return float(bool(numbers) and numbers[-1] == _truth(task))
+    return float(bool(numbers) and numbers[-1] == truth)
 
 
 def _truth(task: Task) -> str:
     """The number; of a worked solution, as GSM8K's column `answer` has it, what stands after the last `####`."""
-    return str(task.ground_truth).rpartition("####")[2].strip().replace(",", "")
+    return truth_of(task).rpartition("####")[2].strip().replace(",", "")
+
+
+def truth_of(task: Task) -> str:
+    """The text that answers are compared with. Raises ValueError where there is none: the text of None or of a list is nobody's
+    answer, and an empty one is in all."""
+    if not isinstance(task.ground_truth, str | int | float) or task.ground_truth == "":
+        raise ValueError(f"ground_truth must be a text or a number, got {task.ground_truth!r:.120}")
+    return str(task.ground_truth)
 
 
 SCORERS: dict[str, Callable[[Task, str], float]] = {
@@ -94,5 +102,7 @@ SCORERS: dict[str, Callable[[Task, str], float]] = {
     "exit_code": exit_code,
     "json_line": json_line,
 }
+COMPARE = {"exact_match", "contains", "gsm8k_strict", "gsm8k_flexible"}
+"""They compare the answer with the task's ground truth."""
 SEE_EXIT_CODE = {"exit_code", "json_line"}
 """They (and URLs) judge a program however it ended; the others judge what one printed that ended with code 0."""

@@ -14,7 +14,8 @@ class EntropyCoefficient:
     """Fixed at `start` when `target` is None; else steered by the measured entropy, as in Skywork-OR1, arXiv:2505.22312.
 
     It rises by `step` after a step whose entropy was below the target and falls by it after others, within
-    [0, `most`], and is in force only while the entropy is at or below the target. `value` is its whole state.
+    [0, `most`], and is in force only while the entropy is at or below the target. `value` is its whole state while it is
+    steered; a fixed one is the configuration's.
     """
 
     def __init__(self, start: float, *, target: float | None, step: float, most: float) -> None:

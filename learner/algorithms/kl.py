@@ -53,13 +53,17 @@ class KLCoefficient:
     """Fixed at `start` when `target` is None; else steered towards a mean KL of `target` nats per token.
 
     arXiv:1909.08593 section 2.2: times 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / `horizon`, a fifth at most in one
-    step. `value` is its whole state.
+    step. `value` is its whole state while it is steered; a fixed one is the configuration's.
     """
 
     def __init__(self, start: float, *, target: float | None, horizon: float) -> None:
         self.value = start
         self._target = target
         self._horizon = horizon
+
+    @property
+    def is_adaptive(self) -> bool:
+        return self._target is not None
 
     def update(self, mean_kl: float, *, num_episodes: int) -> None:
         """Adapt the coefficient after a step with this mean KL over its tokens."""

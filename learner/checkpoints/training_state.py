@@ -19,10 +19,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from learner.checkpoints.store import COUNTERS
 from learner.model.fsdp import Shards, on_host
 from learner.model.optimizer import HostAdamW
 
-COUNTERS = "counters.json"
 COPY, RANDOM = "copy", "random"
 """First parts of the names of kept weight copies and of random states."""
 OPTIMIZER = "#"
@@ -44,11 +44,13 @@ class Counters:
     """What is not a tensor. Equal on all ranks."""
 
     steps: int
-    kl_coef: float
+    kl_coef: float | None
+    """None, here and of the entropy: as it is configured, not steered."""
     copies: list[str]
     """Names of the kept weight copies of the policy."""
     entropy_coef: float | None = None
-    """None: as it is configured."""
+    learned: list[str] | None = None
+    """Names of the modules that have an optimizer; None: it was not written yet."""
 
 
 def save(
@@ -57,8 +59,8 @@ def save(
     learned: Mapping[str, Learned],
     copies: Mapping[str, Shards],
     steps: int,
-    kl_coef: float,
-    entropy_coef: float,
+    kl_coef: float | None,
+    entropy_coef: float | None,
     rank: int,
 ) -> None:
     """Writes into `folder` and flushes it to disk. `copies`: shards of other weights of the module `policy`, by name."""
@@ -70,7 +72,9 @@ def save(
         state |= _copy(name, learned["policy"].module, shards=shards)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, sync_files=True))
     if rank == 0:
-        counters = Counters(steps=steps, kl_coef=kl_coef, entropy_coef=entropy_coef, copies=list(copies))
+        counters = Counters(
+            steps=steps, kl_coef=kl_coef, entropy_coef=entropy_coef, copies=list(copies), learned=list(learned)
+        )
         (folder / COUNTERS).write_text(json.dumps(asdict(counters)), encoding="utf-8")
 
 

@@ -7,6 +7,7 @@ give equal adapters on every rank. Merging reads the weights and never writes th
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ def add_adapter(lm: Any, *, rank: int, alpha: float, seed: int) -> LoraConfig:
         for name, module in lm.named_modules():
             if isinstance(module, LoraLayer):
                 _start(module, name=name)
-    config.base_model_name_or_path = lm.name_or_path
+    config.base_model_name_or_path = os.path.abspath(lm.name_or_path)  # it is read in other folders too
     config.target_modules = set(config.target_modules or ())
     return config
 

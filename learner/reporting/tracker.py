@@ -1,17 +1,21 @@
 """`Tracker`: writes each step's figures to `metrics.jsonl` and to the trackers that the configuration names.
 
-Called by the pipeline once per step. The invariant: one line per step, in order, on disk when `log` returns, and every
-number in it finite; a value that is not is left out and counted. It computes and shows nothing. Trackers that are not
-installed are refused before anything starts.
+Called by the pipeline once per step. Invariants: one line per step, in order, on disk when `log` returns, and every number in it
+finite; a value that is not is left out and counted; what is written for people to look at, here and elsewhere (`attempt`), never
+ends a run. A run that is resumed continues the trackers' runs, whose ids `trackers.json` keeps. It computes and shows nothing.
+Trackers that are not installed are refused before anything starts.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import math
 import os
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -19,6 +23,8 @@ from typing import Any, Protocol
 from buffers.errors import UnderstudyError
 
 PROJECT = "understudy"
+IDS = "trackers.json"
+logger = logging.getLogger(__name__)
 
 
 class TrackerError(UnderstudyError):
@@ -26,7 +32,9 @@ class TrackerError(UnderstudyError):
 
 
 class Sink(Protocol):
-    """One place that figures go to."""
+    """One place that figures go to. `id`: its name for the run, by which a later process continues it."""
+
+    id: str
 
     def log(self, step: int, figures: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
@@ -36,6 +44,7 @@ class Tracker:
     """Owns `<folder>/metrics.jsonl` and its sinks. Use it as a context manager, or call `close`.
 
     `start`: the run is resumed after this step; later lines of the file belong to steps that are made again, and are dropped.
+    `warn` gets a line for what cannot be written, once for each name.
     """
 
     def __init__(
@@ -46,16 +55,26 @@ class Tracker:
         name: str = "run",
         config: Mapping[str, Any] | None = None,
         start: int = 0,
+        warn: Callable[[str], object] = lambda _: None,
     ) -> None:
+        self._warn = warn
+        self._failed: set[str] = set()
         self._path = Path(folder) / "metrics.jsonl"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self.earlier = cut_lines(self._path, after=start)
         """Figures of the steps made before, as they were logged."""
         self._lines = self._path.open("a", encoding="utf-8")
-        self._sinks = [
-            SINKS[tracker](folder=self._path.parent, name=name, config=dict(config or {}), start=start)
-            for tracker in trackers
-        ]
+        ids = self._path.with_name(IDS)
+        known: dict[str, str] = json.loads(ids.read_text(encoding="utf-8")) if ids.is_file() else {}
+        self._sinks: dict[str, Sink] = {}
+
+        def begin(tracker: str) -> None:
+            place = {"folder": self._path.parent, "name": name, "config": dict(config or {}), "start": start}
+            self._sinks[tracker] = SINKS[tracker](**place, known=known.get(tracker))
+            ids.write_text(json.dumps({name: sink.id for name, sink in self._sinks.items()}) + "\n", encoding="utf-8")
+
+        for tracker in trackers:
+            self.attempt(tracker, partial(begin, tracker))
         self.num_refused = 0
         """Values left out so far because they were NaN or infinite."""
 
@@ -76,17 +95,30 @@ class Tracker:
             self.num_refused += refused
             finite["tracker/refused"] = float(refused)
         self._lines.write(json.dumps({"step": step, **finite}) + "\n")
-        self._lines.flush()
-        for sink in self._sinks:
-            sink.log(step, finite)
+        self.attempt(self._path.name, self._lines.flush)  # of what a full disk did not take, the next one takes care
+        for tracker, sink in self._sinks.items():
+            self.attempt(tracker, partial(sink.log, step, finite))
         return finite
+
+    def attempt(self, name: str, write: Callable[[], object]) -> None:
+        """Write something for people to look at: whatever it raises costs a line for each name, and not the run."""
+        try:
+            write()
+        except Exception as error:  # of any kind: trackers are programs of others
+            logger.warning("%s could not be written", name, exc_info=error)
+            if name not in self._failed:
+                self._failed.add(name)
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                self._warn(
+                    f"note: {name} could not be written ({reason}); the run continues, its figures are in {self._path}"
+                )
 
     def close(self) -> None:
         """Close everything. A second call does nothing."""
         if not self._lines.closed:
-            self._lines.close()
-            for sink in self._sinks:
-                sink.close()
+            self.attempt(self._path.name, self._lines.close)
+            for tracker, sink in self._sinks.items():
+                self.attempt(tracker, sink.close)
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -99,10 +131,17 @@ def check_trackers(names: Sequence[str]) -> None:
         )
 
 
+def new_id() -> str:
+    """A name for a run that each of the services takes: SwanLab wants 21 characters."""
+    return uuid.uuid4().hex[:21]
+
+
 class TensorBoardSink:
     """Event files in `<folder>/tensorboard/`."""
 
-    def __init__(self, *, folder: Path, name: str, config: dict[str, Any], start: int) -> None:
+    id = ""
+
+    def __init__(self, *, folder: Path, name: str, config: dict[str, Any], start: int, known: str | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # `purge_step`: TensorBoard hides what earlier files say about this step and later ones.
@@ -120,10 +159,19 @@ class TensorBoardSink:
 class WandbSink:
     """Weights & Biases; its own environment variables choose account and mode."""
 
-    def __init__(self, *, folder: Path, name: str, config: dict[str, Any], start: int) -> None:
+    def __init__(self, *, folder: Path, name: str, config: dict[str, Any], start: int, known: str | None) -> None:
         import wandb
 
-        self._run = wandb.init(project=PROJECT, name=name, dir=str(folder), config=config)
+        self.id = known or new_id()
+        self._run = wandb.init(
+            project=PROJECT,
+            name=name,
+            dir=str(folder),
+            config=config,
+            id=self.id,
+            resume="allow",
+            allow_val_change=True,
+        )
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         self._run.log(dict(figures), step=step)
@@ -135,13 +183,13 @@ class WandbSink:
 class MlflowSink:
     """MLflow; `MLFLOW_TRACKING_URI` says where."""
 
-    def __init__(self, *, folder: Path, name: str, config: dict[str, Any], start: int) -> None:
+    def __init__(self, *, folder: Path, name: str, config: dict[str, Any], start: int, known: str | None) -> None:
         import mlflow
 
         self._mlflow = mlflow
         self._traces = folder / "traces.jsonl"
         mlflow.set_experiment(PROJECT)
-        mlflow.start_run(run_name=name)
+        self.id = str(mlflow.start_run(run_id=known, run_name=name).info.run_id)
         mlflow.log_dict(config, "config.json")
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
@@ -156,10 +204,13 @@ class MlflowSink:
 class SwanlabSink:
     """SwanLab; its own settings choose account and mode."""
 
-    def __init__(self, *, folder: Path, name: str, config: dict[str, Any], start: int) -> None:
+    def __init__(self, *, folder: Path, name: str, config: dict[str, Any], start: int, known: str | None) -> None:
         import swanlab
 
-        self._run = swanlab.init(project=PROJECT, experiment_name=name, logdir=str(folder / "swanlab"), config=config)
+        self.id, place = known or new_id(), str(folder / "swanlab")
+        self._run = swanlab.init(
+            project=PROJECT, experiment_name=name, logdir=place, config=config, id=self.id, resume="allow"
+        )
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         self._run.log(dict(figures), step=step)

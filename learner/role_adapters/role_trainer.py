@@ -19,7 +19,7 @@ import numpy as np
 from buffers.records import Row, TrainBatch
 from configs.schema import LearnerConfig
 from learner.checkpoints import hf_export, training_state
-from learner.checkpoints.store import ADAPTERS, VERSIONS
+from learner.checkpoints.store import ADAPTERS, COUNTERS, VERSIONS
 from learner.checkpoints.weight_shards import Published
 from learner.model import fsdp
 from learner.reporting.token_figures import ARRAYS, TokenFigures
@@ -140,7 +140,7 @@ class RoleTrainer(Trainer):
 
     def load(self, folder: Path) -> None:
         """See `Trainer.load`. Raises ValueError, before any change, for a checkpoint of other roles."""
-        there = sorted(path.name for path in folder.iterdir() if (path / training_state.COUNTERS).is_file())
+        there = sorted(path.name for path in folder.iterdir() if (path / COUNTERS).is_file())
         if there != sorted(self._all):
             raise ValueError(
                 f"checkpoint {folder} must have an adapter for each of the roles {', '.join(self._all)}, got "

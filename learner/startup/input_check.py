@@ -11,12 +11,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 from buffers.errors import TaskError, UnderstudyError
+from buffers.records import Task
 from buffers.tasks.parquet import agent_names, read_demonstrations, read_tasks
 from configs.model_folder import has_chat_template, has_remote_code, quantization, weight_files
 from configs.schema import Config
@@ -84,11 +86,13 @@ def check_files(config: Config, *, resumes: bool) -> None:
         check_policy(config)
 
 
-def check_tasks(key: str, path: str, *, first: int | None = None) -> Mapping[str | None, int]:
-    """Reads the first rows of a task file, or all; the agents that they name, with the row that named each first. Raises
-    TaskError."""
+def check_tasks(
+    key: str, path: str, *, first: int | None = None, check: Callable[[Task], None] = lambda _: None
+) -> Mapping[str | None, int]:
+    """Reads the first rows of a task file, or all, with `check` of each; the agents that they name, with the row that named each
+    first. Raises TaskError."""
     if first is None:
-        return _named(key, path, agent_names)
+        return _named(key, path, partial(agent_names, check=check))
     _named(key, path, lambda file: list(islice(read_tasks(file), first)))
     return {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
 
 from buffers.did_you_mean import one_of
@@ -40,7 +41,7 @@ async def prepare_files(
     agents: set[str | None] = set()
     for path, key in keys.items():
         if path:
-            names = await asyncio.to_thread(check_tasks, key, path)
+            names = await asyncio.to_thread(partial(check_tasks, key, path, check=players.check))
             agents |= names.keys()
             if players.names is not None:
                 _check_agent_names(Path(path), names, players.names)

@@ -38,6 +38,7 @@ from ray._raylet import (  # type: ignore[attr-defined]
 )
 
 from buffers.errors import UnderstudyError
+from configs.process_fork import socket_folder
 from learner.placement.cards import ADDRESS, in_cluster
 
 logger = logging.getLogger(__name__)
@@ -233,8 +234,7 @@ def _wait_until_registered(node: Node) -> None:
 
 def temp_folder() -> Path:
     """The place for Ray's folder: the folder for temporary files (TMPDIR), if its name is short enough for sockets; else /tmp."""
-    usual = Path(tempfile.gettempdir()).resolve()
-    return usual if len(os.fsencode(usual)) <= MAX_TEMP_CHARS else Path("/tmp")
+    return Path(socket_folder(MAX_TEMP_CHARS))
 
 
 def remove_left_behind(temp: Path) -> None:

@@ -1,20 +1,42 @@
 """A run's folder: whether it holds a run to resume, and an empty one for a new run.
 
-Called by `learner.run` before anything starts and by `learner.session`. Invariant: an earlier run is moved aside, never
-overwritten.
+Called by `learner.run` before anything starts, by `learner.session` and by `learner.evaluate`. Invariants: an earlier run is moved
+aside, never overwritten, and a folder that is no run is left alone; what is found by the folder's path (the folder, the versions in
+shared memory) is one living run's.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
+import platform
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from buffers.errors import UnderstudyError
-from learner.checkpoints.store import Checkpoint, CheckpointError, CheckpointStore, read_checkpoint
+from configs.schema import Config
+from learner.checkpoints.store import (
+    ADAPTER,
+    ADAPTERS,
+    COUNTERS,
+    REFERENCE,
+    Checkpoint,
+    CheckpointError,
+    CheckpointStore,
+    read_checkpoint,
+)
 
 LEDGER = "ledger.sqlite"
 CONFIG = "config.yaml"
+LOG = "log.txt"
+NOT_COMPARED = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "quantization_config")
+"""Keys of a model's config.json that a checkpoint of it may say otherwise."""
 
 
 def find_resume(folder: Path, *, resume: str, elsewhere: bool = False) -> tuple[bool, Checkpoint | None]:
@@ -41,25 +63,129 @@ def find_resume(folder: Path, *, resume: str, elsewhere: bool = False) -> tuple[
     return True, checkpoint
 
 
-def check_place(folder: Path) -> None:
-    """Raises UnderstudyError where this folder cannot be made."""
-    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        what = "is no folder" if not there.is_dir() else "cannot be written"
+def _read(path: Path) -> Mapping[str, Any]:
+    def compared(part: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in part.items() if name not in NOT_COMPARED}
+
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"), object_hook=compared)
+    return found
+
+
+def check_place(folder: Path, *, resumes: bool) -> None:
+    """Raises UnderstudyError where this folder cannot be made, is another living run's or, of a new run, would take the place of
+    what is no run. It only looks."""
+    try:
+        there = next(each for each in folder.absolute().parents if each.exists())
+        for place in filter(Path.exists, (there, folder)):
+            if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+                raise OSError(f"{place.absolute()} {'cannot be written' if place.is_dir() else 'is no folder'}")
+        is_run = (folder / CONFIG).is_file() and any((folder / name).is_file() for name in (LEDGER, LOG))
+        if not resumes and not is_run and folder.exists() and any(folder.iterdir()):
+            raise UnderstudyError(
+                f"run.dir and run.name must name a new folder, or that of an earlier run, got {folder.absolute()}, which is no "
+                f"run; set run.name"
+            )
+    except OSError as error:
         raise UnderstudyError(
-            f"run.dir must be a folder that can be written, got {folder.parent}: {there.absolute()} {what}; set run.dir"
-        )
+            f"run.dir must be a folder that can be written, got {folder.parent}: {error}; set run.dir"
+        ) from None
+    if _lock_file(folder).is_file():
+        with _locked(folder):
+            pass
 
 
-def fresh_folder(folder: Path) -> Path:
-    """An empty folder of this name; an earlier run of the same name is moved aside, never overwritten."""
-    if folder.exists():
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.stat().st_mtime))
-        aside = folder.with_name(f"{folder.name}.{stamp}")
-        number = 1
-        while aside.exists():
-            number += 1
-            aside = folder.with_name(f"{folder.name}.{stamp}-{number}")
-        folder.rename(aside)
-    folder.mkdir(parents=True)
-    return folder
+def check_resumed(config: Config, checkpoint: Checkpoint) -> list[str]:
+    """A line for each thing that begins anew with this configuration. Raises CheckpointError where the checkpoint is not one of
+    this model, with these adapters and this critic."""
+    learner, made = config.learner, checkpoint.folder.parent.parent / "model"
+    folder = made if config.model.path == "tiny" or config.model.path.endswith(".gguf") else Path(config.model.path)
+    adapters = [
+        *checkpoint.model.glob(f"{ADAPTER}/adapter_config.json"),
+        *sorted(checkpoint.model.glob(f"{ADAPTERS}/*/adapter_config.json")),
+    ]
+    try:
+        there, here = (_read(place / "config.json") for place in (checkpoint.model, folder))
+        described = [_read(path) for path in adapters]
+        counters = [_read(path) for path in checkpoint.learner.glob(f"**/{COUNTERS}")]
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.folder} cannot be compared with model.path={config.model.path}: {error}; resume from "
+            f"another one, or with the model.path that it was saved with"
+        ) from None
+    critic = "none"
+    if (checkpoint.model / "critic").is_dir():
+        critic = "separate" if any("critic" in (each.get("learned") or ()) for each in counters) else "shared"
+    saved = {
+        **{f"{name} of model.path": value for name, value in there.items() if name in here},
+        "learner.lora.rank": described[0]["r"] if described else 0,
+        "learner.lora.alpha": described[0]["lora_alpha"] if described else learner.lora.alpha,
+        "roles with learner.lora.per_role": [path.parent.name for path in adapters if path.parent.name != ADAPTER],
+        "learner.critic": critic,
+    }
+    given = {
+        **{f"{name} of model.path": value for name, value in here.items()},
+        "learner.lora.rank": learner.lora.rank,
+        "learner.lora.alpha": learner.lora.alpha,
+        "roles with learner.lora.per_role": sorted(config.adapter_roles),
+        "learner.critic": learner.critic if learner.advantage == "gae" else "none",
+    }
+    for name, value in saved.items():
+        if given[name] != value:
+            raise CheckpointError(
+                f"{name} must be that of the checkpoint {checkpoint.folder}, {value}, got {given[name]}; resume with what "
+                f"it was saved with, or start a new run from its weights with model.path={checkpoint.model}"
+            )
+    if learner.kl.coef == 0.0 or any(REFERENCE in each["copies"] for each in counters):
+        return []
+    step = checkpoint.position.step
+    return [f"learner.kl.coef was 0 so far: the reference is the policy after step {step}, not the first one"]
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """`config.yaml`: every key, as it is used; whole or not at all."""
+    unfinished = folder / f".{CONFIG}.tmp"
+    unfinished.write_text(yaml.safe_dump(config.model_dump(), sort_keys=False), encoding="utf-8")
+    unfinished.replace(folder / CONFIG)
+
+
+@contextmanager
+def claimed(folder: Path, *, resume: str = "", elsewhere: bool = False) -> Iterator[tuple[bool, Checkpoint | None]]:
+    """The folder of a run while it lives: what `find_resume` says and, of a new run, an empty folder, an earlier run of that name
+    being moved aside. Raises UnderstudyError where another process has it."""
+    with _locked(folder):
+        again, checkpoint = find_resume(folder, resume=resume, elsewhere=elsewhere)
+        if not again:
+            if folder.exists() and any(folder.iterdir()):
+                stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.stat().st_mtime))
+                aside, number = folder.with_name(f"{folder.name}.{stamp}"), 1
+                while aside.exists():
+                    number += 1
+                    aside = folder.with_name(f"{folder.name}.{stamp}-{number}")
+                folder.rename(aside)
+            folder.mkdir(parents=True, exist_ok=True)
+        yield again, checkpoint
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """A lock beside the folder, which may move. It ends with the process however that dies, and is not handed on to its children;
+    closing any descriptor of its file ends it too."""
+    folder.resolve().parent.mkdir(parents=True, exist_ok=True)
+    with _lock_file(folder).open("a+", encoding="utf-8") as lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            lock.seek(0)
+            raise UnderstudyError(
+                f"run.name must not be that of a run that lives, got {folder} ({lock.read()}); end that one, or set another "
+                f"run.name"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {platform.node()}")
+        lock.flush()
+        yield
+
+
+def _lock_file(folder: Path) -> Path:
+    folder = folder.resolve()
+    return folder.with_name(f".{folder.name}.lock")

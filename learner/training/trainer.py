@@ -32,7 +32,7 @@ from learner.algorithms.objectives import Targets
 from learner.algorithms.teacher import teacher_advantages
 from learner.algorithms.values import explained_variance, score_scale
 from learner.checkpoints import hf_export, training_state
-from learner.checkpoints.store import ADAPTER
+from learner.checkpoints.store import ADAPTER, REFERENCE
 from learner.checkpoints.weight_shards import Published, WeightShards
 from learner.model import fsdp
 from learner.model.engine_rounding import round_as_engine
@@ -57,8 +57,6 @@ from learner.training.warm_start import load_traces, train_on_traces
 VALUE_HEAD_LR_RATIO = 10.0
 PROBE_BEYOND = 8
 """Tokens of a probe's prompt behind the longest window."""
-REFERENCE = "reference"
-"""Name of the reference weights in a checkpoint; older versions are named by their number."""
 
 
 class Before(NamedTuple):
@@ -318,8 +316,8 @@ class Trainer:
             learned=self._learned(),
             copies=copies,
             steps=self._own.steps,
-            kl_coef=self._own.kl.value,
-            entropy_coef=self._own.bonus.value,
+            kl_coef=self._own.kl.value if self._own.kl.is_adaptive else None,
+            entropy_coef=self._own.bonus.value if self._own.bonus.is_adaptive else None,
             rank=self._rank,
         )
 
@@ -329,10 +327,13 @@ class Trainer:
         counters, copies = training_state.load(
             folder, learned=self._learned(), like=self._kept_weights(), rank=self._rank
         )
-        self._own.reference = copies.pop(REFERENCE, None)
-        self._own.history = {int(version): shards for version, shards in copies.items()}
-        self._own.steps, self._own.kl.value = counters.steps, counters.kl_coef
-        if counters.entropy_coef is not None:
+        reference = copies.pop(REFERENCE, None)
+        self._own.reference = reference if self._config.kl.coef > 0.0 else None
+        self._own.history = {int(old): shards for old, shards in copies.items()} if self._config.check_logprobs else {}
+        self._own.steps = counters.steps
+        if counters.kl_coef is not None and self._own.kl.is_adaptive:
+            self._own.kl.value = counters.kl_coef
+        if counters.entropy_coef is not None and self._own.bonus.is_adaptive:
             self._own.bonus.value = counters.entropy_coef
 
     def _learned(self) -> dict[str, training_state.Learned]:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from buffers.errors import EngineDied, EngineError, RequestRefused
-from configs.process_fork import imports_kept
+from configs.process_fork import imports_kept, socket_folder
 from mocked_server.fleet.member import ADAPTER_OF, EngineFigures, EngineLost, Sampled
 from mocked_server.fleet.probe import probe
 from mocked_server.vllm import continued_requests
@@ -257,7 +257,7 @@ class VLLMEngine:
             killed = isinstance(error, TimeoutError) and any(not process.is_alive() for process in self._processes)
             kind = EngineDied if killed or _BY_SIGNAL.search(str(error)) else EngineError
             raise kind(
-                f"the engine did not start: {error}; its own log is above (VLLM_LOGGING_LEVEL=INFO shows more)"
+                f"the engine did not start: {error}; its log (a run's log.txt) says why, with VLLM_LOGGING_LEVEL=INFO more"
             ) from error
 
     def generate(
@@ -449,12 +449,6 @@ async def _freeze(llm: Any) -> None:
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
 
-def _folder_for_sockets() -> str:
-    """The folder for temporary files, or /tmp where its name is too long for the path of a Unix socket (107 bytes)."""
-    folder = tempfile.gettempdir()
-    return folder if len(folder) <= 40 else "/tmp"
-
-
 class Sockets:
     """The folder where vLLM's processes meet, which no other user can enter: one for all engines of this process, gone with the
     last. By itself vLLM leaves two sockets at each start in the folder for temporary files."""
@@ -471,7 +465,7 @@ class Sockets:
         with cls._lock:
             cls._users += 1
             if cls._folder is None:
-                cls._folder = tempfile.mkdtemp(prefix="understudy-engine-", dir=_folder_for_sockets())
+                cls._folder = tempfile.mkdtemp(prefix="understudy-engine-", dir=socket_folder(40))
                 envs.VLLM_RPC_BASE_PATH = cls._folder
 
     @classmethod

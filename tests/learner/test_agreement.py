@@ -177,7 +177,7 @@ class Pipeline:
     ],
 )  # fmt: skip
 async def test_vllms_other_class_is_tried_once_before_anything_was_trained(
-    tmp_path: Path, disagrees: Any, down: Any, settings: Any, again: bool, classes: list[str], said: str
+    disagrees: Any, down: Any, settings: Any, again: bool, classes: list[str], said: str
 ) -> None:
     made: list[Pipeline] = []
 
@@ -187,12 +187,12 @@ async def test_vllms_other_class_is_tried_once_before_anything_was_trained(
 
     notes: list[str] = []
     config = load_config(overrides=list(settings))
-    pipeline, code, errors = await run_agreeing(make, config=config, folder=tmp_path, again=again, note=notes.append)
+    pipeline, code, errors = await run_agreeing(make, config=config, again=again, note=notes.append)
     assert [str(one.config.rollout.engine_args.get("model_impl", "own")) for one in made] == classes
-    assert pipeline is made[-1] and code == bool(said) and "".join(errors).startswith(said)
+    assert pipeline is made[-1] and code == bool(said) and "".join(map(str, errors)).startswith(said)
     assert len(notes) == len(classes) - 1
     if len(classes) == 2:
-        assert made[1].resume and load_config(tmp_path / "config.yaml") == made[1].config, "a resumed run has it too"
+        assert made[1].resume
 
 
 @pytest.mark.engine

@@ -90,9 +90,12 @@ BORDERS = {
     ("learner/startup/ray_cluster.py", "_start_local"),
     ("mocked_server/vllm/process/worker_extension.py", "_tried_way"),
     ("mocked_server/vllm/engine.py", "_load_published"),
+    ("learner/reporting/tracker.py", "attempt"),
+    ("learner/session.py", "supervise"),
 }
 """Functions that catch all that one request causes, and log it with its id; that Ray or an engine's core raises, which have no
-class for it; or that the code of a model raises, of which there are hundreds."""
+class for it; that the code of a model raises, of which there are hundreds, or a tracker's; or that ends a run, which leaves its
+figures first and then shows the traceback."""
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 CATCH_ALL = {"Exception", "BaseException"}
 UNSAFE_CALLS = {"eval", "exec", "__import__"}

@@ -58,7 +58,11 @@ def test_the_documented_loops_train(tmp_path):
         for block in blocks("docs/agent-loops.md", kind):
             if named := re.match(mark, block):
                 (tmp_path / named[1]).write_text(block)
-    rows = [{"prompt": "12 + 30 =", "agent_name": name} for name in ("second_thought", "tool_agent", "env_agent", None)]
+    truth = '{"ground_truth": "42"}'
+    rows = [
+        {"prompt": "12 + 30 =", "agent_name": name, "reward_model": truth}
+        for name in ("second_thought", "tool_agent", "env_agent", None)
+    ]
     pq.write_table(pa.Table.from_pylist(rows * 2), tmp_path / "tasks.parquet")
     config = {
         "run": {"name": "run", "steps": 2, "dir": str(tmp_path)},
@@ -109,10 +113,21 @@ def test_a_name_that_is_not_there_is_refused_before_anything_starts(tmp_path, en
     )
     config = tmp_path / "c.yaml"
     config.write_text(
-        yaml.safe_dump({"agents": {"loops": str(loops)}, "data": {"tasks": str(tasks), "scorer": "contains"}})
+        yaml.safe_dump({"agents": {"loops": str(loops)}, "data": {"tasks": str(tasks), "scorer": "json_line"}})
     )
     told = refusal(tmp_path, config=str(config))
     assert all(word in told for word in words), told
+
+
+@pytest.mark.parametrize("truth", ['{"ground_truth": null}', '{"style": "rule"}', None, '{"ground_truth": ["4", "5"]}'])
+@pytest.mark.parametrize("scorer", ["contains", "{mine: gsm8k_flexible, default: json_line}"])
+def test_a_row_without_a_truth_to_compare_with_is_refused_with_its_scorer(tmp_path, truth, scorer):
+    rows = [{"prompt": "a", "data_source": "mine", "reward_model": cell} for cell in ('{"ground_truth": 4}', truth)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "tasks.parquet")
+    words = [f"data.tasks={tmp_path / 'tasks.parquet'}", "agents.command=[]", "env.command=[]", "data.make=[]"]
+    told = refusal(tmp_path, *words, "warm_start.demonstrations=", f"data.scorer={scorer}")
+    name = "contains" if scorer == "contains" else "gsm8k_flexible"
+    assert "row 1" in told and f"data.scorer={name} compares answers" in told, told
 
 
 def test_a_scorer_that_is_not_there_is_refused_with_the_nearest_name(tmp_path):

@@ -186,3 +186,34 @@ def test_rows_without_an_agent_get_the_given_one(tmp_path: Path, path: Path) -> 
     assert {task.agent_name for task in task_list(path, agent_name="single_turn_agent")} == {"single_turn_agent"}
     tasks = islice(endless_tasks({path: 1.0}, seed=0, opened={}, agent_name="tool_agent"), 5)
     assert {task.agent_name for task in tasks} == {"tool_agent"}
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_another_file_of_the_same_name_begins_at_its_start_and_continues(tmp_path: Path, alone: bool) -> None:
+    (tmp_path / "v2").mkdir()
+    old, new = large(tmp_path / "0000.parquet", rows=4, group=4, ids=False), tmp_path / "v2" / "0000.parquet"
+    pq.write_table(pa.Table.from_pylist([{"prompt": f"new {n}"} for n in range(12)]), new)
+    beside = {} if alone else {large(tmp_path / "more.parquet", rows=9, group=9, ids=False): 1e-9}
+    known, told, opened = tmp_path / "task_files.json", list[str](), Counter[str]()
+
+    def taken(path: Path, number: int) -> list[str]:
+        tasks = endless_tasks({path: 1.0, **beside}, seed=0, opened=opened, known=known, warn=told.append)
+        some = list(islice(tasks, number))
+        opened.update(task.task_id for task in some)
+        return [str(task.prompt[0]["content"]) for task in some if "more" not in task.task_id]
+
+    assert len(set(taken(old, 3))) == 3 and told == []
+    first = taken(new, 5)
+    assert len(told) == 1 and str(new) in told[0] and "begins at its start" in told[0]
+    assert sorted(first + taken(new, 7)) == sorted(f"new {n}" for n in range(12)), "it continues where it was"
+    taken(old, 1)
+    assert len(told) == 2 and set(opened.values()) == {1}, "and so does the first one"
+
+
+def test_a_file_with_ids_may_grow(tmp_path: Path) -> None:
+    known, told = tmp_path / "task_files.json", list[str]()
+    path = large(tmp_path / "t.parquet", rows=4, group=4, ids=True)
+    before = ids_of(endless_tasks({path: 1.0}, seed=0, opened={}, known=known, warn=told.append), 4)
+    large(path, rows=6, group=6, ids=True)
+    after = ids_of(endless_tasks({path: 1.0}, seed=0, opened=Counter(before), known=known, warn=told.append), 2)
+    assert not told and not set(before) & set(after)

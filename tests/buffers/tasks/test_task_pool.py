@@ -338,6 +338,23 @@ async def test_reasons_are_one_line_and_of_few_kinds(monkeypatch: pytest.MonkeyP
         assert kinds == {"failed/a  [2J ": 1, "failed/second": 2, "failed/other": 3}
 
 
+async def test_a_reason_is_cut_at_no_colon_of_an_address() -> None:
+    async with running_pool(max_attempts=10) as setup:
+        await setup.pool.put([make_task(0)])
+        told = (
+            "see https://huggingface.co/docs",
+            "C:\\models is no folder: look",
+            "scorer: see https://a.b",
+            "deadline",
+        )
+        for reason in told:
+            await setup.pool.fail((await setup.lease()).episode_id, reason)
+        kinds = {name for name in setup.ledger.counts() if name.startswith("failed/")}
+        assert kinds == {"failed/error", "failed/scorer", "failed/deadline"}
+        details = await asyncio.wrap_future(setup.ledger.failure_details())
+        assert details["error"] in (f"error: {told[0]}", f"error: {told[1]}") and details["scorer"] == told[2]
+
+
 async def test_a_renewed_deadline_begins_anew_and_an_ended_episode_has_none() -> None:
     async with running_pool(deadline_s=10.0, max_attempts=1) as setup:
         await setup.pool.put([make_task(0)])

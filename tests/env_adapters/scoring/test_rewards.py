@@ -57,6 +57,20 @@ def test_gsm8k_commas_and_signs_do_not_matter_and_do() -> None:
     assert SCORERS["gsm8k_strict"](task("5"), "#### -5") == 0.0
 
 
+@pytest.mark.parametrize("truth", [None, ["18"], {"answer": 18}, ""])
+async def test_what_is_no_truth_is_compared_with_no_answer(truth: object) -> None:
+    for name in ("exact_match", "contains", "gsm8k_strict", "gsm8k_flexible"):
+        rewards = Rewards({"mine": name, "default": "json_line"})
+        for answer in ("None", str(truth), "#### None"):
+            with pytest.raises(ScoreError, match="ground_truth must be a text or a number"):
+                await rewards.score(task(truth, source="mine"), answer)
+        with pytest.raises(TaskError, match=f"data.scorer={name} compares .* ground_truth"):
+            rewards.check(task(truth, source="mine"))
+        rewards.check(task(truth, source="other"))
+        for number in ("18", 18, 18.5):
+            rewards.check(task(number, source="mine"))
+
+
 async def test_a_task_is_scored_by_its_data_sources_scorer() -> None:
     by_source = Rewards({"openai/gsm8k": "gsm8k_strict", "default": "contains"})
     assert await by_source.score(task(source="openai/gsm8k"), "it is 18") == 0.0

@@ -3,15 +3,22 @@ a whole."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
-from buffers.records import TrainBatch
-from configs.schema import LearnerConfig
+from buffers.records import Position, TrainBatch
+from configs.load import load_config
+from configs.schema import Config, LearnerConfig
+from learner.checkpoints.store import CheckpointError, CheckpointStore
+from learner.run import check_models
+from learner.startup.run_folder import check_resumed
 from learner.training.ranks import LearnerRanks, RankFailed
 from learner.training.trainer import Trainer
 from tests.support.learner_parts import make_model, make_trainer, walks
@@ -84,6 +91,47 @@ def test_the_random_state_goes_on(model: Path, tmp_path: Path) -> None:
     trainer.close()
 
 
+ADAPTIVE: dict[str, Any] = {"adaptive_entropy": {"target": 100.0, "step": 0.25}}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "wanted"),
+    [
+        ({"kl": {"coef": 0.1}}, {"kl": {"coef": 0.5}}, {"kl_coef": 0.5}),
+        ({"kl": {"coef": 0.0}}, {"kl": {"coef": 0.5}}, {"kl_coef": 0.5}),
+        ({"kl": {"coef": 0.0}}, {"kl": {"coef": 0.5, "in_reward": True}}, {"kl_coef": 0.5}),
+        ({"kl": {"coef": 0.1}}, {"kl": {"coef": 0.5, "target": 1e-9}}, {"kl_coef": 0.5}),
+        ({"kl": {"coef": 5.0}}, {"kl": {"coef": 0.0}}, {"kl_coef": None, "kl_ref": None}),
+        ({"kl": {"coef": 0.1, "target": 1e9}}, {"kl": {"coef": 0.5}}, {"kl_coef": 0.5}),
+        (
+            {"kl": {"coef": 0.1, "target": 1e9}},
+            {"kl": {"coef": 0.5, "target": 1e9}},
+            {"kl_coef": 0.1 * (1 - 0.2 * 8 / 500)},
+        ),
+        ({"entropy_coef": 0.0}, {"entropy_coef": 100.0}, {"grad_norm": 100.0}),
+        ({"entropy_coef": 0.5}, {"entropy_coef": 0.1, **ADAPTIVE}, {"entropy_coef": 0.1}),
+        ({"entropy_coef": 0.5, **ADAPTIVE}, {"entropy_coef": 0.1, **ADAPTIVE}, {"entropy_coef": 0.75}),
+    ],
+)
+def test_a_fixed_coefficient_is_the_configurations_and_an_adaptive_one_goes_on(
+    model: Path, tmp_path: Path, before: dict[str, Any], after: dict[str, Any], wanted: dict[str, float | None]
+) -> None:
+    first = make_trainer(model, **before)
+    trained(first, start=0, end=1)
+    first.save(tmp_path / "one")
+    first.close()
+    second = make_trainer(model, **after)
+    second.load(tmp_path / "one")
+    (figures,) = trained(second, start=1, end=2)
+    second.close()
+    for name, value in wanted.items():
+        found = figures.get(f"policy/{name}")
+        if name == "grad_norm":
+            assert found is not None and value is not None and found > value, "the bonus of 100 is in the gradient"
+        else:
+            assert found == (value if value is None else pytest.approx(value)), (name, figures)
+
+
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [
@@ -150,3 +198,85 @@ async def test_two_ranks_go_on_from_what_one_saved_and_a_damaged_folder_is_refus
     (tmp_path / "one" / "__0_0.distcp").unlink()
     with pytest.raises(RankFailed, match="failed in load"):
         await two.load(tmp_path / "one")
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "shared": {"advantage": "gae", "critic": "shared"},
+    "separate": {"advantage": "gae", "critic": "separate"},
+    "none": {"advantage": "grpo", "critic": "none"},
+    "lora": {"advantage": "grpo", "critic": "none", "lora": {"rank": 2}},
+}
+
+
+@pytest.fixture(scope="module")
+def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each kind of learner, as a run of `model` leaves it."""
+    runs = tmp_path_factory.mktemp("runs")
+    for kind, knobs in KINDS.items():
+        store, trainer = CheckpointStore(runs / kind / "checkpoints", keep=1), make_trainer(model, **knobs)
+        scratch = store.scratch(1)
+        trainer.save(scratch / "learner")
+        trainer.save_pretrained(scratch / "model")
+        trainer.close()
+        store.commit(scratch, position=Position(run_id="a", lineage=0, step=1), score=None)
+        (runs / kind / "ledger.sqlite").touch()
+    return runs
+
+
+def config_of(run: Path, kind: str, *overrides: str, model: Path) -> Config:
+    knobs = [f"learner.{name}={value}" for name, value in KINDS[kind].items()]
+    words = [f"run.dir={run}", f"run.name={kind}", f"model.path={model}", "warm_start.demonstrations=", *knobs]
+    return load_config(overrides=[*words, *overrides])
+
+
+def resumed(run: Path, kind: str, *overrides: str, model: Path) -> None:
+    check_models(config_of(run, kind, *overrides, model=model), resume="auto")
+
+
+def test_kl_that_is_turned_on_late_says_what_its_reference_is(run: Path, model: Path) -> None:
+    for kind in ("shared", "lora"):
+        checkpoint = CheckpointStore(run / kind / "checkpoints", keep=1).newest()
+        assert checkpoint is not None
+        assert check_resumed(config_of(run, kind, model=model), checkpoint) == []
+        (line,) = check_resumed(config_of(run, kind, "learner.kl.coef=0.1", model=model), checkpoint)
+        assert "the reference is the policy after step 1" in line
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resume_with_what_was_saved_passes(run: Path, model: Path, kind: str, tmp_path: Path) -> None:
+    resumed(run, kind, "learner.lr=0.5", model=model)
+    resumed(run, kind, "model.dtype=bfloat16", model=shutil.copytree(model, tmp_path / "moved"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "override", "name"),
+    [
+        ("none", "learner.lora.rank=4", "learner.lora.rank"),
+        ("lora", "learner.lora.rank=0", "learner.lora.rank"),
+        ("lora", "learner.lora.rank=4", "learner.lora.rank"),
+        ("lora", "learner.lora.alpha=4", "learner.lora.alpha"),
+        ("lora", "{roles: {a: {}, b: {}}}", "roles with learner.lora.per_role"),
+        ("shared", "learner.critic=separate", "learner.critic"),
+        ("separate", "learner.critic=shared", "learner.critic"),
+        ("none", "{learner.advantage: gae, learner.critic: shared}", "learner.critic"),
+        ("shared", "{learner.advantage: grpo, learner.critic: none}", "learner.critic"),
+        ("none", "layers", "num_hidden_layers of model.path"),
+        ("shared", "kind", "model_type of model.path"),
+        ("shared", "model.path=tiny", "cannot be compared with model.path=tiny"),
+    ],
+)
+def test_a_resume_that_cannot_be_is_refused_in_one_line_before_anything_starts(
+    run: Path, model: Path, tmp_path: Path, kind: str, override: str, name: str
+) -> None:
+    words = [override] if "=" in override else []
+    if override.startswith("{"):
+        words = [f"{key}={value}" for key, value in yaml.safe_load(override).items()]
+        words += ["learner.lora.per_role=true"] if "roles" in override else []
+    if override in ("layers", "kind"):
+        model = shutil.copytree(model, tmp_path / "other")
+        told = json.loads((model / "config.json").read_text())
+        told |= {"num_hidden_layers": 1} if override == "layers" else {"model_type": "llama"}
+        (model / "config.json").write_text(json.dumps(told))
+    with pytest.raises(CheckpointError) as refused:
+        resumed(run, kind, *words, model=model)
+    assert name in str(refused.value) and "\n" not in str(refused.value)

@@ -134,6 +134,18 @@ def test_adapter_depends_on_the_seed_only(model: Path) -> None:
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+@pytest.mark.parametrize("place", ["tiny", "../model/tiny"])
+def test_an_adapter_names_its_base_for_every_folder(model: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    folder = model.parent if place == "tiny" else model.parent.parent / "model"
+    folder.mkdir(exist_ok=True)
+    (folder / "tiny").exists() or (folder / "tiny").symlink_to(model)
+    monkeypatch.chdir(folder)
+    lm = AutoModelForCausalLM.from_pretrained(place)
+    config = add_adapter(lm, rank=4, alpha=8.0, seed=7)
+    named = Path(str(config.base_model_name_or_path))
+    assert named.is_absolute() and named.samefile(model)
+
+
 def test_model_without_plain_linear_layers_is_refused() -> None:
     lm = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=32, n_embd=16, n_layer=1, n_head=2))
     with (

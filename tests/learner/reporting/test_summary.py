@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import struct
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -224,9 +225,12 @@ class FakeService(ModuleType):
         super().__init__(name)
         self.__spec__ = ModuleSpec(name, None)
         self.calls: list[tuple[object, ...]] = []
+        self.ids: list[object] = []
 
     def init(self, **options: object) -> FakeService:
         self.calls.append(("init", options.get("name") or options.get("experiment_name"), options["config"]))
+        assert options["resume"] == "allow"
+        self.ids.append(options["id"])
         return self
 
     def log(self, figures: dict[str, float], *, step: int) -> None:
@@ -241,8 +245,10 @@ class FakeService(ModuleType):
 
     def set_experiment(self, name: str) -> None: ...
 
-    def start_run(self, *, run_name: str) -> None:
+    def start_run(self, *, run_id: str | None, run_name: str) -> SimpleNamespace:
         self.calls.append(("init", run_name))
+        self.ids.append(run_id or f"made{len(self.ids)}")
+        return SimpleNamespace(info=SimpleNamespace(run_id=self.ids[-1]))
 
     def log_dict(self, config: dict[str, object], name: str) -> None:
         self.calls[-1] += (config,)
@@ -258,6 +264,61 @@ def test_other_trackers_get_the_same_figures(tmp_path: Path, monkeypatch: pytest
     figures = {"reward/mean": 0.5, "tracker/refused": 1.0}
     assert service.calls == [("init", "mine", {"a": 1}), ("log", figures, 1), ("finish",)]
     assert not (tmp_path / "tensorboard").exists()
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
+def test_a_resumed_run_goes_on_in_the_trackers_run_and_another_run_in_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    service = FakeService(name)
+    monkeypatch.setitem(sys.modules, name, service)
+    for folder, start in (("run", 0), ("run", 1), ("run", 2), ("other", 0)):
+        with Tracker(tmp_path / folder, trackers=["tensorboard", name], start=start) as tracker:
+            tracker.log(start + 1, {"reward/mean": 0.5})
+    first, second, third, other = service.ids
+    assert first == second == third != other and first
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
+@pytest.mark.parametrize("call", ["init", "log", "end"])
+def test_a_tracker_that_raises_is_told_of_once_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, call: str
+) -> None:
+    def away(*_: object, **__: object) -> None:
+        raise ConnectionError("the server\nis away")
+
+    service = FakeService(name)
+    for part in {"init": ("init", "start_run"), "log": ("log", "log_metrics"), "end": ("finish", "end_run")}[call]:
+        monkeypatch.setattr(service, part, away)
+    monkeypatch.setitem(sys.modules, name, service)
+    told: list[str] = []
+    with Tracker(tmp_path, trackers=[name, "tensorboard"], warn=told.append) as tracker:
+        for step in (1, 2, 3):
+            tracker.log(step, {"reward/mean": 0.5})
+    (line,) = told
+    assert line.startswith(
+        f"note: {name} could not be written (ConnectionError: the server is away); the run continues"
+    )
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert list((tmp_path / "tensorboard").iterdir()), "the others get theirs"
+
+
+def test_lines_that_a_full_disk_did_not_take_are_written_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    with Tracker(tmp_path, trackers=[], warn=told.append) as tracker:
+        descriptor = tracker._lines.fileno()
+        own = os.dup(descriptor)
+        with Path("/dev/full").open("w") as full:
+            os.dup2(full.fileno(), descriptor)
+        tracker.log(1, {"reward/mean": 0.5})
+        tracker.attempt("tokens", lambda: Path("/dev/full").write_text("x"))
+        os.dup2(own, descriptor)
+        os.close(own)
+        tracker.log(2, {"reward/mean": 0.5})
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    assert [line.split()[1] for line in told] == ["metrics.jsonl", "tokens"]
 
 
 def test_a_tracker_that_is_not_installed_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

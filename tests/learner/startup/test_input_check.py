@@ -24,7 +24,7 @@ from mocked_server.vllm import engine_arguments
 from tests.support.models.model_folders import copied, in_bins, in_fp8, with_code, with_others
 from tests.support.run_parts import start
 
-GOOD = Task(task_id="t", prompt=[{"role": "user", "content": "Hi"}], data_source="")
+GOOD = Task(task_id="t", prompt=[{"role": "user", "content": "Hi"}], data_source="", ground_truth="Hi")
 PYTHON = "'{python}'"
 
 
@@ -105,6 +105,7 @@ def test_a_port_in_use_is_told_before_anything_is_imported_and_the_run_before_st
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").touch()
+    (tmp_path / "run" / "log.txt").touch()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -112,7 +113,7 @@ def test_a_port_in_use_is_told_before_anything_is_imported_and_the_run_before_st
         code, output = start(tmp_path, f"server.port={port}", imports=True).wait()
     assert code == 2
     assert len(output.splitlines()) == 1 and f"127.0.0.1:{port}" in output and "server.port=0" in output
-    assert [path.name for path in tmp_path.rglob("*")] == ["run", "config.yaml"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.yaml", "log.txt", "run"]
 
 
 def test_a_check_runs_in_a_process_of_its_own_and_a_defect_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
