@@ -1,0 +1,154 @@
+"""The routers of a mixture of experts: they can be told which experts to choose, and how evenly they choose is measured.
+
+Used by `learner.model.policy`, in any architecture of transformers: the class of its routers is the one whose logits transformers
+records. Replay (arXiv:2510.11370): a router computes its logits and weights as ever, and takes them at the experts that the engine
+used; gradients flow through the weights, as they do without it. Invariant: a layer that gradient checkpointing computes again
+chooses what it chose at first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from buffers.records import UNKNOWN_EXPERT
+
+SELECTIONS = frozenset({torch.topk, Tensor.topk, torch.max, Tensor.max})
+"""How routers select: all experts at once, or one after another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """What one pass of a model is told."""
+
+    experts: Tensor | None
+    """[places, layers, K] int; None: routers choose."""
+    real: Tensor | None
+    """[places] bool: false where a row is filled up; None: nowhere."""
+    is_first: bool = True
+    """Not a layer that is computed again."""
+
+
+class Routing:
+    """The routers of a model. `layers`: those of its decoder, in order, whose routers are to be told."""
+
+    def __init__(self, lm: Any, *, layers: Sequence[nn.Module]) -> None:
+        self.replays = False
+        """Passes choose the experts that they are told."""
+        self.balances = False
+        """`balance` is computed in passes with gradients."""
+        self.agreed = torch.zeros(2)
+        """(token, layer)s whose router would have chosen what it was told, and all that were told; the trainer sets it back."""
+        self.num_layers = len(layers)
+        self.routed: dict[int, nn.Module] = {}
+        """The router of each layer that has experts, by the layer's number."""
+        self._now: _Pass | None = None
+        self._logits: list[Tensor] = []
+        recorded = [getattr(part, "_can_record_outputs", None) or {} for part in lm.modules()]
+        recorder = next((one["router_logits"] for one in recorded if "router_logits" in one), None)
+        kind = getattr(recorder, "target_class", recorder)
+        self._index = getattr(recorder, "index", 0)
+        for number, layer in enumerate(layers):
+            for router in [part for part in layer.modules() if kind is not None and isinstance(part, kind)]:
+                (num_experts,) = {
+                    len(weight) for weight in router.parameters() if weight.dim() == 2 and len(weight) > 1
+                }
+                router.forward = partial(self._route, router.forward, number, num_experts)
+                self.routed[number] = router
+
+    @contextmanager
+    def told(self, experts: Tensor | None, *, real: Tensor | None) -> Iterator[None]:
+        """A pass over places that used these experts, [places, layers, K], where that is known."""
+        self._now = _Pass(experts=experts if self.replays else None, real=real)
+        try:
+            yield
+        finally:
+            self._now = None
+
+    def again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Contexts of a checkpointed layer: of its first time, and of its second, in which it is told the same."""
+        return nullcontext(), self._repeated(self._now)
+
+    @contextmanager
+    def _repeated(self, now: _Pass | None) -> Iterator[None]:
+        before, self._now = self._now, None if now is None else replace(now, is_first=False)
+        try:
+            yield
+        finally:
+            self._now = before
+
+    def balance(self, *, num_chosen: int) -> Tensor | None:
+        """The load-balancing loss of the passes since the last call (arXiv:2101.03961, equations 4 to 6, over all layers, as
+        transformers has it): the number of experts times the sum over experts of the share of places that choose one and its mean
+        probability, multiplied."""
+        if not self._logits:
+            return None
+        probabilities = torch.cat(self._logits).float().softmax(-1)
+        self._logits = []
+        num_experts = probabilities.shape[-1]
+        chosen = probabilities.topk(num_chosen, dim=-1).indices
+        shares = nn.functional.one_hot(chosen, num_experts).float().sum(1).mean(0)
+        return num_experts * (shares * probabilities.mean(0)).sum()
+
+    def _route(self, forward: Callable[..., Any], number: int, num_experts: int, *given: Any, **options: Any) -> Any:
+        now = self._now
+        if now is None:
+            return forward(*given, **options)
+        if now.experts is None:
+            answer = forward(*given, **options)
+        else:
+            told = now.experts[:, number].long()
+            with _Told(told, num_experts=num_experts) as choice:
+                answer = forward(*given, **options)
+            if now.is_first:
+                known = told[:, 0] != UNKNOWN_EXPERT
+                agrees = (choice.own().sort(-1).values == told.sort(-1).values).all(-1) & known
+                self.agreed = self.agreed.to(known.device) + torch.stack([agrees.sum(), known.sum()])
+        if self.balances and now.is_first and torch.is_grad_enabled():
+            logits = answer[self._index].flatten(0, -2)
+            self._logits.append(logits if now.real is None else logits[now.real])
+        return answer
+
+
+class _Told(TorchFunctionMode):  # type: ignore[misc]
+    """Selections from all experts select those that are told, [places, K]. One that selects fewer takes the next of them; one from
+    groups of experts selects as ever."""
+
+    def __init__(self, told: Tensor, *, num_experts: int) -> None:
+        super().__init__()
+        self._told = told
+        self._num_experts = num_experts
+        self._own: list[Tensor] = []
+        """What would have been selected."""
+
+    def own(self) -> Tensor:
+        """[places, K]. Raises ValueError where the router has not selected as many as it is told."""
+        own = torch.cat(self._own, dim=-1) if self._own else self._told[:, :0]
+        if own.shape != self._told.shape:
+            raise ValueError(
+                f"learner.router_replay needs engines that choose as many experts for a token as the model does, got "
+                f"{self._told.shape[-1]} and {own.shape[-1]}; set learner.router_replay=false"
+            )
+        return own
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = func(*args, **(kwargs or {}))
+        if (
+            func not in SELECTIONS
+            or not isinstance(answer, tuple)
+            or args[0].shape != (len(self._told), self._num_experts)
+        ):
+            return answer
+        first = sum(each.shape[1] for each in self._own)
+        own = answer[1]
+        self._own.append(own)
+        told = self._told[:, first : first + own.shape[1]]
+        chosen = torch.where(told == UNKNOWN_EXPERT, own, told) if told.shape == own.shape else own
+        return args[0].gather(1, chosen), chosen
