@@ -306,6 +306,8 @@ class Generation:
             if prompt.role not in self._frozen:
                 self.stats.constrained += _num_constrained(prompt, response)
             if (tree := self._tree_of(prompt)) is not None:
+                if prompt.role in self._frozen:  # of another model
+                    response = replace(response, experts=None)
                 round_ = _grow(tree, prompt, response)
                 responses[number] = replace(response, round_index=round_.round_index)
                 stored = self._rounds.put_round(round_)
@@ -402,6 +404,7 @@ def _grow(tree: TokenTree, prompt: Prompt, response: Response) -> Round:
         memo=prompt.memo,
         trained=prompt.trained(len(response.sampled_ids)),
         role=prompt.role,
+        experts=response.experts,
     )
 
 

@@ -40,10 +40,11 @@ class Routing:
     """The routers of a model. `layers`: those of its decoder, in order, whose routers are to be told."""
 
     def __init__(self, lm: Any, *, layers: Sequence[nn.Module]) -> None:
-        self.replays = False
+        self._name = type(lm).__name__
+        self._replays = False
         """Passes choose the experts that they are told."""
-        self.balances = False
-        """`balance` is computed in passes with gradients."""
+        self._balances = False
+        """`balance` is computed, of passes with gradients."""
         self.agreed = torch.zeros(2)
         """(token, layer)s whose router would have chosen what it was told, and all that were told; the trainer sets it back."""
         self.num_layers = len(layers)
@@ -63,10 +64,25 @@ class Routing:
                 router.forward = partial(self._route, router.forward, number, num_experts)
                 self.routed[number] = router
 
+    def use(self, *, replay: bool, balance: bool) -> None:
+        """Raises ValueError for a model without experts."""
+        if (replay or balance) and not self.routed:
+            key, off = ("router_replay", "false") if replay else ("router_aux_coef", "0")
+            raise ValueError(
+                f"learner.{key} needs a mixture of experts whose routers transformers records, got {self._name}; set "
+                f"learner.{key}={off}"
+            )
+        self._replays, self._balances = replay, balance
+
     @contextmanager
     def told(self, experts: Tensor | None, *, real: Tensor | None) -> Iterator[None]:
         """A pass over places that used these experts, [places, layers, K], where that is known."""
-        self._now = _Pass(experts=experts if self.replays else None, real=real)
+        if experts is not None and experts.shape[1] != self.num_layers:
+            raise ValueError(
+                f"learner.router_replay needs engines that count layers as the learner does, got {experts.shape[1]} and "
+                f"{self.num_layers}; set learner.router_replay=false"
+            )
+        self._now = _Pass(experts=experts if self._replays else None, real=real)
         try:
             yield
         finally:
@@ -111,7 +127,7 @@ class Routing:
                 known = told[:, 0] != UNKNOWN_EXPERT
                 agrees = (choice.own().sort(-1).values == told.sort(-1).values).all(-1) & known
                 self.agreed = self.agreed.to(known.device) + torch.stack([agrees.sum(), known.sum()])
-        if self.balances and now.is_first and torch.is_grad_enabled():
+        if self._balances and now.is_first and torch.is_grad_enabled():
             logits = answer[self._index].flatten(0, -2)
             self._logits.append(logits if now.real is None else logits[now.real])
         return answer

@@ -35,7 +35,7 @@ families = pytest.mark.parametrize(
 
 def policy_of(name: str, folder: Path) -> Policy:
     policy = load_policy(make_family(name, folder / name), device=CPU)
-    policy.routing.replays = True
+    policy.routing.use(replay=True, balance=True)
     return policy
 
 
