@@ -623,6 +623,7 @@ class Config(Section):
             given=self.rollout.model_dump(exclude_defaults=True),
             sleeps=self.rollout.sleep,
             lora_rank=learner.lora.rank,
+            replays=learner.router_replay,
         )
         if self.rollout.max_tokens >= self.rollout.max_model_len:
             raise ValueError(
