@@ -51,7 +51,7 @@ class Routing:
         self.routed: dict[int, nn.Module] = {}
         """The router of each layer that has experts, by the layer's number."""
         self._now: _Pass | None = None
-        self._logits: list[Tensor] = []
+        self._logits: list[tuple[Tensor, Tensor | None]] = []
         recorded = [getattr(part, "_can_record_outputs", None) or {} for part in lm.modules()]
         recorder = next((one["router_logits"] for one in recorded if "router_logits" in one), None)
         kind = getattr(recorder, "target_class", recorder)
@@ -106,7 +106,9 @@ class Routing:
         probability, multiplied."""
         if not self._logits:
             return None
-        probabilities = torch.cat(self._logits).float().softmax(-1)
+        logits = [whole.flatten(0, -2) for whole, _ in self._logits]
+        logits = [each if real is None else each[real] for each, (_, real) in zip(logits, self._logits)]
+        probabilities = torch.cat(logits).float().softmax(-1)
         self._logits = []
         num_experts = probabilities.shape[-1]
         chosen = probabilities.topk(num_chosen, dim=-1).indices
@@ -128,8 +130,7 @@ class Routing:
                 agrees = (choice.own().sort(-1).values == told.sort(-1).values).all(-1) & known
                 self.agreed = self.agreed.to(known.device) + torch.stack([agrees.sum(), known.sum()])
         if self._balances and now.is_first and torch.is_grad_enabled():
-            logits = answer[self._index].flatten(0, -2)
-            self._logits.append(logits if now.real is None else logits[now.real])
+            self._logits.append((answer[self._index], now.real))  # a layer saves as much when it is computed again
         return answer
 
 
