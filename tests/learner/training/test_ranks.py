@@ -79,6 +79,7 @@ def _with_experts(batches: list[TrainBatch]) -> list[TrainBatch]:
         "sinks and experts",
         "states, layers computed again",
         "states, experts and a tower",
+        "replayed experts, layers computed again",
         "lora beside a tower",
         "scalars",
     ],
