@@ -20,7 +20,7 @@ Float32 = npt.NDArray[np.float32]
 UInt8 = npt.NDArray[np.uint8]
 UInt16 = npt.NDArray[np.uint16]
 UNKNOWN_EXPERT = 65535
-"""In the place of each expert of a token whose experts nobody recorded."""
+"""Stands for each expert of a token whose experts nobody recorded."""
 
 
 class EpisodeState(StrEnum):

@@ -479,10 +479,10 @@ class LearnerConfig(Section):
     """Weight of the entropy bonus in the loss."""
     adaptive_entropy: AdaptiveEntropyConfig = AdaptiveEntropyConfig()
     router_replay: bool = False
-    """For mixtures of experts: engines record which experts each token used, and all passes of the policy use these, whatever its
-    routers would choose (R3, arXiv:2510.11370). Weights of experts are the learner's own. Needs vLLM's engines of this run."""
+    """Engines record which experts each token used, and all passes of the policy use these, whatever its routers would choose (R3,
+    arXiv:2510.11370). Weights of experts are the learner's own. Needs a mixture of experts, and vLLM's engines of this run."""
     router_aux_coef: NotNegative = 0.0
-    """For mixtures of experts: weight of the load-balancing loss of the routers (arXiv:2101.03961) in the loss."""
+    """Weight of the load-balancing loss of the routers (arXiv:2101.03961) in the loss. Needs a mixture of experts."""
     check_logprobs: Fraction = 1.0
     """Share of the rows whose trained tokens are computed again under the older version that sampled them; the largest difference
     is reported. Tokens of the present version are compared in any case, at no cost; 0 (or false): none are, and no version is

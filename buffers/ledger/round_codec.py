@@ -82,7 +82,8 @@ def decode(data: bytes) -> RoundBody:
         raise UnderstudyError(f"round body must have a header of {start} bytes, got {len(data)} bytes; it is damaged")
     _, _, _, num_tail, num_sampled, num_runs = _HEADER.unpack_from(data)
     end = expected = start + 4 * (num_tail + 2 * num_sampled) + _RUN.size * num_runs
-    shape, width = (0, 0, 0), 0
+    shape: list[int] = []
+    width = 0
     if version == WITH_EXPERTS:
         *shape, width, _ = _EXPERTS.unpack_from(data, end) if len(data) >= end + _EXPERTS.size else (0, 0, 0, 0, 0)
         expected = end + _EXPERTS.size + math.prod(shape) * width

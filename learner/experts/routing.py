@@ -1,4 +1,4 @@
-"""The routers of a mixture of experts: they can be told which experts to choose, and how evenly they choose is measured.
+"""The routers of a mixture of experts: they can be forced to choose experts, and how evenly they choose is measured.
 
 Used by `learner.model.policy`, in any architecture of transformers: the class of its routers is the one whose logits transformers
 records. Replay (arXiv:2510.11370): a router computes its logits and weights as ever, and takes them at the experts that the engine
@@ -26,7 +26,7 @@ SELECTIONS = frozenset({torch.topk, Tensor.topk, torch.max, Tensor.max})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass:
-    """What one pass of a model is told."""
+    """One pass of a model."""
 
     experts: Tensor | None
     """[places, layers, K] int; None: routers choose."""
@@ -37,16 +37,17 @@ class _Pass:
 
 
 class Routing:
-    """The routers of a model. `layers`: those of its decoder, in order, whose routers are to be told."""
+    """The routers of a model. `layers`: those of its decoder, in order."""
 
     def __init__(self, lm: Any, *, layers: Sequence[nn.Module]) -> None:
         self._name = type(lm).__name__
         self._replays = False
-        """Passes choose the experts that they are told."""
+        """Passes choose recorded experts."""
         self._balances = False
         """`balance` is computed, of passes with gradients."""
         self.agreed = torch.zeros(2)
-        """(token, layer)s whose router would have chosen what it was told, and all that were told; the trainer sets it back."""
+        """Places, of each layer with experts, whose router would have chosen what was recorded, and all with a record. The trainer
+        sets it back."""
         self.num_layers = len(layers)
         self.routed: dict[int, nn.Module] = {}
         """The router of each layer that has experts, by the layer's number."""
@@ -75,7 +76,7 @@ class Routing:
         self._replays, self._balances = replay, balance
 
     @contextmanager
-    def told(self, experts: Tensor | None, *, real: Tensor | None) -> Iterator[None]:
+    def forcing(self, experts: Tensor | None, *, real: Tensor | None) -> Iterator[None]:
         """A pass over places that used these experts, [places, layers, K], where that is known."""
         if experts is not None and experts.shape[1] != self.num_layers:
             raise ValueError(
@@ -89,7 +90,7 @@ class Routing:
             self._now = None
 
     def again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Contexts of a checkpointed layer: of its first time, and of its second, in which it is told the same."""
+        """Contexts of a checkpointed layer: of its first time, and of its second, which chooses the same."""
         return nullcontext(), self._repeated(self._now)
 
     @contextmanager
@@ -122,36 +123,36 @@ class Routing:
         if now.experts is None:
             answer = forward(*given, **options)
         else:
-            told = now.experts[:, number].long()
-            with _Told(told, num_experts=num_experts) as choice:
+            forced = now.experts[:, number].long()
+            with _Forced(forced, num_experts=num_experts) as choice:
                 answer = forward(*given, **options)
             if now.is_first:
-                known = told[:, 0] != UNKNOWN_EXPERT
-                agrees = (choice.own().sort(-1).values == told.sort(-1).values).all(-1) & known
+                known = forced[:, 0] != UNKNOWN_EXPERT
+                agrees = (choice.own().sort(-1).values == forced.sort(-1).values).all(-1) & known
                 self.agreed = self.agreed.to(known.device) + torch.stack([agrees.sum(), known.sum()])
         if self._balances and now.is_first and torch.is_grad_enabled():
             self._logits.append((answer[self._index], now.real))  # a layer saves as much when it is computed again
         return answer
 
 
-class _Told(TorchFunctionMode):  # type: ignore[misc]
-    """Selections from all experts select those that are told, [places, K]. One that selects fewer takes the next of them; one from
-    groups of experts selects as ever."""
+class _Forced(TorchFunctionMode):  # type: ignore[misc]
+    """Selections from all experts select the `forced`, [places, K]; one that selects fewer takes the next of them. Those from groups
+    of experts select as ever."""
 
-    def __init__(self, told: Tensor, *, num_experts: int) -> None:
+    def __init__(self, forced: Tensor, *, num_experts: int) -> None:
         super().__init__()
-        self._told = told
+        self._forced = forced
         self._num_experts = num_experts
         self._own: list[Tensor] = []
         """What would have been selected."""
 
     def own(self) -> Tensor:
-        """[places, K]. Raises ValueError where the router has not selected as many as it is told."""
-        own = torch.cat(self._own, dim=-1) if self._own else self._told[:, :0]
-        if own.shape != self._told.shape:
+        """[places, K]. Raises ValueError where the router has not selected as many as are forced."""
+        own = torch.cat(self._own, dim=-1) if self._own else self._forced[:, :0]
+        if own.shape != self._forced.shape:
             raise ValueError(
                 f"learner.router_replay needs engines that choose as many experts for a token as the model does, got "
-                f"{self._told.shape[-1]} and {own.shape[-1]}; set learner.router_replay=false"
+                f"{self._forced.shape[-1]} and {own.shape[-1]}; set learner.router_replay=false"
             )
         return own
 
@@ -160,12 +161,12 @@ class _Told(TorchFunctionMode):  # type: ignore[misc]
         if (
             func not in SELECTIONS
             or not isinstance(answer, tuple)
-            or args[0].shape != (len(self._told), self._num_experts)
+            or args[0].shape != (len(self._forced), self._num_experts)
         ):
             return answer
         first = sum(each.shape[1] for each in self._own)
         own = answer[1]
         self._own.append(own)
-        told = self._told[:, first : first + own.shape[1]]
-        chosen = torch.where(told == UNKNOWN_EXPERT, own, told) if told.shape == own.shape else own
+        forced = self._forced[:, first : first + own.shape[1]]
+        chosen = torch.where(forced == UNKNOWN_EXPERT, own, forced) if forced.shape == own.shape else own
         return args[0].gather(1, chosen), chosen

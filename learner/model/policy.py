@@ -40,7 +40,7 @@ class TokenOutputs(NamedTuple):
     energy: Tensor | None = None
     """1 - 2 pi + sum of pi^2 over the vocabulary: squared norm of the gradient of the log-probability at the logits."""
     balance: Tensor | None = None
-    """Of no shape: see `Routing.balance`."""
+    """[] see `Routing.balance`."""
 
 
 class Policy(nn.Module):  # type: ignore[misc]
@@ -125,7 +125,7 @@ class Policy(nn.Module):  # type: ignore[misc]
             }
             options |= {} if segments.paths is None else {"paths": segments.paths}
         if (stems := micro.stems) is None:
-            with self.routing.told(micro.experts, real=micro.real):
+            with self.routing.forcing(micro.experts, real=micro.real):
                 found = self._body(input_ids=micro.ids, use_cache=False, **options)
             return type(found), found.last_hidden_state.flatten(0, 1)
         named = inspect.signature(self._body.forward).parameters
@@ -135,11 +135,11 @@ class Policy(nn.Module):  # type: ignore[misc]
         experts, real = (
             (None, None) if one is None else (one[:count], one[count:]) for one in (micro.experts, micro.real)
         )
-        with self.routing.told(experts[0], real=real[0]):
+        with self.routing.forcing(experts[0], real=real[0]):
             found = self._body(input_ids=stems.ids, use_cache=True, **{key: cache})
         positions = torch.arange(micro.ids.shape[1], device=micro.ids.device).expand(micro.ids.shape)
         options = {"position_ids": positions + stems.ids.shape[1], key: cache.branches(stems.of_rows)}
-        with self.routing.told(experts[1], real=real[1]):
+        with self.routing.forcing(experts[1], real=real[1]):
             behind = self._body(input_ids=micro.ids, use_cache=True, **options)
         return type(found), torch.cat([each.last_hidden_state.flatten(0, 1) for each in (found, behind)])
 

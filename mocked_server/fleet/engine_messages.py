@@ -62,7 +62,7 @@ class WireCompletion(msgspec.Struct, array_like=True, frozen=True):
     versions: list[tuple[str, int, int]]
     """(weight version, first token, token after its last), of the whole completion."""
     experts: WireExperts | None = None
-    """Of the whole completion, when it ends."""
+    """Those of the whole completion, when it ends."""
 
 
 class WireOutput(msgspec.Struct, array_like=True, frozen=True):

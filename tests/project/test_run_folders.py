@@ -49,13 +49,14 @@ def test_a_folder_of_the_hub_learns(tiny_model: Path, tmp_path: Path, name: str)
 
 
 def test_a_mixture_of_experts_is_trained_with_the_experts_that_its_engine_used(tmp_path: Path) -> None:
-    """Experts go from the engine through the ledger to the passes of the learner, whichever process has served the prompt."""
+    """Experts go from the engine through the ledger to the passes of the learner. The second step's tokens are of the
+    version before, whose routers chose others here and there."""
     make_family("qwen3_moe", tmp_path / "source")
-    more = ["learner.router_aux_coef=0.01", "server.processes=2"]
-    run, _ = _learned(tmp_path, "learner.router_replay=true", *more)
+    run, _ = _learned(tmp_path, "learner.router_replay=true", "learner.router_aux_coef=0.01")
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "policy/router_agreement" in line]
-    assert len(steps) == 2 and all(line["policy/router_agreement"] > 0.99 for line in steps)
+    first, second = (line["policy/router_agreement"] for line in steps)
+    assert first > 0.999 and 0.5 < second < 0.999 and steps[1]["policy/lag_mean"] == 1.0
     assert all(1.9 < line["policy/router_aux_loss"] < 4.0 for line in steps)
     assert run.summary()["max_logprob_diff"] < 1e-4
     with sqlite3.connect(run.folder / "ledger.sqlite") as db:
