@@ -45,7 +45,7 @@ class Routing:
         """Passes choose recorded experts."""
         self._balances = False
         """`balance` is computed, of passes with gradients."""
-        self.agreed = torch.zeros(2)
+        self.agreed = torch.zeros(2, dtype=torch.float64)
         """Places, of each layer with experts, whose router would have chosen what was recorded, and all with a record. The trainer
         sets it back."""
         self.num_layers = len(layers)
@@ -136,8 +136,8 @@ class Routing:
 
 
 class _Forced(TorchFunctionMode):  # type: ignore[misc]
-    """Selections from all experts select the `forced`, [places, K]; one that selects fewer takes the next of them. Those from groups
-    of experts select as ever."""
+    """Selections from all experts select the `forced`, [places, K]; one that selects fewer takes the next of them. Those from
+    groups of experts select as ever."""
 
     def __init__(self, forced: Tensor, *, num_experts: int) -> None:
         super().__init__()

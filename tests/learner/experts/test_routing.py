@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from benchmarks.families import FAMILIES, make_family
 from buffers.records import UNKNOWN_EXPERT, UInt16
@@ -134,6 +135,37 @@ def test_replaying_a_models_own_choice_changes_nothing(name: str, tmp_path: Path
     known = moved[0] != UNKNOWN_EXPERT
     routed = list(policy.routing.routed)
     assert (used[:, routed][known[:, routed]] == moved[0][:, routed][known[:, routed]]).all()
+
+
+def written_out(name: str, router: Any, states: Tensor, experts: Tensor) -> tuple[Tensor, ...]:
+    """What a router answers that has chosen these experts, by the formulas of its family."""
+    states = states.reshape(-1, states.shape[-1])
+    if name == "gpt_oss":
+        logits = functional.linear(states, router.weight, router.bias)
+        return logits, logits.gather(1, experts).softmax(-1), experts
+    logits = functional.linear(states, router.weight)
+    if name == "llama4":
+        scores = torch.full_like(logits, -torch.inf).scatter(1, experts, logits.gather(1, experts)).sigmoid()
+        return scores, logits
+    weights = (logits.sigmoid() if name == "deepseek_v3" else logits.softmax(-1)).gather(1, experts)
+    weights = weights / weights.sum(-1, keepdim=True)
+    return logits, weights * getattr(router, "routed_scaling_factor", 1.0), experts
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "llama4"])
+def test_forced_experts_give_what_routers_give_that_choose_them(name: str, tmp_path: Path) -> None:
+    policy, rows = policy_of(name, tmp_path), forked_rows(tails=(13,))
+    (moved,) = others(policy, rows)
+    own = chosen(policy, rows.ids[0])
+    moved[[5, -1]] = own[[5, -1]]
+    found, gradients = outcome(policy, PaddedSequences(with_experts(rows, [moved])))
+    for number, router in policy.routing.routed.items():
+        told = torch.from_numpy(moved[:, number].astype(np.int64))
+        router.forward = lambda states, router=router, told=told: written_out(name, router, states, told)
+    expected, expected_gradients = outcome(policy, PaddedSequences(rows))
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+    for (parameter, _), one, other in zip(policy.lm.named_parameters(), gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-4 * max(1.0, float(other.abs().max())), rtol=0, msg=parameter)
 
 
 @families
