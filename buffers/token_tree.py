@@ -57,7 +57,7 @@ class TokenTree:
         `experts`: those of all tokens but the last, or of as many that end there."""
         shared = self._shared(prompt_ids, parent)
         if experts is not None:  # what comes before the parent's last token is the parent's
-            num_own = max(0, len(prompt_ids) + len(sampled_ids) - max(1, shared))
+            num_own = len(prompt_ids) + len(sampled_ids) - shared
             experts = experts[max(0, len(experts) - num_own) :].astype(np.uint16)
         round_ = Round(
             episode_id=self._episode_id,

@@ -198,6 +198,19 @@ def test_every_layout_replays_what_each_row_alone_does(name: str, tmp_path: Path
             assert float((one - other).abs().max()) <= 1e-3 * scale, (type(layout).__name__, parameter)
 
 
+@pytest.mark.parametrize("kind", [TreeSequences, StemSequences])
+def test_a_shared_place_has_the_experts_of_the_row_that_knows_them(kind: type[TreeSequences]) -> None:
+    rows = forked_rows(tails=(9, 9))
+    for known in (0, 1):
+        experts = [np.full((49, 1, 2), 1 + row if row == known else UNKNOWN_EXPERT, dtype=np.uint16) for row in (0, 1)]
+        told = with_experts(rows, experts)
+        micro = kind(told, tree=PrefixTree(rows.ids), groups=np.zeros(2, dtype=np.int64)).micro_batch(
+            [0, 1], device=CPU
+        )
+        assert micro.experts is not None
+        assert (micro.experts == 1 + known).all(-1).sum() == 49 and (micro.experts == UNKNOWN_EXPERT).any()
+
+
 class Alone(PaddedSequences):
     """Each row in a micro-batch of its own."""
 
