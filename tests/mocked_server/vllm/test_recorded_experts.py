@@ -76,3 +76,28 @@ def test_the_engines_experts_are_the_learners_for_all_tokens_but_the_last(mixtur
         assert response.experts.shape == (len(ids) - 1 - start, 2, 2) and response.experts.dtype == np.uint8
         own = np.sort(chosen(policy, ids)[start:-1], axis=-1)
         assert (own == np.sort(response.experts, axis=-1)).mean() > 0.999, "but for ties"
+
+
+def test_weights_that_come_meanwhile_lose_and_repeat_no_tokens_experts(mixture: Any, tmp_path: Path) -> None:
+    """All that was computed is computed again then. The weights are the same ones, so that the experts can be known."""
+    rollout, folder = mixture
+    policy = policy_of("qwen3_moe", tmp_path)
+    prompt = np.random.default_rng(2).integers(3, 500, 20).tolist()
+
+    async def with_new_weights() -> Any:
+        recorder, seen, loading = AnswerRecorder("r"), 0, None
+        async for output in rollout.engine.generate(prompt, sampling(150, ignore_eos=True), request_id="meanwhile"):
+            recorder.add(output)
+            seen += 1
+            if seen == 20:
+                loading = asyncio.create_task(rollout.engine.load_weights(folder, version=1))
+        assert loading is not None
+        await loading
+        return recorder.responses(version=0)[0]
+
+    response = rollout.wait(with_new_weights())
+    assert set(response.versions.tolist()) == {0, 1}
+    ids = np.array([*prompt, *response.sampled_ids.tolist()], dtype=np.int32)
+    assert response.experts.shape == (169, 2, 2)
+    own = np.sort(chosen(policy, ids)[:-1], axis=-1)
+    assert (own == np.sort(response.experts, axis=-1)).mean() > 0.999
