@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from buffers.errors import UnderstudyError
-from buffers.records import Float32, Int32, UInt8
+from buffers.records import Float32, Int32, UInt8, UInt16
 
 
 class QueueClosed(UnderstudyError):
@@ -41,6 +41,9 @@ class Response:
     """The stop string that ended it: sampled, and not in `text`."""
     round_index: int | None = None
     """Its round in the buffer; None: it is not stored."""
+    experts: UInt16 | None = None
+    """[P + S - 1, layers, K] those that the engine used for all tokens but the last, or for as many that end there.
+    None: not told."""
 
 
 class Reply(Protocol):

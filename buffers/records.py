@@ -18,6 +18,9 @@ import numpy.typing as npt
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 UInt8 = npt.NDArray[np.uint8]
+UInt16 = npt.NDArray[np.uint16]
+UNKNOWN_EXPERT = 65535
+"""Stands for each expert of a token whose experts nobody recorded."""
 
 
 class EpisodeState(StrEnum):
@@ -139,6 +142,9 @@ class Round:
     """What the server needs to recognise this round in a later request, after a restart too. Opaque to the buffer."""
     role: str = ""
     """The role that was asked; empty: the run has no roles."""
+    experts: UInt16 | None = None
+    """[n, layers, K] the experts that the engine used for the n tokens before the round's last, of its prompt and sampled: the last
+    has met no layer, and its parent's last is the first of them. None: not recorded."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.sampled_ids), len(self.logprobs), len(self.versions)}
@@ -251,6 +257,8 @@ class Row:
     """The episode's score of each judge, by name; `score` is their mean. None: not told apart."""
     truncated: tuple[int, ...] = ()
     """Rounds that this row trains and whose generation was cut at the most tokens (finish reason `length`)."""
+    experts: UInt16 | None = None
+    """[T, layers, K] the experts that the engine used for each token, UNKNOWN_EXPERT where that is not known. None: nowhere."""
 
     @property
     def own_score(self) -> float:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from buffers.errors import UnderstudyError
-from buffers.records import Float32, Int32, Round, UInt8
+from buffers.records import Float32, Int32, Round, UInt8, UInt16
 from buffers.training_rows import ABORTED
 
 
@@ -50,9 +50,15 @@ class TokenTree:
         memo: bytes = b"",
         trained: UInt8 | None = None,
         role: str = "",
+        experts: UInt16 | None = None,
     ) -> Round:
-        """The next round. Raises UnderstudyError unless the prompt starts with all ids of the round `parent`."""
+        """The next round. Raises UnderstudyError unless the prompt starts with all ids of the round `parent`.
+
+        `experts`: those of all tokens but the last, or of as many that end there."""
         shared = self._shared(prompt_ids, parent)
+        if experts is not None:  # what comes before the parent's last token is the parent's
+            num_own = len(prompt_ids) + len(sampled_ids) - shared
+            experts = experts[max(0, len(experts) - num_own) :].astype(np.uint16)
         round_ = Round(
             episode_id=self._episode_id,
             round_index=self._next_index,
@@ -65,9 +71,17 @@ class TokenTree:
             memo=memo,
             trained=trained,
             role=role,
+            experts=experts,
         )
         self._keep(round_)
         return round_
+
+    def num_ids(self, parent: int | None) -> int:
+        """How many ids the round `parent` has, those of the rounds before it among them."""
+        total, node = 0, None if parent is None else self._nodes.get(parent)
+        while node is not None:
+            total, node = total + node.num_ids, node.parent
+        return total
 
     def _shared(self, prompt_ids: Int32, parent: int | None) -> int:
         """How many ids of the prompt are those of its parent and of the rounds before it."""

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from buffers.records import EpisodeScores, Round, Row
+from buffers.records import UNKNOWN_EXPERT, EpisodeScores, Round, Row
 
 ABORTED = "abort"
 CUT = "length"
@@ -90,6 +90,8 @@ def _row(path: list[Round], *, fresh: set[int], group_id: int, scores: EpisodeSc
     logprobs = np.zeros(num_tokens, dtype=np.float32)
     versions = np.full(num_tokens, -1, dtype=np.int32)
     indices = np.full(num_tokens, -1, dtype=np.int32)
+    recorded = [round_.experts for round_ in path if round_.experts is not None]
+    experts = np.full((num_tokens, *recorded[0].shape[1:]), UNKNOWN_EXPERT, dtype=np.uint16) if recorded else None
     start = 0
     for round_ in path:
         middle = start + len(round_.tail_ids)
@@ -102,6 +104,8 @@ def _row(path: list[Round], *, fresh: set[int], group_id: int, scores: EpisodeSc
             logprobs[middle:end] = np.where(chosen, round_.logprobs, 0.0)
             versions[middle:end] = np.where(chosen, round_.versions, -1)
             indices[middle:end] = np.where(chosen, round_.round_index, -1)
+        if experts is not None and round_.experts is not None:
+            experts[end - 1 - len(round_.experts) : end - 1] = round_.experts
         start = end
     return Row(
         episode_id=path[0].episode_id,
@@ -119,4 +123,5 @@ def _row(path: list[Round], *, fresh: set[int], group_id: int, scores: EpisodeSc
         hint=scores.hint,
         judges=scores.judges or None,
         truncated=tuple(r.round_index for r in path if r.round_index in fresh and r.finish_reason == CUT),
+        experts=experts,
     )

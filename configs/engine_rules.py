@@ -33,7 +33,7 @@ def is_url(engine: str) -> bool:
     return engine.startswith(("http://", "https://"))
 
 
-def check_engine_keys(engine: str, *, given: Mapping[str, Any], sleeps: bool, lora_rank: int) -> None:
+def check_engine_keys(engine: str, *, given: Mapping[str, Any], sleeps: bool, lora_rank: int, replays: bool) -> None:
     """`given`: the keys of `rollout` that differ from their defaults. Raises ValueError."""
     if engine == "vllm":
         return
@@ -44,6 +44,11 @@ def check_engine_keys(engine: str, *, given: Mapping[str, Any], sleeps: bool, lo
                 f"rollout.{key} is of the engines that a run starts of vLLM, got rollout.{key}={given[key]} with "
                 f"rollout.engine={engine}; leave it out, and give the server what it needs where it is started"
             )
+    if replays:
+        raise ValueError(
+            f"learner.router_replay needs vLLM's engines of this run, which record experts, got rollout.engine={engine}; set "
+            f"learner.router_replay=false, or rollout.engine=vllm"
+        )
     if sleeps:
         raise ValueError(
             f"rollout.sleep frees the memory of vLLM's engines of this run, got rollout.engine={engine}; set rollout.sleep=false"

@@ -20,6 +20,9 @@ NO_WEIGHTS = re.compile(
 RECURRENT = {"mamba", "linear_attention", "hybrid"}
 """How `layer_types` calls Mamba-2 layers, before and after transformers has read it."""
 
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
+"""How configurations call the routed experts that a token uses."""
+
 
 def weight_files(folder: Path) -> list[Path]:
     """The files with the model's weights: those of the index, those of the usual names, or all that are not of something else.
@@ -83,6 +86,12 @@ def sees(folder: Path) -> bool:
     """Whether vLLM's class of the model has eyes: Qwen3.5's has them also where the model is its text part alone."""
     config = read_json(folder / "config.json")
     return "vision_config" in config or str(config.get("model_type")).startswith("qwen3_5")
+
+
+def has_experts(folder: Path) -> bool:
+    """Whether tokens use some of several experts."""
+    text = _text_config(folder)
+    return any(text.get(name) for name in EXPERTS_PER_TOKEN)
 
 
 def has_mamba2(folder: Path) -> bool:

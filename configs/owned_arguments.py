@@ -34,6 +34,7 @@ OWNED = {
     "device_memory_utilization": "set rollout.gpu_memory_utilization",
     "kv_cache_memory_bytes": "set rollout.kv_cache_gb",
     "enable_sleep_mode": "set rollout.sleep",
+    "enable_return_routed_experts": "set learner.router_replay",
     "enable_lora": "set learner.lora.rank",
     "max_lora_rank": "set learner.lora.rank",
     "max_loras": "set buffer.max_policy_lag",

@@ -488,6 +488,11 @@ class LearnerConfig(Section):
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy bonus in the loss."""
     adaptive_entropy: AdaptiveEntropyConfig = AdaptiveEntropyConfig()
+    router_replay: bool = False
+    """Engines record which experts each token used, and all passes of the policy use these, whatever its routers would choose (R3,
+    arXiv:2510.11370). Weights of experts are the learner's own. Needs a mixture of experts, and vLLM's engines of this run."""
+    router_aux_coef: NotNegative = 0.0
+    """Weight of the load-balancing loss of the routers (arXiv:2101.03961) in the loss. Needs a mixture of experts."""
     check_logprobs: Fraction | Literal[False] = 1.0
     """Share of the rows whose trained tokens are computed again under the older version that sampled them; the largest difference
     is reported. Tokens of the present version are compared in any case, at no cost; 0 (or false): none are, and no version is
@@ -628,6 +633,7 @@ class Config(Section):
             given=self.rollout.model_dump(exclude_defaults=True),
             sleeps=self.rollout.sleep,
             lora_rank=learner.lora.rank,
+            replays=learner.router_replay,
         )
         if self.rollout.max_tokens >= self.rollout.max_model_len:
             raise ValueError(

@@ -227,7 +227,7 @@ class Pipeline:
         engine, server, buffers = serving.engine, serving.server, serving.buffers
         generation = Generation(
             engine, queue=server.prompt_queue, rounds=buffers.ledger, blame=partial(self._end_killer, server),
-            frozen=serving.others.engines, adapters=config.adapter_roles,
+            frozen=serving.others.engines, adapters=config.adapter_roles, records_experts=config.learner.router_replay,
         )  # fmt: skip
         server.on_ended = generation.forget
         for upstream in serving.others.upstreams.values():
@@ -707,6 +707,7 @@ def engine_settings(
         lora_rank=config.learner.lora.rank if not evaluates or _adapters_of_roles(config) else 0,
         kept_versions=max(1, len(config.adapter_roles)) * (config.buffer.max_policy_lag + 1),
         beside_rank=beside_rank,
+        router_replay=config.learner.router_replay and not evaluates,
         trust_remote_code=config.model.trust_remote_code,
         role_names=role_names(config),
     )

@@ -81,7 +81,7 @@ def role_models(
         elif role.frozen is not None:
             own = vllm_config
             if isinstance(role.frozen, str):
-                other = replace(settings, model_path=Path(role.frozen), lora_rank=0, role_names=())
+                other = replace(settings, model_path=Path(role.frozen), lora_rank=0, role_names=(), router_replay=False)
                 own = make_vllm_config(make_args(other))
             engine = VLLMEngine(own, name=f"role-{name}", timeout_s=config.rollout.engine_timeout_s)
             engines[name] = EngineFleet([engine], record_death=record_death)

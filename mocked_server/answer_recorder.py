@@ -29,6 +29,7 @@ class _Completion:
     stop: str = ""
     finish_reason: str = ABORTED
     spans: Sequence[Any] = ()
+    experts: Any = None
 
 
 class AnswerRecorder:
@@ -60,6 +61,7 @@ class AnswerRecorder:
             if completion.finish_reason is not None:
                 part.finish_reason = completion.finish_reason
             part.spans = completion.weight_versions or part.spans
+            part.experts = getattr(completion, "routed_experts", None)  # of a whole answer, with its last output
 
     def so_far(self, number: int) -> list[Sampled]:
         """Those of `number` completions that have not finished, for an engine that continues them."""
@@ -99,4 +101,5 @@ class AnswerRecorder:
             finish_reason=part.finish_reason,
             text=part.text,
             stop=part.stop,
+            experts=part.experts,
         )

@@ -151,8 +151,11 @@ class Generation:
         blame: Callable[[str], object] = lambda _: None,
         frozen: Mapping[str, Engine] | None = None,
         adapters: Collection[str] = (),
+        records_experts: bool = False,
     ) -> None:
-        """`frozen`: engines of the roles that the policy does not play; `adapters`: the roles that are adapters of their own."""
+        """`frozen`: engines of the roles that the policy does not play; `adapters`: the roles that are adapters of their own;
+        `records_experts`: outputs have the experts of tokens."""
+        self._records_experts = records_experts
         self._frozen = dict(frozen or {})
         self._adapters = frozenset(adapters)
         self._engine = engine
@@ -256,6 +259,8 @@ class Generation:
 
     async def _generate(self, answer: _Answer) -> None:
         prompt, reply = answer.prompt, answer.prompt.reply
+        if self._records_experts and (tree := self._tree_of(prompt)) is not None:  # the parent's own are stored
+            prompt.sampling.params.routed_experts_prompt_start = max(1, tree.num_ids(prompt.parent)) - 1
         ids = prompt.prompt_token_ids.tolist()
         outputs = self._engine_of(prompt).generate(
             ids,
@@ -306,6 +311,8 @@ class Generation:
             if prompt.role not in self._frozen:
                 self.stats.constrained += _num_constrained(prompt, response)
             if (tree := self._tree_of(prompt)) is not None:
+                if prompt.role in self._frozen:  # of another model
+                    response = replace(response, experts=None)
                 round_ = _grow(tree, prompt, response)
                 responses[number] = replace(response, round_index=round_.round_index)
                 stored = self._rounds.put_round(round_)
@@ -402,6 +409,7 @@ def _grow(tree: TokenTree, prompt: Prompt, response: Response) -> Round:
         memo=prompt.memo,
         trained=prompt.trained(len(response.sampled_ids)),
         role=prompt.role,
+        experts=response.experts,
     )
 
 

@@ -186,4 +186,5 @@ def _decoded(
         versions=arrays.versions,
         finish_reason=finish_reason,
         memo=memo or b"",
+        experts=arrays.experts,
     )

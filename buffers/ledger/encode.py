@@ -107,4 +107,5 @@ def body_of(round_: Round) -> RoundBody:
         sampled_ids=round_.sampled_ids,
         logprobs=round_.logprobs,
         versions=round_.versions,
+        experts=round_.experts,
     )

@@ -5,32 +5,38 @@ cut, altered or of an unknown format version is refused. It knows nothing of epi
 
     offset  type   field
     0       4s     b"USRB"
-    4       u16    format version (2)
+    4       u16    format version (2; 3 with experts)
     6       u16    reserved, 0
     8       u32    P, number of tail ids
     12      u32    S, number of sampled ids
     16      u32    R, number of runs of equal versions: one, unless weights changed while it was sampled
     20      u32    crc32 of everything but this field
     24      i32[P] tail ids, i32[S] sampled ids, f32[S] logprobs, (u32 tokens, i32 version)[R]
+    then, in version 3: u32 n tokens, u16 layers, u16 K, u16 w of 1 or 2, u16 0, u8[w][n][layers][K] experts
+
+Experts are not compressed: of 8 among 128, zlib saves an eighth.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from buffers.errors import UnderstudyError
-from buffers.records import Float32, Int32
+from buffers.records import Float32, Int32, UInt16
 
 MAGIC = b"USRB"
-FORMAT_VERSION = 2
+FORMAT_VERSION, WITH_EXPERTS = 2, 3
 _FORMAT = struct.Struct("<4sHH")
 _HEADER = struct.Struct("<4sHHIII")
 _CRC = struct.Struct("<I")
 _RUN = struct.Struct("<Ii")
+_EXPERTS = struct.Struct("<IHHHH")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +47,7 @@ class RoundBody:
     sampled_ids: Int32
     logprobs: Float32
     versions: Int32
+    experts: UInt16 | None = None
 
 
 def encode(body: RoundBody) -> bytes:
@@ -51,9 +58,10 @@ def encode(body: RoundBody) -> bytes:
         np.ascontiguousarray(body.sampled_ids, dtype="<i4").data,
         np.ascontiguousarray(body.logprobs, dtype="<f4").data,
         runs,
+        b"" if body.experts is None else _packed(body.experts),
     )
     sizes = len(body.tail_ids), len(body.sampled_ids), len(runs) // _RUN.size
-    header = _HEADER.pack(MAGIC, FORMAT_VERSION, 0, *sizes)
+    header = _HEADER.pack(MAGIC, FORMAT_VERSION if body.experts is None else WITH_EXPERTS, 0, *sizes)
     crc = zlib.crc32(header)
     for part in parts:
         crc = zlib.crc32(part, crc)
@@ -64,30 +72,48 @@ def decode(data: bytes) -> RoundBody:
     """The arrays in `data`, read-only and, but for the versions, without a copy; raises UnderstudyError for a damaged or foreign
     body."""
     magic, version, _ = _FORMAT.unpack_from(data) if len(data) >= _FORMAT.size else (MAGIC, FORMAT_VERSION, 0)
-    if magic != MAGIC or version != FORMAT_VERSION:
+    if magic != MAGIC or version not in (FORMAT_VERSION, WITH_EXPERTS):
         raise UnderstudyError(
-            f"round body must be {MAGIC!r} version {FORMAT_VERSION}, got {magic!r} version {version}; "
+            f"round body must be {MAGIC!r} version {FORMAT_VERSION} or {WITH_EXPERTS}, got {magic!r} version {version}; "
             f"open it with the release that wrote it"
         )
     start = _HEADER.size + _CRC.size
     if len(data) < start:
         raise UnderstudyError(f"round body must have a header of {start} bytes, got {len(data)} bytes; it is damaged")
     _, _, _, num_tail, num_sampled, num_runs = _HEADER.unpack_from(data)
-    expected = start + 4 * (num_tail + 2 * num_sampled) + _RUN.size * num_runs
+    end = expected = start + 4 * (num_tail + 2 * num_sampled) + _RUN.size * num_runs
+    shape: list[int] = []
+    width = 0
+    if version == WITH_EXPERTS:
+        *shape, width, _ = _EXPERTS.unpack_from(data, end) if len(data) >= end + _EXPERTS.size else (0, 0, 0, 0, 0)
+        expected = end + _EXPERTS.size + math.prod(shape) * width
     if len(data) != expected:
         raise UnderstudyError(f"round body must have {expected} bytes, got {len(data)}; it is damaged")
     (stored,) = _CRC.unpack_from(data, _HEADER.size)
     actual = zlib.crc32(memoryview(data)[start:], zlib.crc32(data[: _HEADER.size]))
     if stored != actual:
         raise UnderstudyError(f"round body must have checksum {stored:#010x}, got {actual:#010x}; it is damaged")
-    words = np.frombuffer(data, dtype="<i4", offset=start)
+    words = np.frombuffer(data, dtype="<i4", offset=start, count=(end - start) // 4)
     sampled_end = num_tail + num_sampled
     return RoundBody(
         tail_ids=words[:num_tail],
         sampled_ids=words[num_tail:sampled_end],
         logprobs=words[sampled_end : sampled_end + num_sampled].view("<f4"),
         versions=_versions(words[sampled_end + num_sampled :], number=num_sampled),
+        experts=None if version == FORMAT_VERSION else _unpacked(data[end + _EXPERTS.size :], shape=shape, width=width),
     )
+
+
+def _packed(experts: UInt16) -> bytes:
+    """A byte for each where it is enough."""
+    width = 1 if experts.max(initial=0) < 256 else 2
+    return _EXPERTS.pack(*experts.shape, width, 0) + experts.astype(f"<u{width}").tobytes()
+
+
+def _unpacked(data: bytes, *, shape: Sequence[int], width: int) -> UInt16:
+    if width not in (1, 2):
+        raise UnderstudyError(f"round body must have experts of 1 or 2 bytes, got {width}; it is damaged")
+    return np.frombuffer(data, dtype=f"<u{width}").astype(np.uint16).reshape(tuple(shape))
 
 
 def _runs(versions: Int32) -> bytes:

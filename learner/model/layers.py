@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
-"""How configurations call it."""
+from configs.model_folder import EXPERTS_PER_TOKEN
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:

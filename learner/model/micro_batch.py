@@ -66,3 +66,8 @@ class MicroBatch:
     """[m] int64: place of each trained token in the batch's flat arrays, row by row."""
     stems: Stems | None = None
     """What the rows of `ids` continue; None: they are whole."""
+    experts: Tensor | None = None
+    """[places, layers, K] int32: the experts that the engine used at each of k * S and then b * L places; see
+    `buffers.records.Row`. None: nobody knows any."""
+    real: Tensor | None = None
+    """[places] bool: false where a row is filled up; None: nowhere."""

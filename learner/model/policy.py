@@ -20,9 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
+from learner.experts.routing import Routing
 from learner.model.engine_rounding import float32_logits
 from learner.model.file_names import FileNames
-from learner.model.layers import layers_of
+from learner.model.layers import experts_per_token, layers_of
 from learner.model.micro_batch import MicroBatch
 from learner.model.packed_attention import PACKED
 
@@ -38,6 +39,8 @@ class TokenOutputs(NamedTuple):
     values: Tensor | None
     energy: Tensor | None = None
     """1 - 2 pi + sum of pi^2 over the vocabulary: squared norm of the gradient of the log-probability at the logits."""
+    balance: Tensor | None = None
+    """[] see `Routing.balance`."""
 
 
 class Policy(nn.Module):  # type: ignore[misc]
@@ -55,6 +58,7 @@ class Policy(nn.Module):  # type: ignore[misc]
         for weight in lm.parameters():  # a vision tower's: it stays as it is
             weight.requires_grad_(id(weight) in text)
         head.forward = partial(float32_logits, head)
+        self.routing = Routing(lm, layers=layers_of(lm.get_decoder()))
         self.value_head: Any = None
         if value_head:
             self.value_head = nn.Linear(lm.config.get_text_config().hidden_size, 1)
@@ -75,7 +79,9 @@ class Policy(nn.Module):  # type: ignore[misc]
         """Gradient checkpointing: the backward pass computes each layer again from its input, arXiv:1604.06174. Call it once,
         before sharding. (transformers' own does it in training mode only, which switches dropout on.)"""
         for layer in self.layers:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            layer.forward = partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=self.routing.again
+            )
 
     def own_logits(self, ids: Tensor) -> Tensor:
         """[L] -> [L, V]: those of one row as transformers computes them. Outside of `forward`, of a sharded policy too:
@@ -104,7 +110,8 @@ class Policy(nn.Module):  # type: ignore[misc]
         compute = partial(self._chunk, kind=kind, temperature=temperature, entropy=entropy, energy=energy)
         outputs = self._in_chunks(compute, chosen, micro.tokens)
         logprobs, entropies, energies = (_of_rows(output, micro) for output in outputs)
-        return TokenOutputs(logprobs, entropies, _of_rows(values, micro), energies)
+        balance = self.routing.balance(num_chosen=experts_per_token(self.lm.config.get_text_config()) or 0)
+        return TokenOutputs(logprobs, entropies, _of_rows(values, micro), energies, balance)
 
     def _states(self, micro: MicroBatch) -> tuple[Any, Tensor]:
         """The class of the body's answers, and the last states of all places, [places, hidden]."""
@@ -118,15 +125,22 @@ class Policy(nn.Module):  # type: ignore[misc]
             }
             options |= {} if segments.paths is None else {"paths": segments.paths}
         if (stems := micro.stems) is None:
-            found = self._body(input_ids=micro.ids, use_cache=False, **options)
+            with self.routing.forcing(micro.experts, real=micro.real):
+                found = self._body(input_ids=micro.ids, use_cache=False, **options)
             return type(found), found.last_hidden_state.flatten(0, 1)
         named = inspect.signature(self._body.forward).parameters
         key = "cache_params" if "cache_params" in named else "past_key_values"
         cache = _StemCache(self.lm.config)
-        found = self._body(input_ids=stems.ids, use_cache=True, **{key: cache})
+        count = stems.ids.numel()
+        experts, real = (
+            (None, None) if one is None else (one[:count], one[count:]) for one in (micro.experts, micro.real)
+        )
+        with self.routing.forcing(experts[0], real=real[0]):
+            found = self._body(input_ids=stems.ids, use_cache=True, **{key: cache})
         positions = torch.arange(micro.ids.shape[1], device=micro.ids.device).expand(micro.ids.shape)
         options = {"position_ids": positions + stems.ids.shape[1], key: cache.branches(stems.of_rows)}
-        behind = self._body(input_ids=micro.ids, use_cache=True, **options)
+        with self.routing.forcing(experts[1], real=real[1]):
+            behind = self._body(input_ids=micro.ids, use_cache=True, **options)
         return type(found), torch.cat([each.last_hidden_state.flatten(0, 1) for each in (found, behind)])
 
     def _attend_with(self, name: str) -> None:

@@ -18,6 +18,8 @@ from buffers.records import Row
 
 FILE = "waiting.npz"
 _ARRAYS = ("ids", "mask", "logprobs", "versions", "rounds")
+_EXPERTS = "experts"
+"""Not of every row."""
 _NUMBERS = (
     "episode_id", "group_id", "score", "loss_weight", "branch_score", "role", "role_score", "greedy", "hint", "judges",
 )  # fmt: skip
@@ -65,7 +67,10 @@ def write(folder: Path, waiting: Mapping[str, WaitingRows]) -> None:
         for row in rows
     ]
     arrays: dict[str, Any] = {
-        f"{number}.{name}": getattr(row, name) for number, row in enumerate(rows) for name in _ARRAYS
+        f"{number}.{name}": array
+        for number, row in enumerate(rows)
+        for name in (*_ARRAYS, _EXPERTS)
+        if (array := getattr(row, name)) is not None
     }
     arrays[_LINES] = np.frombuffer(json.dumps(lines).encode(), dtype=np.uint8)
     np.savez(folder / FILE, **arrays)
@@ -79,6 +84,7 @@ def read(folder: Path, *, roles: Iterable[str]) -> dict[str, WaitingRows]:
         for number, line in enumerate(lines):
             scores, truncated = dict(map(tuple, line.pop("round_scores"))), tuple(line.pop("truncated"))
             arrays = {name: stored[f"{number}.{name}"] for name in _ARRAYS}
-            row = Row(**line, **arrays, round_scores=scores, truncated=truncated)
+            experts = stored.get(f"{number}.{_EXPERTS}")
+            row = Row(**line, **arrays, experts=experts, round_scores=scores, truncated=truncated)
             found[row.role]._groups.setdefault(row.group_id, []).append(row)
     return found

@@ -20,7 +20,7 @@ from typing import TypeVar
 from buffers.errors import TaskError, UnderstudyError
 from buffers.records import Task
 from buffers.tasks.parquet import agent_names, read_demonstrations, read_tasks
-from configs.model_folder import has_chat_template, has_remote_code, quantization, weight_files
+from configs.model_folder import has_chat_template, has_experts, has_remote_code, quantization, weight_files
 from configs.schema import Config
 from learner.startup.hub import is_dataset, is_hub_model
 
@@ -125,6 +125,12 @@ def check_policy(config: Config) -> None:
     """The policy's model, in all that can be told before torch is imported. Raises TaskError; meant for `refusal`, as transformers
     may be imported."""
     folder = check_model(config.model.path)
+    for key in ("router_replay", "router_aux_coef"):
+        if getattr(config.learner, key) and folder.suffix != ".gguf" and not has_experts(folder):
+            raise TaskError(
+                f"learner.{key} needs a mixture of experts, got model.path={config.model.path} without experts; leave "
+                f"learner.{key} out"
+            )
     if config.model.path == "tiny":
         return
     if folder.suffix == ".gguf":

@@ -95,7 +95,9 @@ def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = F
             f"batch {batch.lease_id}: must hold at least one trained token of version {min_version} or later, "
             f"got {len(versions)} older ones in {len(batch.rows)} rows"
         )
-    sequences = Sequences([row.ids for row in rows], masks=[row.mask for row in rows])
+    sequences = Sequences(
+        [row.ids for row in rows], masks=[row.mask for row in rows], experts=[row.experts for row in rows]
+    )
     roles = _numbered([row.role for row in rows])
     units, scores, groups = _units(rows)
     owners = np.repeat(np.arange(len(rows)), sequences.counts)

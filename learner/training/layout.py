@@ -56,7 +56,8 @@ class Layout:
         self, sequences: Sequences, *, groups: npt.NDArray[np.int64], num_ranks: int, token_budget: int
     ) -> Sequences:
         """These rows; what they share is computed once where that pays. `groups` [N]: rows that are to stay together."""
-        plain = Sequences(sequences.ids, masks=sequences.masks) if self.packs else PaddedSequences(sequences)
+        rows = Sequences(sequences.ids, masks=sequences.masks, experts=sequences.experts)
+        plain = rows if self.packs else PaddedSequences(rows)
         tree = PrefixTree(sequences.ids)
         if not self.shares or plain.computed[0] < LEAST_RATIO * tree.tokens(range(len(plain.ids))):
             return plain

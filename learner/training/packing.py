@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from buffers.records import Int32, UInt8
+from buffers.records import UNKNOWN_EXPERT, Int32, UInt8, UInt16
 from learner.model.micro_batch import MicroBatch, Segments
 
 Plan = list[list[list[int]]]
@@ -29,15 +29,17 @@ ALIKE = 0.7
 class Sequences:
     """Rows of token ids with a training mask; their trained tokens are numbered 0..num_trained-1, row by row.
 
-    Raises ValueError for a row that trains its first token: in a pack, what stands before it is another row.
+    `experts`: see `buffers.records.Row`; empty: of no row. Raises ValueError for a row that trains its first token: in a pack, what
+    stands before it is another row.
     """
 
-    def __init__(self, ids: Sequence[Int32], *, masks: Sequence[UInt8]) -> None:
+    def __init__(self, ids: Sequence[Int32], *, masks: Sequence[UInt8], experts: Sequence[UInt16 | None] = ()) -> None:
         first = [row for row, mask in enumerate(masks) if len(mask) and mask[0]]
         if first:
             raise ValueError(f"mask[0] of row {first[0]} must be 0, got 1; the first token of a row has no prefix")
         self.ids = ids
         self.masks = masks
+        self.experts = experts or [None] * len(ids)
         self.lengths = np.array([len(row) for row in ids], dtype=np.int64)
         self.counts = np.array([int(mask.sum()) for mask in masks], dtype=np.int64)
         self._starts = np.concatenate([[0], np.cumsum(self.counts)])
@@ -85,14 +87,31 @@ class Sequences:
             tokens=torch.from_numpy(flat[trained]).to(device),
             shared=None,
             index=self.places(rows).to(device),
+            experts=self._experts(
+                rows, nodes=np.split(np.arange(len(flat)), np.cumsum(lengths)), size=len(flat), device=device
+            ),
         )
+
+    def _experts(
+        self, rows: Sequence[int], *, nodes: Sequence[npt.NDArray[np.int64]], size: int, device: torch.device
+    ) -> Tensor | None:
+        """Those of `size` places, among them the `nodes` of each row's tokens."""
+        recorded = [(self.experts[row], places) for row, places in zip(rows, nodes)]
+        known = [(experts, places) for experts, places in recorded if experts is not None]
+        if not known:
+            return None
+        found = np.full((size, *known[0][0].shape[1:]), UNKNOWN_EXPERT, dtype=np.int32)
+        for experts, places in known:
+            own = experts[:, 0, 0] != UNKNOWN_EXPERT
+            found[places[own]] = experts[own]
+        return torch.from_numpy(found).to(device)
 
 
 class PaddedSequences(Sequences):
     """Rows as rectangles: the shorter ones are filled up on the right."""
 
     def __init__(self, rows: Sequences) -> None:
-        super().__init__(rows.ids, masks=rows.masks)
+        super().__init__(rows.ids, masks=rows.masks, experts=rows.experts)
 
     def plan(self, rows: Sequence[int], *, num_ranks: int, token_budget: int) -> Plan:
         """Ranks get rows as packed ones; a micro-batch has at most `token_budget` places, and rows of about one length."""
@@ -105,6 +124,7 @@ class PaddedSequences(Sequences):
         longest = max(map(len, ids))
         rectangle = np.stack([np.pad(row, (0, longest - len(row)), mode="edge") for row in ids]).astype(np.int64)
         trained = np.concatenate([np.flatnonzero(mask) + place * longest for place, mask in enumerate(masks)])
+        nodes = [np.arange(len(row)) + place * longest for place, row in enumerate(ids)]
         return MicroBatch(
             ids=torch.from_numpy(rectangle).to(device),
             segments=None,
@@ -112,6 +132,8 @@ class PaddedSequences(Sequences):
             tokens=torch.from_numpy(rectangle.reshape(-1)[trained]).to(device),
             shared=None,
             index=self.places(rows).to(device),
+            experts=self._experts(rows, nodes=nodes, size=rectangle.size, device=device),
+            real=torch.from_numpy(np.isin(np.arange(rectangle.size), np.concatenate(nodes))).to(device),
         )
 
 

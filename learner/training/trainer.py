@@ -136,6 +136,7 @@ class Trainer:
         self._layouts: dict[str, Layout] = {}
         """Folder of a model -> how its rows are laid out."""
         self._policy = self._load(model_path, value_head=critic == "shared")
+        self._policy.routing.use(replay=config.router_replay, balance=config.router_aux_coef > 0.0)
         self._own = self._progress()
         self._critic = self._load(model_path, value_head=True) if critic == "separate" else None
         self._critic_optimizer = (
@@ -177,7 +178,9 @@ class Trainer:
         table = replace(table, sequences=self._laid_out(table.sequences, table=table))
         if config.kl.coef > 0.0 and self._own.reference is None:
             self._own.reference = self._kept_weights()
+        self._policy.routing.agreed.zero_()
         before = Before(*self._sweep(table.sequences, critic=True))
+        agreed, told = fsdp.all_sum(self._policy.routing.agreed.to(self._device)).tolist()
         metrics, recomputed = self._check_logprobs(table, logprobs=before.logprobs, version=version)
         self._token_figures = TokenFigures(
             learner=recomputed.numpy(),
@@ -199,6 +202,7 @@ class Trainer:
             "policy/lag_max": float(lags[lags < self._keep_versions].max()),
             "policy/too_old_share": float((lags >= self._keep_versions).float().mean()),
             **({"policy/hinted_share": _share(table.hints)} if self._estimator.needs_hints else {}),
+            **({"policy/router_agreement": agreed / max(told, 1.0)} if config.router_replay else {}),
             "policy/truncated_share": float(table.truncated.float().mean()),
             "learner/tokens": float(table.sequences.lengths.sum()),
             "learner/raw_over_unique": table.sequences.raw_over_unique,
@@ -683,6 +687,12 @@ class Trainer:
             entropy_coef=goals.entropy_coef,
             scale=goals.scale,
         )
+        if outputs.balance is not None:
+            balance = (
+                outputs.balance * goals.targets.shares.sum()
+            )  # as much of it as the micro-batch has of the trained tokens
+            means = loss.means | {"policy/router_aux_loss": balance.detach()}
+            loss = replace(loss, total=loss.total + config.router_aux_coef * balance, means=means)
         if self._critic is None:
             return loss
         values = self._values(micro, shared=None)

@@ -32,7 +32,7 @@ class TreeSequences(Sequences):
     """Rows whose shared prefixes are laid out once."""
 
     def __init__(self, rows: Sequences, *, tree: PrefixTree, groups: npt.NDArray[np.int64]) -> None:
-        super().__init__(rows.ids, masks=rows.masks)
+        super().__init__(rows.ids, masks=rows.masks, experts=rows.experts)
         self.groups = groups
         self._tree = tree
         self._computed = super().computed
@@ -87,6 +87,8 @@ class TreeSequences(Sequences):
             tokens=torch.from_numpy(after[firsts].astype(np.int64)).to(device),
             shared=torch.from_numpy(which).to(device),
             index=self.places(rows).to(device),
+            experts=self._experts(rows, nodes=nodes, size=size, device=device),
+            real=torch.from_numpy(np.isin(np.arange(size), np.concatenate(nodes))).to(device),
         )
 
     def _positions(self, rows: Sequence[int]) -> Places:

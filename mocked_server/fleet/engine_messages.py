@@ -40,6 +40,15 @@ class WireLogprobs(msgspec.Struct, array_like=True, frozen=True):
     """None: no entry has one."""
 
 
+class WireExperts(msgspec.Struct, array_like=True, frozen=True):
+    """Experts of a completion's tokens, in vLLM's order."""
+
+    shape: tuple[int, int, int]
+    width: int
+    """Bytes of each."""
+    data: bytes
+
+
 class WireCompletion(msgspec.Struct, array_like=True, frozen=True):
     """What one completion sampled since its last output."""
 
@@ -52,6 +61,8 @@ class WireCompletion(msgspec.Struct, array_like=True, frozen=True):
     stop_reason: int | str | None
     versions: list[tuple[str, int, int]]
     """(weight version, first token, token after its last), of the whole completion."""
+    experts: WireExperts | None = None
+    """Those of the whole completion, when it ends."""
 
 
 class WireOutput(msgspec.Struct, array_like=True, frozen=True):

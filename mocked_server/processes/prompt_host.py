@@ -58,7 +58,7 @@ class PromptCodec(Protocol):
         """SamplingParams. Raises ValueError or TypeError for what is none."""
         ...
 
-    def pack_output(self, output: Any, *, logprobs: bool = True) -> WireOutput: ...
+    def pack_output(self, output: Any, *, logprobs: bool = True, experts: bool = True) -> WireOutput: ...
     def shows_logprobs(self, params: Any) -> bool:
         """Whether the request asked to see log-probabilities."""
         ...
@@ -254,7 +254,8 @@ class PromptHost:
         try:
             live = self._run.episodes.get(asked.episode_id)
             params = self._codec.params_as_sent(asked.params)
-            pack = partial(self._codec.pack_output, logprobs=self._codec.shows_logprobs(params))
+            shows = self._codec.shows_logprobs(params)
+            pack = partial(self._codec.pack_output, logprobs=shows, experts=False)
             reply = client.replies[number] = _Reply(number, live, pack=pack, send=send)
         except EpisodeError as error:
             send(Item(number, None, failure=WireFailure.of(error)))

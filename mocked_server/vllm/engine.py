@@ -34,7 +34,7 @@ from mocked_server.fleet.probe import probe
 from mocked_server.vllm import continued_requests
 from mocked_server.vllm.adapters import PolicyAdapters, is_adapter
 from mocked_server.vllm.continued_requests import continued, interrupted, never_began
-from mocked_server.vllm.engine_arguments import has_gpu, set_process_environment
+from mocked_server.vllm.engine_arguments import RECORDS_EXPERTS, has_gpu, set_process_environment
 from mocked_server.vllm.process import fork_server
 from mocked_server.vllm.process.engine_silence import EngineSilence, processor_time
 from mocked_server.vllm.process.fork_server import engines_of_ours, engines_see
@@ -184,6 +184,8 @@ class VLLMEngine:
         # vLLM keeps the answer: else the first request would ask, and wait without end if the engine died then.
         await self._llm.get_supported_tasks()
         await self._llm.update_weight_version(str(self.version))
+        if RECORDS_EXPERTS in self._vllm_config.additional_config:
+            await self._llm.collective_rpc("record_experts")
         loaded: dict[str, tuple[Path, int]] = {}
         while due := [role for role, weights in self._weights.items() if loaded.get(role) != weights]:
             role, weights = due[0], self._weights[due[0]]

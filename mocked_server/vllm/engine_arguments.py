@@ -26,6 +26,8 @@ MAX_WORDS_CHARS = 600
 """Most characters of vLLM's words: some repeat the value that they refuse."""
 TORCHVISION = "torchvision==0.28.0 --index-url https://download.pytorch.org/whl/cpu"
 """PyPI has the build for GPUs only, which does not load beside torch for CPUs."""
+RECORDS_EXPERTS = "understudy_records_experts"
+"""Key of vLLM's additional configuration: `process.recorded_experts` does what vLLM does on a GPU only."""
 WORKER_EXTENSION = "mocked_server.vllm.process.worker_extension.WorkerExtension"
 
 
@@ -48,6 +50,8 @@ class EngineSettings:
     """Adapters that are kept for the generations that began under them, of all roles together."""
     beside_rank: bool = True
     """A rank of the learner is on a card of an engine's."""
+    router_replay: bool = False
+    """Outputs have the experts that their tokens used."""
     trust_remote_code: bool = False
     """Code of the model's folder is run."""
     role_names: tuple[str, ...] = ()
@@ -157,6 +161,11 @@ def _owned_words(settings: EngineSettings) -> list[str]:
         words += ["--enable-sleep-mode"]
     if settings.trust_remote_code:
         words += ["--trust-remote-code"]
+    if settings.router_replay and has_gpu():
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older one does not record them
+        words += ["--enable-return-routed-experts"]
+    elif settings.router_replay:
+        words += ["--additional-config", json.dumps({RECORDS_EXPERTS: True}), "--no-enable-prefix-caching"]
     if settings.lora_rank:
         words += lora_words(rank=settings.lora_rank, kept=settings.kept_versions)
     if kv_cache_gb is not None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffers.errors import UnderstudyError
-from buffers.records import EpisodeScores, Round, Row
+from buffers.records import UNKNOWN_EXPERT, EpisodeScores, Round, Row, UInt16
 from buffers.token_tree import TokenTree
 from buffers.training_rows import episode_rows, is_trainable
 from tests.support.buffer_parts import make_round
@@ -280,3 +280,34 @@ def test_a_branch_in_which_two_roles_spoke_is_a_row_for_each_and_each_weighs_onc
     ]
     assert [row.loss_weight for row in (first, second, third)] == [0.5, 1.0, 0.5]
     assert [row.own_score for row in (first, second, third)] == [0.5, -1.0, 0.5]
+
+
+def used(first: int, number: int) -> UInt16:
+    """Experts of `number` tokens, each of one layer with two."""
+    return np.stack([np.arange(first, first + number), np.full(number, 300)], axis=-1)[:, None].astype(np.uint16)
+
+
+def test_a_row_has_the_experts_of_all_tokens_but_its_last_and_those_that_nobody_recorded() -> None:
+    """The engine says those of the whole prompt, or from the parent's last token on; of rounds in between it may say none."""
+    tree = TokenTree("e")
+    given = {"logprobs": np.zeros(2, np.float32), "versions": np.zeros(2, np.int32), "finish_reason": "stop"}
+    prompt, rounds = [1, 2], []
+    for index, experts in enumerate([used(0, 3), used(0, 6), None, used(7, 3)]):
+        ids = np.array([50 + index, 60 + index], np.int32)
+        assert tree.num_ids(index - 1 if index else None) == max(0, len(prompt) - 1 if index else 0)
+        rounds.append(
+            tree.add(
+                prompt_ids=np.array(prompt, np.int32),
+                parent=index - 1 if index else None,
+                sampled_ids=ids,
+                experts=experts,
+                **given,
+            )
+        )
+        prompt += [*ids.tolist(), 9]
+    assert [None if one.experts is None else len(one.experts) for one in rounds] == [3, 3, None, 3]
+    (row,) = rows_of(rounds)
+    assert row.experts is not None and row.experts.dtype == np.uint16
+    unknown = UNKNOWN_EXPERT
+    assert row.experts[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, unknown, unknown, unknown, 7, 8, 9, unknown]
+    assert rows_of([make_round("e")])[0].experts is None

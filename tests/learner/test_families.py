@@ -144,6 +144,27 @@ def test_a_layout_whose_gradients_alone_are_wrong_is_not_taken(
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_layout_in_which_one_experts_gradient_is_wrong_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = plain_policy("qwen3_moe", tmp_path)
+    computed = layout_module._laid_out
+    (number,) = [
+        number for number, (name, _) in enumerate(policy.named_parameters()) if name.endswith("1.mlp.experts.down_proj")
+    ]
+
+    def without_one(*given: Any, **options: Any) -> Any:
+        found = computed(*given, **options)
+        if isinstance(options["sequences"], TreeSequences):
+            found.gradients[number][2] = 0.0
+        return found
+
+    monkeypatch.setattr(layout_module, "_laid_out", without_one)
+    found = choose_layout(policy, shares=True)
+    assert not found.shares and found.why.count("in gradients by") == 2
+
+
+@pytest.mark.usefixtures("alone")
 def test_rows_of_the_test_reach_beyond_a_window_and_are_no_longer_than_rows_get(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

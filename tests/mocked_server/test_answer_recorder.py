@@ -6,6 +6,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from buffers.errors import EngineError, RequestRefused
@@ -38,6 +39,14 @@ def test_completions_are_told_apart_by_their_index_not_by_who_came_first() -> No
     )
     assert (second.text, second.sampled_ids.tolist(), second.stop) == ("bb", [5, 6], "</b>")
     assert second.versions.tolist() == [3, 4] and second.logprobs.tolist() == [-0.5, -0.5]
+
+
+def test_experts_come_with_the_last_output_of_a_completion() -> None:
+    recorder, experts = AnswerRecorder("r"), np.zeros((3, 2, 2), np.uint8)
+    recorder.add(output(completion(0, [7], "a", routed_experts=None), completion(1, [5], "b")))
+    recorder.add(output(completion(0, [8], "a", finish_reason="stop", routed_experts=experts)))
+    recorder.add(output(completion(1, [6], "b", finish_reason="stop")))
+    assert [response.experts is experts for response in recorder.responses(version=0)] == [True, False]
 
 
 def test_an_answer_without_a_token_to_sample_is_refused() -> None:

@@ -57,6 +57,17 @@ def test_the_next_round_continues_the_exact_tokens(served):
     assert tail == "\n<|im_start|>user\nAnd 0?<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_experts_are_asked_for_from_the_parents_last_token_on(served, monkeypatch):
+    monkeypatch.setattr(served.generation, "_records_experts", True)
+    episode, client = served.lease()
+    reply = chat(client, HELLO)
+    chat(client, [*HELLO, {"role": "assistant", "content": reply.choices[0].message.content}, *HELLO])
+    first, second = served.stored(episode)
+    assert second.parent == 0
+    begins = [params.routed_experts_prompt_start for params in served.engine.params]
+    assert begins == [0, len(first.tail_ids) + len(first.sampled_ids) - 1]
+
+
 def test_a_truncated_answer_is_continued_with_its_end_of_turn(served):
     served.engine.answer = lambda _: served.ids("o", end=False)
     episode, client = served.lease()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from benchmarks.families import make_family
+from buffers.ledger.round_codec import decode
 from buffers.records import Task
 from buffers.tasks.parquet import write_tasks
 from tests.support.models.model_folders import copied, in_bins, in_fp8, with_code, with_others
-from tests.support.run_parts import assert_nothing_left, start
+from tests.support.run_parts import Run, assert_nothing_left, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 CONFIG = """\
@@ -36,18 +39,42 @@ FOLDERS: dict[str, tuple[Callable[[Path, Path], object], str, str]] = {
 def test_a_folder_of_the_hub_learns(tiny_model: Path, tmp_path: Path, name: str) -> None:
     make, key, line = FOLDERS[name]
     make(tiny_model, tmp_path / "source")
+    run, output = _learned(tmp_path, *filter(None, [key]))
+    assert line in output, output
+    assert run.summary()["steps"] == 2 and (name == "qwen3_next" or run.summary()["max_logprob_diff"] < 1e-3)
+    saved = {
+        file.name for file in (run.folder / "checkpoint").iterdir() if file.suffix in (".safetensors", ".bin", ".pt")
+    }
+    assert saved == {"model.safetensors"}
+
+
+def test_a_mixture_of_experts_is_trained_with_the_experts_that_its_engine_used(tmp_path: Path) -> None:
+    """Experts go from the engine through the ledger to the passes of the learner. The second step's tokens are of the
+    version before, whose routers chose others here and there."""
+    make_family("qwen3_moe", tmp_path / "source")
+    run, _ = _learned(tmp_path, "learner.router_replay=true", "learner.router_aux_coef=0.01")
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "policy/router_agreement" in line]
+    first, second = (line["policy/router_agreement"] for line in steps)
+    assert first > 0.999 and 0.5 < second < 0.999 and steps[1]["policy/lag_mean"] == 1.0
+    assert all(1.9 < line["policy/router_aux_loss"] < 4.0 for line in steps)
+    assert run.summary()["max_logprob_diff"] < 1e-4
+    with sqlite3.connect(run.folder / "ledger.sqlite") as db:
+        rounds = [decode(body) for (body,) in db.execute("SELECT body FROM round")]
+    assert all(each.experts is not None and each.experts.shape[1:] == (2, 2) for each in rounds)
+    assert all(len(each.experts) == len(each.tail_ids) + len(each.sampled_ids) - 1 for each in rounds)
+
+
+def _learned(tmp_path: Path, *keys: str) -> tuple[Run, str]:
+    """A run of two steps of the model in `source`, and what it printed."""
     tasks = [
         Task(task_id=str(n), prompt=[{"role": "user", "content": f"Say {n}"}], data_source="", ground_truth=str(n))
         for n in range(4)
     ]
     write_tasks(tmp_path / "tasks.parquet", tasks)
     (tmp_path / "my.yaml").write_text(CONFIG.replace("tasks.parquet", str(tmp_path / "tasks.parquet")))
-    run = start(tmp_path, f"model.path={tmp_path / 'source'}", *filter(None, [key]), config=str(tmp_path / "my.yaml"))
+    run = start(tmp_path, f"model.path={tmp_path / 'source'}", *keys, config=str(tmp_path / "my.yaml"))
     code, output = run.wait()
-    assert code == 0 and line in output, output
-    assert run.summary()["steps"] == 2 and (name == "qwen3_next" or run.summary()["max_logprob_diff"] < 1e-3)
-    saved = {
-        file.name for file in (run.folder / "checkpoint").iterdir() if file.suffix in (".safetensors", ".bin", ".pt")
-    }
-    assert saved == {"model.safetensors"}
+    assert code == 0, output
     assert_nothing_left(run)
+    return run, output

@@ -15,8 +15,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from mocked_server.fleet.engine_messages import WireCompletion, WireLogprobs, WireOutput, WireSampled
+from mocked_server.fleet.engine_messages import WireCompletion, WireExperts, WireLogprobs, WireOutput, WireSampled
 from mocked_server.fleet.member import Sampled
 from mocked_server.vllm.engine import NUMBERS_ONLY
 
@@ -66,10 +67,10 @@ class VLLMCodec:
             num_cached_tokens=wire.num_cached_tokens,
         )  # fmt: skip
 
-    def pack_output(self, output: Any, *, logprobs: bool = True) -> WireOutput:
-        """An output, of deltas or whole. `logprobs`: with those of what was sampled."""
+    def pack_output(self, output: Any, *, logprobs: bool = True, experts: bool = True) -> WireOutput:
+        """An output, of deltas or whole. `logprobs`, `experts`: with those of its tokens."""
         return WireOutput(
-            [_pack_completion(completion, logprobs=logprobs) for completion in output.outputs],
+            [_pack_completion(completion, logprobs=logprobs, experts=experts) for completion in output.outputs],
             output.finished,
             pack_logprobs(output.prompt_logprobs),
             output.num_cached_tokens,
@@ -112,6 +113,7 @@ class _Completion:
     versions: list[tuple[str, int, int]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    experts: WireExperts | None = None
     output: Any = None
     """Its CompletionOutput, if it had ended on another engine."""
 
@@ -177,6 +179,7 @@ class Rebuilt:
         part.cumulative = delta.cumulative
         part.versions = delta.versions or part.versions
         part.finish_reason, part.stop_reason = delta.finish_reason, delta.stop_reason
+        part.experts = delta.experts
 
     def _whole(self, index: int) -> Any:
         from vllm.outputs import CompletionOutput
@@ -187,7 +190,7 @@ class Rebuilt:
         return CompletionOutput(
             index=index, text=part.text, token_ids=part.token_ids, cumulative_logprob=part.cumulative,
             logprobs=part.logprobs, finish_reason=part.finish_reason, stop_reason=part.stop_reason,
-            weight_versions=_spans(part.versions),
+            weight_versions=_spans(part.versions), routed_experts=_experts_of(part.experts),
         )  # fmt: skip
 
     def _output(self, completions: list[Any], delta: WireOutput) -> Any:
@@ -213,7 +216,7 @@ def _begun(sampled: Sampled) -> _Completion:
     )
 
 
-def _pack_completion(completion: Any, *, logprobs: bool) -> WireCompletion:
+def _pack_completion(completion: Any, *, logprobs: bool, experts: bool) -> WireCompletion:
     return WireCompletion(
         completion.index,
         completion.text,
@@ -223,7 +226,15 @@ def _pack_completion(completion: Any, *, logprobs: bool) -> WireCompletion:
         completion.finish_reason,
         completion.stop_reason,
         [(span.version, span.start, span.end) for span in completion.weight_versions or ()],
+        None
+        if (used := completion.routed_experts) is None or not experts
+        else WireExperts(used.shape, used.itemsize, used.tobytes()),
     )
+
+
+def _experts_of(wire: WireExperts | None) -> Any:
+    """Raises ValueError for what does not fit together."""
+    return None if wire is None else np.frombuffer(wire.data, f"<u{wire.width}").reshape(wire.shape)
 
 
 def _completion_of(delta: WireCompletion) -> Any:
@@ -232,7 +243,7 @@ def _completion_of(delta: WireCompletion) -> Any:
     return CompletionOutput(
         index=delta.index, text=delta.text, token_ids=delta.token_ids, cumulative_logprob=delta.cumulative,
         logprobs=logprobs_of(delta.logprobs), finish_reason=delta.finish_reason, stop_reason=delta.stop_reason,
-        weight_versions=_spans(delta.versions),
+        weight_versions=_spans(delta.versions), routed_experts=_experts_of(delta.experts),
     )  # fmt: skip
 
 

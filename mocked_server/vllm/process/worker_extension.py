@@ -38,6 +38,12 @@ class WorkerExtension:
         """[layers] of [hidden] float32, and an end of it; empty where no pass had them (graphs that are replayed call no hooks)."""
         return self._watched.end()
 
+    def record_experts(self) -> None:
+        """Called on a CPU before the first request, with `learner.router_replay`."""
+        from mocked_server.vllm.process.recorded_experts import RecordedExperts
+
+        RecordedExperts(self.model_runner)  # type: ignore[attr-defined]
+
     def prepare_adapters(self) -> None:
         """Called before the first adapter is loaded."""
         from vllm.platforms import current_platform

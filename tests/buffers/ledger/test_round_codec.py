@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -70,3 +71,24 @@ def test_a_cut_body_is_refused() -> None:
     for length in range(len(data)):
         with pytest.raises(UnderstudyError, match="damaged"):
             decode(data[:length])
+
+
+@pytest.mark.parametrize("most", [255, 256])
+def test_experts_come_back_in_a_byte_each_where_that_is_enough_and_bodies_without_are_as_before(most: int) -> None:
+    experts = np.arange(3 * 2 * 4, dtype=np.uint16).reshape(3, 2, 4)
+    experts[-1, -1, -1] = most
+    plain = make_body([5, 6], [(1, -0.25, 0), (2, -0.5, 1)])
+    data = encode(replace(plain, experts=experts))
+    assert len(data) == len(encode(plain)) + 12 + experts.size * (1 if most < 256 else 2)
+    again = decode(data)
+    assert again.experts is not None and again.experts.dtype == np.uint16 and (again.experts == experts).all()
+    assert (again.sampled_ids == plain.sampled_ids).all() and (again.versions == plain.versions).all()
+    assert decode(encode(plain)).experts is None
+    for length in range(len(data)):
+        with pytest.raises(UnderstudyError, match="damaged"):
+            decode(data[:length])
+    for bit in range(8 * len(data)):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << (bit % 8)
+        with pytest.raises(UnderstudyError, match="round body must"):
+            decode(bytes(damaged))

@@ -254,6 +254,7 @@ def test_rows_that_wait_are_read_as_they_were_written(tmp_path: Path) -> None:
         [5, 6, 7, 8], mask=[0, 1, 0, 1], episode="3-1-0", group=3, score=0.1 + 0.2, logprobs=[-0.1, -0.7, -0.2, -1e-9],
         version=[0, 4, 0, 5], rounds=[0, 2, 0, 3], loss_weight=1 / 3, role="scout", role_score=2.5, branch_score=-1.0,
         round_scores={2: 0.5}, hint="ä", judges={"style": 0.25}, truncated=(3,),
+        experts=np.arange(16, dtype=np.uint16).reshape(4, 2, 2),
     )  # fmt: skip
     waiting = {role: WaitingRows() for role in ROLES}
     greedy = make_row([1, 2], mask=[0, 1], episode="3-0-0", group=3, version=4, role="scout", greedy=True)

@@ -9,11 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
 from benchmarks.families import make_family
-from buffers.records import TrainBatch
+from buffers.records import Int32, TrainBatch, UInt16
 from configs.schema import LearnerConfig
 from learner.training.ranks import LearnerRanks, RankFailed
 from tests.support.learner_parts import assert_same_weights, branching_batch, make_model, make_trainer, walks
@@ -49,6 +50,16 @@ def _batches() -> list[TrainBatch]:
     return [branching_batch(), TrainBatch(rows=[*walks(seed=1, version=0).rows, *others])]
 
 
+def _with_experts(batches: list[TrainBatch]) -> list[TrainBatch]:
+    """Two experts of four for each token by its id and the layer: what rows share has the same."""
+
+    def told(ids: Int32) -> UInt16:
+        first = (ids[:, None] + np.arange(2)) % 4
+        return np.stack([first, (first + 1 + ids[:, None] % 3) % 4], axis=-1).astype(np.uint16)
+
+    return [TrainBatch(rows=[replace(row, experts=told(row.ids)) for row in batch.rows]) for batch in batches]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "knobs"),
@@ -58,6 +69,7 @@ def _batches() -> list[TrainBatch]:
         ("gpt_oss", {"gradient_checkpointing": True}),
         ("falcon_h1", {"gradient_checkpointing": True}),
         ("qwen3_5_moe_vl", {}),
+        ("qwen3_moe", {"router_replay": True, "gradient_checkpointing": True}),
         ("qwen3_5_vl", {"lora": {"rank": 4, "alpha": 8.0}}),
         ("apertus", {}),
     ],
@@ -67,6 +79,7 @@ def _batches() -> list[TrainBatch]:
         "sinks and experts",
         "states, layers computed again",
         "states, experts and a tower",
+        "replayed experts, layers computed again",
         "lora beside a tower",
         "scalars",
     ],
@@ -77,12 +90,13 @@ async def test_two_ranks_compute_what_one_computes(
 ) -> None:
     model = make_family(family, tmp_path / family) if family else model
     single = make_trainer(model, **KNOBS, **knobs)
-    alone = [single.train_step(batch, version=version) for version, batch in enumerate(_batches())]
+    batches = _with_experts(_batches()) if "router_replay" in knobs else _batches()
+    alone = [single.train_step(batch, version=version) for version, batch in enumerate(batches)]
     one_weights = published(single)
     single.close()
     ranks = _ranks(model, num=2, **knobs)
     await ranks.start()
-    together = [await ranks.train_step(batch, version=version) for version, batch in enumerate(_batches())]
+    together = [await ranks.train_step(batch, version=version) for version, batch in enumerate(batches)]
     two_weights = await published_by(ranks)
     await ranks.save_pretrained(tmp_path / "folder")
     await ranks.close()

@@ -10,6 +10,12 @@ from tests.matrix.inventory import NULL, SET, annotations, values_of
 from tests.matrix.records import Effect, Ended, NoEffect, Row
 from tests.matrix.scenarios.learner_runs import PACKED, RECIPE, learner_name, packed, recipes, setting
 
+EXPERTS = "tests/learner/experts/test_expert_training.py"
+TOLD = "test_a_step_uses_the_recorded_experts_and_says_how_many_the_learner_would_have_chosen"
+REPLAYED = (
+    "tests/project/test_run_folders.py::test_a_mixture_of_experts_is_trained_with_the_experts_that_its_engine_used"
+)
+
 
 def rows() -> list[Row]:
     """One for each key and value."""
@@ -111,6 +117,8 @@ def _switches() -> list[Row]:
             metric("policy/mean_logprob_diff", lambda each: max(each) > 1e-3),
         ),
         Row("learner.max_mean_logprob_diff", NULL, "disagrees", prints("float32: at most 0.001")),
+        Row("learner.router_replay", True, REPLAYED),
+        Row("learner.router_replay", False, f"{EXPERTS}::{TOLD}"),
         Row("learner.keep_on", "device", plain, changes_no_weight("learner.keep_on", "host")),
         Row("learner.keep_on", "host", steered, changes_no_weight("learner.keep_on", "device")),
         Row("learner.offload", False, plain, changes_no_weight("learner.offload", True)),
@@ -180,6 +188,7 @@ def _numbers() -> list[Row]:
         Row("learner.teacher.path", "", learner_name("teacher"), trains("learner.teacher.path", "")),
         Row("learner.teacher.coef", "", learner_name("teacher"), trains("learner.teacher.coef", 1.0)),
         Row("learner.kl.horizon", "", learner_name("reinforce_plus_plus"), trains("learner.kl.horizon", 10_000.0)),
+        Row("learner.router_aux_coef", "", f"{EXPERTS}::test_the_routers_loss_counts_by_its_coefficient"),
         Row("learner.entropy_coef", "", plain, trains("learner.entropy_coef", 0.0)),
     ]
 

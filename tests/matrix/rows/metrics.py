@@ -8,6 +8,7 @@ from typing import Any
 from tests.matrix.effects import Effect, all_of, always, expect, metric, moves
 from tests.matrix.inventory import metrics
 from tests.matrix.records import Ended, Row
+from tests.matrix.rows.learner import REPLAYED
 from tests.matrix.scenarios.learner_runs import learner_name
 
 GAE, GRPO, OLD = learner_name("gae"), learner_name("grpo"), learner_name("rloo")
@@ -25,6 +26,8 @@ def rows() -> list[Row]:
         *shown,
         Row("metric tracker/refused", "", NOT_FINITE),
         Row("metric restarts/server_process", "", SERVER_KILLED),
+        Row("metric policy/router_agreement", "", REPLAYED),
+        Row("metric policy/router_aux_loss", "", REPLAYED),
     ]
 
 

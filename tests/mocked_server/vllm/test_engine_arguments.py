@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from configs.owned_arguments import OWNED
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.vllm import engine_arguments
 from mocked_server.vllm.engine_arguments import (
+    RECORDS_EXPERTS,
     EngineSettings,
     check_engine_args,
     make_args,
@@ -48,6 +50,18 @@ def test_prefix_caching_is_off_for_mamba2_without_a_gpu_and_stays_what_a_user_sa
     assert make_args(settings(tmp_path, engine_args={"enable-prefix-caching": True})).enable_prefix_caching is True
     monkeypatch.setattr(engine_arguments, "has_gpu", lambda: True)
     assert make_args(settings(tmp_path)).enable_prefix_caching is not False
+
+
+def test_experts_are_recorded_by_vllm_on_a_gpu_and_by_us_on_a_cpu(tiny_model, monkeypatch):
+    own = replace(settings(tiny_model), router_replay=True)
+    args = make_args(own)
+    assert args.additional_config == {RECORDS_EXPERTS: True} and args.enable_prefix_caching is False
+    assert not args.enable_return_routed_experts
+    monkeypatch.setattr(engine_arguments, "has_gpu", lambda: True)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    args = make_args(own)
+    assert args.enable_return_routed_experts and os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert not args.additional_config and not make_args(settings(tiny_model)).enable_return_routed_experts
 
 
 def test_a_folders_own_code_is_run_only_where_the_run_says_so(tiny_model):

@@ -9,11 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from buffers.errors import RequestFailed, RequestRefused
 from buffers.wire.address import Way
 from configs.tiny_model import make_tiny_model
+from mocked_server.fleet.engine_messages import WireOutput
 from mocked_server.fleet.member import EngineLost, Sampled
 from mocked_server.fleet.remote_engine import RemoteEngine
 from mocked_server.vllm.hosted.outputs import VLLMCodec, logprobs_of, pack_logprobs
@@ -350,3 +353,25 @@ def test_log_probabilities_travel_exactly() -> None:
     flat.extend(tables[2:] * 2)
     assert logprobs_of(pack_logprobs(flat)) == flat and logprobs_of(pack_logprobs(None)) is None
     assert logprobs_of(pack_logprobs([])) == []
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+@pytest.mark.parametrize("kind", ["DELTA", "FINAL_ONLY"])
+def test_experts_travel_exactly_with_the_end_of_a_completion(kind: str, dtype: Any) -> None:
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    codec, experts = VLLMCodec(), np.arange(24, dtype=dtype).reshape(3, 4, 2)
+    rebuilt = codec.rebuilt([1, 2], SamplingParams(output_kind=RequestOutputKind[kind]), request_id="r", sampled=())
+    outputs = []
+    for ids, finished in (([7], False), ([8], True)):
+        completion = CompletionOutput(0, "a", ids, None, None, finish_reason="stop" if finished else None)
+        completion.routed_experts = experts if finished else None
+        packed = codec.pack_output(RequestOutput("r", None, [1, 2], None, [completion], finished))
+        assert (packed.completions[0].experts is not None) == finished
+        wire = msgspec.msgpack.decode(msgspec.msgpack.encode(packed), type=WireOutput)
+        outputs.append(rebuilt.add(wire))
+        without = codec.pack_output(RequestOutput("r", None, [1, 2], None, [completion], finished), experts=False)
+        assert without.completions[0].experts is None
+    last = outputs[-1].outputs[0].routed_experts
+    assert last.dtype == dtype and (last == experts).all()

@@ -1,0 +1,1 @@
+"""Mixtures of experts: which experts a pass uses, and how evenly."""
