@@ -16,10 +16,10 @@ from learner.model import fsdp
 from learner.model.layers import experts_per_token
 from learner.training.packing import PaddedSequences, Sequences
 from tests.learner.experts.test_routing import CPU, chosen, forked_rows, others, outcome, policy_of, with_experts
-from tests.support.learner_parts import assert_same_weights, branching_batch, make_model, make_trainer
+from tests.support.learner_parts import branching_batch, make_model, make_trainer
 from tests.support.weights.published_weights import published
 
-KNOBS: dict[str, Any] = {"advantage": "grpo", "critic": "none", "lr": 1e-3, "lr_warmup_steps": 0}
+KNOBS: dict[str, Any] = {"advantage": "grpo", "critic": "none", "lr": 1e-3, "lr_warmup_steps": 0, "minibatches": 1}
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,11 @@ def step(folder: Path, batch: TrainBatch, **knobs: Any) -> tuple[dict[str, float
         return learner.train_step(batch, version=0), published(learner)
     finally:
         learner.close()
+
+
+def apart(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    """The largest mean difference of a weight."""
+    return max(float((weight - others[name]).abs().mean()) for name, weight in weights.items())
 
 
 def recorded(batch: TrainBatch, tmp_path: Path, *, shift: int) -> TrainBatch:
@@ -57,10 +62,10 @@ def test_a_step_uses_the_recorded_experts_and_says_how_many_the_learner_would_ha
     assert "policy/router_agreement" not in free and "policy/router_aux_loss" not in free
     same, same_weights = step(mixture, own, router_replay=True)
     assert same["policy/router_agreement"] == 1.0
-    assert_same_weights(weights, same_weights)
+    assert apart(weights, same_weights) < 1e-6, "sums in another order"
     moved, moved_weights = step(mixture, other, router_replay=True, gradient_checkpointing=True)
     assert 0.0 <= moved["policy/router_agreement"] < 0.5
-    assert any(not torch.equal(weights[name], moved_weights[name]) for name in weights)
+    assert apart(weights, moved_weights) > 1e-4
     assert abs(moved["policy/mean_logprob_diff"] - free["policy/mean_logprob_diff"]) > 1e-4
     nothing, _ = step(mixture, plain, router_replay=True)
     assert nothing["policy/router_agreement"] == 0.0, "nobody recorded any"

@@ -13,6 +13,12 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "mlflow": ({"run.trackers": ["mlflow"]}, ("run.trackers", "mlflow", "install")),
     "swanlab": ({"run.trackers": ["swanlab"]}, ("run.trackers", "swanlab", "install")),
     "gae without a critic": ({"learner.advantage": "gae", "learner.critic": "none"}, ("learner.critic=none", "separate")),
+    "router replay without experts": ({"learner.router_replay": True}, ("learner.router_replay needs", "model.path=tiny")),
+    "a routers' loss without experts": ({"learner.router_aux_coef": 0.01}, ("learner.router_aux_coef needs", "leave")),
+    "router replay with a server of one's own": (
+        {"learner.router_replay": True, "rollout.engine": "http://127.0.0.1:1"},
+        ("learner.router_replay", "got rollout.engine=http://127.0.0.1:1", "rollout.engine=vllm"),
+    ),
     "a teacher that is not named": ({"learner.advantage": "teacher"}, ("learner.advantage=teacher", "learner.teacher.path=''")),
     "roles that nobody learns": (
         {"roles": {"judge": {"url": "http://127.0.0.1:1/v1"}}},
