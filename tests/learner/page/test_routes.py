@@ -126,13 +126,13 @@ def test_episodes_are_filtered_by_the_query(client):
     def ids(**query: Any) -> list[str]:
         return [one["episode_id"] for one in get(client, "/api/runs/seen/episodes", sort="oldest", **query)["episodes"]]
 
+    until = time.monotonic() + PATIENCE_S  # a thread looks at the episodes meanwhile
+    while (found := get(client, "/api/runs/seen/episodes", limit=4))["indexed"] < 1.0 and time.monotonic() < until:
+        time.sleep(0.05)
     assert ids(step="1-2", min_score="0.7") == ["1-0-0", "2-1-0"]
     assert ids(cause="any") == ids(cause="history_edited") == ["1-0-0"] and ids(cause="forked") == []
     assert ids(untrained=1) == ["3-0-0", "3-1-0"] and ids(agent="walker") == ["2-0-0", "2-1-0"]
     assert ids(group_state="ready", q="4-0") == ["4-0-0"]
-    until = time.monotonic() + PATIENCE_S  # a thread looks at the episodes meanwhile
-    while (found := get(client, "/api/runs/seen/episodes", limit=4))["indexed"] < 1.0 and time.monotonic() < until:
-        time.sleep(0.05)
     assert found["total"] == 10 and found["indexed"] == 1.0
     assert found["facets"]["state"] == {"scored": 6, "running": 2, "failed": 2}
     assert found["facets"]["reason"] == {"deadline": 1, "group given up": 1}
