@@ -46,6 +46,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 """What a family is given when a run without it is refused: vLLM's CPU kernels have nothing else. Apertus: vLLM's own class keeps
 two weights of each activation in bfloat16."""
+WIDER: dict[str, dict[str, int]] = {"gpt_oss": {"vocab_size": 201088}}
+"""What a family's folder is told beside its own: vLLM writes prompts for gpt-oss by Harmony, in the tokens of gpt-oss."""
 MOST = {"float32": ("max_logprob_diff", 1e-4), "bfloat16": ("mean_logprob_diff", 0.15)}
 """Figures by which a run is right, in nats."""
 MOST_APART, LEAST_MOVED = 1e-4, 1e-3
@@ -83,10 +85,10 @@ class Work:
 
 
 def sentence(output: str) -> str:
-    """What a run that was refused said last, or the last line of one that failed."""
-    told = re.findall(r"^error: (.*)$", output, flags=re.M)
+    """The errors of a run that was refused, or the last line of one that failed."""
+    told = re.findall(r"^error: (.*?)\n*(?=^error: |^what held it back:|^stopped|\Z)", output, flags=re.M | re.S)
     lines = [line for line in output.splitlines() if line.strip()]
-    return told[-1] if told else lines[-1] if "Traceback" in output and lines else ""
+    return "; ".join(told) if told else lines[-1] if "Traceback" in output and lines else ""
 
 
 def play_run(name: str, *, model: Path, work: Work) -> dict[str, Any]:
@@ -182,7 +184,7 @@ def play(name: str, *, skip_engine: bool, transformers4: str, limit_s: float) ->
     """One family's record."""
     with tempfile.TemporaryDirectory(prefix="understudy-models-") as scratch:
         work = Work(folder=Path(scratch), limit_s=limit_s)
-        model = make_family(name, work.folder / name)
+        model = make_family(name, work.folder / name, **WIDER.get(name, {}))
         run = {} if skip_engine else {"run": play_run(name, model=model, work=work)}
         saved = Path(run["run"].pop("saved")) if "saved" in run.get("run", {}) else model
         return {**run, **play_learner(model=model, folder=saved, work=work, transformers4=transformers4)}

@@ -78,7 +78,10 @@ def test_a_part_is_right_when_transformers_agrees_and_the_weights_moved(
 def test_how_a_process_ended_is_told_by_its_output(tmp_path: Path) -> None:
     ends = {
         "print('fine')": ("ok", ""),
-        "print('error: a\\nerror: no such model'); raise SystemExit(2)": ("refused", "no such model"),
+        "print('error: a:\\n  b\\nerror: c\\nwhat held it back:\\n  d'); raise SystemExit(2)": (
+            "refused",
+            "a:\n  b; c",
+        ),
         "raise KeyError('gate')": ("traceback", "KeyError: 'gate'"),
         "raise SystemExit(3)": ("traceback", ""),
         "import time; time.sleep(60)": ("too slow", ""),
