@@ -245,7 +245,8 @@ def main(argv: list[str] | None = None) -> int:
         figures = {**totals(ordered), **({"padded_cost": cost["padded_cost"], "padded": cost} if cost else {})}
         report.write(arguments.json, settings=settings, figures={**figures, "families": ordered})
 
-    for name in arguments.only or [each for each in FAMILIES if each not in families]:
+    complete = {name for name, record in families.items() if arguments.skip_engine or "run" in record}
+    for name in arguments.only or [each for each in FAMILIES if each not in complete]:
         families[name] = play(
             name, skip_engine=arguments.skip_engine, transformers4=arguments.transformers4, limit_s=arguments.limit
         )

@@ -96,7 +96,7 @@ def page(report: Mapping[str, Any]) -> str:
         f"{len(report['tracebacks'])} ended by a traceback, {len(report['refused'])} parts refused with a sentence (below). "
         f"Largest difference of a run in float32: {largest}. What a running engine samples from new weights {same} what the "
         f"learner has, in every run that made its steps. Rows beside one another cost {report['padded_cost']:.2f} times the CPU "
-        f"time of packed ones, in a dense model of {report['padded']['weights'] / 1e6:.0f} million weights (groups of 8 rows, stem "
+        f"time of packed ones, in a dense model of {report['padded']['weights'] / 1e6:.0f} million weights (8 rows, stem "
         f"256, tails of 164 to 400)."
     )
     versions = ", ".join(f"{name} {number}" for name, number in report["settings"]["versions"].items())

@@ -25,7 +25,7 @@ from learner.training.packing import PaddedSequences, Sequences
 
 MODEL: dict[str, Any] = {"hidden": 512, "layers": 12, "ffn": 1536, "heads": 8, "kv_heads": 4}
 """A Qwen3 of 38 million weights."""
-BATCH: dict[str, Any] = {"groups": 2, "rows": 8, "stem": 256, "tails": (164, 400)}
+BATCH: dict[str, Any] = {"groups": 1, "rows": 8, "stem": 256, "tails": (164, 400)}
 TOKEN_BUDGET = 8192
 
 
