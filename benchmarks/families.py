@@ -163,7 +163,9 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
         **VOCABULARY, "hidden_size": 128, "num_heads": 8, "head_dim": 32, "state_size": 32, "num_hidden_layers": 2, "n_groups": 1,
         "chunk_size": CHUNK, "expand": 2,
     }),
-    "minimax_m2": ("minimax_m2", {**DENSE, **LOCAL, "rotary_dim": 32, "scoring_func": "sigmoid", "intermediate_size": 64}),
+    "minimax_m2": ("minimax_m2", {
+        **DENSE, **LOCAL, "rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True, "intermediate_size": 64,
+    }),
     "ministral": ("ministral", {**DENSE, **SLIDING}),
     "ministral3": ("ministral3", DENSE),
     "mistral": ("mistral", {**DENSE, "sliding_window": WINDOW}),
