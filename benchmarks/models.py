@@ -110,7 +110,8 @@ def play_run(name: str, *, model: Path, work: Work) -> dict[str, Any]:
         "layout": "".join(re.findall(r"rows of .* are .*", output + log)[:1]).strip(),
     }
     if end != "ok":
-        return found | {"said": work.said(sentence(output))}
+        causes = re.findall(r"\] (\w+Error\b.*)", log)  # of an engine that died
+        return found | {"said": "; vLLM: ".join([work.said(sentence(output)), *map(work.said, causes[:1])])}
     saved = (folder / "checkpoint").resolve()
     words = ["--config", str(folder / "config.yaml"), "--resume", "auto", "run.steps=3", f"model.path={saved}"]
     resumed, output = work.start(["-m", "learner.run", *words], name="resume")
@@ -223,7 +224,7 @@ def main(argv: list[str] | None = None) -> int:
     """Plays what the file does not have, or what is named."""
     parser = parser_of("models", doc=__doc__)
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=[], metavar="NAME", help="these families, again")
-    parser.add_argument("--skip-engine", action="store_true", help="the learner only")
+    parser.add_argument("--skip-engine", action="store_true", help="the learner only; a run that the file has stays")
     parser.add_argument("--skip-cost", action="store_true", help="without padded_cost")
     parser.add_argument(
         "--transformers4", default="", metavar="PYTHON", help="an interpreter that has transformers 4.57"
@@ -247,9 +248,11 @@ def main(argv: list[str] | None = None) -> int:
 
     complete = {name for name, record in families.items() if arguments.skip_engine or "run" in record}
     for name in arguments.only or [each for each in FAMILIES if each not in complete]:
-        families[name] = play(
+        played = play(
             name, skip_engine=arguments.skip_engine, transformers4=arguments.transformers4, limit_s=arguments.limit
         )
+        run = families.get(name, {}).get("run")
+        families[name] = {"run": run, **played} if arguments.skip_engine and run else played
         print(name, {part: seen["end"] for part, seen in families[name].items()}, flush=True)
         write()
     write()
