@@ -163,7 +163,9 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
         **VOCABULARY, "hidden_size": 128, "num_heads": 8, "head_dim": 32, "state_size": 32, "num_hidden_layers": 2, "n_groups": 1,
         "chunk_size": CHUNK, "expand": 2,
     }),
-    "minimax_m2": ("minimax_m2", {**DENSE, **LOCAL, "rotary_dim": 32, "scoring_func": "sigmoid", "intermediate_size": 64}),
+    "minimax_m2": ("minimax_m2", {
+        **DENSE, **LOCAL, "rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True, "intermediate_size": 64,
+    }),
     "ministral": ("ministral", {**DENSE, **SLIDING}),
     "ministral3": ("ministral3", DENSE),
     "mistral": ("mistral", {**DENSE, "sliding_window": WINDOW}),
@@ -251,8 +253,18 @@ def make_family(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Pa
     lm.generation_config = GenerationConfig(eos_token_id=[505, 503], pad_token_id=503)
     shutil.rmtree(folder, ignore_errors=True)
     lm.save_pretrained(folder)
+    _write_older_keys(folder / "config.json")
     tiny = make_tiny_model(folder / ".tokenizer")
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tiny / file, folder / file)
     shutil.rmtree(tiny)
     return folder
+
+
+def _write_older_keys(path: Path) -> None:
+    """What transformers 4 reads of positions, beside what 5 writes, as most folders of the hub have it."""
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    text = settings.get("text_config", settings)
+    if "rope_theta" in (text.get("rope_parameters") or {}):
+        text["rope_theta"] = text["rope_parameters"]["rope_theta"]
+        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

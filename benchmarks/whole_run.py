@@ -24,9 +24,15 @@ class RunFailed(UnderstudyError):
     """A run of the benchmark ended with an error; without it there is nothing to compare."""
 
 
-def run_to_end(command: list[str], *, log: Path, started: Callable[[int], None] = lambda _: None) -> None:
-    """Runs the program in the checkout; asks it to stop when we are. Raises RunFailed with the end of its output. `started` is
-    called with its process id."""
+def run_to_end(
+    command: list[str],
+    *,
+    log: Path,
+    started: Callable[[int], None] = lambda _: None,
+    limit_s: float = RUN_LIMIT_S,
+) -> None:
+    """Runs the program in the checkout; asks it to stop when we are. Raises RunFailed with the end of its output, TimeoutExpired
+    after `limit_s`. `started` is called with its process id."""
     with log.open("wb") as sink:  # a file: a pipe would stay open as long as any process of a killed run lives
         process = subprocess.Popen(
             command,
@@ -38,7 +44,7 @@ def run_to_end(command: list[str], *, log: Path, started: Callable[[int], None] 
         )
     try:
         started(process.pid)
-        process.wait(timeout=RUN_LIMIT_S)
+        process.wait(timeout=limit_s)
     finally:
         if process.poll() is None:
             _stop(process)

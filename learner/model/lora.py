@@ -36,14 +36,16 @@ class Adapter:
 
 
 def add_adapter(lm: Any, *, rank: int, alpha: float, seed: int) -> LoraConfig:
-    """Puts an adapter on every linear layer but the output matrix and those of a vision tower, and freezes everything else.
+    """Puts an adapter on every linear layer but those that `_left_out` names, and freezes everything else.
 
     scaling = alpha / rank. Raises ValueError when a layer is not a plain linear one.
     """
-    text = {*lm.get_decoder().modules(), lm.get_output_embeddings()}
-    towers = [name for name, part in lm.named_modules() if isinstance(part, nn.Linear) and part not in text]
     config = LoraConfig(
-        r=rank, lora_alpha=alpha, target_modules="all-linear", exclude_modules=towers or None, task_type="CAUSAL_LM"
+        r=rank,
+        lora_alpha=alpha,
+        target_modules="all-linear",
+        exclude_modules=_left_out(lm) or None,
+        task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(devices=[]):  # A is random: the same on every rank
         inject_adapter_in_model(config, lm)
@@ -54,6 +56,18 @@ def add_adapter(lm: Any, *, rank: int, alpha: float, seed: int) -> LoraConfig:
     config.base_model_name_or_path = os.path.abspath(lm.name_or_path)  # it is read in other folders too
     config.target_modules = set(config.target_modules or ())
     return config
+
+
+def _left_out(lm: Any) -> list[str]:
+    """Linear layers that have no adapter, beside the output matrix: those of a vision tower; routers, which are linear layers with
+    an answer of their own; and the last one of a Mamba mixer, whose matrix a GPU's kernel takes past the layer."""
+    text = {*lm.get_decoder().modules(), lm.get_output_embeddings()}
+    layers = [(name, part) for name, part in lm.named_modules() if isinstance(part, nn.Linear)]
+    mixers = [name for name, part in lm.named_modules() if hasattr(part, "A_log") and hasattr(part, "D")]
+    names = [name for name, part in layers if part not in text or type(part) is not nn.Linear]
+    return names + [
+        name for name, _ in layers if name.rpartition(".")[2] == "out_proj" and name.rpartition(".")[0] in mixers
+    ]
 
 
 def _start(layer: Any, *, name: str) -> None:

@@ -78,6 +78,10 @@ def test_the_results_are_what_the_benchmarks_reports_say():
     assert block == generated("scripts/results_page.py", "--short"), "write it: make docs"
 
 
+def test_the_page_of_models_is_what_its_report_says():
+    assert text("docs/models.md") == generated("scripts/models_page.py"), "write it: make docs"
+
+
 def test_the_readme_is_one_page():
     assert len(text("README.md").splitlines()) <= README_LINES
 

