@@ -17,8 +17,9 @@ HEAD = """\
 # Models
 
 Small random models of {num_families} families (`benchmarks/families.py`: about 2 million weights, none of them 0 or 1), each
-through the whole product on a CPU: `python -m benchmarks.models`, {date}, {versions}. `make docs` writes this page. No real
-checkpoint is among them.
+through the whole product on a CPU: `python -m benchmarks.models`, {date},
+{versions}.
+`make docs` writes this page. No real checkpoint is among them.
 
 - *rows*: packed, what they share computed once; or beside one another, where the model mixes rows in any other way.
 - *engine*: largest and mean difference of a log-probability, in nats, between what vLLM recorded and the learner computed, over two
@@ -27,7 +28,8 @@ checkpoint is among them.
 - *with*: what a run was given because one without it is refused; *other class*: it took vLLM's transformers backend by itself.
 - *learner*: largest difference to transformers' own forward, float32, of the folder that was read and, after two more steps, of the
   one that was saved.
-- *transformers 4*: that of version 4.57 from the learner, of the saved folder. *Reads another model*: before training as well.
+- *transformers 4*: that of version 4.57 from the learner, of the saved folder. *Reads another model*: before training as well;
+  *refused*: it does not know the family, or not this form of its configuration.
 - *LoRA*: as *learner*, with adapters of rank 4, and of the folder with the adapter merged.
 
 {summary}
@@ -73,7 +75,7 @@ def older(part: Mapping[str, Any]) -> str:
     if saved is None:
         return "not tried"
     if isinstance(saved, str):
-        return "unknown to it"
+        return "refused"
     return size(saved) if isinstance(read, float) and read <= 1e-4 else f"{size(saved)}, reads another model"
 
 
