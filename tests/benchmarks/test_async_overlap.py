@@ -183,11 +183,10 @@ def test_a_run_is_ended_with_the_benchmark(
             super().__init__(*args, **options)
             started.append(self)
 
-    monkeypatch.setattr(whole_run, "RUN_LIMIT_S", 1.0)
     monkeypatch.setattr(whole_run, "STOP_S", 1.0)
     monkeypatch.setattr(subprocess, "Popen", Noted)
     with pytest.raises(subprocess.TimeoutExpired):
-        run_to_end(command, log=tmp_path / "log")
+        run_to_end(command, log=tmp_path / "log", limit_s=1.0)
     assert [process.returncode for process in started] == [-ended_by]
 
 

@@ -197,9 +197,10 @@ async def test_vllms_other_class_is_tried_once_before_anything_was_trained(
 
 @pytest.mark.engine
 def test_a_real_engine_and_the_learner_agree_on_each_layer_and_the_one_that_got_other_weights_is_named(
-    rollout: VLLMRollout, tiny_model: Path, tmp_path: Path
+    rollout: VLLMRollout, tiny_model: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     trainer = make_trainer(tiny_model)
+    request.addfinalizer(trainer.close)
     prompt = trainer.probe_prompt()
     assert len(prompt) > CHUNK, "longer than what is computed at once"
     params = free_sampling(tokens=12, temperature=1.0)
