@@ -24,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from benchmarks.families import FAMILIES, make_family
 from benchmarks.report import Report, end_on_sigterm, parser_of
 from benchmarks.whole_run import ROOT, RunFailed, run_to_end
+from learner.startup.run_folder import CONFIG
 
 LIMIT_S = 300.0
 READER = ROOT / "benchmarks" / "processes" / "read_folder.py"
@@ -104,11 +106,13 @@ def play_run(name: str, *, model: Path, work: Work) -> dict[str, Any]:
         if end in ("ok", "too slow"):
             break
     folder = work.folder / "runs" / name
-    log = "\n".join(path.read_text(errors="replace") for path in (folder / "log.txt",) if path.is_file())
+    used, log = (
+        path.read_text(errors="replace") if path.is_file() else "" for path in (folder / CONFIG, folder / "log.txt")
+    )
     found: dict[str, Any] = {
         "end": end,
         "given": list(given),
-        "dtype": "bfloat16" if HALF in given else "float32",
+        "dtype": yaml.safe_load(used)["model"]["dtype"] if used else "",
         "other_class": OTHER_CLASS in output + log,
         "layout": "".join(re.findall(r"rows of .* are .*", output + log)[:1]).strip(),
     }
@@ -116,7 +120,7 @@ def play_run(name: str, *, model: Path, work: Work) -> dict[str, Any]:
         causes = re.findall(r"\] (\w+Error\b.*)", log)  # of an engine that died
         return found | {"said": "; vLLM: ".join([work.said(sentence(output)), *map(work.said, causes[:1])])}
     saved = (folder / "checkpoint").resolve()
-    words = ["--config", str(folder / "config.yaml"), "--resume", "auto", "run.steps=3", f"model.path={saved}"]
+    words = ["--config", str(folder / CONFIG), "--resume", "auto", "run.steps=3", f"model.path={saved}"]
     resumed, output = work.start(["-m", "learner.run", *words], name="resume")
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found |= {

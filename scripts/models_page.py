@@ -25,7 +25,8 @@ through the whole product on a CPU: `python -m benchmarks.models`, {date},
 - *engine*: largest and mean difference of a log-probability, in nats, between what vLLM recorded and the learner computed, over two
   steps and a third after `--resume auto`, on an engine that started from the saved folder. Right is at most 1e-4 (largest) in
   float32, 0.15 (mean) in bfloat16.
-- *with*: what a run was given because one without it is refused; *other class*: it took vLLM's transformers backend by itself.
+- *with*: what a run was given because one without it is refused; by itself it took *bfloat16*, or as *other class* vLLM's
+  transformers backend.
 - *learner*: largest difference to transformers' own forward, float32, of the folder that was read and, after two more steps, of the
   one that was saved.
 - *transformers 4*: that of version 4.57 from the learner, of the saved folder. *Reads another model*: before training as well;
@@ -58,7 +59,8 @@ def engine(run: Mapping[str, Any] | None) -> str:
 def given(run: Mapping[str, Any]) -> str:
     """Settings without which a run is refused, and the class that it took."""
     settings = [f"`{each}`" for each in run.get("given", ())] if "steps" in run else []
-    return ", ".join([*settings, *(["other class"] if run.get("other_class") else [])])
+    half = ["bfloat16"] if run.get("dtype") == "bfloat16" and not any("bfloat16" in each for each in settings) else []
+    return ", ".join([*settings, *half, *(["other class"] if run.get("other_class") else [])])
 
 
 def computed(part: Mapping[str, Any]) -> str:

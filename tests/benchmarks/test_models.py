@@ -111,6 +111,7 @@ def test_a_row_of_the_page_says_what_was_seen() -> None:
     odd = {**RIGHT, "given": ["model.dtype=bfloat16"], "other_class": True, "end": "wrong", "resume": "refused: no"}
     assert engine(odd) == "3.0e-06, 1.0e-06 **wrong**, resume refused" and engine(None) == "not played"
     assert given(odd) == "`model.dtype=bfloat16`, other class"
+    assert given({**RIGHT, "dtype": "bfloat16"}) == "bfloat16"
     assert older({"saved_by_transformers_4": "ValueError"}) == "refused" and older({}) == "not tried"
     assert older({"saved_by_transformers_4": 0.2, "read_by_transformers_4": 0.3}) == "2.0e-01, reads another model"
     learner = {**LEARNER, "saved_by_transformers_4": 1e-6, "read_by_transformers_4": 1e-6}
