@@ -21,6 +21,11 @@ through the whole product on a CPU: `python -m benchmarks.models`, {date},
 {versions}.
 `make docs` writes this page. No real checkpoint is among them.
 
+How it was played: Qwen3.5 and the models that see ran beside a patched copy of torchvision 0.28.0, without its compiled operators,
+which no product code has: PyPI's build does not load beside a torch for the CPU, and without torchvision these runs are refused.
+Models that see ran as models of text (`language_model_only`), for their folders have no image processor. 17 families were played on
+the code that has this page, the other 50 on earlier commits of the same day.
+
 - *rows*: packed, what they share computed once; or beside one another, where the model mixes rows in any other way.
 - *engine*: largest and mean difference of a log-probability, in nats, between what vLLM recorded and the learner computed, over two
   steps and a third after `--resume auto`, on an engine that started from the saved folder. Right is at most 1e-4 (largest) in
