@@ -58,8 +58,8 @@ class Agreement:
     has_gpu: bool = False
     has_begun: bool = False
     """They agreed once."""
-    at_start: Disagreement | None = None
-    """They did not with the first weights."""
+    apart: Disagreement | None = None
+    """What a probe found."""
 
     @property
     def most(self) -> float:
@@ -81,15 +81,14 @@ class Agreement:
                 difference = float(np.abs(np.subtract(sampled, computed)).mean())
                 if not difference <= self.most:
                     where = await self._where(name, ranks=ranks, prompt=prompt, role=role)
-                    error = Disagreement(
+                    self.apart = Disagreement(
                         f"engine and learner must compute the same log-probabilities, and differ by {difference:.2g} nats on "
                         f"average (engine {name} {np.mean(sampled):.4f}, learner {np.mean(computed):.4f}; {self._limit}) over "
                         f"{len(sampled)} tokens of a probe{where}",
                         difference=difference,
                         remedy=self._remedy,
                     )
-                    self.at_start = None if self.has_begun else error
-                    raise error
+                    raise self.apart
                 largest = max(largest, difference)
         self.has_begun = True
         return largest

@@ -185,16 +185,21 @@ def local_config(config: Config) -> Config:
 
 def with_model_needs(config: Config) -> Config:
     """The configuration with what vLLM needs for this model without a GPU, where the user has not set it. Raises UnderstudyError
-    for a number format for which it has no kernels."""
+    for what it has no kernels for: a number format, adapters beside experts."""
     from buffers.errors import UnderstudyError
-    from configs.model_folder import half_precision_kind, has_mamba2
+    from configs.model_folder import half_precision_kind, has_experts, has_mamba2
 
     folder, model = Path(config.model.path), config.model
-    kind = half_precision_kind(folder)
-    if not (kind or has_mamba2(folder)) or config.rollout.engine != "vllm":
+    kind, adapts = half_precision_kind(folder), config.learner.lora.rank > 0 and has_experts(folder)
+    if not (kind or adapts or has_mamba2(folder)) or config.rollout.engine != "vllm":
         return config
     from mocked_server.vllm.engine_arguments import has_gpu, loses_prefix_cache
 
+    if adapts and not has_gpu():
+        raise UnderstudyError(
+            f"learner.lora.rank must be 0 for {folder} on a machine without a GPU, where vLLM has no kernels for adapters in a "
+            f"mixture of experts, got {config.learner.lora.rank}; leave it out, or train on a GPU"
+        )
     if loses_prefix_cache(folder, config.rollout.engine_args):
         print("understudy: enable_prefix_caching=false, as vLLM's kernels of Mamba-2 fail with it on a CPU")
     given = {name.replace("-", "_"): value for name, value in config.rollout.engine_args.items()}

@@ -123,7 +123,7 @@ async def run_agreeing(
     """A run; begun once more with vLLM's other class of the model where its own does not compute what the learner does."""
     pipeline = make(config, resume=again)
     code, errors = await supervise(pipeline)
-    first = None if pipeline.agreement is None else pipeline.agreement.at_start
+    first = None if pipeline.agreement is None else pipeline.agreement.apart
     arguments = config.rollout.engine_args
     if first is None or again or config.rollout.engine != "vllm" or "model_impl" in arguments:
         return pipeline, code, errors
@@ -133,7 +133,7 @@ async def run_agreeing(
     pipeline = make(config, resume=True)
     code, errors = await supervise(pipeline)
     agreement = pipeline.agreement
-    if errors and (agreement is None or not (agreement.has_begun or agreement.at_start)):
+    if errors and (agreement is None or not (agreement.has_begun or agreement.apart)):
         told = "; ".join(map(in_words, errors))
         errors = [UnderstudyError(f"{first.what}; vLLM's other class of it was tried: {told}; train another model")]
     return pipeline, code, errors

@@ -27,6 +27,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
+
 from buffers.errors import EngineDied, EngineError, RequestRefused
 from configs.process_fork import imports_kept, socket_folder
 from mocked_server.fleet.member import ADAPTER_OF, EngineFigures, EngineLost, Sampled
@@ -425,7 +427,10 @@ class VLLMEngine:
                 await asyncio.wait({listening})
                 self._llm.output_processor.propagate_error(EngineDeadError())  # it may not have come to that
             # On a CPU it has nothing to give back: no need to wait a second for its own end.
-            await asyncio.to_thread(self._llm.shutdown, None if has_gpu() else 0.0)
+            try:
+                await asyncio.to_thread(self._llm.shutdown, None if has_gpu() else 0.0)
+            except psutil.NoSuchProcess:  # it ended just when vLLM looked for what is below it
+                await asyncio.to_thread(self._llm.engine_core.resources)
             self._llm = None
         if self._has_sockets:
             Sockets.leave()

@@ -131,7 +131,7 @@ async def test_what_does_not_say_its_layers_does_not_hide_that_they_differ() -> 
     compared = agreement(Engines(e0=-2.0))
     with pytest.raises(Disagreement, match="of a probe; take"):
         await compared.probe(ranks)
-    assert compared.at_start is not None
+    assert compared.apart is not None
 
 
 async def test_each_role_that_is_a_policy_of_its_own_is_compared() -> None:
@@ -146,13 +146,13 @@ class Pipeline:
     def __init__(self, config: Any, *, resume: bool, disagrees: tuple[str, ...], down: tuple[str, ...]) -> None:
         self.config, self.resume = config, resume
         impl = str(config.rollout.engine_args.get("model_impl", "own"))
-        self.agreement: Any = SimpleNamespace(has_begun=False, at_start=None)
+        self.agreement: Any = SimpleNamespace(has_begun=False, apart=None)
         self.error = None
         if impl in down:
             self.error = Disagreement("the engine did not start", difference=0.0, remedy="look")
         elif impl in disagrees:
             self.error = Disagreement(f"{impl} is off", difference=0.5, remedy="look")
-            self.agreement.at_start = self.error
+            self.agreement.apart = self.error
         else:
             self.agreement.has_begun = True
 

@@ -87,10 +87,7 @@ def load_layer_by_layer(worker: Any, folder: str) -> None:
     for module in model.modules():
         if hasattr(module, "w13_weight") and getattr(module.quant_method, "moe_kernel", None) is not None:
             module.quant_method.moe_kernel = None  # where there is one, vLLM packs no experts
-    for tensor in (
-        *model.parameters(),
-        *model.buffers(),
-    ):  # vLLM asks loaders for their names, which partial functions lack
+    for tensor in (*model.parameters(), *model.buffers()):  # vLLM asks for names, which partial functions lack
         if isinstance(loader := getattr(tensor, "weight_loader", None), functools.partial):
             loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
     worker.reload_weights(weights_path=folder)

@@ -221,6 +221,21 @@ def test_the_number_format_is_made_where_nobody_set_it(
     assert settled("model.dtype=float32") == "float32"
 
 
+@pytest.mark.parametrize("experts", ["num_experts_per_tok", "moe_topk"])
+def test_an_adapter_in_a_mixture_of_experts_is_refused_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: str
+) -> None:
+    config = load_config(overrides=[f"model.path={tmp_path}", "learner.lora.rank=4"])
+    (tmp_path / "config.json").write_text(f'{{"model_type": "any", "{experts}": 2}}')
+    with pytest.raises(UnderstudyError, match=r"learner\.lora\.rank must be 0 for .* got 4; leave it out"):
+        with_model_needs(config)
+    monkeypatch.setattr(engine_arguments, "has_gpu", lambda: True)
+    assert with_model_needs(config) == config
+    (tmp_path / "config.json").write_text('{"model_type": "any"}')
+    monkeypatch.setattr(engine_arguments, "has_gpu", lambda: False)
+    assert with_model_needs(config) == config
+
+
 def test_a_line_says_that_prefix_caching_is_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "falcon_h1", "mamba_n_heads": 8}')
     with_model_needs(load_config(overrides=[f"model.path={tmp_path}"]))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -317,3 +319,19 @@ def test_an_answer_goes_on_where_the_engine_that_died_had_come_to(rollout, tiny_
         assert (recomputed(tiny_model, response) - torch.tensor(response.logprobs)).abs().max() < TOLERANCE
         whole = tokenizer.decode(ids, skip_special_tokens=True)
         assert texts[index] == response.text and texts[index].rstrip("\ufffd") == whole.rstrip("\ufffd")
+
+
+async def test_an_engine_that_ends_while_it_is_closed_leaves_nothing_open() -> None:
+    closed: list[str] = []
+
+    def shutdown(timeout: float | None) -> None:
+        raise psutil.NoSuchProcess(1)
+
+    engine = VLLMEngine(SimpleNamespace(lora_config=None))
+    engine._llm = SimpleNamespace(
+        output_handler=None,
+        shutdown=shutdown,
+        engine_core=SimpleNamespace(resources=lambda: closed.append("resources")),
+    )
+    await engine.close()
+    assert closed == ["resources"] and engine._llm is None
