@@ -18,11 +18,10 @@ from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
 from mocked_server.conversation.message_match import ParsedReply
 from mocked_server.vllm.exact_rendering import ExactRendering
 from tests.mocked_server.conversation.test_continuation import episode
-from tests.mocked_server.vllm.chat_families import FAMILIES, Family, Refused
+from benchmarks.chat_families import FAMILIES, Family, Refused
 from tests.mocked_server.vllm.test_exact_rendering import render
 
 WORDS = re.compile(r"\s+|\w+|[^\w\s]+")
-HERE = "0here0"
 
 
 class Renderer:
@@ -90,27 +89,11 @@ class Play:
         self.rendering.parse = lambda text, _: self.said.get(text, ParsedReply(text.strip()))
         self.answered: list[Answered] = []
 
-    def written(self, messages: list[Any], *, places: range = range(0), **kwargs: Any) -> str:
-        """The template's own rendering; answers at `places` give way to a word."""
-        shown = list(messages)
-        for k in places:
-            if shown[k]["role"] == "assistant":
-                calls = shown[k].get("tool_calls") or []
-                shown[k] = {
-                    **shown[k],
-                    "content": "" if calls else f"{HERE}{k}.",
-                    "tool_calls": [
-                        {**call, "function": {**call["function"], "arguments": json.dumps({"a": f"{HERE}{k}."})}}
-                        for call in calls
-                    ],
-                }
-        return self.family.render(shown, **kwargs)
-
     async def ask(self, messages: list[Any]) -> Any:
         call, _ = await render(self.rendering, self.live, *messages)
         plan = call.continuation
         assert plan is not None
-        if self.renderer.decode(plan.prompt_ids()) != self.written(messages):
+        if self.renderer.decode(plan.prompt_ids()) != self.family.render(messages):
             self.check_tail(messages, plan)
         elif plan.parent is None and self.answered:
             assert plan.cause is not None, "a branch is counted"
@@ -119,20 +102,7 @@ class Play:
     def check_tail(self, messages: list[Any], plan: Any) -> None:
         """The parent's exact ids, then what the template writes after that answer: nothing lost, nothing twice."""
         parent = next(each for each in self.answered if each.round is plan.parent)
-        k, word = parent.at, f"{HERE}{parent.at}."
-        before, _, after = self.written(messages, places=range(k + 1)).partition(word)
-        history = self.written(messages[:k], places=range(k), add_generation_prompt=False)
-        assert before.startswith(history), "the template writes the history in another way"
-        alone = self.written(messages[: k + 1], places=range(k + 1), add_generation_prompt=False).partition(word)[2]
-        plain = [*messages[:k], {"role": "assistant", "content": word}]
-        closing = self.written(plain, places=range(k), add_generation_prompt=False).partition(word)[2]
-        if messages[k].get("tool_calls"):
-            assert alone.endswith(closing)
-            after = after.removeprefix(alone.removesuffix(closing))  # the end of a call is the model's own
-        closing = closing if after.startswith(closing) else ""
-        upto = after.find(parent.stop) + len(parent.stop) if parent.stop and parent.stop in after else 0
-        if parent.stop and (upto <= len(closing) or (not closing and upto == len(parent.stop))):
-            after = after[upto:]  # what was sampled is not written again
+        after = self.family.behind(messages, parent.at, stop=parent.stop)
         assert self.renderer.decode(plan.tail_ids) == after
         assert plan.tail_ids.tolist() == self.renderer.encode(after), "in the template's own tokens"
 

@@ -15,6 +15,10 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
+HERE = "0here0"
+"""Stands for an answer, in renderings."""
+
+
 class Refused(Exception):
     """A template refuses messages."""
 
@@ -52,6 +56,40 @@ class Family:
             {**each, "tool_calls": [_with_object(call) for call in each.get("tool_calls") or ()]} for each in messages
         ]
         return self._compiled.render(messages=shown, **{"add_generation_prompt": True, **kwargs})
+
+    def behind(self, messages: Sequence[Any], k: int, *, stop: str) -> str:
+        """What it writes behind answer `k`, which was sampled up to `stop` ("": it was cut): nothing lost, nothing twice. Raises
+        ValueError where it writes what precedes that answer in another way than alone."""
+        word = f"{HERE}{k}."
+        shown = [_hidden(message, at) if at <= k else message for at, message in enumerate(messages)]
+        before, _, after = self.render(shown).partition(word)
+        if not before.startswith(self.render(shown[:k], add_generation_prompt=False)):
+            raise ValueError("the template writes the history in another way")
+        alone = self.render(shown[: k + 1], add_generation_prompt=False).partition(word)[2]
+        plain = [*shown[:k], {"role": "assistant", "content": word}]
+        closing = self.render(plain, add_generation_prompt=False).partition(word)[2]
+        if messages[k].get("tool_calls"):
+            if not alone.endswith(closing):
+                raise ValueError("the template ends calls in another way than words")
+            after = after.removeprefix(alone.removesuffix(closing))  # the end of a call is the model's own
+        closing = closing if after.startswith(closing) else ""
+        upto = after.find(stop) + len(stop) if stop and stop in after else 0
+        if stop and (upto <= len(closing) or (not closing and upto == len(stop))):
+            after = after[upto:]  # what was sampled is not written again
+        return after
+
+
+def _hidden(message: Any, at: int) -> Any:
+    """An answer whose words, and arguments, give way to a word."""
+    if message["role"] != "assistant":
+        return message
+    calls = message.get("tool_calls") or []
+    arguments = json.dumps({"a": f"{HERE}{at}."})
+    return {
+        **message,
+        "content": "" if calls else f"{HERE}{at}.",
+        "tool_calls": [{**call, "function": {**call["function"], "arguments": arguments}} for call in calls],
+    }
 
 
 def _with_object(call: Any) -> Any:
