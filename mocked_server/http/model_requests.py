@@ -148,27 +148,40 @@ class ModelRequests:
         another shape than it took for granted. That is refused, and no failure of the server."""
         failure: list[Message] = []
         answer = StreamStart(call, path=scope["path"], send=send)
+        body = (await receive())["body"]
 
         async def unless_it_fails(message: Message) -> None:
-            is_failure = message["type"] == "http.response.start" and message["status"] == 500
+            status = message["status"] if message["type"] == "http.response.start" else 0
             is_unknown = call.failure is None and not call.generates and scope["path"] != GENERATE
-            if failure or (is_failure and is_unknown):
+            if failure or (status == 500 and is_unknown) or (status >= 400 and self._can_be_text(call, answer)):
                 failure.append(message)
             else:
                 await answer.send(message)
 
         try:
-            await self._app(scope, receive, unless_it_fails)
-        except (RuntimeError, *UNREADABLE) as error:
+            await self._app(scope, replaying(body, receive), unless_it_fails)
+        except (RuntimeError, OSError, *UNREADABLE) as error:
             # Starlette's own, when an application fails that has begun an answer: the reason is its cause.
             cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ is not None else error
             known = failure_of(cause)
-            if known is None and not isinstance(cause, UNREADABLE):
-                raise
-            await answer.fail(known or self._unreadable(call, scope["path"], cause, was_served=answer.has_begun))
-        else:
-            for each in failure:
-                await send(each)
+            if not self._can_be_text(call, answer):
+                if known is None and not isinstance(cause, UNREADABLE):
+                    raise
+                await answer.fail(known or self._unreadable(call, scope["path"], cause, was_served=answer.has_begun))
+                return
+            failure.append({"body": repr(cause).encode()})
+        if failure and self._can_be_text(call, answer):
+            why = message_of(failure[-1].get("body", b""))[:MAX_REASON_CHARS]
+            logger.warning("an answer of episode %s is given as text: %s", call.live.episode_id, why)
+            call.tells_text = True
+            await self._ask(call, scope, replaying(body, receive), send)
+            return
+        for each in failure:
+            await send(each)
+
+    def _can_be_text(self, call: Call, answer: StreamStart) -> bool:
+        """An error now would be about what the model said, which is no fault of the agent's."""
+        return call.is_answered and not call.tells_text and not answer.has_begun
 
     def _unreadable(self, call: Call, path: str, error: BaseException, *, was_served: bool) -> Failure:
         """The application failed: at the request, if it had not begun to generate; else by itself."""
