@@ -7,6 +7,7 @@ Pure ASGI, between `Attribution` (which knows the episode) and vLLM's applicatio
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections import Counter
 from contextlib import ExitStack
@@ -17,7 +18,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from buffers.errors import RequestRefused
 from mocked_server.client_retries import Answer, TakenOver
-from mocked_server.http.dialects import GENERATE, GENERATING, error_body, message_of, respelled
+from mocked_server.http.dialects import (
+    GENERATE,
+    GENERATING,
+    MODEL_ROUTES,
+    MODELS,
+    error_body,
+    message_of,
+    models_body,
+    respelled,
+    spoken,
+)
 from mocked_server.http.failures import Failure, StreamStart, failure_of
 from mocked_server.http.request_fields import refused, servable
 from mocked_server.http.request_limits import (
@@ -77,6 +88,9 @@ class ModelRequests:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = current_call.get()
+        if scope["type"] == "http" and scope["path"] in MODEL_ROUTES:
+            await self._list_models(scope, receive, send)
+            return
         if call is None or scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -106,6 +120,28 @@ class ModelRequests:
                 await _refuse(send, path, code="unsupported_field", message=field.message, param=field.field)
                 return
             await self._serve(call, scope, servable(path, body), receive, send, held)
+
+    async def _list_models(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers which models there are, or what is known of one, in the dialect of the client."""
+        parts: list[bytes] = []
+
+        async def take(message: Message) -> None:
+            parts.append(message.get("body", b""))
+
+        inner = {**scope, "path": MODELS, "raw_path": MODELS.encode(), "path_params": {}}
+        await self._app(inner, receive, take)
+        served = json.loads(b"".join(parts))["data"]
+        path, named = spoken(scope["path"], scope["headers"]), scope.get("path_params", {}).get("model")
+        models = [model for model in served if named in (None, model["id"])]
+        if not models:
+            offered = ", ".join(model["id"] for model in served)
+            message = f"model must be one of {offered}, got {named[:200]!r}; ask for one of these"
+            await _refuse(send, path, code="model_not_found", message=message, param="model", status=404)
+            return
+        body = models_body(path, models, one=named is not None)
+        headers = _with_length([(b"content-type", b"application/json")], body)
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
     async def _read(self, call: Call, scope: Scope, receive: Receive, held: ExitStack) -> bytes | None:
         """The body, once there is room for it; what it takes is given back when `held` ends."""

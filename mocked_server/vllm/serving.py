@@ -385,13 +385,24 @@ def _leave_tool_calls_free() -> None:
 
 def _leave_limits_to_the_run() -> None:
     """Leaves to `SamplingRules` what vLLM's layer judges before the run's own numbers are in force: more tokens than the model's
-    length, which are capped as all numbers above `rollout.max_tokens` are, and several answers at an agent's temperature of 0."""
+    length, which are capped as all numbers above `rollout.max_tokens` are, several answers at an agent's temperature of 0, and a
+    prompt that is too long with what it continues, of which each dialect's route has words of its own."""
+    from vllm.entrypoints.openai.chat_completion import serving as chat
+    from vllm.entrypoints.openai.completion import serving as completion
+    from vllm.entrypoints.openai.responses import serving as responses
     from vllm.renderers.params import TokenizeParams
     from vllm.sampling_params import SamplingParams
 
-    original = TokenizeParams.__post_init__
+    original, room = TokenizeParams.__post_init__, chat.get_max_tokens
     if getattr(original, "__name__", "") == "capped":
         return
+
+    def at_least_one(max_model_len: int, max_tokens: int | None, input_length: int, *args: Any, **kwargs: Any) -> int:
+        return int(room(max_model_len, max_tokens, min(input_length, max_model_len - 1), *args, **kwargs))
+
+    for route in (chat, completion, responses):
+        route.get_max_tokens = at_least_one
+    responses.OpenAIServingResponses._validate_generator_input = lambda *_: None
 
     def capped(self: Any) -> None:
         if self.max_total_tokens is not None and self.max_output_tokens is not None:
