@@ -29,6 +29,10 @@ class Call:
     """A generation was begun for it."""
     extra_args: dict[str, Any] = field(default_factory=dict)
     """What an observer of requests passes to the engine, in `SamplingParams.extra_args`."""
+    answers: list[list[Any]] = field(default_factory=list)
+    """vLLM's outputs of each generation that was begun for it as a whole: none until it has ended."""
+    tells_text: bool = False
+    """vLLM's layer failed at telling `answers`: they are given once more, as the text that they are."""
     failure: Exception | None = None
     """Why nothing was generated for it: a dialect's route may make an answer of its own of that."""
     num_choices: int = 0
@@ -37,6 +41,11 @@ class Call:
     """The role that its path names; empty: none."""
     role: Role = NO_ROLE
     """The one who answers it."""
+
+    @property
+    def is_answered(self) -> bool:
+        """All that was asked for was sampled, and vLLM's layer has it."""
+        return self.failure is None and bool(self.answers) and all(self.answers)
 
     def count_choices(self, number: int, *, limit: int) -> None:
         """Raises RequestRefused when the request asks for more than `limit` answers in all."""

@@ -33,6 +33,10 @@ class BranchCause(StrEnum):
 EXPECTED = frozenset({BranchCause.NEW_CONVERSATION, BranchCause.RESAMPLED, BranchCause.FORKED})
 """Branches that an agent means to have: sub-agents, parallel calls, several samples of one prompt."""
 
+_EXACT_HISTORY = (
+    "if server.replay_match is strict, set it to tolerant, which keeps what was sampled; if it is tolerant, the template does not "
+    "show where an answer ends: use one that does, or train the branches as they are"
+)
 REMEDY: dict[BranchCause, str] = {
     BranchCause.NEW_CONVERSATION: "another conversation of the same episode (a sub-agent, a parallel call): nothing to change",
     BranchCause.RESAMPLED: "the same request again: nothing to change if the agent means to sample several answers",
@@ -50,10 +54,11 @@ REMEDY: dict[BranchCause, str] = {
         "the system prompt changed between two requests (a clock, a counter?); keep it constant in an episode"
     ),
     BranchCause.TOOLS_CHANGED: "the tools or template arguments changed between two requests; offer the same ones in every request",
-    BranchCause.TEMPLATE_STRIPS_THINKING: "the chat template drops earlier reasoning; set server.replay_match=tolerant to keep it",
-    BranchCause.TEMPLATE_REWRITES_HISTORY: (
-        "the chat template writes earlier turns in another way; set server.replay_match=tolerant"
+    BranchCause.TEMPLATE_STRIPS_THINKING: f"the chat template drops earlier reasoning; {_EXACT_HISTORY}",
+    BranchCause.TEMPLATE_REWRITES_HISTORY: f"the chat template writes earlier turns in another way; {_EXACT_HISTORY}",
+    BranchCause.RETOKENIZED: f"the history's text gives other tokens than were sampled; {_EXACT_HISTORY}",
+    BranchCause.PROMPT_DIFFERS: (
+        "the prompt does not begin with the tokens of an earlier one and its completion, as no text does: the end of the "
+        "completion is not in it; ask for chat completions, or send all tokens as the prompt"
     ),
-    BranchCause.RETOKENIZED: "the history's text gives other tokens than were sampled; set server.replay_match=tolerant",
-    BranchCause.PROMPT_DIFFERS: "the prompt does not begin with an earlier prompt and its completion; append to it instead",
 }

@@ -8,6 +8,7 @@ words, other calls or other argument values are not.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from mocked_server.conversation.branch_causes import BranchCause
 
 Message = dict[str, Any]
 
+HALF = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which no encoding has."""
 THOUGHT_BEGINS, THOUGHT_ENDS = "<think>", "</think>"
 
 
@@ -86,13 +89,35 @@ def joined_text(content: Any) -> str:
     return "".join(str(part.get("text") or "") if isinstance(part, dict) else str(part) for part in content)
 
 
+def sendable(text: str) -> str:
+    """The text with halves of surrogate pairs as JSON spells them: within JSON it is the same."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """The arguments of a call as an object that every client can read. What is none (other JSON, numbers that JSON does not have,
+    half of a surrogate pair) is given as text."""
+    try:
+        arguments = json.loads(text) if text.strip() not in ("", "null") else {}
+        json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        arguments = text
+    return arguments if isinstance(arguments, dict) else {"arguments": text}
+
+
 def canonical_arguments(arguments: Any) -> str:
-    """One text for all spellings of the same arguments: spaces, key order, 1 or 1.0, nothing or {}."""
+    """One text for all spellings of the same arguments: spaces, key order, 1 or 1.0, nothing or {}, text in an object or not."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     if text.strip() in ("", "null"):
         return "{}"
     try:
-        return json.dumps(json.loads(text, parse_float=_number), sort_keys=True, ensure_ascii=False)
+        value = json.loads(text, parse_float=_number)
+        given = value.get("arguments") if isinstance(value, dict) else None
+        if isinstance(given, str) and value == arguments_of(given):
+            return canonical_arguments(given)
+        # A client may get half of a pair spelled out (`sendable`), and sends that back.
+        written = json.dumps(value, sort_keys=True, ensure_ascii=False)
+        return HALF.sub(lambda half: f"\\\\u{ord(half[0]):x}", written)
     except (ValueError, RecursionError):
         return text  # no JSON, or deeper and with longer numbers than Python reads: compared as the text that it is
 

@@ -6,10 +6,11 @@ last chunk has the finish reasons and what was used. Nothing is decided here: id
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from mocked_server.conversation.message_match import arguments_of
 
 REASONS = {"stop": "STOP", "tool_calls": "STOP", "length": "MAX_TOKENS"}
 
@@ -36,16 +37,6 @@ class _Candidate:
 
     reason: str | None = None
     calls: dict[int, _Call] = field(default_factory=dict)
-
-
-def arguments_of(text: str) -> Fields:
-    """The arguments of a call as an object. What is none, or has numbers that JSON does not have, is given as text."""
-    try:
-        arguments = json.loads(text) if text.strip() else {}
-        json.dumps(arguments, allow_nan=False)
-    except (ValueError, RecursionError):
-        arguments = text
-    return arguments if isinstance(arguments, dict) else {"arguments": text}
 
 
 def whole_answer(chat: Mapping[str, Any], *, shows_thoughts: bool) -> Fields:

@@ -230,7 +230,12 @@ def _tool_choice(config: ToolConfig | None, tools: list[dict[str, Any]]) -> Any:
     if mode not in CHOICES:
         raise RequestRefused(f"mode must be one of {', '.join(CHOICES)}, got {mode[:50]!r}", field="toolConfig")
     allowed, offered = set(calling.allowed_function_names or ()), {tool["function"]["name"] for tool in tools}
-    if mode == "NONE" or not allowed or allowed >= offered:
+    if mode != "NONE" and (unknown := sorted(allowed - offered)):
+        raise RequestRefused(
+            f"allowedFunctionNames must be declared in tools, got {unknown[0][:100]!r}; declare it, or leave it out",
+            field="allowedFunctionNames",
+        )
+    if mode == "NONE" or not allowed or allowed == offered:
         return CHOICES[mode]
     if mode == "ANY" and len(allowed) == 1:
         return {"type": "function", "function": {"name": allowed.pop()}}

@@ -20,7 +20,7 @@ from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
 from mocked_server.http.dialects import (
     GENERATE,
     GENERATING,
-    MODELS,
+    MODEL_ROUTES,
     RETRY_AFTER_S,
     ROUTES,
     SLEEP,
@@ -28,12 +28,13 @@ from mocked_server.http.dialects import (
     error_body,
     is_google,
     route_of,
+    spoken,
 )
 from mocked_server.keys import PREFIX, KeyRing
 from mocked_server.request_context import Call, current_call
 
 PATH_PREFIX = "/e/"
-OPEN_TO_ALL_KEYS = frozenset({MODELS})
+OPEN_TO_ALL_KEYS = MODEL_ROUTES
 OPEN_TO_WORKERS = frozenset({GENERATE, SLEEP, WAKE_UP})
 """Paths that a worker's key opens without an episode: what is generated is the caller's own, and is not recorded."""
 _FULL = StorageFull("nothing more can be recorded for now, the server's disk is full; send the request again later")
@@ -103,6 +104,11 @@ class Attribution:
         path, named = route_of(path)
         if self._has_roles:
             role = role or named.get("model", "")
+        speaks = spoken(path, scope["headers"])
+        method = "GET" if path in MODEL_ROUTES else "POST"
+        if path.startswith("/v1") and (path not in ROUTES or scope["method"] != method):
+            await _refuse(send, speaks, **_not_offered(scope, known=path in ROUTES, method=method))
+            return
         elsewhere = None
         if self._elsewhere is not None and key is not None and path in ROUTES:
             elsewhere = self._elsewhere(key, path)
@@ -120,7 +126,7 @@ class Attribution:
             closed = isinstance(error, EpisodeClosed)
             await _refuse(
                 send,
-                path,
+                speaks,
                 status=403 if closed else 401,
                 code="episode_closed" if closed else "invalid_api_key",
                 error=error,
@@ -151,6 +157,15 @@ class Attribution:
         if path in OPEN_TO_ALL_KEYS and (is_worker or any(self._keys.same(key, other) for other in others)):
             return None
         raise UnknownEpisode("the API key opens no episode; use the api_key that came with the task")
+
+
+def _not_offered(scope: Scope, *, known: bool, method: str) -> dict[str, Any]:
+    if known:
+        said = f"{scope['path']} is asked by {method}, got {scope['method']}; send it so"
+        return {"status": 405, "code": "method_not_allowed", "error": EpisodeError(said)}
+    offered = ", ".join(sorted(route for route in ROUTES if route.startswith("/v1")))
+    said = f"{scope['method']} {scope['path']} is not offered; use one of {offered}"
+    return {"status": 404, "code": "not_found", "error": EpisodeError(said)}
 
 
 async def _refuse(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 CHAT = "/v1/chat/completions"
@@ -16,6 +18,9 @@ GEMINI = "/v1beta/models/*:generateContent"
 GEMINI_STREAM = "/v1beta/models/*:streamGenerateContent"
 GEMINI_COUNT = "/v1beta/models/*:countTokens"
 MODELS = "/v1/models"
+MODEL = "/v1/models/*"
+GEMINI_MODELS = "/v1beta/models"
+GEMINI_MODEL = "/v1beta/models/*"
 GENERATE = "/generate"
 """Token ids in and out, for agent loops."""
 SLEEP = "/sleep"
@@ -26,8 +31,10 @@ TOKENIZE = "/tokenize"
 
 GEMINI_ROUTES = frozenset({GEMINI, GEMINI_STREAM, GEMINI_COUNT})
 GENERATING = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES, GEMINI, GEMINI_STREAM, GENERATE})
-ROUTES = GENERATING | {COUNT_TOKENS, GEMINI_COUNT, MODELS, SLEEP, WAKE_UP}
-SERVED = ROUTES - GEMINI_ROUTES | {TOKENIZE}
+MODEL_ROUTES = frozenset({MODELS, MODEL, GEMINI_MODELS, GEMINI_MODEL})
+"""They are asked by GET, all others by POST."""
+ROUTES = GENERATING | MODEL_ROUTES | {COUNT_TOKENS, GEMINI_COUNT, SLEEP, WAKE_UP}
+SERVED = ROUTES - GEMINI_ROUTES - MODEL_ROUTES | {MODELS, TOKENIZE}
 """Routes of vLLM's application."""
 
 RETRY_AFTER_S = 5
@@ -41,6 +48,21 @@ _KINDS = {
     429: "rate_limit_error",
 }
 _GOOGLES = re.compile(r"/v1(?:beta|alpha)?/models/([^:]+):(generateContent|streamGenerateContent|countTokens)")
+_MODELS = re.compile(r"(/v1|/v1(?:beta|alpha))/models(?:/([^:]+))?")
+_GOOGLES_FIELDS = {
+    "max_completion_tokens": "maxOutputTokens",
+    "max_tokens": "maxOutputTokens",
+    "tool_choice": "functionCallingConfig",
+    "top_p": "topP",
+    "top_k": "topK",
+    "stop": "stopSequences",
+    "presence_penalty": "presencePenalty",
+    "frequency_penalty": "frequencyPenalty",
+    "response_format": "responseSchema",
+    "reasoning_effort": "thinkingConfig",
+}
+"""Chat's names of fields, of which errors speak."""
+_FIELDS = re.compile(rf"\b(?:{'|'.join(_GOOGLES_FIELDS)})\b")
 _GOOGLES_STATUS = {
     401: "UNAUTHENTICATED",
     403: "PERMISSION_DENIED",
@@ -53,9 +75,20 @@ _GOOGLES_STATUS = {
 
 def route_of(path: str) -> tuple[str, dict[str, str]]:
     """(which of `ROUTES` it is, what its path names); a path that is none of them as it is."""
-    if (named := _GOOGLES.fullmatch(path)) is None:
+    if (named := _GOOGLES.fullmatch(path)) is not None:
+        return f"/v1beta/models/*:{named[2]}", {"model": named[1]}
+    if (named := _MODELS.fullmatch(path)) is None:
         return path, {}
-    return f"/v1beta/models/*:{named[2]}", {"model": named[1]}
+    route = MODELS if named[1] == "/v1" else GEMINI_MODELS
+    return (route, {}) if named[2] is None else (f"{route}/*", {"model": named[2]})
+
+
+def spoken(path: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """A route whose dialect this request speaks: where the path does not say it, the client's headers do."""
+    names = {name for name, _ in headers}
+    if path.startswith(("/v1beta", "/v1alpha")) or b"x-goog-api-key" in names:
+        return path if is_google(path) else GEMINI
+    return MESSAGES if is_anthropic(path) or b"anthropic-version" in names else path
 
 
 def is_anthropic(path: str) -> bool:
@@ -100,11 +133,73 @@ def error_event(path: str, *, status: int, message: str, code: str, param: str |
 def message_of(body: bytes) -> str:
     """What an error of vLLM's HTTP layer says."""
     try:
-        return str(json.loads(body)["error"]["message"])
+        error = json.loads(body)
+        return str(error["error"]["message"] if "error" in error else error["detail"])
     except (ValueError, KeyError, TypeError):
         return body.decode(errors="replace")
 
 
+def too_long(number: int, limit: int) -> str:
+    """What is said of a prompt of so many tokens; as vLLM says it."""
+    return (
+        f"This model's maximum context length is {limit} tokens. However, your prompt contains {number} input tokens, which "
+        "leaves no room for an answer. Please reduce the length of the input prompt."
+    )
+
+
+_TOO_LONG = re.compile(
+    r"maximum context length is (\d+) tokens\. However, your prompt contains (?:at least )?(\d+) (input tokens|characters)"
+)
+"""`too_long`, or what vLLM says before it counts all tokens. Clients shorten a conversation at words of their dialect."""
+
+
 def respelled(path: str, status: int, body: bytes) -> bytes:
     """An error of vLLM's HTTP layer as the dialect of `path` spells it: its own checks answer in OpenAI's form."""
-    return error_body(path, status=status, message=message_of(body)) if is_anthropic(path) or is_google(path) else body
+    message, code = message_of(body), None
+    if (found := _TOO_LONG.search(message)) is not None:
+        limit = int(found[1])
+        number = int(found[2]) if found[3] == "input tokens" else limit + 1
+        code, status = "context_length_exceeded", 400
+        if is_anthropic(path):
+            message = f"prompt is too long: {number} tokens > {limit} maximum"
+        elif is_google(path):
+            message = f"The input token count ({number}) exceeds the maximum number of tokens allowed ({limit})."
+    if is_google(path):
+        message = _FIELDS.sub(lambda named: _GOOGLES_FIELDS[named[0]], message)
+    elif code is None and not is_anthropic(path) and b'"error"' in body:
+        return body
+    return error_body(path, status=status, message=message, code=code)
+
+
+def models_body(path: str, served: Sequence[Mapping[str, Any]], *, one: bool) -> bytes:
+    """Models as the dialect of `path` lists them, or the one that was asked for. `served`: in vLLM's form."""
+    listed: list[dict[str, Any]]
+    if is_google(path):
+        listed = [
+            {
+                "name": f"models/{model['id']}",
+                "displayName": model["id"],
+                "version": "1",
+                "inputTokenLimit": model["max_model_len"],
+                "outputTokenLimit": model["max_model_len"],
+                "supportedGenerationMethods": [route.rpartition(":")[2] for route in sorted(GEMINI_ROUTES)],
+            }
+            for model in served
+        ]
+        whole: dict[str, Any] = {"models": listed}
+    elif is_anthropic(path):
+        listed = [
+            {
+                "type": "model",
+                "id": model["id"],
+                "display_name": model["id"],
+                "created_at": datetime.fromtimestamp(model["created"], UTC).isoformat(timespec="seconds"),
+            }
+            for model in served
+        ]
+        ends = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"]} if listed else {}
+        whole = {"data": listed, "has_more": False, **ends}
+    else:
+        listed = [dict(model) for model in served]
+        whole = {"object": "list", "data": listed}
+    return json.dumps(listed[0] if one else whole).encode()

@@ -7,6 +7,7 @@ Pure ASGI, between `Attribution` (which knows the episode) and vLLM's applicatio
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections import Counter
 from contextlib import ExitStack
@@ -17,7 +18,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from buffers.errors import RequestRefused
 from mocked_server.client_retries import Answer, TakenOver
-from mocked_server.http.dialects import GENERATE, GENERATING, error_body, message_of, respelled
+from mocked_server.http.dialects import (
+    GENERATE,
+    GENERATING,
+    MODEL_ROUTES,
+    MODELS,
+    error_body,
+    message_of,
+    models_body,
+    respelled,
+    spoken,
+)
 from mocked_server.http.failures import Failure, StreamStart, failure_of
 from mocked_server.http.request_fields import refused, servable
 from mocked_server.http.request_limits import (
@@ -77,6 +88,9 @@ class ModelRequests:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = current_call.get()
+        if scope["type"] == "http" and scope["path"] in MODEL_ROUTES:
+            await self._list_models(scope, receive, send)
+            return
         if call is None or scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -106,6 +120,28 @@ class ModelRequests:
                 await _refuse(send, path, code="unsupported_field", message=field.message, param=field.field)
                 return
             await self._serve(call, scope, servable(path, body), receive, send, held)
+
+    async def _list_models(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers which models there are, or what is known of one, in the dialect of the client."""
+        parts: list[bytes] = []
+
+        async def take(message: Message) -> None:
+            parts.append(message.get("body", b""))
+
+        inner = {**scope, "path": MODELS, "raw_path": MODELS.encode(), "path_params": {}}
+        await self._app(inner, receive, take)
+        served = json.loads(b"".join(parts))["data"]
+        path, named = spoken(scope["path"], scope["headers"]), scope.get("path_params", {}).get("model")
+        models = [model for model in served if named in (None, model["id"])]
+        if not models:
+            offered = ", ".join(model["id"] for model in served)
+            message = f"model must be one of {offered}, got {named[:200]!r}; ask for one of these"
+            await _refuse(send, path, code="model_not_found", message=message, param="model", status=404)
+            return
+        body = models_body(path, models, one=named is not None)
+        headers = _with_length([(b"content-type", b"application/json")], body)
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
     async def _read(self, call: Call, scope: Scope, receive: Receive, held: ExitStack) -> bytes | None:
         """The body, once there is room for it; what it takes is given back when `held` ends."""
@@ -148,27 +184,40 @@ class ModelRequests:
         another shape than it took for granted. That is refused, and no failure of the server."""
         failure: list[Message] = []
         answer = StreamStart(call, path=scope["path"], send=send)
+        body = (await receive())["body"]
 
         async def unless_it_fails(message: Message) -> None:
-            is_failure = message["type"] == "http.response.start" and message["status"] == 500
+            status = message["status"] if message["type"] == "http.response.start" else 0
             is_unknown = call.failure is None and not call.generates and scope["path"] != GENERATE
-            if failure or (is_failure and is_unknown):
+            if failure or (status == 500 and is_unknown) or (status >= 400 and self._can_be_text(call, answer)):
                 failure.append(message)
             else:
                 await answer.send(message)
 
         try:
-            await self._app(scope, receive, unless_it_fails)
-        except (RuntimeError, *UNREADABLE) as error:
+            await self._app(scope, replaying(body, receive), unless_it_fails)
+        except (RuntimeError, OSError, *UNREADABLE) as error:
             # Starlette's own, when an application fails that has begun an answer: the reason is its cause.
             cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ is not None else error
             known = failure_of(cause)
-            if known is None and not isinstance(cause, UNREADABLE):
-                raise
-            await answer.fail(known or self._unreadable(call, scope["path"], cause, was_served=answer.has_begun))
-        else:
-            for each in failure:
-                await send(each)
+            if not self._can_be_text(call, answer):
+                if known is None and not isinstance(cause, UNREADABLE):
+                    raise
+                await answer.fail(known or self._unreadable(call, scope["path"], cause, was_served=answer.has_begun))
+                return
+            failure.append({"body": repr(cause).encode()})
+        if failure and self._can_be_text(call, answer):
+            why = message_of(failure[-1].get("body", b""))[:MAX_REASON_CHARS]
+            logger.warning("an answer of episode %s is given as text: %s", call.live.episode_id, why)
+            call.tells_text = True
+            await self._ask(call, scope, replaying(body, receive), send)
+            return
+        for each in failure:
+            await send(each)
+
+    def _can_be_text(self, call: Call, answer: StreamStart) -> bool:
+        """An error now would be about what the model said, which is no fault of the agent's."""
+        return call.is_answered and not call.tells_text and not answer.has_begun
 
     def _unreadable(self, call: Call, path: str, error: BaseException, *, was_served: bool) -> Failure:
         """The application failed: at the request, if it had not begun to generate; else by itself."""

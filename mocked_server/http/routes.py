@@ -25,6 +25,7 @@ from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.exceptions import HTTPException
 
 from buffers.errors import (
     EpisodeClosed,
@@ -39,7 +40,7 @@ from buffers.errors import (
 from buffers.records import MAX_HINT_CHARS, MAX_JUDGE_CHARS, LeasedEpisode, ScoreDetail
 from buffers.tasks.task_pool import PoolClosed
 from mocked_server.fleet.member import EngineFigures
-from mocked_server.http.dialects import RETRY_AFTER_S
+from mocked_server.http.dialects import RETRY_AFTER_S, kind_of
 from mocked_server.http.prometheus_text import CONTENT_TYPE, PrometheusText
 from mocked_server.keys import KeyRing
 
@@ -155,6 +156,7 @@ def _app_of(*routers: APIRouter) -> FastAPI:
         app.include_router(router)
     app.add_exception_handler(UnderstudyError, _our_error)
     app.add_exception_handler(RequestValidationError, _invalid_request)
+    app.add_exception_handler(HTTPException, _no_route)
     return app
 
 
@@ -170,6 +172,15 @@ async def _invalid_request(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     lines = [f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors()]
     return _error(422, kind="invalid_request_error", message="; ".join(lines))
+
+
+async def _no_route(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    return _error(
+        error.status_code,
+        kind=kind_of(error.status_code),
+        message=f"{request.method} {request.url.path}: {error.detail}",
+    )
 
 
 def _error(status: int, *, kind: str, message: str) -> JSONResponse:

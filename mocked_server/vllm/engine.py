@@ -186,6 +186,7 @@ class VLLMEngine:
         # vLLM keeps the answer: else the first request would ask, and wait without end if the engine died then.
         await self._llm.get_supported_tasks()
         await self._llm.update_weight_version(str(self.version))
+        await self._llm.collective_rpc("keep_seeds")
         if RECORDS_EXPERTS in self._vllm_config.additional_config:
             await self._llm.collective_rpc("record_experts")
         loaded: dict[str, tuple[Path, int]] = {}

@@ -7,16 +7,21 @@ told is remembered with the round: a streamed answer is not what the same text i
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from mocked_server.conversation.chat_history import ChatOptions
-from mocked_server.conversation.message_match import ParsedReply, canonical_arguments
+from mocked_server.conversation.message_match import ParsedReply, arguments_of, canonical_arguments, sendable
 from mocked_server.request_context import current_call
 from mocked_server.vllm.sampling_limits import MAX_CHOICES
 
 logger = logging.getLogger(__name__)
+
+FAULTS = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RuntimeError, OSError)
+"""What parsers raise at what a model says (too deep for Python, too slow for a pattern), and at their own faults."""
+FAILED = "vLLM's parser could not take a sampled text of %d characters: %r"
 
 
 class ReplyParser:
@@ -33,10 +38,8 @@ class ReplyParser:
             return ParsedReply(text.strip())
         try:
             return self._parsed(text, asked)
-        except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RuntimeError, OSError) as error:
-            # The agent got no better answer either. What the model says is its own: nested deeper than Python recurses, or
-            # such that a pattern's time is up, and the parsers' own faults.
-            logger.info("vLLM's parser could not take a sampled text of %d characters: %r", len(text), error)
+        except FAULTS as error:
+            logger.info(FAILED, len(text), error)
             return ParsedReply(text.strip())
 
     def _parsed(self, text: str, asked: ChatOptions) -> ParsedReply:
@@ -56,40 +59,100 @@ class ReplyParser:
         return ParsedReply((content or "").strip(), spoken, (reasoning or "").strip())
 
 
-def telling(parser_cls: Any) -> Any:
-    """vLLM's class of parsers, whose parsers note with the round of the current call what they told of its text. None stays
-    None."""
+def telling(parser_cls: Any, *, in_objects: bool = False) -> Any:
+    """vLLM's class of parsers, as a `TellingParser`. None stays None. `in_objects`: Anthropic's dialect has no other arguments."""
     if parser_cls is None:
         return None
+    return type(TellingParser.__name__, (TellingParser, parser_cls), {"in_objects": in_objects})
 
-    class TellingParser(parser_cls):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._text, self._deltas = "", list[Any]()
 
-        def parse(self, model_output: str, request: Any, *args: Any, **kwargs: Any) -> Any:
-            told = reasoning, content, calls = super().parse(model_output, request, *args, **kwargs)
-            _note(model_output, request, content, reasoning, [(call.name, call.arguments) for call in calls or ()])
-            return told
+class TellingParser:
+    """Comes before vLLM's class of parsers: tells whatever was sampled in a form that can be sent, and notes with the round of the
+    current call what was told of its text."""
 
-        def parse_delta(
-            self, delta_text: str, delta_token_ids: Any, request: Any, prompt_token_ids: Any = None, *, finished: bool
-        ) -> Any:
-            delta = super().parse_delta(delta_text, delta_token_ids, request, prompt_token_ids, finished=finished)
-            self._text += delta_text
-            self._deltas += [] if delta is None else [delta]
-            if finished:
-                calls: dict[int, tuple[str, str]] = {}
-                for part in (part for each in self._deltas for part in each.tool_calls or () if part.function):
-                    name, arguments = calls.get(part.index, ("", ""))
-                    calls[part.index] = name + (part.function.name or ""), arguments + (part.function.arguments or "")
-                content, reasoning = (
-                    "".join(getattr(each, name) or "" for each in self._deltas) for name in ("content", "reasoning")
-                )
-                _note(self._text, request, content, reasoning, calls.values())
-            return delta
+    in_objects = False
+    """Arguments of calls are sent when they are complete, as objects."""
 
-    return TellingParser
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._text, self._failed, self._deltas = "", False, list[Any]()
+        self._held: dict[int, str] = {}
+        """Arguments of calls that are not told yet."""
+
+    def parse(self, model_output: str, request: Any, *args: Any, **kwargs: Any) -> Any:
+        reasoning, content, calls = None, model_output, None
+        if (call := current_call.get()) is None or not call.tells_text:
+            try:
+                reasoning, content, calls = cast(Any, super()).parse(model_output, request, *args, **kwargs)
+            except FAULTS as error:
+                logger.info(FAILED, len(model_output), error)
+        for each in calls or ():
+            each.name, each.arguments = sendable(each.name), sendable(each.arguments)
+            if self.in_objects:
+                each.arguments = _as_object(each.arguments)
+        _note(model_output, request, content, reasoning, [(each.name, each.arguments) for each in calls or ()])
+        return reasoning, content, calls
+
+    def parse_delta(
+        self, delta_text: str, delta_token_ids: Any, request: Any, prompt_token_ids: Any = None, *, finished: bool
+    ) -> Any:
+        delta, parser = None, cast(Any, super())
+        try:
+            if not self._failed:
+                delta = parser.parse_delta(delta_text, delta_token_ids, request, prompt_token_ids, finished=finished)
+        except FAULTS as error:
+            logger.info(FAILED, len(self._text + delta_text), error)
+            self._failed = True
+        if self._failed:
+            delta = _delta(content=delta_text)
+        delta = self._told(delta, finished=finished)
+        self._text += delta_text
+        self._deltas += [] if delta is None else [delta]
+        if finished:
+            calls: dict[int, tuple[str, str]] = {}
+            for part in (part for each in self._deltas for part in each.tool_calls or () if part.function):
+                name, arguments = calls.get(part.index, ("", ""))
+                calls[part.index] = name + (part.function.name or ""), arguments + (part.function.arguments or "")
+            content, reasoning = (
+                "".join(getattr(each, name) or "" for each in self._deltas) for name in ("content", "reasoning")
+            )
+            _note(self._text, request, content, reasoning, calls.values())
+        return delta
+
+    def _told(self, delta: Any, *, finished: bool) -> Any:
+        """What can be sent now of this part of an answer."""
+        parts = []
+        for part in [] if delta is None else delta.tool_calls or ():
+            if (said := part.function) is None:
+                continue
+            said.name, said.arguments = (said.name and sendable(said.name)), sendable(said.arguments or "")
+            if self.in_objects:
+                parts += [self._completed(index) for index in [*self._held] if index != part.index]
+                self._held[part.index] = self._held.get(part.index, "") + said.arguments
+                said.arguments = None
+            if part.id is not None or said.name or said.arguments:
+                parts.append(part)
+        parts += [self._completed(index) for index in [*self._held]] if finished else []
+        if delta is None:
+            return _delta(tool_calls=parts) if parts else None
+        delta.tool_calls = parts
+        return delta if finished or parts or delta.content or delta.reasoning else None
+
+    def _completed(self, index: int) -> Any:
+        from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaToolCall
+
+        return DeltaToolCall(index=index, function=DeltaFunctionCall(arguments=_as_object(self._held.pop(index))))
+
+
+def _delta(**said: Any) -> Any:
+    from vllm.entrypoints.generate.base.protocol import DeltaMessage
+
+    return DeltaMessage(**said)
+
+
+def _as_object(text: str) -> str:
+    arguments = arguments_of(text)
+    return text if arguments and "arguments" not in arguments else json.dumps(arguments)
 
 
 def _note(
@@ -101,5 +164,5 @@ def _note(
     if request.parallel_tool_calls is False:
         del told[1:]  # the HTTP layer shows the first
     for live in call.live.rounds[-MAX_CHOICES:]:
-        if live.text == text and live.said is None:
+        if live.text == text and (live.said is None or call.tells_text):
             live.said = ParsedReply((content or "").strip(), tuple(told), (reasoning or "").strip())

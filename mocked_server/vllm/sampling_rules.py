@@ -17,6 +17,7 @@ from buffers.errors import RequestRefused
 from buffers.records import Int32
 from configs.schema import RolloutConfig
 from mocked_server.conversation.live_episodes import LiveEpisode
+from mocked_server.http.dialects import too_long
 from mocked_server.vllm.engine import MAX_MESSAGE_CHARS, NUMBERS_ONLY, refusal_of
 from mocked_server.vllm.sampling_limits import LEFT_TO_THE_POLICY, check_sampling, constraint_of
 
@@ -78,10 +79,7 @@ class SamplingRules:
             )
         room = self._rollout.max_model_len - prompt_len
         if room < 1:
-            raise RequestRefused(
-                f"the prompt has {prompt_len} tokens; prompt + completion must be <= {self._rollout.max_model_len}; "
-                "shorten the conversation"
-            )
+            raise RequestRefused(too_long(prompt_len, self._rollout.max_model_len))
         params.max_tokens = min(params.max_tokens or room, self._rollout.max_tokens, room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
         if params.seed is not None and live is not None:

@@ -24,6 +24,7 @@ from buffers.records import Int32
 from configs.schema import RolloutConfig
 from mocked_server.conversation.continuation import Continuation, continue_tokens
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
+from mocked_server.conversation.message_match import sendable
 from mocked_server.conversation.restored_rounds import memo_of
 from mocked_server.http.dialects import GENERATE, SERVED, SLEEP, WAKE_UP
 from mocked_server.http.failures import FAILURES, failure_of
@@ -99,6 +100,8 @@ class QueueClient:
         call = current_call.get()
         if call is None:
             raise ValueError("this request belongs to no episode; use the api_key that came with the task")
+        if call.tells_text:
+            return _again(call.answers.pop(0))
         if (
             prompt.get("type") != "token"
         ):  # else a model that sees would be shown, and trained on, the places of images alone
@@ -119,8 +122,16 @@ class QueueClient:
             sampling_params.extra_args = {**(sampling_params.extra_args or {}), **call.extra_args}
         call.generates = True
         sampling = Sampling(params=sampling_params, extra=extra)
+        call.answers.append([])
         return self._outputs(
-            request_id, exact, sampling, call=call, plan=plan, first_trained=first_trained, rendered=rendered
+            request_id,
+            exact,
+            sampling,
+            call=call,
+            plan=plan,
+            first_trained=first_trained,
+            rendered=rendered,
+            answer=call.answers[-1],
         )
 
     async def ask(self, live: LiveEpisode, messages: list[dict[str, Any]], *, request_id: str) -> str:
@@ -166,8 +177,10 @@ class QueueClient:
         plan: Continuation,
         first_trained: int | None,
         rendered: list[int],
+        answer: list[Any],
     ) -> AsyncIterator[Any]:
-        """Queue a prompt and yield its outputs as they come. `rendered`: the prompt as vLLM's layer made it."""
+        """Queue a prompt and yield its outputs as they come. `rendered`: the prompt as vLLM's layer made it; `answer`: gets the
+        output of a generation that comes as a whole."""
         has_begun = False
         reply: PendingReply | None = None
         try:
@@ -175,10 +188,12 @@ class QueueClient:
                 request_id, ids, sampling, live=call.live, plan=plan, first_trained=first_trained, role=call.role
             )
             async for part in reply.parts():
-                has_begun = True
+                is_whole, has_begun = part.responses is not None and not has_begun, True
                 output = part.output if part.responses is None else self._ended(part, live=call.live, plan=plan).output
                 # vLLM's reasoning parsers look at the prompt: they must see this request's rendering, not earlier thoughts.
                 output.prompt_token_ids = rendered
+                if is_whole:
+                    answer.append(output)
                 yield output
         except FAILURES as error:
             if not has_begun:
@@ -255,6 +270,12 @@ class QueueClient:
         )
 
 
+async def _again(answer: list[Any]) -> AsyncIterator[Any]:
+    """What was generated already."""
+    for output in answer:
+        yield output
+
+
 def remember(live: LiveEpisode, plan: Continuation, responses: Sequence[Response]) -> None:
     """Make each completion of an answer a round that a later request can continue."""
     for response in responses:
@@ -305,6 +326,7 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
     envs.enable_envs_cache()  # vLLM reads its settings from the environment for each part of each message
     _leave_tool_calls_free()
     _leave_limits_to_the_run()
+    _send_any_input()
 
     tasks = ("generate",)
     with _root_level_kept():
@@ -317,9 +339,8 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
         getattr(app.state, name)
         for name in ("openai_serving_chat", "openai_serving_responses", "anthropic_serving_messages")
     )
-    chat.parser_cls, responses.parser, messages.parser_cls = map(
-        telling, (chat.parser_cls, responses.parser, messages.parser_cls)
-    )
+    chat.parser_cls, responses.parser = telling(chat.parser_cls), telling(responses.parser)
+    messages.parser_cls = telling(messages.parser_cls, in_objects=True)
     # Metrics and CORS of a public server: each costs every request of an agent some of its time.
     app.user_middleware.clear()
     app.middleware_stack = None
@@ -364,13 +385,24 @@ def _leave_tool_calls_free() -> None:
 
 def _leave_limits_to_the_run() -> None:
     """Leaves to `SamplingRules` what vLLM's layer judges before the run's own numbers are in force: more tokens than the model's
-    length, which are capped as all numbers above `rollout.max_tokens` are, and several answers at an agent's temperature of 0."""
+    length, which are capped as all numbers above `rollout.max_tokens` are, several answers at an agent's temperature of 0, and a
+    prompt that is too long with what it continues, of which each dialect's route has words of its own."""
+    from vllm.entrypoints.openai.chat_completion import serving as chat
+    from vllm.entrypoints.openai.completion import serving as completion
+    from vllm.entrypoints.openai.responses import serving as responses
     from vllm.renderers.params import TokenizeParams
     from vllm.sampling_params import SamplingParams
 
-    original = TokenizeParams.__post_init__
+    original, room = TokenizeParams.__post_init__, chat.get_max_tokens
     if getattr(original, "__name__", "") == "capped":
         return
+
+    def at_least_one(max_model_len: int, max_tokens: int | None, input_length: int, *args: Any, **kwargs: Any) -> int:
+        return int(room(max_model_len, max_tokens, min(input_length, max_model_len - 1), *args, **kwargs))
+
+    for route in (chat, completion, responses):
+        route.get_max_tokens = at_least_one
+    responses.OpenAIServingResponses._validate_generator_input = lambda *_: None
 
     def capped(self: Any) -> None:
         if self.max_total_tokens is not None and self.max_output_tokens is not None:
@@ -379,6 +411,20 @@ def _leave_limits_to_the_run() -> None:
 
     TokenizeParams.__post_init__ = capped
     SamplingParams._verify_greedy_sampling = lambda _: None
+
+
+def _send_any_input() -> None:
+    """Lets the input of a custom tool, which is a text and no JSON, be half of a surrogate pair."""
+    from vllm.entrypoints.openai.responses import streaming_events, utils
+
+    for module, name in (
+        (utils, "decode_custom_tool_input"),
+        (streaming_events, "decode_custom_tool_input"),
+        (streaming_events, "decode_custom_tool_input_prefix"),
+    ):
+        original = getattr(module, name)
+        if getattr(original, "__name__", "") == name:
+            setattr(module, name, lambda arguments, original=original: sendable(original(arguments)))
 
 
 def _telling(serve: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:

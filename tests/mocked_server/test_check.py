@@ -103,6 +103,15 @@ def test_features_are_named():
 
 def test_every_cause_has_advice():
     assert set(REMEDY) == set(BranchCause)
+
+
+def test_no_advice_is_in_force_already_or_cannot_be_followed():
+    """`tolerant` is the default, and a text completion that appends has the end of the earlier one in it never."""
+    for cause in (BranchCause.TEMPLATE_STRIPS_THINKING, BranchCause.TEMPLATE_REWRITES_HISTORY, BranchCause.RETOKENIZED):
+        assert "if it is tolerant, the template" in REMEDY[cause]
+    assert (
+        "chat completions" in REMEDY[BranchCause.PROMPT_DIFFERS] and "append" not in REMEDY[BranchCause.PROMPT_DIFFERS]
+    )
     assert set(BranchCause) > EXPECTED
 
 

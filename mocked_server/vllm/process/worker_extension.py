@@ -45,6 +45,15 @@ class WorkerExtension:
 
         RecordedExperts(self.model_runner)  # type: ignore[attr-defined]
 
+    def keep_seeds(self) -> None:
+        """Called before the first request."""
+        from vllm.platforms import current_platform
+
+        from mocked_server.vllm.process import cpu_seeds
+
+        if current_platform.is_cpu():
+            cpu_seeds.install(self.model_runner)  # type: ignore[attr-defined]
+
     def prepare_adapters(self) -> None:
         """Called before the first adapter is loaded."""
         from vllm.platforms import current_platform

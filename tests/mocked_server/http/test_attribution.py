@@ -56,7 +56,8 @@ class Door:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        scope = {"type": kind, "path": path, "raw_path": path.encode(), "headers": list(headers)}
+        method = "GET" if "models" in path and ":" not in path else "POST"
+        scope = {"type": kind, "method": method, "path": path, "raw_path": path.encode(), "headers": list(headers)}
         await self.app(scope, None, send)  # type: ignore[arg-type]
         assert current_call.get() is None
         if sent[0]["type"] != "http.response.start":

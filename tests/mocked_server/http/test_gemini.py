@@ -197,7 +197,7 @@ REFUSED = [
     (configured(speechConfig={"voiceConfig": {}}), "speechConfig"),
     (configured(candidateCount=129), "n x prompts"),
     (configured(maxOutputTokens="many"), "generationConfig.maxOutputTokens"),
-    (configured(topK=1.5), "top_k"),
+    (configured(topK=1.5), "topK"),
 ]  # fmt: skip
 
 

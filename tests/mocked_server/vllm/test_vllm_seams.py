@@ -60,6 +60,28 @@ def test_outputs_carry_the_versions_of_their_tokens():
     assert parameters(WeightVersionSpan) == ["version", "start", "end"]
 
 
+def test_generators_are_settled_after_each_sample():
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    assert "self.discard_request_mask.np" in inspect.getsource(GPUModelRunner._bookkeeping_sync)
+    assert "self.input_batch.generators.get" in inspect.getsource(GPUModelRunner._bookkeeping_sync)
+    assert "self.generators" in inspect.getsource(InputBatch)
+    assert parameters(GPUModelRunner._sample) == ["self", "logits", "spec_decode_metadata"]
+
+
+def test_all_routes_ask_one_function_how_many_tokens_are_left():
+    from vllm.entrypoints.openai.chat_completion import serving as chat
+    from vllm.entrypoints.openai.completion import serving as completion
+    from vllm.entrypoints.openai.responses import serving as responses
+    from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
+
+    assert parameters(get_max_tokens)[:3] == ["max_model_len", "max_tokens", "input_length"]
+    for route in (chat, completion, responses):
+        assert "get_max_tokens(\n" in inspect.getsource(route)
+    assert parameters(responses.OpenAIServingResponses._validate_generator_input) in (["self", "engine_input"], ["_"])
+
+
 def test_sampling_parameters_have_the_names_that_are_pinned():
     from vllm.sampling_params import SamplingParams
 
