@@ -14,7 +14,6 @@ from typing import Any
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-
 HERE = "0here0"
 """Stands for an answer, in renderings."""
 
@@ -94,7 +93,7 @@ def _hidden(message: Any, at: int) -> Any:
 
 def _with_object(call: Any) -> Any:
     function = call["function"]
-    return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    return {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
 
 
 def turns(

@@ -25,15 +25,15 @@ import tempfile
 import threading
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import numpy as np
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
 
 from benchmarks.chat_families import FAMILIES, Family, Refused
 from benchmarks.processes.dialect_agents import DIALECTS, HABITS, TOOL, Agent
@@ -67,6 +67,8 @@ PARSERS = {
     ),
 }  # fmt: skip
 """Family -> its tool parser, and how a call is written for it."""
+WANTED = {"llama-3.1": ("<|python_tag|>",)}
+"""Tokens that a family's parser looks for."""
 EXACT = "hermes"
 
 
@@ -110,6 +112,11 @@ def spelled(line: str, *, tokenizer: Any, family: Family, seed: int) -> list[int
     return ids
 
 
+def stop_of(family: Family, line: str) -> str:
+    """What a model of this family ends the line with. Those that end with the next role's token end calls with the tools'."""
+    return "<|observation|>" if family.stop == "<|user|>" and "<tool_call>" in line else family.stop
+
+
 class LineEngine:
     """Says the request's line, two tokens at a time, and ends as its family ends an answer."""
 
@@ -132,7 +139,7 @@ class LineEngine:
         self._num_lines += 1
         line = params.extra_args[LINE]
         ids = spelled(line, tokenizer=self._tokenizer, family=self._family, seed=self._num_lines)
-        ids.append(self._tokenizer.convert_tokens_to_ids(self._family.stop))
+        ids.append(self._tokenizer.convert_tokens_to_ids(stop_of(self._family, line)))
         text = DecodeStream(skip_special_tokens=params.skip_special_tokens)
         step = len(ids) if params.output_kind == RequestOutputKind.FINAL_ONLY else 2
         for at in range(0, len(ids), step):
@@ -173,11 +180,12 @@ class Lines:
 
 def family_folder(name: str, source: Path, folder: Path, *, weights: bool) -> Path:
     """The model with this family's template and control tokens; as many more rows as they need, of zeros."""
-    from transformers import AutoTokenizer
+    from transformers import AddedToken, AutoTokenizer
 
     family, to = FAMILIES[name], folder / name
     tokenizer = AutoTokenizer.from_pretrained(source)
-    tokenizer.add_special_tokens({"additional_special_tokens": list(family.marks)})
+    marks = [*family.marks, *WANTED.get(name, ())]
+    tokenizer.add_tokens([AddedToken(mark, special="tool" not in mark, normalized=False) for mark in marks])
     tokenizer.eos_token = family.stop
     tokenizer.chat_template = family.template
     tokenizer.save_pretrained(to)
@@ -187,11 +195,8 @@ def family_folder(name: str, source: Path, folder: Path, *, weights: bool) -> Pa
     (to / "config.json").write_text(json.dumps(config))
     if weights:
         values = load_file(source / "model.safetensors")
-        for key in ("model.embed_tokens.weight", "lm_head.weight"):
-            if key in values and added:
-                values[key] = values[key].new_zeros(config["vocab_size"], values[key].shape[1]).index_copy_(
-                    0, values[key].new_zeros(0).long().new_tensor(range(len(values[key]))), values[key]
-                )
+        for key in {"model.embed_tokens.weight", "lm_head.weight"} & values.keys():
+            values[key] = pad(values[key], (0, 0, 0, added))
         save_file(values, to / "model.safetensors", metadata={"format": "pt"})
     return to
 
@@ -240,7 +245,9 @@ class Stage:
         says: Any = LineEngine(self.family, tokenizer=self.tokenizer)
         if self._engine is not None:
             says = TrialEngine(self._engine, tokenizer=self.tokenizer)
-        self._generating = asyncio.create_task(Generation(says, queue=self.server.prompt_queue, rounds=self.ledger).run())
+        self._generating = asyncio.create_task(
+            Generation(says, queue=self.server.prompt_queue, rounds=self.ledger).run()
+        )
         await self.server.start()
         self.server.model_requests.observer = self.lines
 
@@ -283,10 +290,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Played:
-    """One conversation: its prompts that are wrong, what was refused, and its rows."""
+    """One conversation: its prompts that are wrong, what was refused (by the template itself: a model's two calls, for example),
+    and its rows."""
 
     wrong: list[str]
     refused: list[str]
+    by_template: list[str]
     rows: list[Row]
 
 
@@ -309,10 +318,22 @@ def play(stage: Stage, line: str, *, dialect: str, streams: bool, habit: str, ro
             try:
                 messages.append(agent.ask())
             except Exception as error:  # whatever a client raises
-                return Played([], [f"{type(error).__name__}: {error}"[:300]], [])
+                why = [f"{type(error).__name__}: {error}"[:300]]
+                return Played([], [], why, []) if _refuses(stage.family, messages) else Played([], why, [], [])
         stored = stage.rounds(episode_id)
     wrong = list(_wrong_prompts(stage, messages, stored))
-    return Played(wrong, stage.lines.errors[begun:], episode_rows(stored, group_id=0, scores=EpisodeScores(whole=0.0)))
+    rows = episode_rows(stored, group_id=0, scores=EpisodeScores(whole=0.0))
+    return Played(wrong, stage.lines.errors[begun:], [], rows)
+
+
+def _refuses(family: Family, messages: Sequence[Any]) -> bool:
+    try:
+        family.render(messages)
+    except Refused:
+        return True
+    except ValueError:
+        pass
+    return False
 
 
 def whole_ids(rounds: Sequence[Round], round_: Round) -> np.ndarray:
@@ -336,14 +357,16 @@ def _wrong_prompts(stage: Stage, messages: Sequence[Any], stored: Sequence[Round
             yield f"{shown!r} is not the template's"
             continue
         k = answers[round_.parent]
-        due = stage.family.behind(messages[:at], k, stop=stage.family.stop)
+        due = stage.family.behind(
+            messages[:at], k, stop=stop_of(stage.family, stage.text(stored[round_.parent].sampled_ids))
+        )
         if (tail := stage.text(round_.tail_ids)) != due:
             yield f"{shown!r}: {tail!r} for {due!r}"
 
 
 def played_family(stage: Stage, name: str, *, quick: bool) -> dict[str, Any]:
     """All its conversations."""
-    wrong, refused, rows = list[str](), list[str](), defaultdict[str, list[int]](list)
+    found, rows, examples = Counter[str](), defaultdict[str, list[int]](list), list[str]()
     ways = [(d, s, HABITS[0]) for d in DIALECTS for s in (False, True)]
     ways += [(d, False, habit) for d in list(DIALECTS)[:3] for habit in HABITS[1:]]
     for kind, lines in lines_of(name).items():
@@ -352,23 +375,21 @@ def played_family(stage: Stage, name: str, *, quick: bool) -> dict[str, Any]:
                 if habit == "respelled" and kind != "calls":
                     continue
                 played = play(stage, line, dialect=dialect, streams=streams, habit=habit)
-                where = f"{name} {kind} {dialect}{' streamed' * streams}, {habit}, {line!r}: "
-                wrong += [where + each for each in played.wrong]
-                refused += [where + each for each in played.refused]
-                if not played.refused:
+                found += Counter({each: len(getattr(played, each)) for each in ("wrong", "refused", "by_template")})
+                where = f"{kind} {dialect}{' streamed' * streams}, {habit}, {line!r}: "
+                examples += [where + each for each in (*played.wrong, *played.refused)]
+                if not played.refused and not played.by_template:
                     rows[kind].append(len(played.rows))
-                if len(played.rows) != 1 and FAMILIES[name].continued and not played.refused:
-                    wrong_rows.append(where + f"{len(played.rows)} rows")
+                    if len(played.rows) != 1 and FAMILIES[name].continued:
+                        examples.append(where + f"{len(played.rows)} rows")
     return {
-        "lost_or_repeated_text": len(wrong),
-        "refused": len(refused),
-        "conversations": sum(map(len, rows.values())),
-        "rows": {kind: mean(found) for kind, found in rows.items()},
-        "examples": (wrong + refused)[:5],
+        "lost_or_repeated_text": found["wrong"],
+        "refused": found["refused"],
+        "refused_by_template": found["by_template"],
+        "conversations": {kind: len(each) for kind, each in rows.items()},
+        "rows": {kind: mean(each) for kind, each in rows.items()},
+        "examples": examples[:5],
     }
-
-
-wrong_rows: list[str] = []
 
 
 def exact(source: Path, folder: Path, *, quick: bool) -> float:
@@ -386,3 +407,49 @@ def exact(source: Path, folder: Path, *, quick: bool) -> float:
     finally:
         stage.close()
     return max_logprob_diff(to, rows)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    end_on_sigterm()
+    parser = parser_of("conversations", doc=__doc__)
+    parser.add_argument("--model", type=Path, required=True, metavar="PATH", help="a model's folder, or a GGUF file")
+    parser.add_argument("--only", nargs="+", choices=sorted(FAMILIES), default=sorted(FAMILIES), metavar="NAME")
+    parser.add_argument("--quick", action="store_true", help="two lines of each kind")
+    arguments = parser.parse_args(argv)
+    set_process_environment()
+    report, played = Report("conversations", about=f"{len(arguments.only)} templates"), dict[str, Any]()
+    with tempfile.TemporaryDirectory(prefix="understudy-conversations-") as scratch:
+        source = plain_folder(arguments.model, to=Path(scratch) / "model", dtype="float32", say=print)
+        for name in arguments.only:
+            stage = Stage(name, family_folder(name, source, Path(scratch), weights=False), real=False)
+            try:
+                played[name] = played_family(stage, name, quick=arguments.quick)
+            finally:
+                stage.close()
+            print(name, json.dumps(played[name], ensure_ascii=False), flush=True)
+        largest = exact(source, Path(scratch), quick=arguments.quick)
+    figures = figures_of(played) | {"max_logprob_diff": largest}
+    print(json.dumps(figures, indent=2))
+    settings = {"model": arguments.model.name, "quick": arguments.quick}
+    report.write(arguments.json, settings=settings, figures=figures | {"families": played})
+
+
+def figures_of(played: Mapping[str, Any]) -> dict[str, Any]:
+    """The sums, and the means over all conversations."""
+    sums = {
+        key: sum(each[key] for each in played.values())
+        for key in ("lost_or_repeated_text", "refused", "refused_by_template")
+    }
+    rows: dict[bool, list[float]] = {True: [], False: []}
+    for name, each in played.items():
+        for kind, number in each["conversations"].items():
+            rows[FAMILIES[name].continued] += [each["rows"][kind]] * number
+    return sums | {
+        "conversations": len(rows[True]) + len(rows[False]),
+        "rows_per_straight_conversation": mean(rows[True]) if rows[True] else None,
+        "in_ordinary_text": mean(rows[False]) if rows[False] else None,
+    }
+
+
+if __name__ == "__main__":
+    main()

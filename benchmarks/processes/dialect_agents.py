@@ -121,9 +121,7 @@ class ResponsesAgent(Agent):
             asked["tools"] = [{"type": "function", "name": TOOL, "parameters": SCHEMA, "strict": False}]
         if self.streams:
             done = "response.output_item.done"
-            items = [
-                event.item for event in self.client.responses.create(**asked, stream=True) if event.type == done
-            ]
+            items = [event.item for event in self.client.responses.create(**asked, stream=True) if event.type == done]
         else:
             items = self.client.responses.create(**asked).output
         content, calls = "", []
@@ -147,9 +145,7 @@ class MessagesAgent(Agent):
         self.history.append({"role": "user", "content": content})
 
     def results(self, told: Any, text: str) -> None:
-        content = [
-            {"type": "tool_result", "tool_use_id": call["id"], "content": text} for call in told["tool_calls"]
-        ]
+        content = [{"type": "tool_result", "tool_use_id": call["id"], "content": text} for call in told["tool_calls"]]
         self.history.append({"role": "user", "content": content})
 
     def ask(self) -> Any:
@@ -190,11 +186,19 @@ class GoogleAgent(Agent):
         answer = self.client.post(f"{self.client.base_url}".rstrip("/") + way, json=asked)
         if answer.is_error:
             raise RuntimeError(answer.text)
-        bodies = [answer.json()]if not self.streams else [
-            json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: ")
-        ]
+        bodies = (
+            [answer.json()]
+            if not self.streams
+            else [
+                json.loads(line.removeprefix("data: "))
+                for line in answer.text.splitlines()
+                if line.startswith("data: ")
+            ]
+        )
         contents = [
-            candidate["content"] for body in bodies for candidate in body.get("candidates", ())
+            candidate["content"]
+            for body in bodies
+            for candidate in body.get("candidates", ())
             if candidate.get("content", {}).get("parts")
         ]
         parts = [part for content in contents for part in content["parts"]]

@@ -86,6 +86,8 @@ class TellingParser:
                 reasoning, content, calls = cast(Any, super()).parse(model_output, request, *args, **kwargs)
             except FAULTS as error:
                 logger.info(FAILED, len(model_output), error)
+        if not (content or reasoning or calls):
+            content = model_output  # an agent that is told nothing has nothing to send back
         for each in calls or ():
             each.name, each.arguments = sendable(each.name), sendable(each.arguments)
             if self.in_objects:
@@ -105,8 +107,14 @@ class TellingParser:
             self._failed = True
         if self._failed:
             delta = _delta(content=delta_text)
-        delta = self._told(delta, finished=finished)
         self._text += delta_text
+        delta = self._told(delta, finished=finished)
+        if (
+            finished
+            and self._text
+            and not any(each.content or each.reasoning or each.tool_calls for each in [*self._deltas, delta] if each)
+        ):
+            delta = _delta(content=self._text)  # an agent that is told nothing has nothing to send back
         self._deltas += [] if delta is None else [delta]
         if finished:
             calls: dict[int, tuple[str, str]] = {}

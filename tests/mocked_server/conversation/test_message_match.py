@@ -310,9 +310,9 @@ FORMS = {
 def test_no_message_is_lost_however_a_template_ends_turns(tmp_path, form):
     from transformers import AutoTokenizer
 
+    from benchmarks.chat_families import turns
     from configs.schema import RolloutConfig
     from configs.tiny_model import make_tiny_model
-    from benchmarks.chat_families import turns
 
     model = make_tiny_model(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(model)
