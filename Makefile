@@ -75,6 +75,7 @@ docs: $(READY)  ## write the pages that are made from code and from the benchmar
 	$(PY) -m configs.keys --markdown > docs/configuration.md
 	$(PY) scripts/code_map.py > docs/code-map.md
 	$(PY) scripts/results_page.py --write
+	$(PY) scripts/refused_fields.py --write
 	$(PY) scripts/models_page.py --write
 
 clean:

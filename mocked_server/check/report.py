@@ -136,8 +136,10 @@ def make_report(
     causes: Sequence[BranchCause | None],
     temperature: float,
     max_logprob_diff: float | None = None,
+    stops_kept: int = 0,
 ) -> Report:
-    """`stored`: the episode's rounds; `rows`: its training rows; `causes`: of each round that was not aborted, in order."""
+    """`stored`: the episode's rounds; `rows`: its training rows; `causes`: of each round that was not aborted, in order;
+    `stops_kept`: prompts with the stop string of the answer that they continue."""
     causes_seen = [
         BranchReport(round=number, cause=cause.value, expected=cause in EXPECTED, remedy=REMEDY[cause])
         for number, cause in enumerate(causes, 1)
@@ -166,11 +168,13 @@ def make_report(
         errors=[f"{path}: {status}: {message}" for path, status, message in seen.errors],
         needs=[NEEDS_PARSER] if seen.features["tools"] else [],
         env_messages=seen.env_messages,
-        advice=_advice(seen, kept=len(kept), causes=causes_seen, temperature=temperature),
+        advice=_advice(seen, kept=len(kept), causes=causes_seen, temperature=temperature, stops_kept=stops_kept),
     )
 
 
-def _advice(seen: TrialObservations, *, kept: int, causes: Sequence[BranchReport], temperature: float) -> list[str]:
+def _advice(
+    seen: TrialObservations, *, kept: int, causes: Sequence[BranchReport], temperature: float, stops_kept: int
+) -> list[str]:
     advice = list(dict.fromkeys(f"{b.cause}: {b.remedy}" for b in causes if not b.expected))
     if seen.exit_code == TIMED_OUT:
         advice.append("the agent did not end in time: it was stopped; --timeout gives it longer")
@@ -193,6 +197,11 @@ def _advice(seen: TrialObservations, *, kept: int, causes: Sequence[BranchReport
     if seen.features["temperature"]:
         advice.append(
             f"the agent sets sampling values; in training every token is sampled at temperature {temperature:g}"
+        )
+    if seen.features["stop"]:
+        advice.append(
+            f"the agent stops answers at strings of its own, which are sampled and stay in the next prompt ({stops_kept} here), "
+            "though its history ends before them: put them back into the history, so that it says what the model will read"
         )
     if seen.features["long answers"]:
         advice.append(

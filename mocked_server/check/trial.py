@@ -124,6 +124,7 @@ class AgentTrial:
         causes = [round_.cause for round_ in live.rounds]
         stored = await asyncio.wrap_future(self._ledger.rounds(leased.episode_id))
         rows = episode_rows(stored, group_id=live.episode.group_id, scores=EpisodeScores(whole=0.0))
+        stops_kept = live.stops_kept
         await self._server.fail(leased.episode_id, "checked")
         seen = TrialObservations(
             command=command,
@@ -143,6 +144,7 @@ class AgentTrial:
             causes=causes,
             temperature=RolloutConfig().temperature,
             max_logprob_diff=diff,
+            stops_kept=stops_kept,
         )
 
 

@@ -96,6 +96,8 @@ class LiveEpisode:
     """How often a round could not continue the one before it, by cause."""
     constrained: Counter[str] = field(default_factory=Counter)
     """How often a request changed the distribution that it is sampled from, by field."""
+    stops_kept: int = 0
+    """How often a prompt held the stop string of the answer that it continues: sampled, and not in the agent's history."""
     answers: Answers = field(default_factory=Answers)
     """Answers kept for automatic retries."""
     kept_bytes: int = 0
@@ -146,6 +148,7 @@ class LiveEpisode:
             live.cause = self._why_beside(live, siblings, chat)
         if live.cause is not None:
             self.branch_causes[live.cause] = self.branch_causes.get(live.cause, 0) + 1
+        self.stops_kept += live.parent is not None and bool(live.parent.stop)
         self.rounds.append(live)
         siblings.append(live)
         if chat is not None and len(chat) > 0:
@@ -216,4 +219,5 @@ class Episodes:
 
     def metrics(self) -> dict[str, Any]:
         """Sizes for the status page."""
-        return {"episodes/open": len(self._live), "episodes/closed": len(self._closed)}
+        stops = sum(live.stops_kept for live in self._live.values())
+        return {"episodes/open": len(self._live), "episodes/closed": len(self._closed), "episodes/stops_kept": stops}

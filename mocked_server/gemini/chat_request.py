@@ -8,7 +8,7 @@ served is refused by name.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -27,7 +27,7 @@ from mocked_server.gemini.requests import (
     ToolConfig,
 )
 from mocked_server.gemini.schemas import json_schema_of
-from mocked_server.http.request_fields import MAX_MESSAGES
+from mocked_server.http.request_fields import MAX_MESSAGES, NO_TOOL_IS_RUN, SEARCH
 
 Message = dict[str, Any]
 Asked = TypeVar("Asked", bound=Fields)
@@ -39,6 +39,24 @@ PLAIN_RESULTS = ({"output"}, {"result"})
 CHOICES = {"AUTO": "auto", "VALIDATED": "auto", "NONE": "none", "ANY": "required", "MODE_UNSPECIFIED": "auto"}
 """VALIDATED would force calls into their schema, which is not the policy's choice then; see `mocked_server.vllm.serving`."""
 MAX_PROBLEMS = 5
+_ONLY_TEXT = "only text is served"
+REFUSED = {
+    "cachedContent": "no conversation is kept for the agent; send the whole one as contents",
+    "safetySettings": "nothing is held back here; set BLOCK_NONE",
+    "tools": NO_TOOL_IS_RUN,
+    "allowedFunctionNames": "name one function with mode ANY, or offer only those in tools",
+    "responseLogprobs": "the server records them; ask for logprobs by chat completions",
+    "responseMimeType": "use application/json with a schema, or text/plain",
+    "responseModalities": _ONLY_TEXT,
+    "speechConfig": _ONLY_TEXT,
+    "imageConfig": _ONLY_TEXT,
+    "functionResponse.parts": "only text is served; put the result into response",
+    "inlineData": "only text and function calls are served",
+    "fileData": "only text and function calls are served",
+    "executableCode": "only text and function calls are served",
+    "codeExecutionResult": "only text and function calls are served",
+}
+"""Field -> what to do instead."""
 
 
 def generation_of(body: Any, *, model: str, streams: bool) -> dict[str, Any]:
@@ -46,7 +64,7 @@ def generation_of(body: Any, *, model: str, streams: bool) -> dict[str, Any]:
     asked = _read(GenerateContentRequest, body)
     config = asked.generation_config or GenerationConfig()
     if asked.cached_content:
-        raise _unsupported("cachedContent", "no conversation is kept for the agent; send the whole one as contents")
+        raise _unsupported("cachedContent")
     _check_safety(asked)
     chat = _conversation(asked, model=model) | _sampling(config)
     if (tools := chat.get("tools")) and (choice := _tool_choice(asked.tool_config, tools)) is not None:
@@ -82,16 +100,16 @@ def _read(kind: type[Asked], body: Any) -> Asked:
         raise RequestRefused("; ".join(problems)) from None
 
 
-def _unsupported(field: str, remedy: str) -> RequestRefused:
-    return RequestRefused(f"{field} is not supported: {remedy}", field=field)
+def _unsupported(field: str, *, part: str = "", got: str | None = None) -> RequestRefused:
+    name = f"{field}.{part}" if part else field
+    said = "" if got is None else f", got {got}"
+    return RequestRefused(f"{name} is not supported: {REFUSED[field]}{said}", field=name)
 
 
 def _check_safety(asked: GenerateContentRequest) -> None:
     for setting in asked.safety_settings or ():
         if setting.threshold not in UNFILTERED:
-            raise _unsupported(
-                "safetySettings", f"nothing is held back here; set BLOCK_NONE, got {setting.threshold:.100}"
-            )
+            raise _unsupported("safetySettings", got=f"{setting.threshold:.100}")
 
 
 def _conversation(asked: GenerateContentRequest, *, model: str) -> dict[str, Any]:
@@ -181,7 +199,7 @@ def _text_of(part: Part) -> str:
     for name in NOT_TEXT:
         if getattr(part, name) is not None:
             field = Part.model_fields[name].alias or name
-            raise _unsupported(field, "only text and function calls are served")
+            raise _unsupported(field)
     return part.text or ""
 
 
@@ -191,7 +209,7 @@ def _simplest(texts: list[dict[str, Any]]) -> Any:
 
 def _result_text(result: FunctionResponse) -> str:
     if result.parts:
-        raise _unsupported("functionResponse.parts", "only text is served; put the result into response")
+        raise _unsupported("functionResponse.parts")
     response = result.response or {}
     if set(response) in PLAIN_RESULTS and isinstance(text := next(iter(response.values())), str):
         return text
@@ -205,11 +223,13 @@ def _as_json(value: Any, *, field: str) -> str:
         raise RequestRefused(f"{field} must be JSON, which has no NaN and no Infinity", field=field) from None
 
 
-def _tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
+def _tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     functions = []
+    has_functions = any(tool.function_declarations for tool in tools)
     for tool in tools:
-        if others := sorted(name for name, value in (tool.model_extra or {}).items() if value is not None):
-            raise _unsupported(f"tools.{others[0][:50]}", "no tool is run here; declare a function of the agent's own")
+        others = [name for name, value in (tool.model_extra or {}).items() if value is not None]
+        if left := sorted(name for name in others if not (has_functions and name.startswith(SEARCH))):
+            raise _unsupported("tools", part=left[0][:50])
         for declared in tool.function_declarations or ():
             function: dict[str, Any] = {"name": declared.name}
             if declared.description is not None:
@@ -239,17 +259,17 @@ def _tool_choice(config: ToolConfig | None, tools: list[dict[str, Any]]) -> Any:
         return CHOICES[mode]
     if mode == "ANY" and len(allowed) == 1:
         return {"type": "function", "function": {"name": allowed.pop()}}
-    raise _unsupported("allowedFunctionNames", "name one function with mode ANY, or offer only those in tools")
+    raise _unsupported("allowedFunctionNames")
 
 
 def _sampling(config: GenerationConfig) -> dict[str, Any]:
     if config.response_logprobs or config.logprobs is not None:
-        raise _unsupported("responseLogprobs", "the server records them; ask for logprobs by chat completions")
+        raise _unsupported("responseLogprobs")
     if any(kind.upper() not in ("TEXT", "MODALITY_UNSPECIFIED") for kind in config.response_modalities or ()):
-        raise _unsupported("responseModalities", "only text is served")
+        raise _unsupported("responseModalities")
     for name, value in (("speechConfig", config.speech_config), ("imageConfig", config.image_config)):
         if value:
-            raise _unsupported(name, "only text is served")
+            raise _unsupported(name)
     top_k = config.top_k
     asked: Mapping[str, Any] = {
         "temperature": config.temperature,
@@ -282,7 +302,7 @@ def _response_format(config: GenerationConfig) -> dict[str, Any] | None:
         schema = json_schema_of(config.response_schema)
     kind = config.response_mime_type
     if kind not in (None, "", "text/plain", "application/json"):
-        raise _unsupported("responseMimeType", f"use application/json with a schema, or text/plain; got {kind:.50}")
+        raise _unsupported("responseMimeType", got=f"{kind:.50}")
     if schema is not None:
         return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     return {"type": "json_object"} if kind == "application/json" else None

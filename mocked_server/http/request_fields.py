@@ -47,6 +47,33 @@ def _ends_with_an_answer(messages: Any) -> bool:
     return isinstance(last, dict) and last.get("role") == "assistant"
 
 
+SEARCH = ("web_search", "googleSearch", "google_search")
+"""How the types of tools begin that search the web."""
+_RUN_ELSEWHERE = (
+    *SEARCH, "file_search", "code_interpreter", "mcp", "image_generation", "web_fetch", "code_execution", "tool_search_tool",
+)  # fmt: skip
+"""How the types of tools begin that OpenAI or Anthropic run."""
+
+
+def _kind(tool: Any) -> str:
+    return str(tool.get("type") or "") if isinstance(tool, dict) else ""
+
+
+def _run_elsewhere(tools: Any) -> str | None:
+    """The type of the first tool that nobody runs here. A search that is offered beside other tools is left out of the offer
+    (`servable`): Codex offers one in every request, and plays without."""
+    kinds = [_kind(tool) for tool in tools] if isinstance(tools, list) else []
+    has_others = not all(kind.startswith(SEARCH) for kind in kinds)
+    return next(
+        (kind for kind in kinds if kind.startswith(_RUN_ELSEWHERE) and not (has_others and kind.startswith(SEARCH))),
+        None,
+    )
+
+
+def _chooses_elsewhere(choice: Any) -> str | None:
+    return kind if (kind := _kind(choice)).startswith(_RUN_ELSEWHERE) else None
+
+
 def _is_session(arguments: Any) -> bool:
     """Nothing, or what names a session only: some clients send it to any vLLM."""
     return not arguments or (isinstance(arguments, dict) and set(arguments) == {"session_id"})
@@ -56,12 +83,15 @@ def _is_session(arguments: Any) -> bool:
 class _Rule:
     field: str
     remedy: str
-    refuses: Callable[[Any], bool] = _anything
+    refuses: Callable[[Any], bool | str | None] = _anything
+    """A text names the part of the field that is refused."""
 
 
 _EXACT = "the server keeps the exact tokens itself; leave it out"
 _STATELESS = "no conversation is kept for the agent; send the whole conversation as input"
 _ONE_SAMPLE = "each token must be sampled from the policy; use n for several answers"
+NO_TOOL_IS_RUN = "no tool is run here; declare a function of the agent's own"
+_TOOLS = (_Rule("tools", NO_TOOL_IS_RUN, _run_elsewhere), _Rule("tool_choice", NO_TOOL_IS_RUN, _chooses_elsewhere))
 _COMMON = (
     _Rule("use_beam_search", _ONE_SAMPLE),
     _Rule("prompt_embeds", "a prompt must be text or tokens"),
@@ -81,6 +111,7 @@ _COMMON = (
 RULES: dict[str, tuple[_Rule, ...]] = {
     CHAT: (
         *_COMMON,
+        *_TOOLS,
         _Rule("functions", "it was replaced by tools; use those"),
         _Rule("function_call", "it was replaced by tool_choice; use that"),
         _Rule("audio", "only text is served"),
@@ -91,6 +122,7 @@ RULES: dict[str, tuple[_Rule, ...]] = {
     COMPLETIONS: (*_COMMON, _Rule("suffix", "the model completes at the end only")),
     RESPONSES: (
         *_COMMON,
+        *_TOOLS,
         _Rule("previous_response_id", _STATELESS),
         _Rule("conversation", _STATELESS),
         _Rule("background", "answers are given on the request's own connection; leave it out"),
@@ -99,12 +131,42 @@ RULES: dict[str, tuple[_Rule, ...]] = {
     ),
     MESSAGES: (
         *_COMMON,
+        *_TOOLS,
         _Rule("mcp_servers", "the agent calls its tools itself; leave it out"),
         _Rule("container", "no code is run here; leave it out"),
         _Rule("messages", "an answer that the agent began is not continued; end with the user's", _ends_with_an_answer),
         _Rule("context_management", "send the conversation as the model shall see it", _leaves_something_out),
     ),
 }
+
+
+IGNORED = (
+    (
+        "`temperature`, `top_p`, `top_k`, `min_p`",
+        "all",
+        "the run's own are used: `rollout.temperature`, and the whole distribution",
+    ),
+    ("`seed`", "all", "made the episode's own: equal seeds give equal answers within an episode, others in another"),
+    ("tokens of an answer beyond `rollout.max_tokens`, or the room that is left", "all", "the answer ends there"),
+    (
+        "thinking budgets, `watermarking`",
+        "all",
+        "left to the model; a budget of 0 in Google's dialect turns thinking off",
+    ),
+    ("`strict` of a tool with `tool_choice: auto`, mode `VALIDATED`", "all", "the policy writes its calls freely"),
+    (
+        "web searches (`web_search...`, `googleSearch`) that are offered beside other tools",
+        "all",
+        "left out of the offer",
+    ),
+    (
+        "`store`, `metadata`, `user`, `service_tier`, `prompt_cache_key`, `cache_control`, `labels`",
+        "each its own",
+        "nothing is kept",
+    ),
+    ("`allowed_tools` as a choice", "Responses", "all tools may be called"),
+)
+"""(what, in which dialects, what happens): asks for something, and changes nothing."""
 
 
 def refused(path: str, body: bytes) -> Refused | None:
@@ -118,15 +180,18 @@ def refused(path: str, body: bytes) -> Refused | None:
     if not rules or not isinstance(fields := _parsed(body), dict):
         return None
     for rule in rules:
-        if rule.refuses(fields.get(rule.field)):
-            return Refused(field=rule.field, message=f"{rule.field} is not supported: {rule.remedy}")
+        if found := rule.refuses(fields.get(rule.field)):
+            field = f"{rule.field}.{found[:50]}" if isinstance(found, str) else rule.field
+            return Refused(field=field, message=f"{field} is not supported: {rule.remedy}")
     return None
 
 
 def servable(path: str, body: bytes) -> bytes:
     """The body without what clients may say and vLLM cannot take. Chat: null fields of messages, since clients dump answers
     with all fields that they know. Responses: null fields, and earlier answers that refused something, or said nothing, which are
-    text as others."""
+    text as others. All: searches that are offered beside other tools."""
+    if path in RULES and b'"web_search' in body:
+        body = _without_searches(body)
     if path == CHAT and b"null" in body:
         return _with_each(body, "messages", _set_fields)
     if path == RESPONSES and b"null" in body:
@@ -134,6 +199,15 @@ def servable(path: str, body: bytes) -> bytes:
     if path == RESPONSES and b"assistant" in body:
         return _with_each(body, "input", _text_of_answer)
     return body
+
+
+def _without_searches(body: bytes) -> bytes:
+    fields = _parsed(body)
+    tools = fields.get("tools") if isinstance(fields, dict) else None
+    if not isinstance(tools, list):
+        return body
+    kept = [tool for tool in tools if not _kind(tool).startswith(SEARCH)]
+    return body if kept == tools else json.dumps({**fields, "tools": kept}).encode()
 
 
 def _without_nulls(body: bytes) -> bytes:

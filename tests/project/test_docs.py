@@ -72,6 +72,11 @@ def test_the_code_map_is_what_the_docstrings_say():
     assert text("docs/code-map.md") == generated("scripts/code_map.py"), "write it: make docs"
 
 
+def test_what_is_refused_and_ignored_is_what_the_rules_say():
+    tables = re.findall(r"^<!-- (?:refused|ignored) -->\n(.*?)^<!-- /", text("docs/agents.md"), flags=re.M | re.S)
+    assert "".join(tables) == generated("scripts/refused_fields.py"), "write it: make docs"
+
+
 def test_the_results_are_what_the_benchmarks_reports_say():
     assert text("docs/results.md") == generated("scripts/results_page.py"), "write it: make docs"
     (block,) = re.findall(r"^<!-- results -->\n(.*?)^<!-- /results -->$", text("README.md"), flags=re.M | re.S)

@@ -65,18 +65,21 @@ class ScriptedEngine:
         self.params.append(params)
         if self.dies:
             raise self._lost()
-        ids = self.answer(prompt_token_ids)[: params.max_tokens]
+        answer = self.answer(prompt_token_ids)
+        ids = answer[: params.max_tokens]
+        ends = "stop" if len(ids) == len(answer) else "length"
         done = len(sampled[0].token_ids) if sampled else 0
         if params.output_kind == RequestOutputKind.FINAL_ONLY:
             await self._gate()
-            yield self._output(request_id, ids, 0, finished=True, n=params.n)
+            yield self._output(request_id, ids, 0, ends=ends, n=params.n)
             return
         for i in range(done, len(ids)):
             if i == 1:
                 await self._gate()
                 if self.dies:
                     raise self._lost()
-            yield self._output(request_id, ids[i : i + 1], i, finished=i == len(ids) - 1, n=params.n)
+            is_last = i == len(ids) - 1
+            yield self._output(request_id, ids[i : i + 1], i, ends=ends if is_last else None, n=params.n)
 
     def _lost(self) -> EngineLost:
         self.num_deaths += 1
@@ -95,7 +98,7 @@ class ScriptedEngine:
         if not self.gate.is_set():
             await asyncio.to_thread(self.gate.wait)
 
-    def _output(self, request_id: str, ids: list[int], start: int, *, finished: bool, n: int) -> Any:
+    def _output(self, request_id: str, ids: list[int], start: int, *, ends: str | None, n: int) -> Any:
         from vllm.logprobs import Logprob
         from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 
@@ -106,13 +109,13 @@ class ScriptedEngine:
                 token_ids=ids,
                 cumulative_logprob=None,
                 logprobs=[{i: Logprob(LOGPROB)} for i in ids],
-                finish_reason="stop" if finished else None,
-                stop_reason=self.stop if finished and self.stop else None,
+                finish_reason=ends,
+                stop_reason=self.stop if ends == "stop" and self.stop else None,
                 weight_versions=[WeightVersionSpan(str(self.version), 0, start + len(ids))],
             )
             for index in range(n)
         ]
-        return RequestOutput(request_id, None, [], None, completions, finished)
+        return RequestOutput(request_id, None, [], None, completions, ends is not None)
 
 
 class ServerThread:
