@@ -201,3 +201,17 @@ def test_a_text_that_the_parser_fails_at_is_told(served, monkeypatch, dialect, s
         if dialect != "messages" and len(conversation) < 4:
             conversation.append({"role": "user", "content": "And?"})
     is_one_row(served, episode)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("dialect", TURNS)
+@pytest.mark.parametrize("said", ['<tool_call>\n{"name": "", "arguments": {}}\n</tool_call>', "<tool_call>\n"])
+def test_an_answer_of_which_no_parser_tells_anything_is_told_as_text(served, dialect, stream, said) -> None:
+    served.engine.answer = lambda _: served.ids(said)
+    episode, client = served.lease()
+    conversation = [{"role": "user", "content": ASK}]
+    for _ in range(2):
+        TURNS[dialect](client, conversation, stream=stream, text="")
+        if conversation[-1].get("role") != "user":
+            conversation.append({"role": "user", "content": "And?"})
+    is_one_row(served, episode)
