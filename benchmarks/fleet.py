@@ -8,8 +8,8 @@
   that does nothing; agents ask the process that owns their episode. 64 agents, both servers asked in turn, medians. Agents and
   servers share the machine's processors: of two, the agents take some.
 - kills: 64 streaming agents (openai client, no retries) on 3 real engines, of which each is killed once and then one is stopped:
-  `client_errors`, `lost_episodes` (rounds that the ledger lacks), `max_logprob_diff` of all that is recorded, `hung_found_s` from
-  the stop to the end of the stopped process.
+  `client_errors`, `lost_episodes` (rounds that the ledger lacks), `max_logprob_diff` of all that is recorded, `worst_tokens` where
+  the largest are; `hung_found_s` from the stop to the end of the stopped process, null where it did not come.
 - join: `joined_first_call_s`, from the moment at which a started engine is added to its first call.
 - cached: `cached_share_3_engines`, share of the prompts of second rounds that the engines' prefix caches held.
 - tail: `tail_vs_hash`, mean time of an episode, routed by the fleet over routed by a consistent hash of its name: 8 paced engines,
@@ -42,23 +42,28 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import numpy as np
 import psutil
+import torch
+from transformers import AutoModelForCausalLM
 
 from benchmarks.gateway import ROOT, WORDS, Server, servers
 from benchmarks.processes.gateway_server import Settings
 from benchmarks.processes.paced_engine import PacedEngine
 from benchmarks.report import Report, end_on_sigterm, parser_of
 from buffers.ledger.ledger import Ledger
-from buffers.records import EpisodeScores, Row
+from buffers.records import EpisodeScores
 from buffers.training_rows import episode_rows
 from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
-from mocked_server.check.logprob_proof import max_logprob_diff
+from mocked_server.check.logprob_proof import token_logprobs
 from mocked_server.fleet.engine_fleet import Caller, EngineFleet
 from mocked_server.vllm.engine import VLLMEngine
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
 
 LATER = "Go on, and say what you see now."
+WORST = 4
+"""Tokens whose places are written down."""
 
 
 def nothing_settings(model: Path, **more: Any) -> Settings:
@@ -144,7 +149,10 @@ def kill_each_and_stop_one(server: Server) -> dict[str, Any]:
     time.sleep(2.0)
     (name, stopped), *_ = engine_processes(server).items()
     os.kill(stopped.pid, signal.SIGSTOP)
-    return {"killed": len(first), "hung_found_s": until(lambda: name not in engine_processes(server))}
+    found_s: float | None = None
+    with suppress(RuntimeError):
+        found_s = until(lambda: name not in engine_processes(server))
+    return {"killed": len(first), "hung_found_s": found_s}
 
 
 def kills(model: Path, folder: Path, *, quick: bool) -> dict[str, Any]:
@@ -175,16 +183,18 @@ def kills(model: Path, folder: Path, *, quick: bool) -> dict[str, Any]:
         time.sleep(2.0)
         said = json.loads(agents.communicate(timeout=600)[0])
         ledger_path = next(folder.glob("understudy-*.sqlite"))
-    diff, rounds, episodes, lost = recorded(ledger_path, model, rounds=plan.rounds, tokens=plan.max_tokens)
+    worst, rounds, episodes, lost = recorded(ledger_path, model, rounds=plan.rounds, tokens=plan.max_tokens)
     return {
-        "client_errors": len(said["errors"]), "errors": said["errors"][:3], "lost_episodes": lost, "max_logprob_diff": diff,
-        "rounds": rounds, "episodes": episodes, "episodes_ended": said["ended"], "longest_gap_s": said["longest_gap_s"], **figures,
+        "client_errors": len(said["errors"]), "errors": said["errors"][:3], "lost_episodes": lost,
+        "max_logprob_diff": worst[0]["diff"], "worst_tokens": worst, "rounds": rounds, "episodes": episodes,
+        "episodes_ended": said["ended"], "longest_gap_s": said["longest_gap_s"], **figures,
     }  # fmt: skip
 
 
-def recorded(path: Path, model: Path, *, rounds: int, tokens: int) -> tuple[float, int, int, int]:
-    """(largest difference of log-probabilities, rounds, episodes, episodes that lack some)."""
-    rows, found, episodes, lost = list[Row](), 0, 0, 0
+def recorded(path: Path, model: Path, *, rounds: int, tokens: int) -> tuple[list[dict[str, Any]], int, int, int]:
+    """(the tokens whose log-probabilities differ most, rounds, episodes, episodes that lack some)."""
+    worst, found, episodes, lost = list[dict[str, Any]](), 0, 0, 0
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
     with Ledger(path, resume_episodes=True) as ledger:
         for episode in ledger.running_episodes().result():
             stored = ledger.rounds(episode.episode_id).result()
@@ -194,8 +204,20 @@ def recorded(path: Path, model: Path, *, rounds: int, tokens: int) -> tuple[floa
             whole = [one for one in stored if len(one.sampled_ids) == tokens and one.finish_reason == "length"]
             lost += len(whole) != rounds or len(stored) != rounds
             found += len(stored)
-            rows += episode_rows(stored, group_id=episode.group_id, scores=EpisodeScores(whole=0.0))
-    return max_logprob_diff(model, rows), found, episodes, lost
+            for row in episode_rows(stored, group_id=episode.group_id, scores=EpisodeScores(whole=0.0)):
+                with torch.no_grad():
+                    apart = (token_logprobs(lm, row) - torch.tensor(row.logprobs[1:])).abs() * torch.tensor(
+                        row.mask[1:]
+                    )
+                at = int(apart.argmax())
+                begin = at - int(np.argmin(row.mask[at + 1 :: -1])) + 1
+                worst.append(
+                    {
+                        "diff": float(apart[at]), "episode": episode.episode_id, "place": at + 1, "sampled_from": begin,
+                        "beside": apart[max(0, at - 8) : at + 9].tolist(),
+                    }
+                )  # fmt: skip
+    return sorted(worst, key=lambda one: -one["diff"])[:WORST], found, episodes, lost
 
 
 def engine_of(model: Path, name: str) -> VLLMEngine:
