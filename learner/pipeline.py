@@ -684,6 +684,7 @@ class Pipeline:
             },
             "prompts_waiting": parts.server.prompt_queue.qsize(),
             "generating": parts.generation.stats.running,
+            "cards": sum(len(node.cards) for node in self._nodes.nodes if node.is_alive),
             "engines": [{"name": name, **{each: figures[each] for each in shown}} for name, figures in status.items()],
             "groups": {name.removeprefix("groups/"): n for name, n in counts.items() if name.startswith("groups/")},
             "rounds": counts["rounds"],
