@@ -170,7 +170,7 @@ class Pipeline:
         self.evaluation: Evaluation | None = None
         """What was played; None in a run that learns, and before it starts."""
         self._restart_limit = RestartLimit()
-        self.history = History(config, earlier=tracker.earlier)
+        self.history = History(config, earlier=tracker.earlier, earlier_s=self._machine.earlier_s())
         self.on_ray_started: Callable[[], None] = lambda: None
 
     def stop(self) -> bool:
