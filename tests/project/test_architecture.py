@@ -72,6 +72,8 @@ OWNERS = {
     "verifiers": {"env_adapters/verifiers_*.py"},
     "websockets": {"env_adapters/openenv.py"},
     "harbor": {"agents/harbor/provider/*.py"},
+    "inspect_ai": {"agents/examples/*.py"},
+    "lm_eval": {"agents/examples/*.py"},
 }
 """Heavy package -> the files that may import it, as patterns; everything else runs without it."""
 TYPES_ONLY = {("mocked_server/vllm/serving.py", "fastapi")}
