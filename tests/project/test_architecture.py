@@ -57,6 +57,7 @@ OWNERS = {
         "learner/startup/ray_cluster.py",
         "agents/workers/manager.py",
         "buffers/remote/ray_actor.py",
+        "buffers/remote/ray_deaths.py",
         "mocked_server/vllm/hosted/ray_host.py",
     },
     "zmq": {"buffers/wire/*.py"},
