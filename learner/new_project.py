@@ -44,6 +44,8 @@ rollout: {max_tokens: 6}
 buffer: {groups_per_step: 2, group_size: 8}
 learner: {advantage: grpo, critic: none, lr: 4.0e-3}
 """
+IGNORED = "runs/\nbuild/\n__pycache__/\n.venv/\n"
+"""What git leaves alone in a project; a folder that has a .gitignore keeps its own."""
 FILES = {"agent.py": AGENT, "make_tasks.py": TASKS, "config.yaml": CONFIG}
 
 
@@ -58,7 +60,8 @@ def main(words: list[str]) -> int:
         print(f"understudy init: {folder} must not have {there[0]} yet; name another folder", file=sys.stderr)
         return 2
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in FILES.items():
+    ignored = {} if (folder / ".gitignore").exists() else {".gitignore": IGNORED}
+    for name, text in {**FILES, **ignored}.items():
         (folder / name).write_text(text, encoding="utf-8")
         print(f"wrote {folder / name}")
     to = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "

@@ -170,7 +170,7 @@ class Pipeline:
         self.evaluation: Evaluation | None = None
         """What was played; None in a run that learns, and before it starts."""
         self._restart_limit = RestartLimit()
-        self.history = History(config, earlier=tracker.earlier)
+        self.history = History(config, earlier=tracker.earlier, earlier_s=self._machine.earlier_s())
         self.on_ray_started: Callable[[], None] = lambda: None
 
     def stop(self) -> bool:
@@ -684,6 +684,7 @@ class Pipeline:
             },
             "prompts_waiting": parts.server.prompt_queue.qsize(),
             "generating": parts.generation.stats.running,
+            "cards": sum(len(node.cards) for node in self._nodes.nodes if node.is_alive),
             "engines": [{"name": name, **{each: figures[each] for each in shown}} for name, figures in status.items()],
             "groups": {name.removeprefix("groups/"): n for name, n in counts.items() if name.startswith("groups/")},
             "rounds": counts["rounds"],

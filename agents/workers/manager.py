@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agents.agent_loop import AgentLoopOutput
@@ -25,6 +25,7 @@ from agents.workers.episode_timing import Figures, LoopFigures
 from agents.workers.worker import AgentLoopWorker, LoopResult, WorkerSettings
 from buffers.errors import AgentError
 from buffers.records import Task
+from buffers.remote.ray_deaths import ENDINGS, in_short, refusal
 from configs.checkout import python_path
 
 ScoreFn = Callable[[Task, str], float | Awaitable[float]]
@@ -100,8 +101,8 @@ class AgentLoopManager:
         self._workers = [_Worker(self._make_actor()) for _ in range(self._num_workers)]
         try:
             await asyncio.gather(*(worker.actor.ready.remote() for worker in self._workers))
-        except (RayTaskError, RayActorError) as error:
-            cause = getattr(error, "cause", None) or error
+        except (RayTaskError, *ENDINGS) as error:
+            cause = getattr(error, "cause", None) or refusal(error) or in_short(error)
             await self.close()
             raise AgentError(f"agents.loops cannot be started: {cause}") from error
 
@@ -160,9 +161,9 @@ class AgentLoopManager:
         except asyncio.CancelledError:
             ray.cancel(call)
             raise
-        except RayActorError as error:
+        except ENDINGS as error:
             self._start_again(worker)
-            raise AgentError(f"the agent loop's worker process died and is started again: {error}") from error
+            raise AgentError(f"the agent loop's worker process died and is started again: {in_short(error)}") from error
         except RayTaskError as error:
             raise AgentError(f"the agent loop's worker process refused the episode: {error}") from error
         finally:

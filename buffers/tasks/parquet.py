@@ -37,6 +37,7 @@ MAX_DEPTH = 100
 MAX_NAME_CHARS = 500
 _SLICE = 1024
 _TASK_COLUMNS = ("task_id", "data_source", "prompt", "reward_model", "extra_info", "agent_name")
+_TRUTH = "the truth goes into reward_model: {ground_truth: ...}, what else the agent may know into extra_info"
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 TASK_SCHEMA = pa.schema(
     [
@@ -162,12 +163,18 @@ def read_rows(path: Path, *, columns: Sequence[str]) -> Iterator[dict[str, Any]]
 
 
 def tasks_of_rows(rows: Iterable[dict[str, Any]], *, source: str) -> list[Task]:
-    """Tasks from rows that did not come from a file; each needs a `task_id` of its own. Raises TaskError, naming the row."""
+    """Tasks from rows that did not come from a file; each needs a `task_id` of its own. Raises TaskError, naming the row, also for
+    a column that would be left out."""
     tasks = []
     for number, row in enumerate(rows):
         try:
             if "prompt" not in row or not row.get("task_id"):
                 raise BadCell("task_id, prompt", "both there", sorted(row), "add them")
+            for name in sorted(row.keys() - {*_TASK_COLUMNS, "ability"}):  # verl's rows have that one
+                raise BadCell(name, f"one of {list(_TASK_COLUMNS)}", row[name], _TRUTH)
+            truth = _object(row, column="reward_model")
+            if "ground_truth" not in truth and truth.keys() - {"style"}:
+                raise BadCell("reward_model", "an object with ground_truth", truth, _TRUTH)
             tasks.append(_task(row, default_id=""))
         except BadCell as error:
             raise TaskError(f"{source}, row {number}: {error}") from error

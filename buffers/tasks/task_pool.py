@@ -91,8 +91,9 @@ class TaskPool:
         self._version = version
         self.on_closed = on_closed
         self._call_later: Callable[[float, Callable[[], None]], Timer] = call_later or self._loop.call_later
+        before = ledger.counts()
         # Of earlier runs on this ledger: what `version` steps have trained does not count against the capacity.
-        self._trained_before = ledger.counts()["groups/trained"] - version * groups_per_step
+        self._trained_before = before["groups/trained"] - version * groups_per_step
         self._woken = asyncio.Event()
         self._task_ids: deque[str] = deque()
         self._sources: deque[Iterator[Task]] = deque()
@@ -101,8 +102,9 @@ class TaskPool:
         self._unclaimed: dict[str, Episode] = {}
         self._slots: dict[str, Timer] = {}
         self._overdue: list[str] = []
-        self._released: Counter[str] = Counter()
-        self._num_started = 0
+        # A run that is resumed counts on.
+        self._released: Counter[str] = Counter(scored=before["episodes/scored"], failed=before["episodes/failed"])
+        self._num_started = self._released.total()
         self._paused = paused
         self._sealed = False
         self._closed = False

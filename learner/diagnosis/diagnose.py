@@ -38,9 +38,11 @@ RULES: tuple[Rule, ...] = (
     freshness_rules.uncorrected_data,
     freshness_rules.capped_weights,
     run_rules.fallen_reward,
+    run_rules.fallen_validation,
     policy_rules.large_updates,
     policy_rules.small_updates,
     policy_rules.entropy_gone,
+    policy_rules.falling_entropy,
     policy_rules.blind_critic,
     policy_rules.far_from_reference,
     policy_rules.clipped_tokens,
@@ -70,6 +72,6 @@ def findings(run: Evidence) -> list[Finding]:
     is_held = any(finding.severity in (Severity.STOPS, Severity.HARMS) for finding in found)
     if len(run.steps) >= run_rules.ENOUGH_STEPS and not is_held and not run.is_solved and not run.has_risen:
         found.append(run_rules.unexplained(run))
-    elif run.steps and not is_held:
+    if not found:
         found.append(run_rules.healthy(run))
     return sorted(found, key=lambda finding: ORDER.index(finding.severity))

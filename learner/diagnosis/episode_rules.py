@@ -177,7 +177,7 @@ def cut_answers(run: Evidence) -> Finding | None:
         told += f"; such episodes score {answers.score_of_cut:.3g}, others {answers.score_of_whole:.3g}"
     if answers.cut_tokens < most:
         remedy = (
-            f"the agent asks for fewer tokens than rollout.max_tokens={most}, or rollout.max_model_len={length} ends them: "
+            f"the agent asks for fewer tokens than rollout.max_tokens ({most}), or rollout.max_model_len ({length}) ends them: "
             f"raise `max_tokens` in its requests, or rollout.max_model_len={2 * length}"
         )
     else:

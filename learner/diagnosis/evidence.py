@@ -18,6 +18,7 @@ from buffers.errors import UnderstudyError
 from buffers.ledger.tools.survey import LedgerSurvey, survey
 from configs.load import ConfigError, load_config
 from configs.schema import Config
+from learner.reporting.machine_log import FILE as MACHINE
 
 CONFIG, METRICS, SUMMARY, LEDGER = "config.yaml", "metrics.jsonl", "summary.json", "ledger.sqlite"
 OF_STEPS = ("reward/mean", "reward/std", "reward/min", "reward/max", "batch/episodes")
@@ -50,6 +51,8 @@ class Evidence:
     """Empty while the run is under way for the first time."""
     ledger: LedgerSurvey | None = None
     """None: the folder has none, as it lies on another node."""
+    cards: int = 0
+    """GPUs of the run's machines, as it last saw them."""
 
     @property
     def recent(self) -> Sequence[Mapping[str, float]]:
@@ -116,10 +119,20 @@ class Evidence:
 
     @property
     def score_range(self) -> float:
-        """Distance of the highest score from the lowest that was seen in a step."""
-        return max((step["reward/max"] for step in self.steps), default=0.0) - min(
-            (step["reward/min"] for step in self.steps), default=0.0
-        )
+        """Distance of the highest score from the lowest that was seen in a step or a validation."""
+        means = [line["val/mean"] for line in self.validations]
+        lowest = min([step["reward/min"] for step in self.steps] + means, default=0.0)
+        return max([step["reward/max"] for step in self.steps] + means, default=0.0) - lowest
+
+    @property
+    def slower(self) -> str:
+        """Smaller updates, as a key."""
+        return f"learner.lr={self.config.learner.lr / 3:.2g}"
+
+    @property
+    def held(self) -> str:
+        """A stronger hold on the policy, as a key."""
+        return f"learner.kl.coef={3 * self.config.learner.kl.coef or 0.01:.3g}"
 
 
 def _squared_error(steps: Sequence[Mapping[str, float]]) -> float:
@@ -145,6 +158,7 @@ def read_evidence(folder: Path) -> Evidence:
         validations=[line for line in lines if "val/mean" in line],
         summary=_summary(folder / SUMMARY),
         ledger=survey(ledger) if ledger.is_file() else None,
+        cards=_cards(folder / MACHINE),
     )
 
 
@@ -160,6 +174,18 @@ def _lines(path: Path) -> list[dict[str, float]]:
         raise DiagnosisError(
             f"{path} must hold a JSON object on each line, got one that cannot be read: {error}"
         ) from None
+
+
+def _cards(path: Path) -> int:
+    try:
+        return int(json.loads(path.read_bytes().split(b"\n")[-2])["cards"])
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+    ):  # none, not written yet, of an earlier release, or cut by a full disk
+        return 0
 
 
 def _summary(path: Path) -> dict[str, Any]:

@@ -107,7 +107,6 @@ def capped_weights(run: Evidence) -> Finding | None:
     share = run.mean("policy/is_capped") or 0.0
     if share < LOST:
         return None
-    slower = f"learner.lr={run.config.learner.lr / 3:.2g}"
     lag = run.config.buffer.max_policy_lag
     return Finding(
         rule="capped_weights",
@@ -115,7 +114,7 @@ def capped_weights(run: Evidence) -> Finding | None:
         sentence=f"{percent(share)} of the trained tokens are far more likely now than when they were sampled.",
         figure=share,
         measure="policy/is_capped",
-        remedy=f"{slower}, or fresher data: buffer.max_policy_lag={max(0, lag - 1)}" if lag else slower,
+        remedy=f"{run.slower}, or fresher data: buffer.max_policy_lag={lag - 1}" if lag else run.slower,
     )
 
 

@@ -51,9 +51,9 @@ def idle_engine(run: Evidence) -> Finding | None:
     if share < ENGINE_IDLE or waits >= IDLE or len(run.steps) < ENOUGH_STEPS:
         return None
     lag = run.config.buffer.max_policy_lag
-    learner = (
-        f"learner.ranks={2 * run.config.learner.ranks}, or learner.token_budget={2 * run.config.learner.token_budget}"
-    )
+    learner = f"learner.token_budget={2 * run.config.learner.token_budget}"
+    if (ranks := 2 * run.config.learner.ranks) <= run.cards:
+        learner = f"learner.ranks={ranks}, or {learner}"
     if run.config.learner.epochs > 1:
         learner += ", or learner.epochs=1"
     return Finding(
@@ -75,7 +75,11 @@ def preempted_generations(run: Evidence) -> Finding | None:
     grown = sum(max(run.values(name)) - min(run.values(name)) for name in names)
     if len(run.recent) < 2 or grown < len(run.recent):
         return None
-    slots = int(run.last("pool/slots", default=64.0))
+    slots, cache = int(run.last("pool/slots", default=64.0)), run.config.rollout.kv_cache_gb
+    if cache is None and run.cards:
+        more = "a higher rollout.gpu_memory_utilization"
+    else:
+        more = f"rollout.kv_cache_gb={2 * (cache or 0.25):g}"
     return Finding(
         rule="preempted_generations",
         severity=Severity.SLOWS,
@@ -83,8 +87,7 @@ def preempted_generations(run: Evidence) -> Finding | None:
         f"computed them again.",
         figure=grown,
         measure="generations set aside",
-        remedy=f"agents.concurrency={max(1, slots * 3 // 4)} or agents.concurrency=auto, or rollout.kv_cache_gb="
-        f"{2 * (run.config.rollout.kv_cache_gb or 0.25):g}",
+        remedy=f"agents.concurrency={max(1, slots * 3 // 4)} or agents.concurrency=auto, or {more}",
     )
 
 
@@ -109,14 +112,19 @@ def long_publishing(run: Evidence) -> Finding | None:
     share = run.time_share("time/publish_s") or 0.0
     if share < LONG_PUBLISHING or len(run.steps) < ENOUGH_STEPS:
         return None
+    smaller = {
+        "learner.lora.rank=32": run.config.learner.lora.rank,
+        "model.dtype=bfloat16": run.config.model.dtype == "bfloat16",
+    }
+    less = ", or ".join(key for key, is_in_force in smaller.items() if not is_in_force)
     return Finding(
         rule="long_publishing",
         severity=Severity.SLOWS,
         sentence=f"new weights are on their way into the engine in {percent(share)} of the time.",
         figure=share,
         measure="time/publish_s",
-        remedy=f"more data for each version, buffer.groups_per_step={2 * run.config.buffer.groups_per_step}; or less to send: "
-        "learner.lora.rank=32, or model.dtype=bfloat16",
+        remedy=f"more data for each version, buffer.groups_per_step={2 * run.config.buffer.groups_per_step}"
+        + (f"; or less to send: {less}" if less else ""),
     )
 
 
@@ -156,10 +164,14 @@ def _more(run: Evidence) -> str:
 
 
 def _faster_generation(run: Evidence) -> str:
-    engines = run.config.rollout.engines
-    more = f"rollout.engines={2 * engines}" if isinstance(engines, int) else "a larger `most` of rollout.engines"
+    rollout, ways = run.config.rollout, []
+    slots = run.last("pool/slots", default=64.0)
     if run.config.buffer.max_policy_lag == 0:
-        return f"generate while the learner updates: buffer.max_policy_lag=1; or {more}"
-    running, slots = run.mean("pool/running") or 0.0, run.last("pool/slots", default=64.0)
-    few = running >= 0.8 * slots and slots < 64
-    return f"agents.concurrency={2 * int(slots)}, or {more}" if few else f"{more}, or a shorter rollout.max_tokens"
+        ways.append("generate while the learner updates: buffer.max_policy_lag=1")
+    elif (run.mean("pool/running") or 0.0) >= 0.8 * slots and slots < 64:
+        ways.append(f"agents.concurrency={2 * int(slots)}")
+    room, most = run.cards // rollout.tensor_parallel, rollout.engine_range[1]
+    if most < room and not rollout.engine.startswith("http"):
+        several = isinstance(rollout.engines, int)
+        ways.append(f"rollout.engines={min(2 * most, room)}" if several else "a larger `most` of rollout.engines")
+    return ", or ".join([*ways, f"a rollout.max_tokens below {rollout.max_tokens}"])

@@ -5,6 +5,8 @@ Listed in `learner.diagnosis.diagnose`; as in `learner.diagnosis.episode_rules`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import log
 from statistics import fmean, median
 
 from learner.diagnosis.evidence import FIRST_STEPS, Evidence
@@ -18,6 +20,8 @@ ENTROPY_LEFT = 0.1
 """Share of the first steps' entropy below which it has collapsed, where little is left."""
 LOW_ENTROPY = 0.1
 """Nats that count as little."""
+PLUNGE = 0.2
+"""Part of the entropy that a step takes away in a plunge; where a run learns well it is some hundredths."""
 BLIND = 0.05
 """Explained variance up to which a critic explains nothing."""
 LARGE_KL, HUGE_KL = 0.05, 0.2
@@ -47,10 +51,13 @@ def nothing_updated(run: Evidence) -> Finding | None:
         sentence = (
             f"{skipped:.0f} of the last {skipped + made:.0f} updates were left out, as their gradient was not finite."
         )
-        remedy = f"{_slower(run)}; scores of a size of about 1, and model.dtype=float32, also help"
+        precise = ", and model.dtype=float32, also help" if run.config.model.dtype != "float32" else " also help"
+        remedy = f"{run.slower}; scores of a size of about 1{precise}"
     else:
-        sentence = f"in {without} of the last {len(run.recent)} steps there was nothing to train: all answers were cut."
-        remedy = f"rollout.max_tokens={2 * run.config.rollout.max_tokens}, or learner.mask_truncated=false"
+        masks = run.config.learner.mask_truncated
+        why, other = ("all answers were cut", ", or learner.mask_truncated=false") if masks else ("no token counts", "")
+        sentence = f"in {without} of the last {len(run.recent)} steps there was nothing to train: {why}."
+        remedy = f"rollout.max_tokens={2 * run.config.rollout.max_tokens}{other}"
     return Finding(
         rule="nothing_updated",
         severity=Severity.STOPS if share == 1.0 else by_share(share, harms=0.3),
@@ -101,18 +108,27 @@ def small_updates(run: Evidence) -> Finding | None:
 
 
 def large_updates(run: Evidence) -> Finding | None:
-    """A step moves the policy by 0.05 nats or more (mean of the last 10), or the largest ratio of a token is 20 in half of them."""
-    moved, ratios = run.mean("policy/approx_kl"), run.values("policy/ratio_max")
-    if moved is None or (moved < LARGE_KL and (not ratios or median(ratios) < LARGE_RATIO)):
+    """A step moves the policy by 0.05 nats or more (mean of the last 10), or one of them by 0.2; or the largest ratio of a token is
+    20 in half of them (in steps of a single update the ratio to the version before, where the data is one version old)."""
+    moves = run.values("policy/approx_kl")
+    ratios = [max(step.get("policy/ratio_max", 1.0), _since_one_version(step)) for step in run.recent]
+    if not moves or (fmean(moves) < LARGE_KL and max(moves) < HUGE_KL and median(ratios) < LARGE_RATIO):
         return None
+    moved = fmean(moves)
     return Finding(
         rule="large_updates",
         severity=by_share(moved, harms=HUGE_KL) if run.has_risen else Severity.HARMS,
-        sentence=f"a step moves the policy by {moved:.2g} nats; some token became {max(ratios or [1.0]):.3g} times as likely.",
+        sentence=f"a step moves the policy by {moved:.2g} nats; some token became {max(ratios):.3g} times as likely.",
         figure=moved,
         measure="policy/approx_kl",
-        remedy=_slower(run),
+        remedy=run.slower,
     )
+
+
+def _since_one_version(step: Mapping[str, float]) -> float:
+    """The largest ratio of a token to the version before: all that shows the size of a single update, which `approx_kl` and
+    `ratio_max` compare with itself."""
+    return step.get("policy/is_weight_max", 1.0) if step.get("staleness/max") == 1.0 else 1.0
 
 
 def clipped_tokens(run: Evidence) -> Finding | None:
@@ -129,7 +145,7 @@ def clipped_tokens(run: Evidence) -> Finding | None:
         sentence=f"{percent(share)} of the trained tokens are clipped: the updates of a step go further than the loss lets them.",
         figure=share,
         measure="policy/clipfrac",
-        remedy=f"{_slower(run)}{fewer}",
+        remedy=f"{run.slower}{fewer}",
     )
 
 
@@ -144,13 +160,18 @@ def no_gradient(run: Evidence) -> Finding | None:
         or (run.mean("batch/equal_groups") or 0.0) == 1.0
     ):
         return None
+    learner = run.config.learner
+    keep_all = {
+        "learner.rejection.kind=none": learner.rejection.kind == "none",
+        "learner.correction=tis": learner.correction == "tis",
+    }
     return Finding(
         rule="no_gradient",
         severity=Severity.STOPS,
         sentence=f"the gradient is 0 in the last {len(norms)} steps, though scores differ: no token of theirs is trained.",
         figure=0.0,
         measure="policy/grad_norm",
-        remedy="learner.rejection.kind=none learner.correction=tis, and see policy/is_masked",
+        remedy=" ".join(key for key, is_in_force in keep_all.items() if not is_in_force) or "see policy/is_masked",
     )
 
 
@@ -168,7 +189,7 @@ def clipped_gradient(run: Evidence) -> Finding | None:
         sentence=f"each gradient is scaled down: its norm is {middle:.3g}, {middle / limit:.0f} times learner.grad_clip.",
         figure=middle,
         measure="policy/grad_norm",
-        remedy=f"learner.grad_clip={run.config.learner.grad_clip * middle / limit:.2g}, or {_slower(run)}",
+        remedy=f"learner.grad_clip={run.config.learner.grad_clip * middle / limit:.2g}, or {run.slower}",
     )
 
 
@@ -182,20 +203,44 @@ def entropy_gone(run: Evidence) -> Finding | None:
     if entropy >= NO_ENTROPY and (entropy >= LOW_ENTROPY or entropy >= ENTROPY_LEFT * first):
         return None
     was = f" ({first:.3g} in the first steps)" if first > entropy else ""
-    target = max(2 * NO_ENTROPY, round(first / 3, 2))
-    if run.config.learner.adaptive_entropy.target is not None:
-        remedy = f"learner.adaptive_entropy.target={target:g}, and a higher learner.adaptive_entropy.step"
-    else:
-        coef = run.config.learner.entropy_coef
-        remedy = f"learner.entropy_coef={2 * coef if coef else 0.01:g}, or learner.adaptive_entropy.target={target:g}"
     return Finding(
         rule="entropy_gone",
         severity=Severity.HARMS,
         sentence=f"the policy's entropy is {entropy:.2g} nats per token{was}: it nearly always says the same.",
         figure=entropy,
         measure="policy/entropy",
-        remedy=f"{remedy}; {_slower(run)} from the beginning keeps more of it",
+        remedy=_more_entropy(run, was=first),
     )
+
+
+def falling_entropy(run: Evidence) -> Finding | None:
+    """The entropy fell to half or less in the last 10 steps, by a fifth in each step on average, and the task is not solved."""
+    values = run.values("policy/entropy")
+    few = max(1, len(values) // 3)
+    if len(values) < FIRST_STEPS or run.is_solved or entropy_gone(run) is not None:
+        return None
+    before, now, steps = max(values[:few]), fmean(values[-few:]), len(values) - few
+    if now > before / 2 or before - now < LOW_ENTROPY or log(before / now) < PLUNGE * steps:
+        return None
+    return Finding(
+        rule="falling_entropy",
+        severity=Severity.SLOWS if run.has_risen else Severity.HARMS,
+        sentence=f"the policy's entropy fell from {before:.2g} to {now:.2g} nats per token in {len(values)} steps: what it no "
+        f"longer says it cannot learn from.",
+        figure=now,
+        measure="policy/entropy",
+        remedy=_more_entropy(run, was=before),
+    )
+
+
+def _more_entropy(run: Evidence, *, was: float) -> str:
+    target = max(2 * NO_ENTROPY, round(was / 3, 2))
+    if run.config.learner.adaptive_entropy.target is not None:
+        remedy = f"learner.adaptive_entropy.target={target:g}, and a higher learner.adaptive_entropy.step"
+    else:
+        coef = run.config.learner.entropy_coef
+        remedy = f"learner.entropy_coef={2 * coef if coef else 0.01:g}, or learner.adaptive_entropy.target={target:g}"
+    return f"{remedy}; {run.slower} from the beginning keeps more of it"
 
 
 def blind_critic(run: Evidence) -> Finding | None:
@@ -232,7 +277,6 @@ def far_from_reference(run: Evidence) -> Finding | None:
     limit = KL_FAR if target is None else 3.0 * target
     if kl is None or kl < limit:
         return None
-    coef = run.config.learner.kl.coef
     return Finding(
         rule="far_from_reference",
         severity=by_share(kl, harms=KL_GONE if target is None else 10.0 * target) if run.has_risen else Severity.HARMS,
@@ -240,9 +284,5 @@ def far_from_reference(run: Evidence) -> Finding | None:
         + (f", whose target is {target:g}." if target is not None else "."),
         figure=kl,
         measure="policy/kl_ref",
-        remedy=f"learner.kl.coef={3 * coef:.3g}, or {_slower(run)}",
+        remedy=f"{run.held}, or {run.slower}",
     )
-
-
-def _slower(run: Evidence) -> str:
-    return f"learner.lr={run.config.learner.lr / 3:.2g}"

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from learner.diagnosis.evidence import LAST_STEPS, Evidence
+from learner.diagnosis.evidence import CLEAR_RISE, LAST_STEPS, Evidence
 from learner.diagnosis.finding import Finding, Severity, percent
 
 ENOUGH_STEPS = 10
 """Steps below which a reward's course says little."""
 FALLEN = 0.25
 """Part of the scores' range by which a mean of 5 steps may be above the last one."""
+CLEARLY = 0.1
+"""Part of it by which a validation of many tasks may."""
 BEHIND = 0.25
 """Part of the scores' range by which validation may fall behind what training gained."""
 
@@ -79,14 +81,13 @@ def fallen_reward(run: Evidence) -> Finding | None:
     step = int(run.steps[means.index(best) + LAST_STEPS - 1]["step"])
     if best - means[-1] < FALLEN * run.score_range:
         return None
-    lower = f"learner.lr={run.config.learner.lr / 3:.2g}"
     return Finding(
         rule="fallen_reward",
         severity=Severity.HARMS,
         sentence=f"the reward fell from {best:.3f} (step {step}) to {means[-1]:.3f}.",
         figure=best - means[-1],
         measure="reward/mean",
-        remedy=f"resume from the best checkpoint with {lower}, or hold the policy with learner.kl.coef=0.01",
+        remedy=f"{run.slower}, from the start or a better checkpoint; or hold the policy: {run.held}",
     )
 
 
@@ -105,7 +106,28 @@ def training_tasks_only(run: Evidence) -> Finding | None:
         f"the policy learns the training tasks by heart.",
         figure=validated,
         measure="val/mean",
-        remedy="more different rows in data.tasks; learner.kl.coef=0.01 holds the policy near its beginning",
+        remedy=f"more different rows in data.tasks; {run.held} holds the policy near its beginning",
+    )
+
+
+def fallen_validation(run: Evidence) -> Finding | None:
+    """The newest validation is below the best one by a quarter of the scores' range; by a tenth, where it has tasks enough to tell
+    that from chance."""
+    if len(run.validations) < 2 or run.score_range == 0.0 or training_tasks_only(run) is not None:
+        return None
+    best, last = max(run.validations, key=lambda line: line["val/mean"]), run.validations[-1]
+    lost = best["val/mean"] - last["val/mean"]
+    chance = run.score_range * (0.5 / max(last.get("val/tasks", 1.0), 1.0)) ** 0.5  # of two means that lie in the range
+    if lost < FALLEN * run.score_range and lost < max(CLEARLY * run.score_range, CLEAR_RISE * chance):
+        return None
+    return Finding(
+        rule="fallen_validation",
+        severity=Severity.HARMS,
+        sentence=f"the validation fell from {best['val/mean']:.3f} (step {best.get('val/step', best['step']):.0f}) to "
+        f"{last['val/mean']:.3f} (step {last.get('val/step', last['step']):.0f}).",
+        figure=lost,
+        measure="val/mean",
+        remedy=f"{run.slower}, from the start or a better checkpoint; or hold the policy: {run.held}",
     )
 
 

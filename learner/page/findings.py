@@ -6,8 +6,6 @@ every `KEPT_S`. It only reads.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from buffers.errors import UnderstudyError
+from learner.diagnosis.diagnose import diagnose
 
 KEPT_S = 10.0
 
@@ -48,9 +47,6 @@ class Findings:
 
 def diagnosed(folder: Path) -> Told:
     """The findings of `learner.diagnosis`; none while that cannot read the run."""
-    if importlib.util.find_spec("learner.diagnosis") is None:
-        return Told(findings=[], available=False)
-    diagnose = importlib.import_module("learner.diagnosis.diagnose").diagnose
     try:
         return Told(findings=[asdict(finding) for finding in diagnose(folder)], available=True)
     except UnderstudyError:

@@ -5,7 +5,6 @@ Used by `learner.page.routes` and `learner.page.export`. Functions of a `RunView
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -120,16 +119,18 @@ def groups(view: RunView, *, states: Sequence[str], after: int | None, limit: in
     with view.ledger() as db:
         found = views.groups(db, states=states, after=1 << 60 if after is None else after, limit=limit)
         version, _ = trained_steps(db)
-    shown = [group_record(one, version=version, max_lag=int(view.setting("buffer.max_policy_lag", 0))) for one in found]
+    now = view.age_until()
+    shown = [_group_record(view, one, version=version, now=now) for one in found]
     return {"groups": shown, "next": str(found[-1].group_id) if len(found) == limit else None}
 
 
-def group_record(one: views.GroupView, *, version: int, max_lag: int) -> dict[str, Any]:
-    """A group with its age, and after how many updates it is too old: 0, it is evicted at the next claim."""
+def _group_record(view: RunView, one: views.GroupView, *, version: int, now: float) -> dict[str, Any]:
+    """A group with its age at `now`, and after how many updates it is too old: 0, it is evicted at the next claim."""
+    max_lag = int(view.setting("buffer.max_policy_lag", 0))
     waits = one.state in ("open", "ready") and one.max_version is not None
     return {
         **asdict(one),
-        "age_s": None if one.opened_at is None else max(0.0, time.time() - one.opened_at),
+        "age_s": None if one.opened_at is None else max(0.0, now - one.opened_at),
         "updates_until_stale": max(0, (one.max_version or 0) + max_lag + 1 - version) if waits else None,
     }
 
@@ -142,7 +143,7 @@ def group(view: RunView, group_id: int, *, record: Callable[[views.EpisodeView],
         task = views.task_of(db, task_id=one.task_id)
         version, _ = trained_steps(db)
     return {
-        "group": group_record(one, version=version, max_lag=int(view.setting("buffer.max_policy_lag", 0))),
+        "group": _group_record(view, one, version=version, now=view.age_until()),
         "task": task,
         "episodes": [record(each) for each in members],
     }

@@ -8,6 +8,7 @@ another node, of another release, or not there yet) has figures and a machine, a
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from buffers.ledger.reading import round_causes
 from buffers.ledger.reading.episode_filter import EpisodeFilter, Found, ordered, search
 from buffers.ledger.reading.episode_index import EpisodeIndex
 from buffers.ledger.reading.reader import Connection, LedgerReader, LedgerUnreadable, counts, trained_steps
+from buffers.ledger.tools.cli import tokenizer_file
 from learner.page.episode_parts.token_window import TokenDecoder
 from learner.page.run_files import machine_state
 from learner.page.run_files.line_file import LineFile
@@ -135,6 +137,11 @@ class RunView:
                 "seen_at": seen_at,
                 "error": None if summary is None else summary.get("error"),
             }
+
+    def age_until(self) -> float:
+        """The time to which ages count: now, or the last sign of life of a run that has ended."""
+        entry = self.entry()
+        return time.time() if entry["state"] == "live" or entry["seen_at"] is None else float(entry["seen_at"])
 
     def _seen_at(self, machine: dict[str, Any] | None) -> float | None:
         """The last sign of life in small files."""
@@ -273,10 +280,9 @@ class RunView:
         """The tokenizer of the run's model. Raises NoRun when there is none on this machine."""
         with self._files:
             if self._decoder is None:
-                folders = [self.folder / "model", self.folder / "checkpoint", Path(str(self.setting("model.path", "")))]
-                file = next((f / "tokenizer.json" for f in folders if (f / "tokenizer.json").is_file()), None)
-                if file is None:
-                    raise NoRun(f"a tokenizer.json is needed, got none in {folders[0]}; put the model's there")
+                if (file := tokenizer_file(self.folder)) is None:
+                    where = self.folder / "model"
+                    raise NoRun(f"a tokenizer.json is needed, got none in {where}; put the model's there")
                 self._decoder = TokenDecoder(file)
             return self._decoder
 

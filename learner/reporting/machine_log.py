@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,16 @@ class MachineLog:
         self._clock = clock
         self._who = {"pid": os.getpid(), "host": socket.gethostname(), "began": psutil.Process().create_time()}
         self._is_failing = False
+
+    def earlier_s(self) -> float:
+        """Seconds that earlier processes of the run have taken, each until its last line."""
+        ends: dict[tuple[object, object], float] = {}
+        for text in self._path.read_bytes().splitlines() if self._path.is_file() else ():
+            with suppress(ValueError, KeyError, TypeError):  # a line that a kill or a full disk has cut
+                line = json.loads(text)
+                ends[line["pid"], line["began"]] = float(line["at"]) - float(line["began"])
+        ends.pop((self._who["pid"], self._who["began"]), None)
+        return sum(ends.values())
 
     def write(self, state: Mapping[str, Any]) -> None:
         """Add a line with the time and the process."""

@@ -54,12 +54,14 @@ class History:
         config: Config,
         *,
         earlier: Iterable[dict[str, float]] = (),
+        earlier_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`earlier`: figures of the steps that were made before this process."""
+        """`earlier`: figures of the steps that were made before this process; `earlier_s`: the time that was taken then."""
         self._config = config
         self._clock = clock
         self._began = clock()
+        self._earlier_s = earlier_s
         self._last = self._began
         self._last_tokens = 0
         self._last_busy_s = 0.0
@@ -213,7 +215,7 @@ class History:
             "reward_last": float(np.mean(self.rewards[-LAST_STEPS:])) if steps else None,
             "reward_best": most("reward/mean"),
             "reward_optimum": config.run.reward_optimum,
-            "wall_s": self._clock() - self._began,
+            "wall_s": self._earlier_s + self._clock() - self._began,
             "startup_s": None if self._first_step_at is None else self._first_step_at - self._began,
             "max_logprob_diff": most("policy/max_logprob_diff"),
             "max_policy_lag": config.buffer.max_policy_lag,

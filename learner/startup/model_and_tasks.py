@@ -45,6 +45,11 @@ async def prepare_files(
             agents |= names.keys()
             if players.names is not None:
                 _check_agent_names(Path(path), names, players.names)
+    if None in agents and players.default is not None and players.loops is None:
+        warn(
+            "no agent is configured: the run itself answers each prompt once, and data.scorer scores that; to have them played by "
+            "agents that you start, leave data.scorer out, or give the rows an agent_name"
+        )
     if agents and config.data.scorer and {name or players.default for name in agents} <= players.scored_by_environment:
         warn(
             "data.scorer is never asked: environments score all rows of the task files; leave it out, or name a player in "

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffers.errors import UnderstudyError
 from buffers.records import TrainBatch
+from buffers.remote.ray_deaths import died, in_short, refusal
 from buffers.weights.node_weights import same_on
 from configs.checkout import python_path
 from configs.schema import LearnerConfig
@@ -37,7 +38,6 @@ GRACE_S = 5.0
 
 NODE_GRACE_S = 60.0
 """The same where ranks are on other nodes: Ray takes as long to know that a node is gone."""
-DEATHS = (RayActorError, ActorUnschedulableError)
 PORTS = range(20_000, 30_000)
 """Ports where ranks meet. Ports for outgoing connections begin at 32768 on Linux."""
 WARM_START_BATCH = 32
@@ -226,17 +226,21 @@ class LearnerRanks:
         """Names the rank to blame, ends all ranks and raises."""
         await self._until_a_death(calls, timeout_s=NODE_GRACE_S if any(at.node_id for at in self._places) else GRACE_S)
         self.kill()
-        failures = {rank: call.exception() for rank, call in enumerate(calls) if call.done() and call.exception()}
-        deaths = [rank for rank, error in failures.items() if isinstance(error, DEATHS)]
-        rank = min(deaths or failures)
-        cause = getattr(failures[rank], "cause", None) or failures[rank]  # what the rank raised, out of Ray's wrapping
+        failures = {rank: error for rank, call in enumerate(calls) if call.done() and (error := call.exception())}
         for call in calls:
             call.cancel()
+        for error in failures.values():  # first: the others may complain that they lost this one
+            if (refused := refusal(error)) is not None:
+                raise RankFailed(refused) from error
+        deaths = [rank for rank, error in failures.items() if died(error)]
+        rank = min(deaths or failures)
+        error = failures[rank]
+        cause = getattr(error, "cause", None)  # what the rank raised, out of Ray's wrapping
         what = f"{'died' if deaths else 'failed'} in {'start' if method == _READY else method}"
         kind = RankDied if deaths else RankFailed
-        failure = kind(f"learner rank {rank} of {len(calls)} {what}: {cause}; the learner has ended, start it again")
+        failure = kind(f"learner rank {rank} of {len(calls)} {what}: {cause or in_short(error)}; the learner has ended")
         self._death = failure if isinstance(failure, RankDied) else None
-        raise failure from cause
+        raise failure from cause or error
 
     async def _until_a_death(self, calls: Sequence[asyncio.Future[Any]], *, timeout_s: float) -> None:
         """Returns when a rank is known to have died, or all have answered."""
@@ -244,7 +248,7 @@ class LearnerRanks:
         waiting = set(calls)
         while waiting and (left := until - time.monotonic()) > 0:
             done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if any(isinstance(call.exception(), DEATHS) for call in done):
+            if any(died(call.exception()) for call in done):
                 return
 
     def kill(self) -> None:

@@ -47,6 +47,7 @@ class EngineWatch:
         self.figures = figures
         self._pool = pool
         self._admission = admission
+        self._ended_before = int(pool.metrics()["pool/scored"])
         self._clock = clock
         self._looks: deque[tuple[float, list[EngineFigures]]] = deque()
         """(time, figures) of the looks in the window, and of the last one before it."""
@@ -68,7 +69,10 @@ class EngineWatch:
         if self._admission is not None:
             counts = self._pool.metrics()
             self._pool.max_running = self._admission.look(
-                figures, running=int(counts["pool/running"]), ended=int(counts["pool/scored"]), now=now
+                figures,
+                running=int(counts["pool/running"]),
+                ended=int(counts["pool/scored"]) - self._ended_before,
+                now=now,
             )
 
     def lines(self) -> list[str]:

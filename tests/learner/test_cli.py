@@ -58,7 +58,8 @@ def test_an_unknown_command_is_told_the_known_ones(tmp_path):
 def test_init_writes_a_project_and_overwrites_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["init"]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*FILES, ".gitignore"])
+    assert {"build/", "runs/"} <= set((tmp_path / ".gitignore").read_text().splitlines())
     assert "train it:  understudy run --config config.yaml" in capsys.readouterr().out
     config = load_config(tmp_path / "config.yaml")
     assert (config.agents.processes, config.data.scorer) == (0, "contains")
@@ -66,6 +67,12 @@ def test_init_writes_a_project_and_overwrites_nothing(tmp_path, monkeypatch, cap
     assert cli.main(["init"]) == 2
     assert "must not have agent.py yet; name another folder" in capsys.readouterr().err
     assert (tmp_path / "agent.py").read_text() == "mine" and (tmp_path / "config.yaml").read_text() == CONFIG
+
+
+def test_init_leaves_a_gitignore_that_is_there_as_it_is(tmp_path):
+    (tmp_path / ".gitignore").write_text("*.log\n")
+    assert cli.main(["init", str(tmp_path)]) == 0
+    assert (tmp_path / ".gitignore").read_text() == "*.log\n" and (tmp_path / "config.yaml").is_file()
 
 
 def test_a_shipped_configuration_is_found_by_name_from_any_folder(tmp_path, monkeypatch):

@@ -57,6 +57,7 @@ OWNERS = {
         "learner/startup/ray_cluster.py",
         "agents/workers/manager.py",
         "buffers/remote/ray_actor.py",
+        "buffers/remote/ray_deaths.py",
         "mocked_server/vllm/hosted/ray_host.py",
     },
     "zmq": {"buffers/wire/*.py"},
@@ -72,6 +73,8 @@ OWNERS = {
     "verifiers": {"env_adapters/verifiers_*.py"},
     "websockets": {"env_adapters/openenv.py"},
     "harbor": {"agents/harbor/provider/*.py"},
+    "inspect_ai": {"agents/examples/*.py"},
+    "lm_eval": {"agents/examples/*.py"},
 }
 """Heavy package -> the files that may import it, as patterns; everything else runs without it."""
 TYPES_ONLY = {("mocked_server/vllm/serving.py", "fastapi")}

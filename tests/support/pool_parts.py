@@ -92,6 +92,7 @@ async def running_pool(ledger: Ledger | None = None, **settings: Any) -> AsyncIt
         "max_attempts": 2,
     }
     pool = TaskPool(ledger, **(defaults | settings), on_closed=on_closed, call_later=clock.call_later)
+    before = pool.metrics()["pool/started"]
     runner = asyncio.create_task(pool.run())
     try:
         yield Setup(pool, ledger, clock, closed, closings, runner)
@@ -103,5 +104,5 @@ async def running_pool(ledger: Ledger | None = None, **settings: Any) -> AsyncIt
         metrics = pool.metrics()
         released = sum(metrics[f"pool/{reason}"] for reason in ("scored", "failed", "closed"))
         assert metrics["pool/running"] == 0 and metrics["pool/started"] == released
-        assert len(closed) == len(set(closed)) == len({episode_id for episode_id, _ in closed}) == released
+        assert len(closed) == len(set(closed)) == len({episode_id for episode_id, _ in closed}) == released - before
         assert clock.num_waiting == 0

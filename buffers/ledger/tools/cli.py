@@ -18,11 +18,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from buffers.errors import ScoreError, UnderstudyError
 from buffers.ledger.batches import read_rounds
 from buffers.ledger.encode import checked_score
 from buffers.ledger.episodes import read_task
-from buffers.ledger.schema import read_database
+from buffers.ledger.schema import is_owned, read_database
 from buffers.ledger.scores import score_history
 from buffers.ledger.tools.doctor import findings
 from buffers.ledger.tools.export import export_parquet
@@ -90,7 +92,8 @@ def inspect(db: sqlite3.Connection, *, path: Path, options: argparse.Namespace) 
     (steps, lineages) = db.execute("SELECT count(*), (SELECT count(*) FROM lineage) FROM step").fetchone()
     print(f"{path}: {steps} steps, policy version {version}, {lineages} lineage(s)")
     print(f"{'groups':<12}{'number':>8}{'scored':>8}{'oldest':>10}{'staleness':>11}")
-    now = time.time()
+    # What ended has no age that grows: it counts to the last commit.
+    now = time.time() if is_owned(path) else path.stat().st_mtime
     for state, number, scored, opened_at, max_version in db.execute(
         "SELECT state, count(*), sum(num_scored), min(opened_at), min(max_version) FROM grp GROUP BY state ORDER BY state"
     ):
@@ -164,14 +167,26 @@ def rescore(path: Path, *, options: argparse.Namespace, open_ledger: Callable[..
 
 def decoder(path: Path, *, given: Path | None) -> Decode:
     """Token ids -> text, by the tokenizer of the run's model."""
-    folders = [given] if given else [path.parent / "model", path.parent / "checkpoint"]
-    file = next((folder / "tokenizer.json" for folder in folders if (folder / "tokenizer.json").is_file()), None)
-    if file is None:
-        raise UnderstudyError(f"a tokenizer.json is needed, got none in {folders}; name its folder with --tokenizer")
+    file = given / "tokenizer.json" if given else tokenizer_file(path.parent)
+    if file is None or not file.is_file():
+        where = given or f"{path.parent} and its model.path"
+        raise UnderstudyError(f"a tokenizer.json is needed, got none in {where}; name its folder with --tokenizer")
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(file))
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def tokenizer_file(run: Path) -> Path | None:
+    """The tokenizer.json of a run's model: its own, or that of the folder in its configuration, which may be written as seen from
+    where the run was started. None: it is not on this machine."""
+    try:
+        found = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["model"]["path"]
+        named = [base / str(found) for base in (Path(), *run.resolve().parents)]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, LookupError, TypeError):
+        named = []
+    folders = [run / "model", run / "checkpoint", *named]
+    return next((folder / "tokenizer.json" for folder in folders if (folder / "tokenizer.json").is_file()), None)
 
 
 def _print_episode(db: sqlite3.Connection, episode_id: str, *, decode: Decode) -> None:

@@ -44,15 +44,15 @@ def engines_of(line: Line) -> list[dict[str, Any]]:
 
 
 def waits(line: Line, *, groups_per_step: int, max_policy_lag: int) -> list[dict[str, str]]:
-    """The waits of the machine: who, for what, and why in a sentence."""
+    """The waits of the machine: who, for what, and why in a sentence; each pair once."""
     pool, groups, tasks = _of(line, "pool"), _of(line, "groups"), _of(line, "tasks")
     ready, open_, running = _number(groups, "ready"), _number(groups, "open"), _number(pool, "running")
     slots, asking = _number(pool, "slots"), _number(pool, "agents_waiting")
     may_open = tasks.get("admissible_groups")
-    found = []
+    found: dict[tuple[str, str], str] = {}
 
     def say(who: str, what: str, why: str) -> None:
-        found.append({"who": who, "for": what, "why": why})
+        found[who, what] = f"{found[who, what]}; {why}" if (who, what) in found else why
 
     if line.get("phase"):
         say("agents", "learner", f"{line['phase']} ...")
@@ -70,29 +70,17 @@ def waits(line: Line, *, groups_per_step: int, max_policy_lag: int) -> list[dict
         say("agents", "tasks", f"{asking} agents ask, and all {slots} slots are taken")
     elif asking and may_open == 0:
         say("agents", "learner", f"{asking} agents ask, and no group may open before the next update")
-    found += _engine_waits(line)
+    engines = engines_of(line)
+    prompts, waiting = _number(line, "prompts_waiting"), _sum(line, "waiting") or 0
+    if down := [str(engine["name"]) for engine in engines if not engine.get("is_up")]:
+        say("prompts", "engines", f"{', '.join(down)} down: being started again")
+    if prompts or waiting:
+        say("prompts", "engines", f"{prompts} prompts are in the queue, {waiting} wait for room in a cache")
+    if engines and not _sum(line, "running") and not prompts and not _number(line, "generating"):
+        say("engines", "prompts", "nothing is generated and no prompt waits: agents are busy")
     if open_:
         say("groups", "agents", f"{open_} groups miss scores of their members")
-    return found
-
-
-def _engine_waits(line: Line) -> list[dict[str, str]]:
-    engines = engines_of(line)
-    running, waiting = _sum(line, "running") or 0, _sum(line, "waiting") or 0
-    prompts, generating = _number(line, "prompts_waiting"), _number(line, "generating")
-    found = []
-    if down := [engine["name"] for engine in engines if not engine.get("is_up")]:
-        found.append(
-            {"who": "prompts", "for": "engines", "why": f"{', '.join(map(str, down))} down: being started again"}
-        )
-    if prompts or waiting:
-        why = f"{prompts} prompts are in the queue, {waiting} wait for room in a cache"
-        found.append({"who": "prompts", "for": "engines", "why": why})
-    if engines and not running and not prompts and not generating:
-        found.append(
-            {"who": "engines", "for": "prompts", "why": "nothing is generated and no prompt waits: agents are busy"}
-        )
-    return found
+    return [{"who": who, "for": what, "why": why} for (who, what), why in found.items()]
 
 
 def _of(line: Line, name: str) -> Mapping[str, Any]:

@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from buffers.errors import EngineDied, EngineError, UnderstudyError
+from buffers.remote.ray_deaths import died, in_short, refusal
 from mocked_server.vllm.hosted.child_host import ChildHost
 from mocked_server.vllm.hosted.program import HostSettings
 
@@ -79,14 +80,15 @@ class RayHost:
         self._actor = ray.remote(HostActor).options(**self._options).remote(self._settings)
         try:
             address: str = await self._actor.start.remote()
-        except RayActorError as error:
-            raise EngineDied(f"the actor of engine {self._settings.name} died while it started: {error}") from error
         except RayTaskError as error:
             if isinstance(error.cause, UnderstudyError):
                 raise error.cause from None
             raise EngineError(f"the actor of engine {self._settings.name} did not start its host: {error}") from error
         except RayError as error:
-            raise EngineError(f"the actor of engine {self._settings.name} cannot be placed: {error}") from error
+            name = f"the actor of engine {self._settings.name}"
+            if died(error) and not isinstance(error, ActorUnschedulableError):
+                raise EngineDied(f"{name} died while it started: {in_short(error)}") from error
+            raise EngineError(refusal(error) or f"{name} cannot be placed: {error}") from error
         return address
 
     async def end(self) -> None:

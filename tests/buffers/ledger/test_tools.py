@@ -61,6 +61,21 @@ def test_inspect_shows_an_episode_as_text_and_tokens(
     assert "round 1, a root, stop, policy versions [3]" in shown and "'value': 0.5" in shown
 
 
+@pytest.mark.parametrize("named", ["whole", "relative"])
+def test_inspect_finds_the_tokenizer_of_a_run_without_a_model_of_its_own(
+    run: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], named: str
+) -> None:
+    """An evaluation has none, nor has a run that has not saved one; its path may be as seen from where the run was started."""
+    (run.parent / "weights").symlink_to(tiny_model)
+    path = tiny_model if named == "whole" else "weights"
+    (run / "config.yaml").write_text(f"model: {{path: {path}}}\n")
+    assert tool("inspect", run, "--episode", "3-0-0") == 0
+    assert "sampled [7, 8, 9]" in capsys.readouterr().out
+    (run / "config.yaml").write_text("model: [\n")
+    assert tool("inspect", run, "--episode", "3-0-0") == 2
+    assert "name its folder with --tokenizer" in capsys.readouterr().err
+
+
 def test_export_writes_every_row_as_a_batch_would_hold_it(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "rows.parquet"
     assert tool("export", run, "--parquet", out) == 0

@@ -265,6 +265,27 @@ def test_rows_that_are_not_in_a_file_follow_the_same_rules() -> None:
         tasks_of_rows([{"prompt": "x"}], source="POST /tasks")
 
 
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"ground_truth": "4"}, "ground_truth"),
+        ({"extra-info": {"a": 1}}, "extra-info"),
+        ({"answer": 4, "reward_model": {"ground_truth": 4}}, "answer"),
+        ({"reward_model": {"style": "rule", "groundtruth": 4}}, "reward_model"),
+    ],
+)
+def test_a_posted_column_that_would_be_left_out_is_refused_by_name(row, column) -> None:
+    with pytest.raises(
+        TaskError, match=f"POST /tasks, row 0: column {column!r} must be .*reward_model: {{ground_truth"
+    ):
+        tasks_of_rows([{"prompt": "x", "task_id": "a", **row}], source="POST /tasks")
+    (task,) = tasks_of_rows(
+        [{"prompt": "x", "task_id": "a", "ability": "math", "reward_model": {"ground_truth": "4"}}],
+        source="POST /tasks",
+    )
+    assert task.ground_truth == "4"
+
+
 def test_the_agents_that_a_file_names_are_known_with_their_first_rows(tmp_path):
     path = tmp_path / "tasks.parquet"
     rows = [{"prompt": "a", "agent_name": name} for name in (None, "tool_agent", "tool_agent", "other", None)]

@@ -386,6 +386,21 @@ async def test_a_restarted_pool_serves_interrupted_episodes_and_skips_finished_t
         assert await setup.pool.lease(wait_s=SHORT_S) is None
 
 
+async def test_a_run_that_is_resumed_counts_on(tmp_path: Path) -> None:
+    """What ran when the process before ended has failed, and is tried again."""
+    for time in range(3):
+        async with running_pool(Ledger(tmp_path / "ledger.db"), group_size=1, groups_per_step=8) as setup:
+            await setup.pool.put([make_task(4 * time + number) for number in range(3)])
+            await setup.play(await setup.lease())
+            failed = await setup.lease()
+            await setup.pool.fail(failed.episode_id, "lost")
+            metrics, counts = setup.pool.metrics(), setup.ledger.counts()
+            assert metrics["pool/scored"] == counts["episodes/scored"] == time + 1
+            assert metrics["pool/failed"] == counts["episodes/failed"] > time
+            ended = metrics["pool/scored"] + metrics["pool/failed"]
+            assert metrics["pool/started"] == ended + metrics["pool/running"]
+
+
 async def test_metrics_count_slots_by_what_became_of_them() -> None:
     async with running_pool(groups_per_step=4, max_policy_lag=0) as setup:
         await setup.pool.put([make_task(number) for number in range(3)])

@@ -14,6 +14,7 @@ from tests.support.buffer_parts import make_round, make_task
 
 GOOD = [0.0, 1.0, 0.0, 1.0]
 NO_SCORE = "agent exited with code 0 before a score was reported"
+DROPS = "data.reward_manager=dapo"
 CRASHED = "agent exited with code 1 before a score was reported"
 
 
@@ -176,7 +177,7 @@ CASES = [
         .ledger(answers(cut=4, whole=0)),
         quiet=lambda folder: recorded(folder, "rollout.max_tokens=40").steps({"policy/truncated_share": 0.2})
         .ledger(answers(cut=4, whole=0)),
-        severity=Severity.SLOWS, figure=0.2, says=("the agent asks for fewer tokens than rollout.max_tokens=40",),
+        severity=Severity.SLOWS, figure=0.2, says=("the agent asks for fewer tokens than rollout.max_tokens (40)",),
     ),
     Case(
         rule="aborted_answers",
@@ -204,8 +205,8 @@ CASES = [
     ),
     Case(
         rule="dropped_groups",
-        fires=lambda folder: recorded(folder).ledger(groups(*[[0.0] * 4] * 3, GOOD), drop_zero_variance=True),
-        quiet=lambda folder: recorded(folder).ledger(groups([0.0] * 4, GOOD, GOOD), drop_zero_variance=True),
+        fires=lambda folder: recorded(folder, DROPS).ledger(groups(*[[0.0] * 4] * 3, GOOD), drop_zero_variance=True),
+        quiet=lambda folder: recorded(folder, DROPS).ledger(groups([0.0] * 4, GOOD, GOOD), drop_zero_variance=True),
         severity=Severity.SLOWS, figure=0.75, says=("3 of 4 groups were generated and dropped", "data.reward_manager=naive"),
     ),
     Case(

@@ -9,7 +9,9 @@ from tests.learner.diagnosis.case import Case
 from tests.learner.diagnosis.recorded_run import Figures, RecordedRun, groups
 
 STILL = {"policy/approx_kl": 1e-9}
+MASKED = "learner.mask_truncated=true"
 FAR = {"policy/kl_ref": 0.3}
+SINGLE = {"learner/updates": 1.0, "policy/approx_kl": 0.0, "policy/ratio_max": 1.0}
 BUSY_LEARNER = {"time/engine_idle_s": 0.9, "time/wait_s": 0.2}
 WAITING = {"time/wait_s": 1.5}
 
@@ -61,13 +63,13 @@ CASES = [
     ),
     Case(
         rule="nothing_updated",
-        fires=recorded("rollout.max_tokens=4", figures={"learner/updates": None, "learner/skipped": None}),
+        fires=recorded(MASKED, "rollout.max_tokens=4", figures={"learner/updates": None, "learner/skipped": None}),
         quiet=in_course("learner/updates", None, *[2.0] * 11),
         severity=Severity.STOPS, figure=1.0, says=("in 10 of the last 10 steps", "rollout.max_tokens=8"),
     ),
     Case(
         rule="no_gradient",
-        fires=recorded(figures={"policy/grad_norm": 0.0}),
+        fires=recorded("learner.rejection.kind=k3_mean", figures={"policy/grad_norm": 0.0}),
         quiet=in_course("policy/grad_norm", *[0.0] * 11, 0.1),
         severity=Severity.STOPS, figure=0.0, says=("scores differ", "learner.rejection.kind=none"),
     ),
@@ -138,6 +140,18 @@ CASES = [
         severity=Severity.HARMS, figure=0.3, says=("moves the policy by 0.3 nats", "learner.lr=0.0001"),
     ),
     Case(
+        rule="large_updates",  # one step of ten
+        fires=in_course("policy/approx_kl", *[0.001] * 9, 0.3, rises=False),
+        quiet=in_course("policy/approx_kl", *[0.001] * 9, 0.15, rises=False),
+        severity=Severity.HARMS, figure=0.0309, says=("learner.lr=0.0001",),
+    ),
+    Case(
+        rule="large_updates",  # of a single update, which the learner's own ratio cannot show
+        fires=recorded(figures={**SINGLE, "policy/is_weight_max": 60.0}, number=3, rises=False),
+        quiet=recorded(figures={**SINGLE, "policy/is_weight_max": 60.0, "staleness/max": 4.0}, number=3, rises=False),
+        severity=Severity.HARMS, figure=0.0, says=("60 times as likely",),
+    ),
+    Case(
         rule="large_updates",
         fires=recorded(figures={"policy/ratio_max": 25.0}),
         quiet=in_course("policy/ratio_max", *[25.0] * 4, *[3.0] * 8),
@@ -166,6 +180,18 @@ CASES = [
         fires=recorded("run.reward_optimum=1", figures={"policy/entropy": 0.01, "reward/mean": 0.9}),
         quiet=recorded("run.reward_optimum=1", figures={"policy/entropy": 0.01, "reward/mean": 0.995}),
         severity=Severity.HARMS, figure=0.01, says=(),
+    ),
+    Case(
+        rule="falling_entropy",
+        fires=in_course("policy/entropy", 2.3, 1.1, 0.3, rises=False),
+        quiet=in_course("policy/entropy", 2.3, 2.0, 1.7, rises=False),
+        severity=Severity.HARMS, figure=0.3, says=("fell from 2.3 to 0.3 nats per token in 3 steps", "learner.lr=0.0001"),
+    ),
+    Case(
+        rule="falling_entropy",  # while the reward rises, as in many a collapse
+        fires=in_course("policy/entropy", *[1.5] * 4, 1.4, 1.2, 0.9, 0.5, 0.3, 0.25, 0.2, 0.15),
+        quiet=in_course("policy/entropy", *[0.7] * 4, 0.68, 0.66, 0.63, 0.6, 0.5, 0.4, 0.41, 0.3),
+        severity=Severity.SLOWS, figure=0.2, says=("learner.adaptive_entropy.target=0.5",),
     ),
     Case(
         rule="blind_critic",
@@ -216,6 +242,18 @@ CASES = [
         severity=Severity.HARMS, figure=0.1, says=("that of the validation tasks by 0.100", "data.tasks"),
     ),
     Case(
+        rule="fallen_validation",
+        fires=lambda folder: RecordedRun(folder).steps(number=3, rises=False).validations(0.48, 0.41, 0.22),
+        quiet=lambda folder: RecordedRun(folder).steps(number=3, rises=False).validations(0.48, 0.41, 0.3),
+        severity=Severity.HARMS, figure=0.26, says=("fell from 0.480 (step 0) to 0.220 (step 2)", "learner.kl.coef=0.01"),
+    ),
+    Case(
+        rule="fallen_validation",  # a smaller fall, of tasks enough
+        fires=lambda folder: RecordedRun(folder).steps().validations(0.2, 0.7, 0.55, tasks=400),
+        quiet=lambda folder: RecordedRun(folder).steps().validations(0.2, 0.7, 0.55, tasks=40),
+        severity=Severity.HARMS, figure=0.15, says=("fell from 0.700 (step 1) to 0.550 (step 2)",),
+    ),
+    Case(
         rule="idle_learner",
         fires=recorded("buffer.max_policy_lag=0", figures=WAITING),
         quiet=recorded("buffer.max_policy_lag=0", figures={"time/wait_s": 0.8}),
@@ -243,7 +281,19 @@ CASES = [
         rule="idle_engine",
         fires=recorded("learner.epochs=2", figures=BUSY_LEARNER),
         quiet=recorded("learner.epochs=2", figures={**BUSY_LEARNER, "time/wait_s": 1.2}),  # the learner waits too
-        severity=Severity.SLOWS, figure=0.5, says=("learner.ranks=2", "learner.epochs=1"),
+        severity=Severity.SLOWS, figure=0.5, says=("learner.token_budget=", "learner.epochs=1"),
+    ),
+    Case(
+        rule="idle_learner",  # another engine is a remedy where there is a card for it
+        fires=lambda folder: recorded(figures=WAITING)(folder).machine(cards=4),
+        quiet=lambda folder: recorded(figures={"time/wait_s": 0.8})(folder).machine(cards=4),
+        severity=Severity.SLOWS, figure=1.5 / 1.8, says=("rollout.engines=2",),
+    ),
+    Case(
+        rule="idle_engine",
+        fires=lambda folder: recorded(figures=BUSY_LEARNER)(folder).machine(cards=2),
+        quiet=lambda folder: recorded(number=4, figures=BUSY_LEARNER)(folder).machine(cards=2),
+        severity=Severity.SLOWS, figure=0.5, says=("learner.ranks=2",),
     ),
     Case(
         rule="preempted_generations",

@@ -57,10 +57,17 @@ class RecordedRun:
                 tracker.log(step, {name: value for name, value in own.items() if value is not None})
         return self
 
-    def validations(self, *means: float) -> RecordedRun:
+    def validations(self, *means: float, tasks: int = 8) -> RecordedRun:
         with (self.folder / "metrics.jsonl").open("a") as lines:
             for number, mean in enumerate(means):
-                lines.write(json.dumps({"step": number, "val/mean": mean, "val/step": number}) + "\n")
+                line = {"step": number, "val/mean": mean, "val/step": number, "val/tasks": tasks}
+                lines.write(json.dumps(line) + "\n")
+        return self
+
+    def machine(self, *, cards: int) -> RecordedRun:
+        (self.folder / "machine.jsonl").write_text(
+            json.dumps({"cards": 0}) + "\n" + json.dumps({"cards": cards}) + "\n{"
+        )
         return self
 
     def summary(self, **values: Any) -> RecordedRun:

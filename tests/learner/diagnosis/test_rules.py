@@ -39,7 +39,9 @@ def test_a_remedy_can_be_set_in_the_run_that_it_is_for(tmp_path, case):
     run = case.fires(tmp_path)
     for finding in findings(run.evidence()):
         for choice in re.split(r", | or |; ", finding.remedy):
-            load_config(run.folder / "config.yaml", KEY.findall(choice))
+            keys = KEY.findall(choice)
+            changed = load_config(run.folder / "config.yaml", keys)
+            assert not keys or changed != run.evidence().config, f"{finding.rule}: {choice} is in force"
 
 
 def test_every_rule_has_a_case():
@@ -58,6 +60,27 @@ def test_a_reward_that_no_rule_explains_is_told_so(tmp_path):
     (found,) = findings(RecordedRun(tmp_path).steps(rises=False).evidence())
     assert (found.rule, found.severity) == ("unexplained", Severity.HARMS)
     assert "0.400 in the first 3, 0.400 in the last 5" in found.sentence and "run.steps=24" in found.remedy
+
+
+@pytest.mark.parametrize(
+    "held", [{"time/save_s": 1.0}, {"time/wait_s": 1.5}, {"policy/clipfrac": 0.3}], ids=lambda held: next(iter(held))
+)
+def test_nothing_was_found_never_stands_beside_a_finding(tmp_path, held):
+    found = [finding.rule for finding in findings(RecordedRun(tmp_path).steps(held).evidence())]
+    assert len(found) == 1 and found != ["healthy"]
+    few = RecordedRun(tmp_path / "few").steps(number=3).evidence()
+    assert [finding.rule for finding in findings(few)] == ["few_steps"]
+
+
+def test_no_remedy_asks_for_cards_that_the_machine_does_not_have(tmp_path):
+    """Neither engines nor ranks on a CPU, nor where all cards are taken or the engine is another's."""
+    taken = ("rollout.engines=2", "learner.ranks=2")
+    for number, (overrides, cards) in enumerate([((), 0), (taken, 2), (("rollout.engine=http://127.0.0.1:80",), 8)]):
+        waits = RecordedRun(tmp_path / f"waits{number}", *overrides).steps({"time/wait_s": 1.5}).machine(cards=cards)
+        busy = {"time/engine_idle_s": 0.9, "time/wait_s": 0.2}
+        idles = RecordedRun(tmp_path / f"idles{number}", *overrides).steps(busy).machine(cards=0)
+        told = [finding.remedy for run in (waits, idles) for finding in findings(run.evidence())]
+        assert len(told) == 2 and not re.search(r"rollout\.engines|learner\.ranks|GPU", " ".join(told)), told
 
 
 def test_the_worst_comes_first(tmp_path):

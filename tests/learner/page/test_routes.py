@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,13 +106,29 @@ def test_the_machine_says_who_waits_for_what(client):
     assert get(client, "/api/runs/other/machine")["now"] is None
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_ages_of_a_run_that_has_ended_count_to_its_end(tmp_path, ended):
+    """Not to the moment at which somebody looks, or exports the page."""
+    run = make_run(tmp_path)
+    if ended:
+        (run / "summary.json").write_text("{}")
+    for name in ("config.yaml", "metrics.jsonl", *(["summary.json"] if ended else [])):
+        os.utime(run / name, (time.time() + 3000.0,) * 2)
+    runs = RunSet([run], meanings={})
+    with TestClient(build_app(runs, default="seen", about={})) as client:
+        groups = get(client, "/api/runs/seen/groups", state="ready,open")["groups"]
+        groups += [get(client, "/api/runs/seen/groups/1")["group"]]
+    runs.close()
+    assert [2900.0 < one["age_s"] < 3100.0 for one in groups] == [ended] * 3
+
+
 def test_groups_have_an_age_and_the_updates_until_they_are_stale(client):
     ready, opened = (get(client, "/api/runs/seen/groups", state=state)["groups"] for state in ("ready", "open"))
     assert [(one["group_id"], one["mean"], one["std"], one["updates_until_stale"]) for one in ready] == [
         (4, 0.5, 0.5, 2)
     ]
     assert [(one["group_id"], one["num_scored"], one["updates_until_stale"]) for one in opened] == [(5, 0, None)]
-    assert ready[0]["age_s"] >= 0.0
+    assert 0.0 <= ready[0]["age_s"] < 3600.0
     both = get(client, "/api/runs/seen/groups", state="ready,open", limit=1)
     assert [one["group_id"] for one in both["groups"]] == [5] and both["next"] == "5"
     after = get(client, "/api/runs/seen/groups", state="ready,open", limit=1, cursor=both["next"])

@@ -109,6 +109,12 @@ def test_each_part_that_waits_is_named_with_what_it_waits_for():
     assert ("tasks", "agents") in pairs(pool=idle) and ("tasks", "agents") not in pairs()
     assert ("engines", "prompts") in pairs(engines=[{"name": "e0", "is_up": True}], prompts_waiting=0, generating=0)
     assert ("prompts", "engines") in pairs(engines=[{"name": "e0", "is_up": False}], prompts_waiting=0, generating=0)
+    some = {"tasks": {"admissible_groups": 0}, "pool": {**idle, "agents_waiting": 3}}
+    for twice in ({**some, "phase": "saving"}, {"engines": [{"name": "e0", "is_up": False}], "prompts_waiting": 3}):
+        found = [
+            (each["who"], each["for"]) for each in waits(machine_line(**twice), groups_per_step=8, max_policy_lag=1)
+        ]
+        assert len(found) == len(set(found)), "each wait is said once"
     assert ("learner", "groups") in pairs() and ("learner", "groups") not in pairs(learner="updating")
     assert waits({}, groups_per_step=8, max_policy_lag=1) == []
     assert history([{"at": "x"}, {}], since=0.0, points=5)["at"] == []

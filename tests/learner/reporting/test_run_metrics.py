@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from buffers.records import TrainBatch
 from configs.load import load_config
+from learner.reporting.machine_log import FILE, MachineLog
 from learner.reporting.run_metrics import History
 from mocked_server.generation import GenerationStats
 from tests.support.learner_parts import walks
@@ -29,6 +33,22 @@ def test_a_run_that_goes_on_counts_its_earlier_steps() -> None:
     assert second.rewards == [0.5] and second.summary()["steps"] == 1
     assert second.summary()["episodes"] == 8
     assert History(load_config()).recent_reward() is None
+
+
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_a_run_that_goes_on_counts_the_seconds_of_its_earlier_processes(tmp_path: Path, deaths: int) -> None:
+    """Until their last line, whether they ended by themselves or were killed; not the time in between."""
+    log = tmp_path / FILE
+    lines = [
+        {"at": 1000.0 * n + second, "pid": n, "began": 1000.0 * n} for n in range(deaths) for second in (1.0, 30.0)
+    ]
+    log.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"at": 1.0, "pi')
+    now = [50.0]
+    machine = MachineLog(tmp_path)
+    machine.write({})
+    history = History(load_config(), earlier_s=machine.earlier_s(), clock=lambda: now[0])
+    now[0] += 12.0
+    assert history.summary()["wall_s"] == pytest.approx(30.0 * deaths + 12.0)
 
 
 def history_of(steps: list[tuple[float, float]], *overrides: str) -> History:

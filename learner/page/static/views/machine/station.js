@@ -1,6 +1,6 @@
-// One part of the machine: its figures, what it waits for, and whether others wait for it.
+// One part of the machine: its figures; its border says that it waits, or that others wait for it, which the list of waits explains.
 import { html } from "../../core/html.js";
-import { LABELS, engineFacts } from "./stations.js";
+import { engineFacts } from "./stations.js";
 import { Meter } from "./meter.js";
 
 function Engine({ engine }) {
@@ -15,9 +15,8 @@ function Engine({ engine }) {
 
 export function Station({ station, state, waits }) {
   const { figure, of, unit, lines, fill, engines, word } = station.show(state);
-  const waitsFor = waits.filter((one) => one.who === station.name);
-  const waitedFor = waits.filter((one) => one.for === station.name);
-  const tone = waitedFor.length ? "is-waited-for" : waitsFor.length ? "is-waiting" : "";
+  const isOne = (side) => waits.some((one) => one[side] === station.name);
+  const tone = isOne("for") ? "is-waited-for" : isOne("who") ? "is-waiting" : "";
   return html`<li class=${`station station-${station.name} ${tone}`}>
     <div class="station-head"><h3>${station.label}</h3>${word && html`<span class="soft">${word}</span>`}</div>
     <p class="station-figure">${figure}${of && html`<span class="of"> / ${of}</span>`}</p>
@@ -25,7 +24,5 @@ export function Station({ station, state, waits }) {
     ${fill !== undefined && html`<${Meter} value=${fill} label=${unit} />`}
     ${engines && html`<ul class="engines">${engines.slice(0, 8).map((one) => html`<${Engine} key=${one.name} engine=${one} />`)}</ul>`}
     ${lines.filter(Boolean).map((line) => html`<p class="station-line" key=${line}>${line}</p>`)}
-    ${waitsFor.map((one) => html`<p class="station-wait" key=${one.for} title=${one.why}>waits for ${LABELS[one.for] ?? one.for}</p>`)}
-    ${waitedFor.length > 0 && html`<p class="station-held">${waitedFor.map((one) => LABELS[one.who] ?? one.who).join(", ")} wait${waitedFor.length === 1 && !/s$/.test(waitedFor[0].who) ? "s" : ""} for this</p>`}
   </li>`;
 }

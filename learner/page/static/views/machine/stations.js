@@ -56,8 +56,6 @@ export function completed(state) {
   return { ...state, version: state.version ?? state.step, waits, engines, pool, groups, tasks: { ...state.tasks, opened: state.tasks?.opened ?? (state.groups && opened) } };
 }
 
-export const LABELS = Object.fromEntries(STATIONS.map(({ name, label }) => [name, label.toLowerCase()]));
-
 export function engineFacts(engine) {
   return {
     version: `v${figure(engine.version)}`,

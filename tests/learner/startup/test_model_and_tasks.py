@@ -1,0 +1,47 @@
+"""What is said of a run's task files before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from buffers.records import Task
+from buffers.tasks.parquet import write_tasks
+from configs.load import load_config
+from learner.players import make_players
+from learner.startup.model_and_tasks import prepare_files
+
+ANSWERS_ITSELF = "the run itself answers each prompt once, and data.scorer scores that"
+
+
+async def _makes_nothing(*_: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("names", "overrides", "is_told"),
+    [
+        ([None, None], ["data.scorer=contains"], True),
+        (["mine", None], ["data.scorer=contains"], True),  # some of the rows
+        ([None], ["data.scorer={math: contains, default: exact_match}"], True),
+        (["single_turn_agent"], ["data.scorer=contains"], False),  # the rows say so themselves
+        (["mine"], ["data.scorer=contains"], False),
+        ([None], [], False),  # waits for agents
+        ([None], ["data.scorer=contains", "agents.command=[python, agent.py]", "agents.processes=0"], False),
+    ],
+)
+async def test_a_run_that_answers_its_tasks_itself_says_so_at_the_start(
+    tmp_path: Path, names: list[str | None], overrides: list[str], is_told: bool
+) -> None:
+    tasks = [
+        Task(task_id=f"t{number}", prompt=[{"role": "user", "content": "Hi"}], ground_truth="x", agent_name=name)
+        for number, name in enumerate(names)
+    ]
+    write_tasks(tmp_path / "tasks.parquet", tasks)
+    bare = ["data.make=[]", "agents.command=[]", "env.command=[]", "warm_start.demonstrations=", "data.scorer="]
+    config = load_config(overrides=[f"data.tasks={tmp_path / 'tasks.parquet'}", *bare, *overrides])
+    lines: list[str] = []
+    await prepare_files(
+        config, folder=tmp_path, make=_makes_nothing, players=make_players(config), warms_up=False, warn=lines.append
+    )
+    assert [ANSWERS_ITSELF in line and "leave data.scorer out" in line for line in lines] == [True] * is_told
