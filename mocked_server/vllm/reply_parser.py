@@ -87,7 +87,7 @@ class TellingParser:
             except FAULTS as error:
                 logger.info(FAILED, len(model_output), error)
         if not (content or reasoning or calls):
-            content = model_output  # an agent that is told nothing has nothing to send back
+            content = model_output  # an agent that gets nothing has nothing to send back
         for each in calls or ():
             each.name, each.arguments = sendable(each.name), sendable(each.arguments)
             if self.in_objects:
@@ -114,7 +114,7 @@ class TellingParser:
             and self._text
             and not any(each.content or each.reasoning or each.tool_calls for each in [*self._deltas, delta] if each)
         ):
-            delta = _delta(content=self._text)  # an agent that is told nothing has nothing to send back
+            delta = _delta(content=self._text)  # an agent that gets nothing has nothing to send back
         self._deltas += [] if delta is None else [delta]
         if finished:
             calls: dict[int, tuple[str, str]] = {}
