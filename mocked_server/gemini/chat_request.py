@@ -37,7 +37,7 @@ UNFILTERED = frozenset({None, "OFF", "BLOCK_NONE", "HARM_BLOCK_THRESHOLD_UNSPECI
 PLAIN_RESULTS = ({"output"}, {"result"})
 """Names under which clients wrap a result that is a text: the model reads the text."""
 CHOICES = {"AUTO": "auto", "VALIDATED": "auto", "NONE": "none", "ANY": "required", "MODE_UNSPECIFIED": "auto"}
-"""VALIDATED would force calls into their schema, which is not the policy's choice then; see `mocked_server.vllm.serving`."""
+"""VALIDATED would force calls into their schema, which is not the policy's choice then; see `mocked_server.vllm.sampling_rules`."""
 MAX_PROBLEMS = 5
 _ONLY_TEXT = "only text is served"
 REFUSED = {

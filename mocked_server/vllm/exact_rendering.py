@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -22,7 +23,7 @@ from mocked_server.conversation.branch_diagnosis import diagnose_messages, diagn
 from mocked_server.conversation.chat_history import ChatOptions, Conversation
 from mocked_server.conversation.continuation import Continuation, Parse, continue_tokens, find_parent, stand_in
 from mocked_server.conversation.live_episodes import LiveRound
-from mocked_server.conversation.message_match import Message, ParsedReply
+from mocked_server.conversation.message_match import Message, ParsedReply, arguments_of
 from mocked_server.request_context import Call, current_call
 from mocked_server.vllm.sampling_limits import check_template_inputs
 
@@ -86,6 +87,7 @@ class ExactRendering:
         check_template_inputs(asked.num_chars)
         asked = call.live.known(asked)
         chat = Conversation.of(conversations[0], asked)
+        _make_writable(chat.messages)
         found = find_parent(call.live, chat, self.parse)
         if found is not None and not self._strict and not asked.template_kwargs.get("continue_final_message"):
             short = await self._render_tail(call, chat, found, chat_params, args, kwargs)
@@ -209,6 +211,18 @@ class ExactRendering:
         params = dataclasses.replace(chat_params, chat_template_kwargs=kwargs)
         _, prompt = await self._inner.render_messages_async(messages, params)
         return str(prompt.get("prompt", ""))
+
+
+def _make_writable(messages: Sequence[Message]) -> None:
+    """Gives arguments with half of a surrogate pair, which no tokenizer takes, as text; they are compared as the same."""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") if isinstance(call, dict) else None
+            if not isinstance(function, dict):
+                continue
+            text = function.get("arguments")
+            if isinstance(text, str) and "\\ud" in text.lower():
+                function["arguments"] = json.dumps(arguments_of(text))
 
 
 def _kind_of(asked: ChatOptions, opening: list[Message], new: list[Message]) -> int:

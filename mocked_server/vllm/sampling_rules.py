@@ -141,3 +141,50 @@ def _field_in(message: str) -> str | None:
     """`$.seed` at the end of a message of msgspec's."""
     _, found, path = message.rpartition("`$.")
     return path.rstrip("`").split("[")[0] if found else None
+
+
+def leave_tool_calls_free() -> None:
+    """Leaves tool calls of `tool_choice: auto` to the policy. By itself vLLM forces calls of tools that say `strict` into their
+    schema, which is not the policy's choice then; OpenAI's SDKs say it of every tool. Here the policy chooses freely, and
+    learns from what comes of it. Forced calls (`required`, or a tool by name) stay forced, and are not trained
+    (`mocked_server.vllm.sampling_limits`)."""
+    from vllm.parser import abstract_parser
+
+    original = abstract_parser.resolve_tool_strictness
+    if getattr(original, "__name__", "") == "resolve_unless_auto":
+        return
+
+    def resolve_unless_auto(tools: Any, tool_choice: Any, strict_level: Any) -> Any:
+        return None if tool_choice == "auto" else original(tools, tool_choice, strict_level)
+
+    abstract_parser.resolve_tool_strictness = resolve_unless_auto
+
+
+def leave_limits_to_the_run() -> None:
+    """Leaves to `SamplingRules` what vLLM's layer judges before the run's own numbers are in force: more tokens than the model's
+    length, which are capped as all numbers above `rollout.max_tokens` are, several answers at an agent's temperature of 0, and a
+    prompt that is too long with what it continues, of which each dialect's route has words of its own."""
+    from vllm.entrypoints.openai.chat_completion import serving as chat
+    from vllm.entrypoints.openai.completion import serving as completion
+    from vllm.entrypoints.openai.responses import serving as responses
+    from vllm.renderers.params import TokenizeParams
+    from vllm.sampling_params import SamplingParams
+
+    original, room = TokenizeParams.__post_init__, chat.get_max_tokens
+    if getattr(original, "__name__", "") == "capped":
+        return
+
+    def at_least_one(max_model_len: int, max_tokens: int | None, input_length: int, *args: Any, **kwargs: Any) -> int:
+        return int(room(max_model_len, max_tokens, min(input_length, max_model_len - 1), *args, **kwargs))
+
+    for route in (chat, completion, responses):
+        route.get_max_tokens = at_least_one
+    responses.OpenAIServingResponses._validate_generator_input = lambda *_: None
+
+    def capped(self: Any) -> None:
+        if self.max_total_tokens is not None and self.max_output_tokens is not None:
+            object.__setattr__(self, "max_output_tokens", min(self.max_output_tokens, self.max_total_tokens))
+        original(self)
+
+    TokenizeParams.__post_init__ = capped
+    SamplingParams._verify_greedy_sampling = lambda _: None

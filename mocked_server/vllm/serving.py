@@ -24,7 +24,6 @@ from buffers.records import Int32
 from configs.schema import RolloutConfig
 from mocked_server.conversation.continuation import Continuation, continue_tokens
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
-from mocked_server.conversation.message_match import sendable
 from mocked_server.conversation.restored_rounds import memo_of
 from mocked_server.http.dialects import GENERATE, SERVED, SLEEP, WAKE_UP
 from mocked_server.http.failures import FAILURES, failure_of
@@ -33,9 +32,9 @@ from mocked_server.roles import NO_ROLE, Role
 from mocked_server.vllm import answer_ends
 from mocked_server.vllm.exact_rendering import ExactRendering
 from mocked_server.vllm.generate_route import Sleeper, TokenRoute
-from mocked_server.vllm.reply_parser import ReplyParser, telling
+from mocked_server.vllm.reply_parser import ReplyParser, send_any_input, telling
 from mocked_server.vllm.sampling_limits import MAX_CHOICES
-from mocked_server.vllm.sampling_rules import SamplingRules
+from mocked_server.vllm.sampling_rules import SamplingRules, leave_limits_to_the_run, leave_tool_calls_free
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -325,9 +324,9 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
     from vllm.entrypoints.openai.api_server import build_app, init_app_state
 
     envs.enable_envs_cache()  # vLLM reads its settings from the environment for each part of each message
-    _leave_tool_calls_free()
-    _leave_limits_to_the_run()
-    _send_any_input()
+    leave_tool_calls_free()
+    leave_limits_to_the_run()
+    send_any_input()
 
     tasks = ("generate",)
     with _root_level_kept():
@@ -366,67 +365,6 @@ def _root_level_kept() -> Iterator[None]:
         yield
     finally:
         root.setLevel(level)
-
-
-def _leave_tool_calls_free() -> None:
-    """Leaves tool calls of `tool_choice: auto` to the policy. By itself vLLM forces calls of tools that say `strict` into their
-    schema, which is not the policy's choice then; OpenAI's SDKs say it of every tool. Here the policy chooses freely, and
-    learns from what comes of it. Forced calls (`required`, or a tool by name) stay forced, and are not trained
-    (`mocked_server.vllm.sampling_limits`)."""
-    from vllm.parser import abstract_parser
-
-    original = abstract_parser.resolve_tool_strictness
-    if getattr(original, "__name__", "") == "resolve_unless_auto":
-        return
-
-    def resolve_unless_auto(tools: Any, tool_choice: Any, strict_level: Any) -> Any:
-        return None if tool_choice == "auto" else original(tools, tool_choice, strict_level)
-
-    abstract_parser.resolve_tool_strictness = resolve_unless_auto
-
-
-def _leave_limits_to_the_run() -> None:
-    """Leaves to `SamplingRules` what vLLM's layer judges before the run's own numbers are in force: more tokens than the model's
-    length, which are capped as all numbers above `rollout.max_tokens` are, several answers at an agent's temperature of 0, and a
-    prompt that is too long with what it continues, of which each dialect's route has words of its own."""
-    from vllm.entrypoints.openai.chat_completion import serving as chat
-    from vllm.entrypoints.openai.completion import serving as completion
-    from vllm.entrypoints.openai.responses import serving as responses
-    from vllm.renderers.params import TokenizeParams
-    from vllm.sampling_params import SamplingParams
-
-    original, room = TokenizeParams.__post_init__, chat.get_max_tokens
-    if getattr(original, "__name__", "") == "capped":
-        return
-
-    def at_least_one(max_model_len: int, max_tokens: int | None, input_length: int, *args: Any, **kwargs: Any) -> int:
-        return int(room(max_model_len, max_tokens, min(input_length, max_model_len - 1), *args, **kwargs))
-
-    for route in (chat, completion, responses):
-        route.get_max_tokens = at_least_one
-    responses.OpenAIServingResponses._validate_generator_input = lambda *_: None
-
-    def capped(self: Any) -> None:
-        if self.max_total_tokens is not None and self.max_output_tokens is not None:
-            object.__setattr__(self, "max_output_tokens", min(self.max_output_tokens, self.max_total_tokens))
-        original(self)
-
-    TokenizeParams.__post_init__ = capped
-    SamplingParams._verify_greedy_sampling = lambda _: None
-
-
-def _send_any_input() -> None:
-    """Lets the input of a custom tool, which is a text and no JSON, be half of a surrogate pair."""
-    from vllm.entrypoints.openai.responses import streaming_events, utils
-
-    for module, name in (
-        (utils, "decode_custom_tool_input"),
-        (streaming_events, "decode_custom_tool_input"),
-        (streaming_events, "decode_custom_tool_input_prefix"),
-    ):
-        original = getattr(module, name)
-        if getattr(original, "__name__", "") == name:
-            setattr(module, name, lambda arguments, original=original: sendable(original(arguments)))
 
 
 def _telling(serve: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:

@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
     "many prompts with n": (complete(prompt=["hi"] * 20, n=20), "n x prompts"),
     "template arguments of 15 MB": (chat(chat_template_kwargs={"x": "y" * 15_000_000}), "chat_template_kwargs"),
     "candidateCount of 2,000": (google(candidateCount=2000), "n x prompts"),
-    "stopSequences with a lone surrogate": (google(stopSequences=["\ud800"]), "stop must"),
+    "stopSequences with a lone surrogate": (google(stopSequences=["\ud800"]), "stopSequences must"),
     "200,000 stopSequences": (google(stopSequences=[f"s{i}" for i in range(200_000)]), "stop"),
     "a seed beyond 64 bits": (google(seed=BIG), "seed"),
     "a field's name in escapes": ((CHAT, {"prompt_logprobs": 1}), "prompt_logprobs"),

@@ -147,7 +147,7 @@ def test_an_ended_episode_is_forgotten_and_its_first_reason_is_told() -> None:
     with pytest.raises(EpisodeClosed, match="stale"):
         episodes.get("never opened")
     episodes.open(record("c"))
-    assert episodes.metrics() == {"episodes/open": 1, "episodes/closed": 2}
+    assert episodes.metrics() == {"episodes/open": 1, "episodes/closed": 2, "episodes/stops_kept": 0}
 
 
 def test_rounds_with_equal_ids_under_other_parents_are_no_resampling() -> None:

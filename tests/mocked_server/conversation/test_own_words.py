@@ -8,10 +8,11 @@ from typing import Any
 import anthropic
 import pytest
 
+from configs.schema import RolloutConfig
 from tests.mocked_server.http.test_dialects import ASK, CHAT_TOOLS, MESSAGES_TOOLS, RESPONSES_TOOLS
 from tests.mocked_server.http.test_dialects import served as served
 from tests.mocked_server.http.test_gemini import TOOLS, asked, says
-from tests.support.server_parts import whole_prompt
+from tests.support.server_parts import ServerThread, whole_prompt
 
 ARGUMENTS = {
     "half a pair": '{"a": "\\ud83d"}',
@@ -215,3 +216,22 @@ def test_an_answer_of_which_no_parser_tells_anything_is_told_as_text(served, dia
         if conversation[-1].get("role") != "user":
             conversation.append({"role": "user", "content": "And?"})
     is_one_row(served, episode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ['{"a": "\\ud83d"}', '{"\\uDE00": [1]}', '{"a": "\\ud83d\\ude00"}'])
+def test_they_are_no_bad_request_where_the_whole_history_is_rendered(tiny_model, text) -> None:
+    rollout = RolloutConfig(max_tokens=96, max_model_len=4096)
+    server = ServerThread(
+        tiny_model, rollout=rollout, tool_parser="hermes", reasoning_parser="qwen3", replay_match="strict"
+    )
+    server.start()
+    try:
+        says_a_call(server, text)
+        episode, client = server.lease()
+        conversation = [{"role": "user", "content": ASK}]
+        for _ in range(2):
+            chat(client, conversation, stream=False, text=text)
+        assert len(server.stored(episode)) == 2
+    finally:
+        server.stop()

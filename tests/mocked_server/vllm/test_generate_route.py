@@ -51,7 +51,7 @@ def test_a_generation_is_a_round_of_the_keys_episode(served):
 def test_the_workers_key_generates_for_nobodys_records(served):
     before = served.ledger.counts()["rounds"]
     output = generate(served, "", served.ids("hello", end=False), max_tokens=1)
-    assert (len(output), output.stop_reason) == (1, "completed")
+    assert (len(output), output.stop_reason) == (1, "length")
     assert served.ledger.counts()["rounds"] == before
 
 

@@ -99,9 +99,9 @@ def rules_for(rules: Any, neutral: Any) -> Any:
 def test_several_answers_are_judged_by_the_runs_temperature(rules: Any) -> None:
     from vllm.sampling_params import SamplingParams
 
-    from mocked_server.vllm.serving import _leave_limits_to_the_run
+    from mocked_server.vllm.sampling_rules import leave_limits_to_the_run
 
-    _leave_limits_to_the_run()
+    leave_limits_to_the_run()
     params = SamplingParams(temperature=0.0, n=2)
     assert apply(rules, params) == 0 and params.temperature == 1.0
     greedy = episode()
