@@ -285,7 +285,7 @@ class LearnLoop:
             metrics = penalty | await self._learner.ranks.train_step(batch, version=self.step)
         metrics |= times
         if self._agreement is not None:
-            self._agreement.check_batch(metrics)
+            self._agreement.check_batch(metrics, num_tokens=batch.num_trained_tokens)
         if step > self._done:
             await self._keep_token_figures(batch, step=step)
         await asyncio.wrap_future(self._ledger.commit_step(batch.lease_id, step=step, version=step))

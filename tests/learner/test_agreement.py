@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from benchmarks.families import make_family
 from configs.load import load_config
-from learner.agreement import Agreement, Disagreement
+from learner.agreement import ENOUGH, Agreement, Disagreement
 from learner.session import run_agreeing
 from learner.training.layout import CHUNK
 from learner.training.ranks import RankFailed
@@ -91,10 +91,25 @@ async def test_what_the_number_format_explains_passes_and_twice_that_ends_the_ru
     with pytest.raises(Disagreement, match=r"engine e1 -.*, learner -1\.0000; .*at most") as told:
         await other.probe(ranks)
     assert told.value.difference == pytest.approx(2 * apart, rel=1e-3)
-    other.check_batch({"policy/mean_logprob_diff": apart})
-    other.check_batch({})
-    with pytest.raises(Disagreement, match="in this batch"):
-        other.check_batch({"policy/mean_logprob_diff": 2 * apart})
+    other.check_batch(batch(apart), num_tokens=ENOUGH)
+    other.check_batch({}, num_tokens=ENOUGH)
+    with pytest.raises(Disagreement, match=f"the last {ENOUGH} tokens .* this batch was not trained"):
+        other.check_batch(batch(2 * apart), num_tokens=ENOUGH)
+
+
+def batch(difference: float) -> dict[str, float]:
+    return {"policy/mean_logprob_diff": difference, "policy/checked_share": 1.0}
+
+
+async def test_few_tokens_are_judged_with_those_of_the_next_batches_unless_they_are_far_apart() -> None:
+    few = agreement(Engines(), "model.dtype=bfloat16")
+    few.check_batch(batch(0.2), num_tokens=ENOUGH // 2)
+    few.check_batch(batch(0.05), num_tokens=ENOUGH // 2)
+    few.check_batch(batch(0.2), num_tokens=ENOUGH // 2)
+    with pytest.raises(Disagreement, match=r"0\.18 nats"):
+        few.check_batch(batch(0.16), num_tokens=ENOUGH // 2)
+    with pytest.raises(Disagreement, match="the last 8 tokens"):
+        agreement(Engines(), "model.dtype=bfloat16").check_batch(batch(3.0), num_tokens=8)
 
 
 async def test_what_is_no_number_is_no_agreement() -> None:
@@ -102,7 +117,7 @@ async def test_what_is_no_number_is_no_agreement() -> None:
     with pytest.raises(Disagreement, match="nan"):
         await agreement(Engines(e0=math.nan)).probe(ranks)
     with pytest.raises(Disagreement):
-        agreement(Engines(e0=-1.0)).check_batch({"policy/mean_logprob_diff": math.nan})
+        agreement(Engines(e0=-1.0)).check_batch(batch(math.nan), num_tokens=8)
 
 
 @pytest.mark.parametrize(

@@ -515,7 +515,8 @@ class Comparison:
         self.told.append("probe")
         return 0.0
 
-    def check_batch(self, metrics: dict[str, float]) -> None:
+    def check_batch(self, metrics: dict[str, float], *, num_tokens: int) -> None:
+        assert num_tokens > 0
         self.batches += 1
         if self.batches == self.fails_at:
             raise Disagreement("off", difference=1.0, remedy="look")
