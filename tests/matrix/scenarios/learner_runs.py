@@ -145,7 +145,10 @@ def learner_runs() -> list[Run]:
             settings=one.settings,
             files=_with_teacher
             if "learner.teacher.path" in one.settings
-            else of_many_lengths(extra_info={"hint": "Say abc."}),
+            else of_many_lengths(
+                extra_info={"hint": "Say abc."},
+                **({"ground_truth": "abc"} if one.settings.get("data.scorer") == "exact_match" else {}),
+            ),
         )
         for one in packed()
     ]

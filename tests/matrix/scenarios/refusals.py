@@ -16,7 +16,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "router replay without experts": ({"learner.router_replay": True}, ("learner.router_replay needs", "model.path=tiny")),
     "a routers' loss without experts": ({"learner.router_aux_coef": 0.01}, ("learner.router_aux_coef needs", "leave")),
     "router replay with a server of one's own": (
-        {"learner.router_replay": True, "rollout.engine": "http://127.0.0.1:1"},
+        {"learner.router_replay": True, "rollout.engine": "http://127.0.0.1:1", "rollout.kv_cache_gb": None},
         ("learner.router_replay", "got rollout.engine=http://127.0.0.1:1", "rollout.engine=vllm"),
     ),
     "a teacher that is not named": ({"learner.advantage": "teacher"}, ("learner.advantage=teacher", "learner.teacher.path=''")),
