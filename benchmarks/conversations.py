@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
+import re
 import tempfile
 import threading
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -48,7 +49,7 @@ from configs.schema import RolloutConfig, ServerConfig
 from learner.startup.plain_folder import plain_folder
 from mocked_server.check.logprob_proof import max_logprob_diff
 from mocked_server.check.scripted_replies import LINE
-from mocked_server.check.vllm_scripted_engine import REHEARSAL_ARGUMENTS, TrialEngine
+from mocked_server.check.vllm_scripted_engine import REHEARSAL_ARGUMENTS, TrialEngine, spelled
 from mocked_server.generation import Generation
 from mocked_server.server import MockedServer
 from mocked_server.vllm.engine import VLLMEngine
@@ -94,22 +95,17 @@ def lines_of(name: str) -> dict[str, list[str]]:
     return lines
 
 
-def spelled(line: str, *, tokenizer: Any, family: Family, seed: int) -> list[int]:
-    """The line in pieces of random length, each encoded alone; control tokens stay whole."""
-    rng, ids, text = random.Random(seed), list[int](), ""
-    marks = sorted(family.marks, key=len, reverse=True)
-    at = 0
-    while at < len(line):
-        mark = next((mark for mark in marks if line.startswith(mark, at)), "")
-        if mark:
-            ids.append(tokenizer.convert_tokens_to_ids(mark))
-            at += len(mark)
-            continue
-        text = line[at : at + rng.randint(1, 8)]
-        ends = [where for mark in marks if (where := line.find(mark, at, at + len(text) + len(mark))) > at]
-        text = text[: min([len(text), *(end - at for end in ends)])]
-        ids += tokenizer.encode(text, add_special_tokens=False)
-        at += len(text)
+def ids_of(line: str, *, tokenizer: Any, family: Family, seed: int) -> list[int]:
+    """The line's tokens, spelled as no tokenizer would; control tokens stay whole."""
+    marks = "|".join(map(re.escape, sorted(family.marks, key=len, reverse=True)))
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    ids = list[int]()
+    for number, piece in enumerate(re.split(f"({marks})", line)):
+        ids += (
+            [tokenizer.convert_tokens_to_ids(piece)]
+            if number % 2
+            else spelled(piece, encode=encode, seed=seed + number)
+        )
     return ids
 
 
@@ -139,7 +135,7 @@ class LineEngine:
 
         self._num_lines += 1
         line = params.extra_args[LINE]
-        ids = spelled(line, tokenizer=self._tokenizer, family=self._family, seed=self._num_lines)
+        ids = ids_of(line, tokenizer=self._tokenizer, family=self._family, seed=self._num_lines)
         ids.append(self._tokenizer.convert_tokens_to_ids(stop_of(self._family, line)))
         text = DecodeStream(skip_special_tokens=params.skip_special_tokens)
         step = len(ids) if params.output_kind == RequestOutputKind.FINAL_ONLY else 2

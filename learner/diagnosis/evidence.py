@@ -179,12 +179,7 @@ def _lines(path: Path) -> list[dict[str, float]]:
 def _cards(path: Path) -> int:
     try:
         return int(json.loads(path.read_bytes().split(b"\n")[-2])["cards"])
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-    ):  # none, not written yet, of an earlier release, or cut by a full disk
+    except (OSError, ValueError, LookupError, TypeError):  # no such file or line yet, of an earlier release, or cut
         return 0
 
 
