@@ -69,7 +69,7 @@ def measured(model: Path) -> dict[str, dict[str, int]]:
     return dict(zip(CASES, told, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.long(minutes=2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_takes_what_the_plan_says(model: Path, measured: dict[str, dict[str, int]], case: str) -> None:
     (lag, given), took = CASES[case], measured[case]
