@@ -133,4 +133,5 @@ def _row(path: list[Round], *, fresh: set[int], group_id: int, scores: EpisodeSc
 def _next_known(versions: Int32) -> Int32:
     """[T] that of the next sampled token: a token meets the routers in the pass that samples what comes after it."""
     sampled = np.append(np.flatnonzero(versions >= 0), len(versions) - 1)
-    return versions[sampled[np.searchsorted(sampled[:-1], np.arange(len(versions)), side="right")]]
+    following = sampled[np.searchsorted(sampled[:-1], np.arange(len(versions)), side="right")]
+    return np.asarray(versions[following], dtype=np.int32)
