@@ -76,7 +76,7 @@ def has_remote_code(folder: Path) -> bool:
 
 
 def half_precision_kind(folder: Path) -> str:
-    """The kind of layers for which vLLM has no kernel on a CPU but for half precision; on a GPU that is so for LATENT. Empty: none."""
+    """The kind of layers for which vLLM has kernels for half precision only: on a CPU, and LATENT on a GPU too. Empty: none."""
     text = _text_config(folder)
     if text.get("kv_lora_rank"):
         return LATENT
