@@ -295,7 +295,8 @@ class ServerEngine:
                     output = await queue.get()
                     finished = output.finished
                     self._count(output)
-                    yield output
+                    with self._silence.given():
+                        yield output
         except (ServerLost, EngineDied) as error:
             self._lose(str(error), life=life[1])
             raise EngineLost(

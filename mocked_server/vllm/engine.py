@@ -38,7 +38,8 @@ from mocked_server.vllm.adapters import PolicyAdapters, is_adapter
 from mocked_server.vllm.continued_requests import continued, interrupted, never_began
 from mocked_server.vllm.engine_arguments import RECORDS_EXPERTS, has_gpu, set_process_environment
 from mocked_server.vllm.process import fork_server
-from mocked_server.vllm.process.engine_silence import EngineSilence, processor_time
+from mocked_server.vllm.process.engine_ending import DEAF, STOPPED, TAKEN_DOWN, EngineEnding, ending_of, oom_kills
+from mocked_server.vllm.process.engine_silence import EngineSilence, are_stopped, processor_time
 from mocked_server.vllm.process.fork_server import engines_of_ours, engines_see
 from mocked_server.vllm.process.scheduler_stats import SchedulerStats
 
@@ -134,10 +135,15 @@ class VLLMEngine:
         """What the last load took."""
         self._silence = EngineSilence(timeout_s)
         self._watching: asyncio.Task[None] | None = None
+        self._ending: EngineEnding | None = None
+        """What was seen of the end of the present process."""
+        self._oom_kills = 0
+        """Before it started."""
 
     async def start(self) -> None:
         """Boot the engine process; raises EngineError when it does not come up."""
         self._life += 1
+        self._ending, self._oom_kills = None, oom_kills()
         numbers_only_where_asked()
         continued_requests.install()
         booting = asyncio.create_task(asyncio.to_thread(self._boot), name="boot the engine")
@@ -153,24 +159,33 @@ class VLLMEngine:
 
     async def _kill_when_deaf(self, llm: Any) -> None:
         """An engine that makes no progress is killed: then it is a dead one as others. Its processes get no further, or it answers
-        nothing, not even the question whether it sleeps."""
+        nothing, not even the question whether it sleeps, which is also asked when nothing else is."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         processes = llm.engine_core.resources.engine_manager.processes
-        stuck = asyncio.create_task(self._silence.without_progress(lambda: processor_time(processes)))
-        deaf = asyncio.create_task(self._silence.lasting(llm.is_sleeping))
         try:
-            done, _ = await asyncio.wait({stuck, deaf}, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await self._silence.lasting(
+                llm.is_sleeping, processor_time=lambda: processor_time(processes), asks_idle=True
+            )
         except EngineDeadError:
             return  # what waits for it has the error already
-        finally:
-            stuck.cancel()
-            deaf.cancel()
-        logger.error("engine %s made no progress with requests waiting: it is killed", self.name)
-        for process in processes:
-            process.kill()
+        if not self.dead:
+            self._see_ending(STOPPED if are_stopped(processes) else DEAF)
+            for process in processes:
+                process.kill()
+
+    def _see_ending(self, seen: EngineEnding | None = None) -> EngineEnding:
+        """What was seen first: later its processes may have been ended by this one."""
+        if self._ending is None:
+            if seen is None and not self._llm.engine_core.resources.engine_dead:
+                seen = TAKEN_DOWN
+            if seen is None:
+                codes = [process.exitcode for process in self._llm.engine_core.resources.engine_manager.processes]
+                seen = ending_of(codes, oom_kills=oom_kills() - self._oom_kills)
+            self._ending = seen
+            if seen is not TAKEN_DOWN:
+                logger.error("the process of engine %s %s", self.name, seen.words)
+        return self._ending
 
     async def _give_up(self, booting: asyncio.Task[None]) -> None:
         """A thread cannot be cancelled; but vLLM waits no longer for an engine whose process has ended."""
@@ -289,21 +304,27 @@ class VLLMEngine:
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+        life, llm = (self.name, self._life), self._llm
         if not self.is_up:
-            raise self._lost(f"engine {self.name} is down", sampled=never_began(request_id))
-        llm = self._llm
+            raise EngineLost(f"engine {self.name} is down", life=life, sampled=never_began(request_id))
         role, extra = extra.get(ADAPTER_OF, ""), {name: value for name, value in extra.items() if name != ADAPTER_OF}
         try:
             with self._silence.expecting(), self._adapters.newest(role) as adapter:
                 outputs = llm.generate(tokens_input(ids), params, request_id, **extra, **adapter)
                 async with aclosing(outputs) as outputs:
                     async for output in outputs:
-                        self._silence.heard()
                         self._count(output)
-                        yield output
+                        with self._silence.given():
+                            yield output
         except EngineDeadError as error:
             sampled = never_began(request_id) or interrupted(llm, request_id)
-            raise self._lost(f"engine {self.name} died while it answered {request_id}", sampled=sampled) from error
+            ending = self._see_ending() if self._llm is llm else TAKEN_DOWN
+            raise EngineLost(
+                f"engine {self.name} died while it answered {request_id}: it {ending.words}",
+                life=life,
+                sampled=sampled,
+                by_itself=ending.by_itself,
+            ) from error
         except VLLMClientError as error:
             raise refusal_of(error) from error
         except EngineGenerateError as error:
@@ -312,9 +333,6 @@ class VLLMEngine:
             raise
         finally:
             never_began(request_id)
-
-    def _lost(self, message: str, *, sampled: Sequence[Sampled]) -> EngineLost:
-        return EngineLost(message, life=(self.name, self._life), sampled=sampled)
 
     async def load_weights(self, folder: Path, *, version: int) -> float:
         """Swap in the weights of `folder` as `version`. Running requests freeze and continue; none is dropped. Returns the
@@ -365,14 +383,16 @@ class VLLMEngine:
         """Give memory back: vLLM's sleep level 1 with `rollout.sleep` on a GPU, where running requests freeze until `wake_up`;
         elsewhere the prefix cache. An engine that dies meanwhile has none left."""
         if (llm := self._llm) is not None and self.is_up:
-            await self._while_alive(llm.sleep(level=1, mode="keep") if self._may_sleep else llm.reset_prefix_cache())
+            with self._silence.long_work():
+                await self._while_alive(llm.sleep(level=1, mode="keep") if self._may_sleep else llm.reset_prefix_cache())
             if self._may_sleep:
                 self._stats.cleared(under_way=len(llm.output_processor.request_states))
 
     async def wake_up(self) -> None:
         """Undo `sleep`. No effect on an engine that is awake."""
         if self._may_sleep and self.is_up:
-            await self._while_alive(self._llm.wake_up())
+            with self._silence.long_work():
+                await self._while_alive(self._llm.wake_up())
 
     def _count(self, output: Any) -> None:
         self._totals["sampled_tokens"] += sum(len(completion.token_ids) for completion in output.outputs)
@@ -421,6 +441,7 @@ class VLLMEngine:
             self._watching.cancel()
             await asyncio.wait({self._watching})
         if self._llm is not None:
+            self._see_ending()
             if (
                 listening := self._llm.output_handler
             ) is not None:  # else it reports the end of the process as an error
