@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from mocked_server.fleet.member import EngineLost, Sampled
@@ -115,6 +116,16 @@ def interrupted(llm: Any, request_id: str) -> list[Sampled]:
         ended = [output for output in parents[0].output_aggregator if output is not None]
         found += [_ended(output) for output in ended]
     return sorted(found, key=lambda sampled: sampled.index)
+
+
+def given_up(output: Any) -> list[Sampled]:
+    """What was sampled of a request that its engine gives up, as one does that was told to end (SIGTERM); empty: it does not."""
+    if not any(completion.finish_reason == "abort" for completion in output.outputs):
+        return []
+    return [
+        replace(_ended(completion), output=None) if completion.finish_reason == "abort" else _ended(completion)
+        for completion in output.outputs
+    ]
 
 
 def _sampled(state: Any) -> Sampled:

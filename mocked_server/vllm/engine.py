@@ -35,7 +35,7 @@ from mocked_server.fleet.member import ADAPTER_OF, EngineFigures, EngineLost, Sa
 from mocked_server.fleet.probe import probe
 from mocked_server.vllm import continued_requests
 from mocked_server.vllm.adapters import PolicyAdapters, is_adapter
-from mocked_server.vllm.continued_requests import continued, interrupted, never_began
+from mocked_server.vllm.continued_requests import continued, given_up, interrupted, never_began
 from mocked_server.vllm.engine_arguments import RECORDS_EXPERTS, has_gpu, set_process_environment
 from mocked_server.vllm.process import fork_server
 from mocked_server.vllm.process.engine_ending import DEAF, STOPPED, TAKEN_DOWN, EngineEnding, ending_of, oom_kills
@@ -54,6 +54,8 @@ LOOK_S = 0.1
 READY_S = 20
 """Seconds for the last message of a start, which an engine has sent before it says that it has started. vLLM would wait 10 minutes
 for it, also when the process was killed at that moment."""
+ENDING_S = 5.0
+"""Seconds in which an engine ends that was told to, and gave its requests up."""
 _BY_SIGNAL = re.compile(r"Failed core proc.*: -\d")
 """vLLM names exit codes: a negative one is the signal that ended the process."""
 
@@ -313,18 +315,16 @@ class VLLMEngine:
                 outputs = llm.generate(tokens_input(ids), params, request_id, **extra, **adapter)
                 async with aclosing(outputs) as outputs:
                     async for output in outputs:
+                        if sampled := given_up(output):
+                            with suppress(TimeoutError):
+                                await asyncio.wait_for(self._until_gone(llm), ENDING_S)
+                            raise self._lost(request_id, llm, life=life, sampled=sampled)
                         self._count(output)
                         with self._silence.given():
                             yield output
         except EngineDeadError as error:
             sampled = never_began(request_id) or interrupted(llm, request_id)
-            ending = self._see_ending() if self._llm is llm else TAKEN_DOWN
-            raise EngineLost(
-                f"engine {self.name} died while it answered {request_id}: it {ending.words}",
-                life=life,
-                sampled=sampled,
-                by_itself=ending.by_itself,
-            ) from error
+            raise self._lost(request_id, llm, life=life, sampled=sampled) from error
         except VLLMClientError as error:
             raise refusal_of(error) from error
         except EngineGenerateError as error:
@@ -333,6 +333,11 @@ class VLLMEngine:
             raise
         finally:
             never_began(request_id)
+
+    def _lost(self, request_id: str, llm: Any, *, life: tuple[str, int], sampled: Sequence[Sampled]) -> EngineLost:
+        ending = self._see_ending() if self._llm is llm else TAKEN_DOWN
+        message = f"engine {self.name} died while it answered {request_id}: it {ending.words}"
+        return EngineLost(message, life=life, sampled=sampled, by_itself=ending.by_itself)
 
     async def load_weights(self, folder: Path, *, version: int) -> float:
         """Swap in the weights of `folder` as `version`. Running requests freeze and continue; none is dropped. Returns the

@@ -40,8 +40,10 @@ def ending_of(exit_codes: Sequence[int | None], *, oom_kills: int = 0) -> Engine
         return EngineEnding(True, "failed with an error of its own")
     if code == UNKNOWN:
         return EngineEnding(False, "ended, and nobody saw how")
-    if code >= 0:
-        return EngineEnding(code > 0, f"ended with exit code {code}")
+    if code == 0:
+        return EngineEnding(False, "was told to end from outside (SIGTERM), and did")
+    if code > 0:
+        return EngineEnding(True, f"ended with exit code {code}")
     name = signal.Signals(-code).name if -code in iter(signal.Signals) else f"signal {-code}"
     if -code in CRASHES:
         return EngineEnding(True, f"crashed ({name})")
