@@ -16,7 +16,6 @@ import re
 import shutil
 import signal
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
@@ -25,7 +24,7 @@ from copy import copy
 from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import psutil
 
@@ -122,7 +121,8 @@ class VLLMEngine:
         self._totals: Counter[str] = Counter()
         self._kv_capacity = 0
         self._llm: Any = None
-        self._has_sockets = False
+        self._folder = ""
+        """Where the processes of the last boot meet, which no other user can enter."""
         self._processes: list[BaseProcess] = []
         """What the last boot has started, or is starting."""
         self._up = False
@@ -262,13 +262,13 @@ class VLLMEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         core_client.VLLM_ENGINE_READY_TIMEOUT_S = READY_S  # no setting of ours: what takes long is waited for before
-        Sockets.enter()
-        self._has_sockets = True
+        self._leave_folder()
+        self._folder = tempfile.mkdtemp(prefix="understudy-engine-", dir=socket_folder(40))
         config = copy(self._vllm_config)  # engines share it, and vLLM writes into it how many blocks an engine has
         config.cache_config = copy(config.cache_config)
         config.cache_config.num_gpu_blocks = None
         try:
-            with interrupts_blocked(), engines_see(self._devices), engines_of_ours() as self._processes:
+            with interrupts_blocked(), engines_see(self._devices), engines_of_ours(self._folder) as self._processes:
                 self._llm = AsyncLLM.from_vllm_config(
                     config,
                     disable_log_stats=True,
@@ -459,9 +459,12 @@ class VLLMEngine:
             except psutil.NoSuchProcess:  # it ended just when vLLM looked for what is below it
                 await asyncio.to_thread(self._llm.engine_core.resources)
             self._llm = None
-        if self._has_sockets:
-            Sockets.leave()
-            self._has_sockets = False
+        self._leave_folder()
+
+    def _leave_folder(self) -> None:
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = ""
 
 
 async def _load_published(llm: Any, folder: Path) -> None:
@@ -481,38 +484,6 @@ async def _freeze(llm: Any) -> None:
     way arrive first: they are labelled in the engine, so their order does not matter."""
     await llm.renderer.clear_mm_cache_async()
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
-
-
-class Sockets:
-    """The folder where vLLM's processes meet, which no other user can enter: one for all engines of this process, gone with the
-    last. By itself vLLM leaves two sockets at each start in the folder for temporary files."""
-
-    _lock = threading.Lock()
-    _folder: ClassVar[str | None] = None
-    _users = 0
-
-    @classmethod
-    def enter(cls) -> None:
-        """One more engine uses it."""
-        from vllm import envs
-
-        with cls._lock:
-            cls._users += 1
-            if cls._folder is None:
-                cls._folder = tempfile.mkdtemp(prefix="understudy-engine-", dir=socket_folder(40))
-                envs.VLLM_RPC_BASE_PATH = cls._folder
-
-    @classmethod
-    def leave(cls) -> None:
-        """One less."""
-        from vllm import envs
-
-        with cls._lock:
-            cls._users -= 1
-            if cls._users == 0 and cls._folder is not None:
-                shutil.rmtree(cls._folder, ignore_errors=True)
-                cls._folder = None
-                del envs.VLLM_RPC_BASE_PATH  # vLLM's own value is there again
 
 
 def free_sampling(*, tokens: int, temperature: float) -> Any:

@@ -17,7 +17,7 @@ from buffers.errors import EngineDied, EngineError
 from configs.tiny_model import make_tiny_model
 from mocked_server.answer_recorder import AnswerRecorder
 from mocked_server.fleet.member import EngineLost
-from mocked_server.vllm.engine import Sockets, VLLMEngine
+from mocked_server.vllm.engine import VLLMEngine
 from tests.mocked_server.vllm.hosted.test_remote_engine import leaver_at, until_given_up
 from tests.support.patience import PATIENCE_S
 from tests.support.served_models import ENDLESS, LONG
@@ -200,9 +200,9 @@ def test_what_waits_for_an_engine_that_is_replaced_is_told_and_the_next_one_answ
             await asyncio.wait_for(running, PATIENCE_S)
         return await generate(engine, 8, seed=2)
 
-    before = Path(Sockets._folder)
+    before = Path(engine._folder)
     response = rollout.wait(replace_midway())
-    folder = Path(Sockets._folder)
+    folder = Path(engine._folder)
     assert not before.exists(), "the sockets of the engine that was replaced are left"
     assert len([path for path in folder.iterdir() if path.is_socket()]) >= 2
     assert folder.stat().st_mode & 0o777 == 0o700, "no other user may enter"
