@@ -30,9 +30,16 @@ LONG_WORK = 10
 class EngineSilence:
     """`timeout_s`: half of it without any output while something is expected leads to a probe, which has the other half."""
 
-    def __init__(self, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
         self.timeout_s = timeout_s
         self._clock = clock
+        self._sleep = sleep
         self._expected = 0
         self._long = 0
         self._quiet_s = 0.0
@@ -91,7 +98,7 @@ class EngineSilence:
         idle_s = still_s = 0.0
         try:
             while True:
-                await asyncio.sleep(LOOK_S)
+                await self._sleep(LOOK_S)
                 now = self._clock()
                 step, looked = min(now - looked, 2 * LOOK_S), now  # more: it was this process that did not run
                 if asking is not None and asking.done():
