@@ -149,6 +149,7 @@ class Served:
     async def until_under_way(self, *requests: str, alone: bool = False) -> MortalEngine:
         async with asyncio.timeout(PATIENCE_S):
             while True:
+                assert not self.blamed
                 engine = self.serving(requests[0])
                 if engine is not None and {*requests} <= {*engine.serving}:
                     assert not alone or list(engine.serving) == [*requests]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import faulthandler
-import multiprocessing
-import os
 import signal
+import subprocess
 
 import pytest
 
@@ -37,15 +35,8 @@ def test_a_kill_while_memory_ran_out_is_named_and_no_evidence_either():
     assert oom_kills() >= 0
 
 
-def wait() -> None:
-    faulthandler.disable()
-    signal.pause()
-
-
 @pytest.mark.parametrize(("by", "by_itself"), [(signal.SIGKILL, False), (signal.SIGSEGV, True)])
 def test_it_reads_the_exit_codes_that_real_processes_have(by, by_itself):
-    process = multiprocessing.get_context("fork").Process(target=wait)
-    process.start()
-    os.kill(process.pid, by)
-    process.join()
-    assert ending_of([process.exitcode]).by_itself is by_itself
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        process.send_signal(by)
+    assert ending_of([process.returncode]).by_itself is by_itself
