@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Whose request it is, for its route. `alone`: its engine serves nothing else meanwhile, and is none of `apart_from`, where there
-    is another one."""
+    """Whose request it is, for its route. `alone`: its engine serves nothing else meanwhile, and is none of `apart_from`, where
+    there is another one."""
 
     episode_id: str
     group_id: int | None = None

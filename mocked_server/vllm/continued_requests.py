@@ -221,9 +221,7 @@ async def merged(
                 yield output
         if lost:
             sampled = [*(_ended(output) for output in done), *(one for error in lost for one in error.sampled)]
-            raise EngineLost(
-                str(lost[0]), life=lost[0].life, sampled=sampled, by_itself=lost[0].by_itself
-            ) from lost[0]
+            raise EngineLost(str(lost[0]), life=lost[0].life, sampled=sampled, by_itself=lost[0].by_itself) from lost[0]
     finally:
         for task in reading:
             task.cancel()

@@ -389,7 +389,9 @@ class VLLMEngine:
         elsewhere the prefix cache. An engine that dies meanwhile has none left."""
         if (llm := self._llm) is not None and self.is_up:
             with self._silence.long_work():
-                await self._while_alive(llm.sleep(level=1, mode="keep") if self._may_sleep else llm.reset_prefix_cache())
+                await self._while_alive(
+                    llm.sleep(level=1, mode="keep") if self._may_sleep else llm.reset_prefix_cache()
+                )
             if self._may_sleep:
                 self._stats.cleared(under_way=len(llm.output_processor.request_states))
 

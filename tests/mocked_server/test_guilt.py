@@ -1,4 +1,4 @@
-"""Rules of mocked_server/generation.py: who is to blame for an engine's death, with a real fleet of engines that die when told to."""
+"""Rules of mocked_server/generation.py: who is to blame for an engine's death, in a real fleet of engines that die when told to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PARAMS = SimpleNamespace(presence_penalty=0.0, frequency_penalty=0.0, structured
 
 
 class MortalEngine:
-    """Samples 0, 1, 2, ... after every prompt. One with POISON in it ends it. `at_death`: requests under way at each of its deaths."""
+    """Samples 0, 1, 2, ... after every prompt. One with POISON in it ends it. `at_death`: requests under way at its deaths."""
 
     def __init__(self, name: str) -> None:
         self.name, self.version, self.life = name, 0, 1
@@ -64,9 +64,7 @@ class MortalEngine:
                     self.die(by_itself=True)
                 if not self.is_up:
                     how = "crashed" if self._by_itself else "was killed"
-                    raise EngineLost(
-                        f"engine {self.name} {how}", life=(self.name, life), by_itself=self._by_itself
-                    )
+                    raise EngineLost(f"engine {self.name} {how}", life=(self.name, life), by_itself=self._by_itself)
                 self.serving[request_id] = token + 1
                 yield output(token, ends="length" if token == LENGTH - 1 else None)
         finally:
@@ -135,10 +133,12 @@ class Served:
         client = Client(name)
         self.queue.put(
             Prompt(
-                request_id=name, episode_id=f"episode-{name}", reply=client,
+                request_id=name,
+                episode_id=f"episode-{name}",
+                reply=client,
                 prompt_token_ids=np.array([7, POISON if poison else 8], np.int32),
                 sampling=SimpleNamespace(params=PARAMS, extra={}),
-            )  # fmt: skip
+            )
         )
         return client
 

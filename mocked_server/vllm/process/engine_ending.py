@@ -33,8 +33,8 @@ DEAF = EngineEnding(True, "made no progress, and is killed")
 
 
 def ending_of(exit_codes: Sequence[int | None], *, oom_kills: int = 0) -> EngineEnding:
-    """The end of an engine of which vLLM says that it is dead. `exit_codes`: of its processes; None: it still runs, so it said itself
-    that it failed. `oom_kills`: processes that Linux ended for want of memory since the engine started."""
+    """The end of an engine of which vLLM says that it is dead. `exit_codes`: of its processes; None: it still runs, so it said
+    itself that it failed. `oom_kills`: processes that Linux ended for want of memory since the engine started."""
     code = next((code for code in exit_codes if code is not None), None)
     if code is None:
         return EngineEnding(True, "failed with an error of its own")
@@ -44,12 +44,13 @@ def ending_of(exit_codes: Sequence[int | None], *, oom_kills: int = 0) -> Engine
         return EngineEnding(False, "was told to end from outside (SIGTERM), and did")
     if code > 0:
         return EngineEnding(True, f"ended with exit code {code}")
-    name = signal.Signals(-code).name if -code in iter(signal.Signals) else f"signal {-code}"
+    name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
     if -code in CRASHES:
         return EngineEnding(True, f"crashed ({name})")
     if -code == signal.SIGKILL and oom_kills:
         return EngineEnding(
-            False, f"was killed ({name}), likely by Linux, which ended {oom_kills} processes meanwhile as memory ran out"
+            False,
+            f"was killed ({name}), likely by Linux, which ended {oom_kills} processes meanwhile as memory ran out",
         )
     return EngineEnding(False, f"was killed from outside ({name})")
 

@@ -90,9 +90,9 @@ class EngineSilence:
         processor_time: Callable[[], float] | None = None,
         asks_idle: bool = False,
     ) -> None:
-        """Wait until the engine is silent for the time-out, or, by `processor_time` (seconds of it so far), for STUCK_S without work:
-        a long step takes processor time. `probe` asks it something that it answers between two steps; what that raises says that the
-        engine's end is known already. `asks_idle`: also while nothing is expected of it."""
+        """Wait until the engine is silent for the time-out, or, by `processor_time` (seconds of it so far), for STUCK_S without
+        work: a long step takes processor time. `probe` asks it something that it answers between two steps; what that raises says
+        that the engine's end is known already. `asks_idle`: also while nothing is expected of it."""
         asking: asyncio.Task[None] | None = None
         looked, used = self._clock(), 0.0
         idle_s = still_s = 0.0

@@ -140,5 +140,3 @@ async def test_an_end_that_is_known_already_ends_the_watch() -> None:
         await it.pass_s(IDLE_S + 2, watching)
         with pytest.raises(ConnectionError):
             watching.result()
-
-
