@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import sys
 import threading
@@ -30,6 +31,8 @@ from typing import Any
 from uuid import uuid4
 
 from configs.process_fork import fork_server, use_threads_of_environment
+from mocked_server.vllm.engine_arguments import has_gpu
+from mocked_server.vllm.process.engine_ending import ending_of
 
 _owner: int | None = None
 """The process that started it."""
@@ -110,6 +113,24 @@ def _meet_in(folder: str) -> None:
 
     envs.VLLM_RPC_BASE_PATH = folder
     uniproc_executor.get_file_store_init_method = lambda: f"file://{folder}/vllm_dist_{uuid4().hex}"
+    if has_gpu():
+        end_as_workers_do()
+
+
+def end_as_workers_do() -> None:
+    """This process is an engine whose workers are processes of their own: where something outside ends one of them, it ends in that
+    way too. By itself it would call that an error of its own."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    shutdown = MultiprocExecutor.shutdown
+
+    def shutdown_of_ours(self: Any) -> None:
+        codes = [worker.proc.exitcode for worker in self.workers] if getattr(self, "is_failed", False) else []
+        if any(code is not None and not ending_of([code]).by_itself for code in codes):
+            os.kill(os.getpid(), signal.SIGKILL)
+        shutdown(self)
+
+    MultiprocExecutor.shutdown = shutdown_of_ours
 
 
 _boot = threading.local()
