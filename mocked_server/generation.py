@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 DEATHS_TOGETHER = 2
 """Engines that ended by themselves with requests of an episode under way, after which it is served by an engine that serves nothing
-else. One that ends by itself then has died of it: a request that kills engines is found with the third, whoever was there. What
+else. One that ends by itself then has died of it: a request that kills engines is found with the third death. What
 something outside has ended (`EngineLost.by_itself`) says nothing of a request, however often."""
 
 

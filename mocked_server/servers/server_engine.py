@@ -321,7 +321,7 @@ class ServerEngine:
                     self._silence.heard()
                     self._last_tokens_at = time.monotonic()
                     if tokens.finish_reason == "abort":
-                        raise ServerLost("it gave its requests up, as a server does that is told to end")
+                        raise ServerLost("it gave its requests up, as a server does that ends")
                     if tokens.versions is not None and self._facts is not None and self._facts.no_weights:
                         tokens = replace(tokens, versions=None)  # labels of its owner's, and not of this run's
                     ended = self._requests.feed(completion, tokens, version=self.version)

@@ -122,7 +122,7 @@ class VLLMEngine:
         self._kv_capacity = 0
         self._llm: Any = None
         self._folder = ""
-        """Where the processes of the last boot meet, which no other user can enter."""
+        """Folder where the processes of the last boot meet; no other user can enter it."""
         self._processes: list[BaseProcess] = []
         """What the last boot has started, or is starting."""
         self._up = False
@@ -140,7 +140,7 @@ class VLLMEngine:
         self._ending: EngineEnding | None = None
         """What was seen of the end of the present process."""
         self._oom_kills = 0
-        """Before it started."""
+        """Processes that Linux had ended for want of memory before it started."""
 
     async def start(self) -> None:
         """Boot the engine process; raises EngineError when it does not come up."""

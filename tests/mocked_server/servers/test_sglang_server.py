@@ -228,7 +228,7 @@ def test_an_answer_that_a_server_gives_up_is_no_end_of_it(
                     yield Tokens(token_ids=[], finish_reason="abort")
 
         monkeypatch.setattr(server, "sample", given_up)
-        with pytest.raises(EngineLost, match="told to end") as lost:
+        with pytest.raises(EngineLost, match="gave its requests up") as lost:
             await outputs_of(engine, sampling(max_tokens=900, kind="FINAL_ONLY"), "given-up")
         (sampled,) = lost.value.sampled
         assert len(sampled.token_ids) == 1 and not lost.value.by_itself
