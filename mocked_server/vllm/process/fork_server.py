@@ -125,9 +125,12 @@ def end_as_workers_do() -> None:
     shutdown = MultiprocExecutor.shutdown
 
     def shutdown_of_ours(self: Any) -> None:
-        codes = [worker.proc.exitcode for worker in self.workers] if getattr(self, "is_failed", False) else []
-        if any(code is not None and not ending_of([code]).by_itself for code in codes):
-            os.kill(os.getpid(), signal.SIGKILL)
+        if getattr(self, "is_failed", False) and not getattr(
+            self, "shutting_down", False
+        ):  # later it has ended them itself
+            codes = [worker.proc.exitcode for worker in self.workers]
+            if any(code is not None and not ending_of([code]).by_itself for code in codes):
+                os.kill(os.getpid(), signal.SIGKILL)
         shutdown(self)
 
     MultiprocExecutor.shutdown = shutdown_of_ours

@@ -143,10 +143,14 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 end_as_workers_do()
 codes = []
-for code, is_failed in json.loads(sys.argv[1]):
+for code, state in json.loads(sys.argv[1]):
     if (child := os.fork()) == 0:
-        workers = [SimpleNamespace(proc=SimpleNamespace(exitcode=each)) for each in (None, code)]
-        MultiprocExecutor.shutdown(SimpleNamespace(shutting_down=True, is_failed=is_failed, workers=workers))
+        workers = [
+            SimpleNamespace(proc=SimpleNamespace(exitcode=each), death_writer=None, worker_response_mq=None)
+            for each in (None, code)
+        ]
+        executor = SimpleNamespace(workers=workers, _ensure_worker_termination=lambda _: None, **state)
+        MultiprocExecutor.shutdown(executor)
         os._exit(0)
     codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 print(json.dumps(codes))
@@ -155,7 +159,14 @@ print(json.dumps(codes))
 
 @pytest.mark.seconds
 def test_an_engine_one_of_whose_workers_was_killed_ends_as_a_killed_one() -> None:
-    cases = [(-signal.SIGKILL, True), (-signal.SIGSEGV, True), (1, True), (-signal.SIGTERM, False)]
+    failed = {"is_failed": True, "shutting_down": False}
+    cases = [
+        (-signal.SIGKILL, failed),
+        (-signal.SIGSEGV, failed),
+        (1, failed),
+        (-signal.SIGTERM, {**failed, "is_failed": False}),
+        (-signal.SIGTERM, {**failed, "shutting_down": True}),
+    ]
     command = [sys.executable, "-c", WORKERS, json.dumps(cases)]
     said = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=True)
-    assert json.loads(said.stdout.splitlines()[-1]) == [-signal.SIGKILL, 0, 0, 0]
+    assert json.loads(said.stdout.splitlines()[-1]) == [-signal.SIGKILL, 0, 0, 0, 0]
