@@ -34,8 +34,9 @@ from mocked_server.vllm.sampling_limits import keeps_state
 logger = logging.getLogger(__name__)
 
 DEATHS_TOGETHER = 2
-"""Deaths of the engine after which an episode whose requests were under way at each is generated for apart from other such
-ones: so the one that kills it is found."""
+"""Engines that ended by themselves with requests of an episode under way, after which it is served by an engine that serves nothing
+else. One that ends by itself then has died of it: a request that kills engines is found with the third death. What
+something outside has ended (`EngineLost.by_itself`) says nothing of a request, however often."""
 
 
 class Engine(Protocol):
@@ -139,7 +140,7 @@ class GenerationStats:
 class Generation:
     """Runs `generate` for one engine. `run()` is the loop; `serve(prompt)` answers one prompt.
 
-    `blame`: called with the id of an episode one of whose requests killed the engine while no other suspect was under way.
+    `blame`: called with the id of an episode one of whose requests killed the engine that served nothing else.
     """
 
     def __init__(
@@ -165,8 +166,9 @@ class Generation:
         self._trees: dict[str, TokenTree] = {}
         self._answers: defaultdict[str, list[_Answer]] = defaultdict(list)
         """Episode -> its answers that are generated now."""
-        self._deaths: dict[str, set[object]] = {}
-        """Episode -> the lives of engines that ended while it had a request under way; until it is served alone."""
+        self._deaths: dict[str, dict[tuple[str, int], str]] = {}
+        """Episode -> the lives of engines that ended by themselves while it had a request under way -> what was seen; until it is
+        served alone."""
         self._alone = asyncio.Lock()
         """Held by the one suspect that is generated for."""
         self.stats = GenerationStats()
@@ -233,31 +235,42 @@ class Generation:
         """Generate until the answer is complete, or lost with an engine that died, where that cannot be continued."""
         suspect = answer.prompt.episode_id or answer.prompt.request_id
         while True:
-            is_alone = len(self._deaths.get(suspect, ())) >= DEATHS_TOGETHER
+            earlier = self._deaths.get(suspect, {})
+            caller = Caller(episode_id=suspect, group_id=answer.prompt.group_id)
+            if is_alone := len(earlier) >= DEATHS_TOGETHER:
+                caller = replace(caller, alone=True, apart_from=frozenset(name for name, _ in earlier))
             try:
                 async with self._alone if is_alone else nullcontext():
-                    await self._generate(answer)
+                    await self._generate(answer, caller)
                 if is_alone:
                     self._deaths.pop(suspect, None)
                 return
             except EngineLost as lost:
                 if not await self._engine_of(answer.prompt).wait_restarted():
                     raise
-                self._deaths.setdefault(suspect, set()).add(lost.life)
-                if is_alone:
-                    self._convict(answer.prompt)
+                if lost.by_itself and is_alone:
+                    self._convict(answer.prompt, str(lost), earlier)
+                if lost.by_itself:
+                    self._deaths.setdefault(suspect, {})[lost.life] = str(lost)
                 if not answer.carry_on(lost.sampled):
                     self._abort(answer)
                     return
                 self.stats.continued += 1
 
-    def _convict(self, prompt: Prompt) -> None:
-        logger.error("the engine died of request %s of episode %s", prompt.request_id, prompt.episode_id)
+    def _convict(self, prompt: Prompt, seen: str, earlier: Mapping[tuple[str, int], str]) -> None:
+        before = "; ".join(earlier.values())
+        logger.error(
+            "request %s of episode %s kills engines: served alone, %s; before, with others under way: %s",
+            prompt.request_id, prompt.episode_id, seen, before,
+        )  # fmt: skip
         if prompt.episode_id is not None:
             self._blame(prompt.episode_id)
-        raise RequestRefused("the engine died while it answered this request alone; send another one")
+        raise RequestRefused(
+            f"the engine died while it answered this request alone ({seen}), as {len(earlier)} others did that served it among "
+            "others; send another one"
+        )
 
-    async def _generate(self, answer: _Answer) -> None:
+    async def _generate(self, answer: _Answer, caller: Caller) -> None:
         prompt, reply = answer.prompt, answer.prompt.reply
         if self._records_experts and (tree := self._tree_of(prompt)) is not None:  # the parent's own are stored
             prompt.sampling.params.routed_experts_prompt_start = max(1, tree.num_ids(prompt.parent)) - 1
@@ -266,7 +279,7 @@ class Generation:
             ids,
             prompt.sampling.params,
             request_id=prompt.request_id,
-            caller=Caller(episode_id=prompt.episode_id or prompt.request_id, group_id=prompt.group_id),
+            caller=caller,
             sampled=answer.sampled,
             **prompt.sampling.extra,
             **({ADAPTER_OF: prompt.role} if prompt.role in self._adapters else {}),

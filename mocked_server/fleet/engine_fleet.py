@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Whose request it is, for its route."""
+    """Whose request it is, for its route. `alone`: its engine serves nothing else meanwhile, and is none of `apart_from`, where
+    there is another one."""
 
     episode_id: str
     group_id: int | None = None
+    alone: bool = False
+    apart_from: frozenset[str] = frozenset()
 
 
 def _never_again(_: str, error: Exception) -> None:
@@ -65,6 +69,10 @@ class EngineFleet:
         self._keeping: asyncio.TaskGroup | None = None
         self._starting: list[FleetEngine] = []
         """Engines that `add` starts."""
+        self._serving: Counter[str] = Counter()
+        """Engine -> its requests under way."""
+        self._reserved: set[str] = set()
+        """Engines that serve one request alone."""
         self._weights: tuple[Path, int] | None = None
         """(folder, version) of the newest."""
         for engine in engines:
@@ -129,7 +137,7 @@ class EngineFleet:
             if engine.name not in self._engines:  # removed
                 return
             error: EngineError = EngineError(
-                f"the process of engine {engine.name} died; see the run's log. Scored episodes are in the ledger."
+                f"the process of engine {engine.name} died, see the run's log for how; scored episodes are in the ledger"
             )
             while True:
                 try:
@@ -154,7 +162,11 @@ class EngineFleet:
     def _join(self, engine: FleetEngine) -> None:
         """It takes requests, with the weights that it has."""
         self.version = max(self.version, engine.version)
-        self._routes.join(engine.name, version=engine.version)
+        if engine.name not in self._reserved:
+            self._routes.join(engine.name, version=engine.version)
+        self._tell_change()
+
+    def _tell_change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -184,11 +196,45 @@ class EngineFleet:
         extra: dict[str, Any],
     ) -> AsyncGenerator[Any, None]:
         tokens = len(ids) + sum(len(one.token_ids) for one in sampled)
+        async with self._engine_alone(caller) if caller.alone else self._engine_among_others(caller, tokens) as engine:
+            outputs = engine.generate(ids, params, request_id=request_id, sampled=sampled, **extra)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield output
+
+    @asynccontextmanager
+    async def _engine_among_others(self, caller: Caller, tokens: int) -> AsyncGenerator[FleetEngine, None]:
         engine = await self._engine_for(caller, tokens)
-        outputs = engine.generate(ids, params, request_id=request_id, sampled=sampled, **extra)
-        async with aclosing(outputs):
-            async for output in outputs:
-                yield output
+        self._serving[engine.name] += 1
+        try:
+            yield engine
+        finally:
+            self._serving[engine.name] -= 1
+            if engine.name in self._reserved:
+                self._tell_change()
+
+    @asynccontextmanager
+    async def _engine_alone(self, caller: Caller) -> AsyncGenerator[FleetEngine, None]:
+        """An engine that takes no other call until this ends, once what it serves has ended."""
+        while True:
+            names = [name for name in self._routes.open() if name in self._engines and self._engines[name].is_up]
+            if not names:
+                await self._changed.wait()
+                continue
+            name = min(names, key=lambda name: (name in caller.apart_from, self._serving[name]))
+            engine = self._engines[name]
+            self._reserved.add(name)
+            self._routes.leave(name)
+            try:
+                while self._serving[name] and engine.is_up:
+                    await self._changed.wait()
+                if engine.is_up:
+                    yield engine
+                    return
+            finally:
+                self._reserved.discard(name)
+                if engine.is_up and name in self._engines:
+                    self._join(engine)
 
     async def _engine_for(self, caller: Caller, tokens: int) -> FleetEngine:
         while True:

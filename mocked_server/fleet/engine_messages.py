@@ -103,12 +103,15 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
     text: str
     field: str | None = None
     status: int = 400
+    by_itself: bool = False
+    """See `EngineLost`."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         for kind in (EngineLost, EngineDied, EngineError, RequestRefused, RequestFailed):
             if isinstance(error, kind):
-                return cls(kind.__name__, str(error), getattr(error, "field", None), getattr(error, "status", 400))
+                more = getattr(error, "field", None), getattr(error, "status", 400), getattr(error, "by_itself", False)
+                return cls(kind.__name__, str(error), *more)
         return cls(
             RequestFailed.__name__, f"the engine's host failed on it ({type(error).__name__}: {error}); see its log"
         )

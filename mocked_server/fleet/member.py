@@ -46,13 +46,18 @@ def logprobs_of(completion: Any, ids: list[int]) -> list[float]:
 
 
 class EngineLost(EngineError):
-    """An engine died while it answered. `life`: which of its processes; `sampled`: each completion of an answer that comes as a
-    whole, as far as it was sampled (what streams is known to its reader); empty: none of it is left."""
+    """An engine died while it answered. `life`: its name, and which of its processes; `sampled`: each completion of an answer that
+    comes as a whole, as far as it was sampled (what streams is known to its reader); empty: none of it is left. `by_itself`: it was
+    seen to end as one does that a request kills, by an error or a crash of its own; False: something outside ended it (a kill, a
+    stop, a node that is gone), or nobody saw how."""
 
-    def __init__(self, message: str, *, life: object, sampled: Sequence[Sampled] = ()) -> None:
+    def __init__(
+        self, message: str, *, life: tuple[str, int], sampled: Sequence[Sampled] = (), by_itself: bool = False
+    ) -> None:
         super().__init__(message)
         self.life = life
         self.sampled = list(sampled)
+        self.by_itself = by_itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

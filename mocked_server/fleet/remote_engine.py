@@ -202,7 +202,12 @@ class RemoteEngine:
                 if item.failure is not None:
                     finished = True
                     if item.failure.kind == EngineLost.__name__:
-                        raise EngineLost(item.failure.text, life=life, sampled=rebuilt.sampled())
+                        raise EngineLost(
+                            item.failure.text,
+                            life=life,
+                            sampled=rebuilt.sampled(),
+                            by_itself=item.failure.by_itself,
+                        )
                     raise item.failure.error()
                 if item.output is not None:
                     finished = item.output.finished

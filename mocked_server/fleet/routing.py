@@ -75,8 +75,7 @@ class Routes:
 
     def choose(self, episode_id: str, *, group: int | None, tokens: int) -> str | None:
         """The engine for a call whose prompt has so many tokens; None: none takes calls now."""
-        open_ = {name: seat for name, seat in self._seats.items() if self._is_fresh(seat)}
-        if not open_:
+        if not (open_ := self.open()):
             return None
         known = self._episodes.get(episode_id)
         if known is None:
@@ -96,6 +95,10 @@ class Routes:
         self._chosen += 1
         self._seats[engine].last_chosen = self._chosen
         return engine
+
+    def open(self) -> dict[str, _Seat]:
+        """The engines that take calls now."""
+        return {name: seat for name, seat in self._seats.items() if self._is_fresh(seat)}
 
     def grow(self, episode_id: str, tokens: int) -> None:
         """The episode holds so many tokens now."""

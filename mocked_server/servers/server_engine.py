@@ -295,7 +295,8 @@ class ServerEngine:
                     output = await queue.get()
                     finished = output.finished
                     self._count(output)
-                    yield output
+                    with self._silence.given():
+                        yield output
         except (ServerLost, EngineDied) as error:
             self._lose(str(error), life=life[1])
             raise EngineLost(
@@ -319,6 +320,8 @@ class ServerEngine:
                 async for tokens in stream:
                     self._silence.heard()
                     self._last_tokens_at = time.monotonic()
+                    if tokens.finish_reason == "abort":
+                        raise ServerLost("it gave its requests up, as a server does that ends")
                     if tokens.versions is not None and self._facts is not None and self._facts.no_weights:
                         tokens = replace(tokens, versions=None)  # labels of its owner's, and not of this run's
                     ended = self._requests.feed(completion, tokens, version=self.version)

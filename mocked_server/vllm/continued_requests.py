@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from mocked_server.fleet.member import EngineLost, Sampled
@@ -117,6 +118,16 @@ def interrupted(llm: Any, request_id: str) -> list[Sampled]:
     return sorted(found, key=lambda sampled: sampled.index)
 
 
+def given_up(output: Any) -> list[Sampled]:
+    """What was sampled of a request that its engine gives up, as one does that was told to end (SIGTERM); empty: it does not."""
+    if not any(completion.finish_reason == "abort" for completion in output.outputs):
+        return []
+    return [
+        replace(_ended(completion), output=None) if completion.finish_reason == "abort" else _ended(completion)
+        for completion in output.outputs
+    ]
+
+
 def _sampled(state: Any) -> Sampled:
     processor = state.logprobs_processor
     return Sampled(
@@ -210,7 +221,7 @@ async def merged(
                 yield output
         if lost:
             sampled = [*(_ended(output) for output in done), *(one for error in lost for one in error.sampled)]
-            raise EngineLost(str(lost[0]), life=lost[0].life, sampled=sampled) from lost[0]
+            raise EngineLost(str(lost[0]), life=lost[0].life, sampled=sampled, by_itself=lost[0].by_itself) from lost[0]
     finally:
         for task in reading:
             task.cancel()

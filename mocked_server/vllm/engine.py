@@ -16,7 +16,6 @@ import re
 import shutil
 import signal
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
@@ -25,7 +24,7 @@ from copy import copy
 from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import psutil
 
@@ -35,10 +34,11 @@ from mocked_server.fleet.member import ADAPTER_OF, EngineFigures, EngineLost, Sa
 from mocked_server.fleet.probe import probe
 from mocked_server.vllm import continued_requests
 from mocked_server.vllm.adapters import PolicyAdapters, is_adapter
-from mocked_server.vllm.continued_requests import continued, interrupted, never_began
+from mocked_server.vllm.continued_requests import continued, given_up, interrupted, never_began
 from mocked_server.vllm.engine_arguments import RECORDS_EXPERTS, has_gpu, set_process_environment
 from mocked_server.vllm.process import fork_server
-from mocked_server.vllm.process.engine_silence import EngineSilence, processor_time
+from mocked_server.vllm.process.engine_ending import DEAF, STOPPED, TAKEN_DOWN, EngineEnding, ending_of, oom_kills
+from mocked_server.vllm.process.engine_silence import EngineSilence, are_stopped, processor_time
 from mocked_server.vllm.process.fork_server import engines_of_ours, engines_see
 from mocked_server.vllm.process.scheduler_stats import SchedulerStats
 
@@ -53,6 +53,8 @@ LOOK_S = 0.1
 READY_S = 20
 """Seconds for the last message of a start, which an engine has sent before it says that it has started. vLLM would wait 10 minutes
 for it, also when the process was killed at that moment."""
+ENDING_S = 5.0
+"""Seconds in which an engine ends that was told to, and gave its requests up."""
 _BY_SIGNAL = re.compile(r"Failed core proc.*: -\d")
 """vLLM names exit codes: a negative one is the signal that ended the process."""
 
@@ -119,7 +121,8 @@ class VLLMEngine:
         self._totals: Counter[str] = Counter()
         self._kv_capacity = 0
         self._llm: Any = None
-        self._has_sockets = False
+        self._folder = ""
+        """Folder where the processes of the last boot meet; no other user can enter it."""
         self._processes: list[BaseProcess] = []
         """What the last boot has started, or is starting."""
         self._up = False
@@ -134,10 +137,15 @@ class VLLMEngine:
         """What the last load took."""
         self._silence = EngineSilence(timeout_s)
         self._watching: asyncio.Task[None] | None = None
+        self._ending: EngineEnding | None = None
+        """What was seen of the end of the present process."""
+        self._oom_kills = 0
+        """Processes that Linux had ended for want of memory before it started."""
 
     async def start(self) -> None:
         """Boot the engine process; raises EngineError when it does not come up."""
         self._life += 1
+        self._ending, self._oom_kills = None, oom_kills()
         numbers_only_where_asked()
         continued_requests.install()
         booting = asyncio.create_task(asyncio.to_thread(self._boot), name="boot the engine")
@@ -153,24 +161,33 @@ class VLLMEngine:
 
     async def _kill_when_deaf(self, llm: Any) -> None:
         """An engine that makes no progress is killed: then it is a dead one as others. Its processes get no further, or it answers
-        nothing, not even the question whether it sleeps."""
+        nothing, not even the question whether it sleeps, which is also asked when nothing else is."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         processes = llm.engine_core.resources.engine_manager.processes
-        stuck = asyncio.create_task(self._silence.without_progress(lambda: processor_time(processes)))
-        deaf = asyncio.create_task(self._silence.lasting(llm.is_sleeping))
         try:
-            done, _ = await asyncio.wait({stuck, deaf}, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await self._silence.lasting(
+                llm.is_sleeping, processor_time=lambda: processor_time(processes), asks_idle=True
+            )
         except EngineDeadError:
             return  # what waits for it has the error already
-        finally:
-            stuck.cancel()
-            deaf.cancel()
-        logger.error("engine %s made no progress with requests waiting: it is killed", self.name)
-        for process in processes:
-            process.kill()
+        if not self.dead:
+            self._see_ending(STOPPED if are_stopped(processes) else DEAF)
+            for process in processes:
+                process.kill()
+
+    def _see_ending(self, seen: EngineEnding | None = None) -> EngineEnding:
+        """What was seen first: later its processes may have been ended by this one."""
+        if self._ending is None:
+            if seen is None and not self._llm.engine_core.resources.engine_dead:
+                seen = TAKEN_DOWN
+            if seen is None:
+                codes = [process.exitcode for process in self._llm.engine_core.resources.engine_manager.processes]
+                seen = ending_of(codes, oom_kills=oom_kills() - self._oom_kills)
+            self._ending = seen
+            if seen is not TAKEN_DOWN:
+                logger.error("the process of engine %s %s", self.name, seen.words)
+        return self._ending
 
     async def _give_up(self, booting: asyncio.Task[None]) -> None:
         """A thread cannot be cancelled; but vLLM waits no longer for an engine whose process has ended."""
@@ -245,13 +262,13 @@ class VLLMEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         core_client.VLLM_ENGINE_READY_TIMEOUT_S = READY_S  # no setting of ours: what takes long is waited for before
-        Sockets.enter()
-        self._has_sockets = True
+        self._leave_folder()
+        self._folder = tempfile.mkdtemp(prefix="understudy-engine-", dir=socket_folder(40))
         config = copy(self._vllm_config)  # engines share it, and vLLM writes into it how many blocks an engine has
         config.cache_config = copy(config.cache_config)
         config.cache_config.num_gpu_blocks = None
         try:
-            with interrupts_blocked(), engines_see(self._devices), engines_of_ours() as self._processes:
+            with interrupts_blocked(), engines_see(self._devices), engines_of_ours(self._folder) as self._processes:
                 self._llm = AsyncLLM.from_vllm_config(
                     config,
                     disable_log_stats=True,
@@ -289,21 +306,25 @@ class VLLMEngine:
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+        life, llm = (self.name, self._life), self._llm
         if not self.is_up:
-            raise self._lost(f"engine {self.name} is down", sampled=never_began(request_id))
-        llm = self._llm
+            raise EngineLost(f"engine {self.name} is down", life=life, sampled=never_began(request_id))
         role, extra = extra.get(ADAPTER_OF, ""), {name: value for name, value in extra.items() if name != ADAPTER_OF}
         try:
             with self._silence.expecting(), self._adapters.newest(role) as adapter:
                 outputs = llm.generate(tokens_input(ids), params, request_id, **extra, **adapter)
                 async with aclosing(outputs) as outputs:
                     async for output in outputs:
-                        self._silence.heard()
+                        if sampled := given_up(output):
+                            with suppress(TimeoutError):
+                                await asyncio.wait_for(self._until_gone(llm), ENDING_S)
+                            raise self._lost(request_id, llm, life=life, sampled=sampled)
                         self._count(output)
-                        yield output
+                        with self._silence.given():
+                            yield output
         except EngineDeadError as error:
             sampled = never_began(request_id) or interrupted(llm, request_id)
-            raise self._lost(f"engine {self.name} died while it answered {request_id}", sampled=sampled) from error
+            raise self._lost(request_id, llm, life=life, sampled=sampled) from error
         except VLLMClientError as error:
             raise refusal_of(error) from error
         except EngineGenerateError as error:
@@ -313,8 +334,10 @@ class VLLMEngine:
         finally:
             never_began(request_id)
 
-    def _lost(self, message: str, *, sampled: Sequence[Sampled]) -> EngineLost:
-        return EngineLost(message, life=(self.name, self._life), sampled=sampled)
+    def _lost(self, request_id: str, llm: Any, *, life: tuple[str, int], sampled: Sequence[Sampled]) -> EngineLost:
+        ending = self._see_ending() if self._llm is llm else TAKEN_DOWN
+        message = f"engine {self.name} died while it answered {request_id}: it {ending.words}"
+        return EngineLost(message, life=life, sampled=sampled, by_itself=ending.by_itself)
 
     async def load_weights(self, folder: Path, *, version: int) -> float:
         """Swap in the weights of `folder` as `version`. Running requests freeze and continue; none is dropped. Returns the
@@ -365,14 +388,18 @@ class VLLMEngine:
         """Give memory back: vLLM's sleep level 1 with `rollout.sleep` on a GPU, where running requests freeze until `wake_up`;
         elsewhere the prefix cache. An engine that dies meanwhile has none left."""
         if (llm := self._llm) is not None and self.is_up:
-            await self._while_alive(llm.sleep(level=1, mode="keep") if self._may_sleep else llm.reset_prefix_cache())
+            with self._silence.long_work():
+                await self._while_alive(
+                    llm.sleep(level=1, mode="keep") if self._may_sleep else llm.reset_prefix_cache()
+                )
             if self._may_sleep:
                 self._stats.cleared(under_way=len(llm.output_processor.request_states))
 
     async def wake_up(self) -> None:
         """Undo `sleep`. No effect on an engine that is awake."""
         if self._may_sleep and self.is_up:
-            await self._while_alive(self._llm.wake_up())
+            with self._silence.long_work():
+                await self._while_alive(self._llm.wake_up())
 
     def _count(self, output: Any) -> None:
         self._totals["sampled_tokens"] += sum(len(completion.token_ids) for completion in output.outputs)
@@ -421,6 +448,7 @@ class VLLMEngine:
             self._watching.cancel()
             await asyncio.wait({self._watching})
         if self._llm is not None:
+            self._see_ending()
             if (
                 listening := self._llm.output_handler
             ) is not None:  # else it reports the end of the process as an error
@@ -433,9 +461,12 @@ class VLLMEngine:
             except psutil.NoSuchProcess:  # it ended just when vLLM looked for what is below it
                 await asyncio.to_thread(self._llm.engine_core.resources)
             self._llm = None
-        if self._has_sockets:
-            Sockets.leave()
-            self._has_sockets = False
+        self._leave_folder()
+
+    def _leave_folder(self) -> None:
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = ""
 
 
 async def _load_published(llm: Any, folder: Path) -> None:
@@ -455,38 +486,6 @@ async def _freeze(llm: Any) -> None:
     way arrive first: they are labelled in the engine, so their order does not matter."""
     await llm.renderer.clear_mm_cache_async()
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
-
-
-class Sockets:
-    """The folder where vLLM's processes meet, which no other user can enter: one for all engines of this process, gone with the
-    last. By itself vLLM leaves two sockets at each start in the folder for temporary files."""
-
-    _lock = threading.Lock()
-    _folder: ClassVar[str | None] = None
-    _users = 0
-
-    @classmethod
-    def enter(cls) -> None:
-        """One more engine uses it."""
-        from vllm import envs
-
-        with cls._lock:
-            cls._users += 1
-            if cls._folder is None:
-                cls._folder = tempfile.mkdtemp(prefix="understudy-engine-", dir=socket_folder(40))
-                envs.VLLM_RPC_BASE_PATH = cls._folder
-
-    @classmethod
-    def leave(cls) -> None:
-        """One less."""
-        from vllm import envs
-
-        with cls._lock:
-            cls._users -= 1
-            if cls._users == 0 and cls._folder is not None:
-                shutil.rmtree(cls._folder, ignore_errors=True)
-                cls._folder = None
-                del envs.VLLM_RPC_BASE_PATH  # vLLM's own value is there again
 
 
 def free_sampling(*, tokens: int, temperature: float) -> Any:

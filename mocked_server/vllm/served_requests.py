@@ -35,7 +35,7 @@ class Tokens:
     ranks: list[int] = field(default_factory=list)
     """Rank of each token among all of the vocabulary; 0: not known."""
     finish_reason: str | None = None
-    """`stop`, `length`, `abort`, or None: it continues."""
+    """`stop`, `length`, `abort` (the server gave it up), or None: it continues."""
     stop_reason: int | str | None = None
     """The stop string or the token that ended it."""
     versions: list[tuple[str, int]] | None = None

@@ -83,7 +83,7 @@ class ScriptedEngine:
 
     def _lost(self) -> EngineLost:
         self.num_deaths += 1
-        return EngineLost("the engine died while it answered", life=self.num_deaths)
+        return EngineLost("the engine died while it answered", life=("e0", self.num_deaths))
 
     def forget(self, episode_id: str) -> None:
         """It keeps nothing of an episode."""

@@ -1,8 +1,9 @@
 """Finds out that an engine makes no progress: its process lives, and it answers nothing.
 
-Owned by `VLLMEngine`, which says when something is expected of the engine and when it was heard. Invariant: an engine that answers
-the probe within the time-out, or works on one long step, is never called deaf, however long one generation takes. It does not end
-the engine.
+Owned by `VLLMEngine` and `ServerEngine`, which say when something is expected of the engine and when it was heard. Invariants: an
+engine that answers the probe within the time-out, or works on one long step, is never called silent, however long one generation
+takes; nor is one of which nothing is expected, as what it gave waits for a reader or a disk; time in which this process was held up
+itself is nobody's silence. It does not end the engine.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ STUCK_S = 10.0
 IDLE_SHARE = 0.01
 """Share of one processor that counts as no work."""
 LOOK_S = 0.5
+IDLE_S = 5.0
+"""Seconds after which an engine of which nothing is asked is asked the probe."""
 LONG_WORK = 10
 """Times the time-out for loading weights, during which an engine answers nothing else."""
 
@@ -27,27 +30,44 @@ LONG_WORK = 10
 class EngineSilence:
     """`timeout_s`: half of it without any output while something is expected leads to a probe, which has the other half."""
 
-    def __init__(self, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
         self.timeout_s = timeout_s
         self._clock = clock
+        self._sleep = sleep
         self._expected = 0
         self._long = 0
-        self._last_heard = clock()
-        self._begun = asyncio.Event()
+        self._quiet_s = 0.0
+        """Seconds without a sign of life while something was expected."""
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
         """Something is asked of the engine inside."""
-        if self._expected == 0:
-            self._last_heard = self._clock()
-            self._begun.set()
-        self._expected += 1
+        self._expect(1)
         try:
             yield
         finally:
-            self._expected -= 1
-            if self._expected == 0:
-                self._begun.clear()
+            self._expect(-1)
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """Inside `expecting`: what the engine gave is read inside, and kept on a disk; until that is done nothing is expected."""
+        self.heard()
+        self._expect(-1)
+        try:
+            yield
+        finally:
+            self._expect(1)
+
+    def _expect(self, more: int) -> None:
+        if self._expected == 0:
+            self.heard()
+        self._expected += more
 
     @contextmanager
     def long_work(self) -> Iterator[None]:
@@ -61,50 +81,77 @@ class EngineSilence:
 
     def heard(self) -> None:
         """The engine gave a sign of life."""
-        self._last_heard = self._clock()
+        self._quiet_s = 0.0
 
-    async def lasting(self, probe: Callable[[], Awaitable[object]]) -> None:
-        """Wait until the engine is deaf. `probe` asks it something that it answers between two steps; what that raises says
-        that the engine's end is known already, and nothing is left to find out."""
-        while True:
-            await self._begun.wait()
-            left = self._last_heard + self._patience() / 2 - self._clock()
-            if left > 0:
-                await asyncio.sleep(left)
-                continue
-            try:
-                async with asyncio.timeout(self._patience() / 2):
-                    await probe()
-            except TimeoutError:
-                if self._expected:
+    async def lasting(
+        self,
+        probe: Callable[[], Awaitable[object]],
+        *,
+        processor_time: Callable[[], float] | None = None,
+        asks_idle: bool = False,
+    ) -> None:
+        """Wait until the engine is silent for the time-out, or, by `processor_time` (seconds of it so far), for STUCK_S without
+        work: a long step takes processor time. `probe` asks it something that it answers between two steps; what that raises says
+        that the engine's end is known already. `asks_idle`: also while nothing is expected of it."""
+        asking: asyncio.Task[None] | None = None
+        looked, used = self._clock(), 0.0
+        idle_s = still_s = 0.0
+        try:
+            while True:
+                await self._sleep(LOOK_S)
+                now = self._clock()
+                step, looked = min(now - looked, 2 * LOOK_S), now  # more: it was this process that did not run
+                if asking is not None and asking.done():
+                    asking.result()
+                    asking = None
+                    self.heard()
+                idle_s = 0.0 if self._expected else idle_s + step
+                self._quiet_s += step if self._expected else 0.0
+                worked = processor_time() if processor_time is not None else 0.0
+                if not self._expected or self._long or worked - used > IDLE_SHARE * STUCK_S:
+                    still_s, used = 0.0, worked
+                else:
+                    still_s += step
+                patience_s = self.timeout_s * (LONG_WORK if self._long else 1)
+                if self._quiet_s >= patience_s:
                     return
-            self.heard()
+                if processor_time is not None and min(self._quiet_s, still_s) >= STUCK_S:
+                    return
+                if asking is None and (self._quiet_s >= patience_s / 2 or (asks_idle and idle_s >= IDLE_S)):
+                    asking = asyncio.create_task(self._ask(probe), name="ask a silent engine")
+        finally:
+            if asking is not None:
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
 
-    async def without_progress(self, processor_time: Callable[[], float]) -> None:
-        """Wait until something was expected for STUCK_S while the engine gave no output and its processes hardly ran. A long step
-        takes processor time. `processor_time`: seconds of it so far."""
-        since, used = self._clock(), processor_time()
-        while True:
-            await asyncio.sleep(LOOK_S)
-            now, last = self._clock(), processor_time()
-            quiet_since = max(since, self._last_heard)
-            if not self._expected or self._long or last - used > IDLE_SHARE * STUCK_S:
-                since, used = now, last
-            elif now - quiet_since >= STUCK_S:
-                return
-
-    def _patience(self) -> float:
-        return self.timeout_s * (LONG_WORK if self._long else 1)
+    async def _ask(self, probe: Callable[[], Awaitable[object]]) -> None:
+        with self.expecting():
+            await probe()
 
 
 def processor_time(processes: Sequence[BaseProcess]) -> float:
     """Seconds of processor time that these processes and their children have used; of those that are gone none."""
     total = 0.0
+    for process in _with_children(processes):
+        with suppress(psutil.Error):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def are_stopped(processes: Sequence[BaseProcess]) -> bool:
+    """Whether one of these processes or of their children is stopped, by a signal or a debugger."""
+    for process in _with_children(processes):
+        with suppress(psutil.Error):
+            if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                return True
+    return False
+
+
+def _with_children(processes: Sequence[BaseProcess]) -> list[psutil.Process]:
+    found = []
     for process in processes:
         with suppress(psutil.Error):
             parent = psutil.Process(process.pid)
-            for one in (parent, *parent.children(recursive=True)):
-                with suppress(psutil.Error):
-                    times = one.cpu_times()
-                    total += times.user + times.system
-    return total
+            found += [parent, *parent.children(recursive=True)]
+    return found

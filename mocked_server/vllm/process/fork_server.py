@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import sys
 import threading
@@ -27,8 +28,11 @@ from multiprocessing.context import (
     SpawnProcess,
 )
 from typing import Any
+from uuid import uuid4
 
 from configs.process_fork import fork_server, use_threads_of_environment
+from mocked_server.vllm.engine_arguments import has_gpu
+from mocked_server.vllm.process.engine_ending import ending_of
 
 _owner: int | None = None
 """The process that started it."""
@@ -53,19 +57,23 @@ def _serve(listener: socket.socket, alive: int) -> None:
 
 
 @contextmanager
-def engines_of_ours() -> Iterator[list[process.BaseProcess]]:
+def engines_of_ours(folder: str = "") -> Iterator[list[process.BaseProcess]]:
     """vLLM's engines that this thread starts inside end with this process. They are forked, if `start` was called. Yields a list to
-    which each one is added before it starts."""
+    which each one is added before it starts. `folder`: where its processes meet, by sockets and a file that stay when it is killed;
+    by itself vLLM takes the folder for temporary files."""
+    from vllm.v1 import utils as addresses
     from vllm.v1.engine import utils
 
     with _patching:
         if getattr(utils.get_mp_context, "__name__", "") != "context_of_ours":
             _replace_context(utils)
+            utils.get_open_zmq_ipc_path = addresses.get_open_zmq_ipc_path = _socket_of_ours(utils.get_open_zmq_ipc_path)
     _booting.started = started = list[process.BaseProcess]()
+    _booting.folder = folder
     try:
         yield started
     finally:
-        _booting.started = None
+        _booting.started, _booting.folder = None, ""
 
 
 def server_context() -> Any:
@@ -88,6 +96,44 @@ def _replace_context(utils: Any) -> None:
         return ending_with_us(ForkServerContext() if _owner == os.getpid() else before(), started)
 
     utils.get_mp_context = context_of_ours
+
+
+def _socket_of_ours(before: Callable[[], str]) -> Callable[[], str]:
+    def socket_of_ours() -> str:
+        folder = getattr(_booting, "folder", "")
+        return f"ipc://{folder}/{uuid4()}" if folder else before()
+
+    return socket_of_ours
+
+
+def _meet_in(folder: str) -> None:
+    """This process becomes an engine, whose workers meet there."""
+    from vllm import envs
+    from vllm.v1.executor import uniproc_executor
+
+    envs.VLLM_RPC_BASE_PATH = folder
+    uniproc_executor.get_file_store_init_method = lambda: f"file://{folder}/vllm_dist_{uuid4().hex}"
+    if has_gpu():
+        end_as_workers_do()
+
+
+def end_as_workers_do() -> None:
+    """This process is an engine whose workers are processes of their own: where something outside ends one of them, it ends in that
+    way too. By itself it would call that an error of its own."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    shutdown = MultiprocExecutor.shutdown
+
+    def shutdown_of_ours(self: Any) -> None:
+        if getattr(self, "is_failed", False) and not getattr(
+            self, "shutting_down", False
+        ):  # later it has ended them itself
+            codes = [worker.proc.exitcode for worker in self.workers]
+            if any(code is not None and not ending_of([code]).by_itself for code in codes):
+                os.kill(os.getpid(), signal.SIGKILL)
+        shutdown(self)
+
+    MultiprocExecutor.shutdown = shutdown_of_ours
 
 
 _boot = threading.local()
@@ -140,6 +186,7 @@ class _Engine(process.BaseProcess):
 
     def start(self) -> None:
         self._server = os.getpid()
+        self._folder = getattr(_booting, "folder", "")
         with _starting:  # a new process takes the environment that this one has at that moment
             before = {name: os.environ.get(name) for name in _cards()}
             os.environ.update(_cards())
@@ -152,6 +199,8 @@ class _Engine(process.BaseProcess):
     def run(self) -> None:
         if not self._watches:
             end_with(self._server)
+        if self._folder:
+            _meet_in(self._folder)
         super().run()
 
     def __reduce__(self) -> tuple[Callable[..., _Engine], tuple[type[_Engine], int], dict[str, Any]]:

@@ -33,6 +33,7 @@ class WordEngine:
         self.weights: tuple[Path, int] | None = None
         self.loading = False
         self.closed = False
+        self.asked: list[str] = []
 
     async def start(self) -> None:
         self.lives += 1
@@ -59,6 +60,7 @@ class WordEngine:
         self, ids: list[int], params: Any, *, request_id: str, sampled: Sequence[Sampled] = (), **_: Any
     ) -> AsyncGenerator[Any, None]:
         life = self.lives
+        self.asked.append(request_id)
         await self.gate.wait()
         if not self.is_up or self.lives != life:
             raise EngineLost(f"{self.name} died", life=(self.name, life))
@@ -233,3 +235,70 @@ async def test_an_engine_that_joins_while_weights_are_published_begins_with_the_
     await joining
     assert (late.version, first.version) == (2, 2) and fleet.names == ["e0", "e1"]
     await fleet.close()
+
+
+async def ask_alone(fleet: EngineFleet, episode: str, *apart_from: str) -> str:
+    caller = Caller(episode_id=episode, alone=True, apart_from=frozenset(apart_from))
+    (answer,) = [output async for output in fleet.generate([1], None, request_id=episode, caller=caller)]
+    return str(answer)
+
+
+async def turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_who_is_served_alone_waits_for_an_engine_that_serves_nothing_and_keeps_others_away() -> None:
+    a = WordEngine("a")
+    fleet = EngineFleet([a], record_death=lambda *_: None)
+    await fleet.start()
+    a.gate.clear()
+    first = asyncio.create_task(ask(fleet, "x"))
+    await turns()
+    alone = asyncio.create_task(ask_alone(fleet, "y"))
+    late = asyncio.create_task(ask(fleet, "z"))
+    await turns()
+    assert a.asked == ["x"]
+    opened, a.gate = a.gate, asyncio.Event()
+    opened.set()
+    await first
+    await fleet.load_weights(Path("v1"), version=1)  # it does not open the engine to others
+    await turns()
+    assert a.asked == ["x", "y"] and not late.done()
+    a.gate.set()
+    assert await alone == "a" and await late == "a" and a.asked == ["x", "y", "z"]
+
+
+async def test_who_is_served_alone_gets_another_engine_than_those_that_died_of_it_where_there_is_one() -> None:
+    engines = [WordEngine(name) for name in "abc"]
+    fleet = EngineFleet(engines, record_death=lambda *_: None)
+    await fleet.start()
+    assert await ask_alone(fleet, "x", "a", "b") == "c" and await ask_alone(fleet, "x", "a", "c") == "b"
+    assert await ask_alone(fleet, "x", "a", "b", "c") in "abc"
+    engines[2].gate.clear()
+    alone = asyncio.create_task(ask_alone(fleet, "x", "a", "b"))
+    await turns()
+    engines[2].die()
+    with pytest.raises(EngineLost):
+        await alone
+    assert await ask_alone(fleet, "x", "a", "b") in "ab", "the one that is down is not waited for"
+
+
+async def test_an_engine_that_dies_or_a_caller_that_leaves_while_it_is_emptied_blocks_nobody() -> None:
+    engines = [WordEngine(name) for name in "ab"]
+    fleet = EngineFleet(engines, record_death=lambda *_: None)
+    await fleet.start()
+    for engine in engines:
+        engine.gate.clear()
+    busy = [asyncio.create_task(ask(fleet, name)) for name in "xy"]
+    await turns()
+    alone = asyncio.create_task(ask_alone(fleet, "z", "b"))
+    await turns()
+    engines[0].die()
+    await turns()
+    assert engines[1].asked == ["y"] and not alone.done()
+    alone.cancel()
+    await asyncio.gather(alone, return_exceptions=True)
+    engines[1].gate.set()
+    assert await ask(fleet, "w") == "b"
+    await asyncio.gather(*busy, return_exceptions=True)

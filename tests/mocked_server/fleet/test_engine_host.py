@@ -33,6 +33,7 @@ class WordEngine:
         self.died = asyncio.Event()
         self.errors: list[Exception] = []
         self.under_way: set[str] = set()
+        self.by_itself = False
         self.done: list[str] = []
         self.sampled: Sequence[Sampled] = ()
 
@@ -84,7 +85,7 @@ class WordEngine:
             for number in range(ids[0]):
                 await self.gate.wait()
                 if not self.is_up:
-                    raise EngineLost("it died", life=0)
+                    raise EngineLost("it died", life=("e1", 1), by_itself=self.by_itself)
                 if params == "refuse":
                     raise RequestRefused(
                         "temperature must be >= 0, got -1; leave it out", field="temperature", status=422
@@ -213,8 +214,10 @@ async def test_orders_reach_the_engine_and_their_errors_the_caller() -> None:
         assert pair.remote.is_up and pair.remote.figures().restarts == 4
 
 
-async def test_a_dead_engine_behind_a_living_host_is_told_with_what_it_sampled() -> None:
+@pytest.mark.parametrize("by_itself", [True, False])
+async def test_a_dead_engine_behind_a_living_host_is_told_with_what_it_sampled(by_itself: bool) -> None:
     async with Pair() as pair:
+        pair.engine.by_itself = by_itself
         seen: list[int] = []
 
         async def read() -> None:
@@ -227,6 +230,7 @@ async def test_a_dead_engine_behind_a_living_host_is_told_with_what_it_sampled()
         with pytest.raises(EngineLost) as lost:
             await reading
         assert lost.value.sampled[0].token_ids == seen and lost.value.life == ("e1", 1)
+        assert lost.value.by_itself is by_itself
         assert seen == list(range(len(seen)))
         await asyncio.wait_for(pair.remote.until_dead(), PATIENCE_S)
         with pytest.raises(EngineLost, match="is down"):
@@ -239,8 +243,9 @@ async def test_a_lost_host_is_replaced_by_a_restart() -> None:
         waiting = asyncio.create_task(pair.all_of(5))
         await until(lambda: pair.engine.under_way)
         await pair.cut()
-        with pytest.raises(EngineLost, match="the host of engine e1 was lost"):
+        with pytest.raises(EngineLost, match="the host of engine e1 was lost") as lost:
             await asyncio.wait_for(waiting, PATIENCE_S)
+        assert not lost.value.by_itself
         await asyncio.wait_for(pair.remote.until_dead(), PATIENCE_S)
         before = pair.remote.figures().sampled_tokens
         assert before > 0 and not pair.remote.is_up

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from mocked_server.fleet.member import EngineLost, Sampled
 from mocked_server.servers.facts import Needs
 from mocked_server.servers.server_engine import ServerEngine
 from mocked_server.servers.sglang_process import SGLangProcess, arguments
-from mocked_server.vllm.served_requests import ServedRequests
+from mocked_server.vllm.served_requests import ServedRequests, Tokens
 from tests.mocked_server.servers.same_answers import assert_alike, logprobs_under
 from tests.mocked_server.servers.sglang_names import ARGUMENTS
 from tests.mocked_server.vllm.hosted.test_remote_engine import PROMPT, outputs_of, plain, sampling, until_given_up
@@ -208,6 +208,35 @@ def test_a_killed_server_is_started_again_with_the_newest_weights_and_one_that_c
         process = place._process
         await engine.close()
         assert process.poll() is not None
+
+    rollout.wait(through())
+
+
+def test_an_answer_that_a_server_gives_up_is_no_end_of_it(
+    rollout: Any, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def through() -> None:
+        engine = engine_for(tiny_model, tmp_path / "log.txt")
+        await engine.start()
+        server: Any = engine._server
+        sample = server.sample
+
+        async def given_up(completion: Any) -> AsyncGenerator[Tokens, None]:
+            async with aclosing(sample(completion)) as stream:
+                async for tokens in stream:
+                    yield tokens
+                    yield Tokens(token_ids=[], finish_reason="abort")
+
+        monkeypatch.setattr(server, "sample", given_up)
+        with pytest.raises(EngineLost, match="gave its requests up") as lost:
+            await outputs_of(engine, sampling(max_tokens=900, kind="FINAL_ONLY"), "given-up")
+        (sampled,) = lost.value.sampled
+        assert len(sampled.token_ids) == 1 and not lost.value.by_itself
+        await asyncio.wait_for(engine.until_dead(), PATIENCE_S)
+        await engine.restart()
+        (told,) = plain(await outputs_of(engine, sampling(max_tokens=8), "again"))[0].values()
+        assert len(told["ids"]) == 8
+        await engine.close()
 
     rollout.wait(through())
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +20,9 @@ from buffers.errors import EngineDied, EngineError
 from configs.tiny_model import make_tiny_model
 from mocked_server.answer_recorder import AnswerRecorder
 from mocked_server.fleet.member import EngineLost
-from mocked_server.vllm.engine import Sockets, VLLMEngine
+from mocked_server.vllm.engine import VLLMEngine
+from mocked_server.vllm.process import engine_silence
+from mocked_server.vllm.process.engine_ending import STOPPED
 from tests.mocked_server.vllm.hosted.test_remote_engine import leaver_at, until_given_up
 from tests.support.patience import PATIENCE_S
 from tests.support.served_models import ENDLESS, LONG
@@ -200,9 +205,9 @@ def test_what_waits_for_an_engine_that_is_replaced_is_told_and_the_next_one_answ
             await asyncio.wait_for(running, PATIENCE_S)
         return await generate(engine, 8, seed=2)
 
-    before = Path(Sockets._folder)
+    before = Path(engine._folder)
     response = rollout.wait(replace_midway())
-    folder = Path(Sockets._folder)
+    folder = Path(engine._folder)
     assert not before.exists(), "the sockets of the engine that was replaced are left"
     assert len([path for path in folder.iterdir() if path.is_socket()]) >= 2
     assert folder.stat().st_mode & 0o777 == 0o700, "no other user may enter"
@@ -260,8 +265,13 @@ def params(num_tokens: int, *, as_whole: bool, **more):
     return found
 
 
-async def kill_midway(engine, asked, *, name: str, as_whole: bool, n: int = 1):
-    """Kill the engine's process in the middle of an answer, restart it, and continue: (recorder, text of what streamed)."""
+def process_of(engine) -> int:
+    (process,) = engine._llm.engine_core.resources.engine_manager.processes
+    return process.pid
+
+
+async def kill_midway(engine, asked, *, name: str, as_whole: bool, n: int = 1, by: signal.Signals = signal.SIGKILL):
+    """End the engine's process in the middle of an answer, restart it, and continue: (recorder, text of what streamed)."""
     recorder, began = AnswerRecorder(name), asyncio.Event()
     texts: dict[int, str] = {}
 
@@ -281,10 +291,10 @@ async def kill_midway(engine, asked, *, name: str, as_whole: bool, n: int = 1):
 
     running = asyncio.create_task(read(()))
     await half()
-    for process in engine._llm.engine_core.resources.engine_manager.processes:
-        process.kill()
+    os.kill(process_of(engine), by)
     with pytest.raises(EngineLost) as lost:
         await asyncio.wait_for(running, PATIENCE_S)
+    assert lost.value.by_itself == (by == signal.SIGSEGV) and by.name in str(lost.value)
     await engine.restart()
     sampled = lost.value.sampled if as_whole else recorder.so_far(n)
     assert len(sampled) == n and all(len(one.token_ids) >= 19 for one in sampled)
@@ -297,19 +307,21 @@ async def kill_midway(engine, asked, *, name: str, as_whole: bool, n: int = 1):
 
 
 @pytest.mark.parametrize(
-    ("n", "as_whole"),
+    ("n", "as_whole", "by"),
     [
-        pytest.param(1, False, id="1-stream", marks=pytest.mark.long),
-        pytest.param(1, True, id="1-whole", marks=pytest.mark.long),
-        pytest.param(3, False, id="3-stream"),
-        pytest.param(3, True, id="3-whole"),
+        pytest.param(1, False, signal.SIGSEGV, id="1-stream", marks=pytest.mark.long),
+        pytest.param(1, True, signal.SIGTERM, id="1-whole", marks=pytest.mark.long),
+        pytest.param(3, False, signal.SIGKILL, id="3-stream"),
+        pytest.param(3, True, signal.SIGKILL, id="3-whole"),
+        pytest.param(3, False, signal.SIGTERM, id="3-stream-told", marks=pytest.mark.long),
+        pytest.param(3, True, signal.SIGTERM, id="3-whole-told"),
     ],
 )
-def test_an_answer_goes_on_where_the_engine_that_died_had_come_to(rollout, tiny_model, as_whole, n):
+def test_an_answer_goes_on_where_the_engine_that_died_had_come_to(rollout, tiny_model, as_whole, n, by):
     engine, tokenizer = rollout.engine, rollout.engine._llm.tokenizer
     asked = params(LONG, as_whole=as_whole, n=n)
     responses, texts, sampled = rollout.wait(
-        kill_midway(engine, asked, name=f"killed-{as_whole}-{n}", as_whole=as_whole, n=n)
+        kill_midway(engine, asked, name=f"{by.name}-{as_whole}-{n}", as_whole=as_whole, n=n, by=by)
     )
     assert len(responses) == n
     for index, (response, before) in enumerate(zip(responses, sampled, strict=True)):
@@ -321,17 +333,71 @@ def test_an_answer_goes_on_where_the_engine_that_died_had_come_to(rollout, tiny_
         assert texts[index] == response.text and texts[index].rstrip("\ufffd") == whole.rstrip("\ufffd")
 
 
+def looks_at(engine, monkeypatch) -> Callable[[float], Awaitable[None]]:
+    """Shortens what the watch on the engine's silence waits for; gives a wait until it has looked for so many of its seconds."""
+    monkeypatch.setattr(engine_silence, "STUCK_S", 1.0)
+    monkeypatch.setattr(engine_silence, "IDLE_S", 1.0)
+    looks = 0
+
+    def processor_time(processes):
+        nonlocal looks
+        looks += 1
+        return engine_silence.processor_time(processes)
+
+    monkeypatch.setattr("mocked_server.vllm.engine.processor_time", processor_time)
+
+    async def looked(seconds: float) -> None:
+        until = looks + seconds / engine_silence.LOOK_S
+        while looks < until:
+            await asyncio.sleep(0.05)
+
+    return looked
+
+
+@pytest.mark.parametrize("at", ["first", "last"])
+def test_an_engine_whose_output_waits_for_a_disk_is_not_silent(rollout, monkeypatch, at):
+    engine, process = rollout.engine, process_of(rollout.engine)
+    looked = looks_at(engine, monkeypatch)
+
+    async def read_slowly() -> int:
+        number = 0
+        async for output in engine.generate(PROMPT, params(8, as_whole=False), request_id=f"slow-{at}"):
+            number += len(output.outputs[0].token_ids)
+            if output.finished == (at == "last"):
+                await looked(3.0)
+        return number
+
+    assert rollout.wait(asyncio.wait_for(read_slowly(), PATIENCE_S)) == 8
+    assert engine.is_up and process_of(engine) == process
+
+
+def test_a_stopped_engine_of_which_nothing_is_asked_is_seen_and_one_that_rests_is_left_alone(rollout, monkeypatch):
+    engine, process = rollout.engine, process_of(rollout.engine)
+    looked = looks_at(engine, monkeypatch)
+    rollout.wait(asyncio.wait_for(looked(5.0), PATIENCE_S))
+    assert engine.is_up and process_of(engine) == process
+    os.kill(process, signal.SIGSTOP)
+    rollout.wait(asyncio.wait_for(engine.until_dead(), PATIENCE_S))
+    assert engine._see_ending() == STOPPED
+    rollout.wait(engine.restart())
+    assert engine.is_up
+
+
 async def test_an_engine_that_ends_while_it_is_closed_leaves_nothing_open() -> None:
     closed: list[str] = []
 
     def shutdown(timeout: float | None) -> None:
         raise psutil.NoSuchProcess(1)
 
+    def resources() -> None:
+        closed.append("resources")
+
+    resources.engine_dead = False
     engine = VLLMEngine(SimpleNamespace(lora_config=None))
     engine._llm = SimpleNamespace(
         output_handler=None,
         shutdown=shutdown,
-        engine_core=SimpleNamespace(resources=lambda: closed.append("resources")),
+        engine_core=SimpleNamespace(resources=resources),
     )
     await engine.close()
     assert closed == ["resources"] and engine._llm is None

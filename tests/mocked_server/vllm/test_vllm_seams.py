@@ -196,6 +196,25 @@ def test_the_last_message_of_a_start_has_a_timeout_of_its_own():
     assert isinstance(core_client.VLLM_ENGINE_READY_TIMEOUT_S, int)
 
 
+def test_an_engines_processes_meet_where_these_functions_say():
+    from vllm.v1 import utils as addresses
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import uniproc_executor
+
+    assert "get_open_zmq_ipc_path()" in inspect.getsource(utils) and "get_mp_context()" in inspect.getsource(utils)
+    assert "get_open_zmq_ipc_path()" in inspect.getsource(addresses)
+    assert "get_file_store_init_method()" in inspect.getsource(uniproc_executor)
+
+
+def test_how_an_engine_ended_is_known_of_its_processes():
+    from vllm.v1.engine import core_client, utils
+    from vllm.v1.request import RequestStatus
+
+    assert "self.processes" in inspect.getsource(utils.CoreEngineProcManager.__init__)
+    assert core_client.BackgroundResources.engine_dead is False
+    assert str(RequestStatus.get_finished_reason(RequestStatus.FINISHED_ABORTED)) == "abort"
+
+
 def test_an_adapter_is_named_numbered_and_lies_in_a_folder():
     from vllm.lora.request import LoRARequest
 

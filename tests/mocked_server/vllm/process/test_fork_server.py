@@ -132,3 +132,41 @@ def test_to_ask_for_a_gpu_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: os.environ.get(name) == "1")
     assert has_gpu()
+
+
+WORKERS = """
+import json, os, sys
+from types import SimpleNamespace
+
+from mocked_server.vllm.process.fork_server import end_as_workers_do
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+end_as_workers_do()
+codes = []
+for code, state in json.loads(sys.argv[1]):
+    if (child := os.fork()) == 0:
+        workers = [
+            SimpleNamespace(proc=SimpleNamespace(exitcode=each), death_writer=None, worker_response_mq=None)
+            for each in (None, code)
+        ]
+        executor = SimpleNamespace(workers=workers, _ensure_worker_termination=lambda _: None, **state)
+        MultiprocExecutor.shutdown(executor)
+        os._exit(0)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(json.dumps(codes))
+"""
+
+
+@pytest.mark.seconds
+def test_an_engine_one_of_whose_workers_was_killed_ends_as_a_killed_one() -> None:
+    failed = {"is_failed": True, "shutting_down": False}
+    cases = [
+        (-signal.SIGKILL, failed),
+        (-signal.SIGSEGV, failed),
+        (1, failed),
+        (-signal.SIGTERM, {**failed, "is_failed": False}),
+        (-signal.SIGTERM, {**failed, "shutting_down": True}),
+    ]
+    command = [sys.executable, "-c", WORKERS, json.dumps(cases)]
+    said = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=True)
+    assert json.loads(said.stdout.splitlines()[-1]) == [-signal.SIGKILL, 0, 0, 0, 0]
