@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 from rich.table import Table
 
 from learner.reporting.summary import Curve, curves_png
+from learner.reporting.terminal import Terminal
 
 LAST_STEPS = 5
 """Steps that a run's last figures are the mean of."""
@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = "understudy compar
     except CompareError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
-    console = Console()
+    console = Terminal()
     if config_differences(runs):
         console.print(config_table(runs))
     else:
