@@ -20,8 +20,9 @@ from tests.learner.diagnosis.recorded_run import RecordedRun, group
 
 ROOT = Path(__file__).parents[2]
 OBEYED = {
-    "title": "\x1b]0;owned\x07", "cleared": "\x1b[2J", "c1": "\x9b2J", "back": "safe\rowned", "erased": "safe\b\b\b\b", "deleted": "\x7f",
-    "reversed": "\u202eevil", "isolated": "\u2066evil", "line": "a\u2028b", "unseen": "a\u200bb", "tag": "\U000e0041", "half": "\ud800",
+    "title": "\x1b]0;owned\x07", "cleared": "\x1b[2J", "c1": "\x9b2J", "back": "safe\rowned", "erased": "safe\b\b\b\b",
+    "deleted": "\x7f", "reversed": "\u202eevil", "isolated": "\u2066evil", "line": "a\u2028b", "unseen": "a\u200bb",
+    "tag": "\U000e0041", "half": "\ud800",
 }  # fmt: skip
 PEOPLE = "Zoë 日本\u3000語 👍 → ∑ l'été\ttab\nnext"
 
