@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.table import Table
 
+from configs.bounded_yaml import read_yaml
 from learner.reporting.summary import Curve, curves_png
 from learner.reporting.terminal import Terminal
 
@@ -65,11 +65,11 @@ def read_run(folder: Path, *, label: str = "") -> RunRecord:
                 f"a run's folder must hold {name}, got {folder} without it; name folders such as runs/demo"
             )
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        config = read_yaml(folder / "config.yaml")
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         file = folder / "summary.json"
         summary = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (yaml.YAMLError, ValueError) as error:
+    except ValueError as error:
         raise CompareError(f"{folder} must hold the files of a run, got one that cannot be read: {error}") from None
     return RunRecord(
         label=label or folder.name,

@@ -32,6 +32,7 @@ from buffers.records import Round, ScoreDetail
 from buffers.training_rows import ABORTED
 
 Decode = Callable[[list[int]], str]
+MAX_CONFIG_CHARACTERS = 1 << 17
 _BACKUP_PAGES = 256
 
 
@@ -181,9 +182,11 @@ def tokenizer_file(run: Path) -> Path | None:
     """The tokenizer.json of a run's model: its own, or that of the folder in its configuration, which may be written as seen from
     where the run was started. None: it is not on this machine."""
     try:
-        found = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["model"]["path"]
-        named = [base / str(found) for base in (Path(), *run.resolve().parents)]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, LookupError, TypeError):
+        with (run / "config.yaml").open(encoding="utf-8") as source:
+            # Text only: nothing is merged or multiplied by aliases that somebody else wrote.
+            found = yaml.load(source.read(MAX_CONFIG_CHARACTERS), Loader=yaml.BaseLoader)["model"]["path"]
+        named = [base / found for base in (Path(), *run.resolve().parents)]
+    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError, RecursionError):
         named = []
     folders = [run / "model", run / "checkpoint", *named]
     return next((folder / "tokenizer.json" for folder in folders if (folder / "tokenizer.json").is_file()), None)

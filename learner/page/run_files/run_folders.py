@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from buffers.errors import UnderstudyError
+from configs.bounded_yaml import YamlError, read_yaml
 
 CONFIG, SUMMARY, METRICS, MACHINE, LEDGER = (
     "config.yaml",
@@ -74,8 +73,8 @@ def _age(folder: Path) -> float:
 def read_config(folder: Path) -> dict[str, Any]:
     """`config.yaml`; empty when it cannot be read."""
     try:
-        found = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        found = read_yaml(folder / CONFIG)
+    except (OSError, YamlError):
         return {}
     return found if isinstance(found, dict) else {}
 
