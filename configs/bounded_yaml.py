@@ -59,7 +59,9 @@ class _Loader(yaml.SafeLoader):
                 raise _refused(event, f"it must not hold itself, got *{event.anchor} within &{event.anchor}")
             self._characters += self._sizes.get(event.anchor, 0)
             if self._characters > MAX_CHARACTERS:
-                raise _refused(event, f"it must stand for at most {MAX_CHARACTERS} characters, got more, by its aliases")
+                raise _refused(
+                    event, f"it must stand for at most {MAX_CHARACTERS} characters, got more, by its aliases"
+                )
         elif isinstance(event, yaml.CollectionEndEvent):
             self._named(*self._outer.pop())
         elif isinstance(event, yaml.NodeEvent):
