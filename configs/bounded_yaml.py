@@ -53,18 +53,18 @@ class _Loader(yaml.SafeLoader):
 
     def get_event(self) -> Any:
         """The next event, which the composer builds a value of."""
-        event = super().get_event()
+        event: Any = super().get_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
             if event.anchor in [name for name, _ in self._outer]:
                 raise _refused(event, f"it must not hold itself, got *{event.anchor} within &{event.anchor}")
-            self._characters += self._sizes.get(event.anchor, 0)
+            self._characters += self._sizes.get(str(event.anchor), 0)
             if self._characters > MAX_CHARACTERS:
                 raise _refused(
                     event, f"it must stand for at most {MAX_CHARACTERS} characters, got more, by its aliases"
                 )
         elif isinstance(event, yaml.CollectionEndEvent):
             self._named(*self._outer.pop())
-        elif isinstance(event, yaml.NodeEvent):
+        elif isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
             before = self._characters
             self._characters += 1
             if event.tag not in (None, "!"):

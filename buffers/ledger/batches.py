@@ -99,14 +99,20 @@ def read_rounds(db: sqlite3.Connection, *, episode_id: str) -> list[Round]:
         "SELECT round_index, parent, finish_reason, body, memo, trained, role FROM round WHERE episode_id = ? ORDER BY round_index",
         (episode_id,),
     )
-    return [
-        replace(
+    rounds: list[Round] = []
+    for index, parent, reason, body, memo, trained, role in found:
+        round_ = replace(
             _decoded(episode_id, round_index=index, parent=parent, finish_reason=reason, body=body, memo=memo),
             trained=None if trained is None else np.frombuffer(trained, np.uint8),
             role=role,
         )
-        for index, parent, reason, body, memo, trained, role in found
-    ]
+        if round_.trained is not None and len(round_.trained) != len(round_.sampled_ids):
+            raise UnderstudyError(
+                f"round {index} of episode {episode_id} must say of each of {len(round_.sampled_ids)} tokens whether it is "
+                f"trained, got {len(round_.trained)}; it is damaged"
+            )
+        rounds.append(round_)
+    return rounds
 
 
 def current_lineage(db: sqlite3.Connection) -> int:
@@ -173,6 +179,8 @@ def _decoded(
     episode_id: str, *, round_index: int, parent: int | None, finish_reason: str, body: bytes, memo: bytes | None
 ) -> Round:
     try:
+        if not isinstance(body, bytes) or not isinstance(memo or b"", bytes):
+            raise UnderstudyError(f"round body must be bytes, got {body!r:.40}; it is damaged")
         arrays = decode(body)
     except UnderstudyError as error:
         raise UnderstudyError(f"round {round_index} of episode {episode_id}: {error}") from error

@@ -24,7 +24,7 @@ from buffers.errors import ScoreError, UnderstudyError
 from buffers.ledger.batches import read_rounds
 from buffers.ledger.encode import checked_score
 from buffers.ledger.episodes import read_task
-from buffers.ledger.schema import is_owned, read_database
+from buffers.ledger.schema import bounded, is_owned, read_database
 from buffers.ledger.scores import score_history
 from buffers.ledger.tools.doctor import findings
 from buffers.ledger.tools.export import export_parquet
@@ -43,11 +43,12 @@ def main(arguments: Sequence[str], *, open_ledger: Callable[..., Any]) -> int:
         path = ledger_path(options.run)
         if options.command == "rescore":
             return rescore(path, options=options, open_ledger=open_ledger)
-        with closing(read_database(path)) as db:
+        with closing(read_database(path)) as db, bounded(db, path=path):
             db.execute("BEGIN")  # one commit is seen throughout
             return int(options.act(db, path=path, options=options))
-    except UnderstudyError as error:
-        print(error, file=sys.stderr)
+    except (UnderstudyError, sqlite3.Error) as error:
+        told = error if isinstance(error, UnderstudyError) else _damaged(path, error)
+        print(told, file=sys.stderr)
         return 2
 
 
@@ -120,7 +121,10 @@ def export(db: sqlite3.Connection, *, path: Path, options: argparse.Namespace) -
 
 def doctor(db: sqlite3.Connection, *, path: Path, options: argparse.Namespace) -> int:
     """0 when nothing is wrong."""
-    wrong = findings(db)
+    try:
+        wrong = findings(db)
+    except sqlite3.Error as error:
+        wrong = [f"file: {error}"]
     for line in wrong:
         print(line)
     print(f"{path}: " + (f"{len(wrong)} findings" if wrong else "sound: file, checksums, references and counts"))
@@ -234,6 +238,10 @@ def _function(name: str) -> Callable[..., Any]:
             f"--scorer must be module.function, got {name} ({error}); put its folder on PYTHONPATH"
         ) from error
     return found
+
+
+def _damaged(path: Path, error: sqlite3.Error) -> str:
+    return f"ledger {path} must be readable, got: {error}; see what is damaged with `understudy ledger doctor`"
 
 
 def _age(now: float, *, since: float | None) -> str:
