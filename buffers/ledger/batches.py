@@ -96,7 +96,8 @@ def read_rounds(db: sqlite3.Connection, *, episode_id: str) -> list[Round]:
     """All rounds of an episode, in order."""
     read_episode(db, episode_id=episode_id)
     found = db.execute(
-        "SELECT round_index, parent, finish_reason, body, memo, trained, role FROM round WHERE episode_id = ? ORDER BY round_index",
+        "SELECT CAST(round_index AS INTEGER), CAST(parent AS INTEGER), CAST(finish_reason AS TEXT), CAST(body AS BLOB), "
+        "CAST(memo AS BLOB), CAST(trained AS BLOB), CAST(role AS TEXT) FROM round WHERE episode_id = ? ORDER BY round_index",
         (episode_id,),
     )
     rounds: list[Round] = []
@@ -171,7 +172,10 @@ def group_rows(db: sqlite3.Connection, *, group_id: int) -> list[Row]:
     for episode_id, sample_index in members:
         rounds, scores = read_rounds(db, episode_id=episode_id), scores_of(db, episode_id=episode_id)
         scores = replace(scores, hint=scores.hint or (hint if isinstance(hint, str) and hint else None))
-        rows += episode_rows(rounds, group_id=group_id, scores=scores, greedy=sample_index < greedy)
+        try:
+            rows += episode_rows(rounds, group_id=group_id, scores=scores, greedy=sample_index < greedy)
+        except ValueError as error:
+            raise UnderstudyError(str(error)) from error
     return rows
 
 
@@ -179,8 +183,6 @@ def _decoded(
     episode_id: str, *, round_index: int, parent: int | None, finish_reason: str, body: bytes, memo: bytes | None
 ) -> Round:
     try:
-        if not isinstance(body, bytes) or not isinstance(memo or b"", bytes):
-            raise UnderstudyError(f"round body must be bytes, got {body!r:.40}; it is damaged")
         arrays = decode(body)
     except UnderstudyError as error:
         raise UnderstudyError(f"round {round_index} of episode {episode_id}: {error}") from error

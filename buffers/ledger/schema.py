@@ -21,6 +21,8 @@ from buffers.records import EpisodeState, GroupState
 SCHEMA_VERSION = 6
 MAX_SCORE = 1e9
 """The estimators of advantages square scores in float32: from about 1e19 on one judge would silence a whole batch."""
+UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
+"""What a read of a damaged file raises; the second where the damage is in the text of SQLite's own message."""
 LONGEST_READ_S = 60.0
 SLOWEST_BYTES_PER_S = 1e6
 """A read of a file takes longer than `LONGEST_READ_S` by its size only, as it leads through no page of it twice."""
@@ -244,7 +246,7 @@ def read_database(path: Path, *, any_thread: bool = False, leave_no_trace: bool 
         with bounded(db, path=path):
             version = _read_version(db)
             strange = _strange(db) if version == str(SCHEMA_VERSION) else ""
-    except sqlite3.Error as error:
+    except UNREADABLE as error:
         raise UnderstudyError(f"{path} must be a ledger file: {error}; name a run's folder or its ledger") from error
     if version != str(SCHEMA_VERSION):
         db.close()

@@ -78,9 +78,8 @@ def snapshot(runs: RunSet, *, episodes: int, about: Mapping[str, str]) -> dict[s
     found = {}
     for view in views:
         whole = {**_run(view), "metrics": figures["runs"][view.run_id]}
-        found[view.run_id] = hidden.without(whole) | _episodes(
-            view, runs.pages(view.run_id), number=episodes, hidden=hidden
-        )
+        shown = _episodes(view, runs.pages(view.run_id), number=episodes, hidden=hidden)
+        found[view.run_id] = hidden.without(whole) | shown
     return {
         "format": FORMAT,
         "made_at": time.time(),
@@ -117,17 +116,26 @@ def _or_empty(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def _episodes(view: RunView, pages: EpisodePages, *, number: int, hidden: Secrets) -> dict[str, Any]:
     found: dict[str, Any] = {
         "episodes": [], "details": {}, "group_details": {}, "groups": [], "conversations": {}, "tokens": {}, "overviews": {},
+        "left_out": [],
     }  # fmt: skip
+    chosen, details = [], {}
     try:
         view.look()
-        chosen = pages.shown(sampled(view, number=number))
         groups = reports.groups(view, states=("open", "ready"), after=None, limit=MOST_GROUPS)["groups"]
-        details = {one["episode_id"]: pages.detail(one["episode_id"]) for one in chosen}
-        for one in chosen:
+        candidates = pages.shown(sampled(view, number=number))
+    except UnderstudyError as error:
+        found["left_out"].append(str(error))
+        return found
+    for one in candidates:
+        try:
+            detail = pages.detail(one["episode_id"])
             if (key := str(one["group_id"])) not in found["group_details"]:
                 found["group_details"][key] = hidden.without(reports.group(view, one["group_id"], record=pages.record))
-    except UnderstudyError:
-        return found
+        except UnderstudyError as error:
+            found["left_out"].append(str(error))
+            continue
+        details[one["episode_id"]] = detail
+        chosen.append(one)
     found["episodes"], found["details"] = hidden.without(chosen), hidden.without(details)
     known = {group["group_id"] for group in groups}
     more = [each["group"] for each in found["group_details"].values() if each["group"]["group_id"] not in known]

@@ -16,7 +16,9 @@ from typing import Any
 
 from rich.table import Table
 
+from buffers.errors import UnderstudyError
 from configs.bounded_yaml import read_yaml
+from learner.reporting.run_json import figures, read_figures, read_object
 from learner.reporting.summary import Curve, curves_png
 from learner.reporting.terminal import Terminal
 
@@ -66,10 +68,10 @@ def read_run(folder: Path, *, label: str = "") -> RunRecord:
             )
     try:
         config = read_yaml(folder / "config.yaml")
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        lines = read_figures(folder / "metrics.jsonl")
         file = folder / "summary.json"
-        summary = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except ValueError as error:
+        summary = read_object(file) if file.is_file() else {}
+    except (ValueError, OSError, UnderstudyError) as error:
         raise CompareError(f"{folder} must hold the files of a run, got one that cannot be read: {error}") from None
     return RunRecord(
         label=label or folder.name,
@@ -122,7 +124,7 @@ def figures_table(runs: Sequence[RunRecord]) -> Table:
         values = [run.last(name) for run in runs]
         if any(value is not None for value in values):
             table.add_row(name, *map(_shown, values))
-    table.add_row("seconds in all", *(_shown(run.summary.get("wall_s")) for run in runs))
+    table.add_row("seconds in all", *(_shown(figures(run.summary).get("wall_s")) for run in runs))
     return table
 
 

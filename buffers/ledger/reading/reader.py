@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from buffers.errors import UnderstudyError
-from buffers.ledger.schema import bounded, read_database
+from buffers.ledger.schema import UNREADABLE, bounded, read_database
 
 Connection = sqlite3.Connection
 
@@ -55,7 +55,7 @@ class LedgerReader:
                         yield self._db
                     finally:
                         self._db.execute("COMMIT")
-            except sqlite3.Error as error:
+            except UNREADABLE as error:
                 raise LedgerUnreadable(
                     f"ledger {self.path} must be readable: {error}; try again, or check it with `understudy ledger doctor`"
                 ) from error

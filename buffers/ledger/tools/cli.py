@@ -24,7 +24,7 @@ from buffers.errors import ScoreError, UnderstudyError
 from buffers.ledger.batches import read_rounds
 from buffers.ledger.encode import checked_score
 from buffers.ledger.episodes import read_task
-from buffers.ledger.schema import bounded, is_owned, read_database
+from buffers.ledger.schema import UNREADABLE, bounded, is_owned, read_database
 from buffers.ledger.scores import score_history
 from buffers.ledger.tools.doctor import findings
 from buffers.ledger.tools.export import export_parquet
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str], *, open_ledger: Callable[..., Any]) -> int:
         with closing(read_database(path)) as db, bounded(db, path=path):
             db.execute("BEGIN")  # one commit is seen throughout
             return int(options.act(db, path=path, options=options))
-    except (UnderstudyError, sqlite3.Error) as error:
+    except (UnderstudyError, *UNREADABLE) as error:
         told = error if isinstance(error, UnderstudyError) else _damaged(path, error)
         print(told, file=sys.stderr)
         return 2
@@ -123,7 +123,7 @@ def doctor(db: sqlite3.Connection, *, path: Path, options: argparse.Namespace) -
     """0 when nothing is wrong."""
     try:
         wrong = findings(db)
-    except sqlite3.Error as error:
+    except UNREADABLE as error:
         wrong = [f"file: {error}"]
     for line in wrong:
         print(line)
@@ -240,7 +240,7 @@ def _function(name: str) -> Callable[..., Any]:
     return found
 
 
-def _damaged(path: Path, error: sqlite3.Error) -> str:
+def _damaged(path: Path, error: Exception) -> str:
     return f"ledger {path} must be readable, got: {error}; see what is damaged with `understudy ledger doctor`"
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from buffers.errors import UnderstudyError
-from buffers.ledger.schema import bounded, is_owned, read_database
+from buffers.ledger.schema import UNREADABLE, bounded, is_owned, read_database
 from buffers.training_rows import ABORTED, CUT
 
 NEWEST_GROUPS = 256
@@ -99,7 +99,7 @@ def survey(path: Path) -> LedgerSurvey:
             db.execute("PRAGMA query_only = ON")
             db.execute("BEGIN")
             return _read(db, is_alive=is_owned(path))
-    except sqlite3.Error as error:
+    except UNREADABLE as error:
         raise UnderstudyError(
             f"ledger {path} must be readable, got: {error}; look at it with `understudy ledger doctor`"
         ) from error
@@ -165,7 +165,8 @@ def _group_scores(db: sqlite3.Connection, *, groups: str) -> tuple[GroupScores, 
 def _answers(db: sqlite3.Connection, *, groups: str) -> Answers:
     """What a round says before its body is read."""
     found = db.execute(
-        "SELECT score, count(*), sum(finish_reason = ?), max(iif(finish_reason = ?, num_sampled, 0)), sum(finish_reason = ?) "
+        "SELECT score, count(*), sum(finish_reason = ?), max(iif(finish_reason = ?, CAST(num_sampled AS INTEGER), 0)), "
+        "sum(finish_reason = ?) "
         "FROM (SELECT episode_id, score FROM episode WHERE group_id IN (SELECT value FROM json_each(?)) AND state = 'scored' "
         "ORDER BY seq DESC LIMIT ?) JOIN round USING (episode_id) GROUP BY episode_id",
         (CUT, CUT, ABORTED, groups, NEWEST_EPISODES),

@@ -5,7 +5,6 @@ Used by `learner.page.run_view`. It reads files of a few kilobytes, and makes, l
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -16,6 +15,7 @@ from typing import Any
 
 from buffers.errors import UnderstudyError
 from configs.bounded_yaml import YamlError, read_yaml
+from learner.reporting.run_json import DamagedFile, read_object
 
 CONFIG, SUMMARY, METRICS, MACHINE, LEDGER = (
     "config.yaml",
@@ -84,10 +84,9 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     try:
         if (folder / SUMMARY).stat().st_mtime < (folder / CONFIG).stat().st_mtime:
             return None  # of the process before: the run was resumed
-        found = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_object(folder / SUMMARY)
+    except (OSError, DamagedFile):
         return None
-    return found if isinstance(found, dict) else None
 
 
 def state_of(
