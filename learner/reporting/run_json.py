@@ -78,11 +78,7 @@ def read_figures(path: Path) -> list[dict[str, float]]:
 
 def figures(line: Mapping[str, Any]) -> dict[str, float]:
     """What is a number in a line."""
-    return {
-        name: value
-        for name, value in line.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
-    }
+    return {name: value for name, value in line.items() if isinstance(value, int | float) and abs(value) < LARGEST}
 
 
 def _whole(digits: str) -> int | None:
