@@ -71,14 +71,18 @@ class Secrets:
 
 
 def snapshot(runs: RunSet, *, episodes: int, about: Mapping[str, str]) -> dict[str, Any]:
-    """`episodes`: so many of each run."""
+    """`episodes`: so many of each run. `left_out` of a run, why something of it is not in it, is not for the file."""
     hidden = Secrets(os.environ)
     views = [runs.view(name) for name in runs.ids()]
     figures = reports.metrics(views, names=None, first=None, last=None, most=POINTS, about=about)
     found = {}
     for view in views:
-        whole = {**_run(view), "metrics": figures["runs"][view.run_id]}
+        told = diagnosed(view.folder)
+        held_back = {"findings": told.findings, "available": told.available}
+        whole = {**_run(view), "metrics": figures["runs"][view.run_id], "findings": held_back}
         shown = _episodes(view, runs.pages(view.run_id), number=episodes, hidden=hidden)
+        if told.why and told.why not in shown["left_out"]:
+            shown["left_out"].insert(0, told.why)
         found[view.run_id] = hidden.without(whole) | shown
     return {
         "format": FORMAT,
@@ -101,7 +105,6 @@ def _run(view: RunView) -> dict[str, Any]:
         "scores": _or_empty(lambda: reports.score_spread(view, first=None, last=None, most=POINTS)),
         "machine": view.machine(since=0.0, points=POINTS),
         "untrained": _or_empty(lambda: reports.untrained(view)) or {"reasons": []},
-        "findings": (told := diagnosed(view.folder)) and {"findings": told.findings, "available": told.available},
     }
 
 
