@@ -144,7 +144,7 @@ class Evidence:
 def _squared_error(steps: Sequence[Mapping[str, float]]) -> float:
     """Squared standard error of the steps' mean reward, by the spread of their scores."""
     episodes = sum(step["batch/episodes"] for step in steps)
-    return fmean(step["reward/std"] ** 2 for step in steps) / episodes if steps else 0.0
+    return fmean(step["reward/std"] ** 2 for step in steps) / max(episodes, 1) if steps else 0.0
 
 
 def read_evidence(folder: Path) -> Evidence:

@@ -72,7 +72,9 @@ def read_run(folder: Path, *, label: str = "") -> RunRecord:
         file = folder / "summary.json"
         summary = read_object(file) if file.is_file() else {}
     except (ValueError, OSError, UnderstudyError) as error:
-        raise CompareError(f"{folder} must hold the files of a run, got one that cannot be read: {error}") from None
+        raise CompareError(
+            f"{folder} must hold the files of a run, config.yaml and others, got one that cannot be read: {error}"
+        ) from None
     return RunRecord(
         label=label or folder.name,
         config=flat(config or {}),

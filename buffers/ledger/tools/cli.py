@@ -32,7 +32,7 @@ from buffers.records import Round, ScoreDetail
 from buffers.training_rows import ABORTED
 
 Decode = Callable[[list[int]], str]
-MAX_CONFIG_CHARACTERS = 1 << 17
+MAX_CONFIG_CHARACTERS, MAX_CONFIG_DEPTH = 1 << 17, 50
 _BACKUP_PAGES = 256
 
 
@@ -186,14 +186,25 @@ def tokenizer_file(run: Path) -> Path | None:
     """The tokenizer.json of a run's model: its own, or that of the folder in its configuration, which may be written as seen from
     where the run was started. None: it is not on this machine."""
     try:
-        with (run / "config.yaml").open(encoding="utf-8") as source:
-            # Text only: nothing is merged or multiplied by aliases that somebody else wrote.
-            found = yaml.load(source.read(MAX_CONFIG_CHARACTERS), Loader=yaml.BaseLoader)["model"]["path"]
+        found = _named_model(run / "config.yaml")
         named = [base / found for base in (Path(), *run.resolve().parents)]
-    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError, RecursionError):
+    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError):
         named = []
     folders = [run / "model", run / "checkpoint", *named]
     return next((folder / "tokenizer.json" for folder in folders if (folder / "tokenizer.json").is_file()), None)
+
+
+def _named_model(config: Path) -> str:
+    """`model.path`, of a file that somebody else may have written: all is text, nothing is merged, nothing is deep."""
+    with config.open(encoding="utf-8") as source:
+        text = source.read(MAX_CONFIG_CHARACTERS)
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.BaseLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_CONFIG_DEPTH:
+            raise ValueError(f"{config} is nested too deep")
+    found: str = yaml.load(text, Loader=yaml.BaseLoader)["model"]["path"]
+    return found
 
 
 def _print_episode(db: sqlite3.Connection, episode_id: str, *, decode: Decode) -> None:
