@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 MAX_CHARACTERS = 1 << 17
-"""Of a file, and of what it stands for."""
+"""The most of a file, and of what it stands for."""
 MAX_DEPTH = 50
 MAX_DIGITS = 40
 
@@ -45,9 +45,9 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._characters = 0
-        """Of all values so far; each has one more than its text."""
+        """The sum over all values so far; each has one more than its text."""
         self._sizes: dict[str, int] = {}
-        """Of what has a name."""
+        """Name -> characters of the value with it."""
         self._outer: list[tuple[str | None, int]] = []
         """Name of each list and mapping that is being read, and what was counted before it."""
 

@@ -23,7 +23,7 @@ STATE = "state.json"
 """What `save_to_disk` writes beside the files of a split; it lists them."""
 OURS = ("task_id", "prompt", "ground_truth", "data_source", "agent_name", "extra_info")
 MOST_ROWS, MOST_BYTES = 1024, 1 << 26
-"""Of a row group."""
+"""The largest row group."""
 
 
 def is_saved_dataset(folder: Path) -> bool:

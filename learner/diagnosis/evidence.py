@@ -26,7 +26,7 @@ OF_STEPS = ("reward/mean", "reward/std", "reward/min", "reward/max", "batch/epis
 FIRST_STEPS, LAST_STEPS = 3, 5
 """Steps that the first and the last reward are the mean of, as in summary.json."""
 LAST_BYTES = 1 << 20
-"""Of machine.jsonl, in which its last line is."""
+"""The end of machine.jsonl, in which its last line is."""
 RECENT_STEPS = 10
 """Steps at the end that rules look at: what was so earlier may have passed."""
 SOLVED = 0.01

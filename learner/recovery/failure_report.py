@@ -108,7 +108,7 @@ def most_frequent_error(folder: Path) -> tuple[int, Path, str] | None:
 
 
 def _is_own(log: Path, folder: Path) -> bool:
-    """Whether it is a file in the folder, which somebody may have sent: no pipe, which never ends, and no link out of it."""
+    """Whether it is a file in the folder, which another person may have sent: no pipe, which never ends, and no link out of it."""
     return log.is_file() and log.resolve().is_relative_to(folder.resolve())
 
 

@@ -1,4 +1,4 @@
-"""JSON of a run's folder, which somebody else may have sent: read without waiting and within bounds, errors in one line.
+"""JSON of a run's folder, which another person may have sent: read without waiting and within bounds, errors in one line.
 
 Used by all that shows a run: `learner.page`, `learner.diagnosis`, `learner.reporting.compare`. Numbers that no float holds, NaN
 and Infinity are None. It writes nothing.
@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from buffers.errors import UnderstudyError
 
 MOST_BYTES = 1 << 30
-"""Of a file of lines: a million steps."""
+"""The largest file of lines: a million steps."""
 MOST_OBJECT_BYTES = 1 << 24
 LARGEST = 1e100
 """A figure may be so large, so that its square is a number too."""

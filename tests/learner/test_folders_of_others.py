@@ -28,6 +28,7 @@ COMMANDS: dict[str, Callable[[Path, Path], list[str]]] = {
     "rescore": lambda run, out: ["ledger", "rescore", str(run), "--scorer", "env_adapters.scoring.scorers.exact_match"],
 }
 OF_LEDGER = ("why", "page", "inspect", "inspect one", "doctor", "export", "rescore")
+pytestmark = pytest.mark.seconds
 Say = Callable[[str], tuple[int, str, str]]
 
 
@@ -112,8 +113,10 @@ LEDGERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", LEDGERS)
-@pytest.mark.parametrize("name", OF_LEDGER)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, "a view without an end") for name in OF_LEDGER] + [("page", kind) for kind in LEDGERS],
+)
 def test_a_ledger_that_no_run_writes_is_refused(run: Path, say: Say, name: str, kind: str) -> None:
     statements, words = LEDGERS[kind]
     damage(run, *statements)
@@ -209,7 +212,7 @@ def test_figures_that_no_run_writes_are_refused(run: Path, say: Say, name: str, 
 
 
 @pytest.mark.parametrize("name", ["why", "compare", "page"])
-@pytest.mark.parametrize("value", ["1e999", "NaN", "9" * 400, "9" * 5000, '"x"', "[]", "{}", "null", "1e300", "-0"])
+@pytest.mark.parametrize("value", ["1e999", "NaN", "9" * 400, '"x"', "[]", "1e300", "-0"])
 def test_figures_that_are_no_numbers_are_left_out(run: Path, say: Say, name: str, value: str) -> None:
     figures = ", ".join(
         f'"{one}": {value}' for one in ("reward/mean", "reward/std", "reward/min", "reward/max", "batch/episodes")
@@ -226,7 +229,7 @@ def test_figures_that_are_no_numbers_are_left_out(run: Path, say: Say, name: str
     assert code == 0 and "left out" not in out, out + err
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", ["why", "page", "inspect"])
 @pytest.mark.parametrize(
     "file", ["metrics.jsonl", "machine.jsonl", "summary.json", "ledger.sqlite-owner", "ledger.sqlite-wal"]
 )

@@ -195,7 +195,7 @@ def tokenizer_file(run: Path) -> Path | None:
 
 
 def _named_model(config: Path) -> str:
-    """`model.path`, of a file that somebody else may have written: all is text, nothing is merged, nothing is deep."""
+    """`model.path`, of a file that another person may have written: all is text, nothing is merged, nothing is deep."""
     with config.open(encoding="utf-8") as source:
         text = source.read(MAX_CONFIG_CHARACTERS)
     depth = 0
