@@ -364,7 +364,7 @@ def test_help_answers_at_once(module):
     imported = re.findall(r"^import time: +\d+ \| +\d+ \| +([\w.]+)$", done.stderr, flags=re.M)
     assert "usage:" in done.stdout and "learner" in imported
     pythons = {"sitecustomize", "_distutils_hack", "org"}  # `copy` looks for Jython's
-    ours_and_pythons = {"learner", "configs", *pythons, *sys.stdlib_module_names}
+    ours_and_pythons = {"learner", "configs", "buffers", *pythons, *sys.stdlib_module_names}
     assert {name for name in imported if name.split(".")[0] not in ours_and_pythons} == set()
     assert len(imported) <= MOST_IMPORTS_OF_HELP, imported
 
