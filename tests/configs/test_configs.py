@@ -262,7 +262,7 @@ def test_roles_are_set_as_a_whole_and_served_by_one_process() -> None:
 def test_a_run_has_a_name_that_a_folder_and_a_command_line_can_have(tmp_path: Path, name: str) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump({"run": {"name": name}}))
-    with pytest.raises(ConfigError, match="run.name must be the name of a folder in run.dir") as refused:
+    with pytest.raises(ConfigError, match=r"run\.name must be the name of a folder in run\.dir") as refused:
         load_config(file)
     assert "\n" not in str(refused.value)
 
