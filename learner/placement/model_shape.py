@@ -63,7 +63,7 @@ def read_shape(folder: Path, *, trust_remote_code: bool = False) -> ModelShape:
     except (ValueError, OSError, KeyError) as error:
         if "trust_remote_code" in str(error):
             raise UnderstudyError(
-                f"model.trust_remote_code must be true for {folder}, whose config names code of its own, got false; read that code, "
+                f"model.trust_remote_code must be true for {folder}, whose config names code of its own, got false; read it, "
                 f"then set model.trust_remote_code=true"
             ) from error
         raise UnderstudyError(
