@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
+from configs.bounded_yaml import YamlError, parse_yaml, read_yaml
 from configs.keys import all_keys, all_sections, keys_below, nearest_key
 from configs.recipes import SYSTEM_KEYS
 from configs.schema import Config
@@ -30,6 +30,7 @@ MOVED = {
     "warm_start.traces": "warm_start.demonstrations",
 }
 """Keys that were there once -> where their values are set now."""
+MAX_EXTENDED = 8
 HARBOR_AGENT = "terminus-2"
 """The agent of `env: harbor`: the one of Harbor's that runs outside of the task's environment."""
 MOVED_PARTS = {"agents.max_attempts": "agents.max_attempts and agents.fewest_members"}
@@ -69,14 +70,18 @@ def _filled(value: Any) -> Any:
     return {key: _filled(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, *, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    if len(above) > MAX_EXTENDED:
+        raise ConfigError(
+            f"extends must end after {MAX_EXTENDED} files, got {' -> '.join(map(str, above[:3]))} -> ...; take one out"
+        )
     if not path.is_file():
         shipped = ", ".join(sorted(p.name for p in FOLDER.glob("*.yaml")))
         raise ConfigError(f"--config must name a YAML file, got {path} (not a file); shipped in configs/: {shipped}")
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} must be YAML: {str(error).replace(chr(10), ' ')}") from None
+        tree = read_yaml(path) or {}
+    except (YamlError, OSError) as error:
+        raise ConfigError(f"{path} must be YAML that can be read: {error}") from None
     if isinstance(tree, dict) and tree.get("env") == "harbor":
         tree["env"] = {"harbor": {"agent": HARBOR_AGENT}}
     if not isinstance(tree, dict):
@@ -84,7 +89,7 @@ def _read(path: Path) -> dict[str, Any]:
     base = tree.pop("extends", None)
     if not base:
         return tree
-    below, learner = _read(path.parent / str(base)), tree.get("learner")
+    below, learner = _read(path.parent / str(base), above=(*above, path)), tree.get("learner")
     named = isinstance(learner, dict) and learner.get("recipe")
     return _merge(_without_algorithm(below) if named else below, tree)
 
@@ -114,7 +119,9 @@ def _override(tree: dict[str, Any], text: str) -> None:
     key, equals, value = (part.strip() for part in text.partition("="))
     parts = key.split(".")
     if not equals or not all(parts) or (len(parts) < 2 and key not in all_keys()):
-        raise ConfigError(f"an override must look like section.key=value, got {text!r}; for example learner.lr=1e-4")
+        raise ConfigError(
+            f"an override must look like section.key=value, got {text!r:.300}; for example learner.lr=1e-4"
+        )
     _check_name(key, source="an override")
     section = tree
     for depth, part in enumerate(parts[:-1], 1):
@@ -122,9 +129,9 @@ def _override(tree: dict[str, Any], text: str) -> None:
         if not isinstance(section, dict):
             raise _not_a_section(".".join(parts[:depth]), section)
     try:
-        new = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{key} must have a YAML value, got {value!r}: {str(error).splitlines()[0]}") from None
+        new = parse_yaml(value)
+    except YamlError as error:
+        raise ConfigError(f"{key} must have a YAML value, got {value!r:.100}: {error}") from None
     old = section.get(parts[-1])
     if key in all_sections() and isinstance(old, dict) and isinstance(new, dict):
         new = _merge(old, new)
@@ -146,11 +153,13 @@ def _check_keys(tree: dict[str, Any], *, prefix: str, source: Path) -> dict[str,
             continue
         key = all_keys()[name]
         if isinstance(value, list) and name in MOVED_PARTS:
-            raise ConfigError(f"{name} must be one {key.kind}, got {value!r}; its parts are {MOVED_PARTS[name]} now")
+            raise ConfigError(
+                f"{name} must be one {key.kind}, got {value!r:.300}; its parts are {MOVED_PARTS[name]} now"
+            )
         is_number = ("integer" in key.kind or "number" in key.kind) and "true or false" not in key.kind
         if is_number and _has_boolean(value) and not (value is False and "False" in key.kind):
             raise ConfigError(
-                f"{name} must be {key.kind}, got {value!r} (yes and on are true in YAML, no and off false)"
+                f"{name} must be {key.kind}, got {value!r:.300} (yes and on are true in YAML, no and off false)"
             )
         if value is None and key.empty is ...:
             raise ConfigError(
@@ -176,13 +185,14 @@ def _check_name(name: str, *, source: str) -> None:
         hint = f"{whole} is one value, {all_keys()[whole].kind}: set {whole}=<value>"
     else:
         hint = nearest_key(name)
-    raise ConfigError(f"{name} is not a configuration key ({source}); {hint}")
+    said = name if name.isprintable() else repr(name)
+    raise ConfigError(f"{said:.300} is not a configuration key ({source}); {hint:.500}")
 
 
 def _not_a_section(name: str, value: object) -> ConfigError:
     inside = [key.name for key in keys_below(name)]
     return ConfigError(
-        f"{name} must be a section with the keys {', '.join(inside)}, got {'nothing' if value is None else repr(value)}; "
+        f"{name} must be a section with the keys {', '.join(inside)}, got {'nothing' if value is None else repr(value):.300}; "
         f"set {inside[0]}=<value>, for example"
     )
 
@@ -202,7 +212,7 @@ def _lines(errors: Sequence[Any]) -> list[str]:
             options = re.findall("'([^']+)'", str(error["ctx"]["expected"]))
             near[key] = difflib.get_close_matches(str(error["input"]), options, n=1)
         rules.setdefault(key, []).append(rule + place)
-        values[key] = repr(error["input"])
+        values[key] = f"{error['input']!r:.300}"
     meant = {key: f"did you mean {names[0]}? " for key, names in near.items() if names}
     return [
         " or ".join(rule)

@@ -49,8 +49,17 @@ class CheckpointsConfig(Section):
 
 
 def _check_run_name(name: str) -> str:
-    if name in (".", "..") or "/" in name or not name.isprintable() or len(name.encode()) > MAX_NAME_BYTES:
-        raise ValueError(f"must be the name of a folder in run.dir, of at most {MAX_NAME_BYTES} bytes, without slashes")
+    if (
+        not name.isprintable()
+        or "/" in name
+        or name[:1] in ".-"
+        or name != name.strip()
+        or len(name.encode()) > MAX_NAME_BYTES
+    ):
+        raise ValueError(
+            f"must be the name of a folder in run.dir, of at most {MAX_NAME_BYTES} bytes, without slashes, and without a dot, a "
+            f"dash or a space before it"
+        )
     return name
 
 

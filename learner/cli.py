@@ -12,6 +12,8 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from buffers.terminal import guard_output
+
 ROOT = Path(__file__).resolve().parent.parent
 """The folder that our packages lie in: site-packages, or a checkout."""
 PACKAGES = ("agents", "buffers", "configs", "env_adapters", "learner", "mocked_server")
@@ -43,6 +45,7 @@ paths are relative to the folder that you are in; results go to its runs/
 
 def main(words: list[str] | None = None) -> int:
     """The exit code of the subcommand: 2 where it cannot begin."""
+    guard_output()
     words = sys.argv[1:] if words is None else words
     if not words or words[0] in ("-h", "--help", "help"):
         print(HELP, end="")

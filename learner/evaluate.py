@@ -129,13 +129,12 @@ def main(argv: Sequence[str] | None = None, *, program: str = "understudy eval")
 
 
 def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Callable[[], None]) -> int:
-    from rich.console import Console
-
     from learner.evaluation import EvaluationPlan
     from learner.pipeline import Pipeline
     from learner.reporting.display import Display
     from learner.reporting.evaluation_report import failures_in_words, figures_of, table
     from learner.reporting.summary import write_summary
+    from learner.reporting.terminal import Terminal
     from learner.reporting.tracker import Tracker
     from learner.session import in_words, own_terminal, supervise
     from learner.startup.run_folder import LOG, claimed, write_config
@@ -146,8 +145,8 @@ def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Calla
     with claimed(folder), own_terminal(log) as terminal:
         write_config(folder, config)
         logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-        console = Console(file=terminal)
-        say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+        console = Terminal(terminal)
+        say = partial(console.print, highlight=False, soft_wrap=True)
         say(f"understudy: evaluating {config.model.path}, results in {folder}, log in {log}")
         prepare()
         with Tracker(folder, trackers=[]) as tracker, Display(0, title=config.run.name, console=console) as display:

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from buffers.terminal import guard_output
 from configs.process_fork import imports_kept, leave
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ checkpoint/ (the newest weights as a Hugging Face folder)
 def main(argv: list[str] | None = None, *, program: str = PROGRAM) -> int:
     """Run once. Exit codes: 0 done, 1 the run failed, 2 unusable configuration, 130 stopped by Ctrl-C. `program`: what the user
     calls it by."""
+    guard_output()
     parser = argparse.ArgumentParser(
         prog=program,
         description="Train the model behind an agent: engine, server, agents and learner in one command.",

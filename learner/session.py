@@ -14,14 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
-
 from buffers.errors import UnderstudyError
 from configs.schema import Config
 from learner.pipeline import Pipeline
 from learner.reporting.display import Display
 from learner.reporting.drift import OTHER_CLASS, OTHER_CLASS_ARGUMENT
 from learner.reporting.summary import reward_curve_png, reward_curve_text, summary_table, write_summary
+from learner.reporting.terminal import Terminal
 from learner.reporting.tracker import Tracker
 from learner.startup.page_process import PageProcess
 from learner.startup.run_folder import CONFIG, LEDGER, LOG, check_resumed, claimed, write_config
@@ -55,8 +54,8 @@ def run_session(
         else:
             write_config(folder, config)
         logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-        console = Console(file=terminal)
-        say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+        console = Terminal(terminal)
+        say = partial(console.print, highlight=False, soft_wrap=True)
         say(f"understudy: run '{config.run.name}', {config.run.steps} steps, results in {folder}, log in {log}")
         if again:
             place, news = (checkpoint.folder, check_resumed(config, checkpoint)) if checkpoint else ("the start", [])
@@ -191,13 +190,13 @@ def conclude(
     errors: Sequence[Exception],
     *,
     folder: Path,
-    console: Console,
+    console: Terminal,
     program: str,
     attempt: Callable[[str, Callable[[], object]], None],
 ) -> None:
     """What a run leaves, however it ended: its figures and picture, what went wrong, and how to go on. A defect's traceback comes
     last."""
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say = partial(console.print, highlight=False, soft_wrap=True)
     history, lines = pipeline.history, [in_words(error) for error in errors]
     for error, line in zip(errors, lines, strict=True):
         logger.error("the run ended: %s", line, exc_info=None if isinstance(error, UnderstudyError) else error)
@@ -225,11 +224,11 @@ def in_words(error: Exception) -> str:
     return str(error) if isinstance(error, UnderstudyError) else f"a defect: {type(error).__name__}: {error}"
 
 
-def report(console: Console, rewards: list[float], *, summary: dict[str, Any], folder: Path) -> None:
+def report(console: Terminal, rewards: list[float], *, summary: dict[str, Any], folder: Path) -> None:
     """The reward curve in the terminal and as PNG, and the table of the figures that a person looks for first."""
     optimum = summary["reward_optimum"]
     reward_curve_png(folder / "reward.png", rewards, optimum=optimum, title=f"{summary['name']}: mean reward per step")
-    console.print(reward_curve_text(rewards, optimum=optimum), highlight=False, markup=False)
+    console.print(reward_curve_text(rewards, optimum=optimum), highlight=False)
     shown = {
         name: value
         for name, value in summary.items()
@@ -239,7 +238,7 @@ def report(console: Console, rewards: list[float], *, summary: dict[str, Any], f
     files = {"curve": "reward.png", "figures": "summary.json", "checkpoint": "checkpoint", "tensorboard": "tensorboard"}
     for name, file in files.items():
         if (folder / file).exists():
-            console.print(f"{name:>12}: {folder / file}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"{name:>12}: {folder / file}", highlight=False, soft_wrap=True)
 
 
 def how_to_see_why(folder: Path, *, program: str) -> str:

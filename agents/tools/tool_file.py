@@ -17,7 +17,6 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agents.tools.base_tool import BaseTool
@@ -26,6 +25,7 @@ from agents.tools.import_by_name import find, inside
 from agents.tools.mcp.config import McpEntry, McpFile
 from agents.tools.schemas import OpenAIFunctionToolSchema
 from buffers.errors import ToolError
+from configs.bounded_yaml import YamlError, read_yaml
 
 ToolSource = AbstractAsyncContextManager[list[BaseTool]]
 """Gives its tools when it is entered."""
@@ -73,9 +73,9 @@ def load_tools(path: Path) -> tuple[list[BaseTool], list[ToolSource]]:
 
 def _entries(path: Path) -> list[Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ToolError(f"tools must be a YAML file, got {path}: {str(error).replace(chr(10), ' ')}") from None
+        tree = read_yaml(path)
+    except (OSError, YamlError) as error:
+        raise ToolError(f"tools must be a YAML file, got {path}: {error}") from None
     if not isinstance(tree, dict) or list(tree) != ["tools"] or not isinstance(tree["tools"], list):
         raise ToolError(f"{path} must hold `tools:` and a list below it; see configs/tools/gsm8k.yaml")
     return tree["tools"]

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from buffers.did_you_mean import one_of
 from buffers.errors import TaskError
+from configs.bounded_yaml import YamlError, read_yaml
 
 if TYPE_CHECKING:
     from agents.agent_loop import AgentLoopBase
@@ -45,8 +44,8 @@ class LoopSpec:
 def read_loops(path: Path) -> list[LoopSpec]:
     """The loops of a file, in order; raises TaskError naming file, entry, rule, value and remedy."""
     try:
-        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+        entries = read_yaml(path)
+    except (OSError, YamlError) as error:
         raise TaskError(f"agents.loops must be a YAML file, got {path} ({error}); see configs/loops/") from error
     if not isinstance(entries, list) or not entries:
         raise TaskError(

@@ -6,6 +6,8 @@ import sys
 
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.tools.cli import main
+from buffers.terminal import guard_output
 
 if __name__ == "__main__":
+    guard_output()
     sys.exit(main(sys.argv[1:], open_ledger=Ledger))

@@ -96,17 +96,24 @@ def read_rounds(db: sqlite3.Connection, *, episode_id: str) -> list[Round]:
     """All rounds of an episode, in order."""
     read_episode(db, episode_id=episode_id)
     found = db.execute(
-        "SELECT round_index, parent, finish_reason, body, memo, trained, role FROM round WHERE episode_id = ? ORDER BY round_index",
+        "SELECT CAST(round_index AS INTEGER), CAST(parent AS INTEGER), CAST(finish_reason AS TEXT), CAST(body AS BLOB), "
+        "CAST(memo AS BLOB), CAST(trained AS BLOB), CAST(role AS TEXT) FROM round WHERE episode_id = ? ORDER BY round_index",
         (episode_id,),
     )
-    return [
-        replace(
+    rounds: list[Round] = []
+    for index, parent, reason, body, memo, trained, role in found:
+        round_ = replace(
             _decoded(episode_id, round_index=index, parent=parent, finish_reason=reason, body=body, memo=memo),
             trained=None if trained is None else np.frombuffer(trained, np.uint8),
             role=role,
         )
-        for index, parent, reason, body, memo, trained, role in found
-    ]
+        if round_.trained is not None and len(round_.trained) != len(round_.sampled_ids):
+            raise UnderstudyError(
+                f"round {index} of episode {episode_id} must say of each of {len(round_.sampled_ids)} tokens whether it is "
+                f"trained, got {len(round_.trained)}; it is damaged"
+            )
+        rounds.append(round_)
+    return rounds
 
 
 def current_lineage(db: sqlite3.Connection) -> int:
@@ -165,7 +172,10 @@ def group_rows(db: sqlite3.Connection, *, group_id: int) -> list[Row]:
     for episode_id, sample_index in members:
         rounds, scores = read_rounds(db, episode_id=episode_id), scores_of(db, episode_id=episode_id)
         scores = replace(scores, hint=scores.hint or (hint if isinstance(hint, str) and hint else None))
-        rows += episode_rows(rounds, group_id=group_id, scores=scores, greedy=sample_index < greedy)
+        try:
+            rows += episode_rows(rounds, group_id=group_id, scores=scores, greedy=sample_index < greedy)
+        except ValueError as error:
+            raise UnderstudyError(str(error)) from error
     return rows
 
 

@@ -11,7 +11,7 @@ import json
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from buffers.errors import EpisodeClosed, EpisodeError, TaskError, UnknownEpisode
 from buffers.ledger.group_commit import operation
@@ -421,5 +421,9 @@ def read_task(db: sqlite3.Connection, *, task_id: str) -> Task:
     row = db.execute("SELECT payload FROM task WHERE task_id = ?", (task_id,)).fetchone()
     if row is None:
         raise TaskError(f"task_id must name a stored task, got {task_id!r}; put it first")
-    payload: dict[str, Any] = json.loads(row[0])
-    return Task(task_id=task_id, **payload)
+    try:
+        return Task(task_id=task_id, **json.loads(row[0]))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise TaskError(
+            f"task {task_id!r:.60} must be stored as a run stores it, got {row[0]!r:.60} ({error})"
+        ) from None

@@ -1,15 +1,19 @@
 """The ledger's tables, and opening a ledger file.
 
-Called by `Ledger` only. Invariants: one process at a time has a file open; ids are never reused; `counter` holds the
-number of groups and episodes in each state, kept by triggers in the same transaction as the state itself (and the number
-of rounds and tokens, kept by what inserts them), so that reading the counts never scans. A file of another schema is refused.
+Called by `Ledger` and by what reads one. Invariants: one process at a time has a file open; ids are never reused; `counter` holds
+the number of groups and episodes in each state, kept by triggers in the same transaction as the state itself (and the number
+of rounds and tokens, kept by what inserts them), so that reading the counts never scans. A file of another schema is refused; of a
+file that is only read, which may be anybody's, also one whose tables hold what no ledger writes.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
+from threading import Timer
 
 from buffers.errors import UnderstudyError
 from buffers.records import EpisodeState, GroupState
@@ -17,6 +21,11 @@ from buffers.records import EpisodeState, GroupState
 SCHEMA_VERSION = 6
 MAX_SCORE = 1e9
 """The estimators of advantages square scores in float32: from about 1e19 on one judge would silence a whole batch."""
+UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
+"""What a read of a damaged file raises; the second where the damage is in the text of SQLite's own message."""
+LONGEST_READ_S = 60.0
+SLOWEST_BYTES_PER_S = 1e6
+"""A read of a file takes longer than `LONGEST_READ_S` by its size only, as it leads through no page of it twice."""
 
 
 # Seconds since 1970. For people who look at the ledger: nothing is decided by it, as clocks jump.
@@ -219,8 +228,12 @@ def read_database(path: Path, *, any_thread: bool = False, leave_no_trace: bool 
     """A connection that only reads, at any time: what it sees within a transaction is one commit of the owner, if there is one.
 
     `any_thread`: the caller sees to it that one thread at a time uses it. `leave_no_trace`: where nobody has the ledger open and it
-    was closed in order, SQLite makes no files beside it. Raises UnderstudyError for what is no ledger of this version.
+    was closed in order, SQLite makes no files beside it. Raises UnderstudyError for what is no ledger of this version, and for one
+    that says what no ledger of ours does.
     """
+    for file in (path, *(path.with_name(f"{path.name}-{end}") for end in ("wal", "shm", "owner", "journal"))):
+        if file.exists() and not file.is_file():
+            raise UnderstudyError(f"{file} must be a file, got a folder or a device; get it from its run again")
     immutable = "&immutable=1" if leave_no_trace and _is_closed(path) else ""
     try:
         db = sqlite3.connect(
@@ -230,8 +243,10 @@ def read_database(path: Path, *, any_thread: bool = False, leave_no_trace: bool 
             timeout=10.0,
             check_same_thread=not any_thread,
         )
-        version = _read_version(db)
-    except sqlite3.Error as error:
+        with bounded(db, path=path):
+            version = _read_version(db)
+            strange = _strange(db) if version == str(SCHEMA_VERSION) else ""
+    except UNREADABLE as error:
         raise UnderstudyError(f"{path} must be a ledger file: {error}; name a run's folder or its ledger") from error
     if version != str(SCHEMA_VERSION):
         db.close()
@@ -239,7 +254,26 @@ def read_database(path: Path, *, any_thread: bool = False, leave_no_trace: bool 
             f"ledger {path} must have schema version {SCHEMA_VERSION}, got {version}; --resume its run once, or use the "
             f"release that wrote it"
         )
+    if strange:
+        db.close()
+        raise UnderstudyError(f"ledger {path} must hold what a run writes, got {strange}; get it from its run again")
     return db
+
+
+@contextmanager
+def bounded(db: sqlite3.Connection, *, path: Path) -> Iterator[None]:
+    """Ends reads in this block, with sqlite3.OperationalError, that take longer than a file of this size can."""
+    try:
+        size = 512 * path.stat().st_blocks  # on the disk: a file of holes is no longer than what is in it
+    except OSError:  # moved away, and still open
+        size = 0
+    timer = Timer(LONGEST_READ_S + size / SLOWEST_BYTES_PER_S, db.interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def is_owned(path: Path) -> bool:
@@ -315,6 +349,67 @@ def _create(db: sqlite3.Connection) -> None:
         f"INSERT INTO meta VALUES ('schema_version', '{SCHEMA_VERSION}'), ('epoch', '0'), ('run_id', lower(hex(randomblob(8)))); "
         f"INSERT INTO lineage VALUES (0, NULL, 0); COMMIT;"
     )
+
+
+Column = tuple[str, str, bool, int, int]
+"""Name, type, whether it is never NULL, place in the primary key, and what is hidden of it."""
+_READ_BY_KEY = ("round",)
+"""Tables whose rows are checked when they are read, as a walk through them would be one through the whole file."""
+
+
+def _columns(db: sqlite3.Connection, table: str) -> tuple[Column, ...]:
+    return tuple(
+        (name, kind, bool(needed), key, hidden)
+        for _, name, kind, needed, _, key, hidden in db.execute(f"PRAGMA table_xinfo({table})")
+    )
+
+
+@cache
+def _tables() -> Mapping[str, tuple[Column, ...]]:
+    with closing(sqlite3.connect(":memory:")) as db:
+        _create(db)
+        names = db.execute("SELECT name FROM sqlite_schema WHERE type = 'table' AND name NOT LIKE 'sqlite%'").fetchall()
+        return {name: _columns(db, name) for (name,) in names}
+
+
+def _strange(db: sqlite3.Connection) -> str:
+    """What is not as a ledger of ours has it: views and tables of other columns, which SQLite would compute without end, and values
+    of other types or far too large. Empty: nothing."""
+    for table, columns in _tables().items():
+        found = db.execute("SELECT type, rootpage FROM sqlite_schema WHERE name = ?", (table,)).fetchall()
+        if len(found) != 1 or found[0][0] != "table" or not found[0][1] or _columns(db, table) != columns:
+            return f"{table!r} as {found[0][0] if found else 'nothing'} of other columns"
+    for table, columns in _tables().items():
+        if table in _READ_BY_KEY:
+            continue
+        rules = [_rule(table, *column[:3]) for column in columns]
+        wrong = db.execute(f"SELECT {', '.join(rules)} FROM {table} WHERE {' OR '.join(rules)} LIMIT 1").fetchone()
+        if wrong is not None:
+            return f"a value of {table}.{columns[wrong.index(1)][0]} that is none"
+    # Ids are given one after another, and none is taken back: readers make room for the largest.
+    for table, key in (("grp", "group_id"), ("episode", "seq")):
+        (number, largest) = db.execute(f"SELECT count(*), coalesce(max({key}), 0) FROM {table}").fetchone()
+        if largest > 2 * number + 1000:
+            return f"{table}.{key} {largest} of {number} rows"
+    for table in ("grp", "episode", "trained"):
+        if (lost := db.execute(f"PRAGMA foreign_key_check({table})").fetchone()) is not None:
+            return f"a row of {table} that names no {lost[2]}"
+    return ""
+
+
+_STATES: Mapping[str, type[EpisodeState] | type[GroupState]] = {"grp": GroupState, "episode": EpisodeState}
+
+
+def _rule(table: str, name: str, kind: str, needed: bool) -> str:
+    """The condition of SQL that a value of this column is none."""
+    is_bad = {
+        "INTEGER": f"typeof({name}) != 'integer' OR abs({name}) >= {1 << (53 if table == 'counter' else 31)}",
+        "REAL": f"typeof({name}) NOT IN ('real', 'integer') OR abs({name}) > 1e15",
+        "TEXT": f"typeof({name}) != 'text'",
+    }[kind]
+    if name == "state" and table in _STATES:
+        is_bad += f" OR {name} NOT IN {_one_of(_STATES[table])}"
+    return f"({name} IS {'' if needed else 'NOT '}NULL {'OR' if needed else 'AND'} ({is_bad}))"
 
 
 def _read_version(db: sqlite3.Connection) -> str:

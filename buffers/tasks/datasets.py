@@ -17,12 +17,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from buffers.errors import TaskError
-from buffers.tasks.parquet import TASK_SCHEMA, BadCell, task_row
+from buffers.tasks.parquet import SLICE, TASK_SCHEMA, BadCell, slices, task_row
 
 STATE = "state.json"
 """What `save_to_disk` writes beside the files of a split; it lists them."""
 OURS = ("task_id", "prompt", "ground_truth", "data_source", "agent_name", "extra_info")
-ROWS_AT_ONCE = 1024
+MOST_ROWS, MOST_BYTES = 1024, 1 << 26
+"""The largest row group."""
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -51,12 +52,18 @@ def write_task_file(files: Sequence[Path], *, columns: Mapping[str, str], source
     to.parent.mkdir(parents=True, exist_ok=True)
     unfinished = to.with_name(f".{to.name}.{os.getpid()}")
     number = 0
+    group = TASK_SCHEMA.empty_table()
     try:
         with pq.ParquetWriter(unfinished, TASK_SCHEMA) as writer:
             for batch in _batches(files, columns=sorted(set(chosen.values()))):
                 rows = [_row(cells, chosen=chosen, source=source, number=number + i) for i, cells in enumerate(batch)]
-                writer.write_table(pa.Table.from_pylist(rows, schema=TASK_SCHEMA))
                 number += len(rows)
+                group = pa.concat_tables([group, pa.Table.from_pylist(rows, schema=TASK_SCHEMA)])
+                if group.num_rows >= MOST_ROWS or group.nbytes >= MOST_BYTES:
+                    writer.write_table(group)
+                    group = TASK_SCHEMA.empty_table()
+            if group.num_rows:
+                writer.write_table(group)
         os.replace(unfinished, to)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -96,12 +103,15 @@ def _batches(files: Sequence[Path], *, columns: list[str]) -> Iterator[list[dict
         with _opened(file) as reader:
             try:
                 if file.suffix != ".arrow":
-                    for batch in reader.iter_batches(batch_size=ROWS_AT_ONCE, columns=columns):
-                        yield batch.to_pylist()
-                    continue
-                for batch in reader:
-                    for start in range(0, batch.num_rows, ROWS_AT_ONCE):
-                        yield batch.select(columns).slice(start, ROWS_AT_ONCE).to_pylist()
+                    batches = reader.iter_batches(batch_size=SLICE, columns=columns)
+                else:
+                    batches = (
+                        batch.select(columns).slice(start, SLICE)
+                        for batch in reader
+                        for start in range(0, batch.num_rows, SLICE)
+                    )
+                for batch in slices(batches, path=file):
+                    yield batch.to_pylist()
             except (pa.ArrowException, OSError, ValueError) as error:
                 raise TaskError(f"{file} must be readable to its end: {error}; get it again") from error
 

@@ -8,6 +8,8 @@ says.
 Columns of a task file: `prompt` (list of {role, content}, or text: one user message) and, optionally, `task_id`,
 `data_source`, `agent_name`, `reward_model` (struct with `ground_truth`) and `extra_info` (struct); both may be JSON text.
 A cell may have `MAX_CELL_BYTES`, be nested `MAX_DEPTH` deep, and hold no half of a surrogate pair; ids and names are printable.
+A file may have `MAX_COLUMNS`, fields of structs included, and stand for `MAX_EXPANSION` times its bytes: a few of them can say one
+long text in every row.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +38,13 @@ MAX_CELL_BYTES = 1 << 24
 """Most bytes of a prompt as JSON, which are those of a model call: no longer prompt could be asked."""
 MAX_DEPTH = 100
 MAX_NAME_CHARS = 500
-_SLICE = 1024
+MAX_COLUMNS = 1000
+MAX_EXPANSION = 1000
+SMALL_BYTES = 1 << 28
+"""Bytes that the rows of any file may have, however small it is."""
+SLICE = 16
+"""Rows in memory at once, of which each may be as long as a cell may be."""
+_ROW_GROUP = 1024
 _TASK_COLUMNS = ("task_id", "data_source", "prompt", "reward_model", "extra_info", "agent_name")
 _TRUTH = "the truth goes into reward_model: {ground_truth: ...}, what else the agent may know into extra_info"
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -83,11 +92,11 @@ def agent_names(path: Path, *, check: Callable[[Task], None] = lambda _: None) -
 
 
 def _ids_given_twice(path: Path) -> set[str]:
-    with _open(path, required="prompt") as file:
+    with _open(path, required="prompt", by_value=True) as file:
         if "task_id" not in file.schema_arrow.names:
             return set()
         try:
-            counts = pc.value_counts(file.read(columns=["task_id"]).column(0))
+            counts = pc.value_counts(file.read(columns=["task_id"]).column(0).unify_dictionaries())
             return set(counts.filter(pc.greater(counts.field("counts"), 1)).field("values").to_pylist())
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise TaskError(f"{path}: column 'task_id' must be readable text: {error}; write it again") from error
@@ -119,8 +128,8 @@ class TaskFile:
         """The tasks at these places among the rows of some row groups, in the order of the places."""
         rows = [row for group in groups for row in range(self._starts[group], self._starts[group + 1])]
         table = self._read(groups, columns=self._columns)
-        for start in range(0, len(places), _SLICE // 8):
-            some = places[start : start + _SLICE // 8]
+        for start in range(0, len(places), SLICE):
+            some = places[start : start + SLICE]
             taken = [rows[place] for place in some]
             for row, cells in zip(taken, self._pylist(table.take(pa.array(some)), taken), strict=True):
                 yield self._parsed(row, partial(_task, cells, default_id=self._default_id(row)))
@@ -141,7 +150,7 @@ class TaskFile:
             raise TaskError(f"{self.path}, row {row}: {error}") from error
 
     def _read(self, groups: Sequence[int], *, columns: list[str]) -> Any:
-        with _open(self.path, required="prompt") as file:
+        with _open(self.path, required="prompt", by_value=True) as file:
             found = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
             if found != self.group_sizes:
                 raise TaskError(
@@ -258,7 +267,21 @@ class BadCell(Exception):
         self.row = row
 
 
-def _open(path: Path, *, required: str) -> Any:
+def slices(batches: Iterable[Any], *, path: Path) -> Iterator[Any]:
+    """The batches of a file, until they are too much for one of its size. Raises TaskError."""
+    most, size = max(SMALL_BYTES, MAX_EXPANSION * path.stat().st_size), 0
+    for batch in batches:
+        size += batch.nbytes
+        if size > most:
+            raise TaskError(
+                f"{path} must stand for at most {MAX_EXPANSION} times its own bytes, or {SMALL_BYTES >> 20} MiB, got more; write "
+                f"fewer rows, or shorter ones"
+            )
+        yield batch
+
+
+def _open(path: Path, *, required: str, by_value: bool = False) -> Any:
+    """`by_value`: a text that stands in many rows is in memory once."""
     if not path.is_file():
         raise TaskError(
             f"{path} must be a parquet file, got {'a folder' if path.is_dir() else 'nothing'} there; name a file"
@@ -267,21 +290,32 @@ def _open(path: Path, *, required: str) -> Any:
         file = pq.ParquetFile(path)
     except (pa.ArrowInvalid, OSError) as error:
         raise TaskError(f"{path} must be a parquet file, got something else ({error}); write it again") from error
+    if file.metadata.num_columns > MAX_COLUMNS:
+        raise TaskError(
+            f"{path} must have at most {MAX_COLUMNS} columns, fields of structs included, got {file.metadata.num_columns}; write "
+            f"structs as JSON text"
+        )
     names = file.schema_arrow.names
-    if twice := sorted(name for name in set(names) if names.count(name) > 1):
-        raise TaskError(f"{path} must have columns of different names, got {twice} more than once; rename one of them")
+    if twice := sorted(name for name, number in Counter(names).items() if number > 1):
+        raise TaskError(
+            f"{path} must have columns of different names, got {twice!s:.500} more than once; rename one of them"
+        )
     if required not in names:
-        raise TaskError(f"{path} must have a column {required!r}, got {sorted(names)}; rename or add it")
+        raise TaskError(f"{path} must have a column {required!r}, got {sorted(names)!s:.500}; rename or add it")
     if file.metadata.num_rows == 0:
         raise TaskError(f"{path} must hold at least one row, got none; write it again")
-    return file
+    if not by_value:
+        return file
+    with file:
+        leaves = [file.metadata.schema.column(number).path for number in range(file.metadata.num_columns)]
+        return pq.ParquetFile(path, read_dictionary=leaves, metadata=file.metadata)
 
 
 def _read(file: Any, *, columns: list[str], parse: Callable[[int, dict[str, Any]], T], path: Path) -> Iterator[T]:
     number = 0
     with file:
         try:
-            for batch in file.iter_batches(batch_size=_SLICE, columns=columns):
+            for batch in slices(file.iter_batches(batch_size=SLICE, columns=columns), path=path):
                 for row in _pylist(batch):
                     yield parse(number, row)
                     number += 1
@@ -324,7 +358,7 @@ def _trace(row: dict[str, Any]) -> Trace:
     if cell is not None:
         try:
             tools = json.loads(cell)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise BadCell("tools", f"JSON text ({error})", cell, "write OpenAI's list of tools") from error
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise BadCell("tools", "a JSON list of objects", cell, "write OpenAI's list of tools")
@@ -419,5 +453,5 @@ def _write(path: Path, *, rows: list[dict[str, Any]], schema: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     table = pa.Table.from_pylist(rows, schema=schema)
-    pq.write_table(table, unfinished, row_group_size=_SLICE)
+    pq.write_table(table, unfinished, row_group_size=_ROW_GROUP)
     os.replace(unfinished, path)

@@ -227,7 +227,7 @@ def _causes(run: Evidence) -> list[Failures]:
     """Kinds of failures that are no after-effects, the most frequent first."""
     if run.ledger is not None:
         return [each for each in run.ledger.failures if each.kind not in AFTER_EFFECTS]
-    counts = {name.removeprefix("failed/"): n for name, n in run.summary.get("buffer", {}).items() if "failed/" in name}
+    counts = {name.removeprefix("failed/"): n for name, n in run.summary_counts.items() if "failed/" in name}
     found = [
         Failures(kind=kind, number=n, example=kind) for kind, n in counts.items() if n and kind not in AFTER_EFFECTS
     ]

@@ -6,7 +6,6 @@ folder. A last line of `metrics.jsonl` that is not complete is left out; files t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,12 +18,15 @@ from buffers.ledger.tools.survey import LedgerSurvey, survey
 from configs.load import ConfigError, load_config
 from configs.schema import Config
 from learner.reporting.machine_log import FILE as MACHINE
+from learner.reporting.run_json import figures, open_file, parsed, read_figures, read_object
 
 CONFIG, METRICS, SUMMARY, LEDGER = "config.yaml", "metrics.jsonl", "summary.json", "ledger.sqlite"
 OF_STEPS = ("reward/mean", "reward/std", "reward/min", "reward/max", "batch/episodes")
 """Figures that the line of every step has, and no other line."""
 FIRST_STEPS, LAST_STEPS = 3, 5
 """Steps that the first and the last reward are the mean of, as in summary.json."""
+LAST_BYTES = 1 << 20
+"""The end of machine.jsonl, in which its last line is."""
 RECENT_STEPS = 10
 """Steps at the end that rules look at: what was so earlier may have passed."""
 SOLVED = 0.01
@@ -80,9 +82,13 @@ class Evidence:
 
     def count(self, name: str) -> int:
         """A count of the ledger; of the summary where the ledger is elsewhere."""
-        if self.ledger is not None:
-            return self.ledger.count(name)
-        return int(self.summary.get("buffer", {}).get(name, 0))
+        return self.ledger.count(name) if self.ledger is not None else self.summary_counts.get(name, 0)
+
+    @cached_property
+    def summary_counts(self) -> Mapping[str, int]:
+        """The counts in the summary."""
+        found = self.summary.get("buffer")
+        return {name: int(number) for name, number in figures(found).items()} if isinstance(found, dict) else {}
 
     @cached_property
     def rewards(self) -> list[float]:
@@ -138,7 +144,7 @@ class Evidence:
 def _squared_error(steps: Sequence[Mapping[str, float]]) -> float:
     """Squared standard error of the steps' mean reward, by the spread of their scores."""
     episodes = sum(step["batch/episodes"] for step in steps)
-    return fmean(step["reward/std"] ** 2 for step in steps) / episodes if steps else 0.0
+    return fmean(step["reward/std"] ** 2 for step in steps) / max(episodes, 1) if steps else 0.0
 
 
 def read_evidence(folder: Path) -> Evidence:
@@ -148,45 +154,25 @@ def read_evidence(folder: Path) -> Evidence:
     try:
         config = load_config(folder / CONFIG)
     except ConfigError as error:
-        raise DiagnosisError(f"{folder / CONFIG} must be a configuration of this release, got: {error}") from None
-    lines = _lines(folder / METRICS)
+        told = str(error).replace("\n", "; ")
+        raise DiagnosisError(f"{folder / CONFIG} must be a configuration of this release, got: {told}") from None
+    lines = read_figures(folder / METRICS) if (folder / METRICS).is_file() else []
     ledger = folder / LEDGER
     return Evidence(
         folder=folder,
         config=config,
         steps=[line for line in lines if all(name in line for name in OF_STEPS)],
         validations=[line for line in lines if "val/mean" in line],
-        summary=_summary(folder / SUMMARY),
+        summary=read_object(folder / SUMMARY) if (folder / SUMMARY).is_file() else {},
         ledger=survey(ledger) if ledger.is_file() else None,
         cards=_cards(folder / MACHINE),
     )
 
 
-def _lines(path: Path) -> list[dict[str, float]]:
-    if not path.is_file():
-        return []
-    lines = path.read_bytes().split(b"\n")[
-        :-1
-    ]  # what stands after the last newline is being written, or was when it died
-    try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise DiagnosisError(
-            f"{path} must hold a JSON object on each line, got one that cannot be read: {error}"
-        ) from None
-
-
 def _cards(path: Path) -> int:
     try:
-        return int(json.loads(path.read_bytes().split(b"\n")[-2])["cards"])
+        with open_file(path) as source:
+            source.seek(max(0, path.stat().st_size - LAST_BYTES))
+            return int(parsed(source.read(LAST_BYTES).split(b"\n")[-2])["cards"])
     except (OSError, ValueError, LookupError, TypeError):  # no such file or line yet, of an earlier release, or cut
         return 0
-
-
-def _summary(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise DiagnosisError(f"{path} must be a run's summary, got one that cannot be read: {error}") from None

@@ -45,6 +45,7 @@ def export(named: Sequence[Path], *, to: Path, episodes: int, meanings: Mapping[
         found = snapshot(runs, episodes=episodes, about=metric_meanings())
     finally:
         runs.close()
+    left_out = [(name, error) for name, run in found["runs"].items() for error in run.pop("left_out")]
     text = page_of(found, static=STATIC)
     unfinished = to.with_name(f".{to.name}.{os.getpid()}")
     try:
@@ -57,7 +58,7 @@ def export(named: Sequence[Path], *, to: Path, episodes: int, meanings: Mapping[
     number = sum(len(run["episodes"]) for run in found["runs"].values())
     return (
         f"{to}: {len(found['runs'])} run(s), {number} episodes, {to.stat().st_size / 1e6:.1f} MB; open it in a browser"
-    )
+    ) + (f"; {len(left_out)} left out, as of {left_out[0][0]}: {left_out[0][1]}" if left_out else "")
 
 
 def page_of(found: Mapping[str, Any], *, static: Path) -> str:

@@ -21,10 +21,11 @@ KEPT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """`available`: whether the run could be looked at."""
+    """`available`: whether the run could be looked at, and `why` not."""
 
     findings: list[dict[str, Any]]
     available: bool
+    why: str = ""
 
 
 class Findings:
@@ -49,5 +50,5 @@ def diagnosed(folder: Path) -> Told:
     """The findings of `learner.diagnosis`; none while that cannot read the run."""
     try:
         return Told(findings=[asdict(finding) for finding in diagnose(folder)], available=True)
-    except UnderstudyError:
-        return Told(findings=[], available=False)
+    except UnderstudyError as error:
+        return Told(findings=[], available=False, why=str(error))

@@ -38,6 +38,9 @@ MOST_POINTS = 10_000
 MOST_EPISODES = 500
 MOST_TURNS = 500
 MOST_RUNS = 20
+LARGEST_NUMBER, MOST_DIGITS = 2**53, 16
+"""What a browser's numbers hold exactly."""
+SPAN = "a number or a span such as 10-20"
 STATUS: dict[type[UnderstudyError], int] = {
     UnknownRun: 404,
     Unknown: 404,
@@ -69,13 +72,7 @@ class Parameters:
         given = self._given.get(name, "")
         if not given:
             return None
-        try:
-            found = kind(given)
-        except ValueError:
-            found = None
-        if found is None or found != found or abs(found) > 2**53:
-            raise FilterError(f"{name} must be a number, got {given!r:.40}; leave it out for no limit")
-        return found
+        return number_of(given, name=name, kind=kind)
 
     def span(self, name: str) -> tuple[int, int] | None:
         """`12` or `10-20`."""
@@ -83,14 +80,20 @@ class Parameters:
         first, _, last = given.partition("-")
         if not given:
             return None
-        if not (
-            first.isascii()
-            and first.isdigit()
-            and (not last or (last.isascii() and last.isdigit()))
-            and len(given) < 40
-        ):
-            raise FilterError(f"{name} must be a number or a span such as 10-20, got {given!r:.40}")
-        return int(first), int(last or first)
+        return number_of(first, name=name, kind=int, rule=SPAN), number_of(
+            last or first, name=name, kind=int, rule=SPAN
+        )
+
+
+def number_of(text: str, *, name: str, kind: Callable[[str], Any], rule: str = "a number") -> Any:
+    """The number that a text is, such as the databases have. Raises FilterError naming the parameter."""
+    try:
+        found = kind(text)
+    except ValueError:
+        found = None
+    if found is None or found != found or abs(found) > LARGEST_NUMBER:
+        raise FilterError(f"{name} must be {rule}, got {text!r:.40}; leave it out for no limit")
+    return found
 
 
 def episode_filter(query: Parameters) -> EpisodeFilter:
@@ -177,16 +180,16 @@ class Api:
 
     def group(self, request: Request) -> dict[str, Any]:
         pages = self._pages(request)
-        return reports.group(self._view(request), request.path_params["group"], record=pages.record)
+        group = number_of(request.path_params["group"], name="group", kind=int)
+        return reports.group(self._view(request), group, record=pages.record)
 
     def episodes(self, request: Request) -> dict[str, Any]:
         query = Parameters(request)
         view, pages = self._view(request), self._pages(request)
         view.look_on()
-        if seqs := query.texts("seqs"):
-            return {
-                "episodes": pages.shown([int(seq) for seq in seqs[:MOST_EPISODES] if seq.isascii() and seq.isdigit()])
-            }
+        if seqs := query.texts("seqs")[:MOST_EPISODES]:
+            known = [int(seq) for seq in seqs if seq.isascii() and seq.isdigit() and len(seq) < MOST_DIGITS]
+            return {"episodes": pages.shown(known)}
         found = view.search(
             episode_filter(query),
             order=query.text("sort", "newest"),
@@ -259,7 +262,7 @@ def build_app(runs: RunSet, *, default: str, about: Mapping[str, str]) -> Starle
         f"{run}/scores": api.scores,
         f"{run}/machine": api.machine,
         f"{run}/groups": api.groups,
-        f"{run}/groups/{{group:int}}": api.group,
+        f"{run}/groups/{{group}}": api.group,
         f"{run}/episodes": api.episodes,
         f"{run}/episodes/order": api.order,
         f"{run}/episodes/{{episode}}": api.episode,

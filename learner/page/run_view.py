@@ -34,6 +34,7 @@ from learner.page.run_files.run_folders import (
     read_summary,
     state_of,
 )
+from learner.reporting.run_json import figures
 
 T = TypeVar("T")
 EPISODES_AT_ONCE = 400
@@ -113,11 +114,11 @@ class RunView:
             return self._config[1]
 
     def setting(self, key: str, default: Any) -> Any:
-        """One key of the configuration, such as `buffer.group_size`."""
+        """One key of the configuration, such as `buffer.group_size`; `default` where it is not of that kind."""
         found: Any = self.config
         for part in key.split("."):
             found = found.get(part) if isinstance(found, dict) else None
-        return default if found is None else found
+        return found if found is not None and (default is None or isinstance(found, type(default))) else default
 
     def entry(self) -> dict[str, Any]:
         """The run in a list of runs."""
@@ -145,7 +146,7 @@ class RunView:
 
     def _seen_at(self, machine: dict[str, Any] | None) -> float | None:
         """The last sign of life in small files."""
-        times = [] if machine is None else [float(machine.get("at") or 0.0)]
+        times = [] if machine is None else [float(figures(machine).get("at", 0.0))]
         for name in (METRICS, CONFIG):
             try:
                 times.append((self.folder / name).stat().st_mtime)

@@ -71,16 +71,19 @@ class Secrets:
 
 
 def snapshot(runs: RunSet, *, episodes: int, about: Mapping[str, str]) -> dict[str, Any]:
-    """`episodes`: so many of each run."""
+    """`episodes`: so many of each run. `left_out` of a run, why something of it is not in it, is not for the file."""
     hidden = Secrets(os.environ)
     views = [runs.view(name) for name in runs.ids()]
     figures = reports.metrics(views, names=None, first=None, last=None, most=POINTS, about=about)
     found = {}
     for view in views:
-        whole = {**_run(view), "metrics": figures["runs"][view.run_id]}
-        found[view.run_id] = hidden.without(whole) | _episodes(
-            view, runs.pages(view.run_id), number=episodes, hidden=hidden
-        )
+        told = diagnosed(view.folder)
+        held_back = {"findings": told.findings, "available": told.available}
+        whole = {**_run(view), "metrics": figures["runs"][view.run_id], "findings": held_back}
+        shown = _episodes(view, runs.pages(view.run_id), number=episodes, hidden=hidden)
+        if told.why and told.why not in shown["left_out"]:
+            shown["left_out"].insert(0, told.why)
+        found[view.run_id] = hidden.without(whole) | shown
     return {
         "format": FORMAT,
         "made_at": time.time(),
@@ -102,7 +105,6 @@ def _run(view: RunView) -> dict[str, Any]:
         "scores": _or_empty(lambda: reports.score_spread(view, first=None, last=None, most=POINTS)),
         "machine": view.machine(since=0.0, points=POINTS),
         "untrained": _or_empty(lambda: reports.untrained(view)) or {"reasons": []},
-        "findings": (told := diagnosed(view.folder)) and {"findings": told.findings, "available": told.available},
     }
 
 
@@ -117,17 +119,26 @@ def _or_empty(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def _episodes(view: RunView, pages: EpisodePages, *, number: int, hidden: Secrets) -> dict[str, Any]:
     found: dict[str, Any] = {
         "episodes": [], "details": {}, "group_details": {}, "groups": [], "conversations": {}, "tokens": {}, "overviews": {},
+        "left_out": [],
     }  # fmt: skip
+    chosen, details = [], {}
     try:
         view.look()
-        chosen = pages.shown(sampled(view, number=number))
         groups = reports.groups(view, states=("open", "ready"), after=None, limit=MOST_GROUPS)["groups"]
-        details = {one["episode_id"]: pages.detail(one["episode_id"]) for one in chosen}
-        for one in chosen:
+        candidates = pages.shown(sampled(view, number=number))
+    except UnderstudyError as error:
+        found["left_out"].append(str(error))
+        return found
+    for one in candidates:
+        try:
+            detail = pages.detail(one["episode_id"])
             if (key := str(one["group_id"])) not in found["group_details"]:
                 found["group_details"][key] = hidden.without(reports.group(view, one["group_id"], record=pages.record))
-    except UnderstudyError:
-        return found
+        except UnderstudyError as error:
+            found["left_out"].append(str(error))
+            continue
+        details[one["episode_id"]] = detail
+        chosen.append(one)
     found["episodes"], found["details"] = hidden.without(chosen), hidden.without(details)
     known = {group["group_id"] for group in groups}
     more = [each["group"] for each in found["group_details"].values() if each["group"]["group_id"] not in known]

@@ -61,6 +61,11 @@ def read_shape(folder: Path, *, trust_remote_code: bool = False) -> ModelShape:
         with torch.device("meta"):
             lm: Any = model_of(folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise UnderstudyError(
+                f"model.trust_remote_code must be true for {folder}, whose config names code of its own, got false; read it, "
+                f"then set model.trust_remote_code=true"
+            ) from error
         raise UnderstudyError(
             f"model.path must name a model that transformers knows, got {folder}: {' '.join(str(error).split())[:300]}"
         ) from error

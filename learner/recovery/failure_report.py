@@ -90,7 +90,7 @@ def _told_by_logs(agents: Path) -> list[str]:
 def most_frequent_error(folder: Path) -> tuple[int, Path, str] | None:
     """(how often, a log, what it says up to there) of the error that stands most often in `<folder>/*/log.txt`; of several, the
     first. An exception counts; without one any line that mentions an error; without one the end of the first log."""
-    logs = [(log, _end_of(log)) for log in sorted(folder.glob("*/log.txt"))[:MAX_LOGS]]
+    logs = [(log, _end_of(log)) for log in sorted(folder.glob("*/log.txt"))[:MAX_LOGS] if _is_own(log, folder)]
     logs = [(log, text) for log, text in logs if text.strip()]
     for pattern in (_RAISED.match, _SAYS_ERROR.search):
         seen: Counter[str] = Counter()
@@ -105,6 +105,11 @@ def most_frequent_error(folder: Path) -> tuple[int, Path, str] | None:
             kind, number = seen.most_common(1)[0]
             return number, *first[kind]
     return (1, logs[0][0], _excerpt(logs[0][1])) if logs else None
+
+
+def _is_own(log: Path, folder: Path) -> bool:
+    """Whether it is a file in the folder, which another person may have sent: no pipe, which never ends, and no link out of it."""
+    return log.is_file() and log.resolve().is_relative_to(folder.resolve())
 
 
 def _excerpt(text: str) -> str:

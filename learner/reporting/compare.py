@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-from rich.console import Console
 from rich.table import Table
 
+from buffers.errors import UnderstudyError
+from configs.bounded_yaml import read_yaml
+from learner.reporting.run_json import figures, read_figures, read_object
 from learner.reporting.summary import Curve, curves_png
+from learner.reporting.terminal import Terminal
 
 LAST_STEPS = 5
 """Steps that a run's last figures are the mean of."""
@@ -65,12 +67,14 @@ def read_run(folder: Path, *, label: str = "") -> RunRecord:
                 f"a run's folder must hold {name}, got {folder} without it; name folders such as runs/demo"
             )
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        config = read_yaml(folder / "config.yaml")
+        lines = read_figures(folder / "metrics.jsonl")
         file = folder / "summary.json"
-        summary = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (yaml.YAMLError, ValueError) as error:
-        raise CompareError(f"{folder} must hold the files of a run, got one that cannot be read: {error}") from None
+        summary = read_object(file) if file.is_file() else {}
+    except (ValueError, OSError, UnderstudyError) as error:
+        raise CompareError(
+            f"{folder} must hold the files of a run, config.yaml and others, got one that cannot be read: {error}"
+        ) from None
     return RunRecord(
         label=label or folder.name,
         config=flat(config or {}),
@@ -122,7 +126,7 @@ def figures_table(runs: Sequence[RunRecord]) -> Table:
         values = [run.last(name) for run in runs]
         if any(value is not None for value in values):
             table.add_row(name, *map(_shown, values))
-    table.add_row("seconds in all", *(_shown(run.summary.get("wall_s")) for run in runs))
+    table.add_row("seconds in all", *(_shown(figures(run.summary).get("wall_s")) for run in runs))
     return table
 
 
@@ -163,7 +167,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = "understudy compar
     except CompareError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
-    console = Console()
+    console = Terminal()
     if config_differences(runs):
         console.print(config_table(runs))
     else:

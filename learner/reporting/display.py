@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from learner.reporting.summary import WINDOW, moving_average
+from learner.reporting.terminal import Terminal
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Display:
         self._total_steps = total_steps
         self._title = title
         self._optimum = optimum
-        self._console = console or Console()
+        self._console = console or Terminal()
         self._clock = clock
         self._shown = _Shown()
         self._live: Live | None = None

@@ -70,7 +70,7 @@ def _from_gguf(source: Path, to: Path, dtype: str) -> None:
     import torch
     import transformers
 
-    named: dict[str, Any] = {"gguf_file": source.name}
+    named: dict[str, Any] = {"gguf_file": source.name, "trust_remote_code": False}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source.parent, **named)
         if hasattr(transformers, "GgufConfig"):  # later versions leave weights in blocks by themselves

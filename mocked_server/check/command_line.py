@@ -18,6 +18,7 @@ from pathlib import Path
 
 from buffers.errors import UnderstudyError
 from buffers.records import Task
+from buffers.terminal import guard_output, shown
 
 DESCRIPTION = "Can this agent be trained? Runs it once against a tiny model on this machine and says."
 EPILOG = """\
@@ -80,7 +81,7 @@ def _quiet() -> Iterator[int]:
             yield terminal
         except UnderstudyError:
             log.seek(0)
-            os.write(terminal, log.read()[-LOG_SHOWN:])
+            os.write(terminal, shown(log.read()[-LOG_SHOWN:].decode(errors="replace")).encode())
             raise
         finally:
             sys.stdout.flush()
@@ -91,6 +92,7 @@ def _quiet() -> Iterator[int]:
 
 def main(words: Sequence[str], *, program: str = "python -m mocked_server.check") -> int:
     """The command line; returns the exit code. `program`: what the user calls it by."""
+    guard_output()
     arguments = _arguments(words, program=program)
     try:
         command, task = _resolved(arguments.command), _task(arguments.task)

@@ -27,7 +27,7 @@ def token_logprobs(model: torch.nn.Module, row: Row) -> torch.Tensor:
 def max_logprob_diff(folder: Path, rows: Sequence[Row]) -> float:
     """Largest difference, over the sampled tokens of the rows, between the recorded log-probability and the one that
     the model in `folder` gives (float32, on CPU). 0 when nothing was sampled."""
-    own: Any = getattr(transformers, AutoConfig.from_pretrained(folder).architectures[0])
+    own: Any = getattr(transformers, AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures[0])
     model = own.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()  # it leaves nothing out

@@ -185,7 +185,7 @@ async def trial_server() -> AsyncIterator[AgentTrial]:
         try:
             with Ledger(None) as ledger:
                 server = _server(ledger, args=args, vllm_config=vllm_config, rollout=rollout, config=server_config)
-                rehearsed = TrialEngine(engine, tokenizer=AutoTokenizer.from_pretrained(model))
+                rehearsed = TrialEngine(engine, tokenizer=AutoTokenizer.from_pretrained(model, trust_remote_code=False))
                 generation = Generation(rehearsed, queue=server.prompt_queue, rounds=ledger)
                 generating = asyncio.create_task(generation.run(), name="generate")
                 try:

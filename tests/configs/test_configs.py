@@ -254,3 +254,19 @@ def test_roles_are_set_as_a_whole_and_served_by_one_process() -> None:
     ]
     with pytest.raises(ConfigError, match=r"got server.processes=2; set server.processes=1"):
         load_config(FOLDER / "demo.yaml", overrides=["roles={a: {}}", "server.processes=2"])
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "a/b", "..", ".tasks", "--help", " x", "x ", "a\nb", "\x1b[2J", "\u202ex", "x" * 201]
+)
+def test_a_run_has_a_name_that_a_folder_and_a_command_line_can_have(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({"run": {"name": name}}))
+    with pytest.raises(ConfigError, match=r"run\.name must be the name of a folder in run\.dir") as refused:
+        load_config(file)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["demo", "Größe 3", "a.b-c_d", "日本"])
+def test_names_of_people_are_names_of_runs(name: str) -> None:
+    assert load_config(overrides=[f"run.name={name}"]).run.name == name

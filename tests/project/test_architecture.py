@@ -341,6 +341,21 @@ def test_nothing_is_unpickled_or_evaluated():
     assert not wrong, "\n".join(wrong)
 
 
+def test_code_of_a_model_is_never_asked_about():
+    """Where nothing is said, transformers asks whoever sits at the terminal whether to run the folder's code."""
+    silent = [
+        f"{name}:{node.lineno}"
+        for name, path in PRODUCT.items()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("from_pretrained", "from_config")
+        and ast.unparse(node.func.value).rpartition(".")[2].startswith("Auto")
+        and not {None, "trust_remote_code"} & {keyword.arg for keyword in node.keywords}
+    ]
+    assert silent == []
+
+
 @pytest.mark.parametrize("module", ["learner.run", "learner.cli"])
 def test_help_answers_at_once(module):
     """By what it imports, not by time, which is the machine's."""
@@ -349,7 +364,7 @@ def test_help_answers_at_once(module):
     imported = re.findall(r"^import time: +\d+ \| +\d+ \| +([\w.]+)$", done.stderr, flags=re.M)
     assert "usage:" in done.stdout and "learner" in imported
     pythons = {"sitecustomize", "_distutils_hack", "org"}  # `copy` looks for Jython's
-    ours_and_pythons = {"learner", "configs", *pythons, *sys.stdlib_module_names}
+    ours_and_pythons = {"learner", "configs", "buffers", *pythons, *sys.stdlib_module_names}
     assert {name for name in imported if name.split(".")[0] not in ours_and_pythons} == set()
     assert len(imported) <= MOST_IMPORTS_OF_HELP, imported
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from buffers.errors import UnderstudyError
-from buffers.ledger.schema import read_database
+from buffers.ledger.schema import UNREADABLE, bounded, read_database
 
 Connection = sqlite3.Connection
 
@@ -49,12 +49,13 @@ class LedgerReader:
         """The connection, for a block that sees one commit of the owner. Raises LedgerUnreadable."""
         with self._lock:
             try:
-                self._db.execute("BEGIN")
-                try:
-                    yield self._db
-                finally:
-                    self._db.execute("COMMIT")
-            except sqlite3.Error as error:
+                with bounded(self._db, path=self.path):
+                    self._db.execute("BEGIN")
+                    try:
+                        yield self._db
+                    finally:
+                        self._db.execute("COMMIT")
+            except UNREADABLE as error:
                 raise LedgerUnreadable(
                     f"ledger {self.path} must be readable: {error}; try again, or check it with `understudy ledger doctor`"
                 ) from error

@@ -28,7 +28,10 @@ BROKEN = (
 CAUSES = (*MEANT, *BROKEN)
 """Bit number k of an episode's causes is CAUSES[k]."""
 ANY_BREAK = sum(1 << CAUSES.index(name) for name in BROKEN)
-_QUERY = "SELECT round_index, parent, finish_reason, memo FROM round WHERE episode_id = ? ORDER BY round_index"
+_QUERY = (
+    "SELECT CAST(round_index AS INTEGER), CAST(parent AS INTEGER), CAST(finish_reason AS TEXT), CAST(memo AS BLOB) FROM round "
+    "WHERE episode_id = ? ORDER BY round_index"
+)
 ENDED = (EPISODE_STATES.index("scored"), EPISODE_STATES.index("failed"))
 CUT = "length"
 ABORTED = "abort"

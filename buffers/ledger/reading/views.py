@@ -5,7 +5,6 @@ Used by `learner.page`. Functions over a connection that only reads; nothing her
 
 from __future__ import annotations
 
-import json
 import math
 import sqlite3
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from buffers.errors import UnderstudyError
+from buffers.ledger.episodes import read_task
 
 _IN_QUERY = 500
 _EPISODE = (
@@ -124,17 +124,16 @@ def groups(db: sqlite3.Connection, *, states: Sequence[str], after: int, limit: 
 
 def task_of(db: sqlite3.Connection, *, task_id: str | None) -> dict[str, Any] | None:
     """The task as it was given, answer and all; None: there is none."""
-    row = db.execute("SELECT payload FROM task WHERE task_id = ?", (task_id,)).fetchone()
-    if row is None:
+    if db.execute("SELECT 1 FROM task WHERE task_id = ?", (task_id,)).fetchone() is None:
         return None
-    payload = json.loads(row[0])
+    found = read_task(db, task_id=str(task_id))
     return {
         "task_id": task_id,
-        "prompt": payload.get("prompt"),
-        "ground_truth": payload.get("ground_truth"),
-        "data_source": payload.get("data_source"),
-        "agent": payload.get("agent_name"),
-        "extra_info": payload.get("extra_info"),
+        "prompt": found.prompt,
+        "ground_truth": found.ground_truth,
+        "data_source": found.data_source,
+        "agent": found.agent_name,
+        "extra_info": found.extra_info,
     }
 
 

@@ -24,7 +24,7 @@ from buffers.errors import ScoreError, UnderstudyError
 from buffers.ledger.batches import read_rounds
 from buffers.ledger.encode import checked_score
 from buffers.ledger.episodes import read_task
-from buffers.ledger.schema import is_owned, read_database
+from buffers.ledger.schema import UNREADABLE, bounded, is_owned, read_database
 from buffers.ledger.scores import score_history
 from buffers.ledger.tools.doctor import findings
 from buffers.ledger.tools.export import export_parquet
@@ -32,6 +32,7 @@ from buffers.records import Round, ScoreDetail
 from buffers.training_rows import ABORTED
 
 Decode = Callable[[list[int]], str]
+MAX_CONFIG_CHARACTERS, MAX_CONFIG_DEPTH = 1 << 17, 50
 _BACKUP_PAGES = 256
 
 
@@ -42,11 +43,12 @@ def main(arguments: Sequence[str], *, open_ledger: Callable[..., Any]) -> int:
         path = ledger_path(options.run)
         if options.command == "rescore":
             return rescore(path, options=options, open_ledger=open_ledger)
-        with closing(read_database(path)) as db:
+        with closing(read_database(path)) as db, bounded(db, path=path):
             db.execute("BEGIN")  # one commit is seen throughout
             return int(options.act(db, path=path, options=options))
-    except UnderstudyError as error:
-        print(error, file=sys.stderr)
+    except (UnderstudyError, *UNREADABLE) as error:
+        told = error if isinstance(error, UnderstudyError) else _damaged(path, error)
+        print(told, file=sys.stderr)
         return 2
 
 
@@ -119,7 +121,10 @@ def export(db: sqlite3.Connection, *, path: Path, options: argparse.Namespace) -
 
 def doctor(db: sqlite3.Connection, *, path: Path, options: argparse.Namespace) -> int:
     """0 when nothing is wrong."""
-    wrong = findings(db)
+    try:
+        wrong = findings(db)
+    except UNREADABLE as error:
+        wrong = [f"file: {error}"]
     for line in wrong:
         print(line)
     print(f"{path}: " + (f"{len(wrong)} findings" if wrong else "sound: file, checksums, references and counts"))
@@ -181,12 +186,25 @@ def tokenizer_file(run: Path) -> Path | None:
     """The tokenizer.json of a run's model: its own, or that of the folder in its configuration, which may be written as seen from
     where the run was started. None: it is not on this machine."""
     try:
-        found = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["model"]["path"]
-        named = [base / str(found) for base in (Path(), *run.resolve().parents)]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, LookupError, TypeError):
+        found = _named_model(run / "config.yaml")
+        named = [base / found for base in (Path(), *run.resolve().parents)]
+    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError):
         named = []
     folders = [run / "model", run / "checkpoint", *named]
     return next((folder / "tokenizer.json" for folder in folders if (folder / "tokenizer.json").is_file()), None)
+
+
+def _named_model(config: Path) -> str:
+    """`model.path`, of a file that another person may have written: all is text, nothing is merged, nothing is deep."""
+    with config.open(encoding="utf-8") as source:
+        text = source.read(MAX_CONFIG_CHARACTERS)
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.BaseLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_CONFIG_DEPTH:
+            raise ValueError(f"{config} is nested too deep")
+    found: str = yaml.load(text, Loader=yaml.BaseLoader)["model"]["path"]
+    return found
 
 
 def _print_episode(db: sqlite3.Connection, episode_id: str, *, decode: Decode) -> None:
@@ -231,6 +249,10 @@ def _function(name: str) -> Callable[..., Any]:
             f"--scorer must be module.function, got {name} ({error}); put its folder on PYTHONPATH"
         ) from error
     return found
+
+
+def _damaged(path: Path, error: Exception) -> str:
+    return f"ledger {path} must be readable, got: {error}; see what is damaged with `understudy ledger doctor`"
 
 
 def _age(now: float, *, since: float | None) -> str:

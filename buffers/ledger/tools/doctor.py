@@ -45,6 +45,8 @@ _NEVER = {
 def findings(db: sqlite3.Connection) -> list[str]:
     """One line for each thing that is wrong."""
     lines = [f"file: {line}" for (line,) in db.execute("PRAGMA quick_check") if line != "ok"]
+    if lines:
+        return lines  # the rest would be read through pages that lead anywhere
     lines += [
         f"reference: row {row[1]} of {row[0]} names no {row[2]}" for row in db.execute("PRAGMA foreign_key_check")
     ]
@@ -71,8 +73,8 @@ def _books(db: sqlite3.Connection) -> list[str]:
         if name.startswith(kinds) and n != counted.get(name, 0)
     ]
     scored = sum(n for name, n in counts.items() if name.startswith("scored/"))
-    if scored != counts["episodes/scored"]:
-        lines.append(f"counts: {counts['episodes/scored']} episodes are scored, {scored} are counted with a group")
+    if scored != counts.get("episodes/scored"):
+        lines.append(f"counts: {counts.get('episodes/scored')} episodes are scored, {scored} are counted with a group")
     for what, query in _NEVER.items():
         lines += [f"counts: {what}: {name}" for (name, *_) in db.execute(query)]
     return lines

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from buffers.errors import UnderstudyError
-from buffers.ledger.schema import is_owned, read_database
+from buffers.ledger.schema import UNREADABLE, bounded, is_owned, read_database
 from buffers.training_rows import ABORTED, CUT
 
 NEWEST_GROUPS = 256
@@ -95,11 +95,11 @@ class LedgerSurvey:
 def survey(path: Path) -> LedgerSurvey:
     """Raises UnderstudyError for what is no ledger of this version."""
     try:
-        with closing(read_database(path, leave_no_trace=True)) as db:
+        with closing(read_database(path, leave_no_trace=True)) as db, bounded(db, path=path):
             db.execute("PRAGMA query_only = ON")
             db.execute("BEGIN")
             return _read(db, is_alive=is_owned(path))
-    except sqlite3.Error as error:
+    except UNREADABLE as error:
         raise UnderstudyError(
             f"ledger {path} must be readable, got: {error}; look at it with `understudy ledger doctor`"
         ) from error
@@ -137,13 +137,13 @@ def _failures(db: sqlite3.Connection) -> tuple[Failures, ...]:
     numbers: Counter[str] = Counter()
     examples: dict[str, str] = {}
     for reason, number in db.execute(
-        "SELECT reason, count(*) FROM episode WHERE state = 'failed' GROUP BY reason ORDER BY 2 DESC"
+        "SELECT coalesce(reason, ''), count(*) FROM episode WHERE state = 'failed' GROUP BY reason ORDER BY 2 DESC"
     ):
         kind = reason.partition(":")[0]
         numbers[kind] += number
         examples.setdefault(kind, reason)
     for (reason,) in db.execute(
-        "SELECT failed.reason FROM episode AS next JOIN episode AS failed ON failed.group_id = next.group_id "
+        "SELECT coalesce(failed.reason, '') FROM episode AS next JOIN episode AS failed ON failed.group_id = next.group_id "
         "AND failed.sample_index = next.sample_index AND failed.attempt = next.attempt - 1 WHERE next.state = 'pending'"
     ):
         numbers[reason.partition(":")[0]] -= 1
@@ -165,7 +165,8 @@ def _group_scores(db: sqlite3.Connection, *, groups: str) -> tuple[GroupScores, 
 def _answers(db: sqlite3.Connection, *, groups: str) -> Answers:
     """What a round says before its body is read."""
     found = db.execute(
-        "SELECT score, count(*), sum(finish_reason = ?), max(iif(finish_reason = ?, num_sampled, 0)), sum(finish_reason = ?) "
+        "SELECT score, count(*), sum(finish_reason = ?), max(iif(finish_reason = ?, CAST(num_sampled AS INTEGER), 0)), "
+        "sum(finish_reason = ?) "
         "FROM (SELECT episode_id, score FROM episode WHERE group_id IN (SELECT value FROM json_each(?)) AND state = 'scored' "
         "ORDER BY seq DESC LIMIT ?) JOIN round USING (episode_id) GROUP BY episode_id",
         (CUT, CUT, ABORTED, groups, NEWEST_EPISODES),

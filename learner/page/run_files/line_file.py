@@ -7,10 +7,11 @@ for later, and one that is no JSON object is left out.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from learner.reporting.run_json import open_file, parsed
 
 MOST_AT_ONCE = 64 * 1024 * 1024
 """Bytes that are read in one go; the rest comes with the next poll."""
@@ -35,7 +36,7 @@ class LineFile:
     def poll(self) -> News:
         """The lines since the last poll; none when there is no file."""
         try:
-            with self._path.open("rb") as source:
+            with open_file(self._path) as source:
                 found = self._path.stat()
                 again = self._file is not None and (
                     (found.st_dev, found.st_ino) != self._file or found.st_size < self._offset
@@ -54,7 +55,7 @@ class LineFile:
 
 def _object(text: bytes) -> dict[str, Any] | None:
     try:
-        line = json.loads(text, parse_constant=lambda _: None)
+        line = parsed(text)
     except ValueError:
         return None
     return line if isinstance(line, dict) else None

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from learner.reporting.run_json import figures
+
 LEARNER = {"waiting": 0, "updating": 1}
 """What a learner does, as a number for curves; 2: anything else."""
 Line = Mapping[str, Any]
@@ -23,9 +25,9 @@ SERIES: dict[str, Callable[[Line], Any]] = {
     "engines_running": lambda line: _sum(line, "running"),
     "engines_waiting": lambda line: _sum(line, "waiting"),
     "tokens_per_s": lambda line: _sum(line, "tokens_per_s"),
-    "kv_share": lambda line: max((engine.get("kv_share") or 0.0 for engine in engines_of(line)), default=None),
+    "kv_share": lambda line: max((_figure(engine, "kv_share") or 0.0 for engine in engines_of(line)), default=None),
     "step": lambda line: line.get("step"),
-    "learner": lambda line: LEARNER.get(line.get("learner", ""), 2),
+    "learner": lambda line: LEARNER.get(str(line.get("learner", "")), 2),
 }
 
 
@@ -72,7 +74,7 @@ def waits(line: Line, *, groups_per_step: int, max_policy_lag: int) -> list[dict
         say("agents", "learner", f"{asking} agents ask, and no group may open before the next update")
     engines = engines_of(line)
     prompts, waiting = _number(line, "prompts_waiting"), _sum(line, "waiting") or 0
-    if down := [str(engine["name"]) for engine in engines if not engine.get("is_up")]:
+    if down := [str(engine.get("name")) for engine in engines if not engine.get("is_up")]:
         say("prompts", "engines", f"{', '.join(down)} down: being started again")
     if prompts or waiting:
         say("prompts", "engines", f"{prompts} prompts are in the queue, {waiting} wait for room in a cache")
@@ -89,10 +91,13 @@ def _of(line: Line, name: str) -> Mapping[str, Any]:
 
 
 def _number(line: Line, name: str) -> int:
-    found = line.get(name)
-    return int(found) if isinstance(found, int | float) else 0
+    return int(_figure(line, name) or 0)
 
 
 def _sum(line: Line, name: str) -> float | None:
     found = engines_of(line)
-    return sum(engine.get(name) or 0 for engine in found) if found else None
+    return sum(_figure(engine, name) or 0 for engine in found) if found else None
+
+
+def _figure(line: Line, name: str) -> float | None:
+    return figures(line).get(name)

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from learner.reporting.run_json import figures
+
 Column = npt.NDArray[np.float64]
 
 
@@ -66,8 +68,8 @@ class MetricColumns:
         if not self._steps or step != self._steps[-1]:
             self._steps.append(step)
         row = len(self._steps) - 1
-        for name, value in line.items():
-            if name != "step" and isinstance(value, int | float) and math.isfinite(value):
+        for name, value in figures(line).items():
+            if name != "step":
                 self._room(name, row)[row] = value
 
     def _room(self, name: str, row: int) -> Column:

@@ -5,7 +5,6 @@ Used by `learner.page.run_view`. It reads files of a few kilobytes, and makes, l
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -14,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from buffers.errors import UnderstudyError
+from configs.bounded_yaml import YamlError, read_yaml
+from learner.reporting.run_json import DamagedFile, read_object
 
 CONFIG, SUMMARY, METRICS, MACHINE, LEDGER = (
     "config.yaml",
@@ -74,8 +73,8 @@ def _age(folder: Path) -> float:
 def read_config(folder: Path) -> dict[str, Any]:
     """`config.yaml`; empty when it cannot be read."""
     try:
-        found = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        found = read_yaml(folder / CONFIG)
+    except (OSError, YamlError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -85,10 +84,9 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     try:
         if (folder / SUMMARY).stat().st_mtime < (folder / CONFIG).stat().st_mtime:
             return None  # of the process before: the run was resumed
-        found = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_object(folder / SUMMARY)
+    except (OSError, DamagedFile):
         return None
-    return found if isinstance(found, dict) else None
 
 
 def state_of(

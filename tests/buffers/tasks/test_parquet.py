@@ -16,6 +16,8 @@ from buffers.errors import TaskError
 from buffers.records import Task
 from buffers.tasks.parquet import (
     MAX_CELL_BYTES,
+    MAX_COLUMNS,
+    SMALL_BYTES,
     TaskFile,
     agent_names,
     read_demonstrations,
@@ -293,3 +295,73 @@ def test_the_agents_that_a_file_names_are_known_with_their_first_rows(tmp_path):
     assert agent_names(path) == {None: 0, "tool_agent": 1, "other": 3}
     pq.write_table(pa.Table.from_pylist([{"prompt": "a"}]), path)
     assert agent_names(path) == {None: 0}
+
+
+def write_one_text(path: Path, *, rows: int, column: str, text: str) -> Path:
+    """Rows that all say one text in a column, which the file has once."""
+    said = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([text]))
+    table = pa.table({"prompt": pa.array(["2 + 2?"] * rows), **{column: said}})
+    pq.write_table(table, path, compression="zstd", store_schema=False)
+    return path
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("column", ["prompt", "extra_info"])
+def test_a_few_bytes_that_stand_for_gigabytes_are_refused_with_little_in_memory(tmp_path: Path, column: str) -> None:
+    path = write_one_text(tmp_path / "tasks.parquet", rows=2000, column=column, text='{"x": "' + "y" * (2 << 20) + '"}')
+    assert path.stat().st_size < 2000
+    before = pa.total_allocated_bytes()
+    read, most = 0, 0
+
+    def read_all() -> None:
+        nonlocal read, most
+        for _ in read_tasks(path):
+            read, most = read + 1, max(most, pa.total_allocated_bytes() - before)
+
+    with pytest.raises(
+        TaskError, match=r"must stand for at most 1000 times its own bytes, or 256 MiB, got more; write"
+    ):
+        read_all()
+    assert 0 < read * (2 << 20) <= SMALL_BYTES
+    assert most < SMALL_BYTES // 2
+
+
+def test_ids_and_single_rows_of_such_a_file_are_looked_at_with_little_in_memory(tmp_path: Path) -> None:
+    path = write_one_text(tmp_path / "tasks.parquet", rows=2000, column="task_id", text="i" * (2 << 20))
+    before = pa.total_allocated_bytes()
+    with pytest.raises(TaskError, match="row 0: column 'task_id' must be at most 500 printable characters"):
+        agent_names(path)
+    path = write_one_text(tmp_path / "again.parquet", rows=2000, column="prompt", text="y" * (2 << 20))
+    for task in TaskFile(path).tasks([0], places=[1999, 3]):
+        assert len(task.prompt[0]["content"]) == 2 << 20 and pa.total_allocated_bytes() - before < SMALL_BYTES
+
+
+def test_a_small_file_of_many_equal_rows_is_read(tmp_path: Path) -> None:
+    path = write_one_text(tmp_path / "tasks.parquet", rows=5000, column="prompt", text="Be brief. " * 100)
+    assert path.stat().st_size * 1000 < 5000 * 1000
+    assert sum(1 for _ in read_tasks(path)) == 5000
+
+
+@pytest.mark.parametrize("kind", ["columns", "fields", "equal names"])
+def test_a_schema_of_too_many_columns_is_refused_in_one_short_line(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "tasks.parquet"
+    many = {f"c{number}": "x" for number in range(2 * MAX_COLUMNS)}
+    if kind == "columns":
+        write_rows(path, [{"prompt": "x", **many}])
+    elif kind == "fields":
+        write_rows(path, [{"prompt": "x", "extra_info": many}])
+    else:
+        columns = [pa.array(["x"])] * (2 * MAX_COLUMNS)
+        pq.write_table(pa.Table.from_arrays(columns, names=["prompt"] * len(columns)), path)
+    with pytest.raises(
+        TaskError, match=rf"must have at most {MAX_COLUMNS} columns, fields of structs included, got \d+"
+    ) as no:
+        read_tasks(path)
+    assert len(str(no.value)) < 500
+
+
+def test_columns_of_a_whole_schema_are_named_in_a_short_line(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "tasks.parquet", [{f"column {number}": "x" for number in range(MAX_COLUMNS)}])
+    with pytest.raises(TaskError, match="must have a column 'prompt', got") as no:
+        read_tasks(path)
+    assert len(str(no.value)) < 900

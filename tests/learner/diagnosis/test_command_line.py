@@ -102,7 +102,7 @@ def test_episodes_that_call_no_model_are_seen_while_they_run(tmp_path):
         ("config.yaml", None, "RUN must be a run's folder"),
         ("config.yaml", "learner: {lrr: 1}", "must be a configuration of this release"),
         ("metrics.jsonl", "{\n", "must hold a JSON object on each line"),
-        ("summary.json", "{", "must be a run's summary"),
+        ("summary.json", "{", "must hold one JSON object"),
         ("ledger.sqlite", "x" * 20000, "must be a ledger file"),
     ],
 )

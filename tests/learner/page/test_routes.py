@@ -166,6 +166,10 @@ def test_episodes_are_filtered_by_the_query(client):
     [
         ({"sort": "size"}, "sort must be one of newest"),
         ({"step": "1-x"}, "step must be a number or a span such as 10-20"),
+        ({"step": str(2**63)}, "step must be a number or a span such as 10-20"),
+        ({"step": f"1-{2**63}"}, "step must be a number or a span such as 10-20"),
+        ({"min_tokens": str(2**63)}, "min_tokens must be a number"),
+        ({"group": "9" * 5000}, "group must be a number"),
         ({"min_score": "high"}, "min_score must be a number, got 'high'"),
         ({"min_score": "nan"}, "min_score must be a number, got 'nan'"),
         ({"group": "9" * 40}, "group must be a number"),
@@ -296,3 +300,12 @@ def test_runs_that_appear_are_shown_and_a_replaced_ledger_is_read_anew(tmp_path)
     assert get(client, "/api/runs/seen/episodes")["total"] == 0
     assert get(client, "/api/runs/seen")["counts"]["episodes/scored"] == 0
     runs.close()
+
+
+@pytest.mark.parametrize("number", [2**53 + 1, 2**63, 2**64, -(2**63) - 1, "9" * 5000, "x"])
+def test_a_number_that_no_database_holds_is_refused(client, number):
+    assert "group must be a number" in get(client, f"/api/runs/seen/groups/{number}", status=422)["error"]
+    assert get(client, "/api/runs/seen/groups", cursor=str(number), status=422)["error"].startswith(
+        "cursor must be a number"
+    )
+    assert get(client, "/api/runs/seen/episodes", seqs=f"1,{number}")["episodes"][0]["seq"] == 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,8 +13,11 @@ import pytest
 
 from learner import run
 from tests.learner.placement.shapes import MODELS
+from tests.support.models.model_folders import with_code
+from tests.support.patience import PATIENCE_S
 
-PAGE = Path(__file__).parents[3] / "docs" / "gpus.md"
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "gpus.md"
 SHOWN = re.findall(r"```bash\n(python -m learner\.run [^\n]*)\n```\n\n```text\n(.*?)```", PAGE.read_text(), flags=re.S)
 
 
@@ -109,3 +114,27 @@ def test_a_run_that_has_no_room_is_refused_before_it_starts(
     assert run.main(words) == 2
     assert "engine 0 must have room for its weights (15.3 GiB)" in capsys.readouterr().err
     assert not (folder / "runs").exists()
+
+
+@pytest.mark.seconds
+def test_code_of_a_folder_is_not_asked_about_on_a_terminal(tiny_model: Path, tmp_path: Path) -> None:
+    """Nobody answers at this one; transformers would wait."""
+    folder = with_code(tiny_model, tmp_path / "code")
+    (folder / "own_code.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
+    keyboard, terminal = os.openpty()
+    words = [sys.executable, "-m", "learner.run", "--dry-run", f"model.path={folder}"]
+    done = subprocess.run(
+        words,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=terminal,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    os.close(keyboard)
+    os.close(terminal)
+    assert done.returncode == 2 and "[y/N]" not in done.stdout + done.stderr, done.stderr
+    assert "trust_remote_code" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert not (tmp_path / "ran").exists()
