@@ -19,7 +19,7 @@ from mocked_server.conversation.continuation import (
     stand_in,
 )
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
-from mocked_server.conversation.message_match import ParsedReply
+from mocked_server.conversation.message_match import ParsedReply, reply_of
 
 ASKED = ChatOptions.of({}, None)
 TOOLS = ChatOptions.of({"tools": ["add"]}, None)
@@ -130,7 +130,7 @@ def test_an_answer_may_come_back_parsed_plain_or_with_the_stop_mark_put_back(
     message: Any, stop: str, is_it: bool
 ) -> None:
     live = add(episode(), 1, 2, chat=chat(USER), text="hm|ok", stop=stop)
-    assert is_reply(message, live, parse) is is_it
+    assert is_reply(reply_of(message), live, parse) is is_it
 
 
 def test_an_answer_is_parsed_once_and_a_plain_completion_not_at_all() -> None:
