@@ -3,7 +3,7 @@
 Used wherever a run goes out over HTTP; SECURITY.md has `BOUNDS` as a table. Invariants, whatever a server says: no more than so
 many bytes of it are kept, and none is unpacked, as no compression was asked for; an answer ends in so many seconds, however slowly
 it comes; no other server is asked in its place, with a key or without; what it wants to be remembered (cookies) is forgotten; its
-status is one that HTTP has. What breaks a bound raises AnswerRefused, a time-out httpx2's ReadTimeout: both are HTTPErrors of httpx2.
+status is one that HTTP has. What breaks a bound raises AnswerRefused, a time-out httpx2's ReadTimeout: both are its HTTPErrors.
 """
 
 from __future__ import annotations
