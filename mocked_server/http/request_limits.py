@@ -23,7 +23,7 @@ MAX_EPISODE_ROUTE_BYTES = 1024 * 1024
 MAX_HELD_BYTES = 32 * 1024 * 1024
 MAX_DEPTH = 128
 """Most nested brackets in a JSON body."""
-MAX_CONTAINERS = 32_768
+MAX_CONTAINERS = 16_384
 """Most objects and lists in the body of a model call. pydantic and vLLM take the event loop's time for each, and its memory: up to
 7 KB for one that is not as it should be."""
 MAX_STRINGS = 8 * MAX_CONTAINERS
