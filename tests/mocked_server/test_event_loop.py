@@ -1,6 +1,6 @@
 """What takes time in proportion to an agent's input is not done on the server's event loop, and what is left there is bounded.
 
-No time is judged: each kind of work says in which thread it was done, and for how much. `benchmarks.largest_requests` has the seconds.
+No time is judged: each kind of work says in which thread it was done, and for how much; `benchmarks.largest_requests` has seconds.
 """
 
 from __future__ import annotations
@@ -169,7 +169,8 @@ async def test_what_a_role_elsewhere_is_asked_and_says_is_read_beside_the_loop(
             assert answer.status_code == 200, answer.text
     assert work.large(on_loop=True) == set()
     assert {"tokenizing", "mocked_server.http.upstream.text_of"} <= work.large(on_loop=False)
-    assert max(each.size for each in work.done if each.what == "tokenizing") <= MAX_KEPT_CHARS
+    longest = max(each.size for each in work.done if each.what == "tokenizing")
+    assert longest <= MAX_KEPT_CHARS + 100  # of options
 
 
 def objects(number: int) -> str:
