@@ -35,8 +35,7 @@ LIMIT_S = 600.0
 
 def bodies(model: str = "policy") -> dict[str, tuple[str, bytes]]:
     """Name -> path and body."""
-    start = f'{{"model":"{model}","max_tokens":3,'
-    user = '"messages":[{"role":"user","content":"a"}]'
+    start, user = f'{{"model":"{model}","max_tokens":3,', '"messages":[{"role":"user","content":"a"}]'
 
     def text(path: str, before: str, after: str) -> tuple[str, bytes]:
         room = MAX_BODY_BYTES - len(before) - len(after)

@@ -27,7 +27,7 @@ class AnswerRefused(httpx2.RequestError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Of the answers of one kind of server."""
+    """What one kind of server may answer."""
 
     server: str
     """What it is, in words."""
@@ -62,7 +62,7 @@ class Outgoing(httpx2.AsyncClient):
         self._bounds = bounds
 
     async def send(self, request: httpx2.Request, *, stream: bool = False, **options: Any) -> httpx2.Response:
-        """As httpx2's. Raises AnswerRefused, also while the answer is read."""
+        """Sends as httpx2 does. Raises AnswerRefused, also while the answer is read."""
         options["follow_redirects"] = False
         total_s = self._bounds.total_s
         clock = _Clock(None if total_s is None else asyncio.get_running_loop().time() + total_s, request)
@@ -73,7 +73,7 @@ class Outgoing(httpx2.AsyncClient):
             response.stream = _Bounded(response.stream, self._bounds, clock)
             if not stream:
                 await response.aread()
-        except BaseException:
+        except (httpx2.HTTPError, asyncio.CancelledError):
             await response.aclose()
             raise
         return response

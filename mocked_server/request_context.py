@@ -16,10 +16,12 @@ from buffers.errors import RequestRefused
 from buffers.prompt_queue import Response
 from mocked_server.conversation.continuation import Continuation
 from mocked_server.conversation.live_episodes import LiveEpisode
-from mocked_server.http.request_limits import LARGE_BYTES
 from mocked_server.roles import NO_ROLE, Role
 
 T = TypeVar("T")
+
+LARGE_BYTES = 64 * 1024
+"""What takes time in proportion to a larger body is done in a thread."""
 
 
 @dataclass(slots=True)

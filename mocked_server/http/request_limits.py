@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from buffers.errors import UnderstudyError
 from mocked_server.http.dialects import error_body
+from mocked_server.request_context import LARGE_BYTES
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 """Most bytes of a model call, or of tasks that are added."""
@@ -30,8 +31,6 @@ MAX_STRINGS = 8 * MAX_CONTAINERS
 """Most strings in it, names of fields among them."""
 MAX_VALUES = 2**21
 """Most values in it: a prompt may be token ids."""
-LARGE_BYTES = 64 * 1024
-"""What is done with a body that is larger is done in a thread."""
 _MARKS = bytes.maketrans(b"{}", b"[]")
 _NO_MARKS = bytes(set(range(256)) - set(b'"[]{},'))
 
@@ -179,7 +178,7 @@ class Shape(NamedTuple):
     num_values: int
     """Members of them all, and they themselves."""
     depth: int
-    """Of nested ones, exact up to MAX_DEPTH."""
+    """Most of them within each other, exact up to MAX_DEPTH."""
 
 
 def shape_of(text: bytes) -> Shape:

@@ -1,6 +1,6 @@
 """A list in a request is read up to its first item that is not as it should be.
 
-Called by `mocked_server.vllm.serving` before vLLM's application is built. pydantic tries each item as every kind that there is, and
+Called by `mocked_server.vllm.serving` before vLLM's application is built. pydantic tries each item as every kind of item, and
 keeps what is wrong with each: 233 errors for one item of a Responses input, so that 4,096 of them, which are 40 KB, take some 12 s
 of the event loop and gigabytes. The first says as much. Seam relied on (tests/mocked_server/test_event_loop.py): the requests are
 pydantic models, whose core schema is a tree of mappings and lists.

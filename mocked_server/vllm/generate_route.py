@@ -20,8 +20,7 @@ import msgspec
 from buffers.did_you_mean import one_of
 from buffers.errors import RequestRefused
 from mocked_server.http.dialects import GENERATE, error_body
-from mocked_server.http.request_limits import LARGE_BYTES
-from mocked_server.request_context import AnswerPart
+from mocked_server.request_context import LARGE_BYTES, AnswerPart
 from mocked_server.vllm.engine import refusal_of
 
 

@@ -24,8 +24,9 @@ from mocked_server.gemini import routes as gemini_routes
 from mocked_server.http import model_requests, request_fields, request_limits, upstream
 from mocked_server.http.dialects import CHAT, RESPONSES
 from mocked_server.http.request_fields import MAX_MESSAGES
-from mocked_server.http.request_limits import LARGE_BYTES, MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES
+from mocked_server.http.request_limits import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES
 from mocked_server.http.upstream import MAX_KEPT_CHARS, Upstream
+from mocked_server.request_context import LARGE_BYTES
 from mocked_server.roles import Roles
 from tests.mocked_server.test_roles import judged_by
 from tests.support.hostile_http import MIB, hostile, whole
