@@ -21,8 +21,8 @@ IDENTITY = "identity"
 MIB = 1 << 20
 
 
-class AnswerRefused(httpx2.RequestError):
-    """What a server answered breaks one of its bounds."""
+class AnswerRefused(httpx2.RequestError, httpx2.StreamError):
+    """What a server answered breaks one of its bounds. As a StreamError the `mcp` package makes it an error of the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +39,14 @@ class Bounds:
     """Seconds between two parts of it."""
     is_of_events: bool = False
     """A stream may be longer: `max_bytes` is of each of its lines."""
-    passes_redirects: bool = False
-    """To the caller, who follows those within the server's own origin only."""
+    is_read_by_a_package: bool = False
+    """Which wants its answers as they begin: a compressed one is refused when its body is read, and a redirect is passed on, as the
+    package follows those within the server's own origin only."""
 
 
 ROLE = Bounds(server="a role's `url`", max_bytes=64 * MIB, total_s=3600.0, silence_s=600.0)
 SCORER = Bounds(server="a scorer by URL", max_bytes=16 * MIB, total_s=30.0)
-MCP = Bounds(server="an MCP server", max_bytes=4 * MIB, passes_redirects=True)
+MCP = Bounds(server="an MCP server", max_bytes=4 * MIB, is_read_by_a_package=True)
 OPENENV = Bounds(server="an OpenEnv server", max_bytes=16 * MIB)
 ENGINE = Bounds(server="an engine that runs elsewhere", max_bytes=64 * MIB, is_of_events=True)
 RUN = Bounds(server="the run's own server, asked by its workers and environments", max_bytes=64 * MIB)
@@ -70,7 +71,7 @@ class Outgoing(httpx2.AsyncClient):
         try:
             self._check(response)
             assert isinstance(response.stream, httpx2.AsyncByteStream)
-            response.stream = _Bounded(response.stream, self._bounds, clock)
+            response.stream = _Bounded(response.stream, self._bounds, clock, response)
             if not stream:
                 await response.aread()
         except (httpx2.HTTPError, asyncio.CancelledError):
@@ -80,17 +81,23 @@ class Outgoing(httpx2.AsyncClient):
 
     def _check(self, response: httpx2.Response) -> None:
         status, request, server = response.status_code, response.request, self._bounds.server
-        coding = response.headers.get("content-encoding", IDENTITY)
         if not 200 <= status < 600:
             raise AnswerRefused(f"{server} must answer with a status of HTTP, got {status}", request=request)
-        if 300 <= status < 400 and not self._bounds.passes_redirects:
+        if 300 <= status < 400 and not self._bounds.is_read_by_a_package:
             elsewhere = response.headers.get("location", "")
             raise AnswerRefused(
                 f"{server} must answer itself, got a redirect ({status}) to {elsewhere!r:.200}; name that URL instead",
                 request=request,
             )
-        if coding.lower() != IDENTITY:
-            raise AnswerRefused(f"the answer of {server} must not be compressed, got {coding!r:.40}", request=request)
+        if not self._bounds.is_read_by_a_package:
+            _check_coding(response, server)
+
+
+def _check_coding(response: httpx2.Response, server: str) -> None:
+    coding = response.headers.get("content-encoding", IDENTITY)
+    if coding.lower() != IDENTITY:
+        told = f"the answer of {server} must not be compressed, got {coding!r:.40}"
+        raise AnswerRefused(told, request=response.request)
 
 
 @dataclass(slots=True)
@@ -109,12 +116,16 @@ class _Clock:
 
 
 class _Bounded(httpx2.AsyncByteStream):
-    def __init__(self, stream: httpx2.AsyncByteStream, bounds: Bounds, clock: _Clock) -> None:
+    def __init__(
+        self, stream: httpx2.AsyncByteStream, bounds: Bounds, clock: _Clock, response: httpx2.Response
+    ) -> None:
         self._stream = stream
+        self._response = response
         self._bounds = bounds
         self._clock = clock
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
+        _check_coding(self._response, self._bounds.server)
         size, parts, limit = 0, aiter(self._stream), self._bounds.max_bytes
         while (part := await self._clock.limit(anext(parts, None))) is not None:
             line_end = part.rfind(b"\n") if self._bounds.is_of_events else -1
