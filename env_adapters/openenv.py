@@ -13,12 +13,12 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import httpx
+import httpx2
 
 from buffers.errors import EnvError
+from buffers.outgoing import OPENENV, Outgoing
 from env_adapters.adapter import EnvAdapter, Message, Step, user
 
-MAX_MESSAGE_BYTES = 16 * 2**20
 OWN_FIELDS = {"metadata", "done", "reward"}
 """What each action and observation of OpenEnv has, whatever the environment."""
 
@@ -94,11 +94,11 @@ class OpenEnv(EnvAdapter):
     async def _action_fields(self) -> dict[str, Any]:
         """The action's own fields, by the server's schema."""
         try:
-            async with httpx.AsyncClient(verify=self._http.startswith("https")) as client:  # loading CAs takes long
-                reply = await client.get(f"{self._http}/schema", timeout=None)
+            async with Outgoing(OPENENV, verify=self._http.startswith("https")) as client:  # loading CAs takes long
+                reply = await client.get(f"{self._http}/schema")
             schema = reply.raise_for_status().json()["action"]
             fields = {name: field for name, field in schema["properties"].items() if name not in OWN_FIELDS}
-        except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (httpx2.HTTPError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
             raise EnvError(
                 f"OpenEnv server at {self._http} must answer GET /schema with its action, it did not ({error!r:.200})",
                 reason="environment reset: no server",
@@ -115,13 +115,20 @@ class OpenEnv(EnvAdapter):
         try:
             from websockets.asyncio.client import connect
             from websockets.exceptions import WebSocketException
+
+            class Connect(connect):
+                def process_redirect(self, exc: Exception) -> Exception | str:
+                    return exc  # what it says is not another server's
+
         except ImportError as error:
             raise EnvError(
                 "environment openenv needs the package websockets, which is not there; pip install 'websockets>=14'",
                 reason="environment reset: not installed",
             ) from error
         try:
-            self._connection = await connect(self._ws, max_size=MAX_MESSAGE_BYTES, open_timeout=None, proxy=None)
+            self._connection = await Connect(
+                self._ws, max_size=OPENENV.max_bytes, compression=None, open_timeout=None, proxy=None
+            )
         except (OSError, WebSocketException) as error:
             raise EnvError(
                 f"OpenEnv server must take a session at {self._ws}, it did not ({error!r:.200})",
@@ -139,7 +146,7 @@ class OpenEnv(EnvAdapter):
             await self._connection.send(json.dumps(message))
             answer = json.loads(await self._connection.recv())
             data = answer["data"]
-        except (OSError, WebSocketException, ValueError, LookupError, TypeError) as error:
+        except (OSError, WebSocketException, ValueError, RecursionError, LookupError, TypeError) as error:
             raise EnvError(
                 f"OpenEnv server must answer {name} in its session, it did not ({error!r:.200})",
                 reason=f"environment {name}: lost",

@@ -10,13 +10,18 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from buffers.errors import RequestRefused
 from buffers.prompt_queue import Response
 from mocked_server.conversation.continuation import Continuation
 from mocked_server.conversation.live_episodes import LiveEpisode
 from mocked_server.roles import NO_ROLE, Role
+
+T = TypeVar("T")
+
+LARGE_BYTES = 64 * 1024
+"""What takes time in proportion to a larger body is done in a thread."""
 
 
 @dataclass(slots=True)
@@ -41,11 +46,20 @@ class Call:
     """The role that its path names; empty: none."""
     role: Role = NO_ROLE
     """The one who answers it."""
+    num_bytes: int = 0
+    """Size of its body."""
 
     @property
     def is_answered(self) -> bool:
         """All that was asked for was sampled, and vLLM's layer has it."""
         return self.failure is None and bool(self.answers) and all(self.answers)
+
+    async def apart(self, work: Callable[..., T], *arguments: Any) -> T:
+        """The result of `work`, which takes time in proportion to the body: of a large one in a thread, so that the event loop goes
+        on meanwhile. What runs there must not change what the loop works with."""
+        if self.num_bytes <= LARGE_BYTES:
+            return work(*arguments)
+        return await asyncio.to_thread(work, *arguments)
 
     def count_choices(self, number: int, *, limit: int) -> None:
         """Raises RequestRefused when the request asks for more than `limit` answers in all."""

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-import httpx
+import httpx2
 
 from agents.server_manager import ServerUnavailable, TokenOutput
 from buffers.errors import AgentError
-
-CONNECT_S = 5.0
+from buffers.outgoing import RUN, Outgoing
 
 
 class ModelServerClient:
@@ -22,11 +21,9 @@ class ModelServerClient:
     def __init__(self, base_url: str, *, worker_key: str = "", max_connections: int = 1024) -> None:
         self.base_url = base_url
         self._worker_key = worker_key
-        limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
+        limits = httpx2.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
         # No limit on the answer's time: the episode's deadline ends a generation that takes too long.
-        self._client = httpx.AsyncClient(
-            base_url=base_url, timeout=httpx.Timeout(None, connect=CONNECT_S), limits=limits, trust_env=False
-        )
+        self._client = Outgoing(RUN, base_url=base_url, limits=limits, trust_env=False)
 
     async def __aenter__(self) -> Self:
         return self
@@ -52,7 +49,7 @@ class ModelServerClient:
         """Does it answer?"""
         try:
             return (await self._client.get("/health")).status_code == 200
-        except httpx.TransportError:
+        except httpx2.TransportError:
             return False
 
     async def wake_up(self) -> None:
@@ -66,7 +63,7 @@ class ModelServerClient:
     async def _post(self, path: str, body: dict[str, Any], *, key: str) -> Any:
         try:
             reply = await self._client.post(path, json=body, headers={"x-api-key": key})
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             raise ServerUnavailable(f"{self.base_url}{path} cannot be reached: {error!r}") from error
         if reply.status_code in (502, 503, 504):
             raise ServerUnavailable(f"{self.base_url}{path} answered {reply.status_code}: {_message(reply)}")
@@ -75,7 +72,7 @@ class ModelServerClient:
         return reply.json() if reply.content else None
 
 
-def _message(reply: httpx.Response) -> str:
+def _message(reply: httpx2.Response) -> str:
     try:
         return str(reply.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

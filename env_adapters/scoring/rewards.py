@@ -26,10 +26,11 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
-import httpx
+import httpx2
 
 from buffers.did_you_mean import one_of
 from buffers.errors import ScoreError, TaskError
+from buffers.outgoing import SCORER, Outgoing
 from buffers.records import MAX_HINT_CHARS, MAX_JUDGE_CHARS, Task, Verdict
 from env_adapters.adapter import WorkerThread
 from env_adapters.scoring import reward_model
@@ -41,7 +42,6 @@ MAX_BATCH = 256
 THREADS = 32
 """Calls of one scorer at once."""
 TRIES = 3
-TIMEOUT_S = 30.0
 PAUSE_S = 0.5
 """Seconds before the second try of a remote scorer; doubled before each further one."""
 
@@ -238,16 +238,21 @@ def _remote(url: str, tasks: Sequence[Task], answers: Sequence[str]) -> list[flo
     for attempt in range(TRIES):
         last = attempt == TRIES - 1
         try:
-            reply = httpx.post(url, json={"items": items}, timeout=TIMEOUT_S)
+            reply = asyncio.run(_post(url, {"items": items}))
             if reply.status_code < 500 or last:
                 reply.raise_for_status()
                 scores: list[float] = reply.json()["scores"]
                 return scores
-        except httpx.TransportError:
+        except httpx2.TransportError:
             if last:
                 raise
         time.sleep(PAUSE_S * 2**attempt)
     raise AssertionError("the last attempt returns or raises")
+
+
+async def _post(url: str, body: dict[str, Any]) -> httpx2.Response:
+    async with Outgoing(SCORER) as client:
+        return await client.post(url, json=body)
 
 
 def _item(task: Task, answer: str) -> dict[str, Any]:

@@ -22,8 +22,9 @@ import signal
 import sys
 from typing import Any
 
-import httpx
+import httpx2
 
+from buffers.outgoing import RUN, Outgoing
 from buffers.records import Task
 from env_adapters.walk.game import WalkGame
 
@@ -37,11 +38,12 @@ class ScoreClient:
     """The two calls an environment makes. Connection errors are tried again: both calls may be repeated safely."""
 
     def __init__(self, server_url: str, *, scorer_key: str, first_pause_s: float = 0.1) -> None:
-        self._http = httpx.AsyncClient(
+        self._http = Outgoing(
+            RUN,
             base_url=server_url,
             headers={"Authorization": f"Bearer {scorer_key}"},
-            timeout=httpx.Timeout(60.0),
-            limits=httpx.Limits(max_connections=32, max_keepalive_connections=32),
+            timeout=httpx2.Timeout(60.0),
+            limits=httpx2.Limits(max_connections=32, max_keepalive_connections=32),
         )
         self._first_pause_s = first_pause_s
 
@@ -64,12 +66,12 @@ class ScoreClient:
             try:
                 response = await self._http.request(method, path, headers=headers, json=body)
                 break
-            except httpx.TransportError:
+            except httpx2.TransportError:
                 if attempt == HTTP_ATTEMPTS:
                     raise
                 await asyncio.sleep(self._first_pause_s * 2**attempt)
         if response.is_error:
-            raise httpx.HTTPStatusError(
+            raise httpx2.HTTPStatusError(
                 f"{method} {path} was refused ({response.status_code}): {response.text[:MAX_SHOWN_CHARS]}",
                 request=response.request, response=response,
             )  # fmt: skip
@@ -107,7 +109,7 @@ class WalkServer:
         self._playing.add(task)
         try:
             await self._play(reader, writer)
-        except (ConnectionError, TimeoutError, httpx.HTTPError, KeyError, ValueError, TypeError) as error:
+        except (ConnectionError, TimeoutError, httpx2.HTTPError, KeyError, ValueError, TypeError) as error:
             print(f"episode ended: {type(error).__name__}: {error}", file=sys.stderr)
         except asyncio.CancelledError:
             pass  # the process is ending: `close` cancelled this connection

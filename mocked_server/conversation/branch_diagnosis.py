@@ -15,7 +15,7 @@ from mocked_server.conversation.branch_causes import BranchCause
 from mocked_server.conversation.chat_history import Conversation
 from mocked_server.conversation.continuation import Parse, is_reply, parsed_reply
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
-from mocked_server.conversation.message_match import difference, reply_of
+from mocked_server.conversation.message_match import difference
 
 SHORTEST_COMPACTED = 4
 """A history of fewer messages than this is a beginning, not something that was shortened."""
@@ -32,13 +32,12 @@ def diagnose_messages(live: LiveEpisode, chat: Conversation, parse: Parse) -> Br
     if shared == len(chat):
         return BranchCause.RESAMPLED
     answers = live.by_history[chat.digests[shared]]
-    message = chat.messages[shared]
-    if message.get("role") != "assistant":
+    if (said := chat.replies[shared]) is None:
         return BranchCause.HISTORY_COMPACTED if len(chat) < live.longest else BranchCause.REPLY_DROPPED
-    if any(is_reply(message, answer, parse) for answer in answers):
+    if any(is_reply(said, answer, parse) for answer in answers):
         alike = any(answer.asked is not None and answer.asked.inputs == chat.asked.inputs for answer in answers)
         return BranchCause.HISTORY_EDITED if alike else BranchCause.TOOLS_CHANGED
-    return difference(message, parsed_reply(answers[-1], parse))
+    return difference(said, parsed_reply(answers[-1], parse))
 
 
 def _unknown_history(live: LiveEpisode, chat: Conversation, parse: Parse) -> BranchCause:
@@ -47,8 +46,7 @@ def _unknown_history(live: LiveEpisode, chat: Conversation, parse: Parse) -> Bra
     shorter = len(chat) < live.longest and live.longest >= SHORTEST_COMPACTED
     told_before = {(said.content, said.calls) for said in (parsed_reply(earlier, parse) for earlier in live.rounds)}
     told_before |= {(earlier.text.strip(), ()) for earlier in live.rounds}
-    answers = [reply_of(message) for message in chat.messages if message.get("role") == "assistant"]
-    if any((said.content, said.calls) in told_before for said in answers):
+    if any(said is not None and (said.content, said.calls) in told_before for said in chat.replies):
         if not first_known and chat.messages[0].get("role") in ("system", "developer"):
             return BranchCause.SYSTEM_CHANGED
         return BranchCause.HISTORY_COMPACTED if shorter else BranchCause.HISTORY_EDITED

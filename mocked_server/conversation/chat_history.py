@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mocked_server.conversation.message_match import Message, joined_text, reply_of
+from mocked_server.conversation.message_match import Message, ParsedReply, joined_text, reply_of
 
 DIGEST_BYTES = 16
 TEMPLATE_INPUTS = ("tools", "documents", "reasoning_effort")
@@ -55,6 +55,8 @@ class Conversation:
     messages: Sequence[Message]
     digests: Sequence[bytes]
     """digests[k] identifies messages[:k]."""
+    replies: Sequence[ParsedReply | None]
+    """Assistant messages as answers; None for the others."""
     asked: ChatOptions
 
     @classmethod
@@ -63,11 +65,12 @@ class Conversation:
         messages = [each if isinstance(each, dict) else each.model_dump() for each in messages]
         running = hashlib.blake2b(digest_size=DIGEST_BYTES)
         digests = [running.digest()]
+        replies = [reply_of(message) if message.get("role") == "assistant" else None for message in messages]
         calls: dict[str, int] = {}
-        for message in messages:
-            running.update(_canonical(message, calls).encode())
+        for message, reply in zip(messages, replies, strict=True):
+            running.update(_canonical(message, reply, calls).encode())
             digests.append(running.digest())
-        return cls(messages=messages, digests=digests, asked=asked)
+        return cls(messages=messages, digests=digests, replies=replies, asked=asked)
 
     def __len__(self) -> int:
         return len(self.messages)
@@ -75,16 +78,15 @@ class Conversation:
     @property
     def last_answer(self) -> int | None:
         """Index of the last assistant message."""
-        return next((k for k in range(len(self) - 1, -1, -1) if self.messages[k].get("role") == "assistant"), None)
+        return next((k for k in range(len(self) - 1, -1, -1) if self.replies[k] is not None), None)
 
 
-def _canonical(message: Message, calls: dict[str, int]) -> str:
+def _canonical(message: Message, said: ParsedReply | None, calls: dict[str, int]) -> str:
     """One text for all spellings of a message. `calls` numbers the tool calls seen so far: ids differ from client to client."""
     role = message.get("role")
-    if role == "assistant":
+    if said is not None:
         for call in message.get("tool_calls") or ():
             calls.setdefault(str(call.get("id")), len(calls))
-        said = reply_of(message)
         return json.dumps([role, said.content, said.calls])
     answers = message.get("tool_call_id")
     name = message.get("name")

@@ -54,24 +54,24 @@ def parsed_reply(live: LiveRound, parse: Parse) -> ParsedReply:
     return live.said
 
 
-def is_reply(message: Message, live: LiveRound, parse: Parse) -> bool:
-    """Is this assistant message the answer that the round gave?"""
-    if same_text(message, live.text) or difference(message, parsed_reply(live, parse)) is None:
+def is_reply(said: ParsedReply, live: LiveRound, parse: Parse) -> bool:
+    """Is this the answer that the round gave?"""
+    if same_text(said, live.text) or difference(said, parsed_reply(live, parse)) is None:
         return True
     # Agents that stop at a mark of their own (`</code>`) often put it back: it is what the model said.
-    return bool(live.stop) and same_text(message, live.text + live.stop)
+    return bool(live.stop) and same_text(said, live.text + live.stop)
 
 
 def find_parent(live: LiveEpisode, chat: Conversation, parse: Parse) -> tuple[LiveRound, int] | None:
     """The latest round whose history and reply this request repeats, and how many messages that covers."""
     for k in range(len(chat) - 1, 0, -1):
-        if chat.messages[k].get("role") != "assistant":
+        if (said := chat.replies[k]) is None:
             continue
         for candidate in reversed(live.by_history.get(chat.digests[k], ())):
             if candidate.asked is not None:  # after a restart only digests are known, until an equal request comes
                 candidate.asked = live.known(candidate.asked)
             asked_alike = candidate.asked is not None and candidate.asked.inputs == chat.asked.inputs
-            if asked_alike and is_reply(chat.messages[k], candidate, parse):
+            if asked_alike and is_reply(said, candidate, parse):
                 return candidate, k + 1
     return None
 

@@ -41,15 +41,14 @@ def reply_of(message: Message) -> ParsedReply:
     return ParsedReply(joined_text(message.get("content")).strip(), tuple(calls), str(reasoning or "").strip())
 
 
-def same_text(message: Message, text: str) -> bool:
-    """Is this message the plain text `text`, as far as one can tell without a parser?"""
-    if message.get("tool_calls"):
+def same_text(said: ParsedReply, text: str) -> bool:
+    """Is what this message says the plain text `text`, as far as one can tell without a parser?"""
+    if said.calls:
         return False
-    content = joined_text(message.get("content")).strip()
-    if content in (text.strip(), *_without_thought(text)):
+    if said.content in (text.strip(), *_without_thought(text)):
         return True
     # A thought that the template opened: many clients put its mark back.
-    return THOUGHT_ENDS in text and content.removeprefix(THOUGHT_BEGINS).strip() == text.strip()
+    return THOUGHT_ENDS in text and said.content.removeprefix(THOUGHT_BEGINS).strip() == text.strip()
 
 
 def _without_thought(text: str) -> list[str]:
@@ -63,9 +62,8 @@ def _without_thought(text: str) -> list[str]:
     return [*cut, (after + begins + rest).strip()] if is_opened else cut
 
 
-def difference(message: Message, told: ParsedReply) -> BranchCause | None:
-    """Why this message is not the answer `told`; None when it is."""
-    said = reply_of(message)
+def difference(said: ParsedReply, told: ParsedReply) -> BranchCause | None:
+    """Why what this message says is not the answer `told`; None when it is."""
     if told.reasoning and not said.reasoning and said.content.startswith(THOUGHT_BEGINS):
         thought, _, content = said.content.removeprefix(THOUGHT_BEGINS).partition(THOUGHT_ENDS)
         said = ParsedReply(content.strip(), said.calls, thought.strip())

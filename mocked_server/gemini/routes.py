@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -19,7 +20,8 @@ from mocked_server.gemini.answers import StreamedAnswer, whole_answer
 from mocked_server.gemini.chat_request import count_of, generation_of, shows_thoughts
 from mocked_server.http.dialects import CHAT, GEMINI_COUNT, GEMINI_ROUTES, GEMINI_STREAM, TOKENIZE, error_event
 from mocked_server.http.failures import failure_of
-from mocked_server.http.request_limits import MAX_BODY_BYTES, read_body, replaying
+from mocked_server.http.request_limits import replaying
+from mocked_server.request_context import current_call
 
 JSON = b"application/json"
 DATA, DONE = b"data: ", b"data: [DONE]"
@@ -37,23 +39,22 @@ class GeminiRoutes:
             await self.app(scope, receive, send)
             return
         path, model = scope["path"], str(scope["path_params"]["model"])
-        body = await read_body(scope, receive, max_bytes=MAX_BODY_BYTES)
-        if body is None:
-            return
+        body, call = (await receive())["body"], current_call.get()
+        assert call is not None
         sends_events = path == GEMINI_STREAM and parse_qs(scope["query_string"].decode("latin-1")).get("alt") == ["sse"]
         answer: _Answer = _Counted(send)
         try:
-            fields = _parsed(body)
+            fields = await call.apart(_parsed, body)
             if path == GEMINI_COUNT:
-                chat = count_of(fields, model=model)
+                chat = await call.apart(partial(count_of, fields, model=model))
             else:
-                chat = generation_of(fields, model=model, streams=sends_events)
+                chat = await call.apart(partial(generation_of, fields, model=model, streams=sends_events))
                 shown = shows_thoughts(fields)
                 answer = _Streamed(send, shown) if sends_events else _Whole(send, shown, in_list=path == GEMINI_STREAM)
         except RequestRefused as error:
             await _refuse(send, path, error)
             return
-        sent = json.dumps(chat).encode()
+        sent = (await call.apart(json.dumps, chat)).encode()
         route = TOKENIZE if path == GEMINI_COUNT else CHAT
         headers = [(name, value) for name, value in scope["headers"] if name not in NOT_PASSED_ON]
         headers += [(b"content-type", JSON), (b"content-length", str(len(sent)).encode())]

@@ -33,6 +33,7 @@ from mocked_server.http.failures import Failure, StreamStart, failure_of
 from mocked_server.http.request_fields import refused, servable
 from mocked_server.http.request_limits import (
     MAX_BODY_BYTES,
+    MAX_CONTAINERS,
     BodyRefused,
     answer_refused,
     read_body,
@@ -105,21 +106,22 @@ class ModelRequests:
                 return
             if body is None:
                 return
+            call.num_bytes = len(body)
             if self.observer is not None:
                 self.observer.request(call, path, body)
             if self._roles is not None:
                 try:
-                    body = self._roles.settle(call, body)
+                    body = await call.apart(self._roles.settle, call, body)
                 except RequestRefused as error:
                     await _refuse(send, path, code="model_not_found", message=str(error), param="model", status=404)
                     return
                 if (elsewhere := self._roles.elsewhere(call.role)) is not None:
                     await elsewhere.answer(call, path, body, send=send)
                     return
-            if (field := refused(path, body)) is not None:
+            if (field := await call.apart(refused, path, body)) is not None:
                 await _refuse(send, path, code="unsupported_field", message=field.message, param=field.field)
                 return
-            await self._serve(call, scope, servable(path, body), receive, send, held)
+            await self._serve(call, scope, await call.apart(servable, path, body), receive, send, held)
 
     async def _list_models(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers which models there are, or what is known of one, in the dialect of the client."""
@@ -150,7 +152,7 @@ class ModelRequests:
         held.callback(memory.end)
         await memory.begin(length)
         hold = memory.hold if length is None else lambda _: None
-        body = await read_body(scope, receive, max_bytes=MAX_BODY_BYTES, hold=hold)
+        body = await read_body(scope, receive, max_bytes=MAX_BODY_BYTES, hold=hold, max_containers=MAX_CONTAINERS)
         memory.is_read()
         return body
 
@@ -163,7 +165,7 @@ class ModelRequests:
             await self._ask(call, scope, replaying(body, receive), send)
             return
         where = repr((scope["path"], scope.get("path_params"), scope.get("query_string"), call.role.name)).encode()
-        key = hashlib.blake2b(body, digest_size=16, key=hashlib.blake2b(where, digest_size=16).digest()).digest()
+        key = await call.apart(_digest, body, hashlib.blake2b(where, digest_size=16).digest())
         answer = call.live.answers.find(key, attempt=attempt)
         if answer is None:
             answer = Answer()
@@ -261,6 +263,10 @@ class ModelRequests:
             await send({"type": "http.response.body", "body": body})
 
         return translate
+
+
+def _digest(body: bytes, key: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=16, key=key).digest()
 
 
 def _attempt(headers: list[tuple[bytes, bytes]]) -> int | None:

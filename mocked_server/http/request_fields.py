@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from mocked_server.http.dialects import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from mocked_server.http.request_limits import MAX_CONTAINERS, shape_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +25,9 @@ class Refused:
     message: str
 
 
-MAX_MESSAGES = 20_000
-"""Most messages of a conversation: reading them takes the event loop's time, and no model reads so many."""
+MAX_MESSAGES = 4096
+"""Most objects in a list of a request, such as the messages of a conversation: pydantic takes the event loop's time for each, up to
+0.1 ms, and no model reads so many."""
 _ESCAPED_ASCII = re.compile(rb"\\u00[2-7]")
 """`\\u0065` for `e`: such a body may name a field that its bytes do not show."""
 
@@ -171,10 +173,8 @@ IGNORED = (
 
 def refused(path: str, body: bytes) -> Refused | None:
     """The first field of this request that cannot be served; None when all can, or when the body is not a JSON object."""
-    if (number := body.count(b'"role"')) > MAX_MESSAGES:
-        return Refused(
-            field="messages", message=f"messages must be at most {MAX_MESSAGES:,}, got about {number:,}; send fewer"
-        )
+    if (too_many := _too_many(body)) is not None:
+        return too_many
     is_spelled_out = _ESCAPED_ASCII.search(body) is None
     rules = [rule for rule in RULES.get(path, ()) if not is_spelled_out or rule.field.encode() in body]
     if not rules or not isinstance(fields := _parsed(body), dict):
@@ -184,6 +184,35 @@ def refused(path: str, body: bytes) -> Refused | None:
             field = f"{rule.field}.{found[:50]}" if isinstance(found, str) else rule.field
             return Refused(field=field, message=f"{field} is not supported: {rule.remedy}")
     return None
+
+
+def _too_many(body: bytes) -> Refused | None:
+    """What would take too long to read: a long list of objects, or arguments of calls, which are JSON in a string."""
+    if body.count(b"{") + body.count(b"[") <= MAX_MESSAGES or not isinstance(fields := _parsed(body), dict):
+        return None
+    for name, value in fields.items():
+        number = sum(isinstance(each, dict) for each in value) if isinstance(value, list) else 0
+        if number > MAX_MESSAGES:
+            return Refused(field=name, message=f"{name} must be at most {MAX_MESSAGES:,}, got {number:,}; send fewer")
+    shapes = [shape_of(text.encode(errors="replace")) for text in _arguments(fields)]
+    number = sum(max(shape.num_containers, shape.num_strings // 8) for shape in shapes)
+    if number > MAX_CONTAINERS:
+        told = f"arguments of tool calls may have {MAX_CONTAINERS:,} objects and lists, got {number:,}; send less"
+        return Refused(field="arguments", message=told)
+    return None
+
+
+def _arguments(value: Any) -> Iterator[str]:
+    """Those of all tool calls that are text."""
+    if isinstance(value, list):
+        for each in value:
+            yield from _arguments(each)
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            if name == "arguments" and isinstance(each, str):
+                yield each
+            else:
+                yield from _arguments(each)
 
 
 def servable(path: str, body: bytes) -> bytes:

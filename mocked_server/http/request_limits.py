@@ -2,19 +2,20 @@
 
 Pure ASGI, put by `mocked_server.server` around all that it serves; `model_requests` reads the bodies of model calls by
 the same rules. Invariants: a body is read only as far as it may be large; what has shown no key yet is at
-most `MAX_HELD_BYTES` in all. It checks no keys: every route does.
+most `MAX_HELD_BYTES` in all; a large body is looked at in a thread. It checks no keys: every route does.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from buffers.errors import UnderstudyError
 from mocked_server.http.dialects import error_body
+from mocked_server.request_context import LARGE_BYTES
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 """Most bytes of a model call, or of tasks that are added."""
@@ -23,6 +24,15 @@ MAX_EPISODE_ROUTE_BYTES = 1024 * 1024
 MAX_HELD_BYTES = 32 * 1024 * 1024
 MAX_DEPTH = 128
 """Most nested brackets in a JSON body."""
+MAX_CONTAINERS = 16_384
+"""Most objects and lists in the body of a model call. pydantic and vLLM take the event loop's time for each, and its memory: up to
+7 KB for one that is not as it should be."""
+MAX_STRINGS = 8 * MAX_CONTAINERS
+"""Most strings in it, names of fields among them."""
+MAX_VALUES = 2**21
+"""Most values in it: a prompt may be token ids."""
+_MARKS = bytes.maketrans(b"{}", b"[]")
+_NO_MARKS = bytes(set(range(256)) - set(b'"[]{},'))
 
 
 class BodyRefused(UnderstudyError):
@@ -79,11 +89,16 @@ class BodyLimit:
 
 
 async def read_body(
-    scope: Scope, receive: Receive, *, max_bytes: int, hold: Callable[[int], None] = lambda _: None
+    scope: Scope,
+    receive: Receive,
+    *,
+    max_bytes: int,
+    hold: Callable[[int], None] = lambda _: None,
+    max_containers: int | None = None,
 ) -> bytes | None:
     """The whole body; None when the client went away before it was sent. Raises BodyRefused.
 
-    `hold` is called with the size of each part before it is kept."""
+    `hold` is called with the size of each part before it is kept; `max_containers`: as MAX_CONTAINERS, of who is not trusted."""
     told_length(scope, max_bytes=max_bytes)
     parts, size = [], 0
     more = True
@@ -98,8 +113,10 @@ async def read_body(
         if (size := size + len(part)) > max_bytes:
             raise _too_large(size, max_bytes=max_bytes)
     body = b"".join(parts)
-    if (depth := depth_of(body)) > MAX_DEPTH:
-        raise BodyRefused(400, f"JSON must be nested at most {MAX_DEPTH} deep, got {depth}; send it flatter")
+    if size <= LARGE_BYTES:
+        check_shape(body, max_containers=max_containers)
+    else:
+        await asyncio.to_thread(check_shape, body, max_containers=max_containers)
     return body
 
 
@@ -134,22 +151,49 @@ async def answer_refused(send: Callable[[Message], Awaitable[Any]], path: str, r
     await send({"type": "http.response.body", "body": body})
 
 
-def depth_of(body: bytes) -> int:
-    """How deep the brackets of a JSON text are nested, those within strings apart; exact for valid JSON."""
-    num_open = body.count(b"{") + body.count(b"[")
-    if num_open <= MAX_DEPTH:
-        return num_open
-    text = np.frombuffer(body, dtype=np.uint8)
-    quotes = np.flatnonzero(text == ord('"'))
-    # A quote is escaped after an odd number of backslashes.
-    others = np.flatnonzero(text != ord("\\"))
-    before = np.searchsorted(others, quotes) - 1
-    run = quotes - 1 - np.where(before >= 0, others[np.maximum(before, 0)], -1)
-    marks = np.zeros(len(text), dtype=np.int8)
-    marks[quotes[run % 2 == 0]] = 1
-    outside = np.bitwise_xor.accumulate(marks) == 0
-    steps = ((text == ord("{")) | (text == ord("["))).astype(np.int32) - ((text == ord("}")) | (text == ord("]")))
-    return int(np.cumsum(np.where(outside, steps, 0)).max())
+def check_shape(body: bytes, *, max_containers: int | None = None) -> None:
+    """Raises BodyRefused for JSON that is nested too deep, or, with `max_containers`, has more values than are read in a moment."""
+    few = max_containers is None or body.count(b",") <= MAX_CONTAINERS
+    if few and body.count(b"{") + body.count(b"[") <= MAX_DEPTH:
+        return
+    shape = shape_of(body)
+    if shape.depth > MAX_DEPTH:
+        told = f"JSON must be nested at most {MAX_DEPTH} deep, got {shape.depth} or more; send it flatter"
+        raise BodyRefused(400, told)
+    if max_containers is not None:
+        limits = {"objects and lists": max_containers, "strings": MAX_STRINGS, "values": MAX_VALUES}
+        counts = (shape.num_containers, shape.num_strings, shape.num_values)
+        for (what, limit), number in zip(limits.items(), counts, strict=True):
+            if number > limit:
+                raise BodyRefused(413, f"a body may have {limit:,} {what}, got {number:,}; send less")
+
+
+class Shape(NamedTuple):
+    """What a JSON text has to be read."""
+
+    num_containers: int
+    """Objects and lists."""
+    num_strings: int
+    """Names of fields among them."""
+    num_values: int
+    """Members of them all, and they themselves."""
+    depth: int
+    """Most of them within each other, exact up to MAX_DEPTH."""
+
+
+def shape_of(text: bytes) -> Shape:
+    """Exact for valid JSON; a few passes over the bytes, none of which takes long. With more than MAX_STRINGS strings, which are
+    too many already, the rest is not counted."""
+    # Without what is escaped a quote begins or ends a string.
+    marks = text.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_MARKS, delete=_NO_MARKS)
+    if (num_strings := marks.count(b'"') // 2) > MAX_STRINGS:
+        return Shape(0, num_strings, 0, 0)
+    outside = b"".join(marks.split(b'"')[::2])
+    brackets = outside.translate(None, delete=b",")
+    num_containers, depth = brackets.count(b"["), 0
+    while depth <= MAX_DEPTH and b"[]" in brackets:
+        brackets, depth = brackets.replace(b"[]", b""), depth + 1
+    return Shape(num_containers, num_strings, outside.count(b",") + num_containers, depth + brackets.count(b"["))
 
 
 def _too_large(size: int, *, max_bytes: int) -> BodyRefused:

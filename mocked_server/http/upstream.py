@@ -2,7 +2,8 @@
 
 `http.model_requests` passes a request of such a role on as it is, in its own dialect, with the configured model and key in place of
 the agent's. Invariants: the key of that server leaves for that server only; what was asked and said is recorded as a round that is
-never trained, and is on disk before the last of it leaves for the agent; a server that is not there ends this request and no other.
+never trained, and is on disk before the last of it leaves for the agent; a server that is not there ends this request and no other;
+what takes time in proportion to a message is done beside the event loop.
 """
 
 from __future__ import annotations
@@ -15,19 +16,21 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol
 
-import httpx
+import httpx2
 from starlette.types import Send
 
 from buffers.errors import UnderstudyError
+from buffers.outgoing import ROLE, AnswerRefused, Outgoing
 from mocked_server.http.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES, error_body, is_anthropic
 from mocked_server.request_context import Call
 
 logger = logging.getLogger(__name__)
 
 PASSED_ON = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS})
-TIMEOUT_S = 600.0
 MAX_KEPT_BYTES = 1024 * 1024
 """Bytes of an answer that are looked at for the record; all of it is passed on."""
+MAX_KEPT_CHARS = 256 * 1024
+"""Characters of a question, and of its answer, that the record has: the last ones."""
 
 
 class Record(Protocol):
@@ -47,7 +50,7 @@ class Upstream:
         self._url = url.rstrip("/").removesuffix("/v1")
         self._model = model
         self._headers = {"Authorization": f"Bearer {key}", "x-api-key": key} if key else {}
-        self._http = httpx.AsyncClient(timeout=httpx.Timeout(TIMEOUT_S, connect=10.0), follow_redirects=False)
+        self._http = Outgoing(ROLE)
         self.record: Record | None = None
         self.encode: Callable[[str], list[int]] = lambda _: []
         """A text as the policy's tokenizer has it."""
@@ -58,7 +61,7 @@ class Upstream:
 
     async def answer(self, call: Call, path: str, body: bytes, *, send: Send) -> None:
         """Ask the other server, and pass on what it says as it comes."""
-        fields = _object(body)
+        fields = await call.apart(_object, body)
         if fields is None or path not in PASSED_ON:
             what = "a JSON object" if path in PASSED_ON else f"for one of {', '.join(sorted(PASSED_ON))}"
             await _fail(send, path, f"a request of role {call.role.name} must be {what}", status=400)
@@ -69,9 +72,8 @@ class Upstream:
             headers["anthropic-version"] = "2023-06-01"
         kept, held, has_begun, is_whole = bytearray(), b"", False, False
         try:
-            content = json.dumps(
-                {**fields, "model": self._model}
-            ).encode()  # escaped: an agent's text may be no Unicode
+            # Escaped: an agent's text may be no Unicode.
+            content = (await call.apart(json.dumps, {**fields, "model": self._model})).encode()
             request = self._http.build_request("POST", self._url + path, content=content, headers=headers)
             response = await self._http.send(request, stream=True)
             try:
@@ -84,11 +86,12 @@ class Upstream:
                     if held:
                         await send({"type": "http.response.body", "body": held, "more_body": True})
                     held = chunk
-                is_whole = response.status_code == httpx.codes.OK
+                is_whole = response.status_code == httpx2.codes.OK
             finally:
                 await response.aclose()
-        except httpx.HTTPError as error:
-            why = f"the server of role {call.role.name} gave no {'whole ' if has_begun else ''}answer ({type(error).__name__})"
+        except httpx2.HTTPError as error:
+            cause = str(error) if isinstance(error, AnswerRefused) else type(error).__name__
+            why = f"the server of role {call.role.name} gave no {'whole ' if has_begun else ''}answer ({cause})"
             logger.warning("episode %s: %s", call.live.episode_id, why)
             if not has_begun:
                 await _fail(send, path, why, status=502)
@@ -99,16 +102,17 @@ class Upstream:
     async def _keep(self, call: Call, path: str, fields: dict[str, Any], answer: bytes, *, is_whole: bool) -> None:
         if self.record is None or path == COUNT_TOKENS or not is_whole:
             return
-        asked = fields.get("messages", fields.get("input", fields.get("prompt", "")))
-        stored = self.record(
-            call.live.episode_id,
-            role=call.role.name,
-            asked=self.encode(json.dumps(asked, ensure_ascii=False).encode(errors="replace").decode()),
-            said=self.encode(text_of(answer).encode(errors="replace").decode()),
-            finish_reason="stop",
-        )
+        asked, said = await asyncio.to_thread(self._ids, fields, answer)
+        stored = self.record(call.live.episode_id, role=call.role.name, asked=asked, said=said, finish_reason="stop")
         with suppress(UnderstudyError):  # the episode has ended meanwhile; it is logged where it is stored
             await asyncio.wrap_future(stored)
+
+    def _ids(self, fields: dict[str, Any], answer: bytes) -> tuple[list[int], list[int]]:
+        """(what was asked, what was said) as ids."""
+        asked = fields.get("messages", fields.get("input", fields.get("prompt", "")))
+        texts = (json.dumps(asked, ensure_ascii=False), text_of(answer))
+        asked_ids, said_ids = (self.encode(text[-MAX_KEPT_CHARS:].encode(errors="replace").decode()) for text in texts)
+        return asked_ids, said_ids
 
 
 def text_of(answer: bytes) -> str:

@@ -1,7 +1,7 @@
 """HTTP to an inference server: JSON requests, and answers that stream as server-sent events.
 
 Called by `mocked_server.servers.vllm_server`, `sglang_server` and `server_engine`. Invariant: every failure of the connection is a
-`ServerLost`, and every refusal of the server's a `ServerRefused`; nothing of httpx's leaves this module.
+`ServerLost`, and every refusal of the server's a `ServerRefused`; nothing of httpx2's leaves this module.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import json
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-import httpx
+import httpx2
 
 from buffers.errors import EngineDied, EngineError
+from buffers.outgoing import ENGINE, Outgoing
 
-CONNECT_S = 10.0
 MAX_TEXT_CHARS = 400
 """Most characters of a server's answer in a message."""
 
@@ -40,10 +40,10 @@ class ServerClient:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._http = httpx.AsyncClient(
+        self._http = Outgoing(
+            ENGINE,
             base_url=self.url,
-            timeout=httpx.Timeout(None, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=False,  # no proxy of this process's environment stands before an engine
         )
         self._closing: set[asyncio.Task[None]] = set()
@@ -58,19 +58,15 @@ class ServerClient:
 
     async def _ask(self, method: str, path: str, body: Any, *, timeout_s: float | None) -> Any:
         try:
-            answer = await self._http.request(
-                method,
-                path,
-                json=body,
-                timeout=httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s or CONNECT_S)),
-            )
-        except (httpx.HTTPError, OSError) as error:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._http.request(method, path, json=body)
+        except (httpx2.HTTPError, OSError) as error:
             raise ServerLost(_words(error)) from error
         if answer.is_error:
             raise _refused(answer.status_code, answer.text)
         try:
             return answer.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
@@ -89,11 +85,11 @@ class ServerClient:
                     yield _event(data)
             finally:
                 await self._hang_up(answer)
-        except (httpx.HTTPError, httpx.StreamError, OSError) as error:
+        except (httpx2.HTTPError, httpx2.StreamError, OSError) as error:
             raise ServerLost(_words(error)) from error
         raise ServerLost("the connection ended before the answer did")
 
-    async def _hang_up(self, answer: httpx.Response) -> None:
+    async def _hang_up(self, answer: httpx2.Response) -> None:
         """Also when the caller is cancelled meanwhile: over a connection that stays open the server would sample to the end."""
         closing = asyncio.create_task(answer.aclose(), name=f"hang up on {self.url}")
         self._closing.add(closing)
@@ -109,7 +105,7 @@ class ServerClient:
 def _event(data: str) -> dict[str, Any]:
     try:
         found = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ServerLost(f"the stream has an event that is no JSON: {data[:MAX_TEXT_CHARS]}") from error
     if not isinstance(found, dict):
         raise ServerLost(f"the stream has an event that is no object: {data[:MAX_TEXT_CHARS]}")
@@ -126,7 +122,7 @@ def _refused(status: int, text: str) -> ServerRefused:
     """A server's error: OpenAI's form, FastAPI's, SGLang's, or plain text."""
     try:
         told = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ServerRefused(status, _line(text))
     found = told.get("error", told.get("detail", told.get("message", text))) if isinstance(told, dict) else text
     field = found.get("param") if isinstance(found, dict) else None

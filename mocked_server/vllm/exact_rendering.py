@@ -83,10 +83,10 @@ class ExactRendering:
         call = current_call.get()
         if call is None or len(conversations) != 1:
             return await self._render(conversations, chat_params, *args, **kwargs)
-        asked = ChatOptions.of(chat_params.chat_template_kwargs, chat_params.tool_choice)
+        asked = await call.apart(ChatOptions.of, chat_params.chat_template_kwargs, chat_params.tool_choice)
         check_template_inputs(asked.num_chars)
         asked = call.live.known(asked)
-        chat = Conversation.of(conversations[0], asked)
+        chat = await call.apart(Conversation.of, conversations[0], asked)
         _make_writable(chat.messages)
         found = find_parent(call.live, chat, self.parse)
         if found is not None and not self._strict and not asked.template_kwargs.get("continue_final_message"):

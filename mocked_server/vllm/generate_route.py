@@ -10,6 +10,7 @@ effect. `POST /sleep` and `POST /wake_up` (worker's key) are the engine's, where
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any, Protocol
 from uuid import uuid4
@@ -19,7 +20,7 @@ import msgspec
 from buffers.did_you_mean import one_of
 from buffers.errors import RequestRefused
 from mocked_server.http.dialects import GENERATE, error_body
-from mocked_server.request_context import AnswerPart
+from mocked_server.request_context import LARGE_BYTES, AnswerPart
 from mocked_server.vllm.engine import refusal_of
 
 
@@ -67,7 +68,9 @@ class TokenRoute:
         from starlette.responses import JSONResponse, Response
 
         try:
-            prompt_ids, params = self._read(await request.body())
+            body = await request.body()
+            is_large = len(body) > LARGE_BYTES
+            prompt_ids, params = await asyncio.to_thread(self._read, body) if is_large else self._read(body)
             answer = await self._client.generate_tokens(prompt_ids, params, request_id=f"generate-{uuid4().hex}")
             return JSONResponse(_body_of(answer))
         except (ValueError, TypeError) as error:

@@ -31,6 +31,7 @@ from mocked_server.request_context import AnswerPart, Call, PendingReply, Sampli
 from mocked_server.roles import NO_ROLE, Role
 from mocked_server.vllm import answer_ends
 from mocked_server.vllm.exact_rendering import ExactRendering
+from mocked_server.vllm.first_fault import stop_at_the_first_fault
 from mocked_server.vllm.generate_route import Sleeper, TokenRoute
 from mocked_server.vllm.reply_parser import ReplyParser, send_any_input, telling
 from mocked_server.vllm.sampling_limits import MAX_CHOICES
@@ -327,6 +328,7 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
     leave_tool_calls_free()
     leave_limits_to_the_run()
     send_any_input()
+    stop_at_the_first_fault()
 
     tasks = ("generate",)
     with _root_level_kept():

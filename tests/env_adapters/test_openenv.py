@@ -181,3 +181,38 @@ async def test_what_cannot_be_used_is_refused_by_name() -> None:
         with pytest.raises(EnvError, match=r"extra_info\.reset must be an object, got 3"):
             await adapter.reset({"task_id": "t", "extra_info": {"reset": 3}}, seed=0)
         await adapter.close()
+
+
+async def test_a_session_is_with_the_server_that_was_named_and_nothing_in_it_is_compressed() -> None:
+    offered: list[str | None] = []
+
+    async def session(connection: ServerConnection) -> None:
+        assert connection.request is not None
+        offered.append(connection.request.headers.get("sec-websocket-extensions"))
+        async for _ in connection:
+            await connection.send(json.dumps(seen(text="go")))
+
+    def plain(connection: ServerConnection, request: Any) -> Any:
+        return connection.respond(HTTPStatus.OK, json.dumps({"action": NUMBER})) if request.path == "/schema" else None
+
+    async with serve(session, "127.0.0.1", 0, process_request=plain) as listener:
+        url = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        adapter = with_deadlines(OpenEnv(url=f"http://{url}"), deadline_s=10.0)
+        await adapter.reset(TASK, seed=0)
+        await adapter.close()
+        assert offered == [None]
+
+        def elsewhere(connection: ServerConnection, request: Any) -> Any:
+            if request.path == "/schema":
+                return plain(connection, request)
+            answer = connection.respond(HTTPStatus.TEMPORARY_REDIRECT, "")
+            answer.headers["location"] = f"ws://{url}/ws"
+            return answer
+
+        async with serve(session, "127.0.0.1", 0, process_request=elsewhere) as redirecting:
+            port = redirecting.sockets[0].getsockname()[1]
+            adapter = with_deadlines(OpenEnv(url=f"http://127.0.0.1:{port}"), deadline_s=10.0)
+            with pytest.raises(EnvError, match="must take a session"):
+                await adapter.reset(TASK, seed=0)
+            await adapter.close()
+    assert offered == [None]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,9 +15,12 @@ import httpx
 import openai
 import pytest
 
+from buffers.outgoing import ROLE
 from configs.schema import RolloutConfig
 from mocked_server.http.upstream import Upstream, text_of
 from mocked_server.roles import Roles
+from tests.support.hostile_http import BOMB, ENDLESS, MIB, hostile, whole
+from tests.support.patience import PATIENCE_S
 from tests.support.server_parts import ServerThread
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello."}]
@@ -169,6 +174,63 @@ def test_a_model_of_others_that_is_not_there_fails_its_request_only(tiny_model: 
     finally:
         roles._others["judge"] = there
         server.call(gone.close())
+
+
+@contextmanager
+def judged_by(server: ServerThread, url: str) -> Iterator[None]:
+    """The role of a server elsewhere."""
+    assert server._roles is not None
+    others, upstream = server._roles._others, Upstream(url, model="large", key=KEY)
+    upstream.record, upstream.encode = server.generation.record, server.server.encode
+    judge, others["judge"] = others["judge"], upstream
+    try:
+        yield
+    finally:
+        others["judge"] = judge
+        server.call(upstream.close())
+
+
+@pytest.mark.parametrize(
+    ("answer", "then", "reason"),
+    [
+        (BOMB, b"", "must not be compressed"),
+        (whole(status="600 X"), b"", "a status of HTTP, got 600"),
+        (whole(b"", "location: http://127.0.0.1:1/", status="307 X"), b"", "got a redirect"),
+        (ENDLESS, b"x" * MIB, ""),
+    ],
+    ids=["compressed", "status 600", "redirect", "endless"],
+)
+async def test_what_a_model_of_others_may_answer_is_bounded(
+    server: ServerThread, answer: bytes, then: bytes, reason: str
+) -> None:
+    episode, client = server.lease()
+    client = client.with_options(max_retries=0)
+
+    def ask() -> None:
+        client.chat.completions.create(model="judge", messages=HELLO)
+
+    async with hostile(answer, then=then) as other:
+        with judged_by(server, other.url):
+            # One that has begun breaks off.
+            expected = (
+                pytest.raises(openai.InternalServerError, match=reason) if reason else pytest.raises(openai.APIError)
+            )
+            with expected:
+                await asyncio.to_thread(ask)
+            assert server.stored(episode) == []
+            if then:
+                await asyncio.wait_for(other.hung_up.wait(), PATIENCE_S)
+                assert other.sent < ROLE.max_bytes + 16 * MIB  # of buffers
+
+
+async def test_episodes_share_no_cookies(server: ServerThread) -> None:
+    message = b'{"choices": [{"index": 0, "message": {"role": "assistant", "content": "ok"}, "finish_reason": "stop"}]}'
+    async with hostile(whole(message, "set-cookie: who=me; Path=/", "content-type: application/json")) as other:
+        with judged_by(server, other.url):
+            for _ in range(2):
+                _, client = server.lease()
+                await asyncio.to_thread(client.chat.completions.create, model="judge", messages=HELLO)
+    assert len(other.asked) == 2 and not any(b"who=me" in head for head in other.asked)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 Used by `agents.tools.mcp.server`. Invariants: a session is opened and closed by one task, a matter of the package's
 cancel scopes; a server that this program started ends with its session; what a server lists and says is bounded
-(`agents.tools.mcp.stdio`, `agents.tools.mcp.http_limits`). It neither starts a dead server again, nor knows what a tool is for.
+(`agents.tools.mcp.stdio`, `buffers.outgoing`). It neither starts a dead server again, nor knows what a tool is for.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from mcp.client.streamable_http import streamable_http_client
 from pydantic import ValidationError
 
 from agents.tools.mcp.config import McpServerSpec
-from agents.tools.mcp.http_limits import HEADERS, bound
 from agents.tools.mcp.stdio import StdioServer
 from buffers.errors import ToolError
+from buffers.outgoing import MCP, Outgoing
 
 CLOSE_DEADLINE_S = 10.0
 MAX_TOOLS = 1000
@@ -106,13 +106,11 @@ class McpSession:
 
     async def _connect(self, stack: AsyncExitStack) -> Client:
         if self._spec.url is not None:
-            headers = dict(self._spec.headers) | HEADERS
+            headers = dict(self._spec.headers)
             if self._spec.auth_token is not None:
                 headers["Authorization"] = f"Bearer {self._spec.auth_token}"
             timeout = httpx2.Timeout(HTTP_S, read=None)
-            http = await stack.enter_async_context(
-                httpx2.AsyncClient(headers=headers, timeout=timeout, event_hooks={"response": [bound]})
-            )
+            http = await stack.enter_async_context(Outgoing(MCP, headers=headers, timeout=timeout))
             return Client(streamable_http_client(self._spec.url, http_client=http))
         words = [
             sys.executable if word == "{python}" else word for word in (self._spec.command or "", *self._spec.args)

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from agents.tools.episode_tools import ToolFault
-from agents.tools.mcp import http_limits, session, stdio
+from agents.tools.mcp import session, stdio
 from agents.tools.toolbox import Toolbox
 from buffers.errors import ToolError
+from buffers.outgoing import MCP
 from configs.checkout import python_path
 
 pytestmark = pytest.mark.slow
@@ -305,7 +306,7 @@ def flooding(mode: str) -> Iterator[ThreadingHTTPServer]:
 @pytest.mark.parametrize(
     ("mode", "reason"),
     [
-        ("body", f"must be at most {http_limits.MAX_BODY_BYTES} bytes"),
+        ("body", f"may have {MCP.max_bytes} bytes, got more"),
         ("compressed", "must not be compressed"),
         ("events", "MCP server web died during the call"),
     ],
@@ -319,4 +320,4 @@ async def test_a_flood_over_http_ends_its_call(tmp_path, mode, reason):
             outcome = await tools.call("tool", {})
     assert outcome.error is ToolFault.RAISED
     assert reason in outcome.text
-    assert server.sent < http_limits.MAX_BODY_BYTES + SOCKET_BUFFERS
+    assert server.sent < MCP.max_bytes + SOCKET_BUFFERS

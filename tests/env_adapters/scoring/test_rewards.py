@@ -8,14 +8,16 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
-import httpx
+import httpx2
 import pytest
 
 from buffers.errors import ScoreError, TaskError
 from buffers.ledger.ledger import Ledger
+from buffers.outgoing import SCORER
 from buffers.records import ScoreDetail, Task, TrainBatch, Verdict
 from env_adapters.scoring import rewards
 from env_adapters.scoring.rewards import Rewards
@@ -23,6 +25,7 @@ from env_adapters.scoring.scorers import SCORERS
 from learner.algorithms.overlong_penalty import overlong_penalty, with_overlong_penalty
 from learner.recovery.failure_watch import Streak
 from tests.support.buffer_parts import make_ready, make_round, open_running, scored_by_group_state
+from tests.support.hostile_http import BOMB, ENDLESS, MIB, hostile, whole
 from tests.support.learner_parts import make_row
 from tests.support.patience import PATIENCE_S
 
@@ -273,26 +276,50 @@ async def test_a_remote_scorer_is_asked_again_after_its_own_errors_only(monkeypa
 def test_a_scorer_that_cannot_be_reached_is_asked_three_times_with_growing_pauses(monkeypatch) -> None:
     asked, pauses = [], []
 
-    def post(url: str, *, json: dict, timeout: float) -> httpx.Response:
-        asked.append((url, len(json["items"]), timeout))
-        if len(asked) < 3:
-            raise httpx.ConnectError("nobody there")
-        return httpx.Response(200, json={"scores": [0.5]}, request=httpx.Request("POST", url))
+    async def post(url: str, body: dict) -> httpx2.Response:
+        asked.append((url, len(body["items"])))
+        if len(asked) < 3 or len(asked) > 3:
+            raise httpx2.ConnectError("nobody there")
+        return httpx2.Response(200, json={"scores": [0.5]}, request=httpx2.Request("POST", url))
 
-    monkeypatch.setattr(rewards, "httpx", SimpleNamespace(post=post, TransportError=httpx.TransportError))
+    monkeypatch.setattr(rewards, "_post", post)
     monkeypatch.setattr(rewards, "time", SimpleNamespace(sleep=pauses.append))
     score = rewards.resolve("http://x/score", batch=False)
     assert score([task()], ["four"]) == [0.5]
-    assert asked == [("http://x/score", 1, 30.0)] * 3 and pauses == [0.5, 1.0]
-    asked.clear()
-    monkeypatch.setattr(rewards.httpx, "post", lambda *_, **__: asked.append(1) or fails())
-    with pytest.raises(httpx.ConnectError):
+    assert asked == [("http://x/score", 1)] * 3 and pauses == [0.5, 1.0]
+    with pytest.raises(httpx2.ConnectError):
         score([task()], ["four"])
-    assert len(asked) == 3 and pauses == [0.5, 1.0, 0.5, 1.0], "no pause after the last"
+    assert len(asked) == 6 and pauses == [0.5, 1.0, 0.5, 1.0], "no pause after the last"
 
 
-def fails() -> None:
-    raise httpx.ConnectError("nobody there")
+@pytest.mark.parametrize(
+    ("answer", "then", "reason"),
+    [
+        (BOMB, b"", "must not be compressed"),
+        (ENDLESS, b"x" * MIB, "may have 16777216 bytes, got more"),
+        (whole(status="600 X"), b"", "a status of HTTP, got 600"),
+        (whole(b"", "location: http://127.0.0.1:1/", status="307 X"), b"", "got a redirect"),
+        (whole(b"[" * 100_000), b"", "RecursionError"),
+    ],
+    ids=["compressed", "endless", "status 600", "redirect", "deep"],
+)
+async def test_what_a_remote_scorer_may_answer_is_bounded(answer: bytes, then: bytes, reason: str) -> None:
+    async with hostile(answer, then=then) as server:
+        with pytest.raises(ScoreError, match=reason):
+            await Rewards(server.url).score(task(), "four")
+        if then:
+            await asyncio.wait_for(server.hung_up.wait(), PATIENCE_S)
+            assert server.sent < SCORER.max_bytes + 16 * MIB  # of buffers
+    assert len(server.asked) == 1, "what was said is final"
+
+
+async def test_a_remote_scorer_that_answers_a_byte_at_a_time_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewards, "SCORER", replace(SCORER, total_s=0.1))
+    monkeypatch.setattr(rewards, "PAUSE_S", 0.0)
+    async with hostile(ENDLESS, then=b" ", pause_s=0.01) as server:
+        with pytest.raises(ScoreError, match="ReadTimeout: the answer took too long in all"):
+            await Rewards(server.url).score(task(), "four")
+    assert len(server.asked) == 3
 
 
 async def test_the_loop_goes_on_while_a_scorer_works() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import httpx
+import httpx2
 import pytest
 
 from env_adapters.walk.server import ScoreClient
@@ -10,8 +10,8 @@ from env_adapters.walk.server import ScoreClient
 
 async def test_a_report_that_is_refused_says_why() -> None:
     client = ScoreClient("http://127.0.0.1:1", scorer_key="key")
-    refused = httpx.MockTransport(lambda _: httpx.Response(422, text="role of a score must be one of this run's"))
-    client._http = httpx.AsyncClient(transport=refused, base_url="http://127.0.0.1:1")
-    with pytest.raises(httpx.HTTPStatusError, match=r"POST /scores was refused \(422\): role of a score must be one"):
+    refused = httpx2.MockTransport(lambda _: httpx2.Response(422, text="role of a score must be one of this run's"))
+    client._http = httpx2.AsyncClient(transport=refused, base_url="http://127.0.0.1:1")
+    with pytest.raises(httpx2.HTTPStatusError, match=r"POST /scores was refused \(422\): role of a score must be one"):
         await client.report("1-0-0", score=1.0, role="nobody")
     await client.close()

@@ -189,12 +189,14 @@ def test_the_text_of_a_content_is_that_of_its_parts(content: Any, text: str) -> 
     ],
 )
 def test_why_a_message_is_not_the_answer(message: dict[str, Any], cause: str | None) -> None:
-    assert difference(message, ParsedReply("ok", (("add", '{"a": 1}'),), "hm")) == cause
+    assert difference(reply_of(message), ParsedReply("ok", (("add", '{"a": 1}'),), "hm")) == cause
 
 
 def test_a_plain_text_is_itself_with_or_without_its_thought_and_never_a_call() -> None:
     text = " <think>hm</think> ok "
-    assert same_text(said("<think>hm</think> ok"), text) and same_text(said("ok"), text)
-    assert not same_text(said("ok", call()), text) and not same_text(said("no"), text)
-    assert same_text(said("a b"), "a <think>x</think> b") and not same_text(said("ok"), "<think>hm ok")
-    assert same_text(said("ok"), "hm</think>ok") and not same_text(said("hm"), "hm</think>ok")
+    assert same_text(reply_of(said("<think>hm</think> ok")), text) and same_text(reply_of(said("ok")), text)
+    assert not same_text(reply_of(said("ok", call())), text) and not same_text(reply_of(said("no")), text)
+    assert same_text(reply_of(said("a b")), "a <think>x</think> b") and not same_text(
+        reply_of(said("ok")), "<think>hm ok"
+    )
+    assert same_text(reply_of(said("ok")), "hm</think>ok") and not same_text(reply_of(said("hm")), "hm</think>ok")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from buffers.records import Episode, Task
+from mocked_server.conversation.branch_diagnosis import diagnose_messages
 from mocked_server.conversation.chat_history import ChatOptions, Conversation
 from mocked_server.conversation.continuation import (
     Continuation,
@@ -19,7 +20,7 @@ from mocked_server.conversation.continuation import (
     stand_in,
 )
 from mocked_server.conversation.live_episodes import LiveEpisode, LiveRound
-from mocked_server.conversation.message_match import ParsedReply
+from mocked_server.conversation.message_match import ParsedReply, joined_text, reply_of
 
 ASKED = ChatOptions.of({}, None)
 TOOLS = ChatOptions.of({"tools": ["add"]}, None)
@@ -130,7 +131,7 @@ def test_an_answer_may_come_back_parsed_plain_or_with_the_stop_mark_put_back(
     message: Any, stop: str, is_it: bool
 ) -> None:
     live = add(episode(), 1, 2, chat=chat(USER), text="hm|ok", stop=stop)
-    assert is_reply(message, live, parse) is is_it
+    assert is_reply(reply_of(message), live, parse) is is_it
 
 
 def test_an_answer_is_parsed_once_and_a_plain_completion_not_at_all() -> None:
@@ -198,3 +199,19 @@ def test_a_continuation_is_the_parents_exact_ids_and_the_rest() -> None:
     assert (fresh.parent, fresh.parent_index, fresh.chat) == (None, None, None)
     assert fresh.prompt_ids().tolist() == fresh.tail_ids.tolist() == [5, 6]
     assert Continuation(parent=add(live, 7, 7, round_index=None), tail_ids=ids(1)).parent_index is None
+
+
+def test_an_answer_that_comes_back_is_read_once_however_many_rounds_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    live, read = episode(), []
+    for number in range(50):
+        add(live, 1, 2, number, chat=chat(USER), text=f"answer {number}")
+
+    def counted(content: Any) -> str:
+        read.append(content)
+        return joined_text(content)
+
+    monkeypatch.setattr("mocked_server.conversation.message_match.joined_text", counted)
+    again = chat(USER, said("none of them"), USER)
+    assert find_parent(live, again, parse) is None
+    assert diagnose_messages(live, again, parse) is not None
+    assert read.count("none of them") == 1

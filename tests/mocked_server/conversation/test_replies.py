@@ -11,7 +11,7 @@ import pytest
 
 from mocked_server.conversation.branch_causes import BranchCause
 from mocked_server.conversation.chat_history import ChatOptions
-from mocked_server.conversation.message_match import ParsedReply, canonical_arguments, difference, same_text
+from mocked_server.conversation.message_match import ParsedReply, canonical_arguments, difference, reply_of, same_text
 from mocked_server.vllm.reply_parser import ReplyParser
 from tests.support.server_parts import whole_prompt
 
@@ -47,21 +47,23 @@ def test_a_first_thought_may_be_cut_out_of_an_answer() -> None:
     for _ in range(20_000):
         text = "".join(draw.choice([" ", "\n", "<think>", "</think>", "a"]) for _ in range(draw.randrange(9)))
         cut = thought.sub("", text, count=1)
-        assert same_text({"content": cut}, text), text
-        assert same_text({"content": text + "b"}, text) is False
+        assert same_text(reply_of({"content": cut}), text), text
+        assert same_text(reply_of({"content": text + "b"}), text) is False
     spaces = " " * 1_000_000 + "a<think>"
-    assert not same_text({"content": "b"}, spaces) and same_text({"content": "a b"}, spaces + "</think> b")
+    assert not same_text(reply_of({"content": "b"}), spaces) and same_text(
+        reply_of({"content": "a b"}), spaces + "</think> b"
+    )
 
 
 @pytest.mark.seconds
 def test_a_thought_that_the_template_opened_may_be_cut_out_or_get_its_mark_back() -> None:
     text = "Two numbers.\n</think>\n\n3"
     for content in ("3", text, f"<think>{text}", f"<think>\n{text}\n"):
-        assert same_text({"role": "assistant", "content": content}, text), content
+        assert same_text(reply_of({"role": "assistant", "content": content}), text), content
     for content in ("4", "<think>Three.\n</think>\n\n3", "Two numbers."):
-        assert not same_text({"role": "assistant", "content": content}, text), content
-    assert same_text({"role": "assistant", "content": "b"}, "a</think>b"), "whatever a thought says"
-    assert not same_text({"role": "assistant", "content": "<think>3"}, "3"), "there was no thought"
+        assert not same_text(reply_of({"role": "assistant", "content": content}), text), content
+    assert same_text(reply_of({"role": "assistant", "content": "b"}), "a</think>b"), "whatever a thought says"
+    assert not same_text(reply_of({"role": "assistant", "content": "<think>3"}), "3"), "there was no thought"
 
 
 def test_reasoning_that_a_client_put_back_before_the_content_is_the_same_answer() -> None:
@@ -71,11 +73,11 @@ def test_reasoning_that_a_client_put_back_before_the_content_is_the_same_answer(
         ("\nTwo numbers.\n", None),
         ("Three.", BranchCause.REASONING_EDITED),
     ):
-        assert difference({"role": "assistant", "content": f"<think>{thought}</think>\n\n3"}, told) is cause
+        assert difference(reply_of({"role": "assistant", "content": f"<think>{thought}</think>\n\n3"}), told) is cause
     edited = {"role": "assistant", "content": "<think>Two numbers.</think>4"}
-    assert difference(edited, told) is BranchCause.CONTENT_EDITED
+    assert difference(reply_of(edited), told) is BranchCause.CONTENT_EDITED
     assert (
-        difference({"role": "assistant", "content": "<think>a</think>3"}, ParsedReply("3"))
+        difference(reply_of({"role": "assistant", "content": "<think>a</think>3"}), ParsedReply("3"))
         is BranchCause.CONTENT_EDITED
     )
 

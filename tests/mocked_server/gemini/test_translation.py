@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mocked_server.conversation.message_match import ParsedReply, arguments_of, difference
+from mocked_server.conversation.message_match import ParsedReply, arguments_of, difference, reply_of
 from mocked_server.gemini.answers import StreamedAnswer, whole_answer
 from mocked_server.gemini.chat_request import generation_of
 from mocked_server.gemini.schemas import json_schema_of
@@ -100,10 +100,10 @@ def replied(contents: list[Any]) -> dict[str, Any]:
 def test_an_answer_that_comes_back_is_the_answer_that_was_given(shows: bool) -> None:
     chat = {"id": "x", "model": "m", "choices": [{"index": 0, "message": MESSAGE, "finish_reason": "tool_calls"}]}
     whole = whole_answer(chat, shows_thoughts=shows)
-    assert difference(replied([whole["candidates"][0]["content"]]), TOLD) is None
+    assert difference(reply_of(replied([whole["candidates"][0]["content"]])), TOLD) is None
     streamed = StreamedAnswer(shows_thoughts=shows)
     told = [answer for each in CHUNKS if (answer := streamed.take(each)) is not None]
-    assert difference(replied([answer["candidates"][0]["content"] for answer in told]), TOLD) is None
+    assert difference(reply_of(replied([answer["candidates"][0]["content"] for answer in told])), TOLD) is None
     parts = [part for answer in told for part in answer["candidates"][0]["content"]["parts"]]
     assert parts[-2:] == [
         {"functionCall": {"id": "1", "name": "add", "args": {"a": 12, "b": 30.0}}},

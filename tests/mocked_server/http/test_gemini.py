@@ -184,7 +184,7 @@ REFUSED = [
     ({"contents": []}, "contents"),
     ({}, "contents"),
     ({"contents": [{"role": "assistant", "parts": [{"text": "x"}]}]}, "role must be user or model"),
-    ({"contents": [{"parts": [{"text": "x"}]}] * 20_001}, "at most 20,000 messages"),
+    ({"contents": [{"parts": [{"text": "x"}]}] * 4097}, "contents must be at most 4,096"),
     ({**HELLO, "safetySettings": [{"category": "HARM_CATEGORY_HARASSMENT", "threshold": "BLOCK_LOW_AND_ABOVE"}]}, "safetySettings"),
     ({**HELLO, "cachedContent": "cachedContents/1"}, "cachedContent"),
     ({**HELLO, "tools": [{"googleSearch": {}}]}, "tools.googleSearch"),

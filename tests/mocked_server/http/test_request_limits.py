@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffers.errors import StorageFull
-from mocked_server.http.request_limits import MAX_BODY_BYTES, MAX_DEPTH, MAX_EPISODE_ROUTE_BYTES, depth_of
+from mocked_server.http.request_limits import MAX_BODY_BYTES, MAX_DEPTH, MAX_EPISODE_ROUTE_BYTES, shape_of
 from mocked_server.http.routes import build_admin_app, build_app
 from mocked_server.http.uvicorn_server import MAX_HEAD_BYTES, bind
 from mocked_server.keys import (
@@ -54,11 +54,25 @@ trees = st.recursive(
 def test_the_depth_of_a_json_text_is_that_of_its_brackets_outside_strings(tree: object, depth: int) -> None:
     padding = "[" + "[]," * (MAX_DEPTH + 1) + "[]]"  # enough brackets that they are looked at
     text = "[" * depth + json.dumps(["]" * 9, "{" * 9 + '\\"', tree, json.loads(padding)]) + "]" * depth
-    assert depth_of(text.encode()) == depth + true_depth(["", "", tree, [[]]])
+    exact = depth + true_depth(["", "", tree, [[]]])
+    assert min(shape_of(text.encode()).depth, MAX_DEPTH + 1) == min(exact, MAX_DEPTH + 1)
 
 
-def test_few_brackets_are_counted_and_not_looked_at() -> None:
-    assert depth_of(b'{"a": "[[["}') == 4 and depth_of(b"") == 0 and depth_of(b"[" * 100_000) == 100_000
+def num_parts(value: object) -> tuple[int, int, int]:
+    """Containers, strings and values of a tree."""
+    if isinstance(value, str):
+        return 0, 1, 0
+    parts = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
+    counts = [num_parts(part) for part in parts]
+    within = [sum(each) for each in zip((0, 0, 0), *counts, strict=True)]
+    return 1 + within[0], within[1], within[2] + 1 + max(0, len(value) - 1)
+
+
+@given(tree=trees)
+@settings(max_examples=200, deadline=None)
+def test_what_a_json_text_holds_is_counted_outside_its_strings(tree: object) -> None:
+    for text in (json.dumps(tree), json.dumps(tree, indent=2), json.dumps(tree, ensure_ascii=False)):
+        assert tuple(shape_of(text.encode()))[:3] == num_parts(tree)
 
 
 def post(url: str, *, key: str = "", body: bytes = b"", path: str = "/scores") -> httpx.Response:
