@@ -77,6 +77,7 @@ docs: $(READY)  ## write the pages that are made from code and from the benchmar
 	$(PY) scripts/results_page.py --write
 	$(PY) scripts/refused_fields.py --write
 	$(PY) scripts/models_page.py --write
+	$(PY) scripts/outgoing_table.py --write
 
 clean:
 	rm -rf $(VENV) runs data .pytest_cache .mypy_cache .ruff_cache

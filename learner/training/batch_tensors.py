@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from buffers.records import Int32, Row, TrainBatch
+from buffers.records import Row, TrainBatch
 from learner.algorithms.aggregation import role_weights
 from learner.training.packing import Sequences
 
@@ -30,8 +30,6 @@ class BatchTensors:
     `learner.algorithms.advantages`)."""
 
     sequences: Sequences
-    labels: list[Int32]
-    """[N] of each token, by which it may be computed once for several rows: its id, and the version that chose its experts."""
     hints: list[str | None]
     """[N]"""
     episodes: npt.NDArray[np.int64]
@@ -100,7 +98,12 @@ def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = F
             f"got {len(versions)} older ones in {len(batch.rows)} rows"
         )
     sequences = Sequences(
-        [row.ids for row in rows], masks=[row.mask for row in rows], experts=[row.experts for row in rows]
+        [row.ids for row in rows],
+        masks=[row.mask for row in rows],
+        experts=[row.experts for row in rows],
+        labels=[
+            row.ids if row.expert_versions is None else row.ids + (row.expert_versions % 2**11 << 20) for row in rows
+        ],
     )
     roles = _numbered([row.role for row in rows])
     units, scores, groups = _units(rows)
@@ -111,9 +114,6 @@ def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = F
     ends = (owners[:-1] == owners[1:]) & (rounds[:-1] != rounds[1:])
     return BatchTensors(
         sequences=sequences,
-        labels=[
-            row.ids if row.expert_versions is None else row.ids + (row.expert_versions % 2**11 << 20) for row in rows
-        ],
         hints=[row.hint for row in rows],
         episodes=_numbered([row.episode_id for row in rows]),
         loss_weights=torch.tensor([row.loss_weight for row in rows], dtype=torch.float32),

@@ -29,17 +29,25 @@ ALIKE = 0.7
 class Sequences:
     """Rows of token ids with a training mask; their trained tokens are numbered 0..num_trained-1, row by row.
 
-    `experts`: see `buffers.records.Row`; empty: of no row. Raises ValueError for a row that trains its first token: in a pack, what
-    stands before it is another row.
+    `experts`: see `buffers.records.Row`; empty: of no row. `labels`: tokens may be computed once for several rows where these are
+    equal; empty: the ids. Raises ValueError for a row that trains its first token: in a pack, what stands before it is another row.
     """
 
-    def __init__(self, ids: Sequence[Int32], *, masks: Sequence[UInt8], experts: Sequence[UInt16 | None] = ()) -> None:
+    def __init__(
+        self,
+        ids: Sequence[Int32],
+        *,
+        masks: Sequence[UInt8],
+        experts: Sequence[UInt16 | None] = (),
+        labels: Sequence[Int32] = (),
+    ) -> None:
         first = [row for row, mask in enumerate(masks) if len(mask) and mask[0]]
         if first:
             raise ValueError(f"mask[0] of row {first[0]} must be 0, got 1; the first token of a row has no prefix")
         self.ids = ids
         self.masks = masks
         self.experts = experts or [None] * len(ids)
+        self.labels = labels or ids
         self.lengths = np.array([len(row) for row in ids], dtype=np.int64)
         self.counts = np.array([int(mask.sum()) for mask in masks], dtype=np.int64)
         self._starts = np.concatenate([[0], np.cumsum(self.counts)])

@@ -494,7 +494,6 @@ class Trainer:
         """The same rows as the policy takes them, what they share computed once where that pays."""
         return (layout or self.layout).lay_out(
             sequences,
-            labels=table.labels,
             groups=_row_groups(table),
             num_ranks=self._world_size,
             token_budget=self._config.token_budget,
