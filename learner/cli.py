@@ -91,10 +91,10 @@ def resume(words: list[str]) -> int:
         return 2
     is_run = (folder / "config.yaml").is_file()
     config = folder / "config.yaml" if is_run else folder.parent.parent / "config.yaml"
-    if not config.is_file():
+    if not is_run and not (config.is_file() and folder.is_dir() and folder.parent.name == "checkpoints"):
+        got = f"{folder} without config.yaml" if folder.is_dir() else f"{folder}, which is no folder"
         print(
-            f"understudy resume: RUN must be a run's folder, or a checkpoint in it, got {folder} without config.yaml; "
-            f"name runs/NAME",
+            f"understudy resume: RUN must be a run's folder, or a checkpoint in it, got {got}; name runs/NAME",
             file=sys.stderr,
         )
         return 2
@@ -104,8 +104,10 @@ def resume(words: list[str]) -> int:
 
 
 def newest_run(runs: Path) -> Path | None:
-    """The run in this folder that was started last; None: there is none."""
-    found = [file for file in runs.glob("*/config.yaml") if file.is_file()]
+    """The run in this folder that was started last, evaluations aside; None: there is none."""
+    from learner.startup.run_folder import EVALUATION
+
+    found = [file for file in runs.glob("*/config.yaml") if file.is_file() and not (file.parent / EVALUATION).exists()]
     return max(found, key=lambda file: file.stat().st_mtime).parent if found else None
 
 
