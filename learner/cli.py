@@ -54,8 +54,10 @@ def main(words: list[str] | None = None) -> int:
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)  # a scorer or a loop of the user's lies there; ours come first
+    from buffers.broken_pipe import printing
+
     try:
-        return command(words[1:])
+        return printing(lambda: command(words[1:]))
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return STOPPED
@@ -134,7 +136,7 @@ def ledger(words: list[str]) -> int:
     from buffers.ledger.ledger import Ledger
     from buffers.ledger.tools.cli import main
 
-    return main(words, open_ledger=Ledger)
+    return main(words, open_ledger=Ledger, program="understudy ledger")
 
 
 def evaluate(words: list[str]) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 
+from buffers.broken_pipe import printing
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.tools.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], open_ledger=Ledger))
+    sys.exit(printing(lambda: main(sys.argv[1:], open_ledger=Ledger)))

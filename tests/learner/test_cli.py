@@ -42,12 +42,30 @@ def test_help_names_every_command(tmp_path):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(
-    "command", ["demo", "init", "run", "resume", "ledger", "eval", "compare", "why", "page", "keys"]
+    "command", list(cli.COMMANDS)
 )
 def test_each_command_has_a_help_of_its_own(tmp_path, command):
     done = understudy(command, "--help", cwd=tmp_path)
-    assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
+    name = "run" if command == "demo" else command
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: understudy {name} "), done.stdout + done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("program", ["learner.cli keys", "learner.cli ledger inspect", "buffers.ledger doctor"])
+def test_a_reader_that_leaves_ends_a_command_without_a_word(tmp_path, program):
+    """As in `understudy keys | true`: the pipe has no reader when the command prints."""
+    Ledger(tmp_path / "ledger.sqlite").close()
+    words = [*program.split(), *([str(tmp_path)] if "ledger" in program else [])]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=writer,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    os.close(writer)
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+    assert done.returncode == 141
 
 
 def test_an_unknown_command_is_told_the_known_ones(tmp_path):
