@@ -8,7 +8,7 @@ A block is fenced or, in shell commands, indented by four. What becomes of it fo
 
 A comment `<!-- ... -->` on the line above says what cannot be read off it, in parts with `;` between:
 
-- `not run: REASON`;
+- `not run: REASON`, and what it would bring here if it ran: `brings: FOLDER OF THE CHECKOUT as FOLDER`;
 - `until: TEXT`: Ctrl-C is pressed once that is printed;
 - `meanwhile, from: TEXT`: once that is printed it goes on beside the blocks that follow, until the page's end;
 - `figures vary`: numbers of the output below differ from run to run;
@@ -33,6 +33,7 @@ _BLOCK = re.compile(rf"(?:^<!-- (?P<said>[^\n]*) -->\n+)?(?:{_FENCED}|{_INDENTED
 _NAME = re.compile(r"# ([\w.-]+\.\w+)(?=[\s:,])")
 _PARTS = {
     "not run": re.compile(r"not run: (.+)"),
+    "brings": re.compile(r"brings: (\S+ as \S+)"),
     "until": re.compile(r"until: (.+)"),
     "meanwhile": re.compile(r"meanwhile, from: (.+)"),
     "vary": re.compile(r"(figures) vary"),
@@ -52,7 +53,7 @@ class Block:
     """Its language; `bash` where it is indented."""
     text: str
     said: dict[str, str] = field(default_factory=dict)
-    """What the comment above it says: `not run`, `until`, `meanwhile`, `vary`, `exit`."""
+    """What the comment above it says: `not run`, `brings`, `until`, `meanwhile`, `vary`, `exit`."""
 
     @property
     def place(self) -> str:

@@ -7,6 +7,7 @@ checkout's, as after `make setup`.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from tests.documents.blocks import ROOT, Block, blocks_of
 
-LIMIT_S = 900.0
+LIMIT_S = 600.0
 """Bound for a block that hangs."""
 STOP_S = 60.0
 """Bound for a program to end after Ctrl-C."""
@@ -54,6 +55,9 @@ def play(page: str, *, folder: Path, text: str | None = None) -> Iterator[Played
             outcome = "not run" if "not run" in block.said else ""
             if outcome:
                 printed = None
+                if brought := block.said.get("brings"):
+                    source, _, target = brought.partition(" as ")
+                    shutil.copytree(ROOT / source, here / target)
             elif block.name:
                 _write(block, here)
                 outcome = "file"
