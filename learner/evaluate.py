@@ -165,7 +165,9 @@ def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Calla
         played = pipeline.evaluation
         figures = figures_of(played.found, num_tasks=played.num_tasks, samples=samples, failures=pipeline.failures)
         of_tasks = [{"task_id": one.task_id, "scores": one.scores, "failed": one.num_failed} for one in played.found]
-        write_summary(folder / EVALUATION, {"weights": weights, "model": config.model.path, **figures, "scores": of_tasks})
+        write_summary(
+            folder / EVALUATION, {"weights": weights, "model": config.model.path, **figures, "scores": of_tasks}
+        )
         console.print(table(figures))
         for line in failures_in_words(figures):
             say(line)

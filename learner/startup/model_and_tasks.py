@@ -43,7 +43,9 @@ async def prepare_files(
     for path, key in keys.items():
         if path:
             if unread := await asyncio.to_thread(unread_columns, Path(path)):
-                warn(f"{key}={path}: nothing is read of the columns {', '.join(unread)}; docs/agents.md#tasks names those that are")
+                warn(
+                    f"{key}={path}: nothing is read of the columns {', '.join(unread)}; docs/agents.md#tasks names those that are"
+                )
             names = await asyncio.to_thread(partial(check_tasks, key, path, check=players.check))
             agents |= names.keys()
             if players.names is not None:

@@ -66,6 +66,6 @@ def check_facts(facts: ServerFacts, *, url: str, needs: Needs) -> None:
     if needs.learns and facts.dtypes and needs.dtype not in facts.dtypes:
         served = " or ".join(facts.dtypes)
         raise EngineError(
-            f"{KEY} must compute in model.dtype={needs.dtype}, as the learner does, got {url}, which computes in {served}; start it "
-            f"with --dtype {needs.dtype}, or set model.dtype to what it has"
+            f"{KEY} must compute in model.dtype={needs.dtype}, as the learner does, got {url}, which computes in {served}; "
+            f"start it with --dtype {needs.dtype}, or set model.dtype to what it has"
         )

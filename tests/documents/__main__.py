@@ -14,7 +14,9 @@ from tests.documents.play import WrongPage, play
 
 def main() -> int:
     """Exit codes: 0 every block does what its page says, 1 one does not."""
-    parser = argparse.ArgumentParser(prog="python -m tests.documents", description="Play the blocks of pages as they stand.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.documents", description="Play the blocks of pages as they stand."
+    )
     parser.add_argument("pages", nargs="*", metavar="PAGE", default=PAGES, help="such as docs/agents.md (default: all)")
     outcomes, wrong = Counter[str](), 0
     for page in parser.parse_args().pages:

@@ -90,7 +90,9 @@ class Block:
             if line == "...":
                 lines.append(r"(?:.*\n)*?")
             elif "vary" in self.said:
-                words = (r"\s+".join(map(re.escape, part.split(" "))) for part in _FIGURE.split(re.sub(" +", " ", line)))
+                words = (
+                    r"\s+".join(map(re.escape, part.split(" "))) for part in _FIGURE.split(re.sub(" +", " ", line))
+                )
                 lines.append(_FIGURE.pattern.join(words) + r" *\n")
             else:
                 lines.append(re.escape(line.rstrip()) + r" *\n")
@@ -98,8 +100,8 @@ class Block:
 
 
 def blocks_of(page: str, *, text: str | None = None) -> list[Block]:
-    """The blocks of a page. `text`: its source, where it is no page of the project's. Raises ValueError for a comment that says what
-    nobody knows."""
+    """The blocks of a page. `text`: its source, where it is no page of the project's. Raises ValueError for a comment that says
+    what nobody knows."""
     source = (ROOT / page).read_text(encoding="utf-8") if text is None else text
     return list(_read(page, source))
 

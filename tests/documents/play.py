@@ -42,8 +42,8 @@ class Played:
 
 
 def play(page: str, *, folder: Path, text: str | None = None) -> Iterator[Played]:
-    """Plays the blocks of a page in an empty folder; yields each as it is done. Raises WrongPage. `text`: its source, where it is no
-    page of the project's."""
+    """Plays the blocks of a page in an empty folder; yields each as it is done. Raises WrongPage. `text`: its source, where it is
+    no page of the project's."""
     programs, here = folder / "bin", folder / "here"
     for place in (programs, here):
         place.mkdir()
@@ -68,7 +68,9 @@ def play(page: str, *, folder: Path, text: str | None = None) -> Iterator[Played
                 _compare(block, printed)
                 outcome = outcome or "output"
             if not outcome:
-                raise WrongPage(f"{block.place}: it is neither a file nor a command nor an output; say `not run: REASON`")
+                raise WrongPage(
+                    f"{block.place}: it is neither a file nor a command nor an output; say `not run: REASON`"
+                )
             yield Played(block, outcome, time.monotonic() - began)
 
 

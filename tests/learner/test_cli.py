@@ -41,9 +41,7 @@ def test_help_names_every_command(tmp_path):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize(
-    "command", list(cli.COMMANDS)
-)
+@pytest.mark.parametrize("command", list(cli.COMMANDS))
 def test_each_command_has_a_help_of_its_own(tmp_path, command):
     done = understudy(command, "--help", cwd=tmp_path)
     name = "run" if command == "demo" else command
@@ -124,7 +122,10 @@ def test_resume_takes_the_newest_run_and_says_what_is_missing(tmp_path, monkeypa
         ["--config", "runs/old/config.yaml", "--resume", "runs/old/checkpoints/step-1", "--keep-running"],
     ]
     (tmp_path / "config.yaml").write_text("a project's, two folders above runs/NAME")
-    for folder, told in (("runs", "got runs without"), ("runs/nope", "got runs/nope, which is no folder; name runs/NAME")):
+    for folder, told in (
+        ("runs", "got runs without"),
+        ("runs/nope", "got runs/nope, which is no folder; name runs/NAME"),
+    ):
         assert cli.main(["resume", folder]) == 2
         assert told in capsys.readouterr().err
     assert len(asked) == 2

@@ -35,7 +35,9 @@ Decode = Callable[[list[int]], str]
 _BACKUP_PAGES = 256
 
 
-def main(arguments: Sequence[str], *, open_ledger: Callable[..., Any], program: str = "python -m buffers.ledger") -> int:
+def main(
+    arguments: Sequence[str], *, open_ledger: Callable[..., Any], program: str = "python -m buffers.ledger"
+) -> int:
     """Run one command; returns the exit code. `open_ledger(path)`: the Ledger, for what writes. `program`: what the user calls it
     by."""
     options = _parser(program).parse_args(arguments)
@@ -52,7 +54,9 @@ def main(arguments: Sequence[str], *, open_ledger: Callable[..., Any], program: 
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=program, description="Show a run's ledger to its operator, also while the run lives.")
+    parser = argparse.ArgumentParser(
+        prog=program, description="Show a run's ledger to its operator, also while the run lives."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     every = {
         "inspect": (inspect, "counts, ages and staleness of each state; with --episode, one as text and tokens"),

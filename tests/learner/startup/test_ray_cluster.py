@@ -166,7 +166,9 @@ def test_a_cluster_that_asks_for_another_token_says_so(started: Path, token: dic
         [sys.executable, "-c", JOINING], capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=ROOT,
         env={"PATH": os.environ["PATH"], "RAY_ADDRESS": address, **token},
     )  # fmt: skip
-    assert f"{address} asks for a token, and {words}; set those of `ray start`" in done.stdout, done.stdout + done.stderr
+    assert f"{address} asks for a token, and {words}; set those of `ray start`" in done.stdout, (
+        done.stdout + done.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,7 +180,9 @@ def test_a_cluster_that_asks_for_another_token_says_so(started: Path, token: dic
         ("127.0.0.1:6379", "", False),
     ],
 )
-def test_a_cluster_that_others_reach_and_that_asks_for_no_token_gets_a_line(monkeypatch, address, mode, is_open) -> None:
+def test_a_cluster_that_others_reach_and_that_asks_for_no_token_gets_a_line(
+    monkeypatch, address, mode, is_open
+) -> None:
     monkeypatch.setenv(ray_cluster.MODE, mode)
     told = ray_cluster._open_to_all(address)
     assert (f"the Ray cluster at {address} asks for no token" in told) == is_open == bool(told)

@@ -28,7 +28,8 @@ class Fake:
         self.served = VOCABULARY
         config = {
             "parallel_config": {"worker_extension_cls": ""}, "device_config": {"device": "cuda"},
-            "cache_config": {"kv_cache_size_tokens": 4096}, "model_config": {"logprobs_mode": "processed_logprobs", "dtype": "torch.float32"},
+            "cache_config": {"kv_cache_size_tokens": 4096},
+            "model_config": {"logprobs_mode": "processed_logprobs", "dtype": "torch.float32"},
         }  # fmt: skip
         self.config: dict[str, dict[str, Any]] = config
         self.answers: dict[str, Any] = {
@@ -195,7 +196,10 @@ def become_sglang(fake: Fake, *, dtype: str) -> None:
 
     fake.answers = {
         "/model_info": (200, {"model_path": "policy"}),
-        "/server_info": (200, {"version": "0.5.23", "context_length": 4096, "max_total_num_tokens": 4096, "dtype": dtype}),
+        "/server_info": (
+            200,
+            {"version": "0.5.23", "context_length": 4096, "max_total_num_tokens": 4096, "dtype": dtype},
+        ),
         "/generate": token,
     }
 
