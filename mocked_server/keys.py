@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 the file has a secret, 2 it cannot have one."""
     parser = argparse.ArgumentParser(
         prog="python -m mocked_server.keys",
-        description="Make the secret of servers that other machines reach, in a file that its owner reads. One that is there stays.",
+        description="Make a secret for servers that other machines reach, in a file that its owner reads; one that is there stays.",
     )
     parser.add_argument("file", type=Path, metavar="FILE", help=f"beside the runs: runs/{SECRET_FILE}")
     path = parser.parse_args(argv).file

@@ -20,11 +20,17 @@ from pathlib import Path
 
 from tests.documents.blocks import ROOT, Block, blocks_of
 
-LIMIT_S = 600.0
+LIMIT_S = 1800.0
 """Bound for a block that hangs."""
 STOP_S = 60.0
 """Bound for a program to end after Ctrl-C."""
-_UNDERSTUDY = "import sys\nfrom learner.cli import main\nsys.exit(main())\n"
+_UNDERSTUDY = """\
+import sys
+from learner.cli import main
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+"""As pip writes the commands of a package."""
 
 
 class WrongPage(AssertionError):
