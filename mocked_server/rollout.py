@@ -83,7 +83,7 @@ def _program_not_run_again() -> Iterator[None]:
     """Processes that are spawned inside do not import the program's file, of which an engine needs nothing: the program may be
     written from top to bottom, as the RFC's is, without `if __name__ == "__main__":`."""
     program = sys.modules["__main__"].__dict__
-    before = {name: program[name] for name in ("__file__", "__spec__") if name in program}
+    before: dict[str, Any] = {name: program[name] for name in ("__file__", "__spec__") if name in program}
     program.pop("__file__", None)
     program["__spec__"] = None
     try:
