@@ -54,7 +54,7 @@ def main(words: list[str] | None = None) -> int:
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)  # a scorer or a loop of the user's lies there; ours come first
-    from buffers.broken_pipe import printing
+    from buffers.ledger.tools.broken_pipe import printing
 
     try:
         return printing(lambda: command(words[1:]))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from buffers.broken_pipe import printing
 from buffers.ledger.ledger import Ledger
+from buffers.ledger.tools.broken_pipe import printing
 from buffers.ledger.tools.cli import main
 
 if __name__ == "__main__":
