@@ -57,8 +57,10 @@ def main(words: list[str] | None = None) -> int:
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)  # a scorer or a loop of the user's lies there; ours come first
+    from buffers.ledger.tools.broken_pipe import printing
+
     try:
-        return command(words[1:])
+        return printing(lambda: command(words[1:]))
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return STOPPED
@@ -94,10 +96,10 @@ def resume(words: list[str]) -> int:
         return 2
     is_run = (folder / "config.yaml").is_file()
     config = folder / "config.yaml" if is_run else folder.parent.parent / "config.yaml"
-    if not config.is_file():
+    if not is_run and not (config.is_file() and folder.is_dir() and folder.parent.name == "checkpoints"):
+        got = f"{folder} without config.yaml" if folder.is_dir() else f"{folder}, which is no folder"
         print(
-            f"understudy resume: RUN must be a run's folder, or a checkpoint in it, got {folder} without config.yaml; "
-            f"name runs/NAME",
+            f"understudy resume: RUN must be a run's folder, or a checkpoint in it, got {got}; name runs/NAME",
             file=sys.stderr,
         )
         return 2
@@ -107,8 +109,10 @@ def resume(words: list[str]) -> int:
 
 
 def newest_run(runs: Path) -> Path | None:
-    """The run in this folder that was started last; None: there is none."""
-    found = [file for file in runs.glob("*/config.yaml") if file.is_file()]
+    """The run in this folder that was started last, evaluations aside; None: there is none."""
+    from learner.startup.run_folder import EVALUATION
+
+    found = [file for file in runs.glob("*/config.yaml") if file.is_file() and not (file.parent / EVALUATION).exists()]
     return max(found, key=lambda file: file.stat().st_mtime).parent if found else None
 
 
@@ -135,7 +139,7 @@ def ledger(words: list[str]) -> int:
     from buffers.ledger.ledger import Ledger
     from buffers.ledger.tools.cli import main
 
-    return main(words, open_ledger=Ledger)
+    return main(words, open_ledger=Ledger, program="understudy ledger")
 
 
 def evaluate(words: list[str]) -> int:

@@ -17,7 +17,6 @@ from pathlib import Path
 from buffers.errors import TaskError, UnderstudyError
 from configs.schema import Config
 
-FILE = "evaluation.json"
 logger = logging.getLogger(__name__)
 
 
@@ -137,12 +136,13 @@ def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Calla
     from learner.reporting.terminal import Terminal
     from learner.reporting.tracker import Tracker
     from learner.session import in_words, own_terminal, supervise
-    from learner.startup.run_folder import LOG, claimed, write_config
+    from learner.startup.run_folder import EVALUATION, LOG, claimed, write_config
 
     folder = Path(config.run.dir) / config.run.name
     samples = config.data.validation.samples
     log = folder / LOG
     with claimed(folder), own_terminal(log) as terminal:
+        write_summary(folder / EVALUATION, {"weights": weights, "model": config.model.path})
         write_config(folder, config)
         logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         console = Terminal(terminal)
@@ -164,9 +164,11 @@ def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Calla
         played = pipeline.evaluation
         figures = figures_of(played.found, num_tasks=played.num_tasks, samples=samples, failures=pipeline.failures)
         of_tasks = [{"task_id": one.task_id, "scores": one.scores, "failed": one.num_failed} for one in played.found]
-        write_summary(folder / FILE, {"weights": weights, "model": config.model.path, **figures, "scores": of_tasks})
+        write_summary(
+            folder / EVALUATION, {"weights": weights, "model": config.model.path, **figures, "scores": of_tasks}
+        )
         console.print(table(figures))
         for line in failures_in_words(figures):
             say(line)
-        say(f"figures: {folder / FILE}; every episode: understudy ledger inspect {folder}")
+        say(f"figures: {folder / EVALUATION}; every episode: understudy ledger inspect {folder}")
         return 0 if played.found else 1

@@ -278,8 +278,12 @@ class Pipeline:
         return address
 
     def _start_ray(self, stack: AsyncExitStack) -> asyncio.Task[None]:
-        start = asyncio.to_thread(interrupts_blocked()(ray_cluster.start), self._config.buffer.node)
-        ray = asyncio.create_task(start, name="start ray")
+        async def start() -> None:
+            open_to_all = await asyncio.to_thread(interrupts_blocked()(ray_cluster.start), self._config.buffer.node)
+            if open_to_all and not self._config.run.trusted_network:
+                self._display.note(open_to_all)
+
+        ray = asyncio.create_task(start(), name="start ray")
         stack.push_async_callback(ray_cluster.stop_after, ray)
         return ray
 

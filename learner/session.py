@@ -251,4 +251,5 @@ def how_to_go_on(folder: Path, *, began: bool, program: str) -> str:
     """The command that resumes the run, for the end after Ctrl-C or an error after the first step."""
     if not began:
         return "stopped before anything was trained; run the same command again"
-    return f"stopped. To resume:\n  {program} --config {folder / CONFIG} --resume auto"
+    command = "understudy resume" if program.startswith("understudy") else "python -m learner.cli resume"
+    return f"stopped. To resume:\n  {command} {folder}"

@@ -14,12 +14,14 @@ that its operator made: `python -m mocked_server.keys FILE`.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import hmac
 import os
 import secrets
 import stat
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -153,7 +155,8 @@ def process_secret(secret: bytes) -> bytes:
 
 
 def make_secret(path: Path) -> bytes:
-    """A new secret in a new file (mode 0600); the one that is there, if it is."""
+    """A new secret in a new file (mode 0600), in a new folder if need be; the one that is there, if it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError), os.fdopen(os.open(path, _NEW, 0o600), "wb") as sink:
         sink.write(secrets.token_bytes(SECRET_BYTES))
         sink.flush()
@@ -161,7 +164,20 @@ def make_secret(path: Path) -> bytes:
     return read_secret(path)
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 the file has a secret, 2 it cannot have one."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mocked_server.keys",
+        description="Make a secret for servers that other machines reach, in a file that its owner reads; one that is there stays.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help=f"beside the runs: runs/{SECRET_FILE}")
+    path = parser.parse_args(argv).file
+    try:
+        make_secret(path)
+    except (OSError, SecretError) as error:
+        parser.exit(2, f"error: {path} must be a file that can be written and holds a secret: {error}\n")
+    return 0
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m mocked_server.keys FILE")
-    make_secret(Path(sys.argv[1]))
+    sys.exit(main())

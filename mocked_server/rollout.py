@@ -10,9 +10,11 @@ The pipeline does not use it: there, `mocked_server.generation` streams each ans
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +38,8 @@ class VLLMRollout:
 
     def __enter__(self) -> VLLMRollout:
         self._thread.start()
-        self.wait(self.engine.start())
+        with _program_not_run_again():
+            self.wait(self.engine.start())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -73,3 +76,17 @@ class VLLMRollout:
         """Run a coroutine of the engine's on its event loop; blocks."""
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         return future.result()
+
+
+@contextmanager
+def _program_not_run_again() -> Iterator[None]:
+    """Processes that are spawned inside do not import the program's file, of which an engine needs nothing: the program may be
+    written from top to bottom, as the RFC's is, without `if __name__ == "__main__":`."""
+    program = sys.modules["__main__"].__dict__
+    before: dict[str, Any] = {name: program[name] for name in ("__file__", "__spec__") if name in program}
+    program.pop("__file__", None)
+    program["__spec__"] = None
+    try:
+        yield
+    finally:
+        program.update(before)

@@ -91,6 +91,16 @@ def agent_names(path: Path, *, check: Callable[[Task], None] = lambda _: None) -
     return found
 
 
+def unread_columns(path: Path) -> list[str]:
+    """Columns of a task file of which nothing is read; those that verl or pandas writes anyway are not among them. Raises TaskError
+    where one of them has the truth."""
+    with _open(path, required="prompt") as file:
+        names = set(file.schema_arrow.names)
+    if "ground_truth" in names and "reward_model" not in names:
+        raise TaskError(f"{path} must have the truth in a column 'reward_model', got one 'ground_truth'; {_TRUTH}")
+    return sorted(name for name in names - {*_TASK_COLUMNS, "ability"} if not name.startswith("__"))
+
+
 def _ids_given_twice(path: Path) -> set[str]:
     with _open(path, required="prompt", by_value=True) as file:
         if "task_id" not in file.schema_arrow.names:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from buffers.did_you_mean import one_of
 from buffers.errors import TaskError
+from buffers.tasks.parquet import unread_columns
 from configs.model_folder import has_chat_template
 from configs.schema import Config
 from configs.tiny_model import make_tiny_model
@@ -41,6 +42,10 @@ async def prepare_files(
     agents: set[str | None] = set()
     for path, key in keys.items():
         if path:
+            if unread := await asyncio.to_thread(unread_columns, Path(path)):
+                warn(
+                    f"{key}={path}: nothing is read of the columns {', '.join(unread)}; docs/agents.md#tasks names those that are"
+                )
             names = await asyncio.to_thread(partial(check_tasks, key, path, check=players.check))
             agents |= names.keys()
             if players.names is not None:

@@ -36,8 +36,10 @@ from ray._raylet import (  # type: ignore[attr-defined]
     GcsClient,
     persist_port,
 )
+from ray.exceptions import AuthenticationError, RpcError
 
 from buffers.errors import UnderstudyError
+from buffers.wire.address import is_loopback
 from configs.process_fork import socket_folder
 from learner.placement.cards import ADDRESS, in_cluster
 
@@ -66,18 +68,20 @@ _agent_port: socket.socket | None = None
 """Holds the port of that Ray's runtime environment agent."""
 
 
-def start(node: str) -> None:
+def start(node: str) -> str:
     """A local Ray without dashboard; where RAY_ADDRESS names a cluster, or a node is named, that one, or the one that `ray start`
-    has started on this machine.
+    has started on this machine. Returns a line where anybody on its network may use it; else nothing.
 
-    Raises UnderstudyError when there is none.
+    Raises UnderstudyError when there is none, or it asks for another token.
     """
     if not in_cluster(node):
         _start_local()
-        return
+        return ""
     wanted = f"buffer.node={node}" if node else f"{ADDRESS}={os.environ[ADDRESS]}"
     try:
-        _init(address=_reached(os.environ.get(ADDRESS, "")))
+        address = _reached(os.environ.get(ADDRESS, ""))
+        _init(address=address)
+        return _open_to_all(address)
     except (OSError, RuntimeError) as error:
         raise UnderstudyError(
             f"{wanted} must be of a running Ray cluster, but none can be joined: {error}; start one with `ray start --head`, or "
@@ -103,7 +107,25 @@ def _reached(named: str) -> str:
         socket.create_connection((host, port), timeout=REACH_S).close()
     except OSError as error:
         raise ConnectionError(f"{address} cannot be reached: {error}") from error
+    if "://" not in address:
+        with suppress(RpcError):  # what else is wrong Ray says itself
+            try:
+                GcsClient(address=address).internal_kv_keys(b"", b"", REACH_S)
+            except AuthenticationError as error:
+                given = f"{TOKEN} is not its" if TOKEN in os.environ else f"{MODE}=token and {TOKEN} are not both set"
+                raise ConnectionError(f"{address} asks for a token, and {given}; set those of `ray start`") from error
     return address
+
+
+def _open_to_all(address: str) -> str:
+    """A line for a cluster that other machines reach and that asks for no token. One that asks is joined in that mode only."""
+    host = urlsplit(address if "://" in address else f"ray://{address}").hostname or ""
+    if os.environ.get(MODE, "").lower() not in ("", "disabled") or is_loopback(host):
+        return ""
+    return (
+        f"the Ray cluster at {address} asks for no token: who reaches it can run programs as you; set {MODE}=token and {TOKEN} "
+        f"for each `ray start` and for the run, or run.trusted_network=true where nobody else is on its network"
+    )
 
 
 def _init(**place: Any) -> None:

@@ -35,6 +35,8 @@ from learner.checkpoints.store import (
 LEDGER = "ledger.sqlite"
 CONFIG = "config.yaml"
 LOG = "log.txt"
+EVALUATION = "evaluation.json"
+"""What an evaluation's folder has from its beginning, and a run's never."""
 NOT_COMPARED = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "quantization_config")
 """Keys of a model's config.json that a checkpoint of it may say otherwise."""
 
@@ -45,6 +47,11 @@ def find_resume(folder: Path, *, resume: str, elsewhere: bool = False) -> tuple[
     `resume`: nothing (a fresh run), `auto` (the newest checkpoint; a fresh run when there is no run yet), or a checkpoint.
     `elsewhere`: the ledger is on another node's disk.
     """
+    if resume and (folder / EVALUATION).is_file():
+        raise CheckpointError(
+            f"a run that is resumed must be one that trains, got {folder}, which is an evaluation; name the run, or evaluate again "
+            f"with `understudy eval`"
+        )
     has_books = (folder / (CONFIG if elsewhere else LEDGER)).is_file()
     if resume in ("", "auto"):
         again = resume == "auto" and has_books

@@ -59,7 +59,11 @@ async def _check_running(url: str, needs: Needs) -> None:
 def _needs(config: Config, *, vocabulary: int, learns: bool) -> Needs:
     rollout = config.rollout
     return Needs(
-        max_model_len=rollout.max_model_len, vocabulary=vocabulary, temperature=rollout.temperature, learns=learns
+        max_model_len=rollout.max_model_len,
+        vocabulary=vocabulary,
+        temperature=rollout.temperature,
+        dtype=config.model.dtype,
+        learns=learns,
     )
 
 

@@ -6,6 +6,7 @@ refusal is one line with the key, the rule, the value and the remedy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from buffers.errors import EngineError
@@ -21,6 +22,8 @@ class Needs:
     vocabulary: int
     """Size of the model's output."""
     temperature: float
+    dtype: str
+    """`model.dtype`."""
     learns: bool
     """It gets new weights after each step."""
 
@@ -35,6 +38,8 @@ class ServerFacts:
     """Longest prompt + generation; None: it does not say."""
     kv_capacity: int
     """Tokens that its cache holds; 0: it does not say."""
+    dtypes: Sequence[str] = ()
+    """The number format that it computes in, or those of which it is one; none: it does not say."""
     logprobs_before_temperature: bool = False
     """Its log-probabilities are those of the distribution before the temperature."""
     no_weights: str = ""
@@ -57,4 +62,10 @@ def check_facts(facts: ServerFacts, *, url: str, needs: Needs) -> None:
         raise EngineError(
             f"{KEY} must give log-probabilities of the distribution that it samples from, got {url}, which gives those before "
             f"rollout.temperature={needs.temperature:g}; start it with --logprobs-mode processed_logprobs"
+        )
+    if needs.learns and facts.dtypes and needs.dtype not in facts.dtypes:
+        served = " or ".join(facts.dtypes)
+        raise EngineError(
+            f"{KEY} must compute in model.dtype={needs.dtype}, as the learner does, got {url}, which computes in {served}; "
+            f"start it with --dtype {needs.dtype}, or set model.dtype to what it has"
         )

@@ -23,6 +23,8 @@ from mocked_server.vllm.served_requests import Completion, Tokens
 
 NOT_HERE = ("structured_outputs", "bad_words", "allowed_token_ids", "logprob_token_ids", "thinking_token_budget")
 """Fields of vLLM's SamplingParams that SGLang has in another form, or not at all."""
+DTYPES = {"auto": ["float16", "bfloat16"], "half": ["float16"], "float": ["float32"]}
+"""Its names for number formats that are not torch's; `auto` is the model's own, unless that is float32."""
 
 
 class SGLangServer:
@@ -46,10 +48,12 @@ class SGLangServer:
     async def identify(self) -> ServerFacts:
         """What it says of itself."""
         told = await self._client.get("/server_info")
+        dtype = told.get("dtype")
         return ServerFacts(
             software=f"SGLang {told.get('version', '')}".strip(),
             max_model_len=told.get("context_length"),
             kv_capacity=int(told.get("max_total_num_tokens") or 0),
+            dtypes=DTYPES.get(dtype, [dtype]) if dtype else (),
         )
 
     def check(self, params: Any) -> None:

@@ -73,6 +73,7 @@ class VLLMServer:
             software=software,
             max_model_len=model.get("max_model_len"),
             kv_capacity=told["cache_config"].get("kv_cache_size_tokens") or 0,
+            dtypes=[str(told["model_config"]["dtype"]).removeprefix("torch.")],
             logprobs_before_temperature=told["model_config"].get("logprobs_mode") != "processed_logprobs",
             # Without it a CPU's packed copy of a tied output matrix would keep the old weights.
             no_weights=EXTENSION if on_cpu and not self._has_extension else "",

@@ -14,9 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from buffers.ledger.ledger import Ledger
 from configs.load import ConfigError, load_config, shipped
 from learner import cli
+from learner.checkpoints.store import CheckpointError
 from learner.new_project import CONFIG, FILES
+from learner.startup.run_folder import find_resume
 
 ROOT = Path(__file__).parents[2]
 PACKAGED = ("pyproject.toml", "README.md", "LICENSE", *cli.PACKAGES)
@@ -38,13 +41,29 @@ def test_help_names_every_command(tmp_path):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize(
-    "command", ["demo", "init", "run", "resume", "ledger", "eval", "compare", "why", "page", "keys"]
-)
+@pytest.mark.parametrize("command", list(cli.COMMANDS))
 def test_each_command_has_a_help_of_its_own(tmp_path, command):
     done = understudy(command, "--help", cwd=tmp_path)
-    assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
+    name = "run" if command == "demo" else command
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: understudy {name} "), done.stdout + done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("program", ["learner.cli keys", "learner.cli ledger inspect", "buffers.ledger doctor"])
+def test_a_reader_that_leaves_ends_a_command_without_a_word(tmp_path, program):
+    """As in `understudy keys | true`: the pipe has no reader when the command prints."""
+    Ledger(tmp_path / "ledger.sqlite").close()
+    words = [*program.split(), *([str(tmp_path)] if "ledger" in program else [])]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=writer,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    os.close(writer)
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+    assert done.returncode == 141
 
 
 def test_an_unknown_command_is_told_the_known_ones(tmp_path):
@@ -102,8 +121,36 @@ def test_resume_takes_the_newest_run_and_says_what_is_missing(tmp_path, monkeypa
         ["--config", "runs/new/config.yaml", "--resume", "auto", "run.steps=9"],
         ["--config", "runs/old/config.yaml", "--resume", "runs/old/checkpoints/step-1", "--keep-running"],
     ]
-    assert cli.main(["resume", "runs"]) == 2
-    assert "got runs without config.yaml" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text("a project's, two folders above runs/NAME")
+    for folder, told in (
+        ("runs", "got runs without"),
+        ("runs/nope", "got runs/nope, which is no folder; name runs/NAME"),
+    ):
+        assert cli.main(["resume", folder]) == 2
+        assert told in capsys.readouterr().err
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_an_evaluation_is_never_resumed(tmp_path, monkeypatch, capsys, ended):
+    """As `understudy eval` leaves its folder, which is the newest then: finished, or killed as it began."""
+    monkeypatch.chdir(tmp_path)
+    for age, name in enumerate(["first", "first-eval"]):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(f"run: {{name: {name}}}")
+        os.utime(folder / "config.yaml", (age, age))
+    if ended:
+        Ledger(folder / "ledger.sqlite").close()
+    (folder / "evaluation.json").write_text("{}")
+    asked: list[list[str]] = []
+    monkeypatch.setattr(cli, "_run", lambda words, *, program: asked.append(words) or 0)
+    cli.main(["resume"])
+    assert asked == [["--config", "runs/first/config.yaml", "--resume", "auto"]]
+    for resume in ("auto", str(folder / "checkpoints" / "step-1")):  # named, and by `run --resume`
+        with pytest.raises(CheckpointError, match="first-eval, which is an evaluation; name the run"):
+            find_resume(folder, resume=resume)
+    assert find_resume(folder, resume="") == (False, None), "evaluated again"
 
 
 def test_another_package_of_our_name_is_named_with_a_remedy(tmp_path):

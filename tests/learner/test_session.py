@@ -95,7 +95,7 @@ def test_a_defect_leaves_summary_picture_and_the_way_to_go_on_and_then_its_trace
     )
     output = capfd.readouterr().out
     assert f"error: {summary['error']}" in output
-    way, _, told = output.partition("--resume auto")
+    way, _, told = output.partition(f"python -m learner.cli resume {tmp_path / 'run'}")
     assert "To resume:" in way and "Traceback" not in way
     assert "in raises" in told and told.strip().endswith(f"{type(error).__name__}: {error}")
 

@@ -26,6 +26,28 @@ from mocked_server.keys import (
 SECRET = bytes(range(32))
 
 
+def test_the_command_makes_the_folder_and_says_in_a_line_what_is_in_its_way(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert keys.main(["runs/server.key"]) == 0
+    made = read_secret(tmp_path / "runs" / "server.key")
+    assert keys.main(["runs/server.key"]) == 0 and read_secret(tmp_path / "runs" / "server.key") == made
+    for words, code, told in (
+        (["--help"], 0, ""),
+        ([], 2, "FILE"),
+        (["runs/server.key/below"], 2, "must be a file that can be written"),
+        (["runs"], 2, "must be a file that can be written"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            keys.main(words)
+        assert ended.value.code == code and told in capsys.readouterr().err
+    (tmp_path / "short").write_bytes(b"1")
+    (tmp_path / "short").chmod(0o600)
+    with pytest.raises(SystemExit):
+        keys.main(["short"])
+    assert "must hold 32 random bytes" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "short"]
+
+
 def opens(ring: KeyRing, key: str) -> list[str]:
     """What this key is good for."""
     found = [name for name in ("scorer", "admin", "worker") if ring.same(key, getattr(ring, name))]

@@ -12,19 +12,15 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import yaml
 
 from agents.workers.episode_timing import Figures
-from buffers.tasks.parquet import read_tasks
 from configs.keys import all_keys, all_sections, markdown, nearest_key
 from configs.load import load_config
 from configs.schema import Config
 from learner.cli import COMMANDS
-from learner.new_project import FILES
 from learner.reporting.run_metrics import History
 from mocked_server.fleet.engine_rates import EngineRates, metrics_of
 from tests.mocked_server.fleet.scripted_figures import figures
-from tests.support.run_parts import start_here
 
 ROOT = Path(__file__).parents[2]
 ROOT_DOCS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
@@ -54,11 +50,6 @@ def text(name: str) -> str:
 
 
 @cache
-def blocks(name: str, kind: str) -> list[str]:
-    """The fenced blocks of this kind in a document."""
-    return re.findall(rf"^```{kind}\n(.*?)^```$", text(name), flags=re.M | re.S)
-
-
 def words(name: str) -> list[str]:
     """What stands between backticks, in a line."""
     return re.findall(r"`([^`\n]+)`", text(name))
@@ -165,44 +156,10 @@ def test_the_page_of_keys_is_what_the_schema_says():
     assert text("docs/configuration.md") == markdown(), "write it: python -m configs.keys --markdown"
 
 
-def test_the_readmes_project_is_what_init_writes():
-    """Its agent, tasks and configuration; `tests/learner/test_cli.py` trains them."""
-    shown = {}
-    for kind in ("python", "yaml"):
-        for block in blocks("README.md", kind):
-            name, _, rest = block.removeprefix("# ").partition("\n")
-            shown[name] = rest
-    assert shown == FILES
-
-
 @pytest.mark.parametrize("name", DOCS)
 def test_understudys_commands_that_a_document_names_exist(name):
     named = set(re.findall(r"(?:`|^ {4})understudy ([a-z]+)", text(name), flags=re.M))
     assert sorted(named - set(COMMANDS)) == []
-
-
-def test_the_configuration_of_the_page_on_environments_loads(tmp_path):
-    (block,) = blocks("docs/environments.md", "yaml")
-    path = tmp_path / "my.yaml"
-    path.write_text(block)
-    (command,) = [line for line in blocks("docs/environments.md", "bash")[0].splitlines() if "understudy run" in line]
-    overrides = [word for word in command.split() if "=" in word]
-    config = load_config(path, overrides)
-    assert config.agents.processes == 0 and config.agents.command == ["{python}", "my_agent.py"]
-    assert overrides == ["learner.lr=1e-4"] and config.learner.lr == 1e-4
-    assert set(yaml.safe_load(block)) <= set(Config.model_fields)
-
-
-def test_names_that_the_documents_programs_import_exist():
-    imported = 0
-    for block in [block for name in DOCS for block in blocks(name, "python")]:
-        for node in ast.walk(ast.parse(block)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FOLDERS:
-                defined = ast.parse(text(f"{(node.module or '').replace('.', '/')}.py")).body
-                names = {item.name for item in defined if isinstance(item, ast.ClassDef | ast.FunctionDef)}
-                assert {alias.name for alias in node.names} <= names, f"{node.module} defines {sorted(names)}"
-                imported += 1
-    assert imported >= 5
 
 
 def test_routes_that_the_documents_name_are_served():
@@ -276,22 +233,3 @@ def test_the_help_text_names_files_that_exist():
     paths = re.findall(rf"\b(?:{'|'.join(FOLDERS)})/[\w./-]+", done.stdout)
     assert "configs/schema.py" in paths
     assert [path for path in paths if not (ROOT / path).is_file()] == []
-
-
-@pytest.mark.slow
-@pytest.mark.engine
-def test_the_documented_environment_trains_the_documented_agent(tmp_path):
-    """The programs and the configuration of docs/environments.md, as they stand there, for two steps."""
-    for block in blocks("docs/environments.md", "python"):
-        if named := re.match(r"# (my_\w+\.py)\n", block):
-            (tmp_path / named[1]).write_text(block)
-    (tmp_path / "my.yaml").write_text(blocks("docs/environments.md", "yaml")[0])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "my_tasks.py"], cwd=tmp_path, env=environment, check=True)
-    assert next(read_tasks(tmp_path / "my_tasks.parquet")).ground_truth == "3"
-    arguments = ["--config", "my.yaml", "run.steps=2", "buffer.groups_per_step=2"]
-    code, output = start_here(arguments, folder=tmp_path, environment=environment).wait(350)
-    assert code == 0, output
-    summary = yaml.safe_load((tmp_path / "runs" / "mine" / "summary.json").read_text())
-    assert summary["steps"] == 2 and summary["episodes"] == 2 * 2 * 4
-    assert summary["max_logprob_diff"] < 1e-4

@@ -127,7 +127,7 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path):
     os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to every process of the foreground group
     code, output = run.wait()
     assert code == 130, output
-    assert f"python -m learner.run --config {run.folder / 'config.yaml'} --resume auto" in output
+    assert f"python -m learner.cli resume {run.folder}\n" in output
     assert run.summary()["stopped"] is True and run.summary()["steps"] >= 2
     assert (run.folder / "checkpoint" / "config.json").is_file()
     assert "Traceback" not in output

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,8 +10,7 @@ import pytest
 import yaml
 
 from configs.load import FOLDER, load_config
-from tests.project.test_docs import blocks
-from tests.support.run_parts import ROOT, assert_nothing_left, refusal, start, start_here
+from tests.support.run_parts import assert_nothing_left, refusal, start
 
 pytestmark = [pytest.mark.slow]
 
@@ -50,35 +47,6 @@ def test_a_tool_agent_trains_from_the_shipped_problems_on_the_real_engine(tmp_pa
     assert told
     assert not any(turn["trained"] for turn in told)
     assert_nothing_left(run)
-
-
-def test_the_documented_loops_train(tmp_path):
-    """The loop, its YAML and its tools as they stand in docs/agent-loops.md, two steps."""
-    for kind, mark in (("python", r"# (my_loops\.py)\n"), ("yaml", r"# (my_\w+\.yaml)[,:]")):
-        for block in blocks("docs/agent-loops.md", kind):
-            if named := re.match(mark, block):
-                (tmp_path / named[1]).write_text(block)
-    truth = '{"ground_truth": "42"}'
-    rows = [
-        {"prompt": "12 + 30 =", "agent_name": name, "reward_model": truth}
-        for name in ("second_thought", "tool_agent", "env_agent", None)
-    ]
-    pq.write_table(pa.Table.from_pylist(rows * 2), tmp_path / "tasks.parquet")
-    config = {
-        "run": {"name": "run", "steps": 2, "dir": str(tmp_path)},
-        "data": {"tasks": str(tmp_path / "tasks.parquet"), "scorer": "contains"},
-        "agents": {"loops": "my_loops.yaml", "concurrency": 16},
-        "rollout": {"max_tokens": 16, "max_model_len": 1024},
-        "buffer": {"groups_per_step": 4, "group_size": 2},
-        "learner": {"advantage": "grpo", "critic": "none"},
-    }
-    (tmp_path / "loops_config.yaml").write_text(yaml.safe_dump(config))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
-    code, output = start_here(["--config", "loops_config.yaml"], folder=tmp_path, environment=environment).wait(350)
-    assert code == 0, output
-    summary = yaml.safe_load((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["steps"], summary["episodes"]) == (2, 16)
-    assert summary["max_logprob_diff"] < 1e-4
 
 
 def test_the_cpu_configuration_differs_in_model_and_sizes_only():

@@ -36,9 +36,12 @@ MAX_CONFIG_CHARACTERS, MAX_CONFIG_DEPTH = 1 << 17, 50
 _BACKUP_PAGES = 256
 
 
-def main(arguments: Sequence[str], *, open_ledger: Callable[..., Any]) -> int:
-    """Run one command; returns the exit code. `open_ledger(path)`: the Ledger, for what writes."""
-    options = _parser().parse_args(arguments)
+def main(
+    arguments: Sequence[str], *, open_ledger: Callable[..., Any], program: str = "python -m buffers.ledger"
+) -> int:
+    """Run one command; returns the exit code. `open_ledger(path)`: the Ledger, for what writes. `program`: what the user calls it
+    by."""
+    options = _parser(program).parse_args(arguments)
     try:
         path = ledger_path(options.run)
         if options.command == "rescore":
@@ -52,8 +55,10 @@ def main(arguments: Sequence[str], *, open_ledger: Callable[..., Any]) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m buffers.ledger", description=(__doc__ or "").split("\n\n")[0])
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program, description="Show a run's ledger to its operator, also while the run lives."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     every = {
         "inspect": (inspect, "counts, ages and staleness of each state; with --episode, one as text and tokens"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from learner.diagnosis.finding import counted
 from learner.reporting.run_json import figures
 
 LEARNER = {"waiting": 0, "updating": 1}
@@ -69,19 +70,19 @@ def waits(line: Line, *, groups_per_step: int, max_policy_lag: int) -> list[dict
     elif asking == 0 and running < slots and line.get("learner") != "starting":
         say("tasks", "agents", f"{slots - running} of {slots} slots are free and no agent asks for an episode")
     if asking and running >= slots > 0:
-        say("agents", "tasks", f"{asking} agents ask, and all {slots} slots are taken")
+        say("agents", "tasks", f"all {slots} slots are taken, with {counted(asking, 'agent')} waiting")
     elif asking and may_open == 0:
-        say("agents", "learner", f"{asking} agents ask, and no group may open before the next update")
+        say("agents", "learner", f"no group may open before the next update, with {counted(asking, 'agent')} waiting")
     engines = engines_of(line)
     prompts, waiting = _number(line, "prompts_waiting"), _sum(line, "waiting") or 0
     if down := [str(engine.get("name")) for engine in engines if not engine.get("is_up")]:
         say("prompts", "engines", f"{', '.join(down)} down: being started again")
     if prompts or waiting:
-        say("prompts", "engines", f"{prompts} prompts are in the queue, {waiting} wait for room in a cache")
+        say("prompts", "engines", f"{counted(prompts, 'prompt')} in the queue, {waiting} without room in a cache")
     if engines and not _sum(line, "running") and not prompts and not _number(line, "generating"):
         say("engines", "prompts", "nothing is generated and no prompt waits: agents are busy")
     if open_:
-        say("groups", "agents", f"{open_} groups miss scores of their members")
+        say("groups", "agents", f"scores of members are missing in {counted(open_, 'group')}")
     return [{"who": who, "for": what, "why": why} for (who, what), why in found.items()]
 
 

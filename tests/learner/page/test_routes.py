@@ -101,8 +101,8 @@ def test_the_machine_says_who_waits_for_what(client):
     assert found["history"]["at"] == [3.0, 5.0, 7.0] and found["history"]["prompts_waiting"] == [2, 2, 2]
     waits = {(each["who"], each["for"]): each["why"] for each in found["now"]["waits"]}
     assert waits["learner", "groups"] == "1 of the 1 groups of a step are ready"
-    assert waits["agents", "tasks"] == "2 agents ask, and all 4 slots are taken"
-    assert waits["prompts", "engines"] == "2 prompts are in the queue, 1 wait for room in a cache"
+    assert waits["agents", "tasks"] == "all 4 slots are taken, with 2 agents waiting"
+    assert waits["prompts", "engines"] == "2 prompts in the queue, 1 without room in a cache"
     assert get(client, "/api/runs/other/machine")["now"] is None
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from buffers.errors import TaskError
 from buffers.records import Task
 from buffers.tasks.parquet import write_tasks
 from configs.load import load_config
@@ -45,3 +48,32 @@ async def test_a_run_that_answers_its_tasks_itself_says_so_at_the_start(
         config, folder=tmp_path, make=_makes_nothing, players=make_players(config), warms_up=False, warn=lines.append
     )
     assert [ANSWERS_ITSELF in line and "leave data.scorer out" in line for line in lines] == [True] * is_told
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        ({"reward_model": '{"ground_truth": "4"}', "ability": "math", "__index_level_0__": 3}, ""),
+        ({"reward_model": '{"ground_truth": "4"}', "agent": "mine", "extra": "x"}, "of the columns agent, extra"),
+        ({"reward_model": '{"ground_truth": "4"}', "ground_truth": "4"}, "of the columns ground_truth"),
+    ],
+)
+async def test_columns_that_are_not_read_are_named_at_the_start(tmp_path: Path, columns: dict, told: str) -> None:
+    lines = await prepared(tmp_path, columns)
+    assert [told in line for line in lines] == [True] * bool(told), lines
+
+
+async def test_a_truth_in_a_column_of_its_own_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="must have the truth in a column 'reward_model', got one 'ground_truth'"):
+        await prepared(tmp_path, {"ground_truth": "4"})
+
+
+async def prepared(folder: Path, columns: dict) -> list[str]:
+    path = folder / "tasks.parquet"
+    pq.write_table(pa.Table.from_pylist([{"prompt": "2 + 2?", **columns}]), path)
+    bare = ["data.make=[]", "agents.command=[]", "env.command=[]", "warm_start.demonstrations=", "data.scorer="]
+    config, lines = load_config(overrides=[f"data.tasks={path}", *bare]), list[str]()
+    await prepare_files(
+        config, folder=folder, make=_makes_nothing, players=make_players(config), warms_up=False, warn=lines.append
+    )
+    return lines

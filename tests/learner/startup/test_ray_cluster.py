@@ -142,6 +142,52 @@ def test_who_has_no_token_is_refused(started: Path, tmp_path: Path) -> None:
     assert ask({ray_cluster.MODE: "token", ray_cluster.TOKEN_PATH: str(started / "token")}, home=tmp_path) == "answered"
 
 
+JOINING = """
+from buffers.errors import UnderstudyError
+from learner.startup import ray_cluster as cluster
+try:
+    print("joined", cluster.start(""))
+except UnderstudyError as error:
+    print(error)
+"""
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(
+    ("token", "words"),
+    [
+        ({}, "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN are not both set"),
+        ({ray_cluster.MODE: "token", ray_cluster.TOKEN: "another"}, "RAY_AUTH_TOKEN is not its"),
+    ],
+)
+def test_a_cluster_that_asks_for_another_token_says_so(started: Path, token: dict[str, str], words: str) -> None:
+    address = ray.get_runtime_context().gcs_address
+    done = subprocess.run(
+        [sys.executable, "-c", JOINING], capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=ROOT,
+        env={"PATH": os.environ["PATH"], "RAY_ADDRESS": address, **token},
+    )  # fmt: skip
+    assert f"{address} asks for a token, and {words}; set those of `ray start`" in done.stdout, (
+        done.stdout + done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("address", "mode", "is_open"),
+    [
+        ("10.0.0.1:6379", "", True),
+        ("ray://10.0.0.1:10001", "disabled", True),
+        ("10.0.0.1:6379", "token", False),
+        ("127.0.0.1:6379", "", False),
+    ],
+)
+def test_a_cluster_that_others_reach_and_that_asks_for_no_token_gets_a_line(
+    monkeypatch, address, mode, is_open
+) -> None:
+    monkeypatch.setenv(ray_cluster.MODE, mode)
+    told = ray_cluster._open_to_all(address)
+    assert (f"the Ray cluster at {address} asks for no token" in told) == is_open == bool(told)
+
+
 def test_its_folder_and_its_token_are_its_users_alone(started: Path) -> None:
     assert stat.S_IMODE(started.stat().st_mode) == 0o700
     assert stat.S_IMODE((started / "token").stat().st_mode) == 0o600

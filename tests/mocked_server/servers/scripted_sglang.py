@@ -49,7 +49,7 @@ class Scripted:
     async def server_info(self, _: Request) -> Response:
         return JSONResponse(
             {"version": "0.5.23", "context_length": self.arguments.context_length, "max_total_num_tokens": 4096,
-             "internal_states": [{"running": self.num_under_way}]}
+             "dtype": "float32", "internal_states": [{"running": self.num_under_way}]}
         )  # fmt: skip
 
     async def health(self, _: Request) -> Response:

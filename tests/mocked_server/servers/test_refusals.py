@@ -28,7 +28,8 @@ class Fake:
         self.served = VOCABULARY
         config = {
             "parallel_config": {"worker_extension_cls": ""}, "device_config": {"device": "cuda"},
-            "cache_config": {"kv_cache_size_tokens": 4096}, "model_config": {"logprobs_mode": "processed_logprobs"},
+            "cache_config": {"kv_cache_size_tokens": 4096},
+            "model_config": {"logprobs_mode": "processed_logprobs", "dtype": "torch.float32"},
         }  # fmt: skip
         self.config: dict[str, dict[str, Any]] = config
         self.answers: dict[str, Any] = {
@@ -143,6 +144,64 @@ def test_lengths_and_log_probabilities_must_be_those_of_the_run(fake: tuple[Fake
     assert refusal(fake[1]) == "", "at temperature 1 they are the same"
     assert "--logprobs-mode processed_logprobs" in refusal(fake[1], temperature=0.5)
     assert refusal(fake[1], temperature=0.5, learns=False) == ""
+
+
+def dtype_refusal(url: str, dtype: str, *, learns: bool = True) -> str:
+    config = Config.model_validate({"rollout": {"engine": url}, "model": {"dtype": dtype}})
+    try:
+        check_engine(config, vocabulary=VOCABULARY, learns=learns)
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("software", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("served", "dtype", "words"),
+    [
+        ("bfloat16", "float32", "must compute in model.dtype=float32, as the learner does"),
+        ("float32", "bfloat16", "which computes in float32; start it with --dtype bfloat16"),
+        ("float16", "bfloat16", "which computes in float16"),
+        ("bfloat16", "bfloat16", ""),
+    ],
+)
+def test_a_server_computes_in_the_number_format_of_the_run(
+    fake: tuple[Fake, str], software: str, served: str, dtype: str, words: str
+) -> None:
+    if software == "sglang":
+        become_sglang(fake[0], dtype=served)
+    else:
+        fake[0].config["model_config"]["dtype"] = f"torch.{served}"
+    told = dtype_refusal(fake[1], dtype)
+    assert words in told and bool(told) == bool(words)
+    assert dtype_refusal(fake[1], dtype, learns=False) == "", "what it serves is what is evaluated"
+
+
+def test_a_format_that_is_left_to_sglang_is_never_float32(fake: tuple[Fake, str]) -> None:
+    become_sglang(fake[0], dtype="auto")
+    assert "computes in float16 or bfloat16; start it with --dtype float32" in dtype_refusal(fake[1], "float32")
+    assert dtype_refusal(fake[1], "bfloat16") == ""
+    del fake[0].answers["/server_info"][1]["dtype"]
+    assert dtype_refusal(fake[1], "float32") == "", "it does not say"
+
+
+def become_sglang(fake: Fake, *, dtype: str) -> None:
+    def token(body: dict[str, Any]) -> list[dict[str, Any]]:
+        if max(body["input_ids"]) >= VOCABULARY:
+            return [{"error": {"message": "Token id is out of vocabulary", "code": 400}}]
+        reason = {"type": "length", "length": 1}
+        told = {"id": "a", "finish_reason": reason, "completion_tokens": 1, "cached_tokens": 0, "weight_version": "0"}
+        told |= {"output_token_logprobs": [[-0.5, 3, None]], "output_top_logprobs": [[[-0.5, 3, None]]]}
+        return [{"text": "", "output_ids": [3], "meta_info": told}]
+
+    fake.answers = {
+        "/model_info": (200, {"model_path": "policy"}),
+        "/server_info": (
+            200,
+            {"version": "0.5.23", "context_length": 4096, "max_total_num_tokens": 4096, "dtype": dtype},
+        ),
+        "/generate": token,
+    }
 
 
 def test_what_takes_no_weights_plays_evaluations(fake: tuple[Fake, str]) -> None:

@@ -12,7 +12,7 @@ from tests.support.remote.namespaces import Host
 from tests.support.run_parts import ROOT, Run
 
 RAY = Path(sys.executable).with_name("ray")
-# Ray starts a head that asks who joins it for a token.
+# A head that is started with it asks for it; without it Ray asks for none.
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32, "OMP_NUM_THREADS": "1"}
 
 
