@@ -44,7 +44,7 @@ class Lines:
         self.recovered = threading.Event()
         self.writer = GroupCommit(
             db, name="test", read_event=lambda db: db.execute("SELECT count(*) FROM line").fetchone()[0],
-            keep_event=lambda _: None, publish=self._publish, probe=lambda _: self.probes.append(self.writer.full),
+            keep_event=lambda _: None, publish=self._publish, probe=lambda _: self.probes.append(self.writer.waits_for),
         )  # fmt: skip
 
     def _publish(self, event, *, recovered):
@@ -215,7 +215,7 @@ def test_while_the_disk_is_full_operations_wait_in_their_order_and_a_probe_opens
     lines.disk.full = True
     first = lines.put("first")
     until(lambda: len(lines.probes) >= 2)
-    assert all(lines.probes) and lines.writer.full and not first.done()
+    assert all(lines.probes) and lines.writer.waits_for and not first.done()
     refused = lines.put("refused", refusable=True)
     with pytest.raises(StorageFull, match="disk is full; free space on its disk"):
         refused.result(PATIENCE_S)
@@ -224,7 +224,7 @@ def test_while_the_disk_is_full_operations_wait_in_their_order_and_a_probe_opens
     for future in (first, *later):
         future.result(PATIENCE_S)
     assert lines.texts().result(PATIENCE_S) == ["first", "second", "third"]
-    assert lines.recovered.wait(PATIENCE_S) and not lines.writer.full
+    assert lines.recovered.wait(PATIENCE_S) and not lines.writer.waits_for
     num_probes = len(lines.probes)
     lines.put("fourth").result(PATIENCE_S)
     assert len(lines.probes) == num_probes, "no probe once there is room"
