@@ -157,7 +157,11 @@ class GroupCommit:
 
     def _commit_inline(self) -> None:
         """Commit what waits, if no other thread does and this one may."""
-        if self.waits_for or threading.current_thread() is threading.main_thread() or not self._turn.acquire(blocking=False):
+        if (
+            self.waits_for
+            or threading.current_thread() is threading.main_thread()
+            or not self._turn.acquire(blocking=False)
+        ):
             return
         self._is_broken = True
         try:

@@ -24,7 +24,7 @@ def why_not_stored(error: sqlite3.Error, *, name: str) -> str:
     """The reason, and the remedy. `name`: of the ledger's file."""
     kind = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_FULL) & 0xFF
     if kind not in _LOCKED:
-        return f"{error}; {'its disk must take files again' if kind in _NOT_WRITABLE else 'free space on its disk'}"
+        return f"{error}; free space on its disk{', or make it writable' if kind in _NOT_WRITABLE else ''}"
     found = " and ".join(f"{program} (process {pid})" for pid, program in holders(Path(name)).items())
     return f"{error}, by {found or 'a program that this system does not show'}; end its transaction there"
 

@@ -274,7 +274,9 @@ def _own(path: Path) -> sqlite3.Connection:
             raise _cannot_open(str(path), error) from error
         owner.close()
         if is_passing(error) and not is_owned(path):
-            raise UnderstudyError(f"ledger {path} cannot be written: {why_not_stored(error, name=str(path))}") from error
+            raise UnderstudyError(
+                f"ledger {path} cannot be written: {why_not_stored(error, name=str(path))}"
+            ) from error
         raise UnderstudyError(
             f"ledger {path} must be a ledger file that no other process has open: {error}; "
             f"end that process or name another file"
