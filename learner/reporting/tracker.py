@@ -1,9 +1,9 @@
 """`Tracker`: writes each step's figures to `metrics.jsonl` and to the trackers that the configuration names.
 
 Called by the pipeline once per step. Invariants: one line per step, whole and in order, on disk when `log` returns or as soon as
-the disk takes it, and every number in it finite; a value that is not is left out and counted; what is written for people to look at,
-here and elsewhere (`attempt`), never ends a run. A run that is resumed continues the trackers' runs, whose ids `trackers.json` keeps. It computes and shows nothing.
-Trackers that are not installed are refused before anything starts.
+the disk takes it, and every number in it finite; a value that is not is left out and counted; what is written for people to look
+at, here and elsewhere (`attempt`), never ends a run. A run that is resumed continues the trackers' runs, whose ids `trackers.json`
+keeps. It computes and shows nothing. Trackers that are not installed are refused before anything starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from buffers.disk import append, replacing
+from buffers.disk import append, check_takes, replacing
 from buffers.errors import UnderstudyError
 
 PROJECT = "understudy"
@@ -161,11 +161,14 @@ class TensorBoardSink:
         from torch.utils.tensorboard import SummaryWriter
 
         # `purge_step`: TensorBoard hides what earlier files say about this step and later ones.
-        self._open = partial(SummaryWriter, str(folder / "tensorboard"))
+        self._folder = folder / "tensorboard"
+        self._open = partial(SummaryWriter, str(self._folder))
         self._writer: Any = self._open(purge_step=start + 1 if start else None)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self._writer = self._writer or self._open()
+        if self._writer is None:
+            check_takes(self._folder)
+            self._writer = self._open()
         try:
             for name, value in figures.items():
                 self._writer.add_scalar(name, value, step)

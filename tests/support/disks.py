@@ -37,7 +37,8 @@ class SmallDisk:
                 number += 1
                 (ballast / f"{number}").touch()
         except OSError as error:
-            assert error.errno == errno.ENOSPC
+            if error.errno != errno.ENOSPC:
+                raise
 
     def take(self) -> None:
         """Space and inodes are back."""

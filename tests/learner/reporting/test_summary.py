@@ -307,6 +307,7 @@ def test_a_tracker_that_raises_is_told_of_once_and_ends_nothing(
 
 
 @NEEDS_ROOT
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread
 @pytest.mark.parametrize("fault", FAULTS)
 def test_steps_wait_for_a_disk_in_their_order_and_trackers_begin_again_when_it_is_back(
     tmp_path: Path, fault: str
