@@ -154,17 +154,16 @@ def claimed(folder: Path, *, resume: str = "", elsewhere: bool = False) -> Itera
     being moved aside. Raises UnderstudyError where another process has it, or its disk takes nothing."""
     with _locked(folder):
         again, checkpoint = find_resume(folder, resume=resume, elsewhere=elsewhere)
-        if not again:
-            if folder.exists() and any(folder.iterdir()):
+        with _taken_by_disk(folder):
+            check_takes(folder if folder.is_dir() else folder.resolve().parent)
+            if not again and folder.exists() and any(folder.iterdir()):
                 stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.stat().st_mtime))
                 aside, number = folder.with_name(f"{folder.name}.{stamp}"), 1
                 while aside.exists():
                     number += 1
                     aside = folder.with_name(f"{folder.name}.{stamp}-{number}")
                 folder.rename(aside)
-        with _taken_by_disk(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            check_takes(folder)
         yield again, checkpoint
 
 
@@ -174,8 +173,8 @@ def _taken_by_disk(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UnderstudyError(
-            f"run.dir must be on a disk that takes files, got {folder.parent.absolute()}: {error.strerror}; free space there, then run "
-            f"the same command again"
+            f"run.dir must be on a disk that takes files, got {folder.parent.absolute()}: {error.strerror}; free space there, then "
+            f"run the same command again"
         ) from None
 
 

@@ -23,11 +23,12 @@ class SmallDisk:
 
     folder: Path
 
-    def refuse(self, fault: str) -> None:
-        """From now on it takes nothing: no space is left, or no inode."""
+    def refuse(self, fault: str, *, but: int = 0) -> None:
+        """From now on it takes nothing: no space is left, or no inode. `but`: bytes that it takes before."""
         ballast = self.folder / ".ballast"
         ballast.mkdir(exist_ok=True)
         number = sum(1 for _ in ballast.iterdir())
+        (ballast / "room").write_bytes(bytes(but))
         try:
             with (ballast / f"{number}").open("wb", buffering=0) as sink:
                 while fault == "full":
@@ -39,6 +40,8 @@ class SmallDisk:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
+        if but:
+            (ballast / "room").unlink()
 
     def take(self) -> None:
         """Space and inodes are back."""
