@@ -75,7 +75,7 @@ async def until_written(
             if not why or gives_up():
                 raise
             if not waits:
-                say(f"{what} waits for its disk: {why}; free space at {folder}, it goes on by itself")
+                say(f"{what} waits for its disk: {why}; once {folder} takes files again, it goes on by itself")
             waits = True
             refusal = error
         else:

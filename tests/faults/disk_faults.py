@@ -1,9 +1,10 @@
 """Every file that a run writes meets every fault of a disk: `python -m tests.faults.disk_faults [--write]`.
 
-A run of the demo is made behind a library that lets single files be refused or be slow (`disk_faults.c`, LD_PRELOAD): on full disks
-all writers but the first would go untested. Its files are found by watching its folder, and one that no row of the table tells of is
-an error. Faults come one after another into one run, those of the first and last files into runs of their own. Prints the table of
-docs/recovery.md, or writes it there. After each fault is over the run has to go on by itself; in the end no step is lost.
+A run of the demo is made behind a library that lets single files be refused or be slow (`disk_faults.c`, LD_PRELOAD): on a disk
+that is full all writers but the first would go untested. Its files are found by watching its folder, and one that no row of the
+table tells of is an error. Faults come one after another into one run, those of the first and last files into runs of their own.
+Prints the table of docs/recovery.md, or writes it there. After each fault the run has to go on by itself; no step is lost in the
+end.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class File:
 
     name: str
     words: tuple[str, ...]
-    is_looked_at: bool = False
-    """It is for people to look at: what a disk does not take is left out."""
+    lost: str = "nothing"
+    """What a refusal costs; of files that people look at it is what the disk did not take."""
 
 
 RUNNING = (
@@ -60,27 +61,31 @@ RUNNING = (
     File("`checkpoints/*/run.json`", (".tmp/run.json",)),
     File("`checkpoint`", ("/run/.checkpoint.new",)),
     File("`metrics.jsonl`", ("/run/metrics.jsonl", "/run/.metrics.jsonl.tmp")),
-    File("`machine.jsonl`", ("/run/machine.jsonl",), True),
-    File("`traces.jsonl`", ("/run/traces.jsonl",), True),
-    File("`tokens/`", ("/run/tokens",), True),
-    File("`tensorboard/`", ("/run/tensorboard",), True),
-    File("`log.txt`", ("/run/log.txt",), True),
-    File("`agents/*/log.txt`", ("/run/agents",), True),
+    File("`machine.jsonl`", ("/run/machine.jsonl", "/run/.machine.jsonl.tmp"), "the seconds of meanwhile"),
+    File("`traces.jsonl`", ("/run/traces.jsonl",), "the steps of meanwhile"),
+    File("`tokens/`", ("/run/tokens",), "the steps of meanwhile"),
+    File("`tensorboard/`", ("/run/tensorboard",), "the steps of meanwhile"),
+    File("`log.txt`", ("/run/log.txt",), "the lines of meanwhile"),
+    File("`agents/*/log.txt`", ("/run/agents",), "the lines of meanwhile"),
 )
 STARTING = (
     File("`.NAME.lock`", ("/.run.lock",)),
     File("`config.yaml`", ("/run/config.yaml", "/run/.config.yaml.tmp")),
     File("`server.key`", ("/run/server.key",)),
     File("`model/`", ("/run/model/", "/run/.model.")),
-    File("`trackers.json`", ("/run/trackers.json", "/run/.trackers.json.tmp"), True),
+    File(
+        "`trackers.json`",
+        ("/run/trackers.json", "/run/.trackers.json.tmp"),
+        "the trackers' runs: a resumed run begins others",
+    ),
     File("`task_files.json`", ("/run/task_files.json", "/run/.task_files.json.tmp")),
     File("`agent.env`, `scorer.env`, `admin.env`", (".env",)),
-    File("`env.log`", ("/run/env.log",), True),
-    File("`data.log`", ("/run/data.log",), True),
+    File("`env.log`", ("/run/env.log",), "the lines of meanwhile"),
+    File("`data.log`", ("/run/data.log",), "the lines of meanwhile"),
 )
 ENDING = (
-    File("`summary.json`", ("/run/summary.json", "/run/.summary.json.tmp"), True),
-    File("`reward.png`", ("/run/reward.png", "/run/.reward.png.tmp"), True),
+    File("`summary.json`", ("/run/summary.json", "/run/.summary.json.tmp"), "the file"),
+    File("`reward.png`", ("/run/reward.png", "/run/.reward.png.tmp"), "the file"),
 )
 
 
@@ -189,15 +194,14 @@ def started(folder: Path, disk: Disk, *overrides: str) -> Iterator[Run]:
 @contextmanager
 def locked(run: Run) -> Iterator[None]:
     """Another program's transaction on the ledger."""
-    hold = "import sqlite3, sys; d = sqlite3.connect(sys.argv[1]); d.execute('BEGIN IMMEDIATE'); print(flush=True); sys.stdin.read()"
+    hold = "import sqlite3, sys; db = sqlite3.connect(sys.argv[1]); db.execute('BEGIN IMMEDIATE'); print(flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", hold, str(run.place / "ledger.sqlite")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
         yield
-        assert holder.stdin is not None
-        holder.stdin.close()
+        holder.kill()
 
 
 def while_running(run: Run, disk: Disk, file: File, fault: str) -> str:
@@ -205,11 +209,11 @@ def while_running(run: Run, disk: Disk, file: File, fault: str) -> str:
     before, said = run.step(), len(run.lines)
     held_s = HELD_S.get(fault, 3.0)
     with locked(run) if fault == LOCKED else disk.fault(fault, file):
-        until = time.monotonic() + 15.0
+        until = time.monotonic() + 8.0
         while fault != LOCKED and not disk.num_met and time.monotonic() < until:
             time.sleep(0.02)
         if fault != LOCKED and not disk.num_met:
-            return "no such call"
+            return "-"
         at = run.step()
         time.sleep(held_s)
         during = run.step() - at
@@ -236,48 +240,20 @@ def at_the_start(folder: Path, disk: Disk, file: File, fault: str) -> str:
     with started(folder, disk, "run.steps=2") as run:
         with disk.fault(fault, file):
             until = time.monotonic() + PATIENCE_S
-            while run.process.poll() is None and not disk.num_met and not run.step() and time.monotonic() < until:
+            while run.process.poll() is None and not disk.num_met and time.monotonic() < until:
                 time.sleep(0.05)
             met = disk.num_met
-            until = time.monotonic() + HELD_S.get(fault, 8.0)
-            while run.process.poll() is None and time.monotonic() < until:
-                time.sleep(0.05)
+            with suppress(subprocess.TimeoutExpired):
+                run.process.wait(HELD_S.get(fault, 8.0))
         code = run.process.wait(PATIENCE_S)
-    told = " / ".join(short(line) for line in run.lines if TOLD.search(line))
-    print(f"{file.name} {fault}: met {met}, code {code}: {told}", flush=True)
+    told = [short(line) for line in run.lines if TOLD.search(line)]
+    print(f"{file.name} {fault}: met {met}, code {code}: {' / '.join(told)}", flush=True)
     assert not any("Traceback" in line for line in run.lines), "\n".join(run.lines)
-    if not met:
-        return "no such call"
-    return "goes on" if code == 0 else "one line"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.faults.disk_faults", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--write", action="store_true", help="into docs/recovery.md")
-    parser.add_argument("--only", default="", help="files whose names hold this")
-    parser.add_argument("--parts", default="running,starting,ending")
-    options = parser.parse_args()
-    rows: dict[str, dict[str, str]] = {}
-    parts = options.parts.split(",")
-    with tempfile.TemporaryDirectory(prefix="understudy-disks-") as name:
-        folder = Path(name)
-        disk = Disk(folder)
-        chosen = {part: [file for file in files if options.only in file.name] for part, files in (
-            ("running", RUNNING), ("starting", STARTING), ("ending", ENDING))}  # fmt: skip
-        if "running" in parts:
-            rows |= all_while_running(folder / "running", disk, chosen["running"])
-        for part in ("starting", "ending"):
-            for file in chosen[part] if part in parts else ():
-                rows[file.name] = {}
-                for fault in FAULTS:
-                    place = Path(tempfile.mkdtemp(dir=folder))
-                    rows[file.name][fault] = at_the_start(place, disk, file, fault)
-    print(json.dumps(rows, indent=1))
+    return "-" if not met else "goes on" if code == 0 else "is refused"
 
 
 def all_while_running(folder: Path, disk: Disk, files: list[File]) -> dict[str, dict[str, str]]:
+    """All faults of these files, one after another in one run; what happened, by file and fault."""
     rows: dict[str, dict[str, str]] = {file.name: {} for file in files}
     with started(folder, disk, "run.steps=100000") as run:
         assert run.wait_for_step(3), run.lines
@@ -288,20 +264,49 @@ def all_while_running(folder: Path, disk: Disk, files: list[File]) -> dict[str, 
     with closing(read_database(run.place / "ledger.sqlite")) as db:
         assert findings(db) == []
         steps = [step for (step,) in db.execute("SELECT step FROM step ORDER BY step")]
-    made = [json.loads(line)["step"] for line in (run.place / "metrics.jsonl").read_text().splitlines()]
-    print(
-        run.process.returncode,
-        run.lines[-12:],
-        steps == list(range(1, len(steps) + 1)),
-        [n for n in made if n] == steps,
-    )
-    unknown = [
-        path
-        for path in run.paths
-        if not any(word in path for file in (*RUNNING, *STARTING, *ENDING) for word in file.words)
-    ]
-    print("not in the table:", sorted(unknown)[:40])
+    lines = [json.loads(line) for line in (run.place / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1)) == [line["step"] for line in lines if line["step"]]
+    known = ("/run/checkpoints", *(word for file in (*RUNNING, *STARTING, *ENDING) for word in file.words))
+    unknown = {path for path in run.paths if not any(word in path for word in known)} - {
+        str(run.place),
+        str(run.place.parent),
+    }
+    assert not unknown, f"files that no row tells of: {sorted(unknown)}"
+    assert run.process.returncode == 130, run.lines[-20:]
     return rows
+
+
+def table(rows: dict[str, dict[str, str]]) -> str:
+    lost = {file.name: file.lost for file in (*RUNNING, *STARTING, *ENDING)}
+    lines = [f"| file | {' | '.join(FAULTS)} | {LOCKED} | lost |", f"|---|{'---|' * (len(FAULTS) + 2)}"]
+    for name, cells in rows.items():
+        shown = " | ".join(cells.get(fault, "-") for fault in (*FAULTS, LOCKED))
+        lines.append(f"| {name} | {shown} | {lost[name]} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults.disk_faults", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--write", action="store_true", help="into docs/recovery.md")
+    parser.add_argument("--only", default="", help="files whose names hold this")
+    options = parser.parse_args()
+    assert not (options.write and options.only), "--write needs all files"
+    rows: dict[str, dict[str, str]] = {}
+    with tempfile.TemporaryDirectory(prefix="understudy-disks-") as name:
+        folder = Path(name)
+        disk = Disk(folder)
+        if files := [file for file in RUNNING if options.only in file.name]:
+            rows |= all_while_running(folder / "running", disk, files)
+        for file in (*STARTING, *ENDING):
+            if options.only in file.name:
+                places = {fault: Path(tempfile.mkdtemp(dir=folder)) for fault in FAULTS}
+                rows[file.name] = {fault: at_the_start(place, disk, file, fault) for fault, place in places.items()}
+    print(table(rows))
+    if options.write:
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        PAGE.write_text(before + BEGIN + table(rows) + END + rest.partition(END)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -80,9 +80,8 @@ def test_the_final_error_names_what_was_refused_and_only_logs_that_are_there(tmp
 
 async def test_a_ledger_that_waits_is_told_of_once_with_its_reason_and_when_it_goes_on(monkeypatch) -> None:
     monkeypatch.setattr(failure_watch, "WATCH_S", 0.0)
-    reasons_of_looks = iter(
-        ["", "full; free space", "full; free space", "locked, by other (process 7); end its transaction", "", ""]
-    )
+    locked = "locked, by other (process 7); end its transaction"
+    reasons_of_looks = iter(["", "full; free space", "full; free space", locked, "", ""])
     said: list[str] = []
 
     async def show() -> None:
@@ -95,7 +94,7 @@ async def test_a_ledger_that_waits_is_told_of_once_with_its_reason_and_when_it_g
         )  # fmt: skip
     assert said == [
         "the ledger waits: full; free space; it goes on by itself",
-        "the ledger waits: locked, by other (process 7); end its transaction; it goes on by itself",
+        f"the ledger waits: {locked}; it goes on by itself",
         "the ledger goes on",
     ]
 
