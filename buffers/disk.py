@@ -27,7 +27,7 @@ REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, err
 PROBE_BYTES = 1 << 18
 """Written to find out whether a disk takes something, and the least that has to have become free for another try."""
 LOOK_S = 1.0
-PATIENCE = 10
+PATIENCE = 3
 """A write that failed is tried again after so many times as long as it took, where nobody sees that space came free (a quota)."""
 _IN_RUST = re.compile(r"\(os error (\d+)\)")
 
@@ -82,15 +82,17 @@ async def until_written(
             if waits:
                 say(f"{what} is written")
             return answer
-        until = time.monotonic() + PATIENCE * (time.monotonic() - began)
+        until, refused = time.monotonic() + PATIENCE * (time.monotonic() - began), False
         while True:
             await asyncio.sleep(LOOK_S)
             if gives_up():
                 raise refusal
-            if _free(folder) < before + PROBE_BYTES and time.monotonic() < until:
-                continue
-            with suppress(OSError):
+            try:
                 await asyncio.to_thread(check_takes, folder)
+            except OSError:
+                refused = True
+                continue
+            if refused or _free(folder) >= before + PROBE_BYTES or time.monotonic() > until:
                 break
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from buffers.disk import check_takes, replacing
+from buffers.disk import check_takes, replacing, why_refused
 from buffers.errors import UnderstudyError
 from configs.schema import Config
 from learner.checkpoints.store import (
@@ -151,7 +151,7 @@ def write_config(folder: Path, config: Config) -> None:
 @contextmanager
 def claimed(folder: Path, *, resume: str = "", elsewhere: bool = False) -> Iterator[tuple[bool, Checkpoint | None]]:
     """The folder of a run while it lives: what `find_resume` says and, of a new run, an empty folder, an earlier run of that name
-    being moved aside. Raises UnderstudyError where another process has it, or its disk takes nothing."""
+    being moved aside. Raises UnderstudyError where another process has it, and for what its disk did not take in the block."""
     with _locked(folder):
         again, checkpoint = find_resume(folder, resume=resume, elsewhere=elsewhere)
         with _taken_by_disk(folder):
@@ -164,7 +164,7 @@ def claimed(folder: Path, *, resume: str = "", elsewhere: bool = False) -> Itera
                     aside = folder.with_name(f"{folder.name}.{stamp}-{number}")
                 folder.rename(aside)
             folder.mkdir(parents=True, exist_ok=True)
-        yield again, checkpoint
+            yield again, checkpoint
 
 
 @contextmanager
@@ -172,10 +172,12 @@ def _taken_by_disk(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if not (why := why_refused(error)):
+            raise
         raise UnderstudyError(
-            f"run.dir must be on a disk that takes files, got {folder.parent.absolute()}: {error.strerror}; free space there, then "
-            f"run the same command again"
-        ) from None
+            f"run.dir must be on a disk that takes files, got {folder.parent.absolute()}: {why}; free space there, then run the same "
+            f"command again"
+        ) from error
 
 
 @contextmanager

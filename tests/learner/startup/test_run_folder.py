@@ -121,8 +121,8 @@ def test_a_run_and_a_resume_on_a_disk_that_takes_nothing_are_refused_in_one_line
             with pytest.raises(UnderstudyError) as refused, claimed(disk.folder / name, resume=resume):
                 pass
             assert str(refused.value) == (
-                f"run.dir must be on a disk that takes files, got {disk.folder}: No space left on device; free space there, then "
-                f"run the same command again"
+                f"run.dir must be on a disk that takes files, got {disk.folder}: No space left on device; free space there, "
+                f"then run the same command again"
             )
         disk.take()
         with claimed(folder, resume="auto") as (again, _):
