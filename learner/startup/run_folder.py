@@ -175,8 +175,8 @@ def _taken_by_disk(folder: Path) -> Iterator[None]:
         if not (why := why_refused(error)):
             raise
         raise UnderstudyError(
-            f"run.dir must be on a disk that takes files, got {folder.parent.absolute()}: {why}; free space there, then run the same "
-            f"command again"
+            f"run.dir must be on a disk that takes files, got {folder.parent.absolute()}: {why}; free space there, then run the "
+            f"same command again"
         ) from error
 
 

@@ -225,7 +225,7 @@ def while_running(run: Run, disk: Disk, file: File, fault: str) -> str:
         flush=True,
     )
     assert goes_on, f"{file.name}, {fault}: the run did not go on: {run.lines[-30:]}"
-    return "goes on" if during > 1 else "waits"
+    return "waits" if fault.startswith("slow") or re.search(r"waits|its lines wait", told) else "goes on"
 
 
 TOLD = re.compile(r"waits|could not|written|error|goes on|killed|note:|Traceback")
@@ -266,7 +266,8 @@ def all_while_running(folder: Path, disk: Disk, files: list[File]) -> dict[str, 
         steps = [step for (step,) in db.execute("SELECT step FROM step ORDER BY step")]
     lines = [json.loads(line) for line in (run.place / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, len(steps) + 1)) == [line["step"] for line in lines if line["step"]]
-    known = ("/run/checkpoints", *(word for file in (*RUNNING, *STARTING, *ENDING) for word in file.words))
+    known = ("/#", "/run/checkpoints", *(word for file in (*RUNNING, *STARTING, *ENDING) for word in file.words))
+    # `#`: a file without a name, by which a disk is tried
     unknown = {path for path in run.paths if not any(word in path for word in known)} - {
         str(run.place),
         str(run.place.parent),
