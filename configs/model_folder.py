@@ -17,6 +17,7 @@ NO_WEIGHTS = re.compile(
     r"(adapter_|consolidated|optimizer|scheduler|scaler|rng_|random_states|training_args|trainer_|value_head)"
 )
 """Files of other things that end as weights do."""
+LATENT = "latent attention"
 RECURRENT = {"mamba", "linear_attention", "hybrid"}
 """How `layer_types` calls Mamba-2 layers, before and after transformers has read it."""
 
@@ -75,10 +76,10 @@ def has_remote_code(folder: Path) -> bool:
 
 
 def half_precision_kind(folder: Path) -> str:
-    """The kind of layers for which vLLM has no kernel on a CPU but for half precision; empty: none."""
+    """The kind of layers for which vLLM has no kernel on a CPU but for half precision; on a GPU that is so for LATENT. Empty: none."""
     text = _text_config(folder)
     if text.get("kv_lora_rank"):
-        return "latent attention"
+        return LATENT
     return "gated delta nets" if text.get("linear_key_head_dim") else ""
 
 

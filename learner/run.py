@@ -184,10 +184,10 @@ def local_config(config: Config) -> Config:
 
 
 def with_model_needs(config: Config) -> Config:
-    """The configuration with what vLLM needs for this model without a GPU, where the user has not set it. Raises UnderstudyError
+    """The configuration with what vLLM needs for this model on this machine, where the user has not set it. Raises UnderstudyError
     for what it has no kernels for: a number format, adapters beside experts."""
     from buffers.errors import UnderstudyError
-    from configs.model_folder import half_precision_kind, has_experts, has_mamba2
+    from configs.model_folder import LATENT, half_precision_kind, has_experts, has_mamba2
 
     folder, model = Path(config.model.path), config.model
     kind, adapts = half_precision_kind(folder), config.learner.lora.rank > 0 and has_experts(folder)
@@ -203,14 +203,20 @@ def with_model_needs(config: Config) -> Config:
     if loses_prefix_cache(folder, config.rollout.engine_args):
         print("understudy: enable_prefix_caching=false, as vLLM's kernels of Mamba-2 fail with it on a CPU")
     given = {name.replace("-", "_"): value for name, value in config.rollout.engine_args.items()}
-    if not kind or model.dtype != "float32" or has_gpu() or given.get("model_impl") == "transformers":
+    if (
+        not kind
+        or model.dtype != "float32"
+        or (has_gpu() and kind != LATENT)
+        or given.get("model_impl") == "transformers"
+    ):
         return config  # transformers' classes compute latent attention in any number format
+    where = "a GPU" if has_gpu() else "a CPU"
     if "dtype" in model.model_fields_set:
         raise UnderstudyError(
-            f"model.dtype must be bfloat16 for {folder} on a machine without a GPU, where vLLM has kernels for {kind} in half "
+            f"model.dtype must be bfloat16 for {folder} on {where}, where vLLM has kernels for {kind} in half "
             f"precision only, got float32; leave it out, or set model.dtype=bfloat16"
         )
-    print(f"understudy: model.dtype=bfloat16, as vLLM has kernels for {kind} in half precision only on a CPU")
+    print(f"understudy: model.dtype=bfloat16, as vLLM has kernels for {kind} in half precision only on {where}")
     return config.model_copy(update={"model": model.model_copy(update={"dtype": "bfloat16"})})
 
 

@@ -198,8 +198,8 @@ class EngineMemory:
     """What an engine takes of each of its cards."""
 
     items: list[Item]
-    cache_tokens: int
-    """Tokens that the KV cache holds, of the whole engine; below 0: not even the weights have room."""
+    cache_tokens: int | None
+    """Tokens that the KV cache holds, of the whole engine; below 0: not even the weights have room. None: there is no attention."""
 
 
 def of_engine(
@@ -233,4 +233,4 @@ def of_engine(
     items.append(
         Item(name="KV cache", size=max(cache, 0), is_estimate=rollout.kv_cache_gb is None and card is not None)
     )
-    return EngineMemory(items=items, cache_tokens=cache // token)
+    return EngineMemory(items=items, cache_tokens=cache // token if token else None)

@@ -42,7 +42,8 @@ def _lines(plan: Plan, *, config: Config, shape: ModelShape) -> Iterator[str]:
             yield f"  {_numbers('card', free)}: nobody"
     rooms: dict[tuple[int, int], list[int]] = {}
     for number, (place, memory) in enumerate(zip(plan.placement.engines, plan.engines)):
-        rooms.setdefault((len(place.cards), max(0, memory.cache_tokens)), []).append(number)
+        if memory.cache_tokens is not None:
+            rooms.setdefault((len(place.cards), max(0, memory.cache_tokens)), []).append(number)
     longest = config.rollout.max_model_len
     for (cards_each, tokens), numbers in rooms.items():
         over = f", each over {cards_each} cards" if cards_each > 1 else ""

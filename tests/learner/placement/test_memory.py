@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,12 @@ def test_heads_of_the_cache_are_divided_as_far_as_there_are_such(tensor_parallel
     rollout = RolloutConfig(kv_cache_gb=gib, tensor_parallel=tensor_parallel)
     engine = of_engine(shape("Qwen3-8B"), rollout, dtype="bfloat16", card=80 * 2**30, share=0.9)
     assert engine.cache_tokens == pytest.approx(tokens, abs=1)
+
+
+def test_a_model_without_attention_has_no_tokens_in_a_cache() -> None:
+    mamba = replace(shape("Qwen3-8B"), kv_heads=0)
+    for card in (None, 80 * 2**30):
+        assert of_engine(mamba, RolloutConfig(), dtype="bfloat16", card=card, share=0.5).cache_tokens is None
 
 
 def test_an_engine_takes_its_share_and_no_more() -> None:

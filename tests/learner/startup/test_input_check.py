@@ -219,6 +219,10 @@ def test_the_number_format_is_made_where_nobody_set_it(
     monkeypatch.setattr(engine_arguments, "has_gpu", lambda: True)
     assert settled() == "float32"
     assert settled("model.dtype=float32") == "float32"
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3", "kv_lora_rank": 512}')
+    assert settled() == "bfloat16" and "latent attention in half precision only on a GPU" in capsys.readouterr().out
+    with pytest.raises(UnderstudyError, match="on a GPU, where vLLM has kernels for latent attention"):
+        settled("model.dtype=float32")
 
 
 @pytest.mark.parametrize("experts", ["num_experts_per_tok", "moe_topk"])
