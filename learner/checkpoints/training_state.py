@@ -83,7 +83,7 @@ def save(
         raise next(failure for failure, _ in error.failures.values()) from None
 
 
-class _Writer(dcp.FileSystemWriter):
+class _Writer(dcp.FileSystemWriter):  # type: ignore[misc]
     """DCP's own, and the counters. What fails on one rank is raised on all: none waits for another one in the next collective."""
 
     def __init__(self, folder: Path, *, counters: Counters) -> None:
