@@ -16,12 +16,15 @@ import asyncio
 import json
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from buffers.disk import LOOK_S, check_takes, until_written
 from buffers.errors import AgentError, EpisodeError, ScoreError
 from buffers.records import LeasedEpisode, Task
 from buffers.tasks.task_pool import PoolClosed
@@ -138,14 +141,17 @@ async def play_in_lanes(
     service: EpisodeService, *, place: Path, concurrency: int, play: Callable[[LeasedEpisode, Path], Awaitable[None]]
 ) -> None:
     """Plays one episode after the other in each of `concurrency` lanes, with a folder of its own in `place`, until the tasks have
-    ended."""
+    ended. `play` is called again where the disk did not take what it writes before its program starts."""
 
     async def lane(index: int) -> None:
         with suppress(PoolClosed):
             while True:
                 leased = await service.lease_episode(wait_s=LEASE_WAIT_S)
                 if leased is not None:
-                    await play(leased, place / f"lane-{index}")
+                    folder = place / f"lane-{index}"
+                    await until_written(
+                        partial(play, leased, folder), what=str(folder), folder=place.parent, say=logger.warning
+                    )
 
     async with asyncio.TaskGroup() as tasks:
         for index in range(concurrency):
@@ -179,6 +185,11 @@ class LongLivedAgents:
         env = self._place.program_environment(self._place.worker_key(name)) | {"CONCURRENCY": str(share)}
         in_a_row, scored = 0, self._service.num_scored
         while True:
+            began = time.monotonic()
+            takes = partial(asyncio.to_thread, check_takes, self._place.folder.parent)
+            await until_written(takes, what=name, folder=self._place.folder.parent, say=logger.warning)
+            if time.monotonic() - began > LOOK_S:  # what it printed may have been its end
+                in_a_row = 0
             child = await Child.start(self._command, env=env, cwd=folder, log=folder / "log.txt")
             try:
                 code = await child.wait()

@@ -113,7 +113,10 @@ class Child:
         tail = b""
         with self.log.open("ab", buffering=0) as sink:
             while chunk := await self._stdout.reader.read(CHUNK_BYTES):
-                sink.write(chunk)
+                with suppress(
+                    OSError
+                ):  # what a full disk does not take is missing in the log, and is judged all the same
+                    sink.write(chunk)
                 tail = (tail + chunk)[-most:]
         return tail
 

@@ -19,7 +19,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from buffers.errors import LeaseError
+from buffers.disk import until_written
+from buffers.errors import LeaseError, StorageFull
 from buffers.records import Position, TrainBatch
 from configs.schema import BufferConfig, RunConfig
 from learner.agreement import Agreement
@@ -342,7 +343,7 @@ class LearnLoop:
     async def _log_validation(self, figures: dict[str, float]) -> None:
         """No step's line is left for them."""
         if figures:
-            self._out.tracker.log(self.step, figures)
+            await asyncio.to_thread(self._out.tracker.log, self.step, figures)
             await self._take_validation(figures)
 
     async def _saved(self) -> None:
@@ -352,23 +353,41 @@ class LearnLoop:
             self._saving = None
 
     async def _save(self, *, keeps: bool = True) -> None:
-        """Write a checkpoint; with `keeps` false it is removed again."""
+        """Write a checkpoint; with `keeps` false it is removed again. A disk that does not take it is waited for, until the run is
+        to stop."""
         position = await asyncio.wrap_future(self._ledger.position())
-        try:
+
+        async def write() -> None:
             scratch = await asyncio.to_thread(self._store.scratch, position.step)
-            await self._learner.ranks.save(scratch / "learner")
-            await self._learner.ranks.save_pretrained(scratch / "model")
-            if not keeps:
-                return await asyncio.to_thread(shutil.rmtree, scratch)
-            score = self._score(position.step)
-            self._checkpoint = await asyncio.to_thread(self._store.commit, scratch, position=position, score=score)
-            self._saved_at[position.step] = self._checkpoint
-            await self._rescore(position.step)
-        except OSError as error:
+            try:
+                await self._learner.ranks.save(scratch / "learner")
+                await self._learner.ranks.save_pretrained(scratch / "model")
+                if not keeps:
+                    return await asyncio.to_thread(shutil.rmtree, scratch)
+                score = self._score(position.step)
+                self._checkpoint = await asyncio.to_thread(self._store.commit, scratch, position=position, score=score)
+                self._saved_at[position.step] = self._checkpoint
+            except Exception:  # the ledger may wait for this space
+                await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+                raise
+
+        try:
+            await self._until_written(write, step=position.step)
+        except (OSError, StorageFull) as error:
             raise CheckpointError(
                 f"checkpoint of step {position.step} could not be written to {self._store.folder}: {error}; free space "
                 f"there, then resume with --resume auto"
             ) from error
+        await self._rescore(position.step)
+
+    async def _until_written(self, write: Callable[[], Awaitable[None]], *, step: int) -> None:
+        await until_written(
+            write,
+            what=f"the checkpoint of step {step}",
+            folder=self._store.folder.parent,
+            say=self._out.display.note,
+            gives_up=lambda: self._stopped,
+        )
 
     async def _take_validation(self, figures: dict[str, float]) -> None:
         if "val/mean" in figures:
@@ -383,7 +402,11 @@ class LearnLoop:
         """The checkpoint of `step` gets its validation's score, which may have ended before it was saved or after."""
         saved, score = self._saved_at.get(step), self._score(step)
         if self._validation is not None and saved is not None and score is not None and saved.score != score:
-            self._saved_at[step] = await asyncio.to_thread(self._store.rescore, saved, score)
+
+            async def write() -> None:
+                self._saved_at[step] = await asyncio.to_thread(self._store.rescore, saved, score)
+
+            await self._until_written(write, step=step)
 
     async def _report(self, batch: TrainBatch, metrics: dict[str, float], *, of_roles: Mapping[str, int]) -> None:
         figures = self._out.history.add(
@@ -393,7 +416,7 @@ class LearnLoop:
         if self._validation is not None:
             figures |= self._validation.take()
             await self._take_validation(figures)
-        self._out.tracker.log(self.step, figures)
+        await asyncio.to_thread(self._out.tracker.log, self.step, figures)
         if drift := self._out.history.drift():
             self._out.display.note(drift)
         self._out.display.update(

@@ -238,7 +238,6 @@ class Pipeline:
             main: LearnLoop | Evaluation = self._make_evaluation(self._evaluates, players=players, buffers=buffers)
         else:
             main = self._learn = self._make_learn_loop(
-                stack,
                 serving,
                 players=players,
                 learner=learner,
@@ -373,7 +372,9 @@ class Pipeline:
             others = role_models(
                 config, settings=settings, vllm_config=vllm_config, record_death=self._engine_died, stack=stack
             )
-            await others.start_beside(engine, folder=self._folder, weights=weights, first=self._remote.first)
+            await others.start_beside(
+                engine, folder=self._folder, weights=weights, first=self._remote.first, say=self._display.note
+            )
             server = MockedServer(
                 args=args, vllm_config=vllm_config, rollout=config.rollout, server=config.server,
                 pool=buffers.pool, notify_score_fn=buffers.rounds.notify_score,
@@ -471,7 +472,6 @@ class Pipeline:
 
     def _make_learn_loop(
         self,
-        stack: AsyncExitStack,
         serving: Serving,
         *,
         players: Players,
@@ -491,8 +491,6 @@ class Pipeline:
             and config.rollout.engine == "vllm"
             and "model_impl" not in config.rollout.engine_args,
         )
-        traces = Traces(self._folder, decode=serving.server.decode, start=self._start)
-        stack.callback(traces.close)
         return LearnLoop(
             Schedule(
                 run=config.run,
@@ -515,7 +513,7 @@ class Pipeline:
                 display=self._display,
                 generated=generation.stats,
                 more_figures=lambda: players.figures() | serving.engines.metrics() | serving.others.figures(),
-                traces=traces,
+                traces=Traces(self._folder, decode=serving.server.decode, start=self._start),
                 tokens=TokenFiles(self._folder, start=self._start),
             ),
             restart_limit=self._restart_limit,
@@ -655,15 +653,22 @@ class Pipeline:
                 env_log=self._folder / "env.log" if self._config.env.command else None,
             )
 
-        def look() -> None:
-            self._machine.write(self._machine_state(parts))
+        async def look() -> None:
+            await asyncio.to_thread(self._machine.write, self._machine_state(parts))
             show()
+
+        def disk() -> str:
+            ledger = parts.buffers.ledger
+            if ledger.waits_for or ledger.has_room():
+                return ledger.waits_for
+            return "its disk is nearly full, no new episode starts; free space on it"
 
         await watch(
             counts=parts.buffers.ledger.counts,
             groups_per_step=self._config.buffer.groups_per_step,
             show=look,
             say=self._display.note,
+            disk=disk,
             pool=parts.buffers.pool.metrics,
             is_starting=lambda: self._display.is_starting,
             why=why,

@@ -44,17 +44,19 @@ class RoleModels:
         return {f"policy/role_version/{name}": float(version) for name, version in found.items() if version is not None}
 
     async def start_beside(
-        self, policy: EngineFleet, *, folder: Path, weights: WeightSync, first: tuple[Path, int] | None
-    ) -> None:
+        self, policy: EngineFleet, *, folder: Path, weights: WeightSync, first: tuple[Path, int] | None,
+        say: Callable[[str], object],
+    ) -> None:  # fmt: skip
         """Start all engines. `weights` gives earlier versions to those that play them; `first`: (folder, version) of the weights
-        that a run is resumed with; `folder`: the run's."""
+        that a run is resumed with; `folder`: the run's; `say` gets a line where
+        its disk takes none of them."""
         if isinstance(weights, RoleWeights):
             await weights.load_saved(policy)
         await asyncio.gather(*(each.start() for each in (policy, *self.engines.values())))
         if self.followers:
             own = folder / "earlier"
             own.mkdir(exist_ok=True)
-            weights.earlier = EarlierVersions(own, followers=list(self.followers.values()))
+            weights.earlier = EarlierVersions(own, followers=list(self.followers.values()), say=say)
             await weights.earlier.begin(checkpoint=first)
 
 

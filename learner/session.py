@@ -9,11 +9,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from buffers.disk import why_refused
 from buffers.errors import UnderstudyError
 from configs.schema import Config
 from learner.pipeline import Pipeline
@@ -98,8 +99,9 @@ def own_terminal(log: Path) -> Iterator[TextIO]:
         try:
             yield terminal
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError):  # a full disk
+                    stream.flush()
             for number, descriptor in zip((1, 2), saved, strict=True):
                 os.dup2(descriptor, number)
                 os.close(descriptor)
@@ -215,13 +217,19 @@ def conclude(
     if code == 130 or (errors and history.rewards):
         say(how_to_go_on(folder, began=bool(history.rewards), program=program))
     for error in errors:
-        if not isinstance(error, UnderstudyError):
+        if not isinstance(error, UnderstudyError) and not why_refused(error):
             say("".join(traceback.format_exception(error)))
 
 
 def in_words(error: Exception) -> str:
     """What went wrong, for people; of what is not ours with its kind."""
-    return str(error) if isinstance(error, UnderstudyError) else f"a defect: {type(error).__name__}: {error}"
+    if isinstance(error, UnderstudyError):
+        return str(error)
+    if why_refused(error):
+        return (
+            f"a file of the run was not taken by its disk: {error}; free space there, then run the same command again"
+        )
+    return f"a defect: {type(error).__name__}: {error}"
 
 
 def report(console: Terminal, rewards: list[float], *, summary: dict[str, Any], folder: Path) -> None:

@@ -133,8 +133,8 @@ class HarborTrials:
             shutil.rmtree(trial, ignore_errors=True)
             return
         to = self._place.folder / "failed" / trial.name
-        to.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(OSError):  # what a container wrote may be another user's
+        with suppress(OSError):  # what a container wrote may be another user's; the disk may be full
+            to.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(log, trial / "log.txt")
             os.replace(trial, to)
             self._failed.append(to)

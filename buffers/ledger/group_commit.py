@@ -5,8 +5,8 @@ handing over to another thread and back takes as long as a small transaction. Th
 raise in the midst of it.
 Called by `Ledger`. Invariants: one transaction at a time; operations run in the order of `submit`; a future is done only after
 the transaction that holds its operation is on disk; an operation that is refused leaves nothing behind and does not disturb its
-neighbours. While the disk is full operations wait, in order, and a new try is made every second; those that are
-sent again by their callers are refused with StorageFull instead. It does not know what the operations mean.
+neighbours. While the disk takes nothing, or another program holds the file, operations wait, in order, and a new try is made every
+second; those that are sent again by their callers are refused with StorageFull instead. It does not know what the operations mean.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from buffers.errors import StorageFull, UnderstudyError
+from buffers.ledger.refusals import why_not_stored
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -119,8 +120,8 @@ class GroupCommit:
         self._probe = probe
         self._durable = True
         self._kept: list[_Job] = []
-        self.full = False
-        """The last transaction could not be stored."""
+        self.waits_for = ""
+        """Why the last transaction could not be stored, and the remedy; empty: it was stored."""
         self._current: list[_Job] = []
         self._turn = threading.Lock()
         """Held by the thread that commits; the connection is used under it."""
@@ -156,7 +157,11 @@ class GroupCommit:
 
     def _commit_inline(self) -> None:
         """Commit what waits, if no other thread does and this one may."""
-        if self.full or threading.current_thread() is threading.main_thread() or not self._turn.acquire(blocking=False):
+        if (
+            self.waits_for
+            or threading.current_thread() is threading.main_thread()
+            or not self._turn.acquire(blocking=False)
+        ):
             return
         self._is_broken = True
         try:
@@ -201,7 +206,7 @@ class GroupCommit:
     def _wait(self) -> None:
         """Wait until there may be something to do: an operation, or another try on a full disk."""
         with self._lock:
-            self._stirred.wait_for(lambda: self._is_stirred, timeout=_RETRY_S if self.full else None)
+            self._stirred.wait_for(lambda: self._is_stirred, timeout=_RETRY_S if self.waits_for else None)
             self._is_stirred = False
 
     def _collect(self) -> list[_Job]:
@@ -223,7 +228,7 @@ class GroupCommit:
         try:
             self._set_durable(not all(job.rules.transient for job in jobs))
             self._db.execute("BEGIN IMMEDIATE")
-            if self.full:
+            if self.waits_for:
                 self._probe(self._db)
             outcomes = [self._apply(job) for job in jobs]
             event = self._read_event(self._db)
@@ -234,14 +239,14 @@ class GroupCommit:
                 self._db.execute("ROLLBACK")
             self._refuse(jobs, error=error)
             return
-        was_full, self.full = self.full, False
+        waited, self.waits_for = bool(self.waits_for), ""
         self._keep_event(event)
         for job, outcome in zip(jobs, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 job.future.set_exception(outcome)
             else:
                 job.future.set_result(outcome)
-        self._publish(event, recovered=was_full)
+        self._publish(event, recovered=waited)
 
     def _set_durable(self, durable: bool) -> None:
         if durable != self._durable:
@@ -249,9 +254,9 @@ class GroupCommit:
             self._durable = durable
 
     def _refuse(self, jobs: list[_Job], *, error: sqlite3.Error) -> None:
-        self.full = True
+        self.waits_for = why_not_stored(error, name=self._name)
         refusal = StorageFull(
-            f"ledger {self._name} could not store: {error}; free space on its disk, storing resumes by itself; send again later"
+            f"ledger {self._name} could not store: {self.waits_for}, storing resumes by itself; send again later"
         )
         for job in jobs:
             if job.rules.refusable or self._draining or len(self._kept) >= _MAX_KEPT:

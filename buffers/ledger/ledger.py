@@ -13,7 +13,7 @@ It does not schedule (`task_pool`), does not wait for batches (`multi_round`) an
 
 from __future__ import annotations
 
-import shutil
+import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +28,7 @@ from buffers.ledger import batches, checkpoints, episodes, scores, validation
 from buffers.ledger.encode import checked_score, stored_round, task_payload
 from buffers.ledger.episodes import ClosedEpisode, StoredRound
 from buffers.ledger.group_commit import DEFAULT_RULES, GroupCommit, Rules, rules_of
+from buffers.ledger.refusals import why_not_stored
 from buffers.ledger.schema import open_database
 from buffers.records import Episode, EpisodeState, Position, Round, ScoreDetail, Task, TrainBatch, UInt8, Validated
 
@@ -39,6 +40,7 @@ _WHOLE = ScoreDetail()
 _PROBE_BYTES = 1 << 18
 _RESERVE_BYTES = 1 << 26
 """Kept free for what runs already: 64 MiB, or a twentieth of a small disk."""
+_RESERVE_INODES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +69,17 @@ class Ledger:
         arXiv:2503.14476).
         """
         db, self._owner = open_database(path)
-        db.execute("BEGIN IMMEDIATE")
-        episodes.recover(db, resume_episodes=resume_episodes, keep_leases=keep_leases)
-        event = _read_event(db)
-        db.execute("COMMIT")
-        self._begin(path, drop_zero_variance=drop_zero_variance, counts=event.counts)
         name = "in memory" if path is None else str(path)
+        try:
+            db.execute("BEGIN IMMEDIATE")
+            episodes.recover(db, resume_episodes=resume_episodes, keep_leases=keep_leases)
+            event = _read_event(db)
+            db.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            for connection in filter(None, (db, self._owner)):
+                connection.close()
+            raise UnderstudyError(f"ledger {name} cannot be written: {why_not_stored(error, name=name)}") from error
+        self._begin(path, drop_zero_variance=drop_zero_variance, counts=event.counts)
         self._writer = GroupCommit(
             db, name=name, read_event=_read_event, keep_event=self._keep, publish=self._publish, probe=_probe,
         )  # fmt: skip
@@ -98,16 +105,23 @@ class Ledger:
             self._owner.close()
 
     @property
+    def waits_for(self) -> str:
+        """Why nothing can be stored for now (a full disk, another program that holds the file), and the remedy; empty: it can."""
+        return self._writer.waits_for
+
+    @property
     def is_full(self) -> bool:
-        """The disk takes nothing more for now."""
-        return self._writer.full
+        """Nothing more can be stored for now."""
+        return bool(self.waits_for)
 
     def has_room(self) -> bool:
         """Whether the disk has space for new tasks; it runs out of that before it runs out of space for scores."""
         if self.path is None:
             return True
-        usage = shutil.disk_usage(self.path.parent)
-        return not self.is_full and usage.free >= min(_RESERVE_BYTES, usage.total // 20)
+        disk = os.statvfs(self.path.parent)
+        free, total = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+        inodes = disk.f_favail >= min(_RESERVE_INODES, disk.f_files // 20) or not disk.f_files
+        return not self.is_full and inodes and free >= min(_RESERVE_BYTES, total // 20)
 
     def counts(self) -> dict[str, int]:
         """The counts after the latest commit; costs nothing.

@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import Timer
 
 from buffers.errors import UnderstudyError
+from buffers.ledger.refusals import is_passing, why_not_stored
 from buffers.records import EpisodeState, GroupState
 
 SCHEMA_VERSION = 6
@@ -217,6 +218,8 @@ def open_database(path: Path | None) -> tuple[sqlite3.Connection, sqlite3.Connec
         _prepare(db, name=name)
     except sqlite3.Error as error:
         _close(db, owner)
+        if is_passing(error):
+            raise UnderstudyError(f"ledger {name} cannot be written: {why_not_stored(error, name=name)}") from error
         raise UnderstudyError(f"ledger {name} must be a ledger file: {error}; name another file") from error
     except UnderstudyError:
         _close(db, owner)
@@ -304,6 +307,10 @@ def _own(path: Path) -> sqlite3.Connection:
         if owner is None:
             raise _cannot_open(str(path), error) from error
         owner.close()
+        if is_passing(error) and not is_owned(path):
+            raise UnderstudyError(
+                f"ledger {path} cannot be written: {why_not_stored(error, name=str(path))}"
+            ) from error
         raise UnderstudyError(
             f"ledger {path} must be a ledger file that no other process has open: {error}; "
             f"end that process or name another file"

@@ -91,7 +91,7 @@ class LedgerServer:
         with self._lock:
             ledger = self._ledger
             return LedgerState(
-                number=time.monotonic_ns(), counts=ledger.counts(), full=ledger.is_full, room=ledger.has_room()
+                number=time.monotonic_ns(), counts=ledger.counts(), waits_for=ledger.waits_for, room=ledger.has_room()
             )
 
     def _take(self, peer: Peer, message: Message) -> None:

@@ -71,7 +71,8 @@ class LedgerState:
 
     number: int
     counts: dict[str, int]
-    full: bool
+    waits_for: str
+    """See `Ledger.waits_for`."""
     room: bool
 
 

@@ -100,8 +100,8 @@ class RemoteLedger(Ledger):
         return self._where
 
     @property
-    def is_full(self) -> bool:
-        return self._state.full
+    def waits_for(self) -> str:
+        return self._state.waits_for
 
     def has_room(self) -> bool:
         """See `Ledger.has_room`; at most a second old."""
@@ -291,8 +291,7 @@ class RemoteLedger(Ledger):
             if item.future.set_running_or_notify_cancel():
                 item.future.set_exception(
                     StorageFull(
-                        f"ledger {self.path} could not store: its disk is full; free space on it, storing resumes by itself; send "
-                        f"again later"
+                        f"ledger {self.path} could not store: {self.waits_for}, storing resumes by itself; send again later"
                     )
                 )
 

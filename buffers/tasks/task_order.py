@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from buffers.disk import replacing
 from buffers.records import Task
 from buffers.tasks.parquet import TaskFile, read_tasks
 
@@ -58,9 +59,8 @@ def endless_tasks(
         if streams[-1].mark:
             warn(f"data.tasks={path} has other content than the file of that name before: it begins at its start")
     if known and (not known.is_file() or json.loads(known.read_text(encoding="utf-8")) != began):
-        unfinished = known.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(began) + "\n", encoding="utf-8")
-        unfinished.replace(known)
+        with replacing(known) as scratch:
+            scratch.write_text(json.dumps(began) + "\n", encoding="utf-8")
     weights = [weight / sum(files.values()) for weight in files.values()]
     while True:
         turn = 1 + sum(stream.num_taken for stream in streams)

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
+
+from buffers.disk import until_written
 
 PREFIX = "version-"
 
@@ -35,8 +38,9 @@ class Follower:
 class EarlierVersions:
     """`folder`: its own, in the run's."""
 
-    def __init__(self, folder: Path, *, followers: Sequence[Follower]) -> None:
+    def __init__(self, folder: Path, *, followers: Sequence[Follower], say: Callable[[str], object]) -> None:
         self._folder = folder
+        self._say = say
         self._followers = list(followers)
         self._most = max(follower.age for follower in followers)
 
@@ -49,12 +53,12 @@ class EarlierVersions:
                 await asyncio.to_thread(shutil.rmtree, self._at(version))
         if checkpoint is not None:
             if after not in self._kept():
-                await asyncio.to_thread(self._copy, *checkpoint)
+                await self._keep(*checkpoint)
             await self._follow(after)
 
     async def published(self, folder: Path, *, version: int) -> None:
         """Keep a new version, and give the followers theirs."""
-        await asyncio.to_thread(self._copy, folder, version)
+        await self._keep(folder, version)
         await self._follow(version)
         for old in self._kept():
             if old < version - self._most:
@@ -68,12 +72,24 @@ class EarlierVersions:
                 await follower.engine.load_weights(self._at(wanted), version=wanted)
                 follower.version = wanted
 
+    async def _keep(self, folder: Path, version: int) -> None:
+        await until_written(
+            partial(asyncio.to_thread, self._copy, folder, version), what=f"version {version} for the roles that play earlier ones",
+            folder=self._folder, say=self._say,
+        )  # fmt: skip
+
     def _copy(self, folder: Path, version: int) -> None:
         scratch = self._folder / f".{PREFIX}{version}"
         for left in (scratch, self._at(version)):
             shutil.rmtree(left, ignore_errors=True)
-        shutil.copytree(folder, scratch)  # links are followed
-        scratch.rename(self._at(version))
+        scratch.mkdir(parents=True)
+        try:
+            for file in folder.iterdir():
+                shutil.copyfile(file, scratch / file.name)  # links are followed
+            scratch.rename(self._at(version))
+        except OSError:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
 
     def _kept(self) -> list[int]:
         return sorted(int(path.name.removeprefix(PREFIX)) for path in self._folder.glob(f"{PREFIX}*"))

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from buffers.disk import replacing
 from buffers.errors import UnderstudyError
 from buffers.records import Position
 
@@ -94,17 +95,17 @@ class CheckpointStore:
     def commit(self, scratch: Path, *, position: Position, score: float | None) -> Checkpoint:
         """Make what was written into `scratch` a checkpoint, durably, and remove those that need not be kept."""
         target = self.folder / _name(position)
-        if target.is_dir():  # the run ended where it was resumed: nothing is new
+        if target.is_dir():  # the run ended where it was resumed, or the disk was full when this had its name
             shutil.rmtree(scratch)
-            return read_checkpoint(target)
-        record: dict[str, Any] = {"format": FORMAT, **asdict(position), "score": score}
-        (scratch / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        _flush(scratch)
-        scratch.rename(target)
-        _flush_folder(self.folder)
+        else:
+            record: dict[str, Any] = {"format": FORMAT, **asdict(position), "score": score}
+            (scratch / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            _flush(scratch)
+            scratch.rename(target)
+            _flush_folder(self.folder)
         self._point_to(target / "model")
         self._prune()
-        return Checkpoint(folder=target, position=position, score=score)
+        return read_checkpoint(target)
 
     def rescore(self, checkpoint: Checkpoint, score: float) -> Checkpoint:
         """Write the score of weights that were validated after they were saved, durably."""
@@ -112,11 +113,10 @@ class CheckpointStore:
         if not path.is_file():  # it was not kept
             return checkpoint
         record = json.loads(path.read_text(encoding="utf-8")) | {"score": score}
-        unfinished = path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        with unfinished.open("rb") as file:
+        with replacing(path) as scratch, scratch.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(record, indent=2) + "\n")
+            file.flush()
             os.fsync(file.fileno())
-        unfinished.rename(path)
         _flush_folder(checkpoint.folder)
         return replace(checkpoint, score=score)
 

@@ -17,8 +17,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from buffers.disk import why_refused
+from buffers.errors import StorageFull
 from learner.checkpoints.store import COUNTERS
 from learner.model.fsdp import Shards, on_host
 from learner.model.optimizer import HostAdamW
@@ -63,19 +66,45 @@ def save(
     entropy_coef: float | None,
     rank: int,
 ) -> None:
-    """Writes into `folder` and flushes it to disk. `copies`: shards of other weights of the module `policy`, by name."""
+    """Writes into `folder` and flushes it to disk. `copies`: shards of other weights of the module `policy`, by name. All ranks
+    raise what one of them does."""
     folder.mkdir(parents=True, exist_ok=True)
     state = _random_states(rank)
     for name, part in learned.items():
         state |= _weights(name, part) | _optimizer_state(name, part)
     for name, shards in copies.items():
         state |= _copy(name, learned["policy"].module, shards=shards)
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, sync_files=True))
-    if rank == 0:
-        counters = Counters(
-            steps=steps, kl_coef=kl_coef, entropy_coef=entropy_coef, copies=list(copies), learned=list(learned)
-        )
-        (folder / COUNTERS).write_text(json.dumps(asdict(counters)), encoding="utf-8")
+    counters = Counters(
+        steps=steps, kl_coef=kl_coef, entropy_coef=entropy_coef, copies=list(copies), learned=list(learned)
+    )
+    try:
+        dcp.save(state, storage_writer=_Writer(folder, counters=counters))
+    except CheckpointException as error:  # which is no Exception
+        raise next(failure for failure, _ in error.failures.values()) from None
+
+
+class _Writer(dcp.FileSystemWriter):  # type: ignore[misc]
+    """DCP's own, and the counters. What fails on one rank is raised on all: none waits for another one in the next collective."""
+
+    def __init__(self, folder: Path, *, counters: Counters) -> None:
+        super().__init__(folder, sync_files=True)
+        self._counters = folder / COUNTERS, json.dumps(asdict(counters))
+
+    def write_data(self, *plan: Any, **options: Any) -> Any:
+        try:
+            return super().write_data(*plan, **options)
+        except (
+            Exception
+        ) as error:  # what torch makes of a full disk names none, and its cause would not reach other ranks
+            if why := why_refused(error):
+                raise StorageFull(why) from None
+            raise
+
+    def finish(self, *metadata: Any, **options: Any) -> None:
+        """Called on one rank."""
+        path, text = self._counters
+        path.write_text(text, encoding="utf-8")
+        super().finish(*metadata, **options)
 
 
 def load(

@@ -1,4 +1,5 @@
-"""The watch loop: shows the queues once a second, says when no episode ends, and ends a run whose episodes cannot succeed.
+"""The watch loop: shows the queues once a second, says when no episode ends or the ledger waits for its disk, and ends a run whose
+episodes cannot succeed.
 
 Run by `learner.pipeline`, which names the parts. It changes nothing.
 """
@@ -26,15 +27,17 @@ async def watch(
     *,
     counts: Callable[[], Mapping[str, int]],
     groups_per_step: int,
-    show: Callable[[], None],
+    show: Callable[[], Awaitable[None]],
     say: Callable[[str], None],
+    disk: Callable[[], str],
     pool: Callable[[], Mapping[str, float]],
     is_starting: Callable[[], bool],
     why: Callable[[Mapping[str, int]], Awaitable[str]],
 ) -> None:
     """Runs until it is cancelled. Raises AgentError when every episode fails or scores the same.
 
-    `show` updates the display; `say` prints a line; `pool`: figures of the task pool; `is_starting`: no episode can start yet;
+    `show` updates the display; `say` prints a line; `disk`: why the ledger stores or begins nothing for now, and the remedy;
+    `pool`: figures of the task pool; `is_starting`: no episode can start yet;
     `why(counts)` says why episodes failed, given the counts since the last score.
     """
     failures = Streak("evicted/failed", ended_by=("episodes/scored",), patience=FAILING_BATCHES * groups_per_step)
@@ -42,6 +45,7 @@ async def watch(
         "evicted/no variance", ended_by=("groups/ready", "groups/trained"), patience=EQUAL_BATCHES * groups_per_step
     )
     quiet = Quiet(counts(), at=time.monotonic())
+    said = ""
     while True:
         await asyncio.sleep(WATCH_S)
         now = counts()
@@ -57,7 +61,10 @@ async def watch(
             )
         if line:
             say(line)
-        show()
+        if (waits := disk()) != said:
+            say(f"the ledger waits: {waits}; it goes on by itself" if waits else "the ledger goes on")
+            said = waits
+        await show()
 
 
 class Streak:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from buffers.disk import append
 from buffers.records import Row, TrainBatch
 from learner.reporting.tracker import cut_lines
 
@@ -28,19 +29,16 @@ class Traces:
 
     def __init__(self, folder: Path, *, decode: Callable[[Sequence[int]], str], start: int = 0) -> None:
         self._decode = decode
-        cut_lines(folder / FILE, after=start)
-        self._lines = (folder / FILE).open("a", encoding="utf-8")
+        self._path = folder / FILE
+        cut_lines(self._path, after=start)
 
     def add(self, batch: TrainBatch, *, step: int) -> None:
         """Write the episodes of this step's batch."""
+        lines = ""
         for rows in _chosen(batch):
             line = {"step": step, "episode_id": rows[0].episode_id, "score": rows[0].score}
-            self._lines.write(json.dumps({**line, "rows": [self._row(row) for row in rows]}) + "\n")
-        self._lines.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._lines.close()
+            lines += json.dumps({**line, "rows": [self._row(row) for row in rows]}) + "\n"
+        append(self._path, lines)
 
     def _row(self, row: Row) -> dict[str, Any]:
         borders = [0, *(np.flatnonzero(np.diff(row.mask)) + 1).tolist(), len(row.ids)]

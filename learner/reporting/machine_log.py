@@ -19,6 +19,8 @@ from typing import Any
 
 import psutil
 
+from buffers.disk import append, replacing
+
 logger = logging.getLogger(__name__)
 
 FILE = "machine.jsonl"
@@ -48,10 +50,7 @@ class MachineLog:
         """Add a line with the time and the process."""
         line = json.dumps({"at": round(self._clock(), 3), **self._who, **state}, separators=(",", ":"))
         try:
-            with self._path.open("a", encoding="utf-8") as sink:
-                sink.write(line + "\n")
-                size = sink.tell()
-            if size > MOST_BYTES:
+            if append(self._path, line + "\n") > MOST_BYTES:
                 self._thin()
             self._is_failing = False
         except OSError as error:
@@ -63,6 +62,5 @@ class MachineLog:
         lines = self._path.read_bytes().splitlines(keepends=True)
         older = 3 * len(lines) // 4
         lines = lines[:older:2] + lines[older:]
-        scratch = self._path.with_name(f".{FILE}.tmp")
-        scratch.write_bytes(b"".join(lines))
-        os.replace(scratch, self._path)
+        with replacing(self._path) as scratch:
+            scratch.write_bytes(b"".join(lines))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+
+from buffers.disk import replacing
 
 WINDOW = 10
 """Steps in a moving average."""
@@ -76,9 +77,8 @@ def _axes(path: Path, *, title: str) -> Iterator[Any]:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="best")
-    scratch = path.with_name(f".{path.name}.tmp")
-    figure.savefig(scratch, dpi=150, format="png")
-    os.replace(scratch, path)
+    with replacing(path) as scratch:
+        figure.savefig(scratch, dpi=150, format="png")
 
 
 def reward_curve_text(rewards: Sequence[float], *, optimum: float | None, width: int = 72, height: int = 12) -> str:
@@ -109,9 +109,8 @@ def reward_curve_text(rewards: Sequence[float], *, optimum: float | None, width:
 def write_summary(path: Path, summary: Mapping[str, object]) -> None:
     """Write the run's final figures as JSON. Raises ValueError for NaN and infinity: a summary holds finite numbers."""
     text = json.dumps(dict(summary), indent=2, allow_nan=False) + "\n"
-    scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, path)
+    with replacing(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
 
 
 def summary_table(summary: Mapping[str, object], *, title: str) -> Table:

@@ -8,7 +8,6 @@ order of its trained tokens, one for each. The learn loop waits for the file.
 from __future__ import annotations
 
 import json
-import os
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from buffers.disk import replacing
 from buffers.records import Float32, Row, TrainBatch, UInt8
 
 FOLDER = "tokens"
@@ -67,11 +67,10 @@ class TokenFiles:
         kept, places = _kept(batch)
         self._folder.mkdir(exist_ok=True)
         file = _file(self._folder, step)
-        scratch = file.with_name(f".{file.name}.tmp.npz")
         names = json.dumps([[row.episode_id, *_rounds(row)] for row in kept]).encode()
         arrays = {name: getattr(figures, name)[places] for name in ARRAYS}
-        np.savez_compressed(scratch, rows=np.frombuffer(names, np.uint8), **arrays)
-        os.replace(scratch, file)
+        with replacing(file) as scratch, scratch.open("wb") as sink:
+            np.savez_compressed(sink, rows=np.frombuffer(names, np.uint8), **arrays)
         self._sizes[step] = file.stat().st_size
         while sum(self._sizes.values()) > MOST_BYTES and len(self._sizes) > 1:
             oldest = min(self._sizes)

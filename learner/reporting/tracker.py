@@ -1,9 +1,9 @@
 """`Tracker`: writes each step's figures to `metrics.jsonl` and to the trackers that the configuration names.
 
-Called by the pipeline once per step. Invariants: one line per step, in order, on disk when `log` returns, and every number in it
-finite; a value that is not is left out and counted; what is written for people to look at, here and elsewhere (`attempt`), never
-ends a run. A run that is resumed continues the trackers' runs, whose ids `trackers.json` keeps. It computes and shows nothing.
-Trackers that are not installed are refused before anything starts.
+Called by the pipeline once per step. Invariants: one line per step, whole and in order, on disk when `log` returns or as soon as
+the disk takes it, and every number in it finite; a value that is not is left out and counted; what is written for people to look
+at, here and elsewhere (`attempt`), never ends a run. A run that is resumed continues the trackers' runs, whose ids `trackers.json`
+keeps. It computes and shows nothing. Trackers that are not installed are refused before anything starts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import importlib.util
 import json
 import logging
 import math
-import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from buffers.disk import append, check_takes, replacing
 from buffers.errors import UnderstudyError
 
 PROJECT = "understudy"
@@ -44,7 +44,7 @@ class Tracker:
     """Owns `<folder>/metrics.jsonl` and its sinks. Use it as a context manager, or call `close`.
 
     `start`: the run is resumed after this step; later lines of the file belong to steps that are made again, and are dropped.
-    `warn` gets a line for what cannot be written, once for each name.
+    `warn` gets a line for what cannot be written, once for each name, and one in the end with how often it was left out.
     """
 
     def __init__(
@@ -58,12 +58,14 @@ class Tracker:
         warn: Callable[[str], object] = lambda _: None,
     ) -> None:
         self._warn = warn
-        self._failed: set[str] = set()
+        self._failed: dict[str, int] = {}
+        """Name -> how often it could not be written."""
         self._path = Path(folder) / "metrics.jsonl"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self.earlier = cut_lines(self._path, after=start)
         """Figures of the steps made before, as they were logged."""
-        self._lines = self._path.open("a", encoding="utf-8")
+        self._waiting: list[str] = []
+        """Lines that the disk has not taken yet."""
         ids = self._path.with_name(IDS)
         known: dict[str, str] = json.loads(ids.read_text(encoding="utf-8")) if ids.is_file() else {}
         self._sinks: dict[str, Sink] = {}
@@ -71,7 +73,10 @@ class Tracker:
         def begin(tracker: str) -> None:
             place = {"folder": self._path.parent, "name": name, "config": dict(config or {}), "start": start}
             self._sinks[tracker] = SINKS[tracker](**place, known=known.get(tracker))
-            ids.write_text(json.dumps({name: sink.id for name, sink in self._sinks.items()}) + "\n", encoding="utf-8")
+            with replacing(ids) as scratch:
+                scratch.write_text(
+                    json.dumps({name: sink.id for name, sink in self._sinks.items()}) + "\n", encoding="utf-8"
+                )
 
         for tracker in trackers:
             self.attempt(tracker, partial(begin, tracker))
@@ -94,8 +99,8 @@ class Tracker:
         if refused:
             self.num_refused += refused
             finite["tracker/refused"] = float(refused)
-        self._lines.write(json.dumps({"step": step, **finite}) + "\n")
-        self.attempt(self._path.name, self._lines.flush)  # of what a full disk did not take, the next one takes care
+        self._waiting.append(json.dumps({"step": step, **finite}) + "\n")
+        self.attempt(self._path.name, self._write_lines)
         for tracker, sink in self._sinks.items():
             self.attempt(tracker, partial(sink.log, step, finite))
         return finite
@@ -106,19 +111,30 @@ class Tracker:
             write()
         except Exception as error:  # of any kind: trackers are programs of others
             logger.warning("%s could not be written", name, exc_info=error)
-            if name not in self._failed:
-                self._failed.add(name)
+            self._failed[name] = self._failed.get(name, 0) + 1
+            if self._failed[name] == 1:
                 reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                self._warn(
-                    f"note: {name} could not be written ({reason}); the run continues, its figures are in {self._path}"
-                )
+                follows = "its lines wait" if name == self._path.name else f"its figures are in {self._path}"
+                self._warn(f"note: {name} could not be written ({reason}); the run continues, {follows}")
+
+    def _write_lines(self) -> None:
+        if self._waiting:
+            append(self._path, "".join(self._waiting))
+            self._waiting.clear()
 
     def close(self) -> None:
         """Close everything. A second call does nothing."""
-        if not self._lines.closed:
-            self.attempt(self._path.name, self._lines.close)
-            for tracker, sink in self._sinks.items():
-                self.attempt(tracker, sink.close)
+        self.attempt(self._path.name, self._write_lines)
+        while self._sinks:
+            tracker, sink = self._sinks.popitem()
+            self.attempt(tracker, sink.close)
+        left_out = {name: number for name, number in self._failed.items() if name != self._path.name}
+        if self._waiting:
+            left_out[self._path.name] = len(self._waiting)
+        if left_out:
+            each = ", ".join(f"{name} ({number} times)" for name, number in left_out.items())
+            self._warn(f"note: left out, as it could not be written: {each}")
+        self._failed, self._waiting = {}, []
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -145,15 +161,25 @@ class TensorBoardSink:
         from torch.utils.tensorboard import SummaryWriter
 
         # `purge_step`: TensorBoard hides what earlier files say about this step and later ones.
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
+        self._folder = folder / "tensorboard"
+        self._open = partial(SummaryWriter, str(self._folder))
+        self._writer: Any = self._open(purge_step=start + 1 if start else None)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        if self._writer is None:
+            check_takes(self._folder)
+            self._writer = self._open()
+        try:
+            for name, value in figures.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+        except OSError:  # its thread has ended: a file of its own for what comes after a full disk
+            self._writer = None
+            raise
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WandbSink:
@@ -231,14 +257,15 @@ def cut_lines(path: Path, *, after: int) -> list[dict[str, Any]]:
     """Drops lines of a JSONL file that belong to later steps, and a last one that a crash left unfinished; those that stay."""
     kept = []
     if path.exists():
-        for text in path.read_text(encoding="utf-8").splitlines():
+        before = path.read_text(encoding="utf-8")
+        for text in before.splitlines():
             try:
                 line = json.loads(text)
             except ValueError:
                 continue
             if line["step"] <= after:
                 kept.append(line)
-        scratch = path.with_name(f".{path.name}.tmp")
-        scratch.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        os.replace(scratch, path)
+        if (left := "".join(json.dumps(line) + "\n" for line in kept)) != before:
+            with replacing(path) as scratch:
+                scratch.write_text(left, encoding="utf-8")
     return kept

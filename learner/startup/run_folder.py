@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from buffers.disk import check_takes, replacing, why_refused
 from buffers.errors import UnderstudyError
 from configs.schema import Config
 from learner.checkpoints.store import (
@@ -150,19 +151,19 @@ def check_resumed(config: Config, checkpoint: Checkpoint) -> list[str]:
 
 def write_config(folder: Path, config: Config) -> None:
     """`config.yaml`: every key, as it is used; whole or not at all."""
-    unfinished = folder / f".{CONFIG}.tmp"
-    unfinished.write_text(yaml.safe_dump(config.model_dump(), sort_keys=False), encoding="utf-8")
-    unfinished.replace(folder / CONFIG)
+    with replacing(folder / CONFIG) as scratch:
+        scratch.write_text(yaml.safe_dump(config.model_dump(), sort_keys=False), encoding="utf-8")
 
 
 @contextmanager
 def claimed(folder: Path, *, resume: str = "", elsewhere: bool = False) -> Iterator[tuple[bool, Checkpoint | None]]:
     """The folder of a run while it lives: what `find_resume` says and, of a new run, an empty folder, an earlier run of that name
-    being moved aside. Raises UnderstudyError where another process has it."""
+    being moved aside. Raises UnderstudyError where another process has it, and for what its disk did not take in the block."""
     with _locked(folder):
         again, checkpoint = find_resume(folder, resume=resume, elsewhere=elsewhere)
-        if not again:
-            if folder.exists() and any(folder.iterdir()):
+        with _taken_by_disk(folder):
+            check_takes(folder if folder.is_dir() else folder.resolve().parent)
+            if not again and folder.exists() and any(folder.iterdir()):
                 stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.stat().st_mtime))
                 aside, number = folder.with_name(f"{folder.name}.{stamp}"), 1
                 while aside.exists():
@@ -170,15 +171,30 @@ def claimed(folder: Path, *, resume: str = "", elsewhere: bool = False) -> Itera
                     aside = folder.with_name(f"{folder.name}.{stamp}-{number}")
                 folder.rename(aside)
             folder.mkdir(parents=True, exist_ok=True)
-        yield again, checkpoint
+            yield again, checkpoint
+
+
+@contextmanager
+def _taken_by_disk(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if not (why := why_refused(error)):
+            raise
+        raise UnderstudyError(
+            f"run.dir must be on a disk that takes files, got {folder.parent.absolute()}: {why}; free space there, then run the "
+            f"same command again"
+        ) from error
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """A lock beside the folder, which may move. It ends with the process however that dies, and is not handed on to its children;
     closing any descriptor of its file ends it too."""
-    folder.resolve().parent.mkdir(parents=True, exist_ok=True)
-    with _lock_file(folder).open("a+", encoding="utf-8") as lock:
+    with _taken_by_disk(folder):
+        folder.resolve().parent.mkdir(parents=True, exist_ok=True)
+        file = _lock_file(folder).open("a+", encoding="utf-8")
+    with file as lock:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
@@ -187,9 +203,9 @@ def _locked(folder: Path) -> Iterator[None]:
                 f"run.name must not be that of a run that lives, got {folder} ({lock.read()}); end that one, or set another "
                 f"run.name"
             ) from None
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {platform.node()}")
-        lock.flush()
+        with _taken_by_disk(folder):
+            lock.truncate(0)
+            os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}".encode())
         yield
 
 

@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from buffers.errors import UnderstudyError
+from buffers.errors import StorageFull, UnderstudyError
 from buffers.records import TrainBatch
 from buffers.remote.ray_deaths import died, in_short, refusal
 from buffers.weights.node_weights import same_on
@@ -184,12 +184,16 @@ class LearnerRanks:
         return await self._all("publish", base=base, each=folders, **({"role": role} if role else {}))
 
     async def save_pretrained(self, folder: Path) -> None:
-        """See `Trainer.save_pretrained`."""
-        await self._all("save_pretrained", folder)
+        """See `Trainer.save_pretrained`. Raises StorageFull where the disk does not take it for now: the ranks live on."""
+        await self._written("save_pretrained", folder)
 
     async def save(self, folder: Path) -> None:
-        """See `Trainer.save`."""
-        await self._all("save", folder)
+        """See `Trainer.save`. Raises StorageFull, as `save_pretrained`."""
+        await self._written("save", folder)
+
+    async def _written(self, method: str, folder: Path) -> None:
+        if why := next(filter(None, await self._all("written", method, folder, of=method)), ""):
+            raise StorageFull(why)
 
     async def load(self, folder: Path) -> None:
         """See `Trainer.load`."""
@@ -206,8 +210,10 @@ class LearnerRanks:
         answer: dict[str, float] = (await self._all(method, *args, **options))[0]
         return answer
 
-    async def _all(self, method: str, *args: Any, each: Sequence[Any] | None = None, **options: Any) -> list[Any]:
-        """Every rank's answer. `each`: one more argument, another for each rank."""
+    async def _all(
+        self, method: str, *args: Any, each: Sequence[Any] | None = None, of: str = "", **options: Any
+    ) -> list[Any]:
+        """Every rank's answer. `each`: one more argument, another for each rank. `of`: the call's name in errors."""
         if not self._actors:
             raise self._death or RankFailed(
                 f"learner.{method} needs running ranks, got none; call start() first, or see the failure before"
@@ -219,7 +225,7 @@ class LearnerRanks:
         ]
         done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
         if any(call.exception() for call in done):
-            await self._fail(method, calls)
+            await self._fail(of or method, calls)
         return [call.result() for call in calls]
 
     async def _fail(self, method: str, calls: list[asyncio.Future[Any]]) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
+from buffers.disk import why_refused
 from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
 from learner.algorithms.advantages import ESTIMATORS, AdvantageInputs, calibrated_evidence, unit_returns
@@ -283,6 +284,17 @@ class Trainer:
         is all that is written."""
         folder.mkdir(parents=True, exist_ok=True)  # on another node than the store's it is not there
         return self._own.shards.publish(folder, base=base)
+
+    def written(self, method: str, folder: Path) -> str:
+        """Calls `save` or `save_pretrained`; why the disk did not take what this rank wrote, empty where it did. All ranks call
+        this."""
+        try:
+            getattr(self, method)(folder)
+        except Exception as error:
+            if why := why_refused(error):
+                return why
+            raise
+        return ""
 
     def save_pretrained(self, folder: Path) -> None:
         """Writes a Hugging Face folder (and `critic/value_head.safetensors`). All ranks call this; rank 0 writes."""

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from buffers import disk
+from buffers.errors import StorageFull
 from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import TrainBatch
@@ -53,6 +55,7 @@ class FakeRanks:
     told: list[Any] = field(default_factory=list)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     full: bool = False
+    fails: bool = False
     dies_in: list[str] = field(default_factory=list)
     """Calls in which the processes die, in this order."""
 
@@ -93,8 +96,11 @@ class FakeRanks:
         self._maybe_die("save")
         self.told.append("save")
         await self.gate.wait()
+        if self.fails:
+            raise RankFailed("this has no shards")
         if self.full:
-            raise OSError(28, "No space left on device")
+            folder.mkdir()
+            raise StorageFull("No space left on device")
         folder.mkdir()
         self.told.append("saved")
 
@@ -130,6 +136,11 @@ class Setup:
     pool: TaskPool
     store: CheckpointStore
     engine: FakeEngine
+    terminal: io.StringIO
+
+    def said(self) -> str:
+        """What was printed, in one line."""
+        return " ".join(self.terminal.getvalue().split())
 
 
 LAG = 9
@@ -161,7 +172,7 @@ async def learning(
     ranks: Any = FakeRanks(dies_in=list(dies_in))
 
     engine, weights = FakeEngine(), WeightSync(tmp_path)
-    restart_limit = RestartLimit()
+    restart_limit, terminal = RestartLimit(), io.StringIO()
     learner = LearnerProcesses(
         ranks, warm_start=WarmStartConfig(demonstrations="traces.parquet"), seed=0, restart_limit=restart_limit,
         on_warm_start=lambda metrics: None,
@@ -184,7 +195,7 @@ async def learning(
             outputs=Outputs(
                 history=History(load_config(overrides=[f"buffer.max_policy_lag={LAG}"])),
                 tracker=tracker,
-                display=Display(9, console=Console(file=io.StringIO())),
+                display=Display(9, console=Console(file=terminal)),
                 generated=GenerationStats(),
             ),
             restart_limit=restart_limit,
@@ -192,7 +203,7 @@ async def learning(
             checkpoint=checkpoint,
             agreement=agreement,
         )
-        yield Setup(loop, ranks, ledger, pool, store, engine)
+        yield Setup(loop, ranks, ledger, pool, store, engine, terminal)
     pool.close()
     await running
     await weights.close()
@@ -415,14 +426,39 @@ async def test_a_learner_that_always_dies_ends_the_run(tmp_path: Path) -> None:
     ledger.close()
 
 
-async def test_a_disk_that_is_full_ends_the_run_with_the_remedy(tmp_path: Path) -> None:
+async def test_a_checkpoint_waits_for_its_disk_and_leaves_nothing_there_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "LOOK_S", 0.01)
     ledger = Ledger(None)
     make_ready(ledger, task=0)
     async with learning(tmp_path, ledger, steps=1) as setup:
         setup.ranks.full = True
         setup.ranks.gate.set()
+        running = asyncio.create_task(setup.loop.run())
+        await until(lambda: setup.ranks.told.count("save") >= 3)
+        await until(lambda: not list(setup.store.folder.iterdir()))
+        setup.ranks.full = False
+        await running
+        assert [one.position.step for one in setup.store.all()] == [1]
+        said = setup.said()
+        assert said.count("the checkpoint of step 1 waits for its disk: No space left on device; once") == 1
+        assert said.count("the checkpoint of step 1 is written") == 1
+    ledger.close()
+
+
+async def test_ctrl_c_does_not_wait_for_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "LOOK_S", 0.01)
+    ledger = Ledger(None)
+    make_ready(ledger, task=0)
+    async with learning(tmp_path, ledger, steps=1) as setup:
+        setup.ranks.full = True
+        setup.ranks.gate.set()
+        running = asyncio.create_task(setup.loop.run())
+        await until(lambda: setup.ranks.told.count("save") >= 2)
+        setup.loop.stop()
         with pytest.raises(CheckpointError, match=r"step 1 could not be written .*No space left.*; free space"):
-            await setup.loop.run()
+            await running
         assert setup.store.all() == []
     ledger.close()
 
@@ -553,16 +589,16 @@ async def test_a_batch_that_engine_and_learner_do_not_agree_on_ends_the_run_and_
 
 
 async def test_what_cannot_be_saved_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
-    for full in (True, False):
+    for fails in (True, False):
         ledger = Ledger(None)
         make_ready(ledger, task=0)
         async with learning(
-            tmp_path / str(full), ledger, steps=1, schedule={"tries_save": True}, checkpoints={"every": 0}
+            tmp_path / str(fails), ledger, steps=1, schedule={"tries_save": True}, checkpoints={"every": 0}
         ) as setup:
             setup.ranks.gate.set()
-            setup.ranks.full = full
-            if full:
-                with pytest.raises(CheckpointError, match="free space"):
+            setup.ranks.fails = fails
+            if fails:
+                with pytest.raises(RankFailed, match="no shards"):
                     await setup.loop.run()
                 assert setup.ranks.trained == []
             else:

@@ -1,10 +1,12 @@
 """Who commits: the writer's thread, or a caller that waits anyway. What is promised holds either way."""
 
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import count
 
 import pytest
@@ -12,7 +14,10 @@ import pytest
 from buffers.errors import StorageFull, UnderstudyError
 from buffers.ledger import group_commit
 from buffers.ledger.group_commit import GroupCommit, Rules
+from buffers.ledger.refusals import holders, is_passing, why_not_stored
 from tests.support.patience import PATIENCE_S
+from tests.support.processes.child_process import Lines as Output
+from tests.support.processes.child_process import child_process
 
 PUTS = 200
 
@@ -43,8 +48,8 @@ class Lines:
         self.probes = []
         self.recovered = threading.Event()
         self.writer = GroupCommit(
-            db, name="test", read_event=lambda db: db.execute("SELECT count(*) FROM line").fetchone()[0],
-            keep_event=lambda _: None, publish=self._publish, probe=lambda _: self.probes.append(self.writer.full),
+            db, name=str(path), read_event=lambda db: db.execute("SELECT count(*) FROM line").fetchone()[0],
+            keep_event=lambda _: None, publish=self._publish, probe=lambda _: self.probes.append(self.writer.waits_for),
         )  # fmt: skip
 
     def _publish(self, event, *, recovered):
@@ -215,7 +220,7 @@ def test_while_the_disk_is_full_operations_wait_in_their_order_and_a_probe_opens
     lines.disk.full = True
     first = lines.put("first")
     until(lambda: len(lines.probes) >= 2)
-    assert all(lines.probes) and lines.writer.full and not first.done()
+    assert all(lines.probes) and lines.writer.waits_for and not first.done()
     refused = lines.put("refused", refusable=True)
     with pytest.raises(StorageFull, match="disk is full; free space on its disk"):
         refused.result(PATIENCE_S)
@@ -224,10 +229,61 @@ def test_while_the_disk_is_full_operations_wait_in_their_order_and_a_probe_opens
     for future in (first, *later):
         future.result(PATIENCE_S)
     assert lines.texts().result(PATIENCE_S) == ["first", "second", "third"]
-    assert lines.recovered.wait(PATIENCE_S) and not lines.writer.full
+    assert lines.recovered.wait(PATIENCE_S) and not lines.writer.waits_for
     num_probes = len(lines.probes)
     lines.put("fourth").result(PATIENCE_S)
     assert len(lines.probes) == num_probes, "no probe once there is room"
+
+
+HOLDER = """
+import sqlite3, sys
+db = sqlite3.connect(sys.argv[1], isolation_level=None)
+db.execute(sys.argv[2])
+db.execute("BEGIN IMMEDIATE")
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("mode", ["PRAGMA journal_mode = WAL", "PRAGMA journal_mode = DELETE"])
+def test_a_file_that_another_program_holds_is_waited_for_and_the_program_is_named(tmp_path, monkeypatch, mode):
+    monkeypatch.setattr(group_commit, "_RETRY_S", 0.01)
+    path = tmp_path / "lines.sqlite"
+    with closing(sqlite3.connect(path)) as db:
+        db.execute(mode)
+    lines = Lines(path)
+    lines.disk.execute("PRAGMA busy_timeout = 0")
+    with child_process([sys.executable, "-c", HOLDER, str(path), mode], stdin=subprocess.PIPE) as holder:
+        assert Output(holder.stdout.fileno()).next(until=time.monotonic() + PATIENCE_S) is not None
+        kept, refused = lines.put("kept"), lines.put("refused", refusable=True)
+        with pytest.raises(
+            StorageFull, match=rf"database is locked, by python\S* \(process {holder.pid}\); end its transaction there"
+        ):
+            refused.result(PATIENCE_S)
+        until(lambda: len(lines.probes) == 0 and lines.writer.waits_for)
+        assert not kept.done() and str(holder.pid) in lines.writer.waits_for
+    kept.result(PATIENCE_S)
+    assert lines.texts().result(PATIENCE_S) == ["kept"] and not lines.writer.waits_for
+    lines.writer.close()
+
+
+def test_a_ledger_whose_disk_or_file_is_not_to_be_had_is_refused_in_words_of_that(tmp_path):
+    path = tmp_path / "lines.sqlite"
+    Lines(path).writer.close()
+    assert holders(path) == {} and holders(tmp_path / "none") == {}
+    full = sqlite3.OperationalError("database or disk is full")
+    full.sqlite_errorcode = sqlite3.SQLITE_FULL
+    assert (
+        is_passing(full) and why_not_stored(full, name=str(path)) == "database or disk is full; free space on its disk"
+    )
+    full.sqlite_errorcode = sqlite3.SQLITE_READONLY
+    assert why_not_stored(full, name=str(path)).endswith("free space on its disk, or make it writable")
+    full.sqlite_errorcode = sqlite3.SQLITE_BUSY_SNAPSHOT
+    assert why_not_stored(full, name=str(path)).endswith(
+        "by a program that this system does not show; end its transaction there"
+    )
+    full.sqlite_errorcode = sqlite3.SQLITE_NOTADB
+    assert not is_passing(full)
 
 
 def until(condition):

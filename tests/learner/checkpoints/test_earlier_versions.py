@@ -27,7 +27,7 @@ def published(tmp_path: Path, version: int) -> Path:
 def test_each_follower_stays_its_age_behind_and_older_versions_go(tmp_path: Path) -> None:
     near, far = Engine(), Engine()
     (own := tmp_path / "earlier").mkdir()
-    earlier = EarlierVersions(own, followers=[Follower(near, 1), Follower(far, 3)])
+    earlier = EarlierVersions(own, followers=[Follower(near, 1), Follower(far, 3)], say=print)
 
     async def run() -> None:
         await earlier.begin(checkpoint=None)
@@ -44,7 +44,7 @@ def test_a_run_that_is_resumed_goes_on_with_what_it_kept_up_to_its_checkpoint(tm
     (own := tmp_path / "earlier").mkdir()
 
     async def run(engine: Engine, *, first: int, last: int, checkpoint: int | None) -> None:
-        earlier = EarlierVersions(own, followers=[Follower(engine, 2)])
+        earlier = EarlierVersions(own, followers=[Follower(engine, 2)], say=print)
         await earlier.begin(checkpoint=None if checkpoint is None else (published(tmp_path, checkpoint), checkpoint))
         for version in range(first, last + 1):
             await earlier.published(published(tmp_path, version), version=version)

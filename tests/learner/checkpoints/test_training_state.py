@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from buffers.errors import StorageFull
 from buffers.records import Position, TrainBatch
 from configs.load import load_config
 from configs.schema import Config, LearnerConfig
@@ -21,6 +22,7 @@ from learner.run import check_models
 from learner.startup.run_folder import check_resumed
 from learner.training.ranks import LearnerRanks, RankFailed
 from learner.training.trainer import Trainer
+from tests.support.disks import FAULTS, NEEDS_ROOT, small_disk
 from tests.support.learner_parts import make_model, make_trainer, walks
 from tests.support.processes import warm_runs
 from tests.support.remote.own_ray import own_ray
@@ -198,6 +200,41 @@ async def test_two_ranks_go_on_from_what_one_saved_and_a_damaged_folder_is_refus
     (tmp_path / "one" / "__0_0.distcp").unlink()
     with pytest.raises(RankFailed, match="failed in load"):
         await two.load(tmp_path / "one")
+
+
+@NEEDS_ROOT
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_disk_that_takes_no_checkpoint_is_told_and_takes_it_later(model: Path, tmp_path: Path, fault: str) -> None:
+    trainer = make_trainer(model, **KNOBS)
+    with small_disk(tmp_path / "disk", size="24m") as disk:
+        for method in ("save", "save_pretrained"):
+            folder = disk.folder / method
+            folder.mkdir()
+            disk.refuse(fault)
+            assert trainer.written(method, folder / "new") == "No space left on device"
+            disk.take()
+            shutil.rmtree(folder)
+            assert trainer.written(method, folder / "new") == ""
+        trainer.load(disk.folder / "save" / "new")
+    trainer.close()
+
+
+@NEEDS_ROOT
+@pytest.mark.slow
+@pytest.mark.usefixtures("_cluster")
+async def test_ranks_live_on_where_a_disk_takes_the_checkpoint_of_none_or_of_one(model: Path, tmp_path: Path) -> None:
+    ranks = await _ranks(model, num=2)
+    with small_disk(tmp_path / "disk", size="24m") as disk:
+        for room in (0, 1 << 20):  # of two shards one fits
+            disk.refuse("full", but=room)
+            with pytest.raises(StorageFull, match="No space left on device"):
+                await ranks.save(disk.folder / f"but-{room}")
+            with pytest.raises(StorageFull, match="No space left on device"):
+                await ranks.save_pretrained(disk.folder / f"model-{room}")
+            disk.take()
+        await ranks.save(disk.folder / "whole")
+        await ranks.load(disk.folder / "whole")
+    await ranks.close()
 
 
 KINDS: dict[str, dict[str, Any]] = {

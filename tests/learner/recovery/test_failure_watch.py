@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
+from learner.recovery import failure_watch
 from learner.recovery.failure_report import in_short, most_frequent_error, reasons, why_episodes_fail
 from learner.recovery.failure_watch import NOBODY_ASKS, QUIET_S, Quiet, Streak
 
@@ -74,6 +76,27 @@ def test_the_final_error_names_what_was_refused_and_only_logs_that_are_there(tmp
     assert told.index("9 x often") < told.index("1 x rare") and CAUSE in told and "env.log" not in told
     alone = why_episodes_fail(counts(), details={}, refused={}, agents=tmp_path / "none", env_log=tmp_path / "env.log")
     assert "started no agents" in alone and str(tmp_path / "env.log") in alone
+
+
+async def test_a_ledger_that_waits_is_told_of_once_with_its_reason_and_when_it_goes_on(monkeypatch) -> None:
+    monkeypatch.setattr(failure_watch, "WATCH_S", 0.0)
+    locked = "locked, by other (process 7); end its transaction"
+    reasons_of_looks = iter(["", "full; free space", "full; free space", locked, "", ""])
+    said: list[str] = []
+
+    async def show() -> None:
+        pass
+
+    with suppress(StopIteration, RuntimeError):
+        await failure_watch.watch(
+            counts=counts, groups_per_step=1, show=show, say=said.append, disk=lambda: next(reasons_of_looks), pool=pool,
+            is_starting=lambda: True, why=None,
+        )  # fmt: skip
+    assert said == [
+        "the ledger waits: full; free space; it goes on by itself",
+        f"the ledger waits: {locked}; it goes on by itself",
+        "the ledger goes on",
+    ]
 
 
 def test_silence_is_told_after_a_while_and_again_after_twice_as_long() -> None:

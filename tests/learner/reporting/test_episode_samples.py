@@ -41,7 +41,6 @@ def test_the_best_and_the_worst_episode_of_a_batch_are_written_with_all_their_ro
     traces = Traces(tmp_path, decode=decode)
     traces.add(batch(0.5, 1.0, 0.25), step=1)
     traces.add(batch(2.0), step=2)
-    traces.close()
     best, worst, only = read(tmp_path)
     assert [(line["step"], line["episode_id"], line["score"]) for line in (best, worst, only)] == [
         (1, "e1", 1.0),
@@ -64,6 +63,5 @@ def test_steps_that_are_made_again_are_dropped(tmp_path):
     traces = Traces(tmp_path, decode=decode)
     for step in (1, 2, 3):
         traces.add(batch(1.0), step=step)
-    traces.close()
-    Traces(tmp_path, decode=decode, start=2).close()
+    Traces(tmp_path, decode=decode, start=2)
     assert [line["step"] for line in read(tmp_path)] == [1, 2]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import struct
 import sys
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,9 +16,11 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from buffers.disk import append, check_takes, replacing
 from learner.reporting.display import Display
 from learner.reporting.summary import moving_average, reward_curve_png, reward_curve_text, summary_table, write_summary
 from learner.reporting.tracker import Tracker, TrackerError, check_trackers
+from tests.support.disks import FAULTS, NEEDS_ROOT, small_disk
 
 
 def test_a_step_is_one_line_on_disk_before_log_returns(tmp_path: Path) -> None:
@@ -295,7 +297,8 @@ def test_a_tracker_that_raises_is_told_of_once_and_ends_nothing(
     with Tracker(tmp_path, trackers=[name, "tensorboard"], warn=told.append) as tracker:
         for step in (1, 2, 3):
             tracker.log(step, {"reward/mean": 0.5})
-    (line,) = told
+    line, *last = told
+    assert last == [f"note: left out, as it could not be written: {name} ({3 if call == 'log' else 1} times)"]
     assert line.startswith(
         f"note: {name} could not be written (ConnectionError: the server is away); the run continues"
     )
@@ -303,22 +306,57 @@ def test_a_tracker_that_raises_is_told_of_once_and_ends_nothing(
     assert list((tmp_path / "tensorboard").iterdir()), "the others get theirs"
 
 
-def test_lines_that_a_full_disk_did_not_take_are_written_once_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@NEEDS_ROOT
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread
+@pytest.mark.parametrize("fault", FAULTS)
+def test_steps_wait_for_a_disk_in_their_order_and_trackers_begin_again_when_it_is_back(
+    tmp_path: Path, fault: str
 ) -> None:
     told: list[str] = []
-    with Tracker(tmp_path, trackers=[], warn=told.append) as tracker:
-        descriptor = tracker._lines.fileno()
-        own = os.dup(descriptor)
-        with Path("/dev/full").open("w") as full:
-            os.dup2(full.fileno(), descriptor)
-        tracker.log(1, {"reward/mean": 0.5})
-        tracker.attempt("tokens", lambda: Path("/dev/full").write_text("x"))
-        os.dup2(own, descriptor)
-        os.close(own)
-        tracker.log(2, {"reward/mean": 0.5})
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
-    assert [line.split()[1] for line in told] == ["metrics.jsonl", "tokens"]
+    with small_disk(tmp_path / "disk") as disk, Tracker(disk.folder / "run", warn=told.append) as tracker:
+        for step in range(1, 31):
+            if step == 2:
+                disk.refuse(fault)
+            if step == 20:
+                disk.take()
+            tracker.log(step, {f"a/{number}": 0.5 for number in range(100)})
+            tracker.attempt("tokens", partial((disk.folder / f"{step}").write_bytes, b"x"))
+        tracker.close()
+        lines = (disk.folder / "run" / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == list(range(1, 31))
+        shown = tensorboard_steps(disk.folder / "run" / "tensorboard")
+        assert {1, *range(20, 31)} <= shown, "at most the steps of the full disk are not in TensorBoard"
+    assert told[-1].startswith("note: left out, as it could not be written: ") and "tokens (18 times)" in told[-1]
+    names = [line.split()[1] for line in told[:-1]]
+    assert len(set(names)) == len(names), "each is told of once"
+
+
+def tensorboard_steps(folder: Path) -> set[int]:
+    """The steps of all event files."""
+    return {
+        event.step for file in folder.iterdir() for event in EventFileLoader(str(file)).Load() if event.summary.value
+    }
+
+
+@NEEDS_ROOT
+def test_what_a_full_disk_did_not_take_whole_leaves_no_part_of_it(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        path, table = disk.folder / "lines.jsonl", disk.folder / "table"
+        first = append(path, "one\n")
+        table.write_text("old")
+        disk.refuse("full")
+        for _ in range(3):
+            with pytest.raises(OSError, match="No space left"):
+                append(path, "x" * 100_000)
+            with pytest.raises(OSError, match="No space left"), replacing(table) as scratch:
+                scratch.write_bytes(bytes(100_000))
+            with pytest.raises(OSError, match="No space left"):
+                check_takes(disk.folder)
+        assert path.stat().st_size == first and table.read_text() == "old"
+        disk.take()
+        append(path, "two\n")
+        assert path.read_text() == "one\ntwo\n"
+        assert sorted(file.name for file in disk.folder.iterdir()) == [".ballast", "lines.jsonl", "table"]
 
 
 def test_a_tracker_that_is_not_installed_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

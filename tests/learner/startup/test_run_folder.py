@@ -14,6 +14,7 @@ from buffers.errors import UnderstudyError
 from configs.load import ConfigError, load_config
 from learner.run import check_inputs
 from learner.startup.run_folder import claimed
+from tests.support.disks import FAULTS, NEEDS_ROOT, small_disk
 
 OTHER = """
 import os, sys, time
@@ -105,3 +106,25 @@ def test_a_name_that_is_no_folder_of_its_own_is_refused_in_one_line(name: str) -
     with pytest.raises(ConfigError) as refused:
         load_config(overrides=[f"run.name={name}"])
     assert str(refused.value).startswith("run.name must be the name of a folder") and "\n" not in str(refused.value)
+
+
+@NEEDS_ROOT
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_run_and_a_resume_on_a_disk_that_takes_nothing_are_refused_in_one_line(tmp_path: Path, fault: str) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        folder = disk.folder / "run"
+        with claimed(folder):
+            (folder / "config.yaml").touch()
+            (folder / "ledger.sqlite").touch()
+        disk.refuse(fault)
+        for name, resume in (("run", "auto"), ("other", "")):
+            with pytest.raises(UnderstudyError) as refused, claimed(disk.folder / name, resume=resume):
+                pass
+            assert str(refused.value) == (
+                f"run.dir must be on a disk that takes files, got {disk.folder}: No space left on device; free space there, "
+                f"then run the same command again"
+            )
+        disk.take()
+        with claimed(folder, resume="auto") as (again, _):
+            assert again
+        assert sorted(path.name for path in disk.folder.iterdir())[-1] == "run", "nothing was moved aside"
