@@ -16,8 +16,11 @@ from pathlib import Path
 
 from buffers.errors import TaskError, UnderstudyError
 from configs.schema import Config
+from configs.temporary_folder import own_temporary_folder
+from learner.recovery.at_once import signals_end_at_once
 
 FILE = "evaluation.json"
+STOPPED_TEXT = "stopped; an evaluation cannot be resumed: run the same command again"
 logger = logging.getLogger(__name__)
 
 
@@ -95,6 +98,11 @@ def main(argv: Sequence[str] | None = None, *, program: str = "understudy eval")
         if value is not None and value < 1:
             parser.error(f"{name} must be at least 1, got {value}; leave it out for its default")
 
+    with own_temporary_folder(), signals_end_at_once(lambda: STOPPED_TEXT):
+        return _main(arguments)
+
+
+def _main(arguments: argparse.Namespace) -> int:
     from configs.load import DEFAULT, ConfigError, load_config, shipped
 
     try:
@@ -143,7 +151,11 @@ def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Calla
     folder = Path(config.run.dir) / config.run.name
     samples = config.data.validation.samples
     log = folder / LOG
-    with claimed(folder), own_terminal(log) as terminal:
+    with (
+        claimed(folder),
+        own_terminal(log) as terminal,
+        signals_end_at_once(lambda: STOPPED_TEXT, terminal=terminal),
+    ):
         write_config(folder, config)
         logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         console = Console(file=terminal)
@@ -160,7 +172,7 @@ def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Calla
             say(f"error: {in_words(error)}", style="bold red")
         if code or pipeline.evaluation is None:
             if code == 130:
-                say("stopped; an evaluation cannot be resumed: run the same command again")
+                say(STOPPED_TEXT)
             return code or 1
         played = pipeline.evaluation
         figures = figures_of(played.found, num_tasks=played.num_tasks, samples=samples, failures=pipeline.failures)
