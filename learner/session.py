@@ -149,8 +149,10 @@ async def supervise(pipeline: Pipeline) -> tuple[int, list[Exception]]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
     asked = False
 
-    def on_signal() -> None:
+    def on_signal(number: int) -> None:
         nonlocal asked
+        if asked:  # both came while the loop was busy
+            signal.raise_signal(number)
         asked = True
         listen()
         if not pipeline.stop():
@@ -162,7 +164,7 @@ async def supervise(pipeline: Pipeline) -> tuple[int, list[Exception]]:
             if asked or running.done():
                 signal.signal(number, handler)
             else:
-                loop.add_signal_handler(number, on_signal)
+                loop.add_signal_handler(number, on_signal, number)
 
     running = asyncio.create_task(pipeline.run(), name="pipeline")
     pipeline.on_ray_started = listen  # Ray installs a handler of its own for SIGTERM

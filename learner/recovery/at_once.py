@@ -33,8 +33,8 @@ SHOW_CURSOR = "\x1b[?25h"
 
 @contextmanager
 def signals_end_at_once(text: Callable[[], str], *, terminal: TextIO | None = None) -> Iterator[None]:
-    """While inside, SIGINT and SIGTERM end this process at once, with the exit code 130. `text` is printed then, on `terminal` or
-    the standard error. Called by the main thread."""
+    """While inside, SIGINT, SIGTERM, and the end of the terminal unless that is ignored (nohup), end this process at once, with the
+    exit code 130. `text` is printed then, on `terminal` or the standard error. Called by the main thread."""
     owner = os.getpid()
 
     def end(number: int, _: FrameType | None) -> None:
@@ -42,13 +42,15 @@ def signals_end_at_once(text: Callable[[], str], *, terminal: TextIO | None = No
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        for each in SIGNALS:
+        for each in before:
             signal.signal(each, signal.SIG_IGN)
         end_at_once(text(), terminal=terminal)
 
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGHUP)}
+    if before[signal.SIGHUP] == signal.SIG_IGN:
+        del before[signal.SIGHUP]
     if sys.platform == "linux":
-        for number in SIGNALS:
+        for number in before:
             signal.signal(number, end)
     try:
         yield
