@@ -57,6 +57,7 @@ def run_session(
             (folder / CONFIG).touch()
         else:
             write_config(folder, config)
+        (folder / "summary.json").unlink(missing_ok=True)  # of the process before
         logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         console = Console(file=terminal)
         say = partial(console.print, highlight=False, markup=False, soft_wrap=True)

@@ -74,6 +74,16 @@ def test_a_resume_that_fails_leaves_the_configuration_and_one_that_begins_change
     assert (tmp_path / "run" / CONFIG).read_text() != before
 
 
+def test_a_summary_of_the_process_before_is_gone_while_a_run_is_resumed(
+    play: Callable[..., int], tmp_path: Path
+) -> None:
+    summary = tmp_path / "run" / "summary.json"
+    assert play(lambda _: None) == 0 and summary.is_file()
+    seen: list[bool] = []
+    assert play(lambda _: seen.append(summary.exists())) == 0
+    assert seen == [False] and summary.is_file()
+
+
 async def in_a_loop(error: BaseException) -> None:
     async with asyncio.TaskGroup() as loops:
         async with asyncio.TaskGroup() as inner:

@@ -31,7 +31,7 @@ from learner.page.routes import build_app
 from learner.page.run_set import RunSet
 from tests.learner.page.page_parts import unpacked
 from tests.support.patience import PATIENCE_S
-from tests.support.run_parts import ROOT, Run, assert_nothing_left, refusal, start
+from tests.support.run_parts import MARK, ROOT, Run, assert_nothing_left, refusal, start
 
 
 def assert_the_page_has_the_machine_and_a_trained_episode(run: Run) -> None:
@@ -176,8 +176,9 @@ def test_a_second_signal_ends_at_once_leaves_nothing_and_prints_what_goes_on(tmp
     words = shlex.split(output.splitlines()[-1])
     assert words[:3] == ["python", "-m", "learner.run"]
     resumed = subprocess.run(
-        [sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+        [sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        env={**os.environ, MARK: run.mark},
+    )  # fmt: skip
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "resuming after step" in resumed.stdout and run.summary()["steps"] == 3
     assert list(temporary.iterdir()) == []
