@@ -28,7 +28,7 @@ MOST_BYTES = 4 * 1024 * 1024
 def began_s(pid: int) -> float:
     """Seconds from the machine's start to that of this process: with its id it names one, however clocks are set. Raises
     psutil.Error."""
-    return psutil.Process(pid).create_time() - psutil.boot_time()
+    return float(psutil.Process(pid).create_time() - psutil.boot_time())
 
 
 class MachineLog:
