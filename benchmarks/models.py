@@ -42,15 +42,14 @@ RUN = (
 HALF, NO_PREFIXES = "model.dtype=bfloat16", "rollout.engine_args={enable_prefix_caching: false}"
 TEXT_ONLY = "rollout.engine_args={language_model_only: true}"
 NEEDS: dict[str, tuple[str, ...]] = {
-    "apertus": ("rollout.engine_args={model_impl: transformers}",),
     **dict.fromkeys(("deepseek_v3", "deepseek_v3_dense", "glm4_moe_lite", "kimi_linear", "olmo_hybrid"), (HALF,)),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), (HALF,)),
     **dict.fromkeys(("qwen3_5_moe_vl", "qwen3_5_vl"), (HALF, TEXT_ONLY)),
     **dict.fromkeys(("gemma3_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm"), (TEXT_ONLY,)),
     **dict.fromkeys(("falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "nemotron_h_dense"), (NO_PREFIXES,)),
 }
-"""What a family is given when a run without it is refused. vLLM's CPU kernels have nothing else; its own class of Apertus keeps two
-weights of each activation in bfloat16; the folders of models that see have no image processor here."""
+"""What a family is given when a run without it is refused. vLLM's CPU kernels have nothing else; the
+folders of models that see have no image processor here."""
 WIDER: dict[str, dict[str, int]] = {"gpt_oss": {"vocab_size": 201088}}
 """What a family's folder is told beside its own: vLLM writes prompts for gpt-oss by Harmony, in the tokens of gpt-oss."""
 MOST = {"float32": ("max_logprob_diff", 1e-4), "bfloat16": ("mean_logprob_diff", 0.15)}

@@ -259,6 +259,8 @@ class Row:
     """Rounds that this row trains and whose generation was cut at the most tokens (finish reason `length`)."""
     experts: UInt16 | None = None
     """[T, layers, K] the experts that the engine used for each token, UNKNOWN_EXPERT where that is not known. None: nowhere."""
+    expert_versions: Int32 | None = None
+    """[T] the policy version whose router chose them."""
 
     @property
     def own_score(self) -> float:

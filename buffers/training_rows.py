@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from buffers.records import UNKNOWN_EXPERT, EpisodeScores, Round, Row
+from buffers.records import UNKNOWN_EXPERT, EpisodeScores, Int32, Round, Row
 
 ABORTED = "abort"
 CUT = "length"
@@ -92,6 +92,7 @@ def _row(path: list[Round], *, fresh: set[int], group_id: int, scores: EpisodeSc
     indices = np.full(num_tokens, -1, dtype=np.int32)
     recorded = [round_.experts for round_ in path if round_.experts is not None]
     experts = np.full((num_tokens, *recorded[0].shape[1:]), UNKNOWN_EXPERT, dtype=np.uint16) if recorded else None
+    sampling = np.full(num_tokens, -1, dtype=np.int32)
     start = 0
     for round_ in path:
         middle = start + len(round_.tail_ids)
@@ -106,6 +107,7 @@ def _row(path: list[Round], *, fresh: set[int], group_id: int, scores: EpisodeSc
             indices[middle:end] = np.where(chosen, round_.round_index, -1)
         if experts is not None and round_.experts is not None:
             experts[end - 1 - len(round_.experts) : end - 1] = round_.experts
+        sampling[middle:end] = round_.versions
         start = end
     return Row(
         episode_id=path[0].episode_id,
@@ -124,4 +126,12 @@ def _row(path: list[Round], *, fresh: set[int], group_id: int, scores: EpisodeSc
         judges=scores.judges or None,
         truncated=tuple(r.round_index for r in path if r.round_index in fresh and r.finish_reason == CUT),
         experts=experts,
+        expert_versions=None if experts is None else _next_known(sampling),
     )
+
+
+def _next_known(versions: Int32) -> Int32:
+    """[T] that of the next sampled token: a token meets the routers in the pass that samples what comes after it."""
+    sampled = np.append(np.flatnonzero(versions >= 0), len(versions) - 1)
+    following = sampled[np.searchsorted(sampled[:-1], np.arange(len(versions)), side="right")]
+    return np.asarray(versions[following], dtype=np.int32)

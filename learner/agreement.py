@@ -16,7 +16,7 @@ import numpy as np
 
 from buffers.errors import UnderstudyError
 from configs.schema import Config
-from learner.reporting.drift import MOST_MEAN, MOST_MEAN_OF_A_GPU, drift_remedy
+from learner.reporting.drift import MOST_MEAN, MOST_MEAN_OF_A_GPU, OTHER_CLASS_FROM, drift_remedy
 from learner.training.ranks import LearnerRanks
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,8 @@ class Agreement:
     sampling: Callable[..., Any]
     roles: Collection[str] = ()
     has_gpu: bool = False
+    has_other: bool = False
+    """vLLM's other class of the model is tried where they disagree, and nothing was trained before."""
     has_begun: bool = False
     """They agreed once."""
     apart: Disagreement | None = None
@@ -71,7 +73,11 @@ class Agreement:
     def most(self) -> float:
         """Nats on average."""
         dtype = self.config.model.dtype
-        usual = MOST_MEAN_OF_A_GPU if self.has_gpu and dtype == "float32" else MOST_MEAN[dtype]
+        usual = MOST_MEAN[dtype]
+        if dtype == "float32" and self.has_gpu:
+            usual = MOST_MEAN_OF_A_GPU
+        elif dtype == "float32" and self.has_other and not self.has_begun:
+            usual = OTHER_CLASS_FROM
         return self.config.learner.max_mean_logprob_diff or usual
 
     async def probe(self, ranks: LearnerRanks) -> float:

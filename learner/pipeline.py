@@ -482,7 +482,14 @@ class Pipeline:
     ) -> LearnLoop:
         config = self._config
         self.agreement = Agreement(
-            config=config, engines=serving.engine, sampling=free_sampling, roles=config.adapter_roles, has_gpu=has_gpu()
+            config=config,
+            engines=serving.engine,
+            sampling=free_sampling,
+            roles=config.adapter_roles,
+            has_gpu=has_gpu(),
+            has_other=not self._resume
+            and config.rollout.engine == "vllm"
+            and "model_impl" not in config.rollout.engine_args,
         )
         traces = Traces(self._folder, decode=serving.server.decode, start=self._start)
         stack.callback(traces.close)

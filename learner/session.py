@@ -127,17 +127,22 @@ async def run_agreeing(
     """A run; begun once more with vLLM's other class of the model where its own does not compute what the learner does."""
     pipeline = make(config, resume=again)
     code, errors = await supervise(pipeline)
-    first = None if pipeline.agreement is None else pipeline.agreement.apart
-    arguments = config.rollout.engine_args
-    if first is None or again or config.rollout.engine != "vllm" or "model_impl" in arguments:
+    own = pipeline.agreement
+    if own is None or (first := own.apart) is None or not own.has_other:
         return pipeline, code, errors
     note(f"engine and learner differ by {first.difference:.2g} nats on average: trying {OTHER_CLASS}")
-    rollout = config.rollout.model_copy(update={"engine_args": {**arguments, **OTHER_CLASS_ARGUMENT}})
-    config = config.model_copy(update={"rollout": rollout})
-    pipeline = make(config, resume=True)
+    arguments = {**config.rollout.engine_args, **OTHER_CLASS_ARGUMENT}
+    rollout = config.rollout.model_copy(update={"engine_args": arguments})
+    pipeline = make(config.model_copy(update={"rollout": rollout}), resume=True)
     code, errors = await supervise(pipeline)
-    agreement = pipeline.agreement
-    if errors and (agreement is None or not (agreement.has_begun or agreement.apart)):
+    other = pipeline.agreement
+    if errors and (other is None or not other.has_begun):
+        own.has_other = False
+        if first.difference <= own.most:
+            note(f"going on with vLLM's own class, as the other one is no better: {in_words(errors[0])}")
+            pipeline = make(config, resume=True)
+            return (pipeline, *await supervise(pipeline))
+    if errors and (other is None or not (other.has_begun or other.apart)):
         told = "; ".join(map(in_words, errors))
         errors = [UnderstudyError(f"{first.what}; vLLM's other class of it was tried: {told}; train another model")]
     return pipeline, code, errors

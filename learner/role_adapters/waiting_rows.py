@@ -18,7 +18,7 @@ from buffers.records import Row
 
 FILE = "waiting.npz"
 _ARRAYS = ("ids", "mask", "logprobs", "versions", "rounds")
-_EXPERTS = "experts"
+_EXPERTS = ("experts", "expert_versions")
 """Not of every row."""
 _NUMBERS = (
     "episode_id", "group_id", "score", "loss_weight", "branch_score", "role", "role_score", "greedy", "hint", "judges",
@@ -69,7 +69,7 @@ def write(folder: Path, waiting: Mapping[str, WaitingRows]) -> None:
     arrays: dict[str, Any] = {
         f"{number}.{name}": array
         for number, row in enumerate(rows)
-        for name in (*_ARRAYS, _EXPERTS)
+        for name in (*_ARRAYS, *_EXPERTS)
         if (array := getattr(row, name)) is not None
     }
     arrays[_LINES] = np.frombuffer(json.dumps(lines).encode(), dtype=np.uint8)
@@ -84,7 +84,7 @@ def read(folder: Path, *, roles: Iterable[str]) -> dict[str, WaitingRows]:
         for number, line in enumerate(lines):
             scores, truncated = dict(map(tuple, line.pop("round_scores"))), tuple(line.pop("truncated"))
             arrays = {name: stored[f"{number}.{name}"] for name in _ARRAYS}
-            experts = stored.get(f"{number}.{_EXPERTS}")
-            row = Row(**line, **arrays, experts=experts, round_scores=scores, truncated=truncated)
+            experts = {name: stored.get(f"{number}.{name}") for name in _EXPERTS}
+            row = Row(**line, **arrays, **experts, round_scores=scores, truncated=truncated)
             found[row.role]._groups.setdefault(row.group_id, []).append(row)
     return found

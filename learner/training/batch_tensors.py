@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from buffers.records import Row, TrainBatch
+from buffers.records import Int32, Row, TrainBatch
 from learner.algorithms.aggregation import role_weights
 from learner.training.packing import Sequences
 
@@ -30,6 +30,8 @@ class BatchTensors:
     `learner.algorithms.advantages`)."""
 
     sequences: Sequences
+    labels: list[Int32]
+    """[N] of each token, by which it may be computed once for several rows: its id, and the version that chose its experts."""
     hints: list[str | None]
     """[N]"""
     episodes: npt.NDArray[np.int64]
@@ -58,6 +60,8 @@ class BatchTensors:
     """[M] int64."""
     fresh: Tensor
     """[M] bool."""
+    verifiable: Tensor
+    """[M] bool: all that comes before it was computed by the version that sampled it, where experts are recorded."""
     truncated: Tensor
     """[M] bool: of an answer that was cut at the most tokens of a generation."""
     rewards: Tensor
@@ -107,6 +111,9 @@ def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = F
     ends = (owners[:-1] == owners[1:]) & (rounds[:-1] != rounds[1:])
     return BatchTensors(
         sequences=sequences,
+        labels=[
+            row.ids if row.expert_versions is None else row.ids + (row.expert_versions % 2**11 << 20) for row in rows
+        ],
         hints=[row.hint for row in rows],
         episodes=_numbered([row.episode_id for row in rows]),
         loss_weights=torch.tensor([row.loss_weight for row in rows], dtype=torch.float32),
@@ -121,10 +128,19 @@ def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = F
         behaviour=torch.from_numpy(_flat([row.logprobs[own] for row, own in zip(rows, picked)], dtype=np.float32)),
         versions=torch.from_numpy(versions).long(),
         fresh=torch.from_numpy(fresh & ~truncated if mask_truncated else fresh),
+        verifiable=torch.from_numpy(_flat([_verifiable(row)[own] for row, own in zip(rows, picked)], dtype=np.bool_)),
         truncated=torch.from_numpy(truncated),
         rewards=torch.from_numpy(np.concatenate([_round_rewards(row) for row in rows])),
         ends=torch.from_numpy(np.append(ends, False)),
     )
+
+
+def _verifiable(row: Row) -> npt.NDArray[np.bool_]:
+    """[T] see `BatchTensors.verifiable`."""
+    if row.expert_versions is None:
+        return np.ones(len(row.ids), dtype=np.bool_)
+    least, most = np.minimum.accumulate(row.expert_versions), np.maximum.accumulate(row.expert_versions)
+    return np.append(False, (least == most)[:-1])
 
 
 def _flat(parts: list[npt.NDArray[Number]], *, dtype: type[Number]) -> npt.NDArray[Number]:

@@ -12,6 +12,7 @@ and chunk of the model. Invariant: weights are not changed. All ranks of a shard
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,12 +54,19 @@ class Layout:
     why: str
 
     def lay_out(
-        self, sequences: Sequences, *, groups: npt.NDArray[np.int64], num_ranks: int, token_budget: int
+        self,
+        sequences: Sequences,
+        *,
+        labels: Sequence[Int32] | None = None,
+        groups: npt.NDArray[np.int64],
+        num_ranks: int,
+        token_budget: int,
     ) -> Sequences:
-        """These rows; what they share is computed once where that pays. `groups` [N]: rows that are to stay together."""
+        """These rows; what they share is computed once where that pays. `groups` [N]: rows that are to stay together; `labels`
+        [N]: see `BatchTensors`, else the ids."""
         rows = Sequences(sequences.ids, masks=sequences.masks, experts=sequences.experts)
         plain = rows if self.packs else PaddedSequences(rows)
-        tree = PrefixTree(sequences.ids)
+        tree = PrefixTree(sequences.ids if labels is None else labels)
         if not self.shares or plain.computed[0] < LEAST_RATIO * tree.tokens(range(len(plain.ids))):
             return plain
         found = (TreeSequences if self.packs else StemSequences)(plain, tree=tree, groups=groups)

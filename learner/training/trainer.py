@@ -494,6 +494,7 @@ class Trainer:
         """The same rows as the policy takes them, what they share computed once where that pays."""
         return (layout or self.layout).lay_out(
             sequences,
+            labels=table.labels,
             groups=_row_groups(table),
             num_ranks=self._world_size,
             token_budget=self._config.token_budget,
@@ -521,13 +522,13 @@ class Trainer:
         """Compares recorded log-probabilities with those of the version that sampled each token, where still kept; and [M] these,
         nan where it is not. Those of the present version are known; for older ones a share of the rows is computed again."""
         answers = logprobs.clone()
-        checked = table.versions == version
+        checked = (table.versions == version) & table.verifiable
         if not self._config.check_logprobs:
             return {}, torch.where(checked, answers, torch.nan)
         picked = torch.from_numpy(self._rows_to_check(len(table.sequences.ids)))
         owners = np.repeat(np.arange(len(table.sequences.ids)), table.sequences.counts)
         for old, shards in self._own.history.items():
-            own = (table.versions == old) & ~checked & picked[owners]
+            own = (table.versions == old) & table.verifiable & ~checked & picked[owners]
             if not bool(own.any()):
                 continue
             with fsdp.swapped(self._policy, shards=shards):

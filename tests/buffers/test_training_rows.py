@@ -290,7 +290,7 @@ def used(first: int, number: int) -> UInt16:
 def test_a_row_has_the_experts_of_all_tokens_but_its_last_and_those_that_nobody_recorded() -> None:
     """The engine says those of the whole prompt, or from the parent's last token on; of rounds in between it may say none."""
     tree = TokenTree("e")
-    given = {"logprobs": np.zeros(2, np.float32), "versions": np.zeros(2, np.int32), "finish_reason": "stop"}
+    given = {"logprobs": np.zeros(2, np.float32), "finish_reason": "stop"}
     prompt, rounds = [1, 2], []
     for index, experts in enumerate([used(0, 3), used(0, 6), None, used(7, 3)]):
         ids = np.array([50 + index, 60 + index], np.int32)
@@ -300,6 +300,7 @@ def test_a_row_has_the_experts_of_all_tokens_but_its_last_and_those_that_nobody_
                 prompt_ids=np.array(prompt, np.int32),
                 parent=index - 1 if index else None,
                 sampled_ids=ids,
+                versions=np.array([index, index + 1], np.int32),
                 experts=experts,
                 **given,
             )
@@ -310,4 +311,7 @@ def test_a_row_has_the_experts_of_all_tokens_but_its_last_and_those_that_nobody_
     assert row.experts is not None and row.experts.dtype == np.uint16
     unknown = UNKNOWN_EXPERT
     assert row.experts[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, unknown, unknown, unknown, 7, 8, 9, unknown]
-    assert rows_of([make_round("e")])[0].experts is None
+    assert row.expert_versions is not None, "a token meets the routers when what follows it is sampled"
+    assert row.expert_versions.tolist()[:-1] == [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4]
+    (row,) = rows_of([make_round("e")])
+    assert row.experts is None and row.expert_versions is None

@@ -14,6 +14,7 @@ from benchmarks.families import make_family
 from buffers.records import UNKNOWN_EXPERT, TrainBatch, UInt16
 from learner.model import fsdp
 from learner.model.layers import experts_per_token
+from learner.training.batch_tensors import token_table
 from learner.training.packing import PaddedSequences, Sequences
 from tests.learner.experts.test_routing import CPU, chosen, forked_rows, others, outcome, policy_of, with_experts
 from tests.support.learner_parts import branching_batch, make_model, make_trainer
@@ -69,6 +70,29 @@ def test_a_step_uses_the_recorded_experts_and_says_how_many_the_learner_would_ha
     assert abs(moved["policy/mean_logprob_diff"] - free["policy/mean_logprob_diff"]) > 1e-4
     nothing, _ = step(mixture, plain, router_replay=True)
     assert nothing["policy/router_agreement"] == 0.0, "nobody recorded any"
+
+
+@pytest.mark.seconds
+def test_what_several_versions_computed_is_no_evidence_about_the_engine_and_they_share_nothing(
+    mixture: Path, tmp_path: Path
+) -> None:
+    """An engine computes a prompt again under new weights, and routers then choose others than were recorded with its rounds."""
+    batch, found = recorded(branching_batch(), tmp_path, shift=0), {}
+    for change in (1000, 50, 0):  # beyond the end, between the two answers, at the start
+        rows = [
+            replace(row, expert_versions=-(np.arange(len(row.ids)) >= change).astype(np.int32)) for row in batch.rows
+        ]
+        table = token_table(replace(batch, rows=rows), min_version=0)
+        assert int(table.verifiable.sum()) == (186 if change != 50 else 96)
+        found[change] = step(mixture, replace(batch, rows=rows), router_replay=True)[0]
+    shares = {change: metrics["policy/checked_share"] for change, metrics in found.items()}
+    assert shares == {1000: 1.0, 50: pytest.approx(96 / 186), 0: 1.0}
+    half = [
+        replace(row, expert_versions=np.full(len(row.ids), number % 2, dtype=np.int32))
+        for number, row in enumerate(batch.rows)
+    ]
+    apart, _ = step(mixture, replace(batch, rows=half), router_replay=True)
+    assert 1.0 < apart["learner/raw_over_unique"] < found[0]["learner/raw_over_unique"]
 
 
 def test_layers_that_are_computed_again_choose_what_they_were_told(tmp_path: Path) -> None:
