@@ -17,7 +17,7 @@ from pathlib import Path
 
 PREFIX = "understudy."
 SHORT = "/tmp"
-"""Where the path of a Unix socket, of at most 107 bytes, has room."""
+"""A folder in which the path of a Unix socket, of at most 107 bytes, has room."""
 MAX_CHARS = 26
 """Most characters of a folder in which every socket of a run has room: the paths of Ray's need up to 81 more."""
 _short = SHORT
@@ -52,7 +52,7 @@ def socket_folder(most: int) -> str:
 
 
 def goes_with_this_process(folder: Path) -> None:
-    """It is among `to_remove` from now on: whoever made it removes it, unless the process has to end at once."""
+    """It is among `to_remove` from now on: its maker removes it, unless the process has to end at once."""
     _removed[folder] = os.getpid()
 
 

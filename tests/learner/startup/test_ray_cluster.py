@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import ray
 from ray._private.node import Node
 
 from buffers.errors import UnderstudyError
+from configs.temporary_folder import MAX_CHARS
 from learner.startup import ray_cluster
 from tests.support.patience import PATIENCE_S
 
@@ -71,6 +73,7 @@ ON_A_TAKEN_PORT = """
 import logging, socket, sys
 from ray._private.node import Node
 from buffers.errors import UnderstudyError
+from configs.temporary_folder import MAX_CHARS
 from learner.startup import ray_cluster as cluster
 logging.basicConfig(level="INFO", stream=sys.stderr)
 start, taken = Node.start_ray_processes, socket.create_server(("", 0))
@@ -198,6 +201,22 @@ def test_its_process_may_have_a_ray_without_tokens_afterwards() -> None:
         [sys.executable, "-c", AFTERWARDS], cwd=ROOT, capture_output=True, text=True, env=environment, check=False
     )
     assert told.stdout.split() == ["answered"], told.stderr[-2000:]
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("num_chars", [MAX_CHARS, MAX_CHARS + 1])
+def test_sockets_have_room_whatever_the_length_of_the_folder_for_temporary_files(num_chars: int) -> None:
+    place = Path("/tmp", "t" * (num_chars - len("/tmp/")))
+    place.mkdir()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", TWICE], cwd=ROOT, capture_output=True, text=True, check=False,
+            env={**os.environ, "TMPDIR": str(place)},
+        )  # fmt: skip
+        (one, _), _ = json.loads(done.stdout)
+        assert (Path(one).parent == place) == (num_chars == MAX_CHARS), done.stderr[-2000:]
+    finally:
+        shutil.rmtree(place)
 
 
 def test_a_ray_that_does_not_start_is_one_line_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
