@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
+from configs.temporary_folder import socket_folder
+
 
 @dataclass(frozen=True, slots=True)
 class ForkedServer:
@@ -63,13 +65,6 @@ def fork_server(serve: Callable[[socket.socket, int], None]) -> ForkedServer:
                 os._exit(code)
         os.close(alive_r)
     return ForkedServer(address, alive_w, pid)
-
-
-def socket_folder(most: int) -> str:
-    """The folder for temporary files, or /tmp where its name has more than `most` bytes: the path of a Unix socket has at most
-    107, and what comes behind the folder needs the rest."""
-    folder = os.path.realpath(tempfile.gettempdir())
-    return folder if len(os.fsencode(folder)) <= most else "/tmp"
 
 
 @contextmanager

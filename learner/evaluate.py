@@ -16,7 +16,10 @@ from pathlib import Path
 
 from buffers.errors import TaskError, UnderstudyError
 from configs.schema import Config
+from configs.temporary_folder import own_temporary_folder
+from learner.recovery.at_once import signals_end_at_once
 
+STOPPED_TEXT = "stopped; an evaluation cannot be resumed: run the same command again"
 logger = logging.getLogger(__name__)
 
 
@@ -94,6 +97,11 @@ def main(argv: Sequence[str] | None = None, *, program: str = "understudy eval")
         if value is not None and value < 1:
             parser.error(f"{name} must be at least 1, got {value}; leave it out for its default")
 
+    with own_temporary_folder(), signals_end_at_once(lambda: STOPPED_TEXT):
+        return _main(arguments)
+
+
+def _main(arguments: argparse.Namespace) -> int:
     from configs.load import DEFAULT, ConfigError, load_config, shipped
 
     try:
@@ -141,7 +149,11 @@ def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Calla
     folder = Path(config.run.dir) / config.run.name
     samples = config.data.validation.samples
     log = folder / LOG
-    with claimed(folder), own_terminal(log) as terminal:
+    with (
+        claimed(folder),
+        own_terminal(log) as terminal,
+        signals_end_at_once(lambda: STOPPED_TEXT, terminal=terminal),
+    ):
         write_summary(folder / EVALUATION, {"weights": weights, "model": config.model.path})
         write_config(folder, config)
         logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
@@ -159,7 +171,7 @@ def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Calla
             say(f"error: {in_words(error)}", style="bold red")
         if code or pipeline.evaluation is None:
             if code == 130:
-                say("stopped; an evaluation cannot be resumed: run the same command again")
+                say(STOPPED_TEXT)
             return code or 1
         played = pipeline.evaluation
         figures = figures_of(played.found, num_tasks=played.num_tasks, samples=samples, failures=pipeline.failures)

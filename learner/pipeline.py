@@ -162,6 +162,7 @@ class Pipeline:
         self._checkpoint = checkpoint
         self._evaluates = evaluates
         self._learn: LearnLoop | None = None
+        self._has_ended = False
         self._machine = MachineLog(folder)
         self.failures: dict[str, int] = {}
         """Attempts that failed, by reason, at the end."""
@@ -175,7 +176,7 @@ class Pipeline:
 
     def stop(self) -> bool:
         """Finish after the step in progress (Ctrl-C). False: nothing is learned yet, the caller cancels `run` instead."""
-        return self._learn is not None and self._learn.stop()
+        return self._has_ended or (self._learn is not None and self._learn.stop())
 
     async def run(self) -> None:
         """Build everything, learn, tear everything down."""
@@ -187,6 +188,7 @@ class Pipeline:
                 await loops.create_task(parts.main.run(), name="evaluate" if self._evaluates else "learn")
                 for task in background:
                     task.cancel()
+            self._has_ended = True
             counts = parts.buffers.ledger.counts()
             self.failures = {
                 name.removeprefix("failed/"): number for name, number in counts.items() if name.startswith("failed/")
@@ -281,6 +283,7 @@ class Pipeline:
             open_to_all = await asyncio.to_thread(interrupts_blocked()(ray_cluster.start), self._config.buffer.node)
             if open_to_all and not self._config.run.trusted_network:
                 self._display.note(open_to_all)
+            self.on_ray_started()
 
         ray = asyncio.create_task(start(), name="start ray")
         stack.push_async_callback(ray_cluster.stop_after, ray)
@@ -316,7 +319,6 @@ class Pipeline:
 
         async def start() -> None:
             await asyncio.shield(ray)
-            self.on_ray_started()
             if not self._evaluates:
                 await learner.start(self._checkpoint)
                 self._display.note(await ranks.layout_line())

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from buffers.terminal import guard_output
 from configs.process_fork import imports_kept, leave
+from configs.temporary_folder import own_temporary_folder
+from learner.recovery.at_once import signals_end_at_once
 
 if TYPE_CHECKING:
     from configs.schema import Config, ModelConfig
     from learner.placement.model_shape import ModelShape
 
-STOPPED = 130
-"""The exit code after Ctrl-C."""
 PROGRAM = "python -m learner.run"
 EPILOG = """\
 examples:
@@ -72,11 +72,8 @@ def main(argv: list[str] | None = None, *, program: str = PROGRAM) -> int:
             f"--keep-running needs Linux, got {sys.platform}; leave it out, and use --resume auto after a crash"
         )
 
-    try:
+    with own_temporary_folder(), signals_end_at_once(lambda: "stopped; run the same command again"):
         return _run(arguments, program=program)
-    except KeyboardInterrupt:  # before the run's own handler is there, or again while it ends
-        print("stopped; run the same command again", file=sys.stderr)
-        return STOPPED
 
 
 def _run(arguments: argparse.Namespace, *, program: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -18,6 +19,7 @@ from buffers.disk import why_refused
 from buffers.errors import UnderstudyError
 from configs.schema import Config
 from learner.pipeline import Pipeline
+from learner.recovery.at_once import SIGNALS, signals_end_at_once
 from learner.reporting.display import Display
 from learner.reporting.drift import OTHER_CLASS, OTHER_CLASS_ARGUMENT
 from learner.reporting.summary import reward_curve_png, reward_curve_text, summary_table, write_summary
@@ -48,12 +50,14 @@ def run_session(
     with (
         claimed(folder, resume=resume, elsewhere=bool(config.buffer.node)) as (again, checkpoint),
         own_terminal(log) as terminal,
+        signals_end_at_once(partial(_way_on, folder, program=program), terminal=terminal),
     ):
         start = checkpoint.position.step if checkpoint else 0
         if again and (folder / CONFIG).is_file():  # a resume that fails leaves the configuration as it was
             (folder / CONFIG).touch()
         else:
             write_config(folder, config)
+        (folder / "summary.json").unlink(missing_ok=True)  # of the process before
         logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         console = Terminal(terminal)
         say = partial(console.print, highlight=False, soft_wrap=True)
@@ -146,26 +150,32 @@ async def run_agreeing(
 
 
 async def supervise(pipeline: Pipeline) -> tuple[int, list[Exception]]:
-    """Run to the end; SIGINT and SIGTERM ask for a clean stop, a second one has its default effect (at once)."""
+    """Run to the end; SIGINT and SIGTERM ask for a clean stop. After the first one, and from its end on, they have the effect that
+    they had before (`learner.recovery.at_once`)."""
     loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     asked = False
 
-    def on_signal(number: signal.Signals) -> None:
+    def on_signal(number: int) -> None:
         nonlocal asked
+        if asked:  # both came while the loop was busy
+            signal.raise_signal(number)
         asked = True
-        loop.remove_signal_handler(number)
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        listen()
         if not pipeline.stop():
             running.cancel()
 
     def listen() -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number, handler in before.items():
             loop.remove_signal_handler(number)
-            loop.add_signal_handler(number, on_signal, number)
+            if asked or running.done():
+                signal.signal(number, handler)
+            else:
+                loop.add_signal_handler(number, on_signal, number)
 
-    listen()
-    pipeline.on_ray_started = listen  # Ray installs a handler of its own for SIGTERM
     running = asyncio.create_task(pipeline.run(), name="pipeline")
+    pipeline.on_ray_started = listen  # Ray installs a handler of its own for SIGTERM
+    listen()
     try:
         await running
     except asyncio.CancelledError:
@@ -175,6 +185,8 @@ async def supervise(pipeline: Pipeline) -> tuple[int, list[Exception]]:
         return 1, leaves(group)
     except Exception as error:
         return 1, [error]
+    finally:
+        listen()
     return (130 if asked else 0), []
 
 
@@ -255,9 +267,15 @@ def how_to_see_why(folder: Path, *, program: str) -> str:
     return f"what held it back:\n  {command} {folder}"
 
 
+def _way_on(folder: Path, *, program: str) -> str:
+    """The last words of a run that ends at once, at any moment, also of one that has just ended by itself."""
+    figures = folder / "metrics.jsonl"
+    return how_to_go_on(folder, began=figures.is_file() and figures.stat().st_size > 0, program=program)
+
+
 def how_to_go_on(folder: Path, *, began: bool, program: str) -> str:
     """The command that resumes the run, for the end after Ctrl-C or an error after the first step."""
     if not began:
         return "stopped before anything was trained; run the same command again"
     command = "understudy resume" if program.startswith("understudy") else "python -m learner.cli resume"
-    return f"stopped. To resume:\n  {command} {folder}"
+    return f"stopped. To resume:\n  {command} {shlex.quote(str(folder))}"

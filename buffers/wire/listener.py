@@ -8,6 +8,7 @@ connection that says what cannot be said ends alone; who reads no answers, or is
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -31,7 +32,10 @@ TICK_S = 1.0
 PROBE_S = 30.0
 """A connection that was silent for so long is asked whether it is still there."""
 MAX_UNPROVEN = 256
-"""Connections that have greeted and proven nothing yet. A further one takes the place of the oldest."""
+"""Connections that have proven nothing yet. A further one takes the place of the oldest: by itself ZeroMQ would take as many as
+this process may have files, and leave it none."""
+SAY_AGAIN_S = 60.0
+"""Seconds in which the same of strangers is logged once."""
 MAX_MESSAGE_BYTES = 256 << 20
 """Most that a connection may say at once."""
 _MAX_TURN = 256
@@ -78,12 +82,16 @@ class Listener:
         except OSError:
             end_context(self._context)
             raise
-        self._events = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_ACCEPT_FAILED
-        )
+        failures = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_ACCEPT_FAILED
+        self._events = self._socket.get_monitor_socket(failures | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._peers: dict[bytes, Peer] = {}
         self._unproven: dict[bytes, Session] = {}
         """The oldest first."""
+        self._strangers: dict[int, None] = {}
+        """Descriptors of connections that have proven nothing, the oldest first."""
+        self._proven_early: set[int] = set()
+        """Descriptors of those that have proven themselves before ZeroMQ's word that they are there was read."""
+        self._said_at: dict[str, float] = {}
         self._calls: deque[Callable[[], object]] = deque()
         self._waker, self._wakes = socket.socketpair()
         self._waker.setblocking(False)
@@ -140,7 +148,7 @@ class Listener:
                 if self._wakes.fileno() in ready:
                     self._wakes.recv(4096)
                 if self._events in ready:
-                    self._log_failure()
+                    self._take_events()
                 while self._calls and not self._closing:
                     self._calls.popleft()()
                 if self._socket in ready:
@@ -163,13 +171,15 @@ class Listener:
                 name, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._take(name.bytes, [part.buffer for part in parts])
+            self._take(name.bytes, [part.buffer for part in parts], descriptor=int(name.get(zmq.SRCFD)))
 
-    def _take(self, name: bytes, parts: list[memoryview]) -> None:
+    def _take(self, name: bytes, parts: list[memoryview], *, descriptor: int) -> None:
         peer = self._peers.get(name)
         try:
             if peer is None:
                 self._greet(name, parts)
+                if name in self._peers and self._strangers.pop(descriptor, descriptor) is not None:
+                    self._proven_early.add(descriptor)
                 return
             peer.heard_at = time.monotonic()
             if (size := sum(map(len, parts))) > MAX_MESSAGE_BYTES:
@@ -222,13 +232,45 @@ class Listener:
             peer.heard_at = time.monotonic()
             self._send(peer, "", None, 0)
 
-    def _log_failure(self) -> None:
-        event = recv_monitor_message(self._events)
-        if event["event"] == zmq.EVENT_ACCEPT_FAILED:
-            logger.warning("%s cannot take a connection: errno %s", self.address, event["value"])
-        else:
-            logger.warning(
-                "what comes to %s must prove that it knows the run's secret, got bytes that do not, and dropped them; give both "
-                "sides the same server.key, or look for who else is on this network",
-                self.address,
-            )
+    def _take_events(self) -> None:
+        for _ in range(_MAX_TURN):
+            if not self._events.poll(0):
+                return
+            event = recv_monitor_message(self._events)
+            kind, value = event["event"], int(event["value"])
+            if kind == zmq.EVENT_ACCEPTED and value in self._proven_early:
+                self._proven_early.remove(value)
+            elif kind == zmq.EVENT_ACCEPTED:
+                self._strangers.pop(value, None)
+                self._strangers[value] = None
+                if len(self._strangers) > MAX_UNPROVEN:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    self._hang_up(oldest)
+            elif kind == zmq.EVENT_DISCONNECTED:
+                self._strangers.pop(value, None)
+                self._proven_early.discard(value)
+            elif kind == zmq.EVENT_ACCEPT_FAILED:
+                self._say("cannot take a connection: errno %s", value)
+            else:
+                self._say(
+                    "gets bytes that do not prove that who sends them knows the run's secret, and drops them; give both sides the "
+                    "same server.key, or look for who else is on this network"
+                )
+
+    def _hang_up(self, descriptor: int) -> None:
+        """End a connection under ZeroMQ, which closes it then. The number may be another file's by now, which stays."""
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family != socket.AF_UNIX and self.address.place.endswith(f":{connection.getsockname()[1]}"):
+                connection.shutdown(socket.SHUT_RDWR)
+                self._say(
+                    "has %s connections that prove nothing, and ends the oldest; look for who is on this network",
+                    MAX_UNPROVEN,
+                )
+
+    def _say(self, what: str, *values: object) -> None:
+        """Log it, unless that was done just now: strangers would fill the disk."""
+        now = time.monotonic()
+        if now - self._said_at.get(what, -SAY_AGAIN_S) >= SAY_AGAIN_S:
+            self._said_at[what] = now
+            logger.warning(f"%s {what}", self.address, *values)

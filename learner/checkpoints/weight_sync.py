@@ -32,6 +32,7 @@ from buffers.weights.puller_process import PullerProcess
 from buffers.weights.store import VersionStore
 from buffers.weights.version_server import VersionServer
 from configs.checkout import python_path
+from configs.temporary_folder import goes_with_this_process
 from learner.checkpoints.earlier_versions import EarlierVersions
 from learner.checkpoints.store import ADAPTER_WEIGHTS, WEIGHTS, Checkpoint
 from learner.checkpoints.weight_shards import Published
@@ -228,4 +229,5 @@ def _fast_folder(run: Path) -> Path:
     folder = place / f"understudy-{hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
+    goes_with_this_process(folder)
     return folder

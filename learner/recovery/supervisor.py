@@ -8,7 +8,6 @@ it stays ended. Linux only.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -16,25 +15,26 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from learner.recovery.at_once import SIGNALS, become_subreaper, children_of_this_process, end_children, prctl
 from learner.recovery.restart_limit import MAX_IN_A_ROW
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG = 1
 
 
 def keep_running(run: Callable[[str], int], *, resume: str, lines: Path) -> int:
     """Calls `run(resume)` in a child until it ends by itself or is stopped; returns its exit code. After too many deaths
     without a new line in `lines` in between: 1. What `run` imports was imported before, without starting threads: a fork would
     lose them. Earlier children are not the run's: they stay."""
-    kept = set(_children())
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become ours
+    kept = set(children_of_this_process())
+    become_subreaper()
     in_a_row, reached = 0, 0
     while True:
         guard = os.getpid()
         if (child := _fork()) == 0:
-            _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
             return run(resume) if os.getppid() == guard else 1
         code = _wait(child, kept=kept)
-        _end_orphans(kept)
+        end_children(kept)
         if code >= 0:
             return code
         steps = len(lines.read_text(encoding="utf-8").splitlines()) if lines.exists() else 0
@@ -66,7 +66,7 @@ def _wait(child: int, *, kept: set[int]) -> int:
             with suppress(ProcessLookupError):
                 os.kill(child, number)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, forward) for number in SIGNALS}
     try:
         while True:
             pid, status = os.wait()  # others that ended are reaped on the way
@@ -77,23 +77,3 @@ def _wait(child: int, *, kept: set[int]) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _end_orphans(kept: set[int]) -> None:
-    """Everything that the child had started, however deep: what loses its parent becomes a child of this process."""
-    while orphans := set(_children()) - kept:
-        for pid in orphans:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for pid in orphans:
-            os.waitpid(pid, 0)
-
-
-def _children() -> list[int]:
-    mine = os.getpid()
-    return [int(pid) for pid in Path(f"/proc/{mine}/task/{mine}/children").read_text().split()]
-
-
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")

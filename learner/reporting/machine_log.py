@@ -27,13 +27,21 @@ FILE = "machine.jsonl"
 MOST_BYTES = 4 * 1024 * 1024
 
 
-class MachineLog:
-    """Appends to the file of a run's folder. `clock`: seconds since 1970."""
+def began_s(pid: int) -> float:
+    """Seconds from the machine's start to that of this process: with its id it names one, however clocks are set. Raises
+    psutil.Error."""
+    return float(psutil.Process(pid).create_time() - psutil.boot_time())
 
-    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
+
+class MachineLog:
+    """Appends to the file of a run's folder. `clock`: seconds since 1970, for people; `timer`: seconds that no clock changes."""
+
+    def __init__(
+        self, folder: Path, *, clock: Callable[[], float] = time.time, timer: Callable[[], float] = time.monotonic
+    ) -> None:
         self._path = folder / FILE
-        self._clock = clock
-        self._who = {"pid": os.getpid(), "host": socket.gethostname(), "began": psutil.Process().create_time()}
+        self._clock, self._timer, self._made_at = clock, timer, timer()
+        self._who = {"pid": os.getpid(), "host": socket.gethostname(), "began": began_s(os.getpid())}
         self._is_failing = False
 
     def earlier_s(self) -> float:
@@ -42,13 +50,14 @@ class MachineLog:
         for text in self._path.read_bytes().splitlines() if self._path.is_file() else ():
             with suppress(ValueError, KeyError, TypeError):  # a line that a kill or a full disk has cut
                 line = json.loads(text)
-                ends[line["pid"], line["began"]] = float(line["at"]) - float(line["began"])
+                ends[line["pid"], line["began"]] = float(line["took_s"])
         ends.pop((self._who["pid"], self._who["began"]), None)
         return sum(ends.values())
 
     def write(self, state: Mapping[str, Any]) -> None:
-        """Add a line with the time and the process."""
-        line = json.dumps({"at": round(self._clock(), 3), **self._who, **state}, separators=(",", ":"))
+        """Add a line with the time, the process, and for how long that runs."""
+        times = {"at": round(self._clock(), 3), "took_s": round(self._timer() - self._made_at, 3)}
+        line = json.dumps({**times, **self._who, **state}, separators=(",", ":"))
         try:
             if append(self._path, line + "\n") > MOST_BYTES:
                 self._thin()

@@ -38,7 +38,8 @@ def refusal(check: Callable[[], None]) -> str:
     sys.stdout.flush()
     sys.stderr.flush()
     if (pid := os.fork()) == 0:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: the process that waits has the word
+        for number in (signal.SIGINT, signal.SIGTERM):  # the process that waits has the word
+            signal.signal(number, signal.SIG_DFL)
         os.close(reading)
         _answer(check, writing)
     os.close(writing)

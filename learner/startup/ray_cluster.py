@@ -3,14 +3,12 @@
 Called by `learner.pipeline` and `learner.startup.ledger_location`. Invariants: the process that starts it here ends its part of
 it with `stop`: a Ray of its own ends with that, a cluster stays. A Ray of its own answers only who has its token,
 which is drawn for each run and lies with Ray's sockets and logs in a folder that no other user can enter. The
-folder is removed at the end; that of a run that was killed, by the next one. What a cluster asks for is its owner's
-affair.
+folder is removed at the end. What a cluster asks for is its owner's affair.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import secrets
@@ -40,15 +38,11 @@ from ray.exceptions import AuthenticationError, RpcError
 
 from buffers.errors import UnderstudyError
 from buffers.wire.address import is_loopback
-from configs.process_fork import socket_folder
+from configs.temporary_folder import MAX_CHARS, socket_folder
 from learner.placement.cards import ADDRESS, in_cluster
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "understudy-ray-"
-MAX_TEMP_CHARS = 30
-"""Most characters of the folder for temporary files: the name of a Unix socket has at most 107 bytes, of which Ray's own need
-64."""
 REACH_S = 10.0
 """Seconds for a cluster's address to answer."""
 START_S = 300.0
@@ -62,8 +56,6 @@ UNUSED_PORTS = METRICS_AGENT_PORT_NAME, METRICS_EXPORT_PORT_NAME, DASHBOARD_AGEN
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _folder: Path | None = None
 """Folder of the Ray that this process has started."""
-_lock: int | None = None
-"""Held as long as that folder is in use, by this process's life."""
 _agent_port: socket.socket | None = None
 """Holds the port of that Ray's runtime environment agent."""
 
@@ -133,10 +125,8 @@ def _init(**place: Any) -> None:
 
 
 def _start_local() -> None:
-    global _folder, _lock
-    temp = temp_folder()
-    remove_left_behind(temp)
-    _folder, _lock = _own_folder(temp)
+    global _folder
+    _folder = Path(tempfile.mkdtemp(prefix="ray-", dir=socket_folder(MAX_CHARS)))
     token = _folder / "token"
     with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
@@ -156,15 +146,6 @@ def _start_local() -> None:
                 f"Ray must start on this machine, but did not: {error} End other programs if it is busy, then run the same "
                 f"command again"
             ) from error
-
-
-def _own_folder(temp: Path) -> tuple[Path, int]:
-    """A new folder with mode 0700, and the lock on it."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=temp))
-        with suppress(FileNotFoundError):  # another run, which starts now, took it for one that was left behind
-            if (lock := _try_lock(folder)) is not None:
-                return folder, lock
 
 
 @contextmanager
@@ -254,36 +235,9 @@ def _wait_until_registered(node: Node) -> None:
         time.sleep(0.05)
 
 
-def temp_folder() -> Path:
-    """The place for Ray's folder: the folder for temporary files (TMPDIR), if its name is short enough for sockets; else /tmp."""
-    return Path(socket_folder(MAX_TEMP_CHARS))
-
-
-def remove_left_behind(temp: Path) -> None:
-    """Folders of Ray whose run was killed. Those of other users stay, as do those in use."""
-    for folder in temp.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another user's, or another run removes it now
-            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-                continue
-            if (lock := _try_lock(folder)) is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.close(lock)
-
-
-def _try_lock(folder: Path) -> int | None:
-    """A lock on the folder, which ends with the process at the latest; None while another process holds it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
 def stop() -> None:
     """Ends all that this process started in it, but for actors that are to stay."""
-    global _folder, _lock, _agent_port
+    global _folder, _agent_port
     ray.shutdown()
     if _agent_port is not None:
         _agent_port.close()
@@ -293,9 +247,6 @@ def stop() -> None:
         _forget_authentication()
         shutil.rmtree(_folder, ignore_errors=True)
         _folder = None
-    if _lock is not None:
-        os.close(_lock)
-        _lock = None
 
 
 def _keep_last_words(folder: Path, *names: str) -> None:

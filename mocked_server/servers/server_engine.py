@@ -36,6 +36,10 @@ logger = logging.getLogger(__name__)
 LOOK_S = 1.0
 """Seconds between two looks at whether the server lives."""
 RETRY_S = 0.5
+MOST_LOGPROB = 1e-5
+"""Rounding may make a logarithm of one."""
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What reading an answer raises that is not what it should be."""
 SETTLE_S = 0.05
 """Streams that were silent for so long, of a server that is paused, have nothing more on its way."""
 
@@ -314,7 +318,7 @@ class ServerEngine:
 
     async def _read(self, server: Server, completion: Completion, put: Callable[[Any], None]) -> None:
         """Bring one completion's tokens from the server into the request's queue, and what ends it there."""
-        ended = False
+        ended, num_sampled = False, 0
         try:
             async with aclosing(server.sample(completion)) as stream:
                 async for tokens in stream:
@@ -324,6 +328,10 @@ class ServerEngine:
                         raise ServerLost("it gave its requests up, as a server does that ends")
                     if tokens.versions is not None and self._facts is not None and self._facts.no_weights:
                         tokens = replace(tokens, versions=None)  # labels of its owner's, and not of this run's
+                    num_sampled += len(tokens.token_ids)
+                    check_sampled(
+                        tokens, completion, num=num_sampled, vocabulary=self._needs.vocabulary, newest=self.version
+                    )
                     ended = self._requests.feed(completion, tokens, version=self.version)
                     if ended:
                         break
@@ -331,7 +339,7 @@ class ServerEngine:
                 raise ServerLost("its answer ended without a reason")
         except EngineError as error:
             put(error)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except UNREADABLE as error:
             put(
                 RequestFailed(
                     f"the server at {self._url} answered what cannot be read ({type(error).__name__}: {error})"
@@ -411,6 +419,42 @@ class ServerEngine:
         )
 
 
+def check_sampled(tokens: Tokens, completion: Completion, *, num: int, vocabulary: int, newest: int) -> None:
+    """Raises ValueError where no sampler of the run's model can have said this: it would be trained, or end what reads it. `num`:
+    tokens of the completion up to here; `newest`: version of the weights that the server was given last."""
+
+    def whole(value: object, most: int) -> bool:
+        return type(value) is int and 0 <= value <= most
+
+    pairs = [pair for row in tokens.logprobs for pair in row]
+    for token in (*tokens.token_ids, *(token for token, _ in pairs)):
+        if not whole(token, vocabulary - 1):
+            raise ValueError(f"a token's id must be from 0 to {vocabulary - 1}, got {token!r:.40}")
+    for _, value in pairs:
+        if type(value) not in (int, float) or not value <= MOST_LOGPROB:
+            raise ValueError(f"a log-probability must be at most 0, got {value!r:.40}")
+    if num > completion.params.max_tokens:
+        raise ValueError(f"at most {completion.params.max_tokens} tokens were asked for, got {num}")
+    if tokens.finish_reason not in (None, "stop", "length", "abort", "error"):
+        raise ValueError(f"finish_reason must be stop, length, abort or error, got {tokens.finish_reason!r:.40}")
+    if tokens.stop_reason is not None and type(tokens.stop_reason) not in (int, str):
+        raise ValueError(f"stop_reason must be a text or a token's id, got {tokens.stop_reason!r:.40}")
+    if not all(whole(rank, vocabulary) for rank in tokens.ranks):
+        raise ValueError(f"ranks must be from 0 to {vocabulary}, got {tokens.ranks!r:.40}")
+    if tokens.num_cached_tokens is not None and not whole(tokens.num_cached_tokens, len(completion.prompt_token_ids)):
+        raise ValueError(f"cached tokens must be some of the prompt's, got {tokens.num_cached_tokens!r:.40}")
+    for label, start in tokens.versions or ():
+        if not (_is_version(label, newest=newest) and whole(start, num)):
+            raise ValueError(
+                f"weight versions must be up to {newest}, from a token up to {num} on, got {label!r:.40} from {start!r:.40} on"
+            )
+
+
+def _is_version(label: object, *, newest: int) -> bool:
+    text = str(label)[:20]
+    return text.isascii() and text.isdecimal() and int(text) <= newest
+
+
 def _request_error(error: ServerRefused) -> RequestRefused | RequestFailed:
     if 400 <= error.status < 500:
         return RequestRefused(error.text[:MAX_MESSAGE_CHARS], field=error.field)
@@ -425,7 +469,7 @@ async def examined(client: ServerClient, *, needs: Needs) -> tuple[Server, Serve
         facts = await server.identify()
         check_facts(facts, url=client.url, needs=needs)
         await check_tokens(server, url=client.url, vocabulary=needs.vocabulary)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except UNREADABLE as error:
         raise EngineError(
             f"{KEY} must be a vLLM or SGLang server of a version that is known, got {client.url}, which answers what cannot be "
             f"read ({type(error).__name__}: {error}); use vLLM >= 0.32, < 0.34 or SGLang 0.5.23"

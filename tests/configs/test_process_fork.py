@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from configs.process_fork import socket_folder
-
 PROGRAM = """
 import os, socket
 from configs.process_fork import fork_server, leave
@@ -40,8 +38,3 @@ def test_a_long_folder_for_temporary_files_is_not_taken(tmp_path: Path, name: st
     assert ended.returncode == 0, ended.stderr
     word, address = ended.stdout.split()
     assert word == "here" and not Path(address).parent.exists(), "it is removed at the end"
-
-
-def test_the_limit_is_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", "/dev/shm")
-    assert socket_folder(8) == "/dev/shm" and socket_folder(7) == "/tmp"

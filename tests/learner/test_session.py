@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+import os
+import shlex
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,11 @@ import pytest
 from buffers.errors import UnderstudyError
 from configs.load import load_config
 from learner import session
+from learner.recovery.at_once import SIGNALS
 from learner.reporting.run_metrics import History
 from learner.session import run_session
 from learner.startup.run_folder import CONFIG, LEDGER, write_config
+from tests.support.patience import PATIENCE_S
 
 
 class FakePipeline:
@@ -68,6 +74,16 @@ def test_a_resume_that_fails_leaves_the_configuration_and_one_that_begins_change
     assert (tmp_path / "run" / CONFIG).read_text() != before
 
 
+def test_a_summary_of_the_process_before_is_gone_while_a_run_is_resumed(
+    play: Callable[..., int], tmp_path: Path
+) -> None:
+    summary = tmp_path / "run" / "summary.json"
+    assert play(lambda _: None) == 0 and summary.is_file()
+    seen: list[bool] = []
+    assert play(lambda _: seen.append(summary.exists())) == 0
+    assert seen == [False] and summary.is_file()
+
+
 async def in_a_loop(error: BaseException) -> None:
     async with asyncio.TaskGroup() as loops:
         async with asyncio.TaskGroup() as inner:
@@ -114,3 +130,63 @@ def test_a_picture_that_cannot_be_drawn_ends_no_run(
 def test_an_order_to_end_is_no_defect(play: Callable[..., int]) -> None:
     with pytest.raises(KeyboardInterrupt):
         play(lambda _: raises(KeyboardInterrupt()))
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The signals that would have ended this process at once."""
+    monkeypatch.setattr(session, "signals_end_at_once", lambda *_, **__: nullcontext())
+    seen: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: seen.append(number)) for number in SIGNALS}
+    yield seen
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("first", SIGNALS)
+@pytest.mark.parametrize("second", SIGNALS)
+@pytest.mark.parametrize("together", [False, True])
+def test_the_first_signal_asks_for_a_clean_stop_and_each_later_one_ends_at_once(
+    play: Callable[..., int], ended: list[int], first: int, second: int, together: bool
+) -> None:
+    stops: list[list[int]] = []
+
+    async def run(pipeline: FakePipeline) -> None:
+        stopped = asyncio.Event()
+        pipeline.stop = lambda: (stops.append([*ended]), stopped.set()) is not None  # type: ignore[method-assign]
+        send(first)
+        if together:
+            send(second)
+        await stopped.wait()
+        if not together:
+            pipeline.on_ray_started()
+            send(second)
+        async with asyncio.timeout(PATIENCE_S):
+            while not ended:
+                await asyncio.sleep(0)
+
+    assert play(run) == 130
+    assert stops[0] == [] and {*ended} <= {first, second} and len(ended) == 1
+
+
+def test_a_signal_after_the_run_ends_at_once_and_says_how_it_goes_on(
+    play: Callable[..., int], ended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def conclude(*_: object, **__: object) -> None:
+        send(signal.SIGTERM)
+
+    monkeypatch.setattr(session, "conclude", conclude)
+    assert play(lambda _: None) == 0 and ended == [signal.SIGTERM]
+
+
+def test_the_last_words_name_the_resume_as_soon_as_a_figure_is_there_and_may_be_pasted(tmp_path: Path) -> None:
+    folder = tmp_path / "two words"
+    folder.mkdir()
+    assert "run the same command again" in session._way_on(folder, program="understudy run")
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    words = session._way_on(folder, program="understudy run").splitlines()[1]
+    assert shlex.split(words) == ["understudy", "run", "--config", str(folder / CONFIG), "--resume", "auto"]

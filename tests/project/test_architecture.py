@@ -327,6 +327,28 @@ def test_what_is_caught_has_a_name():
     assert not wrong, wrong
 
 
+WALL_CLOCKS = ("time.time", "time.localtime", "time.gmtime", "datetime.now", "datetime.utcnow", "datetime.datetime.now")
+FOR_PEOPLE = {
+    "buffers/ledger/tools/cli.py": "ages that are printed",
+    "learner/page/run_files/run_folders.py": "whether a run of another machine writes now",
+    "learner/page/run_view.py": "ages that are shown",
+    "learner/page/snapshot.py": "when a page was exported",
+    "learner/reporting/machine_log.py": "when a line was written",
+    "learner/startup/run_folder.py": "the name of a folder that is moved aside",
+}
+
+
+def test_no_clock_that_is_set_decides_anything():
+    """Leases, time-outs and durations are of `time.monotonic`: a wall clock jumps by a day, or back by an hour."""
+    reading = {
+        name
+        for name, path in PRODUCT.items()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in WALL_CLOCKS
+    }
+    assert reading == set(FOR_PEOPLE), reading ^ set(FOR_PEOPLE)
+
+
 def test_nothing_is_unpickled_or_evaluated():
     """What arrives over the network or lies in a file is data; it never becomes code."""
     wrong = []

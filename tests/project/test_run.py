@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -11,6 +13,7 @@ import sys
 import textwrap
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +30,8 @@ from learner.diagnosis.finding import Severity
 from learner.page.routes import build_app
 from learner.page.run_set import RunSet
 from tests.learner.page.page_parts import unpacked
-from tests.support.run_parts import ROOT, Run, assert_nothing_left, refusal, start
+from tests.support.patience import PATIENCE_S
+from tests.support.run_parts import MARK, ROOT, Run, assert_nothing_left, refusal, start
 
 
 def assert_the_page_has_the_machine_and_a_trained_episode(run: Run) -> None:
@@ -148,6 +152,36 @@ def test_ctrl_c_while_starting_leaves_nothing_behind(tmp_path, starting):
     assert code == 130, output
     assert "run the same command again" in output and "Traceback" not in output
     assert_nothing_left(run)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+def test_a_second_signal_ends_at_once_leaves_nothing_and_prints_what_goes_on(tmp_path, monkeypatch, number):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    run = start(
+        tmp_path, "run.steps=3", "warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=4", imports=True
+    )
+    run.wait_for_step(1)
+    for _ in range(2):
+        os.killpg(run.process.pid, number)
+    code, output = run.wait()
+    assert code == 130 and "Traceback" not in output, output
+    assert_nothing_left(run)
+    assert list(temporary.iterdir()) == []
+    name = hashlib.sha256(os.fsencode(run.folder.resolve())).hexdigest()[:16]
+    assert not Path(f"/dev/shm/understudy-{name}").exists()
+    words = shlex.split(output.splitlines()[-1])
+    assert words[:3] == ["python", "-m", "learner.run"]
+    resumed = subprocess.run(
+        [sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        env={**os.environ, MARK: run.mark},
+    )  # fmt: skip
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "resuming after step" in resumed.stdout and run.summary()["steps"] == 3
+    assert list(temporary.iterdir()) == []
 
 
 CRASHING_AGENT = """

@@ -80,10 +80,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """`summary.json`; None: the run has not ended by itself, or not since it began."""
+    """`summary.json`; None: the run has not ended by itself."""
     try:
-        if (folder / SUMMARY).stat().st_mtime < (folder / CONFIG).stat().st_mtime:
-            return None  # of the process before: the run was resumed
         return read_object(folder / SUMMARY)
     except (OSError, DamagedFile):
         return None
@@ -100,26 +98,24 @@ def state_of(
     now = time.time() if now is None else now
     if summary is not None:
         return "failed" if summary.get("error") else "stopped" if summary.get("stopped") else "finished"
-    if seen_at is not None and now - seen_at < FRESH_S:
+    if machine is not None and machine.get("host") == socket.gethostname():
+        return "live" if _is_running(machine) else "killed"
+    if seen_at is not None and abs(now - seen_at) < FRESH_S:  # of another machine, whose clock is not this one's
         return "live"
-    if machine is None:
-        return "unknown" if seen_at is None else "killed"
-    return "live" if _is_running(machine) else "killed"
+    return "unknown" if seen_at is None else "killed"
 
 
 def _is_running(machine: Mapping[str, Any]) -> bool:
-    """Whether the run's process is there, on this machine."""
-    pid, began = machine.get("pid"), machine.get("began")
-    if machine.get("host") != socket.gethostname() or not isinstance(pid, int):
-        return False
+    """Whether the process of a run on this machine is there. Clocks are set, so none is asked."""
     import psutil
 
+    from learner.reporting.machine_log import began_s
+
     try:
-        process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE:  # dead, and its parent did not look yet
-            return False
-        return abs(float(process.create_time()) - float(began or 0.0)) < 1.0
-    except (psutil.Error, TypeError, ValueError):
+        pid, began = int(machine["pid"]), float(machine["began"])
+        # A zombie is dead, and its parent did not look yet.
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and abs(began_s(pid) - began) < 1.0
+    except (psutil.Error, LookupError, TypeError, ValueError):
         return False
 
 

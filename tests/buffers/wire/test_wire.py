@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -310,6 +310,30 @@ def test_strangers_who_say_nothing_keep_nobody_away_and_are_sent_away(monkeypatc
                 while sock.recv(4096):
                     pass  # until it is closed
             assert ask(good, 2) == 2
+
+
+@pytest.mark.parametrize("way", TCP)
+@pytest.mark.parametrize("says", [b"", b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00", b"GET / HTTP/1.1\r\n\r\n"])
+def test_strangers_take_no_more_files_than_that_and_no_disk(
+    way: Way, says: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(listener_module, "MAX_UNPROVEN", 8)
+    with ExitStack() as held, listening(way) as listener:
+        friends = [held.enter_context(Connection(listener.address, secret=SECRET)) for _ in range(20)]
+        host, port = listener.address.place.rsplit(":", 1)
+        strangers = []
+        for _ in range(50):
+            strangers.append(held.enter_context(socket.create_connection((host, int(port)), timeout=PATIENCE_S)))
+            strangers[-1].sendall(says)
+        for stranger in strangers[:-8]:
+            with suppress(ConnectionResetError):
+                while stranger.recv(4096):
+                    pass  # until it is closed, without the time for a proof having passed
+        assert [ask(friend, number) for number, friend in enumerate(friends)] == list(range(20))
+        with Connection(listener.address, secret=SECRET) as good:
+            assert ask(good, 1) == 1
+        assert len(listener._strangers) <= 8 and not listener._proven_early
+    assert len(caplog.records) <= 2, "each thing is said once a minute"
 
 
 def test_those_who_greet_and_prove_nothing_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ def test_ages_of_a_run_that_has_ended_count_to_its_end(tmp_path, ended):
     if ended:
         (run / "summary.json").write_text("{}")
     for name in ("config.yaml", "metrics.jsonl", *(["summary.json"] if ended else [])):
-        os.utime(run / name, (time.time() + 3000.0,) * 2)
+        os.utime(run / name, (time.time() + (3000.0 if ended else 0.0),) * 2)
     runs = RunSet([run], meanings={})
     with TestClient(build_app(runs, default="seen", about={})) as client:
         groups = get(client, "/api/runs/seen/groups", state="ready,open")["groups"]

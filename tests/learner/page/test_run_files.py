@@ -18,7 +18,7 @@ from learner.page.run_files.metric_columns import MetricColumns
 from learner.page.run_files.metric_meanings import meanings
 from learner.page.run_files.run_folders import NoRun, find_runs, read_summary, state_of, without_secrets
 from learner.reporting import machine_log
-from learner.reporting.machine_log import MachineLog
+from learner.reporting.machine_log import MachineLog, began_s
 from tests.learner.page.page_parts import machine_line, make_run, write_lines
 
 
@@ -59,26 +59,39 @@ def test_lines_of_one_step_are_one_row_and_unknown_values_are_none():
     assert columns.last("c") == 202.0 and columns.last("none") is None and columns.last_step == 202
 
 
-def test_a_run_lives_while_it_writes_or_its_process_runs():
+@pytest.mark.parametrize("jump_s", [0.0, 86_400.0, -3_600.0])
+def test_a_run_lives_while_its_process_runs_wherever_clocks_jump_or_while_it_writes_elsewhere(jump_s: float) -> None:
     now = time.time()
-    here = {"pid": os.getpid(), "host": socket.gethostname(), "began": psutil.Process().create_time()}
+    written = now + jump_s
+    here = {"at": written, "pid": os.getpid(), "host": socket.gethostname(), "began": began_s(os.getpid())}
+    assert state_of(None, here, seen_at=written, now=now) == "live"
+    assert state_of(None, {**here, "began": 1.0}, seen_at=written, now=now) == "killed"
+    assert state_of(None, {**here, "pid": None}, seen_at=written, now=now) == "killed"
+    elsewhere = {**here, "host": "other"}
+    assert state_of(None, elsewhere, seen_at=written, now=now) == ("killed" if jump_s else "live")
     assert state_of(None, None, seen_at=now - 1, now=now) == "live"
-    assert state_of(None, {"at": now - 99, **here}, seen_at=now - 99, now=now) == "live"
-    assert state_of(None, {"at": now - 99, **here, "began": 1.0}, seen_at=now - 99, now=now) == "killed"
-    assert state_of(None, {"at": now - 99, **here, "host": "other"}, seen_at=now - 99, now=now) == "killed"
     assert state_of({"error": None, "stopped": False}, None, seen_at=now, now=now) == "finished"
     assert state_of({"error": None, "stopped": True}, None, seen_at=now, now=now) == "stopped"
     assert state_of({"error": "no"}, None, seen_at=now, now=now) == "failed"
     assert state_of(None, None, seen_at=None, now=now) == "unknown"
 
 
-def test_a_summary_of_before_a_resume_is_not_the_end(tmp_path):
+def test_the_start_of_a_process_is_no_matter_of_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that is set moves the boot time that the kernel tells of, and with it all start times."""
+    before = began_s(os.getpid())
+    told = psutil.boot_time()
+    monkeypatch.setattr("psutil._psplatform.boot_time", lambda: told + 86_400.0)
+    assert psutil.Process().create_time() > time.time() + 80_000 and began_s(os.getpid()) == pytest.approx(before)
+
+
+@pytest.mark.parametrize("jump_s", [0.0, -3_600.0])
+def test_a_summary_is_the_end_whatever_the_clock_said_when_the_run_began(tmp_path: Path, jump_s: float) -> None:
     run = make_run(tmp_path)
-    (run / "summary.json").write_text(json.dumps({"error": None}))
-    assert read_summary(run) == {"error": None}
-    later = time.time() + 10
-    os.utime(run / "config.yaml", (later, later))
     assert read_summary(run) is None
+    (run / "summary.json").write_text(json.dumps({"error": None}))
+    earlier = (run / "config.yaml").stat().st_mtime + jump_s
+    os.utime(run / "summary.json", (earlier, earlier))
+    assert read_summary(run) == {"error": None}
 
 
 def test_runs_are_found_by_name_or_by_their_folder(tmp_path):

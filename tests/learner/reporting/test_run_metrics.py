@@ -36,11 +36,17 @@ def test_a_run_that_goes_on_counts_its_earlier_steps() -> None:
 
 
 @pytest.mark.parametrize("deaths", [1, 2])
-def test_a_run_that_goes_on_counts_the_seconds_of_its_earlier_processes(tmp_path: Path, deaths: int) -> None:
-    """Until their last line, whether they ended by themselves or were killed; not the time in between."""
+@pytest.mark.parametrize("jump_s", [0.0, 86_400.0, -3_600.0])
+def test_a_run_that_goes_on_counts_the_seconds_of_its_earlier_processes(
+    tmp_path: Path, deaths: int, jump_s: float
+) -> None:
+    """Until their last line, whether they ended by themselves or were killed; not the time in between, nor that of a clock that
+    was set."""
     log = tmp_path / FILE
     lines = [
-        {"at": 1000.0 * n + second, "pid": n, "began": 1000.0 * n} for n in range(deaths) for second in (1.0, 30.0)
+        {"at": 1000.0 * n + second + (jump_s if second > 1.0 else 0.0), "took_s": second, "pid": n, "began": 1000.0 * n}
+        for n in range(deaths)
+        for second in (1.0, 30.0)
     ]
     log.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"at": 1.0, "pi')
     now = [50.0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -18,9 +19,9 @@ import ray
 from ray._private.node import Node
 
 from buffers.errors import UnderstudyError
+from configs.temporary_folder import MAX_CHARS
 from learner.startup import ray_cluster
 from tests.support.patience import PATIENCE_S
-from tests.support.processes.child_process import child_process, gone
 
 ROOT = Path(__file__).parents[3]
 ASKING = """
@@ -33,13 +34,6 @@ except AuthenticationError:
     print("refused")
 else:
     print("answered")
-"""
-KILLED = """
-import sys
-from learner.startup import ray_cluster as cluster
-cluster.start("")
-print(cluster._folder, flush=True)
-sys.stdin.read()
 """
 TWICE = """
 import json
@@ -79,6 +73,7 @@ ON_A_TAKEN_PORT = """
 import logging, socket, sys
 from ray._private.node import Node
 from buffers.errors import UnderstudyError
+from configs.temporary_folder import MAX_CHARS
 from learner.startup import ray_cluster as cluster
 logging.basicConfig(level="INFO", stream=sys.stderr)
 start, taken = Node.start_ray_processes, socket.create_server(("", 0))
@@ -255,26 +250,19 @@ def test_its_process_may_have_a_ray_without_tokens_afterwards() -> None:
 
 
 @pytest.mark.seconds
-def test_what_a_killed_run_left_is_removed_by_the_next_one_and_what_is_in_use_is_not(started: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with child_process([sys.executable, "-c", KILLED], stdin=subprocess.PIPE, env=environment) as process:
-        assert process.stdout is not None
-        left = Path(process.stdout.readline().strip())
-        ray_cluster.remove_left_behind(left.parent)
-        assert left.is_dir() and started.is_dir()
-        process.kill()
-        assert gone(process.pid)
-        ray_cluster.remove_left_behind(left.parent)
-        assert not left.exists() and started.is_dir()
-
-
-def test_a_folder_that_is_too_deep_for_sockets_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deep = tmp_path / ("d" * 60)
-    deep.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(deep))
-    assert ray_cluster.temp_folder() == Path("/tmp")
-    monkeypatch.setattr("tempfile.tempdir", "/dev/shm")
-    assert ray_cluster.temp_folder() == Path("/dev/shm")
+@pytest.mark.parametrize("num_chars", [MAX_CHARS, MAX_CHARS + 1])
+def test_sockets_have_room_whatever_the_length_of_the_folder_for_temporary_files(num_chars: int) -> None:
+    place = Path("/tmp", "t" * (num_chars - len("/tmp/")))
+    place.mkdir()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", TWICE], cwd=ROOT, capture_output=True, text=True, check=False,
+            env={**os.environ, "TMPDIR": str(place)},
+        )  # fmt: skip
+        (one, _), _ = json.loads(done.stdout)
+        assert (Path(one).parent == place) == (num_chars == MAX_CHARS), done.stderr[-2000:]
+    finally:
+        shutil.rmtree(place)
 
 
 def test_a_ray_that_does_not_start_is_one_line_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

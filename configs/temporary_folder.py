@@ -1,0 +1,102 @@
+"""A folder for temporary files that goes with this process: whatever it and all that it starts leave there, however they end.
+
+Entered by `learner.run` and `learner.evaluate`. Invariants: it is TMPDIR of this process and of those that it starts, and no other
+user can enter it. It is removed at the end; that of a process that was killed, by the next one: it is locked as long as a process
+lives that was forked of the one that made it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+PREFIX = "understudy."
+SHORT = "/tmp"
+"""A folder in which the path of a Unix socket, of at most 107 bytes, has room."""
+MAX_CHARS = 26
+"""Most characters of a folder in which every socket of a run has room: the paths of Ray's need up to 81 more."""
+_short = SHORT
+"""The place for sockets that have no room in the folder for temporary files."""
+_removed: dict[Path, int] = {}
+"""What goes with a process, by its id: forks have the same table."""
+
+
+@contextmanager
+def own_temporary_folder() -> Iterator[None]:
+    """Temporary files go to a folder of this process's own while inside."""
+    global _short
+    given, before, variable = tempfile.gettempdir(), tempfile.tempdir, os.environ.get("TMPDIR")
+    with ExitStack() as stack:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder = stack.enter_context(_made(given))
+        if len(os.fsencode(os.path.realpath(folder))) > MAX_CHARS:
+            _short = stack.enter_context(_made(SHORT))
+        try:
+            yield
+        finally:
+            _short, tempfile.tempdir = SHORT, before
+            os.environ.pop("TMPDIR")
+            if variable is not None:
+                os.environ["TMPDIR"] = variable
+
+
+def socket_folder(most: int) -> str:
+    """The folder for temporary files, or one in /tmp where its name has more than `most` bytes: the path of a Unix socket has at
+    most 107, and what comes behind the folder needs the rest."""
+    folder = os.path.realpath(tempfile.gettempdir())
+    return folder if len(os.fsencode(folder)) <= most else _short
+
+
+def goes_with_this_process(folder: Path) -> None:
+    """It is among `to_remove` from now on: its maker removes it, unless the process has to end at once."""
+    _removed[folder] = os.getpid()
+
+
+def to_remove() -> list[Path]:
+    """The folders of this process, and of none that it was forked of."""
+    return [folder for folder, owner in _removed.items() if owner == os.getpid()]
+
+
+@contextmanager
+def _made(place: str) -> Iterator[str]:
+    remove_left_behind(Path(place))
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+        with suppress(FileNotFoundError):  # another process, which starts now, took it for one that was left behind
+            if (lock := _try_lock(folder)) is not None:
+                break
+    goes_with_this_process(folder)
+    owner = os.getpid()
+    try:
+        yield str(folder)
+    finally:
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+            del _removed[folder]
+            os.close(lock)
+
+
+def remove_left_behind(place: Path) -> None:
+    """Folders of processes that were killed. Those of other users stay, as do those in use."""
+    for folder in place.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # another user's, or another process removes it now
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            if (lock := _try_lock(folder)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
+
+def _try_lock(folder: Path) -> int | None:
+    """A lock on the folder, which ends with the process at the latest; None while another process holds it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
