@@ -119,7 +119,7 @@ def newest_run(runs: Path) -> Path | None:
 def _run(words: list[str], *, program: str) -> int:
     if not {"-h", "--help"} & set(words) and _conflicts():
         return 2
-    from configs.process_fork import leave
+    from configs.processes.process_fork import leave
     from learner import run
 
     leave(run.main(words, program=program))
@@ -146,7 +146,7 @@ def evaluate(words: list[str]) -> int:
     """Play a task file by the model as it is."""
     if not {"-h", "--help"} & set(words) and _conflicts():
         return 2
-    from configs.process_fork import leave
+    from configs.processes.process_fork import leave
     from learner import evaluate
 
     leave(evaluate.main(words))

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from buffers.errors import TaskError, UnderstudyError
+from configs.processes.temporary_folder import own_temporary_folder
 from configs.schema import Config
-from configs.temporary_folder import own_temporary_folder
 from learner.recovery.at_once import signals_end_at_once
 
 STOPPED_TEXT = "stopped; an evaluation cannot be resumed: run the same command again"

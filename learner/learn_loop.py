@@ -363,13 +363,12 @@ class LearnLoop:
                 await self._learner.ranks.save(scratch / "learner")
                 await self._learner.ranks.save_pretrained(scratch / "model")
                 if not keeps:
-                    return await asyncio.to_thread(shutil.rmtree, scratch)
+                    return
                 score = self._score(position.step)
                 self._checkpoint = await asyncio.to_thread(self._store.commit, scratch, position=position, score=score)
                 self._saved_at[position.step] = self._checkpoint
-            except Exception:  # the ledger may wait for this space
+            finally:  # of what was not committed; the ledger may wait for its space
                 await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
-                raise
 
         try:
             await self._until_written(write, step=position.step)

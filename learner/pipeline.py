@@ -350,10 +350,8 @@ class Pipeline:
                     self._start_loop_workers(stack, ray, players.loops, model=model, address=address),
                     name="start loops",
                 )
-            if config.buffer.node or (
-                self._warms_up and not has_gpu()
-            ):  # which takes longest: nothing gets in the way of its Ray
-                await asyncio.shield(ray)
+            if config.buffer.node or (self._warms_up and not has_gpu()):
+                await asyncio.shield(ray)  # the warm start takes longest: nothing gets in the way of its Ray
             buffers = await open_run_buffers(
                 config, stack, folder=self._folder, secret=partial(round_secret, self._folder),
                 resume=self._resume, checkpoint=self._checkpoint,

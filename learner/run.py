@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from buffers.terminal import guard_output
-from configs.process_fork import imports_kept, leave
-from configs.temporary_folder import own_temporary_folder
+from configs.processes.process_fork import imports_kept, leave
+from configs.processes.temporary_folder import own_temporary_folder
 from learner.recovery.at_once import signals_end_at_once
 
 if TYPE_CHECKING:

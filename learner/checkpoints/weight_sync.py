@@ -32,7 +32,7 @@ from buffers.weights.puller_process import PullerProcess
 from buffers.weights.store import VersionStore
 from buffers.weights.version_server import VersionServer
 from configs.checkout import python_path
-from configs.temporary_folder import goes_with_this_process
+from configs.processes.temporary_folder import goes_with_this_process
 from learner.checkpoints.earlier_versions import EarlierVersions
 from learner.checkpoints.store import ADAPTER_WEIGHTS, WEIGHTS, Checkpoint
 from learner.checkpoints.weight_shards import Published

@@ -12,7 +12,7 @@ import pytest
 
 from buffers.outgoing import BOUNDS, ENGINE, MCP, ROLE, AnswerRefused, Bounds, Outgoing
 from scripts.outgoing_table import CLIENTS_OF_OTHERS, OURS, page
-from tests.support.hostile_http import BOMB, ENDLESS, hostile, whole
+from tests.support.faults.hostile_http import BOMB, ENDLESS, hostile, whole
 from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""Rules of configs/temporary_folder.py: what a process and all that it starts leave in the folder for temporary files goes with it,
+"""Rules of configs/processes/temporary_folder.py: what a process and all that it starts leave in the folder for temporary files goes with it,
 or with the next process where it was killed."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.temporary_folder import (
+from configs.processes.temporary_folder import (
     MAX_CHARS,
     PREFIX,
     goes_with_this_process,
@@ -26,7 +26,7 @@ from tests.support.processes.child_process import child_process, gone
 ROOT = Path(__file__).parents[2]
 ENTERED = """
 import os, sys, tempfile
-from configs.temporary_folder import own_temporary_folder
+from configs.processes.temporary_folder import own_temporary_folder
 with own_temporary_folder():
     if sys.argv[1:] == ["fork"] and os.fork() == 0:
         os.read(0, 1)

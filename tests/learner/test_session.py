@@ -189,4 +189,4 @@ def test_the_last_words_name_the_resume_as_soon_as_a_figure_is_there_and_may_be_
     assert "run the same command again" in session._way_on(folder, program="understudy run")
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     words = session._way_on(folder, program="understudy run").splitlines()[1]
-    assert shlex.split(words) == ["understudy", "run", "--config", str(folder / CONFIG), "--resume", "auto"]
+    assert shlex.split(words) == ["understudy", "resume", str(folder)]

@@ -29,7 +29,7 @@ from mocked_server.http.upstream import MAX_KEPT_CHARS, Upstream
 from mocked_server.request_context import LARGE_BYTES
 from mocked_server.roles import Roles
 from tests.mocked_server.test_roles import judged_by
-from tests.support.hostile_http import MIB, hostile, whole
+from tests.support.faults.hostile_http import MIB, hostile, whole
 from tests.support.patience import PATIENCE_S
 from tests.support.server_parts import ServerThread
 

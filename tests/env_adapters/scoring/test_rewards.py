@@ -25,7 +25,7 @@ from env_adapters.scoring.scorers import SCORERS
 from learner.algorithms.overlong_penalty import overlong_penalty, with_overlong_penalty
 from learner.recovery.failure_watch import Streak
 from tests.support.buffer_parts import make_ready, make_round, open_running, scored_by_group_state
-from tests.support.hostile_http import BOMB, ENDLESS, MIB, hostile, whole
+from tests.support.faults.hostile_http import BOMB, ENDLESS, MIB, hostile, whole
 from tests.support.learner_parts import make_row
 from tests.support.patience import PATIENCE_S
 

@@ -22,7 +22,7 @@ from learner.run import check_models
 from learner.startup.run_folder import check_resumed
 from learner.training.ranks import LearnerRanks, RankFailed
 from learner.training.trainer import Trainer
-from tests.support.disks import FAULTS, NEEDS_ROOT, small_disk
+from tests.support.faults.disks import FAULTS, NEEDS_ROOT, small_disk
 from tests.support.learner_parts import make_model, make_trainer, walks
 from tests.support.processes import warm_runs
 from tests.support.remote.own_ray import own_ray

@@ -20,7 +20,7 @@ from buffers.disk import append, check_takes, replacing
 from learner.reporting.display import Display
 from learner.reporting.summary import moving_average, reward_curve_png, reward_curve_text, summary_table, write_summary
 from learner.reporting.tracker import Tracker, TrackerError, check_trackers
-from tests.support.disks import FAULTS, NEEDS_ROOT, small_disk
+from tests.support.faults.disks import FAULTS, NEEDS_ROOT, small_disk
 
 
 def test_a_step_is_one_line_on_disk_before_log_returns(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from buffers.errors import UnderstudyError
 from configs.load import ConfigError, load_config
 from learner.run import check_inputs
 from learner.startup.run_folder import claimed
-from tests.support.disks import FAULTS, NEEDS_ROOT, small_disk
+from tests.support.faults.disks import FAULTS, NEEDS_ROOT, small_disk
 
 OTHER = """
 import os, sys, time

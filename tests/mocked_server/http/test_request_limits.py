@@ -166,7 +166,7 @@ def test_while_the_disk_is_full_nothing_is_taken_that_could_not_be_stored(served
     writer = served.ledger._writer
     monkeypatch.setattr(writer, "_probe", find_no_room)  # of each transaction while the disk is full
     with writer._turn:  # no transaction that began before ends now, and finds room
-        monkeypatch.setattr(writer, "full", True)
+        monkeypatch.setattr(writer, "waits_for", "database or disk is full")
     scored = post(
         served.server.base_url,
         key=served.server.keys.scorer,

@@ -51,7 +51,7 @@ async def answer(requests: ServedRequests, events: Events, *, kind: type[VLLMSer
     """The tokens that come of it, at most 24."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    needs = Needs(max_model_len=1024, vocabulary=512, temperature=1.0, learns=True)
+    needs = Needs(max_model_len=1024, vocabulary=512, temperature=1.0, dtype="float32", learns=True)
     engine = ServerEngine(RunningServer(URL, timeout_s=1.0), requests, model=Path("model"), needs=needs)
     client: Any = Says(events)
     engine._client, engine._server, engine._is_up = client, kind(client), True

@@ -10,7 +10,7 @@ import pytest
 
 from mocked_server.servers import http_client
 from mocked_server.servers.http_client import ServerClient, ServerLost
-from tests.support.hostile_http import BOMB, ENDLESS, hostile, whole
+from tests.support.faults.hostile_http import BOMB, ENDLESS, hostile, whole
 from tests.support.patience import PATIENCE_S
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

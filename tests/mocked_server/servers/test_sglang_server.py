@@ -35,7 +35,7 @@ GREEDY = {"temperature": 0.0, "seed": None}
 def engine_for(model: Path, log: Path, *more: str) -> ServerEngine:
     config = Config.model_validate({"rollout": {"engine": "sglang", "max_tokens": 256, "max_model_len": 1024}})
     place = SGLangProcess(config, model=model, devices=[], log=log, program=PROGRAM + more)
-    needs = Needs(max_model_len=1024, vocabulary=512, temperature=1.0, learns=True)
+    needs = Needs(max_model_len=1024, vocabulary=512, temperature=1.0, dtype="float32", learns=True)
     return ServerEngine(place, ServedRequests(config_of(model)), model=model, needs=needs, name="e3")
 
 

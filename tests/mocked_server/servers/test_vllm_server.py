@@ -33,7 +33,7 @@ from tests.support.served_models import ENDLESS, LONG, START_S, Served, config_o
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-NEEDS = Needs(max_model_len=1024, vocabulary=512, temperature=1.0, learns=True)
+NEEDS = Needs(max_model_len=1024, vocabulary=512, temperature=1.0, dtype="float32", learns=True)
 
 
 @pytest.fixture(scope="module")

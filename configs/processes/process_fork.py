@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
-from configs.temporary_folder import socket_folder
+from configs.processes.temporary_folder import socket_folder
 
 
 @dataclass(frozen=True, slots=True)

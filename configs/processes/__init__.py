@@ -1,0 +1,1 @@
+"""Small parts of starting processes: their environment, a fork of one that has imported much, temporary folders that end with them."""
