@@ -1,1 +1,1 @@
-"""Small parts of starting processes: their environment, a fork of one that has imported much, temporary folders that end with them."""
+"""Small parts of processes: their environment, a fork of one that has imported much, temporary folders that end with them."""

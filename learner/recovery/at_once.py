@@ -3,8 +3,8 @@ temporary files, and of itself.
 
 Called by `learner.run`, `learner.evaluate` and `learner.session`; `end_children` also by `learner.recovery.supervisor`. The process
 becomes another program, this file: its threads end in one moment, so that none of them sees its engines and its Ray die, and
-answers that. Invariant: when it has ended, no process below it lives, and what `configs.processes.temporary_folder` knows is removed. It
-saves nothing. Linux only; elsewhere signals keep their default effect.
+answers that. Invariant: when it has ended, no process below it lives, and what `configs.processes.temporary_folder` knows is
+removed. It saves nothing. Linux only; elsewhere signals keep their default effect.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ RUNNING = (
     File("`tokens/`", ("/run/tokens",), "the steps of meanwhile"),
     File("`tensorboard/`", ("/run/tensorboard",), "the steps of meanwhile"),
     File("`log.txt`", ("/run/log.txt",), "the lines of meanwhile"),
-    File("`agents/*/log.txt`", ("/run/agents",), "the lines of meanwhile"),
+    File("`log.txt` of each agent", ("/run/agents",), "the lines of meanwhile"),
 )
 STARTING = (
     File("`.NAME.lock`", ("/.run.lock",)),

@@ -27,7 +27,7 @@ ROOT_DOCS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
 DOCS = ROOT_DOCS + sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 README_LINES = 180
 FOLDERS = ["agents", "benchmarks", "buffers", "configs", "env_adapters", "learner", "mocked_server", "scripts"]
-OTHER_DOTTED = {"env.log", "server.key", "rollout.n"}
+OTHER_DOTTED = {"data.log", "env.log", "server.key", "rollout.n"}
 """Not configuration keys, whatever they look like; nor are our modules, such as `learner.run`. `rollout.n` is verl's."""
 METRIC_GROUPS = (
     "agent_loop|batch|critic|engine|generation|learner|ledger|policy|pool|publish|reward|staleness|throughput|time|tracker|val|"

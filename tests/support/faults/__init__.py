@@ -1,0 +1,1 @@
+"""What goes wrong around a process: disks that refuse, servers that lie."""
