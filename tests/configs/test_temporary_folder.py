@@ -1,5 +1,5 @@
-"""Rules of configs/processes/temporary_folder.py: what a process and all that it starts leave in the folder for temporary files goes
-with it, or with the next process where it was killed."""
+"""Rules of `configs.processes.temporary_folder`: what a process and all that it starts leave in the folder for temporary files
+goes with it, or with the next process where it was killed."""
 
 from __future__ import annotations
 
