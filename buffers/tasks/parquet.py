@@ -168,7 +168,11 @@ class TaskFile:
                     f"{self._starts[-1]}; write another file"
                 )
             try:
-                return file.read_row_groups(list(groups), columns=columns)
+                try:
+                    return file.read_row_groups(list(groups), columns=columns)
+                except pa.ArrowNotImplementedError:  # lists of texts by value, of several row groups or dictionaries
+                    with _open(self.path, required="prompt") as plain:
+                        return plain.read_row_groups(list(groups), columns=columns)
             except (pa.ArrowException, OSError) as error:
                 first = self._starts[min(groups)]
                 raise TaskError(f"{self.path} must be readable from row {first}: {error}; write it again") from error

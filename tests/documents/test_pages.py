@@ -11,6 +11,8 @@ from tests.documents.play import WrongPage, play
 
 PLAYED = [page for page in PAGES if any("not run" not in block.said for block in blocks_of(page))]
 WITHOUT_ENGINE = ("docs/gpus.md",)
+BY_HAND = ("README.md", "docs/agents.md", "docs/diagnosis.md", "docs/engines.md", "docs/ledger.md", "docs/page.md")
+"""Pages of whole runs, minutes each: `python -m tests.documents` plays them."""
 
 
 @pytest.mark.parametrize(
@@ -20,6 +22,7 @@ WITHOUT_ENGINE = ("docs/gpus.md",)
             page, marks=[pytest.mark.seconds] if page in WITHOUT_ENGINE else [pytest.mark.engine, pytest.mark.long]
         )
         for page in PLAYED
+        if page not in BY_HAND
     ],
 )
 @pytest.mark.timeout(3600)
