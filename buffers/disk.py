@@ -1,7 +1,7 @@
 """What becomes of a write that its disk does not take: the one rule, for everything that a run writes.
 
 A disk takes nothing for now when it is full, has no inodes left, is over a quota, was mounted read-only, or fails. What a run
-needs waits for it (`until_written`; the ledger by itself, `buffers.ledger.group_commit`), says so once and goes on by itself. What
+needs waits for it (`until_written`; the ledger by itself, `buffers.ledger.group_commit`), says so once and continues by itself. What
 is only for people to look at is left out and counted (`learner.reporting.tracker.Tracker.attempt`). A file is replaced whole
 (`replacing`), a line is appended whole (`append`): what did not fit leaves nothing behind. A run that starts on such a disk is
 refused (`check_takes`).
@@ -70,12 +70,12 @@ async def until_written(
         began, before = time.monotonic(), _free(folder)
         try:
             answer = await write()
-        except Exception as error:
+        except (OSError, StorageFull) as error:
             why = why_refused(error)
             if not why or gives_up():
                 raise
             if not waits:
-                say(f"{what} waits for its disk: {why}; once {folder} takes files again, it goes on by itself")
+                say(f"{what} waits for its disk: {why}; once {folder} takes files again, it continues by itself")
             waits = True
             refusal = error
         else:
@@ -103,10 +103,9 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield scratch
         os.replace(scratch, path)
-    except BaseException:
+    finally:
         with suppress(OSError):
             scratch.unlink(missing_ok=True)
-        raise
 
 
 def append(path: Path, text: str) -> int:

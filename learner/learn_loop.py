@@ -367,7 +367,7 @@ class LearnLoop:
                 score = self._score(position.step)
                 self._checkpoint = await asyncio.to_thread(self._store.commit, scratch, position=position, score=score)
                 self._saved_at[position.step] = self._checkpoint
-            except Exception:  # the ledger may wait for this space
+            except (OSError, StorageFull):  # the ledger may wait for this space
                 await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
                 raise
 

@@ -62,7 +62,7 @@ async def watch(
         if line:
             say(line)
         if (waits := disk()) != said:
-            say(f"the ledger waits: {waits}; it goes on by itself" if waits else "the ledger goes on")
+            say(f"the ledger waits: {waits}; it continues by itself" if waits else "the ledger continues")
             said = waits
         await show()
 

@@ -66,7 +66,7 @@ RUNNING = (
     File("`tokens/`", ("/run/tokens",), "the steps of meanwhile"),
     File("`tensorboard/`", ("/run/tensorboard",), "the steps of meanwhile"),
     File("`log.txt`", ("/run/log.txt",), "the lines of meanwhile"),
-    File("`agents/*/log.txt`", ("/run/agents",), "the lines of meanwhile"),
+    File("logs of agents", ("/run/agents",), "the lines of meanwhile"),
 )
 STARTING = (
     File("`.NAME.lock`", ("/.run.lock",)),
@@ -81,7 +81,7 @@ STARTING = (
     File("`task_files.json`", ("/run/task_files.json", "/run/.task_files.json.tmp")),
     File("`agent.env`, `scorer.env`, `admin.env`", (".env",)),
     File("`env.log`", ("/run/env.log",), "the lines of meanwhile"),
-    File("`data.log`", ("/run/data.log",), "the lines of meanwhile"),
+    File("log of `data.make`", ("/run/data.log",), "the lines of meanwhile"),
 )
 ENDING = (
     File("`summary.json`", ("/run/summary.json", "/run/.summary.json.tmp"), "the file"),

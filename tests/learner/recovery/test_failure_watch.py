@@ -93,9 +93,9 @@ async def test_a_ledger_that_waits_is_told_of_once_with_its_reason_and_when_it_g
             is_starting=lambda: True, why=None,
         )  # fmt: skip
     assert said == [
-        "the ledger waits: full; free space; it goes on by itself",
-        f"the ledger waits: {locked}; it goes on by itself",
-        "the ledger goes on",
+        "the ledger waits: full; free space; it continues by itself",
+        f"the ledger waits: {locked}; it continues by itself",
+        "the ledger continues",
     ]
 
 
