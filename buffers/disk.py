@@ -1,7 +1,7 @@
 """What becomes of a write that its disk does not take: the one rule, for everything that a run writes.
 
 A disk takes nothing for now when it is full, has no inodes left, is over a quota, was mounted read-only, or fails. What a run
-needs waits for it (`until_written`; the ledger by itself, `buffers.ledger.group_commit`), says so once and continues by itself. What
+needs waits for it (`until_written`; the ledger by itself, `buffers.ledger.group_commit`), says so once, and continues. What
 is only for people to look at is left out and counted (`learner.reporting.tracker.Tracker.attempt`). A file is replaced whole
 (`replacing`), a line is appended whole (`append`): what did not fit leaves nothing behind. A run that starts on such a disk is
 refused (`check_takes`).
