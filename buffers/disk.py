@@ -70,7 +70,7 @@ async def until_written(
         began, before = time.monotonic(), _free(folder)
         try:
             answer = await write()
-        except Exception as error:
+        except (OSError, StorageFull) as error:
             why = why_refused(error)
             if not why or gives_up():
                 raise

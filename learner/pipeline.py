@@ -363,11 +363,9 @@ class Pipeline:
             args = await asyncio.to_thread(make_args, settings)
             vllm_config = await asyncio.to_thread(make_vllm_config, args)
             engine = self._make_fleet(
-                vllm_config,
-                settings,
+                vllm_config, settings, weights=weights,
                 count_preemptions=players.loops is not None or config.agents.concurrency == "auto",
-                weights=weights,
-            )
+            )  # fmt: skip
             stack.push_async_callback(engine.close)
             others = role_models(
                 config, settings=settings, vllm_config=vllm_config, record_death=self._engine_died, stack=stack

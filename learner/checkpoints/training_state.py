@@ -93,8 +93,7 @@ class _Writer(dcp.FileSystemWriter):  # type: ignore[misc]
     def write_data(self, *plan: Any, **options: Any) -> Any:
         try:
             return super().write_data(*plan, **options)
-        except Exception as error:
-            # What torch makes of a full disk names none, and its cause would not reach other ranks.
+        except (OSError, RuntimeError) as error:  # torch's names no disk, and its cause would not reach other ranks
             if why := why_refused(error):
                 raise StorageFull(why) from None
             raise

@@ -19,10 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from buffers.disk import why_refused
+from buffers.errors import StorageFull
 from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
 from learner.algorithms.advantages import ESTIMATORS, AdvantageInputs, calibrated_evidence, unit_returns
@@ -290,7 +292,7 @@ class Trainer:
         this."""
         try:
             getattr(self, method)(folder)
-        except Exception as error:
+        except (OSError, StorageFull, SafetensorError) as error:
             if why := why_refused(error):
                 return why
             raise

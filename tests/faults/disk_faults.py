@@ -81,7 +81,7 @@ STARTING = (
     File("`task_files.json`", ("/run/task_files.json", "/run/.task_files.json.tmp")),
     File("`agent.env`, `scorer.env`, `admin.env`", (".env",)),
     File("`env.log`", ("/run/env.log",), "the lines of meanwhile"),
-    File("`data.log`", ("/run/data.log",), "the lines of meanwhile"),
+    File("log of `data.make`", ("/run/data.log",), "the lines of meanwhile"),
 )
 ENDING = (
     File("`summary.json`", ("/run/summary.json", "/run/.summary.json.tmp"), "the file"),
