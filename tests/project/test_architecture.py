@@ -95,12 +95,9 @@ BORDERS = {
     ("mocked_server/vllm/engine.py", "_load_published"),
     ("learner/reporting/tracker.py", "attempt"),
     ("learner/session.py", "supervise"),
-    ("buffers/disk.py", "until_written"),
-    ("learner/checkpoints/training_state.py", "write_data"),
-    ("learner/training/trainer.py", "written"),
 }
-"""Functions that catch all that one request causes, and log it with its id; that Ray, torch or an engine's core raises, which have
-no class for it; that the code of a model raises, of which there are hundreds, or a tracker's; or that ends a run, which leaves its
+"""Functions that catch all that one request causes, and log it with its id; that Ray or an engine's core raises, which have no
+class for it; that the code of a model raises, of which there are hundreds, or a tracker's; or that ends a run, which leaves its
 figures first and then shows the traceback."""
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 CATCH_ALL = {"Exception", "BaseException"}
