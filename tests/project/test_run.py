@@ -174,7 +174,7 @@ def test_a_second_signal_ends_at_once_leaves_nothing_and_prints_what_goes_on(tmp
     name = hashlib.sha256(os.fsencode(run.folder.resolve())).hexdigest()[:16]
     assert not Path(f"/dev/shm/understudy-{name}").exists()
     words = shlex.split(output.splitlines()[-1])
-    assert words[:3] == ["python", "-m", "learner.run"]
+    assert words[:4] == ["python", "-m", "learner.cli", "resume"]
     resumed = subprocess.run(
         [sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         env={**os.environ, MARK: run.mark},
