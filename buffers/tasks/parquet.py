@@ -167,12 +167,8 @@ class TaskFile:
                     f"{self.path} must not change while a run reads it, got {sum(found)} rows where there were "
                     f"{self._starts[-1]}; write another file"
                 )
-            try:
-                try:
-                    return file.read_row_groups(list(groups), columns=columns)
-                except pa.ArrowNotImplementedError:  # lists of texts by value, of several row groups or dictionaries
-                    with _open(self.path, required="prompt") as plain:
-                        return plain.read_row_groups(list(groups), columns=columns)
+            try:  # one by one: Arrow reads no lists of texts by value of several groups together
+                return pa.concat_tables([file.read_row_group(group, columns=columns) for group in groups])
             except (pa.ArrowException, OSError) as error:
                 first = self._starts[min(groups)]
                 raise TaskError(f"{self.path} must be readable from row {first}: {error}; write it again") from error

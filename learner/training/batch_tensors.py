@@ -17,11 +17,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from buffers.records import Row, TrainBatch
+from buffers.records import Int32, Row, TrainBatch
 from learner.algorithms.aggregation import role_weights
 from learner.training.packing import Sequences
 
 Number = TypeVar("Number", bound=np.generic)
+ID_BITS = 20
+"""No vocabulary has more than a million tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +103,7 @@ def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = F
         [row.ids for row in rows],
         masks=[row.mask for row in rows],
         experts=[row.experts for row in rows],
-        labels=[
-            row.ids if row.expert_versions is None else row.ids + (row.expert_versions % 2**11 << 20) for row in rows
-        ],
+        labels=[_labels(row) for row in rows],
     )
     roles = _numbered([row.role for row in rows])
     units, scores, groups = _units(rows)
@@ -133,6 +133,13 @@ def token_table(batch: TrainBatch, *, min_version: int, mask_truncated: bool = F
         rewards=torch.from_numpy(np.concatenate([_round_rewards(row) for row in rows])),
         ends=torch.from_numpy(np.append(ends, False)),
     )
+
+
+def _labels(row: Row) -> Int32:
+    """[T] the token's id; above its bits, where experts are recorded, those of the version whose router chose them."""
+    if row.expert_versions is None:
+        return row.ids
+    return np.asarray(row.ids + (row.expert_versions % 2 ** (31 - ID_BITS) << ID_BITS), dtype=np.int32)
 
 
 def _verifiable(row: Row) -> npt.NDArray[np.bool_]:

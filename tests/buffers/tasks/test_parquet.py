@@ -336,6 +336,16 @@ def test_ids_and_single_rows_of_such_a_file_are_looked_at_with_little_in_memory(
         assert len(task.prompt[0]["content"]) == 2 << 20 and pa.total_allocated_bytes() - before < SMALL_BYTES
 
 
+@pytest.mark.parametrize("text", ["{} short", "{} " * 500], ids=["one dictionary", "more than a dictionary holds"])
+def test_messages_of_several_row_groups_are_read_together(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "tasks.parquet"
+    rows = [{"prompt": [{"role": "user", "content": text.format(*[row] * 500)}] * 2} for row in range(3000)]
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=1000)
+    places = [2999, 0, 1500]
+    found = [task.prompt for task in TaskFile(path).tasks([0, 1, 2], places=places)]
+    assert found == [rows[place]["prompt"] for place in places]
+
+
 def test_a_small_file_of_many_equal_rows_is_read(tmp_path: Path) -> None:
     path = write_one_text(tmp_path / "tasks.parquet", rows=5000, column="prompt", text="Be brief. " * 100)
     assert path.stat().st_size * 1000 < 5000 * 1000
