@@ -11,8 +11,8 @@ from tests.documents.play import WrongPage, play
 
 PLAYED = [page for page in PAGES if any("not run" not in block.said for block in blocks_of(page))]
 WITHOUT_ENGINE = ("docs/gpus.md",)
-BY_HAND = ("README.md", "docs/agents.md", "docs/diagnosis.md", "docs/engines.md", "docs/ledger.md", "docs/page.md")
-"""Pages of whole runs, minutes each: `python -m tests.documents` plays them."""
+BY_HAND = ("README.md",)
+"""Whole runs for seven minutes, which other tests make too: `python -m tests.documents README.md` plays them."""
 
 
 @pytest.mark.parametrize(
