@@ -110,9 +110,12 @@ class _Commands:
         self._block = block
         script = programs / f"line_{block.line}.sh"
         script.write_text(block.commands, encoding="utf-8")
+        # A reader's, which this process was started with: an engine in it has changed its own.
+        lines = Path("/proc/self/environ").read_text().split("\0")
+        given = dict(line.split("=", 1) for line in lines if line)
         environment = {
-            **os.environ,
-            "PATH": f"{programs}:{os.environ['PATH']}",
+            **given,
+            "PATH": f"{programs}:{given['PATH']}",
             "PYTHONPATH": str(ROOT),
             "COLUMNS": "300",
         }
