@@ -20,6 +20,8 @@ from pathlib import Path
 
 from tests.documents.blocks import ROOT, Block, blocks_of
 
+GIVEN = dict(os.environ)
+"""The environment of a reader: an engine in this process changes it later."""
 LIMIT_S = 1800.0
 """Bound for a block that hangs."""
 STOP_S = 60.0
@@ -110,12 +112,9 @@ class _Commands:
         self._block = block
         script = programs / f"line_{block.line}.sh"
         script.write_text(block.commands, encoding="utf-8")
-        # A reader's, which this process was started with: an engine in it has changed its own.
-        lines = Path("/proc/self/environ").read_text().split("\0")
-        given = dict(line.split("=", 1) for line in lines if line)
         environment = {
-            **given,
-            "PATH": f"{programs}:{given['PATH']}",
+            **GIVEN,
+            "PATH": f"{programs}:{GIVEN['PATH']}",
             "PYTHONPATH": str(ROOT),
             "COLUMNS": "300",
         }
