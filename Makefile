@@ -12,8 +12,8 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(READY)  ## run the main job: the demo model learns, in a few minutes, without a GPU
 	$(PY) -m learner.run
 
-WORKERS ?= 3
-# Each worker boots an engine of its own; the tests of a file stay together, and share it. A run waits for much: three workers
+WORKERS ?= 4
+# Each worker boots an engine of its own; the tests of a file stay together, and share it. A run waits for much: four workers
 # keep two cores busy.
 PYTEST_ARGS ?=
 PYTEST = $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)

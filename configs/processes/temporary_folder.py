@@ -1,8 +1,8 @@
 """A folder for temporary files that goes with this process: whatever it and all that it starts leave there, however they end.
 
 Entered by `learner.run` and `learner.evaluate`. Invariants: it is TMPDIR of this process and of those that it starts, and no other
-user can enter it. It is removed at the end; that of a process that was killed, by the next one: it is locked as long as a process
-lives that was forked of the one that made it.
+user can enter it. It is removed at the end; that of a process that was killed, by the next one, when it starts or
+when it ends: it is locked as long as a process lives that was forked of the one that made it.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def _made(place: str) -> Iterator[str]:
             shutil.rmtree(folder, ignore_errors=True)
             del _removed[folder]
             os.close(lock)
+            remove_left_behind(Path(place))  # once more: a process of one that was killed may have outlived our start
 
 
 def remove_left_behind(place: Path) -> None:

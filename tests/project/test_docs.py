@@ -107,7 +107,7 @@ def test_make_would_run_what_the_readme_promises():
     """`make -n` prints the commands; .venv need not be there. Not as a part of a `make` with settings of its own."""
     promised = {
         "demo": "-m learner.run",
-        "test": "-m pytest -q -n 3 --dist loadfile --no-loadscope-reorder  tests",
+        "test": "-m pytest -q -n 4 --dist loadfile --no-loadscope-reorder  tests",
         "check": "-m mypy",
     }
     settings = ("MAKEFLAGS", "MAKEOVERRIDES", "WORKERS", "PYTEST_ARGS")
