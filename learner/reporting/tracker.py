@@ -2,8 +2,9 @@
 
 Called by the pipeline once per step. Invariants: one line per step, whole and in order, on disk when `log` returns or as soon as
 the disk takes it, and every number in it finite; a value that is not is left out and counted; what is written for people to look
-at, here and elsewhere (`attempt`), never ends a run. A run that is resumed continues the trackers' runs, whose ids `trackers.json`
-keeps. It computes and shows nothing. Trackers that are not installed are refused before anything starts.
+at, here and elsewhere (`attempt`), never ends a run, and a tracker that does not answer holds up none: each has a thread of its
+own. A run that is resumed continues the trackers' runs, whose ids `trackers.json` keeps. It computes and shows nothing. Trackers
+that are not installed are refused before anything starts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import importlib.util
 import json
 import logging
 import math
+import queue
+import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,6 +28,11 @@ from buffers.errors import UnderstudyError
 
 PROJECT = "understudy"
 IDS = "trackers.json"
+MOST_WAITING = 1000
+"""Steps that wait for a tracker; it is not given those that come after them."""
+SOON_S = 3.0
+CLOSE_S = 60.0
+"""Seconds that a run waits in its end for what its trackers have not taken yet, all of them together."""
 logger = logging.getLogger(__name__)
 
 
@@ -68,18 +77,19 @@ class Tracker:
         """Lines that the disk has not taken yet."""
         ids = self._path.with_name(IDS)
         known: dict[str, str] = json.loads(ids.read_text(encoding="utf-8")) if ids.is_file() else {}
-        self._sinks: dict[str, Sink] = {}
+        one_at_a_time = threading.Lock()
 
-        def begin(tracker: str) -> None:
+        def begin(tracker: str) -> Sink:
             place = {"folder": self._path.parent, "name": name, "config": dict(config or {}), "start": start}
-            self._sinks[tracker] = SINKS[tracker](**place, known=known.get(tracker))
-            with replacing(ids) as scratch:
-                scratch.write_text(
-                    json.dumps({name: sink.id for name, sink in self._sinks.items()}) + "\n", encoding="utf-8"
-                )
+            sink = SINKS[tracker](**place, known=known.get(tracker))
+            with one_at_a_time, replacing(ids) as scratch:
+                known[tracker] = sink.id
+                scratch.write_text(json.dumps(known) + "\n", encoding="utf-8")
+            return sink
 
-        for tracker in trackers:
-            self.attempt(tracker, partial(begin, tracker))
+        self.threads = {
+            tracker: SinkThread(partial(begin, tracker), attempt=partial(self.attempt, tracker)) for tracker in trackers
+        }
         self.num_refused = 0
         """Values left out so far because they were NaN or infinite."""
 
@@ -101,8 +111,8 @@ class Tracker:
             finite["tracker/refused"] = float(refused)
         self._waiting.append(json.dumps({"step": step, **finite}) + "\n")
         self.attempt(self._path.name, self._write_lines)
-        for tracker, sink in self._sinks.items():
-            self.attempt(tracker, partial(sink.log, step, finite))
+        for tracker, thread in self.threads.items():
+            self.attempt(tracker, partial(thread.log, step, finite))
         return finite
 
     def attempt(self, name: str, write: Callable[[], object]) -> None:
@@ -125,9 +135,13 @@ class Tracker:
     def close(self) -> None:
         """Close everything. A second call does nothing."""
         self.attempt(self._path.name, self._write_lines)
-        while self._sinks:
-            tracker, sink = self._sinks.popitem()
-            self.attempt(tracker, sink.close)
+        until = time.monotonic() + CLOSE_S
+        for tracker, thread in self.threads.items():
+            if not thread.close():
+                self._warn(f"{tracker} has not taken all figures yet; the run waits for it, {CLOSE_S:.0f} s at most")
+        while self.threads:
+            tracker, thread = self.threads.popitem()
+            self.attempt(tracker, partial(thread.join, until))
         left_out = {name: number for name, number in self._failed.items() if name != self._path.name}
         if self._waiting:
             left_out[self._path.name] = len(self._waiting)
@@ -135,6 +149,49 @@ class Tracker:
             each = ", ".join(f"{name} ({number} times)" for name, number in left_out.items())
             self._warn(f"note: left out, as it could not be written: {each}")
         self._failed, self._waiting = {}, []
+
+
+class SinkThread:
+    """A sink in a thread of its own, so that the run never waits for it before its end."""
+
+    def __init__(self, begin: Callable[[], Sink], *, attempt: Callable[[Callable[[], object]], None]) -> None:
+        """`attempt`: calls what it is given, and reports what that raises."""
+        self._begin, self._attempt = begin, attempt
+        self.steps: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue()
+        """Those that wait, and None behind the last one."""
+        self._sink: Sink | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True, name="tracker")
+        self._thread.start()
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Returns at once. Raises TimeoutError when too many steps wait."""
+        if self._thread.is_alive():
+            if self.steps.qsize() >= MOST_WAITING:
+                raise TimeoutError(f"it has not taken the last {MOST_WAITING} steps")
+            self.steps.put((step, figures))
+
+    def close(self) -> bool:
+        """It ends after the steps that wait; whether it has, soon."""
+        self.steps.put(None)
+        self._thread.join(SOON_S)
+        return not self._thread.is_alive()
+
+    def join(self, until: float) -> None:
+        """Returns when it has ended. `until`: monotonic seconds. Raises TimeoutError where it ends no earlier."""
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            raise TimeoutError(f"it has not taken all within {CLOSE_S:.0f} s after the last step")
+
+    def _run(self) -> None:
+        self._attempt(self._make)
+        if (sink := self._sink) is not None:
+            for step, figures in iter(self.steps.get, None):
+                self._attempt(partial(sink.log, step, figures))
+                self.steps.task_done()
+            self._attempt(sink.close)
+
+    def _make(self) -> None:
+        self._sink = self._begin()
 
 
 def check_trackers(names: Sequence[str]) -> None:

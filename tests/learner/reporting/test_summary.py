@@ -7,6 +7,7 @@ import json
 import math
 import struct
 import sys
+import threading
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from buffers.disk import append, check_takes, replacing
+from learner.reporting import tracker as tracker_module
 from learner.reporting.display import Display
 from learner.reporting.summary import moving_average, reward_curve_png, reward_curve_text, summary_table, write_summary
 from learner.reporting.tracker import Tracker, TrackerError, check_trackers
@@ -306,6 +308,33 @@ def test_a_tracker_that_raises_is_told_of_once_and_ends_nothing(
     assert list((tmp_path / "tensorboard").iterdir()), "the others get theirs"
 
 
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
+@pytest.mark.parametrize("call", ["init", "log", "end"])
+def test_a_tracker_that_does_not_answer_holds_up_neither_the_run_nor_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, call: str
+) -> None:
+    answers = threading.Event()
+    service = FakeService(name)
+    for part in {"init": ("init", "start_run"), "log": ("log", "log_metrics"), "end": ("finish", "end_run")}[call]:
+        monkeypatch.setattr(service, part, lambda *_, **__: answers.wait())
+    monkeypatch.setitem(sys.modules, name, service)
+    monkeypatch.setattr(tracker_module, "CLOSE_S", 0.5)
+    monkeypatch.setattr(tracker_module, "SOON_S", 0.1)
+    monkeypatch.setattr(tracker_module, "MOST_WAITING", 20)
+    told: list[str] = []
+    with Tracker(tmp_path, trackers=[name, "tensorboard"], warn=told.append) as tracker:
+        for step in range(1, 31):
+            tracker.log(step, {"reward/mean": 0.5})
+            tracker.threads["tensorboard"].steps.join()
+    late = [0] if call == "end" else [9, 10]  # 20 wait; one may have been taken
+    assert any(told[-1].endswith(f"{name} ({1 + number} times)") for number in late), told
+    assert any(line.startswith(f"{name} has not taken all figures yet") for line in told)
+    assert any("within 0 s after the last step" in line or "the last 20 steps" in line for line in told)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 30
+    assert tensorboard_steps(tmp_path / "tensorboard") == set(range(1, 31))
+    answers.set()
+
+
 @NEEDS_ROOT
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread
 @pytest.mark.parametrize("fault", FAULTS)
@@ -320,6 +349,7 @@ def test_steps_wait_for_a_disk_in_their_order_and_trackers_begin_again_when_it_i
             if step == 20:
                 disk.take()
             tracker.log(step, {f"a/{number}": 0.5 for number in range(100)})
+            tracker.threads["tensorboard"].steps.join()
             tracker.attempt("tokens", partial((disk.folder / f"{step}").write_bytes, b"x"))
         tracker.close()
         lines = (disk.folder / "run" / "metrics.jsonl").read_text().splitlines()
