@@ -158,9 +158,13 @@ def make_secret(path: Path) -> bytes:
     """A new secret in a new file (mode 0600), in a new folder if need be; the one that is there, if it is."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError), os.fdopen(os.open(path, _NEW, 0o600), "wb") as sink:
-        sink.write(secrets.token_bytes(SECRET_BYTES))
-        sink.flush()
-        os.fsync(sink.fileno())
+        try:
+            sink.write(secrets.token_bytes(SECRET_BYTES))
+            sink.flush()
+            os.fsync(sink.fileno())
+        except OSError:
+            path.unlink()  # a part would be nobody's secret, and refused from now on
+            raise
     return read_secret(path)
 
 

@@ -448,7 +448,9 @@ class MockedServer:
     def check_storage(self) -> None:
         """Raises StorageFull while the ledger's disk is full."""
         if self.pool.is_full:
-            raise StorageFull("the ledger's disk is full; free some space, then send this again")
+            raise StorageFull(
+                "the ledger stores nothing for now: its disk is full, or its file is locked; send this again later"
+            )
 
     def check_role(self, role: str) -> None:
         """Raises ScoreError for a role that the run does not have."""

@@ -3,21 +3,24 @@
 Called by `learner.training.trainer` on every rank at the same time; each rank writes and reads its own shards, so any
 number of ranks may load what another number saved. Invariants: what is loaded has the names and shapes of what is
 there, or nothing is changed; loading on as many ranks gives every bit back. `learner.checkpoints.store` decides where
-folders lie and when they are complete. DCP keeps its index as a pickle: load only folders that you trust.
+folders lie and when they are complete. DCP keeps its index as a pickle: of what that names only INDEX is made, so that a folder
+of somebody else runs nothing here.
 """
 
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from buffers.disk import why_refused
@@ -28,6 +31,17 @@ from learner.model.optimizer import HostAdamW
 
 COPY, RANDOM = "copy", "random"
 """First parts of the names of kept weight copies and of random states."""
+INDEX = frozenset(
+    {("torch", "Size"), ("torch.serialization", "_get_layout"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
+    | {
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    }
+)  # fmt: skip
+"""Module and name of what DCP's index of tensors is made of, beside the types of their numbers."""
 OPTIMIZER = "#"
 """Separates a parameter's name from the name of its optimizer state."""
 
@@ -105,13 +119,34 @@ class _Writer(dcp.FileSystemWriter):  # type: ignore[misc]
         super().finish(*metadata, **options)
 
 
+class _Reader(dcp.FileSystemReader):  # type: ignore[misc]
+    """DCP's own, but for how it reads its index."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = _IndexUnpickler(file).load()
+        if not all(isinstance(each, TensorStorageMetadata) for each in metadata.state_dict_metadata.values()):
+            raise pickle.UnpicklingError("something else than tensors")
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return cast(Metadata, metadata)
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in INDEX or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        if name == "PosixPath":  # where it was saved; its module differs between versions of Python
+            return PurePosixPath
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
 def load(
     folder: Path, *, learned: Mapping[str, Learned], like: Shards, rank: int
 ) -> tuple[Counters, dict[str, Shards]]:
     """Writes the folder's state into the modules and optimizers; returns the counters and the weight copies, of the dtype of `like`
     and on its device.
 
-    Raises ValueError, before any change, for a checkpoint of other names or shapes.
+    Raises ValueError, before any change, for a checkpoint of other names or shapes, or of anything but tensors.
     """
     if not (folder / COUNTERS).is_file():
         raise ValueError(
@@ -119,7 +154,13 @@ def load(
             f"that it was saved with"
         )
     counters = Counters(**json.loads((folder / COUNTERS).read_text(encoding="utf-8")))
-    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    try:
+        stored = _Reader(folder).read_metadata().state_dict_metadata
+    except Exception as error:  # of any kind: it may hold anything
+        raise ValueError(
+            f"checkpoint {folder} must have an index (.metadata) of tensors, got {type(error).__name__}: {error}; resume from "
+            f"another checkpoint"
+        ) from None
     _check(folder, stored=stored, learned=learned)
     policy = learned["policy"].module
     copies = {name: [torch.empty_like(part) for part in like] for name in counters.copies}
@@ -129,7 +170,7 @@ def load(
         state |= _weights(name, part) | _optimizer_state(name, part)
     for name, shards in copies.items():
         state |= _copy(name, policy, shards=shards)
-    dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+    dcp.load(state, storage_reader=_Reader(folder))
     _set_random_states(state, rank=rank)
     return counters, copies
 

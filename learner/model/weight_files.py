@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -91,8 +92,15 @@ class WeightFiles:
         return part
 
     def _bin(self, file: Path) -> dict[str, Tensor]:
-        """A file of torch's own, mapped: what is not read takes no memory."""
+        """A file of torch's own, mapped if it is of its format since 1.6: what is not read takes no memory."""
         if file not in self._bins:
-            loaded: Any = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-            self._bins[file] = loaded
+            try:
+                loaded: Any = torch.load(file, map_location="cpu", mmap=is_zipfile(file), weights_only=True)
+                self._bins[file] = {name: weight for name, weight in loaded.items() if isinstance(weight, Tensor)}
+            except Exception as error:  # of any kind: it may hold anything, and is no program
+                reason = " ".join(str(error).split())[:200]
+                raise ValueError(
+                    f"{file} must be a dictionary of tensors as torch.save writes it, got {type(error).__name__}: {reason}; "
+                    f"download the model again, as *.safetensors if there is such a file"
+                ) from None
         return self._bins[file]

@@ -37,7 +37,9 @@ PATH_PREFIX = "/e/"
 OPEN_TO_ALL_KEYS = MODEL_ROUTES
 OPEN_TO_WORKERS = frozenset({GENERATE, SLEEP, WAKE_UP})
 """Paths that a worker's key opens without an episode: what is generated is the caller's own, and is not recorded."""
-_FULL = StorageFull("nothing more can be recorded for now, the server's disk is full; send the request again later")
+_FULL = StorageFull(
+    "nothing more can be recorded for now: the ledger's disk is full, or its file is locked; send the request again later"
+)
 CLOSED_TO_EPISODES = frozenset({SLEEP, WAKE_UP})
 
 

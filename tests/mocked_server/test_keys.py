@@ -22,6 +22,7 @@ from mocked_server.keys import (
     secret_of_run,
     wire_secret,
 )
+from tests.support.faults.disks import NEEDS_ROOT, small_disk
 
 SECRET = bytes(range(32))
 
@@ -134,6 +135,16 @@ def test_a_new_secret_is_its_owners_alone_and_on_disk_before_it_is_used(
     assert flushed == [32] and path.read_bytes() == secret and len(secret) == 32
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert make_secret(path) == secret and flushed == [32]
+
+
+@NEEDS_ROOT
+def test_a_disk_that_takes_no_secret_has_no_part_of_one_and_takes_it_later(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        disk.refuse("full")
+        with pytest.raises(OSError, match="No space left"):
+            make_secret(disk.folder / "server.key")
+        disk.take()
+        assert len(make_secret(disk.folder / "server.key")) == 32
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o610, 0o601])

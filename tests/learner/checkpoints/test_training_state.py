@@ -4,6 +4,8 @@ a whole."""
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from buffers.errors import StorageFull
 from buffers.records import Position, TrainBatch
@@ -153,6 +156,42 @@ def test_a_checkpoint_of_other_parts_is_refused_before_any_change(
         loader.load(tmp_path / "shared")
     after = published(loader)
     loader.close()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+class Program:
+    """Makes a folder wherever it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self._folder),)
+
+
+@pytest.mark.parametrize("content", ["a program", "bytes", "a part", "no file"])
+def test_a_checkpoint_of_somebody_else_runs_nothing_and_changes_nothing(
+    model: Path, tmp_path: Path, content: str
+) -> None:
+    trainer = make_trainer(model)
+    trainer.save(tmp_path / "saved")
+    before = published(trainer)
+    index = tmp_path / "saved" / ".metadata"
+    stored = pickle.loads(index.read_bytes())
+    if content == "a program":
+        stored.planner_data = Program(tmp_path / "ran")
+    if content == "bytes":  # which DCP unpickles
+        stored.state_dict_metadata[next(iter(stored.state_dict_metadata))] = BytesStorageMetadata()
+    index.write_bytes(pickle.dumps(stored)[: 500 if content == "a part" else None])
+    if content == "no file":
+        index.unlink()
+    with pytest.raises(
+        ValueError, match=r"must have an index \(.metadata\) of tensors, got .*; resume from another checkpoint"
+    ):
+        trainer.load(tmp_path / "saved")
+    after = published(trainer)
+    trainer.close()
+    assert not (tmp_path / "ran").exists()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 

@@ -4,6 +4,7 @@ name."""
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,44 @@ def test_weights_in_half_precision_and_an_output_matrix_of_its_own(tmp_path: Pat
     assert_read_whole(saved(lm.to(torch.bfloat16), tmp_path))
 
 
-def test_files_of_torchs_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_torch_1_6", [True, False])
+def test_files_of_torchs_own(tmp_path: Path, of_torch_1_6: bool) -> None:
     folder = saved(random_lm(), tmp_path)
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    weights = load_file(folder / "model.safetensors")
+    torch.save(weights, folder / "pytorch_model.bin", _use_new_zipfile_serialization=of_torch_1_6)
     (folder / "model.safetensors").unlink()
     assert_read_whole(folder)
+
+
+class Program:
+    """Touches a file wherever it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self._path),)
+
+
+@pytest.mark.parametrize("content", ["a program", "a list", "a part", "a text"])
+def test_a_file_of_something_else_than_weights_is_refused_in_one_line_and_runs_nothing(
+    tmp_path: Path, content: str
+) -> None:
+    folder = saved(random_lm(), tmp_path)
+    weights = folder / "pytorch_model.bin"
+    (folder / "model.safetensors").unlink()
+    torch.save(
+        {"a program": {"a": Program(tmp_path / "ran")}, "a list": [torch.ones(2)]}.get(content, {"a": 1}), weights
+    )
+    if content == "a part":
+        weights.write_bytes(weights.read_bytes()[:100])
+    if content == "a text":
+        weights.write_text("<html>404</html>")
+    with pytest.raises(
+        ValueError, match=r"pytorch_model.bin must be a dictionary of tensors as torch.save writes it, got"
+    ) as told:
+        WeightFiles(folder)
+    assert "\n" not in str(told.value) and not (tmp_path / "ran").exists()
 
 
 def test_experts_are_read_as_transformers_joins_them(tmp_path: Path) -> None:
