@@ -48,7 +48,7 @@ async def play(plan: Plan, client: openai.AsyncOpenAI, name: str, figures: dict[
                 text += chunk.choices[0].delta.content or ""
                 finish = chunk.choices[0].finish_reason or finish
         except openai.OpenAIError as error:
-            figures["errors"].append(f"{type(error).__name__}: {error}"[:300])
+            figures["errors"].append(f"{type(error).__name__}: {error} ({error.__cause__!r})"[:300])
             return
         if finish != "length":
             figures["errors"].append(f"{name}: the stream ended with {finish!r}")

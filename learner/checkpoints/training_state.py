@@ -3,8 +3,8 @@
 Called by `learner.training.trainer` on every rank at the same time; each rank writes and reads its own shards, so any
 number of ranks may load what another number saved. Invariants: what is loaded has the names and shapes of what is
 there, or nothing is changed; loading on as many ranks gives every bit back. `learner.checkpoints.store` decides where
-folders lie and when they are complete. DCP keeps its index as a pickle: of what that names only INDEX is made, so that a folder
-of somebody else runs nothing here.
+folders lie and when they are complete. DCP keeps its index as a pickle: of what that names only INDEX is made, so that no folder
+runs a program here.
 """
 
 from __future__ import annotations
@@ -123,10 +123,17 @@ class _Reader(dcp.FileSystemReader):  # type: ignore[misc]
     """DCP's own, but for how it reads its index."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = _IndexUnpickler(file).load()
-        if not all(isinstance(each, TensorStorageMetadata) for each in metadata.state_dict_metadata.values()):
-            raise pickle.UnpicklingError("something else than tensors")
+        """Raises ValueError for one that has anything but tensors: DCP unpickles other objects."""
+        try:
+            with (Path(self.path) / ".metadata").open("rb") as file:
+                metadata = _IndexUnpickler(file).load()
+            if not all(isinstance(each, TensorStorageMetadata) for each in metadata.state_dict_metadata.values()):
+                raise ValueError("other objects")
+        except Exception as error:  # of any kind: it may hold anything
+            raise ValueError(
+                f"checkpoint {self.path} must have an index (.metadata) of tensors, got {type(error).__name__}: {error}; resume "
+                f"from another checkpoint"
+            ) from None
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return cast(Metadata, metadata)
 
@@ -154,13 +161,7 @@ def load(
             f"that it was saved with"
         )
     counters = Counters(**json.loads((folder / COUNTERS).read_text(encoding="utf-8")))
-    try:
-        stored = _Reader(folder).read_metadata().state_dict_metadata
-    except Exception as error:  # of any kind: it may hold anything
-        raise ValueError(
-            f"checkpoint {folder} must have an index (.metadata) of tensors, got {type(error).__name__}: {error}; resume from "
-            f"another checkpoint"
-        ) from None
+    stored = _Reader(folder).read_metadata().state_dict_metadata
     _check(folder, stored=stored, learned=learned)
     policy = learned["policy"].module
     copies = {name: [torch.empty_like(part) for part in like] for name in counters.copies}

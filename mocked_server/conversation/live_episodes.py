@@ -22,12 +22,20 @@ from mocked_server.client_retries import Answers
 from mocked_server.conversation.branch_causes import BranchCause
 from mocked_server.conversation.chat_history import ChatOptions, Conversation
 from mocked_server.conversation.message_match import ParsedReply
-from mocked_server.episode_memory import EpisodeMemory
 
 MAX_KEPT_BYTES = 64 * 1024 * 1024
 """Bytes kept of one episode for continuation: about 7,000 rounds of an ordinary agent."""
 ROUND_BYTES = 1024
 """Bytes of a round besides its ids and texts."""
+
+
+@dataclass(slots=True, eq=False)
+class EpisodeMemory:
+    """What the requests of one episode hold now; `http.request_memory` counts into it."""
+
+    in_flight_bytes: int = 0
+    """Bytes of bodies that are being read or answered."""
+    in_flight_requests: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)

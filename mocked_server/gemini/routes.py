@@ -19,7 +19,7 @@ from buffers.errors import RequestRefused
 from mocked_server.gemini.answers import StreamedAnswer, whole_answer
 from mocked_server.gemini.chat_request import count_of, generation_of, shows_thoughts
 from mocked_server.http.dialects import CHAT, GEMINI_COUNT, GEMINI_ROUTES, GEMINI_STREAM, TOKENIZE, error_event
-from mocked_server.http.failures import failure_of
+from mocked_server.http.failures import request_refused
 from mocked_server.http.request_limits import replaying
 from mocked_server.request_context import current_call
 
@@ -52,7 +52,7 @@ class GeminiRoutes:
                 shown = shows_thoughts(fields)
                 answer = _Streamed(send, shown) if sends_events else _Whole(send, shown, in_list=path == GEMINI_STREAM)
         except RequestRefused as error:
-            await _refuse(send, path, error)
+            await request_refused(error).answer(send, path)
             return
         sent = (await call.apart(json.dumps, chat)).encode()
         route = TOKENIZE if path == GEMINI_COUNT else CHAT
@@ -168,11 +168,3 @@ def _parsed(body: bytes) -> Any:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RequestRefused(f"the body must be JSON: {error}") from None
-
-
-async def _refuse(send: Send, path: str, error: RequestRefused) -> None:
-    failure = failure_of(error)
-    assert failure is not None
-    body = failure.body(path)
-    await send({"type": "http.response.start", "status": failure.status, "headers": failure.headers(body)})
-    await send({"type": "http.response.body", "body": body})

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
-from typing import Any
 from urllib.parse import parse_qs
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from buffers.errors import EpisodeClosed, EpisodeError, StorageFull, UnknownEpisode
+from buffers.errors import EpisodeClosed, EpisodeError, UnknownEpisode
 from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
 from mocked_server.http.dialects import (
     GENERATE,
@@ -25,11 +24,11 @@ from mocked_server.http.dialects import (
     ROUTES,
     SLEEP,
     WAKE_UP,
-    error_body,
     is_google,
     route_of,
     spoken,
 )
+from mocked_server.http.failures import Failure
 from mocked_server.keys import PREFIX, KeyRing
 from mocked_server.request_context import Call, current_call
 
@@ -37,9 +36,10 @@ PATH_PREFIX = "/e/"
 OPEN_TO_ALL_KEYS = MODEL_ROUTES
 OPEN_TO_WORKERS = frozenset({GENERATE, SLEEP, WAKE_UP})
 """Paths that a worker's key opens without an episode: what is generated is the caller's own, and is not recorded."""
-_FULL = StorageFull(
-    "nothing more can be recorded for now: the ledger's disk is full, or its file is locked; send the request again later"
-)
+_FULL = Failure(
+    status=503, code="storage_full", retry_after_s=RETRY_AFTER_S,
+    message="nothing more can be recorded for now: the ledger's disk is full, or its file is locked; send the request again later",
+)  # fmt: skip
 CLOSED_TO_EPISODES = frozenset({SLEEP, WAKE_UP})
 
 
@@ -109,7 +109,7 @@ class Attribution:
         speaks = spoken(path, scope["headers"])
         method = "GET" if path in MODEL_ROUTES else "POST"
         if path.startswith("/v1") and (path not in ROUTES or scope["method"] != method):
-            await _refuse(send, speaks, **_not_offered(scope, known=path in ROUTES, method=method))
+            await _not_offered(scope, known=path in ROUTES, method=method).answer(send, speaks)
             return
         elsewhere = None
         if self._elsewhere is not None and key is not None and path in ROUTES:
@@ -126,16 +126,11 @@ class Attribution:
             call = await self._call(key, path)
         except EpisodeError as error:
             closed = isinstance(error, EpisodeClosed)
-            await _refuse(
-                send,
-                speaks,
-                status=403 if closed else 401,
-                code="episode_closed" if closed else "invalid_api_key",
-                error=error,
-            )
+            status, code = (403, "episode_closed") if closed else (401, "invalid_api_key")
+            await Failure(status=status, code=code, message=str(error)).answer(send, speaks)
             return
         if path in GENERATING and self._is_full():
-            await _refuse(send, path, status=503, code="storage_full", error=_FULL, retry_after_s=RETRY_AFTER_S)
+            await _FULL.answer(send, path)
             return
         if call is not None:
             call.asked_role = role
@@ -161,20 +156,10 @@ class Attribution:
         raise UnknownEpisode("the API key opens no episode; use the api_key that came with the task")
 
 
-def _not_offered(scope: Scope, *, known: bool, method: str) -> dict[str, Any]:
+def _not_offered(scope: Scope, *, known: bool, method: str) -> Failure:
     if known:
-        said = f"{scope['path']} is asked by {method}, got {scope['method']}; send it so"
-        return {"status": 405, "code": "method_not_allowed", "error": EpisodeError(said)}
+        message = f"{scope['path']} is asked by {method}, got {scope['method']}; send it so"
+        return Failure(status=405, code="method_not_allowed", message=message)
     offered = ", ".join(sorted(route for route in ROUTES if route.startswith("/v1")))
-    said = f"{scope['method']} {scope['path']} is not offered; use one of {offered}"
-    return {"status": 404, "code": "not_found", "error": EpisodeError(said)}
-
-
-async def _refuse(
-    send: Any, path: str, *, status: int, code: str, error: Exception, retry_after_s: int | None = None
-) -> None:
-    headers = [(b"content-type", b"application/json"), (b"x-should-retry", b"false")]
-    if retry_after_s is not None:
-        headers[-1] = (b"retry-after", str(retry_after_s).encode())
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": error_body(path, status=status, code=code, message=str(error))})
+    message = f"{scope['method']} {scope['path']} is not offered; use one of {offered}"
+    return Failure(status=404, code="not_found", message=message)

@@ -119,7 +119,7 @@ def error_body(path: str, *, status: int, message: str, code: str | None = None,
     return json.dumps(body).encode()
 
 
-def error_event(path: str, *, status: int, message: str, code: str, param: str | None = None) -> bytes:
+def error_event(path: str, *, status: int, message: str, code: str | None, param: str | None = None) -> bytes:
     """An error at the end of a stream that has begun, as the dialect of `path` spells it."""
     if path == RESPONSES:
         event = {"type": "error", "code": code, "message": message, "param": param, "sequence_number": 0}

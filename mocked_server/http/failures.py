@@ -1,8 +1,8 @@
 """Which HTTP answer an error of ours is, before and after an answer has begun.
 
-`failure_of` is used by vLLM's application (`serving`) and by `model_requests`, which passes every answer through a
-`StreamStart`. Invariant: what is refused before anything was generated has its status, also on a stream; what fails
-later ends the stream with the dialect's error event, never with a broken connection.
+`Failure.answer` is the one way to refuse a model request. `failure_of` is used by vLLM's application (`serving`) and by
+`model_requests`, which passes every answer through a `StreamStart`. Invariant: what is refused before anything was generated has
+its status, also on a stream; what fails later ends the stream with the dialect's error event, never with a broken connection.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 from dataclasses import dataclass
 
+from starlette.responses import Response
 from starlette.types import Message, Send
 
 from buffers.errors import EngineError, EpisodeError, RequestFailed, RequestRefused
@@ -23,14 +24,18 @@ class Failure:
     """An answer that says why there is none."""
 
     status: int
-    code: str
     message: str
+    code: str | None = None
     param: str | None = None
     retry_after_s: int | None = None
+    closes: bool = False
+    """The connection ends: the rest of the request is not read."""
 
     def headers(self, body: bytes) -> list[tuple[bytes, bytes]]:
         """Headers of the answer with this body."""
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        if self.closes:
+            headers.append((b"connection", b"close"))
         if self.retry_after_s is not None:
             return [*headers, (b"retry-after", str(self.retry_after_s).encode())]
         return headers if self.status >= 500 else [*headers, (b"x-should-retry", b"false")]
@@ -38,6 +43,18 @@ class Failure:
     def body(self, path: str) -> bytes:
         """The error's body in the dialect of `path`."""
         return error_body(path, status=self.status, message=self.message, code=self.code, param=self.param)
+
+    def response(self, path: str) -> Response:
+        """The same for an application that returns its answers."""
+        body = self.body(path)
+        headers = {name.decode(): value.decode() for name, value in self.headers(body)}
+        return Response(body, status_code=self.status, headers=headers)
+
+    async def answer(self, send: Send, path: str) -> None:
+        """Sends all of it."""
+        body = self.body(path)
+        await send({"type": "http.response.start", "status": self.status, "headers": self.headers(body)})
+        await send({"type": "http.response.body", "body": body})
 
 
 FAILURES = (EngineError, EpisodeError, QueueClosed, RequestFailed, RequestRefused, queue.Full)
@@ -49,7 +66,7 @@ def failure_of(error: BaseException | None) -> Failure | None:
     message = str(error)
     match error:
         case RequestRefused():
-            return Failure(status=error.status, code="invalid_request", message=message, param=error.field)
+            return request_refused(error)
         case RequestFailed():
             return Failure(status=500, code="server_error", message=message)
         case EpisodeError():
@@ -58,6 +75,11 @@ def failure_of(error: BaseException | None) -> Failure | None:
             return Failure(status=503, code="engine_unavailable", message=message, retry_after_s=1)
         case _:
             return None
+
+
+def request_refused(error: RequestRefused) -> Failure:
+    """The answer to a request that is not served."""
+    return Failure(status=error.status, code="invalid_request", message=str(error), param=error.field)
 
 
 class StreamStart:
@@ -100,11 +122,9 @@ class StreamStart:
             return
         self._is_over = True
         if not self.has_begun:
-            body = failure.body(self._path)
-            start = {"type": "http.response.start", "status": failure.status, "headers": failure.headers(body)}
-            await self._send(start)
-        else:
-            body = error_event(
-                self._path, status=failure.status, message=failure.message, code=failure.code, param=failure.param
-            )
+            await failure.answer(self._send, self._path)
+            return
+        body = error_event(
+            self._path, status=failure.status, message=failure.message, code=failure.code, param=failure.param
+        )
         await self._send({"type": "http.response.body", "body": body})

@@ -14,7 +14,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 import httpx
 from starlette.types import Receive, Scope, Send
 
-from mocked_server.http.dialects import RETRY_AFTER_S, error_body
+from mocked_server.http.dialects import RETRY_AFTER_S
+from mocked_server.http.failures import Failure
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,10 @@ HOP_BY_HOP = frozenset({
 """Headers of one connection (RFC 9110, section 7.6.1)."""
 MAX_IDLE = 64
 """Connections that are kept for the next request."""
+_UNAVAILABLE = Failure(
+    status=503, code="server_unavailable", retry_after_s=RETRY_AFTER_S,
+    message="the server process of this episode does not answer; send the request again",
+)  # fmt: skip
 
 
 class Forward:
@@ -66,7 +71,7 @@ class Forward:
             response = await self._transport.handle_async_request(self._request(scope, body))
         except httpx.TransportError as error:
             logger.warning("a request could not be passed on to %s: %r", self._url, error)
-            await _unavailable(scope, send)
+            await _UNAVAILABLE.answer(send, scope["path"])
             return
         finally:
             await body.aclose()
@@ -117,11 +122,3 @@ async def _hung_up(receive: Receive, sent: asyncio.Event) -> None:
     await sent.wait()
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _unavailable(scope: Scope, send: Send) -> None:
-    message = "the server process of this episode does not answer; send the request again"
-    body = error_body(scope["path"], status=503, message=message, code="server_unavailable")
-    headers = [(b"content-type", b"application/json"), (b"retry-after", str(RETRY_AFTER_S).encode())]
-    await send({"type": "http.response.start", "status": 503, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

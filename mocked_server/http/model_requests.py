@@ -35,7 +35,6 @@ from mocked_server.http.request_limits import (
     MAX_BODY_BYTES,
     MAX_CONTAINERS,
     BodyRefused,
-    answer_refused,
     read_body,
     replaying,
     told_length,
@@ -102,7 +101,7 @@ class ModelRequests:
             try:
                 body = await self._read(call, scope, receive, held)
             except BodyRefused as error:
-                await answer_refused(send, path, error)
+                await error.failure.answer(send, path)
                 return
             if body is None:
                 return
@@ -113,13 +112,14 @@ class ModelRequests:
                 try:
                     body = await call.apart(self._roles.settle, call, body)
                 except RequestRefused as error:
-                    await _refuse(send, path, code="model_not_found", message=str(error), param="model", status=404)
+                    await _no_model(str(error)).answer(send, path)
                     return
                 if (elsewhere := self._roles.elsewhere(call.role)) is not None:
                     await elsewhere.answer(call, path, body, send=send)
                     return
             if (field := await call.apart(refused, path, body)) is not None:
-                await _refuse(send, path, code="unsupported_field", message=field.message, param=field.field)
+                failure = Failure(status=400, code="unsupported_field", message=field.message, param=field.field)
+                await failure.answer(send, path)
                 return
             await self._serve(call, scope, await call.apart(servable, path, body), receive, send, held)
 
@@ -138,7 +138,7 @@ class ModelRequests:
         if not models:
             offered = ", ".join(model["id"] for model in served)
             message = f"model must be one of {offered}, got {named[:200]!r}; ask for one of these"
-            await _refuse(send, path, code="model_not_found", message=message, param="model", status=404)
+            await _no_model(message).answer(send, path)
             return
         body = models_body(path, models, one=named is not None)
         headers = _with_length([(b"content-type", b"application/json")], body)
@@ -179,7 +179,7 @@ class ModelRequests:
         try:
             await answer.deliver(receive, send)
         except TakenOver as error:
-            await answer_refused(send, scope["path"], BodyRefused(409, str(error)))
+            await Failure(status=409, message=str(error), closes=True).answer(send, scope["path"])
 
     async def _ask(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         """vLLM's application. What it fails at before it generates anything is the request: deeper than Python recurses, or of
@@ -275,13 +275,8 @@ def _attempt(headers: list[tuple[bytes, bytes]]) -> int | None:
     return int(count) if count.isdigit() and len(count) <= MAX_RETRY_DIGITS else None
 
 
-async def _refuse(
-    send: Send, path: str, *, code: str, message: str, param: str | None = None, status: int = 400
-) -> None:
-    headers = [(b"content-type", b"application/json"), (b"x-should-retry", b"false")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    body = error_body(path, status=status, message=message, code=code, param=param)
-    await send({"type": "http.response.body", "body": body})
+def _no_model(message: str) -> Failure:
+    return Failure(status=404, code="model_not_found", message=message, param="model")
 
 
 def _with_length(headers: list[tuple[bytes, bytes]], body: bytes) -> list[tuple[bytes, bytes]]:

@@ -8,13 +8,13 @@ most `MAX_HELD_BYTES` in all; a large body is looked at in a thread. It checks n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from buffers.errors import UnderstudyError
-from mocked_server.http.dialects import error_body
+from mocked_server.http.failures import Failure
 from mocked_server.request_context import LARGE_BYTES
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
@@ -40,7 +40,8 @@ class BodyRefused(UnderstudyError):
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
-        self.status = status
+        retry_after_s = 1 if status in (429, 503) else None
+        self.failure = Failure(status=status, message=message, retry_after_s=retry_after_s, closes=True)
 
 
 class PortRouter:
@@ -83,7 +84,7 @@ class BodyLimit:
             if body is not None:
                 await self._app(scope, replaying(body, receive), send)
         except BodyRefused as refused:
-            await answer_refused(send, scope["path"], refused)
+            await refused.failure.answer(send, scope["path"])
         finally:
             self._held -= held
 
@@ -139,16 +140,6 @@ def replaying(body: bytes, receive: Receive) -> Receive:
         return messages.pop() if messages else await receive()
 
     return replay
-
-
-async def answer_refused(send: Callable[[Message], Awaitable[Any]], path: str, refused: BodyRefused) -> None:
-    """The refusal in the form of the path's dialect; the connection ends, as the rest of the body is not read."""
-    body = error_body(path, status=refused.status, message=str(refused))
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers.append((b"retry-after", b"1") if refused.status in (429, 503) else (b"x-should-retry", b"false"))
-    headers.append((b"connection", b"close"))
-    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 def check_shape(body: bytes, *, max_containers: int | None = None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 
-from mocked_server.episode_memory import EpisodeMemory
+from mocked_server.conversation.live_episodes import EpisodeMemory
 from mocked_server.http.request_limits import MAX_BODY_BYTES, BodyRefused
 
 MAX_EPISODE_BYTES = 32 * 1024 * 1024

@@ -21,7 +21,8 @@ from starlette.types import Send
 
 from buffers.errors import UnderstudyError
 from buffers.outgoing import ROLE, AnswerRefused, Outgoing
-from mocked_server.http.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES, error_body, is_anthropic
+from mocked_server.http.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES, is_anthropic
+from mocked_server.http.failures import Failure
 from mocked_server.request_context import Call
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,8 @@ class Upstream:
         fields = await call.apart(_object, body)
         if fields is None or path not in PASSED_ON:
             what = "a JSON object" if path in PASSED_ON else f"for one of {', '.join(sorted(PASSED_ON))}"
-            await _fail(send, path, f"a request of role {call.role.name} must be {what}", status=400)
+            message = f"a request of role {call.role.name} must be {what}"
+            await Failure(status=400, message=message).answer(send, path)
             return
         call.generates = True
         headers = {**self._headers, "content-type": "application/json"}
@@ -94,7 +96,7 @@ class Upstream:
             why = f"the server of role {call.role.name} gave no {'whole ' if has_begun else ''}answer ({cause})"
             logger.warning("episode %s: %s", call.live.episode_id, why)
             if not has_begun:
-                await _fail(send, path, why, status=502)
+                await Failure(status=502, code="upstream_unavailable", message=why).answer(send, path)
             return  # one that has begun stays without its end, so that the agent's client sees it break off
         await self._keep(call, path, fields, bytes(kept), is_whole=is_whole)
         await send({"type": "http.response.body", "body": held})
@@ -156,10 +158,3 @@ def _object(body: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return fields if isinstance(fields, dict) else None
-
-
-async def _fail(send: Send, path: str, message: str, *, status: int) -> None:
-    body = error_body(path, status=status, message=message, code="upstream_unavailable" if status == 502 else None)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -19,7 +19,8 @@ import msgspec
 
 from buffers.did_you_mean import one_of
 from buffers.errors import RequestRefused
-from mocked_server.http.dialects import GENERATE, error_body
+from mocked_server.http.dialects import GENERATE
+from mocked_server.http.failures import request_refused
 from mocked_server.request_context import LARGE_BYTES, AnswerPart
 from mocked_server.vllm.engine import refusal_of
 
@@ -65,7 +66,7 @@ class TokenRoute:
 
     async def answer(self, request: Any) -> Any:
         """The route (starlette)."""
-        from starlette.responses import JSONResponse, Response
+        from starlette.responses import JSONResponse
 
         try:
             body = await request.body()
@@ -75,10 +76,7 @@ class TokenRoute:
             return JSONResponse(_body_of(answer))
         except (ValueError, TypeError) as error:
             refusal = error if isinstance(error, RequestRefused) else RequestRefused(str(error))
-            body = error_body(
-                GENERATE, status=refusal.status, message=str(error), code="invalid_request", param=refusal.field
-            )
-            return Response(body, status_code=refusal.status, media_type="application/json")
+            return request_refused(refusal).response(GENERATE)
 
     async def sleep(self, _: Any) -> Any:
         """The route: the engine's cache is given back, and its weights wait in main memory where it can do that."""

@@ -385,10 +385,6 @@ def _telling(serve: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
 
 async def _fail(request: Any, error: Exception) -> Any:
     """One of `FAILURES`, before its answer has begun."""
-    from starlette.responses import Response
-
     failure = failure_of(error)
     assert failure is not None
-    body = failure.body(request.url.path)
-    headers = {name.decode(): value.decode() for name, value in failure.headers(body)}
-    return Response(body, status_code=failure.status, headers=headers)
+    return failure.response(request.url.path)

@@ -95,13 +95,17 @@ BORDERS = {
     ("mocked_server/vllm/engine.py", "_load_published"),
     ("learner/reporting/tracker.py", "attempt"),
     ("learner/session.py", "supervise"),
+    ("learner/checkpoints/training_state.py", "read_metadata"),
+    ("learner/model/weight_files.py", "_bin"),
 }
 """Functions that catch all that one request causes, and log it with its id; that Ray or an engine's core raises, which have no
-class for it; that the code of a model raises, of which there are hundreds, or a tracker's; or that ends a run, which leaves its
-figures first and then shows the traceback."""
+class for it; that the code of a model raises, of which there are hundreds, or a tracker's, or a pickle that may hold anything; or
+that ends a run, which leaves its figures first and then shows the traceback."""
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 CATCH_ALL = {"Exception", "BaseException"}
-UNSAFE_CALLS = {"eval", "exec", "__import__"}
+UNSAFE_CALLS = {"eval", "exec", "__import__", "pickle.load", "pickle.loads"}
+UNPICKLER = "learner/checkpoints/training_state.py"
+"""Its `Unpickler` makes objects of named classes only."""
 UNSAFE_MODULES = ("pickle", "marshal", "shelve", "dill", "cloudpickle")
 
 
@@ -353,7 +357,8 @@ def test_nothing_is_unpickled_or_evaluated():
     """What arrives over the network or lies in a file is data; it never becomes code."""
     wrong = []
     for name, path in PRODUCT.items():
-        wrong += [f"{name}:{i.line} imports {i.module}" for i in imports(path) if any(map(i.is_of, UNSAFE_MODULES))]
+        unsafe = [i for i in imports(path) if any(map(i.is_of, UNSAFE_MODULES))]
+        wrong += [f"{name}:{i.line} imports {i.module}" for i in unsafe if (name, i.module) != (UNPICKLER, "pickle")]
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)

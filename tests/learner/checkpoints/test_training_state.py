@@ -185,9 +185,7 @@ def test_a_checkpoint_of_somebody_else_runs_nothing_and_changes_nothing(
     index.write_bytes(pickle.dumps(stored)[: 500 if content == "a part" else None])
     if content == "no file":
         index.unlink()
-    with pytest.raises(
-        ValueError, match=r"must have an index \(.metadata\) of tensors, got .*; resume from another checkpoint"
-    ):
+    with pytest.raises(ValueError, match=r"must have an index \(.metadata\) of tensors, got .*; resume"):
         trainer.load(tmp_path / "saved")
     after = published(trainer)
     trainer.close()

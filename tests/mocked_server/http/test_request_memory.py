@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from mocked_server.client_retries import Answer, Answers
-from mocked_server.episode_memory import EpisodeMemory
+from mocked_server.conversation.live_episodes import EpisodeMemory
 from mocked_server.http.request_memory import BodyRoom, RequestMemory
 from mocked_server.http.uvicorn_server import PatientProtocol
 from tests.support.patience import PATIENCE_S
