@@ -21,7 +21,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from buffers.errors import UnderstudyError
 
-RECEIVE_S = 10.0
+RECEIVE_S = 60.0
+"""Long enough for an honest client on a busy machine, which may connect and send nothing for many seconds, and for a slow line."""
 SEND_S = 60.0
 """How long a client may read nothing while more waits than its connection's buffers hold; also how long a connection that was
 closed keeps what was not read yet."""

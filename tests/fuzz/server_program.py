@@ -29,6 +29,7 @@ from configs.schema import RolloutConfig, ServerConfig
 from learner.recovery.restart_limit import RestartLimit
 from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.generation import Generation
+from mocked_server.http import uvicorn_server
 from mocked_server.keys import KeyRing, make_secret
 from mocked_server.server import MockedServer
 from mocked_server.vllm.engine import VLLMEngine, import_engine, start_fork_server
@@ -39,6 +40,8 @@ ROLLOUT = RolloutConfig(max_tokens=8, max_model_len=512, kv_cache_gb=0.0625)
 SERVER = ServerConfig(tool_parser="hermes", reasoning_parser="qwen3")
 DEADLINE_S = 1e6
 """Of an episode: the attacker's lasts until its successor is leased."""
+RECEIVE_S = 10.0
+"""A test waits until slow clients are cut off."""
 MAX_TOLD = 1500
 """Characters of an error: a line to the test has a limit."""
 
@@ -58,6 +61,7 @@ class ToldRestartLimit(RestartLimit):
 
 def serve(channel: Channel, *, model: str, folder: str) -> None:
     """Serve until the test ends it."""
+    uvicorn_server.RECEIVE_S = RECEIVE_S
     threading.excepthook = threading.__excepthook__  # a thread of the engine that dies leaves it deaf, as in a run
     start_fork_server()
     asyncio.run(_serve(channel, model=Path(model), folder=Path(folder)))
