@@ -18,13 +18,12 @@ BY_HAND = ("README.md",)
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(
-            page, marks=[pytest.mark.seconds] if page in WITHOUT_ENGINE else [pytest.mark.engine, pytest.mark.long]
-        )
+        pytest.param(page, marks=[] if page in WITHOUT_ENGINE else [pytest.mark.engine])
         for page in PLAYED
         if page not in BY_HAND
     ],
 )
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_a_page_does_what_it_says(page, tmp_path):
     for _ in play(page, folder=tmp_path):

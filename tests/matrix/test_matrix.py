@@ -103,6 +103,7 @@ def _matrix(tmp_path: Path, *arguments: str, timeout: float) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.engine
+@pytest.mark.long
 def test_a_shared_run_and_refusals_show_their_rows(tmp_path):
     report = _matrix(tmp_path, "--only", "prompts", "wandb", "mlflow", timeout=380)
     runs = {row["run"] for row in report["table"]}

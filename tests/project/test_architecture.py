@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts import size
+
 ROOT = Path(__file__).parents[2]
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -316,6 +318,13 @@ def test_functions_stay_small():
                 if lines > MAX_FUNCTION_LINES:
                     wrong.append(f"{name}:{node.lineno} {node.name} has {lines} lines, at most {MAX_FUNCTION_LINES}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_sum_of_lines_has_a_ceiling():
+    """Below it by little, so that what a change deletes is not filled up again unseen."""
+    for folders, most in ((size.PRODUCT, size.MOST), (size.PRODUCT + size.BESIDE, size.MOST_WITH_BENCHMARKS)):
+        lines = sum(size.lines_of(*folders).values())
+        assert most - 1000 <= lines <= most, f"{lines} lines in {', '.join(folders)}; see MOST in scripts/size.py"
 
 
 def test_what_is_caught_has_a_name():

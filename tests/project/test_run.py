@@ -156,7 +156,8 @@ def test_ctrl_c_while_starting_leaves_nothing_behind(tmp_path, starting):
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_at_once_leaves_nothing_and_prints_what_goes_on(tmp_path, monkeypatch, number):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -208,6 +209,7 @@ with socket.create_connection((host, int(port))) as s:
 
 @pytest.mark.slow
 @pytest.mark.engine
+@pytest.mark.long
 def test_agents_that_crash_or_hang_are_counted_and_the_run_goes_on(tmp_path):
     (tmp_path / "agent.py").write_text(textwrap.dedent(CRASHING_AGENT))
     fates = ["well", "crash", "well", "hang", "well"]

@@ -95,6 +95,7 @@ def relay_files(folder: Path) -> tuple[str, ...]:
     return f"data.tasks={tasks}", f"warm_start.demonstrations={traces}", f"data.make={json.dumps(words)}"
 
 
+@pytest.mark.long
 def test_adapters_of_roles_are_exact_through_deaths_and_a_resume_and_one_that_starves_stops_no_other(
     tmp_path: Path,
 ) -> None:

@@ -70,6 +70,7 @@ def test_a_server_with_sglangs_routes_is_trained(tmp_path: Path) -> None:
     assert_nothing_left(run)
 
 
+@pytest.mark.long
 def test_a_server_that_takes_no_weights_plays_an_evaluation_and_is_refused_for_training(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", seed=0)
     with vllm_server(model, log=tmp_path / "server.txt", dev=False) as served:
