@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from buffers.conformance.rules import RULES, Rule, Site
 from buffers.errors import EpisodeClosed, EpisodeError, StorageFull
 from buffers.ledger.encode import stored_round
 from buffers.ledger.episodes import adopt_episode
@@ -25,6 +24,7 @@ from buffers.remote.messages import job_of
 from buffers.remote.outbox import MAX_FRAME_BYTES, Outgoing, frames, parcels
 from buffers.remote.remote_ledger import RemoteLedger
 from tests.support.buffer_parts import make_round, make_task, open_running
+from tests.support.buffer_rules import RULES, Rule, Site
 from tests.support.patience import PATIENCE_S
 from tests.support.remote.in_process_remote_ledger import SECRET, Nearby, open_nearby
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import ray
 
-from buffers.conformance.rules import RULES, Rule, Site
 from buffers.errors import EpisodeClosed, EpisodeError, UnderstudyError
 from buffers.ledger.ledger import LedgerEvent
 from buffers.ledger.schema import read_database
@@ -27,6 +26,7 @@ from buffers.remote.ray_actor import find_actor
 from buffers.remote.remote_ledger import RemoteLedger
 from tests.faults.ledger_faults import Log, check, child_environment
 from tests.support.buffer_parts import make_ready, make_round, make_task, open_running
+from tests.support.buffer_rules import RULES, Rule, Site
 from tests.support.patience import PATIENCE_S
 from tests.support.processes.child_process import child_process
 from tests.support.remote.remote_parts import ROOT, SECRET, Nodes, open_remote, two_nodes

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from buffers.conformance import rules
-from buffers.conformance.rules import RULES, Rule, Site
 from buffers.ledger.ledger import Ledger
+from tests.support import buffer_rules as rules
+from tests.support.buffer_rules import RULES, Rule, Site
 
 NAMES = [rule.__name__ for rule in RULES]
 

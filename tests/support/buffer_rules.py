@@ -1,6 +1,6 @@
 """The rules that a buffer of episodes keeps, each as a function that fails with an AssertionError.
 
-Run by `test_rules` in this folder and by this project's own tests. A buffer offers the methods of `Buffer`, with the meaning
+Run by the tests of our buffers, and by yours of a buffer of your own. A buffer offers the methods of `Buffer`, with the meaning
 that `buffers.ledger.ledger.Ledger` documents; each changing one returns a future that is done when the change is
 stored. The rules ask for nothing else: no files, no SQL, no threads.
 """
