@@ -23,18 +23,9 @@ FOLDER = Path(__file__).resolve().parent
 PACKAGES = "{understudy}"
 """Stands in a value for the folder of our packages, so that what is shipped is found from any folder."""
 DEFAULT = FOLDER / "demo.yaml"
-MOVED = {
-    "agents.episode_deadline_s": "agents.deadline_s (of a whole episode) and agents.silence_s (without a request)",
-    "learner.kl_coef": "learner.kl.coef, and learner.kl.target for an adaptive KL",
-    "learner.kl_kind": "learner.kl.kind, and learner.kl.in_reward=true for a KL that is taken off the rewards",
-    "warm_start.traces": "warm_start.demonstrations",
-}
-"""Keys that were there once -> where their values are set now."""
 MAX_EXTENDED = 8
 HARBOR_AGENT = "terminus-2"
 """The agent of `env: harbor`: the one of Harbor's that runs outside of the task's environment."""
-MOVED_PARTS = {"agents.max_attempts": "agents.max_attempts and agents.fewest_members"}
-"""Keys that were lists once -> where the parts of these are set now."""
 
 
 class ConfigError(ValueError):
@@ -152,10 +143,6 @@ def _check_keys(tree: dict[str, Any], *, prefix: str, source: Path) -> dict[str,
             checked[part] = _check_keys(value, prefix=f"{name}.", source=source)
             continue
         key = all_keys()[name]
-        if isinstance(value, list) and name in MOVED_PARTS:
-            raise ConfigError(
-                f"{name} must be one {key.kind}, got {value!r:.300}; its parts are {MOVED_PARTS[name]} now"
-            )
         is_number = ("integer" in key.kind or "number" in key.kind) and "true or false" not in key.kind
         if is_number and _has_boolean(value) and not (value is False and "False" in key.kind):
             raise ConfigError(
@@ -177,8 +164,6 @@ def _has_boolean(value: Any) -> bool:
 def _check_name(name: str, *, source: str) -> None:
     if name in all_keys() or name in all_sections():
         return
-    if name in MOVED:
-        raise ConfigError(f"{name} is not a configuration key ({source}) any more; set {MOVED[name]}")
     parts = name.split(".")
     outer = [".".join(parts[:depth]) for depth in range(1, len(parts))]
     if whole := next((each for each in outer if each in all_keys()), None):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from configs.keys import all_keys
-from configs.load import FOLDER, MOVED, MOVED_PARTS, ConfigError, load_config
+from configs.load import FOLDER, ConfigError, load_config
 from configs.schema import KLConfig
 
 
@@ -129,46 +127,6 @@ def test_a_file_may_set_a_part_of_a_section(tmp_path: Path) -> None:
     learner = load_config(top).learner
     assert (learner.lora.rank, learner.lora.alpha) == (8, 4.0)
     assert (learner.clip.low, learner.clip.high) == (None, 0.3)
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"agents": {"episode_deadline_s": 6}}, ["agents.episode_deadline_s", "agents.deadline_s", "agents.silence_s"]),
-        ({"learner": {"kl_coef": 0.1}}, ["learner.kl_coef", "set learner.kl.coef", "learner.kl.target"]),
-        ({"learner": {"kl_kind": "reward_k1"}}, ["learner.kl_kind", "set learner.kl.kind", "learner.kl.in_reward"]),
-        ({"warm_start": {"traces": "x.parquet"}}, ["warm_start.traces is not", "set warm_start.demonstrations"]),
-        (
-            {"learner": {"lora": [32, 64]}},
-            ["learner.lora.rank, learner.lora.alpha, learner.lora.per_role", "got [32, 64]"],
-        ),
-        ({"learner": {"clip": [0.2, 0.3]}}, ["learner.clip.low, learner.clip.high", "got [0.2, 0.3]"]),
-        ({"run": {"checkpoints": [5, 2]}}, ["run.checkpoints.every, run.checkpoints.keep", "got [5, 2]"]),
-        ({"data": {"validation": ["x", 1, 1]}}, ["data.validation.tasks, data.validation.every", "got ['x', 1, 1]"]),
-        ({"data": {"validation": None}}, ["data.validation.tasks", "got nothing"]),
-        ({"agents": {"max_attempts": [2, 6]}}, ["agents.max_attempts", "got [2, 6]", "agents.fewest_members"]),
-    ],
-)
-def test_what_was_set_elsewhere_before_is_refused_with_its_place(
-    tmp_path: Path, given: dict[str, dict[str, object]], words: list[str]
-) -> None:
-    path = tmp_path / "old.yaml"
-    path.write_text(yaml.safe_dump(given))
-    ((section, keys),) = given.items()
-    ((key, value),) = keys.items()
-    override = f"{section}.{key}={yaml.safe_dump(value, default_flow_style=True).partition(chr(10))[0]}"
-    for source, overrides in ((path, []), (FOLDER / "demo.yaml", [override])):
-        with pytest.raises(ConfigError) as refusal:
-            load_config(source, overrides)
-        assert "\n" not in str(refusal.value)
-        for word in words:
-            assert word in str(refusal.value)
-
-
-def test_the_places_of_old_keys_exist() -> None:
-    named = re.findall(r"[a-z_]+(?:\.[a-z_]+)+", " ".join([*MOVED.values(), *MOVED_PARTS, *MOVED_PARTS.values()]))
-    assert set(named) <= set(all_keys())
-    assert not set(MOVED) & set(all_keys())
 
 
 @pytest.mark.parametrize(
