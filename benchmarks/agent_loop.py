@@ -33,7 +33,7 @@ from transformers import AutoTokenizer
 from agents.agent_loop import verl_config
 from agents.loops.tool_agent import ToolAgentLoop
 from agents.server_manager import AsyncLLMServerManager, TokenOutput
-from benchmarks.report import Report, end_on_sigterm, parser_of
+from benchmarks.harness import Report, end_on_sigterm, parser_of
 from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
 from mocked_server.vllm.engine import VLLMEngine

@@ -23,9 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.report import Report, end_on_sigterm, parser_of
+from benchmarks.harness import Report, RunFailed, end_on_sigterm, parser_of, run_to_end
 from benchmarks.run_figures import RunFigures, read_figures
-from benchmarks.whole_run import RunFailed, run_to_end
 from env_adapters.walk.game import MAX_MOVES
 
 ASYNC_LAG = 12

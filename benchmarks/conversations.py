@@ -38,8 +38,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 
 from benchmarks.chat_families import FAMILIES, Family, Refused
+from benchmarks.harness import Report, end_on_sigterm, parser_of
 from benchmarks.processes.dialect_agents import DIALECTS, HABITS, TOOL, Agent
-from benchmarks.report import Report, end_on_sigterm, parser_of
 from buffers.ledger.ledger import Ledger
 from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import EpisodeScores, Round, Row, Task

@@ -48,9 +48,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gateway import ROOT, WORDS, Server, servers
+from benchmarks.harness import Report, end_on_sigterm, parser_of
 from benchmarks.processes.gateway_server import Settings
 from benchmarks.processes.paced_engine import PacedEngine
-from benchmarks.report import Report, end_on_sigterm, parser_of
 from buffers.ledger.ledger import Ledger
 from buffers.records import EpisodeScores
 from buffers.training_rows import episode_rows

@@ -32,9 +32,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.harness import Report, end_on_sigterm, parser_of
 from benchmarks.processes.gateway_load import Plan
 from benchmarks.processes.gateway_server import Settings
-from benchmarks.report import Report, end_on_sigterm, parser_of
 from configs.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent

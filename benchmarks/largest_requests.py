@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 
 from benchmarks.gateway import servers
+from benchmarks.harness import Report, end_on_sigterm, parser_of
 from benchmarks.processes.gateway_server import Settings
-from benchmarks.report import Report, end_on_sigterm, parser_of
 from configs.tiny_model import make_tiny_model
 from mocked_server.http.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, GENERATE, MESSAGES, RESPONSES
 from mocked_server.http.request_fields import MAX_MESSAGES

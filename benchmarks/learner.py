@@ -33,11 +33,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import Report, end_on_sigterm, parser_of
 from benchmarks.learner_efficiency import measure_efficiency
 from benchmarks.learner_memory import Ranks, measure_long_row, measure_memory
 from benchmarks.prefix_tree import MEDIUM, SMALL, TreeShape, measure_tree
 from benchmarks.processes.learner_side import Rows
-from benchmarks.report import Report, end_on_sigterm, parser_of
 from buffers.errors import UnderstudyError
 from configs.tiny_model import VOCAB_SIZE, make_tiny_model
 from learner.model.load import empty_model

@@ -29,9 +29,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import Report, end_on_sigterm, parser_of
+from benchmarks.harness import Report, RunFailed, end_on_sigterm, parser_of, run_to_end
 from benchmarks.staleness import Bench
-from benchmarks.whole_run import RunFailed, run_to_end
 from configs.load import FOLDER, load_config
 from configs.recipes import RECIPES
 

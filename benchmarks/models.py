@@ -27,8 +27,7 @@ import numpy as np
 import yaml
 
 from benchmarks.families import FAMILIES, make_family
-from benchmarks.report import Report, end_on_sigterm, parser_of
-from benchmarks.whole_run import ROOT, RunFailed, run_to_end
+from benchmarks.harness import ROOT, Report, RunFailed, end_on_sigterm, parser_of, run_to_end
 from learner.startup.run_folder import CONFIG
 
 LIMIT_S = 300.0

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 import psutil
 
-from benchmarks.whole_run import ROOT
+from benchmarks.harness import ROOT
 
 PAGES = 3
 STEPS = 10

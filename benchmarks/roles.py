@@ -28,9 +28,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from benchmarks.harness import Report, RunFailed, end_on_sigterm, parser_of, run_to_end
 from benchmarks.learning import TARGET, WINDOW, solved_at
-from benchmarks.report import Report, end_on_sigterm, parser_of
-from benchmarks.whole_run import RunFailed, run_to_end
 from env_adapters.relay.game import RUNNER, SCOUT
 
 MIXED = [

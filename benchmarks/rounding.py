@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.report import Report, end_on_sigterm, parser_of
+from benchmarks.harness import Report, end_on_sigterm, parser_of
 from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
 from learner.model import packed_attention

@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import Report, end_on_sigterm, parser_of
 from benchmarks.processes.walk_player import Player
-from benchmarks.report import Report, end_on_sigterm, parser_of
 from buffers.records import Row, Task, TrainBatch
 from buffers.tasks.parquet import write_traces
 from configs.load import FOLDER, load_config

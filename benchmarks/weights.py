@@ -43,8 +43,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from benchmarks.harness import Report, end_on_sigterm, parser_of
 from benchmarks.processes.weights_learner import changed
-from benchmarks.report import Report, end_on_sigterm, parser_of
 from buffers.errors import EngineError, UnderstudyError
 from buffers.weights.manifest import Shard
 from buffers.weights.manifest import Tensor as TensorOf

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from benchmarks import async_overlap, whole_run
+from benchmarks import async_overlap, harness
 from benchmarks.async_overlap import (
     LONG_TAIL,
     Bench,
@@ -22,8 +22,8 @@ from benchmarks.async_overlap import (
     move_ms_for,
     table,
 )
+from benchmarks.harness import RunFailed, run_to_end
 from benchmarks.run_figures import RunFigures, read_figures
-from benchmarks.whole_run import RunFailed, run_to_end
 from buffers.ledger.ledger import Ledger
 from env_adapters.walk.game import MAX_MOVES
 from env_adapters.walk.server import tail_draw
@@ -183,7 +183,7 @@ def test_a_run_is_ended_with_the_benchmark(
             super().__init__(*args, **options)
             started.append(self)
 
-    monkeypatch.setattr(whole_run, "STOP_S", 1.0)
+    monkeypatch.setattr(harness, "STOP_S", 1.0)
     monkeypatch.setattr(subprocess, "Popen", Noted)
     with pytest.raises(subprocess.TimeoutExpired):
         run_to_end(command, log=tmp_path / "log", limit_s=1.0)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from benchmarks import learning, staleness
+from benchmarks.harness import Report, parser_of
 from benchmarks.learning import learned, solved_at
 from benchmarks.processes.walk_player import Player
-from benchmarks.report import Report, parser_of
 from benchmarks.staleness import Bench, Run, summarise, table, within_noise
 from buffers.records import Row, TrainBatch
 from buffers.tasks.parquet import write_traces

@@ -1,0 +1,37 @@
+"""What runs with kills are compared with, and what is written of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults import paired_runs
+
+
+def test_a_run_with_kills_is_compared_with_one_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def play(folder: Path, *, seed: int, mean_s: float | None, knobs: list[str]) -> paired_runs.Outcome:
+        assert knobs == ["run.steps=2"] and folder.is_dir()
+        kills = [] if mean_s is None else [(1.0, "engine")] * (seed + 1)
+        wall_s = 100.0 if mean_s is None else 110.0 + 10 * seed
+        return paired_runs.Outcome(
+            seed=seed, reward=1.0, wall_s=wall_s, kills=kills, restarts={}, max_logprob_diff=0.0
+        )  # fmt: skip
+
+    monkeypatch.setattr(paired_runs, "play", play)
+    kept = tmp_path / "kept"
+    monkeypatch.setattr(
+        sys, "argv", ["paired_runs", "--json", str(tmp_path / "f.json"), "--folder", str(kept), "run.steps=2"]
+    )
+    assert paired_runs.main() == 0
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert figures["kills"] == 6 and figures["wall_ratio"] == pytest.approx(1.2)
+    assert [one["seed"] for one in figures["with_kills"]] == [0, 1, 2] and figures["reward_with"] == [1.0] * 3
+    with pytest.raises(SystemExit):
+        paired_runs.main()
+    assert "--folder must be a new folder, got " in capsys.readouterr().err
+    assert sorted(path.name for path in kept.iterdir())[:2] == ["seed-0-kills", "seed-0-quiet"]
