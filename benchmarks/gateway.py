@@ -44,6 +44,7 @@ ROUNDS_AT = {1: 24, 16: 8, 64: 4, 256: 2}
 WORDS = (
     "the lamp is in the left room and the key lies under the table; go there, take it, come back and say what you saw. "
 )
+LATER = "Go on, and say what you see now."
 LONG_PROMPT_TOKENS = 128_000
 
 
@@ -61,6 +62,7 @@ class Server:
             stderr=self._log,
             env={"OMP_NUM_THREADS": "1", **os.environ},
         )
+        self.pid = self._process.pid
         self._path = log
         self._keys: list[str] = []
         self._used = 0
