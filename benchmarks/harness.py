@@ -178,16 +178,24 @@ def whole_run(folder: Path, name: str, *settings: str, **options: Any) -> list[d
 
 
 def call(
-    function: Callable[..., Any], *, folder: Path, ranks: int = 1, limit_s: float = RUN_LIMIT_S, **arguments: Any
+    function: Callable[..., Any] | Path,
+    *,
+    folder: Path,
+    ranks: int = 1,
+    python: Path | str = sys.executable,
+    limit_s: float = RUN_LIMIT_S,
+    **arguments: Any,
 ) -> list[Any]:
-    """Runs a function in `ranks` processes, which meet at `address`; returns what each answers. Raises RunFailed."""
+    """Runs a function in `ranks` processes, which meet at `address`; returns what each answers. A path: a script that another
+    `python` runs, with the same words. Raises RunFailed."""
     given, outs = folder / "call.json", [folder / f"answer-{rank}.json" for rank in range(ranks)]
     meeting = {"address": f"127.0.0.1:{free_port()}", "world_size": ranks}
     given.write_text(json.dumps({**meeting, **arguments}, default=str), encoding="utf-8")
-    module = function.__module__
-    if module == "__main__":
-        module = sys.modules["__main__"].__spec__.name
-    words = [sys.executable, "-m", "benchmarks.harness", f"{module}:{function.__name__}", str(given)]
+    if isinstance(function, Path):
+        words = [str(python), str(function), str(given)]
+    else:
+        module = function.__module__ if function.__module__ != "__main__" else sys.modules["__main__"].__spec__.name
+        words = [str(python), "-m", "benchmarks.harness", f"{module}:{function.__name__}", str(given)]
     run_to_end(
         *([*words, str(out), str(rank)] for rank, out in enumerate(outs)),
         log=folder / "call.log", limit_s=limit_s, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},

