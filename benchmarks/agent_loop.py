@@ -3,27 +3,24 @@
 `python -m benchmarks.agent_loop [--episodes 8 64] [--skip-routing] [--json PATH]`.
 
 1. *Concurrency*: real tool agents (`ToolAgentLoop`, toolbox, parser) on an engine that takes `GENERATE_S` for an answer
-and works on
-   `CAPACITY` of them at once, with a tool that takes `TOOL_S`: two answers and a call for each episode. `busy` is the
+   and works on `CAPACITY` of them at once, with a tool that takes `TOOL_S`: two answers and a call for each episode. `busy` is the
    mean share of the engine's capacity in use, from the first request to the last answer.
-2. *Long tail*: a stream of episodes in a fixed number of slots; one in a hundred has a tool that takes `TAIL_FACTOR`
-times as long. Compared
-   is how many ordinary episodes end in a second.
+2. *Long tail*: a stream of episodes in a fixed number of slots; one in a hundred has a tool that takes
+   `TAIL_FACTOR` times as long. Compared is how many ordinary episodes end in a second.
 3. *Routes*: two real vLLM engines, episodes of two rounds with a long prompt, by `AsyncLLMServerManager` and by chance:
-the share of the
-   second round's prompt that comes from the prefix cache, and its time to the first token.
+   the share of the second round's prompt that comes from the prefix cache, and its time to the first token.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,11 +30,11 @@ from transformers import AutoTokenizer
 from agents.agent_loop import verl_config
 from agents.loops.tool_agent import ToolAgentLoop
 from agents.server_manager import AsyncLLMServerManager, TokenOutput
-from benchmarks.harness import Report, end_on_sigterm, parser_of
-from configs.schema import RolloutConfig, ServerConfig
+from benchmarks.engines import engine_of
+from benchmarks.harness import medians, parser_of, play, table
 from configs.tiny_model import make_tiny_model
 from mocked_server.vllm.engine import VLLMEngine
-from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
+from mocked_server.vllm.engine_arguments import set_process_environment
 
 GENERATE_S, TOOL_S = 0.1, 0.5
 CAPACITY = 4
@@ -232,14 +229,7 @@ async def measure_routes(engines: list[RealEngine], *, sticky: bool, seed: int =
 
 async def routes(model: Path) -> dict[str, Any]:
     """Sticky and random, twice each in turn, on two engines."""
-    settings = EngineSettings(
-        model_path=model,
-        served_name="policy",
-        dtype="float32",
-        rollout=RolloutConfig(max_tokens=16, max_model_len=2048, kv_cache_gb=0.5),
-        server=ServerConfig(),
-    )
-    engines = [RealEngine(VLLMEngine(make_vllm_config(make_args(settings)))) for _ in range(2)]
+    engines = [RealEngine(engine_of(model, max_tokens=16, max_model_len=2048, kv_cache_gb=0.5)) for _ in range(2)]
     try:
         for each in engines:
             await each.engine.start()
@@ -251,66 +241,43 @@ async def routes(model: Path) -> dict[str, Any]:
     finally:
         for each in engines:
             await each.engine.close()
-    medians = {
-        kind: {name: statistics.median(run[name] for run in found) for name in found[0]} for kind, found in runs.items()
-    }
-    ratio = medians["random"]["second_round_mean_s"] / medians["sticky"]["second_round_mean_s"]
-    return {**medians, "random_vs_sticky_s": ratio}
+    middle = {kind: medians(found, *found[0]) for kind, found in runs.items()}
+    ratio = middle["random"]["second_round_mean_s"] / middle["sticky"]["second_round_mean_s"]
+    return {**middle, "random_vs_sticky_s": ratio}
 
 
-async def measure(model: Path, tools: Path, *, episodes: list[int], stream_s: float, routing: bool) -> dict[str, Any]:
-    """All figures."""
-    agents = Agents(AutoTokenizer.from_pretrained(model), tools)
+async def loops(agents: Agents, *, episodes: list[int], stream_s: float) -> dict[str, Any]:
+    """The parts on the timed engine."""
     await agents.episode()  # imports and first uses
-    figures: dict[str, Any] = {"concurrency": {}}
-    for number in episodes:
-        figures["concurrency"][str(number)] = found = await measure_concurrency(agents, episodes=number)
-        print(
-            f"{number:4} episodes: {found['serial_s']:6.2f} s one by one, {found['concurrent_s']:5.2f} s at once: "
-            f"{found['speedup']:4.1f}x; engine busy {found['serial_busy']:.1%} -> {found['concurrent_busy']:.1%} "
-            f"(least time {found['least_s']:.2f} s)",
-            flush=True,
-        )
-    without = await measure_tail(agents, share=0.0, seconds=stream_s)
-    with_tail = await measure_tail(agents, share=TAIL_SHARE, seconds=stream_s)
-    figures["tail"] = {"without_per_s": without, "with_per_s": with_tail, "kept": with_tail / without}
-    print(f"long tail: {without:.1f} ordinary episodes/s without, {with_tail:.1f} with: {with_tail / without:.1%} kept")
-    if routing:
-        figures["routes"] = found = await routes(model)
-        for kind in ("sticky", "random"):
-            each = found[kind]
-            print(
-                f"{kind:>7} routes over 2 engines: {each['cached_share']:.1%} of the second prompt cached, second round "
-                f"{each['second_round_s'] * 1000:.0f} ms (mean {each['second_round_mean_s'] * 1000:.0f})"
-            )
-        print(f"random / sticky, mean second round: {found['random_vs_sticky_s']:.2f}x")
-    return figures
+    at_once = {str(number): await measure_concurrency(agents, episodes=number) for number in episodes}
+    print(table([{"episodes": number, **found} for number, found in at_once.items()]), flush=True)
+    without, beside = [await measure_tail(agents, share=share, seconds=stream_s) for share in (0.0, TAIL_SHARE)]
+    tail = {"without_per_s": without, "with_per_s": beside, "kept": beside / without}
+    print("long tail:", table([tail]), sep="\n", flush=True)
+    return {"concurrency": at_once, "tail": tail}
 
 
-def main() -> None:
+def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """All figures."""
+    model, tools = make_tiny_model(folder / "tiny"), folder / "tools.yaml"
+    tools.write_text(TOOLS)
+    agents = Agents(AutoTokenizer.from_pretrained(model), tools)
+    yield asyncio.run(loops(agents, episodes=arguments.episodes, stream_s=arguments.stream_s))
+    if not arguments.skip_routing:
+        found = asyncio.run(routes(model))
+        print("routes over 2 engines:")
+        print(table([{"routes": kind, **found[kind]} for kind in ("sticky", "random")]))
+        yield {"routes": found, "random_vs_sticky_s": found["random_vs_sticky_s"]}
+
+
+def main() -> int:
     parser = parser_of("agent_loop", doc=__doc__)
     parser.add_argument("--episodes", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--stream-s", type=float, default=STREAM_S, help="length of each stream of the long-tail part")
     parser.add_argument("--skip-routing", action="store_true", help="without the part on two vLLM engines")
-    arguments = parser.parse_args()
-    end_on_sigterm()
     set_process_environment()
-    report = Report("agent_loop", about=f"{GENERATE_S} s an answer, {CAPACITY} at once, {TOOL_S} s a tool call")
-    with tempfile.TemporaryDirectory() as folder:
-        model = make_tiny_model(Path(folder) / "tiny")
-        tools = Path(folder) / "tools.yaml"
-        tools.write_text(TOOLS)
-        figures = asyncio.run(
-            measure(
-                model, tools, episodes=arguments.episodes, stream_s=arguments.stream_s,
-                routing=not arguments.skip_routing,
-            )
-        )  # fmt: skip
-    report.write(
-        arguments.json,
-        settings={"episodes": arguments.episodes, "capacity": CAPACITY, "generate_s": GENERATE_S, "tool_s": TOOL_S},
-        figures=figures,
-    )
+    about = f"{GENERATE_S} s an answer, {CAPACITY} at once, {TOOL_S} s a tool call"
+    return play("agent_loop", parser.parse_args(), measure, about=about)
 
 
 if __name__ == "__main__":

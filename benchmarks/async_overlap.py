@@ -12,18 +12,19 @@ of a pair have the same settings, the same seed and the same slow episodes. It j
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
 import sys
-import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import Report, RunFailed, end_on_sigterm, parser_of, run_to_end
+from benchmarks.harness import medians, parser_of, play, table, whole_run
 from benchmarks.run_figures import RunFigures, read_figures
 from env_adapters.walk.game import MAX_MOVES
 
@@ -66,24 +67,18 @@ class Bench:
         name = f"bench-{shape.name}-{lag}-{seed}-{len(list(self.folder.iterdir()))}"
         tail = ["--latency-ms", str(move_ms), "--tail", f"{shape.share}:{shape.factor}", "--seed", str(seed)]
         command = ["{python}", "-m", "env_adapters.walk.server", *tail]
-        settings = (
-            f"run.dir={self.folder}",
-            f"run.name={name}",
-            f"run.steps={self.steps}",
-            f"run.seed={seed}",
-            f"env.command={json.dumps(command)}",
-            f"buffer.max_policy_lag={lag}",
-            "warm_start.steps=20",
-            *self.overrides,
-            *extra,
-        )
-        load = os.getloadavg()[0]
-        began = time.monotonic()
-        run_to_end([sys.executable, "-m", "learner.run", *settings], log=self.folder / f"{name}.log")
+        settings = [f"run.steps={self.steps}", f"run.seed={seed}", f"env.command={json.dumps(command)}"]
+        settings += [f"buffer.max_policy_lag={lag}", "warm_start.steps=20", *self.overrides, *extra]
+        load, began = os.getloadavg()[0], time.monotonic()
+        whole_run(self.folder, name, *settings)
         figures = read_figures(self.folder / name, share=shape.share, seed=seed, load=(load, os.getloadavg()[0]))
-        flow = "async" if lag else "sync"
-        shown = " ".join([f"{shape.name:>13} {flow:>5} seed {seed}", *extra])
-        print(f"{shown}: {_sentence(figures)}, {time.monotonic() - began:.0f} s in all", flush=True)
+        shown = " ".join([f"{shape.name:>13} {'async' if lag else 'sync':>5} seed {seed}", *extra])
+        print(
+            f"{shown}: {figures.step_s:.2f} s a step, learner idle {figures.learner_idle:.0%}, engine idle "
+            f"{figures.engine_idle:.0%}, load {figures.load_before:.1f} to {figures.load_after:.1f}, "
+            f"{time.monotonic() - began:.0f} s in all",
+            flush=True,
+        )
         return figures
 
 
@@ -114,13 +109,15 @@ def compare(bench: Bench, *, shape: Shape, move_ms: float, seeds: range) -> dict
 
 def summarise(runs: list[RunFigures]) -> dict[str, Any]:
     """The median of each figure; counts are summed; the runs themselves are kept."""
-    medians = {name: median(getattr(run, name) for run in runs) for name in RunFigures.shares()}
-    sums = {name: sum(getattr(run, name) for run in runs) for name in RunFigures.counts()}
-    return {**medians, **sums, "runs": [asdict(run) for run in runs]}
+    kept = [asdict(run) for run in runs]
+    sums = {name: sum(run[name] for run in kept) for name in RunFigures.counts()}
+    return {**medians(kept, *RunFigures.shares()), **sums, "runs": kept}
 
 
-def measure(bench: Bench, *, quick: bool, repeats: int) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """All parts. The first run without latency sets the latencies of the others."""
+    quick, repeats = arguments.quick, 1 if arguments.quick else arguments.repeats
+    bench = Bench(folder=folder, steps=arguments.steps, overrides=tuple(arguments.overrides))
     results: dict[str, Any] = {}
     if quick:
         without = replace(bench, steps=min(bench.steps, 3)).run(NONE, lag=ASYNC_LAG, move_ms=0.0, seed=1)
@@ -137,48 +134,31 @@ def measure(bench: Bench, *, quick: bool, repeats: int) -> dict[str, Any]:
         bound = bench.run(NONE, lag=BOUND_LAG, move_ms=0.0, seed=1, extra=(f"learner.epochs={epochs}",))
         results["learner_bound"] = {"epochs": epochs, "async": summarise([bound])}
         figures["learner_idle_when_generation_is_fast"] = bound.learner_idle
-    return {**figures, "parts": results}
+    print(shown(results))
+    yield {**figures, "parts": results}
 
 
-def _sentence(figures: RunFigures) -> str:
-    return (
-        f"{figures.step_s:.2f} s a step, learner idle {figures.learner_idle:.0%}, engine idle {figures.engine_idle:.0%}, "
-        f"load {figures.load_before:.1f} to {figures.load_after:.1f}"
-    )
-
-
-HEADER = (
-    f"{'shape':>13} {'ms/move':>7} {'flow':>5} {'s/step':>7} {'speed-up':>8} {'learner':>8} {'engine':>7} {'lag':>9} "
-    f"{'made/':>6} {'trained':>7} {'stale':>6} {'stale':>6}  {'slow: of which'}\n"
-    f"{'':>13} {'':>7} {'':>5} {'':>7} {'':>8} {'idle':>8} {'idle':>7} {'mean/max':>9} "
-    f"{'used':>6} {'':>7} {'':>6} {'share':>6}  trained/stale/unfinished"
-)
-
-
-def table(parts: dict[str, Any]) -> str:
-    """The results for a person. made/used: episodes scored for each one trained, after the first step."""
-    lines = [HEADER]
-    for name, part in parts.items():
-        for flow in ("sync", "async"):
-            if flow in part:
-                speedup = f"{part['speedup']:.2f}x" if flow == "async" and "speedup" in part else ""
-                lines.append(
-                    f"{name:>13} {part.get('move_ms', 0.0):7.1f} {flow:>5} {_cells(part[flow], speedup=speedup)}"
-                )
-    return "\n".join(lines)
-
-
-def _cells(run: dict[str, Any], *, speedup: str) -> str:
-    lag = f"{run['mean_lag']:.1f}/{run['max_lag']:.0f}"
-    slow = f"{run['slow']}: {run['slow_trained']}/{run['slow_stale']}/{run['slow_unfinished']}"
-    return (
-        f"{run['step_s']:7.2f} {speedup:>8} {run['learner_idle']:8.0%} {run['engine_idle']:7.0%} {lag:>9} "
-        f"{run['made_per_used']:6.2f} {run['trained']:7} {run['stale']:6} {run['stale_share']:6.1%}  {slow}"
+def shown(parts: dict[str, Any]) -> str:
+    """The results for a person. made_per_used: episodes scored for each one trained, after the first step."""
+    names = ("step_s", "learner_idle", "engine_idle", "mean_lag", "max_lag", "made_per_used", "trained", "stale")
+    slow = ("slow", "slow_trained", "slow_stale", "slow_unfinished")
+    return table(
+        [
+            {
+                "shape": name,
+                "ms/move": part.get("move_ms", 0.0),
+                "flow": flow,
+                "speed-up": f"{part['speedup']:.2f}x" if flow == "async" and "speedup" in part else "",
+                **{each: part[flow][each] for each in (*names, "stale_share", *slow)},
+            }
+            for name, part in parts.items()
+            for flow in ("sync", "async")
+            if flow in part
+        ]
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print the table, write the JSON file."""
     parser = parser_of("async_overlap", doc=__doc__)
     parser.add_argument(
         "--quick", action="store_true", help="the long tail only, once, with fewer steps (under 3 minutes)"
@@ -189,23 +169,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration of all runs")
     arguments = parser.parse_args(argv)
-    steps = arguments.steps or (5 if arguments.quick else 12)
-    if steps < 2 or arguments.repeats < 1:
-        parser.error(f"--steps must be >= 2 and --repeats >= 1, got {steps} and {arguments.repeats}")
-    end_on_sigterm()
-    report = Report("async_overlap", about=f"{steps} steps a run, the first one not counted")
-    with tempfile.TemporaryDirectory(prefix="understudy-bench-") as folder:
-        bench = Bench(folder=Path(folder), steps=steps, overrides=tuple(arguments.overrides))
-        try:
-            results = measure(bench, quick=arguments.quick, repeats=1 if arguments.quick else arguments.repeats)
-        except RunFailed as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-    print(table(results["parts"]))
-    settings = {"quick": arguments.quick, "steps": steps, "async_lag": ASYNC_LAG, "slow_steps": SLOW_STEPS}
-    settings["overrides"] = arguments.overrides
-    report.write(arguments.json, settings=settings, figures=results)
-    return 0
+    arguments.steps = arguments.steps or (5 if arguments.quick else 12)
+    if arguments.steps < 2 or arguments.repeats < 1:
+        parser.error(f"--steps must be >= 2 and --repeats >= 1, got {arguments.steps} and {arguments.repeats}")
+    about = f"{arguments.steps} steps a run, the first one not counted"
+    return play("async_overlap", arguments, measure, about=about)
 
 
 if __name__ == "__main__":

@@ -110,6 +110,16 @@ def medians(runs: Sequence[Mapping[str, Any]], *names: str) -> dict[str, float]:
     return {name: median(run[name] for run in runs) for name in names}
 
 
+def taken_s(act: Callable[[], object], *, times: int) -> list[float]:
+    """Seconds of each time."""
+    seconds = []
+    for _ in range(times):
+        began = time.perf_counter()
+        act()
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
 def in_turn(sides: Mapping[str, Callable[[], float]], *, repeats: int) -> dict[str, list[float]]:
     """What each side gives each time; every other time they go in the opposite order: moods of the machine cancel out."""
     taken: dict[str, list[float]] = {name: [] for name in sides}
@@ -169,9 +179,18 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def whole_run(folder: Path, name: str, *settings: str, **options: Any) -> list[dict[str, Any]]:
+def whole_run(folder: Path, name: str, *settings: str, config: str = "demo", **options: Any) -> list[dict[str, Any]]:
     """`python -m learner.run` to its end, as `folder / name`; the figures of its steps. `options`: of `run_to_end`."""
-    command = [sys.executable, "-m", "learner.run", f"run.dir={folder}", f"run.name={name}", *settings]
+    command = [
+        sys.executable,
+        "-m",
+        "learner.run",
+        "--config",
+        config,
+        f"run.dir={folder}",
+        f"run.name={name}",
+        *settings,
+    ]
     run_to_end(command, log=folder / f"{name}.log", **options)
     lines = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [line for line in map(json.loads, lines) if "reward/mean" in line]

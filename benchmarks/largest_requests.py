@@ -10,17 +10,19 @@ It judges nothing. Invariant: each body is as large as its kind may be, in bytes
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
-import tempfile
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.gateway import servers
-from benchmarks.harness import Report, end_on_sigterm, parser_of
+from benchmarks.harness import parser_of, play
 from benchmarks.processes.gateway_server import Settings
 from configs.tiny_model import make_tiny_model
 from mocked_server.http.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, GENERATE, MESSAGES, RESPONSES
@@ -95,7 +97,7 @@ def bodies(model: str = "policy") -> dict[str, tuple[str, bytes]]:
     }  # fmt: skip
 
 
-async def measure(url: str, key: str, path: str, body: bytes) -> dict[str, Any]:
+async def asked(url: str, key: str, path: str, body: bytes) -> dict[str, Any]:
     """`status` of the answer to this request, and the longest `worst_s` that `/health` took meanwhile."""
     headers = {"x-api-key": key, "content-type": "application/json"}
     async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, trust_env=False) as client:
@@ -110,35 +112,28 @@ async def measure(url: str, key: str, path: str, body: bytes) -> dict[str, Any]:
         return {"status": asking.result().status_code, "worst_s": round(max(waits), 3), "mib": len(body) >> 20}
 
 
-def main() -> None:
+def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """The requests, one after another."""
+    model = arguments.model or make_tiny_model(folder / "model", positions=POSITIONS)
+    chosen = {name: each for name, each in bodies().items() if name.startswith(tuple(arguments.only) or "")}
+    settings = Settings(model=str(model), episodes=len(chosen), max_model_len=arguments.max_model_len)
+    found = dict[str, Any]()
+    (scratch := folder / "servers").mkdir()
+    with servers(settings, folder=scratch, kinds=("understudy",)) as (server,):
+        for name, (path, body) in chosen.items():
+            (key,) = server.plan(agents=1, rounds=1, first="", later="", max_tokens=1).keys
+            found[name] = asyncio.run(asked(server.base_url, key, path, body))
+            print(f"{name:26} {found[name]['worst_s']:7.3f} s  {found[name]['status']}", flush=True)
+            yield {"requests": found}
+
+
+def main() -> int:
     parser = parser_of("largest_requests", doc=__doc__)
     parser.add_argument("--model", type=Path, default=None)
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="begin of the names of some requests")
-    arguments = parser.parse_args()
-    report, figures = Report("largest_requests"), dict[str, Any]()
-    with tempfile.TemporaryDirectory() as scratch:
-        model = arguments.model or make_tiny_model(Path(scratch) / "model", positions=POSITIONS)
-        asked = {name: each for name, each in bodies().items() if name.startswith(tuple(arguments.only) or "")}
-        settings = Settings(
-            model=str(model),
-            port=0,
-            ledger="",
-            episodes=len(asked),
-            engine=False,
-            max_model_len=arguments.max_model_len,
-        )
-        folder = Path(scratch) / "servers"
-        folder.mkdir()
-        with servers(settings, folder=folder, kinds=("understudy",)) as (server,):
-            for name, (path, body) in asked.items():
-                (key,) = server.plan(agents=1, rounds=1, first="", later="", max_tokens=1).keys
-                figures[name] = asyncio.run(measure(server.base_url, key, path, body))
-                print(f"{name:26} {figures[name]['worst_s']:7.3f} s  {figures[name]['status']}", flush=True)
-    settings_told = {"model": str(arguments.model or "tiny"), "max_model_len": arguments.max_model_len}
-    report.write(arguments.json, settings=settings_told, figures={"requests": figures})
+    return play("largest_requests", parser.parse_args(), measure)
 
 
 if __name__ == "__main__":
-    end_on_sigterm()
-    main()
+    sys.exit(main())

@@ -35,10 +35,10 @@ class Settings:
     """What a server is started with."""
 
     model: str
-    port: int
-    ledger: str
-    episodes: int
-    engine: bool
+    port: int = 0
+    ledger: str = ""
+    episodes: int = 0
+    engine: bool = False
     """False: the engine does nothing."""
     engines: int = 1
     """Real ones, in a fleet."""
