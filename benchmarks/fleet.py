@@ -53,9 +53,7 @@ from mocked_server.vllm.engine_arguments import set_process_environment
 
 def nothing_settings(model: Path, **more: Any) -> Settings:
     """A server without a real engine."""
-    return Settings(
-        model=str(model), port=0, ledger="", episodes=1200, engine=False, max_model_len=2048, **more
-    )  # fmt: skip
+    return Settings(model=str(model), episodes=1200, max_model_len=2048, **more)
 
 
 def asked_in_turn(sides: Mapping[str, Settings], folder: Path, *, quick: bool) -> dict[str, list[float]]:

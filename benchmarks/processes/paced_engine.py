@@ -1,4 +1,4 @@
-"""An engine that gives tokens by the clock and costs nothing, for measuring what is in front of engines.
+"""An engine that gives tokens by the clock, or at once, and costs nothing, for measuring what is in front of engines.
 
 Used by `benchmarks.fleet` and `benchmarks.processes.gateway_server`; it is a member of a fleet as a real one. With `room` it
 slows down as real ones do whose memory is the bound: by the tokens that its generations hold, and by prompts that its cache
@@ -21,8 +21,8 @@ TICK_S = 0.01
 
 
 class PacedEngine:
-    """`token_s`: seconds of one token. `room`: tokens that it holds at full speed; None: any number. `prefill_s`: seconds of one
-    prompt token that is not in its cache, which has every prompt that it saw."""
+    """`token_s`: seconds of one token; 0: the whole answer at once. `room`: tokens that it holds at full speed; None: any number.
+    `prefill_s`: seconds of one prompt token that is not in its cache, which has every prompt that it saw."""
 
     def __init__(
         self, name: str, *, token_s: float, word: str = "x", room: int | None = None, prefill_s: float = 0.0
@@ -55,7 +55,7 @@ class PacedEngine:
         from vllm.sampling_params import RequestOutputKind
 
         total, prompt = params.max_tokens, len(prompt_token_ids)
-        at_once = params.output_kind == RequestOutputKind.FINAL_ONLY
+        at_once = params.output_kind == RequestOutputKind.FINAL_ONLY or not self._token_s
         self._held += prompt + total
         self._running += 1
         try:
@@ -64,7 +64,8 @@ class PacedEngine:
                 yield self._output(request_id, total, total, finished=True, params=params)
             else:
                 for done in range(total if at_once else 1, total + 1):
-                    await asyncio.sleep(self._token_s * (total if at_once else 1))
+                    if self._token_s:
+                        await asyncio.sleep(self._token_s * (total if at_once else 1))
                     yield self._output(request_id, total if at_once else 1, done, finished=done == total, params=params)
         finally:
             self._held -= prompt + total
@@ -97,6 +98,9 @@ class PacedEngine:
             weight_versions=[WeightVersionSpan(str(self.version), 0, done)],
         )
         return RequestOutput(request_id, None, [], None, [completion], finished)
+
+    def forget(self, episode_id: str) -> None:
+        """It keeps nothing of an episode."""
 
     async def start(self) -> None: ...
     async def restart(self) -> None: ...
