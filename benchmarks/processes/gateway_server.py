@@ -20,11 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import settings_of
+from benchmarks.engines import server_of, settings_of
 from benchmarks.processes.paced_engine import WORD_ID, PacedEngine
 from buffers.ledger.ledger import Ledger
+from buffers.records import Task
 from configs.schema import ServerConfig
 from mocked_server.fleet.engine_fleet import EngineFleet
+from mocked_server.generation import Generation
 from mocked_server.keys import KeyRing
 from mocked_server.processes.server_processes import ServerProcesses
 from mocked_server.vllm.engine import VLLMEngine
@@ -111,31 +113,12 @@ def _engine_settings(settings: Settings, **server: Any) -> EngineSettings:
 
 async def serve_understudy(settings: Settings) -> None:
     """The dataset as the pipeline has it: the ledger on disk, one episode open for each key."""
-    from buffers.multi_round import MultiRoundBufferDataset
-    from buffers.records import Task
-    from buffers.tasks.task_pool import TaskPool
-    from mocked_server.generation import Generation
-    from mocked_server.server import MockedServer
-
-    args = vllm_arguments(settings)
-    vllm_config = make_vllm_config(args)
-    own = _engine_settings(settings)
+    args, own = vllm_arguments(settings), _engine_settings(settings)
     with Ledger(Path(settings.ledger)) as ledger:
-        pool = TaskPool(
-            ledger, group_size=1, groups_per_step=1, max_policy_lag=None, max_running=settings.episodes, deadline_s=1e6,
-            max_attempts=1,
-        )  # fmt: skip
-        server = MockedServer(
-            args=args,
-            vllm_config=vllm_config,
-            rollout=own.rollout,
-            server=own.server,
-            pool=pool,
-            notify_score_fn=MultiRoundBufferDataset(ledger).notify_score,
-            keys=(keys := KeyRing()),
-            processes=_processes(settings, keys=keys, ledger=ledger) if settings.processes > 1 else None,
-        )
-        engine = _engine(settings, vllm_config, decode=server._client.renderer.get_tokenizer().decode)
+        keys = KeyRing()
+        processes = _processes(settings, keys=keys, ledger=ledger) if settings.processes > 1 else None
+        server, pool = server_of(own, ledger, args=args, max_running=settings.episodes, keys=keys, processes=processes)
+        engine = _engine(settings, make_vllm_config(args), decode=server._client.renderer.get_tokenizer().decode)
         keeping = None
         if isinstance(engine, EngineFleet):
             await engine.start()

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engines import output_of
 from mocked_server.fleet.member import EngineFigures, Sampled
 
 WORD_ID = 100
@@ -85,19 +86,11 @@ class PacedEngine:
         self._cached |= {hash(ids[:end]) for end in range(len(ids), 0, -64)}
 
     def _output(self, request_id: str, count: int, done: int, *, finished: bool, params: Any) -> Any:
-        from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
-
         self.sampled_tokens += count
-        completion = CompletionOutput(
-            index=0,
-            text=self._word * count,
-            token_ids=[WORD_ID] * count,
-            cumulative_logprob=None,
-            logprobs=equal_logprobs(count) if params.logprobs is not None else None,
-            finish_reason="length" if finished else None,
-            weight_versions=[WeightVersionSpan(str(self.version), 0, done)],
-        )
-        return RequestOutput(request_id, None, [], None, [completion], finished)
+        return output_of(
+            request_id, [WORD_ID] * count, text=self._word * count, version=self.version, done=done,
+            logprobs=equal_logprobs(count) if params.logprobs is not None else None, finish="length" if finished else None,
+        )  # fmt: skip
 
     def forget(self, episode_id: str) -> None:
         """It keeps nothing of an episode."""
