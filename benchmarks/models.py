@@ -12,12 +12,13 @@ Invariant: whatever a family does ends as a record. It judges no refusal: which 
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
@@ -28,7 +29,7 @@ import yaml
 
 from benchmarks import model_sides
 from benchmarks.families import FAMILIES, make_family
-from benchmarks.harness import ROOT, Report, RunFailed, call, end_on_sigterm, parser_of, run_to_end
+from benchmarks.harness import ROOT, RunFailed, call, parser_of, play, run_to_end
 from learner.startup.run_folder import CONFIG
 
 LIMIT_S = 300.0
@@ -194,7 +195,7 @@ def judged(seen: dict[str, Any], *, part: str, work: Work) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def play(name: str, *, skip_engine: bool, transformers4: str, limit_s: float) -> dict[str, Any]:
+def play_family(name: str, *, skip_engine: bool, transformers4: str, limit_s: float) -> dict[str, Any]:
     """One family's record."""
     with tempfile.TemporaryDirectory(prefix="understudy-models-") as scratch:
         work = Work(folder=Path(scratch), limit_s=limit_s)
@@ -232,8 +233,36 @@ def padded_cost(*, limit_s: float) -> dict[str, Any]:
     return dict(found)
 
 
+def measure(arguments: argparse.Namespace, _: Path) -> Iterator[dict[str, Any]]:
+    """Plays what the file does not have, or what is named. Raises RunFailed in the end for what is wrong."""
+    earlier = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.is_file() else {}
+    families, cost = dict(earlier.get("families", {})), earlier.get("padded")
+    if cost is None and not arguments.skip_cost:
+        cost = padded_cost(limit_s=6 * arguments.limit)
+    installed = {each.name: each.version for each in distributions()}
+    settings = {"run": RUN, "versions": {name: installed[name] for name in PACKAGES if name in installed}}
+    told = {"settings": settings, **({"padded_cost": cost["padded_cost"], "padded": cost} if cost else {})}
+
+    def figures() -> dict[str, Any]:
+        return told | totals(families) | {"families": {name: families[name] for name in FAMILIES if name in families}}
+
+    complete = {name for name, record in families.items() if arguments.skip_engine or "run" in record}
+    for name in arguments.only or [each for each in FAMILIES if each not in complete]:
+        played = play_family(
+            name, skip_engine=arguments.skip_engine, transformers4=arguments.transformers4, limit_s=arguments.limit
+        )
+        run = families.get(name, {}).get("run")
+        families[name] = {"run": run, **played} if arguments.skip_engine and run else played
+        print(name, {part: seen["end"] for part, seen in families[name].items()}, flush=True)
+        yield figures()
+    yield figures()
+    found = totals(families)
+    print(json.dumps(found, indent=2))
+    if found["wrong"] or found["tracebacks"] or found["too_slow"]:
+        raise RunFailed("some families are wrong, end by a traceback or are too slow, see above")
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Plays what the file does not have, or what is named."""
     parser = parser_of("models", doc=__doc__)
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=[], metavar="NAME", help="these families, again")
     parser.add_argument("--skip-engine", action="store_true", help="the learner only; a run that the file has stays")
@@ -244,34 +273,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--limit", type=float, default=LIMIT_S, metavar="S", help=f"of each process (default {LIMIT_S:g})"
     )
-    arguments = parser.parse_args(argv)
-    end_on_sigterm()
-    report = Report("models")
-    earlier = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.is_file() else {}
-    families, cost = dict(earlier.get("families", {})), earlier.get("padded")
-    if cost is None and not arguments.skip_cost:
-        cost = padded_cost(limit_s=6 * arguments.limit)
-    installed = {each.name: each.version for each in distributions()}
-    settings = {"run": RUN, "versions": {name: installed[name] for name in PACKAGES if name in installed}}
-
-    def write() -> None:
-        ordered = {name: families[name] for name in FAMILIES if name in families}
-        figures = {**totals(ordered), **({"padded_cost": cost["padded_cost"], "padded": cost} if cost else {})}
-        report.write(arguments.json, settings=settings, figures={**figures, "families": ordered})
-
-    complete = {name for name, record in families.items() if arguments.skip_engine or "run" in record}
-    for name in arguments.only or [each for each in FAMILIES if each not in complete]:
-        played = play(
-            name, skip_engine=arguments.skip_engine, transformers4=arguments.transformers4, limit_s=arguments.limit
-        )
-        run = families.get(name, {}).get("run")
-        families[name] = {"run": run, **played} if arguments.skip_engine and run else played
-        print(name, {part: seen["end"] for part, seen in families[name].items()}, flush=True)
-        write()
-    write()
-    found = totals(families)
-    print(json.dumps(found, indent=2))
-    return int(bool(found["wrong"] or found["tracebacks"] or found["too_slow"]))
+    return play("models", parser.parse_args(argv), measure)
 
 
 if __name__ == "__main__":

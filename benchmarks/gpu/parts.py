@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import ROOT
+from benchmarks.harness import ROOT, whole_run
 from benchmarks.learner import long_tailed_rows, run_side
 from benchmarks.learner_memory import QWEN3_06B, Shape, peaks, predicted_items, qwen3
 from benchmarks.learner_sides import MIB, Rows
@@ -160,11 +160,9 @@ def run(machine: Machine, *, folder: Path) -> dict[str, Any]:
     and what they took. Raises PartFailed when the mean difference is above the limit."""
     found: dict[str, Any] = {}
     for dtype in dict.fromkeys([machine.dtype, "float32"]):
-        settings = [f"run.dir={folder}", f"run.name={dtype}", "run.steps=8", f"model.dtype={dtype}"]
-        settings.append(f"rollout.engine_args={json.dumps(ENGINE_ARGS)}")
-        run_command([sys.executable, "-m", "learner.run", *settings])
-        lines = (folder / dtype / "metrics.jsonl").read_text().splitlines()
-        steps = [step for step in map(json.loads, lines) if "policy/mean_logprob_diff" in step]
+        args = f"rollout.engine_args={json.dumps(ENGINE_ARGS)}"
+        lines = whole_run(folder, dtype, "run.steps=8", f"model.dtype={dtype}", args)
+        steps = [step for step in lines if "policy/mean_logprob_diff" in step]
         means, largest = ([step[f"policy/{name}_logprob_diff"] for step in steps] for name in ("mean", "max"))
         found[dtype] = {"mean": sum(means) / len(means), "max": max(largest), "steps": steps}
     return held_logprobs(found | {"mean": found[machine.dtype]["mean"]})
