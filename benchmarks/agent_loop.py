@@ -1,14 +1,12 @@
-"""Agent loops at work: many episodes at once against one after the other, a long tail, and sticky routes against random ones.
+"""Agent loops at work: many episodes at once against one after the other, and a long tail.
 
-`python -m benchmarks.agent_loop [--episodes 8 64] [--skip-routing] [--json PATH]`.
+`python -m benchmarks.agent_loop [--episodes 8 64] [--json PATH]`.
 
 1. *Concurrency*: real tool agents (`ToolAgentLoop`, toolbox, parser) on an engine that takes `GENERATE_S` for an answer
    and works on `CAPACITY` of them at once, with a tool that takes `TOOL_S`: two answers and a call for each episode. `busy` is the
    mean share of the engine's capacity in use, from the first request to the last answer.
 2. *Long tail*: a stream of episodes in a fixed number of slots; one in a hundred has a tool that takes
    `TAIL_FACTOR` times as long. Compared is how many ordinary episodes end in a second.
-3. *Routes*: two real vLLM engines, episodes of two rounds with a long prompt, by `AsyncLLMServerManager` and by chance:
-   the share of the second round's prompt that comes from the prefix cache, and its time to the first token.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import argparse
 import asyncio
 import json
 import random
-import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -30,17 +27,13 @@ from transformers import AutoTokenizer
 from agents.agent_loop import verl_config
 from agents.loops.tool_agent import ToolAgentLoop
 from agents.server_manager import AsyncLLMServerManager, TokenOutput
-from benchmarks.engines import engine_of
-from benchmarks.harness import medians, parser_of, play, table
+from benchmarks.harness import parser_of, play, table
 from configs.tiny_model import make_tiny_model
-from mocked_server.vllm.engine import VLLMEngine
-from mocked_server.vllm.engine_arguments import set_process_environment
 
 GENERATE_S, TOOL_S = 0.1, 0.5
 CAPACITY = 4
 TAIL_SHARE, TAIL_FACTOR = 0.01, 50
 SLOTS, STREAM_S = 64, 60.0
-ROUTED_EPISODES, PROMPT_TOKENS, AT_ONCE = 48, 1536, 4
 PROMPT = [{"role": "user", "content": "Find the sum of 12 and 30."}]
 TOOLS = "tools:\n  - function: benchmarks.agent_loop.look_up\n"
 
@@ -164,88 +157,6 @@ async def measure_tail(agents: Agents, *, share: float, seconds: float, seed: in
     return ended / (0.8 * seconds)
 
 
-class RealEngine:
-    """A vLLM engine, asked for one token."""
-
-    def __init__(self, engine: VLLMEngine) -> None:
-        self.engine = engine
-        self.cached: dict[str, int] = {}
-
-    async def generate(
-        self, request_id: str, *, prompt_ids: list[int], sampling_params: Any, api_key: str
-    ) -> TokenOutput:
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-        params = SamplingParams(max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
-        name = f"{request_id}-{len(prompt_ids)}-{time.monotonic_ns()}"
-        async for output in self.engine.generate(prompt_ids, params, request_id=name):
-            self.cached[request_id] = output.num_cached_tokens or 0
-        return TokenOutput(output.outputs[0].token_ids)
-
-    async def healthy(self) -> bool:
-        return True
-
-    async def wake_up(self) -> None: ...
-
-    async def sleep(self) -> None:
-        await self.engine.sleep()
-
-
-async def measure_routes(engines: list[RealEngine], *, sticky: bool, seed: int = 0) -> dict[str, float]:
-    """Share of the second round's prompt that was cached, and its median seconds."""
-    draw = random.Random(seed)
-    manager = AsyncLLMServerManager(engines)
-    for engine in engines:
-        await engine.sleep()  # forgets its prefixes
-    cached, seconds = [], []
-    gate = asyncio.Semaphore(AT_ONCE)
-
-    async def ask(name: str, ids: list[int]) -> RealEngine:
-        if sticky:
-            await manager.generate(name, prompt_ids=ids, sampling_params={})
-            return manager._routes.sticky[name].server  # type: ignore[return-value]
-        engine = draw.choice(engines)
-        await engine.generate(name, prompt_ids=ids, sampling_params={}, api_key="")
-        return engine
-
-    async def episode(number: int) -> None:
-        words = random.Random(number)
-        ids = [words.randrange(16, 400) for _ in range(PROMPT_TOKENS)]
-        async with gate:
-            await ask(f"episode-{number}", ids)
-            longer = ids + [words.randrange(16, 400) for _ in range(64)]
-            began = time.monotonic()
-            engine = await ask(f"episode-{number}", longer)
-            seconds.append(time.monotonic() - began)
-            cached.append(engine.cached[f"episode-{number}"] / len(longer))
-
-    await asyncio.gather(*(episode(number) for number in range(ROUTED_EPISODES)))
-    return {
-        "cached_share": statistics.mean(cached),
-        "second_round_s": statistics.median(seconds),
-        "second_round_mean_s": statistics.mean(seconds),
-    }
-
-
-async def routes(model: Path) -> dict[str, Any]:
-    """Sticky and random, twice each in turn, on two engines."""
-    engines = [RealEngine(engine_of(model, max_tokens=16, max_model_len=2048, kv_cache_gb=0.5)) for _ in range(2)]
-    try:
-        for each in engines:
-            await each.engine.start()
-        await measure_routes(engines, sticky=True)  # the first requests of an engine are slower
-        runs = {kind: [] for kind in ("sticky", "random")}
-        for seed in range(2):
-            for kind, found in runs.items():
-                found.append(await measure_routes(engines, sticky=kind == "sticky", seed=seed))
-    finally:
-        for each in engines:
-            await each.engine.close()
-    middle = {kind: medians(found, *found[0]) for kind, found in runs.items()}
-    ratio = middle["random"]["second_round_mean_s"] / middle["sticky"]["second_round_mean_s"]
-    return {**middle, "random_vs_sticky_s": ratio}
-
-
 async def loops(agents: Agents, *, episodes: list[int], stream_s: float) -> dict[str, Any]:
     """The parts on the timed engine."""
     await agents.episode()  # imports and first uses
@@ -263,19 +174,12 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, A
     tools.write_text(TOOLS)
     agents = Agents(AutoTokenizer.from_pretrained(model), tools)
     yield asyncio.run(loops(agents, episodes=arguments.episodes, stream_s=arguments.stream_s))
-    if not arguments.skip_routing:
-        found = asyncio.run(routes(model))
-        print("routes over 2 engines:")
-        print(table([{"routes": kind, **found[kind]} for kind in ("sticky", "random")]))
-        yield {"routes": found, "random_vs_sticky_s": found["random_vs_sticky_s"]}
 
 
 def main() -> int:
     parser = parser_of("agent_loop", doc=__doc__)
     parser.add_argument("--episodes", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--stream-s", type=float, default=STREAM_S, help="length of each stream of the long-tail part")
-    parser.add_argument("--skip-routing", action="store_true", help="without the part on two vLLM engines")
-    set_process_environment()
     about = f"{GENERATE_S} s an answer, {CAPACITY} at once, {TOOL_S} s a tool call"
     return play("agent_loop", parser.parse_args(), measure, about=about)
 

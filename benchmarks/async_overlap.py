@@ -16,17 +16,20 @@ import argparse
 import json
 import math
 import os
+import sqlite3
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
-from benchmarks.harness import medians, parser_of, play, table, whole_run
-from benchmarks.run_figures import RunFigures, read_figures
+from benchmarks.harness import parser_of, play, table, whole_run
 from env_adapters.walk.game import MAX_MOVES
+from env_adapters.walk.server import tail_draw
 
 ASYNC_LAG = 12
 """Bound of the asynchronous runs, in versions. A slow episode lasts up to SLOW_STEPS steps: at 12 hardly any becomes too old to
@@ -49,6 +52,9 @@ class Shape:
     factor: float
 
 
+READ = [f"time/{name}_s" for name in ("step", "update", "train", "prepare", "wait", "engine_idle")]
+READ += ["staleness/mean", "staleness/max"]
+"""Metrics of a step."""
 NONE = Shape(name="none", share=0.0, factor=1.0)
 MODERATE = Shape(name="moderate", share=0.1, factor=10.0)
 LONG_TAIL = Shape(name="long_tail", share=0.02, factor=50.0)
@@ -62,7 +68,7 @@ class Bench:
     steps: int
     overrides: tuple[str, ...]
 
-    def run(self, shape: Shape, *, lag: int, move_ms: float, seed: int, extra: tuple[str, ...] = ()) -> RunFigures:
+    def run(self, shape: Shape, *, lag: int, move_ms: float, seed: int, extra: tuple[str, ...] = ()) -> dict[str, Any]:
         """One whole run, and its figures. Raises RunFailed."""
         name = f"bench-{shape.name}-{lag}-{seed}-{len(list(self.folder.iterdir()))}"
         tail = ["--latency-ms", str(move_ms), "--tail", f"{shape.share}:{shape.factor}", "--seed", str(seed)]
@@ -71,15 +77,69 @@ class Bench:
         settings += [f"buffer.max_policy_lag={lag}", "warm_start.steps=20", *self.overrides, *extra]
         load, began = os.getloadavg()[0], time.monotonic()
         whole_run(self.folder, name, *settings)
-        figures = read_figures(self.folder / name, share=shape.share, seed=seed, load=(load, os.getloadavg()[0]))
+        figures = read_figures(self.folder / name, share=shape.share, seed=seed)
+        figures |= {"load_before": load, "load_after": os.getloadavg()[0]}
         shown = " ".join([f"{shape.name:>13} {'async' if lag else 'sync':>5} seed {seed}", *extra])
         print(
-            f"{shown}: {figures.step_s:.2f} s a step, learner idle {figures.learner_idle:.0%}, engine idle "
-            f"{figures.engine_idle:.0%}, load {figures.load_before:.1f} to {figures.load_after:.1f}, "
+            f"{shown}: {figures['step_s']:.2f} s a step, learner idle {figures['learner_idle']:.0%}, engine idle "
+            f"{figures['engine_idle']:.0%}, load {load:.1f} to {figures['load_after']:.1f}, "
             f"{time.monotonic() - began:.0f} s in all",
             flush=True,
         )
         return figures
+
+
+def read_figures(folder: Path, *, share: float, seed: int) -> dict[str, Any]:
+    """The figures of a finished run. Times (seconds) and shares (0 to 1 of the time) are those of the steps after the first, so
+    nothing of the start-up is in them; counts are of all episodes of the run, also of those that were never trained.
+
+    `update_s` an update, `epoch_s` a pass over a batch, without its preparation; `engine_idle`: no generation is under way;
+    `made_per_used`: episodes scored for each one trained, below 1 where a stock from the first step was used up; `stale`: ended, or
+    scored and not trained, because they (or an episode of their group) grew too old; `slow`: of the environment's tail (`share` and
+    `seed`), of which `unfinished` ones are still in play, or wait for the rest of a batch."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    first, *steps = [line for line in lines if line["step"] >= 1]
+    if not steps:
+        raise ValueError(f"{folder} must hold a run of at least 2 steps, got 1; set --steps 2")
+    of = {name: [float(step[name]) for step in steps] for name in READ}
+    total_s, fates = sum(of["time/step_s"]), _fates(folder / "ledger.sqlite")
+    # the engine's idle time is counted from report to report, which may be more than a step's own time
+    reported_s = sum(map(max, of["time/step_s"], of["time/engine_idle_s"]))
+    slow = Counter(fate for name, fate in fates.items() if tail_draw(name, seed=seed) < share)
+    every = Counter(fates.values())
+    return {
+        "step_s": mean(of["time/step_s"]),
+        "update_s": mean(of["time/update_s"]),
+        "epoch_s": mean(of["time/train_s"]) - mean(of["time/prepare_s"]),
+        "learner_idle": sum(of["time/wait_s"]) / total_s,
+        "engine_idle": sum(of["time/engine_idle_s"]) / reported_s,
+        "mean_lag": mean(of["staleness/mean"]),
+        "max_lag": max(of["staleness/max"]),
+        "made_per_used": (steps[-1]["pool/scored"] - first["pool/scored"]) / sum(s["batch/episodes"] for s in steps),
+        "stale_share": every["stale"] / max(1, every["stale"] + every["trained"]),
+        "startup_s": json.loads((folder / "summary.json").read_text(encoding="utf-8"))["startup_s"],
+        **{fate: every[fate] for fate in ("trained", "stale", "failed")},
+        "slow": sum(slow.values()),
+        **{f"slow_{fate}": slow[fate] for fate in ("trained", "stale", "unfinished")},
+    }
+
+
+def _fates(ledger: Path) -> dict[str, str]:
+    """Id of each episode that was started -> trained, stale, failed or unfinished."""
+    with closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as db:
+        rows = db.execute(
+            "SELECT episode_id, episode.state, grp.state, grp.reason FROM episode JOIN grp USING (group_id) "
+            "WHERE episode.version IS NOT NULL"
+        ).fetchall()
+    return {episode_id: _fate(state, group=group, reason=reason) for episode_id, state, group, reason in rows}
+
+
+def _fate(state: str, *, group: str, reason: str | None) -> str:
+    if state == "failed":
+        return "failed"
+    if group == "evicted":
+        return "stale" if reason == "stale" else "failed"
+    return "trained" if group == "trained" else "unfinished"
 
 
 def move_ms_for(step_s: float) -> float:
@@ -98,20 +158,23 @@ def compare(bench: Bench, *, shape: Shape, move_ms: float, seeds: range) -> dict
     for seed in seeds:
         sync.append(bench.run(shape, lag=0, move_ms=move_ms, seed=seed))
         overlapped.append(bench.run(shape, lag=ASYNC_LAG, move_ms=move_ms, seed=seed))
+    ratios = [one["step_s"] / other["step_s"] for one, other in zip(sync, overlapped, strict=True)]
+    parts = {"sync": summarise(sync), "async": summarise(overlapped)}
     return {
         "move_ms": move_ms,
-        "speedup": median(s.step_s for s in sync) / median(a.step_s for a in overlapped),
-        "speedups": [s.step_s / a.step_s for s, a in zip(sync, overlapped, strict=True)],
-        "sync": summarise(sync),
-        "async": summarise(overlapped),
+        "speedup": parts["sync"]["step_s"] / parts["async"]["step_s"],
+        "speedups": ratios,
+        **parts,
     }
 
 
-def summarise(runs: list[RunFigures]) -> dict[str, Any]:
+def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The median of each figure; counts are summed; the runs themselves are kept."""
-    kept = [asdict(run) for run in runs]
-    sums = {name: sum(run[name] for run in kept) for name in RunFigures.counts()}
-    return {**medians(kept, *RunFigures.shares()), **sums, "runs": kept}
+    middle = {
+        name: sum(run[name] for run in runs) if isinstance(value, int) else median(run[name] for run in runs)
+        for name, value in runs[0].items()
+    }
+    return middle | {"runs": runs}
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
@@ -123,17 +186,17 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, A
         without = replace(bench, steps=min(bench.steps, 3)).run(NONE, lag=ASYNC_LAG, move_ms=0.0, seed=1)
     else:
         results["none"] = compare(bench, shape=NONE, move_ms=0.0, seeds=range(1, 2))
-        without = RunFigures(**results["none"]["async"]["runs"][0])
-    move_ms = move_ms_for(without.step_s)
+        without = results["none"]["async"]["runs"][0]
+    move_ms = move_ms_for(without["step_s"])
     if not quick:
         results["moderate"] = compare(bench, shape=MODERATE, move_ms=move_ms, seeds=range(1, 2))
     results["long_tail"] = compare(bench, shape=LONG_TAIL, move_ms=move_ms, seeds=range(1, repeats + 1))
     figures = {f"speedup_{name}": part["speedup"] for name, part in results.items()}
     if not quick:
-        epochs = epochs_for(without.step_s, epoch_s=without.epoch_s)
+        epochs = epochs_for(without["step_s"], epoch_s=without["epoch_s"])
         bound = bench.run(NONE, lag=BOUND_LAG, move_ms=0.0, seed=1, extra=(f"learner.epochs={epochs}",))
         results["learner_bound"] = {"epochs": epochs, "async": summarise([bound])}
-        figures["learner_idle_when_generation_is_fast"] = bound.learner_idle
+        figures["learner_idle_when_generation_is_fast"] = bound["learner_idle"]
     print(shown(results))
     yield {**figures, "parts": results}
 
