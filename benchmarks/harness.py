@@ -38,33 +38,6 @@ class RunFailed(UnderstudyError):
     """A process of the benchmark ended with an error; without it there is nothing to compare."""
 
 
-class Report:
-    """Begins with the benchmark: prints the machine's cores and load, and `about` after them."""
-
-    def __init__(self, benchmark: str, *, about: str = "") -> None:
-        self._benchmark = benchmark
-        self._began = time.monotonic()
-        self._load = os.getloadavg()
-        print(f"{os.cpu_count()} cores, load {self._load[0]:.1f} at the start" + (about and f"; {about}"), flush=True)
-
-    def write(self, path: Path | None, *, settings: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
-        """Writes the file; without a path nothing."""
-        report = {
-            "benchmark": self._benchmark,
-            "settings": dict(settings),
-            "machine": {
-                "cores": os.cpu_count(),
-                "load_before": self._load,
-                "load_after": os.getloadavg(),
-                "date": time.strftime("%Y-%m-%d"),
-            },
-            **figures,
-            "wall_s": time.monotonic() - self._began,
-        }
-        if path is not None:
-            path.write_text(json.dumps(report, indent=2, default=str) + "\n", encoding="utf-8")
-
-
 def parser_of(benchmark: str, *, doc: str | None) -> argparse.ArgumentParser:
     """A parser that is called as the module, says the first line of its docstring, and has `--json`."""
     parser = argparse.ArgumentParser(
@@ -76,14 +49,24 @@ def parser_of(benchmark: str, *, doc: str | None) -> argparse.ArgumentParser:
 
 def play(benchmark: str, arguments: argparse.Namespace, measure: Measure, *, about: str = "") -> int:
     """Measures in a folder that is removed, and reports. Returns the exit code: 1 when a process failed."""
-    end_on_sigterm()
-    report, figures = Report(benchmark, about=about), dict[str, Any]()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: what was started is ended, the folder removed
+    began, load, figures = time.monotonic(), os.getloadavg(), dict[str, Any]()
     settings = {name: value for name, value in vars(arguments).items() if name != "json"}
+    print(f"{os.cpu_count()} cores, load {load[0]:.1f} at the start" + (about and f"; {about}"), flush=True)
+
+    def write() -> None:
+        machine = {"cores": os.cpu_count(), "load_before": load, "load_after": os.getloadavg()}
+        machine |= {"date": time.strftime("%Y-%m-%d")}
+        report = {"benchmark": benchmark, "settings": settings, "machine": machine, **figures}
+        report |= {"wall_s": time.monotonic() - began}
+        arguments.json.write_text(json.dumps(report, indent=2, default=str) + "\n", encoding="utf-8")
+
     with tempfile.TemporaryDirectory(prefix="understudy-bench-") as folder:
         try:
             for more in measure(arguments, Path(folder)):
                 figures |= more
-                report.write(arguments.json, settings=settings, figures=figures)
+                if arguments.json is not None:
+                    write()
         except RunFailed as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
@@ -91,11 +74,6 @@ def play(benchmark: str, arguments: argparse.Namespace, measure: Measure, *, abo
         if not isinstance(value, (dict, list)):
             print(f"{name:>32}: {value:.4g}" if isinstance(value, float) else f"{name:>32}: {value}")
     return 0
-
-
-def end_on_sigterm() -> None:
-    """SIGTERM ends a benchmark as Ctrl-C does: what it started is ended, its folder removed."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

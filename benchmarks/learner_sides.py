@@ -18,6 +18,7 @@ import torch
 
 from buffers.records import Row, TrainBatch
 from configs.schema import LearnerConfig
+from learner.model.load import load_policy
 from learner.training.packing import PaddedSequences, Plan, Sequences
 from learner.training.trainer import Trainer
 
@@ -128,6 +129,19 @@ def make_trainer(
         keep_versions=keep_versions, address=address, rank=rank, world_size=world_size,
         device=f"cuda:{rank}" if device == "cuda" else device,
     )  # fmt: skip
+
+
+def policy_logprobs(
+    model: Path, sequences: Sequences, *, device: str, dtype: str, token_budget: int = 8192
+) -> torch.Tensor:
+    """[M] of the trained tokens, in float32 on the CPU."""
+    policy = load_policy(model, device=torch.device(device)).to(getattr(torch, dtype))
+    found = torch.zeros(sequences.num_trained)
+    for piles in sequences.plan(range(len(sequences.ids)), num_ranks=1, token_budget=token_budget):
+        micro = sequences.micro_batch(piles[0], device=torch.device(device))
+        with torch.no_grad():
+            found[micro.index.cpu()] = policy(micro, temperature=1.0).logprobs.float().cpu()
+    return found
 
 
 def resident_mb() -> float:

@@ -20,13 +20,11 @@ import torch
 from benchmarks.harness import ROOT, whole_run
 from benchmarks.learner import long_tailed_rows, run_side
 from benchmarks.learner_memory import QWEN3_06B, Shape, peaks, predicted_items, qwen3
-from benchmarks.learner_sides import MIB, Rows
+from benchmarks.learner_sides import MIB, policy_logprobs
 from benchmarks.prefix_tree import MEDIUM, SMALL, TreeShape, grad_difference, measure_tree
 from buffers.errors import UnderstudyError
 from configs.tiny_model import make_tiny_model
-from learner.model.load import load_policy
 from learner.placement.memory import CUDA_BYTES, total
-from learner.training.packing import plan
 
 TARGET_SHARE = 0.4
 """Share of the matrix-product rate, at models 2,000 wide."""
@@ -119,12 +117,12 @@ def logprobs(machine: Machine, *, folder: Path) -> dict[str, Any]:
     """Packed rows against float32 row by row on a CPU. Raises PartFailed when the device is farther from it than float32 explains,
     or in bfloat16 than a CPU is."""
     model = make_tiny_model(folder / "logprobs", hidden=64 if machine.small else 512, layers=2, heads=4)
-    rows = long_tailed_rows(num=16, longest=128 if machine.small else 2048, seed=2)
-    expected = row_logprobs(model, rows, device="cpu", dtype="float32", packed=False)
+    rows = long_tailed_rows(num=16, longest=128 if machine.small else 2048, seed=2).sequences()
+    expected = policy_logprobs(model, rows, device="cpu", dtype="float32", token_budget=1)
     figures: dict[str, Any] = {}
     for device in dict.fromkeys([machine.device, "cpu"]):
         for dtype in ("float32", "bfloat16"):
-            apart = (row_logprobs(model, rows, device=device, dtype=dtype, packed=True) - expected).abs()
+            apart = (policy_logprobs(model, rows, device=device, dtype=dtype, token_budget=4096) - expected).abs()
             figures[f"{dtype} on {device}"] = {"mean": float(apart.mean()), "max": float(apart.max())}
     wide, half, usual = (
         figures[name] for name in (f"float32 on {machine.device}", f"bfloat16 on {machine.device}", "bfloat16 on cpu")
@@ -204,20 +202,6 @@ def memory(machine: Machine, *, folder: Path) -> dict[str, Any]:
         parts = {item.name: round(item.size / MIB) for item in items}
         found[name] = took | {"predicted_mb": said, "error": said / took["peak_mb"] - 1.0, "predicted_parts_mb": parts}
         print(f"{name:>14}: took {took}, predicted {said:.0f} MB without CUDA, {said / took['peak_mb'] - 1:+.1%}")
-    return found
-
-
-def row_logprobs(model: Path, rows: Rows, *, device: str, dtype: str, packed: bool) -> torch.Tensor:
-    """[M] of the trained tokens, in float32 on the CPU."""
-    policy = load_policy(model, device=torch.device(device)).to(getattr(torch, dtype))
-    sequences = rows.sequences()
-    budget = 4096 if packed else 1
-    found = torch.zeros(sequences.num_trained)
-    for piles in plan(sequences.lengths, rows=range(len(rows.lengths)), num_ranks=1, token_budget=budget):
-        micro = sequences.micro_batch(piles[0], device=torch.device(device))
-        with torch.no_grad():
-            outputs = policy(micro, temperature=1.0)
-        found[micro.index.cpu()] = outputs.logprobs.float().cpu()
     return found
 
 

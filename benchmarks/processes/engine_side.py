@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from benchmarks.engines import engine_of
+from benchmarks.learner_sides import policy_logprobs
 from configs.tiny_model import VOCAB_SIZE
-from learner.model.load import load_policy
 from learner.training.packing import PaddedSequences, Sequences
 from mocked_server.vllm.engine import VLLMEngine, import_engine
 
@@ -83,17 +83,12 @@ async def sample(engine: VLLMEngine, arguments: argparse.Namespace) -> list[Samp
 
 def differences(samples: list[Sampled], *, model: Path, dtype: str) -> dict[str, float]:
     """Of the recorded log-probabilities from those that the learner's policy computes."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    policy = load_policy(model, device=device).to(getattr(torch, dtype))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = [np.array([*prompt, *ids], dtype=np.int32) for prompt, ids, _ in samples]
     masks = [np.array([0] * len(prompt) + [1] * len(ids), dtype=np.uint8) for prompt, ids, _ in samples]
-    sequences = PaddedSequences(Sequences(rows, masks=masks))
     recorded = torch.tensor([value for _, _, logprobs in samples for value in logprobs])
-    found = torch.zeros(sequences.num_trained)
-    for piles in sequences.plan(range(len(rows)), num_ranks=1, token_budget=8192):
-        micro = sequences.micro_batch(piles[0], device=device)
-        with torch.no_grad():
-            found[micro.index.cpu()] = policy(micro, temperature=1.0).logprobs.float().cpu()
+    sequences = PaddedSequences(Sequences(rows, masks=masks))
+    found = policy_logprobs(model, sequences, device=device, dtype=dtype)
     apart = (recorded - found).abs()
     return {"mean": float(apart.mean()), "max": float(apart.max()), "mean_logprob": float(recorded.mean())}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import harness, learning
-from benchmarks.harness import Report, in_turn, parser_of, play
+from benchmarks.harness import in_turn, parser_of, play
 from benchmarks.learning import Learned, learned, solved_at
 
 
@@ -69,16 +69,15 @@ def test_each_run_is_the_products_with_its_recipe_its_lag_and_its_seed(
 
 
 def test_a_report_says_what_was_measured_on_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = parser_of("some", doc="What it is.\n\nMore.").parse_args(["--json", str(tmp_path / "out.json")]).json
-    report = Report("some", about="three runs")
-    report.write(None, settings={}, figures={})
-    assert list(tmp_path.iterdir()) == []
-    report.write(path, settings={"steps": 3}, figures={"speed": 2.5})
-    found = json.loads(path.read_text())
+    arguments = parser_of("some", doc="What it is.\n\nMore.").parse_args(["--json", str(tmp_path / "out.json")])
+    arguments.steps = 3
+    assert play("some", arguments, lambda *_: iter([{"speed": 2.0}, {"speed": 2.5}]), about="three runs") == 0
+    found = json.loads((tmp_path / "out.json").read_text())
     assert list(found) == ["benchmark", "settings", "machine", "speed", "wall_s"]
     assert (found["benchmark"], found["settings"], found["speed"]) == ("some", {"steps": 3}, 2.5)
     assert found["machine"]["cores"] >= 1
-    assert capsys.readouterr().out.endswith("at the start; three runs\n")
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.endswith("at the start; three runs") and last.split() == ["speed:", "2.5"]
 
 
 def test_a_benchmark_whose_process_fails_keeps_what_was_measured_before(

@@ -11,6 +11,7 @@ Invariant: both runs of a pair have the same command, seed and settings.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import sys
@@ -24,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import Report, end_on_sigterm, parser_of, run_to_end
+from benchmarks.harness import parser_of, play, run_to_end
 from buffers.ledger.schema import read_database
 from buffers.ledger.tools.doctor import findings
 from tests.faults.killer import kill_one
@@ -66,7 +67,7 @@ class Killer(threading.Thread):
         self.join()
 
 
-def play(folder: Path, *, seed: int, mean_s: float | None, knobs: list[str]) -> Outcome:
+def play_run(folder: Path, *, seed: int, mean_s: float | None, knobs: list[str]) -> Outcome:
     """One run; with kills unless `mean_s` is None. Raises RunFailed when it does not make its steps."""
     command = [sys.executable, "-m", "learner.run", "--keep-running", *knobs]
     command += [f"run.dir={folder}", "run.name=run", f"run.seed={seed}", "run.checkpoints.every=1"]
@@ -113,6 +114,25 @@ def _folder(kept: Path | None, *, name: str) -> Iterator[Path]:
         yield (kept / name).resolve()
 
 
+def measure(arguments: argparse.Namespace, _: Path) -> Iterator[dict[str, Any]]:
+    """Both runs of each seed in turn."""
+    quiet: list[Outcome] = []
+    faulty: list[Outcome] = []
+    for seed in arguments.seeds:
+        for outcomes, mean_s in ((quiet, None), (faulty, arguments.mean)):
+            with _folder(arguments.folder, name=f"seed-{seed}-{'kills' if mean_s else 'quiet'}") as folder:
+                outcomes.append(play_run(folder, seed=seed, mean_s=mean_s, knobs=arguments.knobs))
+            print(line_of(outcomes[-1]), flush=True)
+        yield {
+            "without_kills": [asdict(one) for one in quiet],
+            "with_kills": [asdict(one) for one in faulty],
+            "kills": sum(len(one.kills) for one in faulty),
+            "reward_without": [one.reward for one in quiet],
+            "reward_with": [one.reward for one in faulty],
+            "wall_ratio": median(one.wall_s / other.wall_s for one, other in zip(faulty, quiet, strict=True)),
+        }
+
+
 def main() -> int:
     parser = parser_of("faults", doc=__doc__)
     parser.prog = "python -m tests.faults.paired_runs"
@@ -125,27 +145,7 @@ def main() -> int:
         parser.error(
             f"--folder must be a new folder, got {options.folder}, which is there; name another one or remove it"
         )
-    end_on_sigterm()
-    report = Report("faults", about=f"a kill every {options.mean:g} s on average")
-    quiet: list[Outcome] = []
-    faulty: list[Outcome] = []
-    for seed in options.seeds:
-        for outcomes, mean_s in ((quiet, None), (faulty, options.mean)):
-            with _folder(options.folder, name=f"seed-{seed}-{'kills' if mean_s else 'quiet'}") as folder:
-                outcomes.append(play(folder, seed=seed, mean_s=mean_s, knobs=options.knobs))
-            print(line_of(outcomes[-1]), flush=True)
-    ratios = [faulty.wall_s / quiet.wall_s for faulty, quiet in zip(faulty, quiet, strict=True)]
-    figures: dict[str, Any] = {
-        "without_kills": [asdict(one) for one in quiet],
-        "with_kills": [asdict(one) for one in faulty],
-        "kills": sum(len(one.kills) for one in faulty),
-        "reward_without": [one.reward for one in quiet],
-        "reward_with": [one.reward for one in faulty],
-        "wall_ratio": median(ratios),
-    }
-    print(f"{figures['kills']} kills; time with kills over time without: {figures['wall_ratio']:.2f} (median)")
-    report.write(options.json, settings={"seeds": options.seeds, "mean_s": options.mean}, figures=figures)
-    return 0
+    return play("faults", options, measure, about=f"a kill every {options.mean:g} s on average")
 
 
 if __name__ == "__main__":

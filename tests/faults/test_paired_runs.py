@@ -14,7 +14,7 @@ from tests.faults import paired_runs
 def test_a_run_with_kills_is_compared_with_one_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def play(folder: Path, *, seed: int, mean_s: float | None, knobs: list[str]) -> paired_runs.Outcome:
+    def play_run(folder: Path, *, seed: int, mean_s: float | None, knobs: list[str]) -> paired_runs.Outcome:
         assert knobs == ["run.steps=2"] and folder.is_dir()
         kills = [] if mean_s is None else [(1.0, "engine")] * (seed + 1)
         wall_s = 100.0 if mean_s is None else 110.0 + 10 * seed
@@ -22,7 +22,7 @@ def test_a_run_with_kills_is_compared_with_one_without(
             seed=seed, reward=1.0, wall_s=wall_s, kills=kills, restarts={}, max_logprob_diff=0.0
         )  # fmt: skip
 
-    monkeypatch.setattr(paired_runs, "play", play)
+    monkeypatch.setattr(paired_runs, "play_run", play_run)
     kept = tmp_path / "kept"
     monkeypatch.setattr(
         sys, "argv", ["paired_runs", "--json", str(tmp_path / "f.json"), "--folder", str(kept), "run.steps=2"]
