@@ -225,7 +225,7 @@ def paced(model: Path, folder: Path, *, quick: bool) -> dict[str, Any]:
 
 def kills(model: Path, folder: Path, *, quick: bool) -> dict[str, Any]:
     """Streams over deaths: what kills is with the fault tests."""
-    from tests.faults.stream_faults import kills
+    from tests.faults.engines.stream_faults import kills
 
     return kills(model, folder, quick=quick)
 

@@ -159,16 +159,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 def whole_run(folder: Path, name: str, *settings: str, config: str = "demo", **options: Any) -> list[dict[str, Any]]:
     """`python -m learner.run` to its end, as `folder / name`; the figures of its steps. `options`: of `run_to_end`."""
-    command = [
-        sys.executable,
-        "-m",
-        "learner.run",
-        "--config",
-        config,
-        f"run.dir={folder}",
-        f"run.name={name}",
-        *settings,
-    ]
+    words = ["--config", config, f"run.dir={folder}", f"run.name={name}", *settings]
+    command = [sys.executable, "-m", "learner.run", *words]
     run_to_end(command, log=folder / f"{name}.log", **options)
     lines = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [line for line in map(json.loads, lines) if "reward/mean" in line]

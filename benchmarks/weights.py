@@ -7,7 +7,7 @@
 - pause: `paused_vs_today`, an engine's pause at 150 MB of weights over the pause of the way before: vLLM's own
   `pause_generation`, then the same reload of one file. Loads take turns; medians.
 
-It judges nothing. Whether versions arrive bit for bit under kills: `python -m tests.faults.weight_faults`.
+It judges nothing. Whether versions arrive bit for bit under kills: `python -m tests.faults.engines.weight_faults`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whether versions of the weights arrive bit for bit when what carries them dies.
 
-`python -m tests.faults.weight_faults [--quick] [--json PATH]`: 50 patches from two learner ranks, through the node's puller, into a
+`python -m tests.faults.engines.weight_faults [--quick] [--json PATH]`: 50 patches from two learner ranks, through the node's puller, into a
 real engine that serves all the while; puller, engine and a rank are killed in turn, at random moments of a publication.
 `bit_identical_after_50_patches`: the dense file is the learner's weights to the bit, and the engine gives the very
 log-probabilities of one that started with them. `served_max_logprob_diff`: of every token that was served meanwhile, from the
@@ -46,8 +46,8 @@ from learner.recovery.restarts import ended
 from mocked_server.answer_recorder import AnswerRecorder
 from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.vllm.engine import VLLMEngine, start_fork_server
+from tests.faults.engines.weights_learner import changed
 from tests.faults.killer import killed
-from tests.faults.weights_learner import changed
 
 RANKS = 2
 PROMPT = list(range(40, 60))
@@ -69,7 +69,7 @@ class ProcessRanks:
 
     async def start(self) -> None:
         address = f"127.0.0.1:{free_port()}"
-        words = ["-m", "tests.faults.weights_learner", "--model", str(self._model), "--address", address]
+        words = ["-m", "tests.faults.engines.weights_learner", "--model", str(self._model), "--address", address]
         for rank in range(RANKS):
             self._processes.append(
                 await asyncio.create_subprocess_exec(
@@ -317,7 +317,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, A
 
 def main() -> int:
     parser = parser_of("weight_faults", doc=__doc__)
-    parser.prog = "python -m tests.faults.weight_faults"
+    parser.prog = "python -m tests.faults.engines.weight_faults"
     parser.add_argument("--quick", action="store_true", help="6 patches")
     return play("weight_faults", parser.parse_args(), measure)
 

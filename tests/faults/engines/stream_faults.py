@@ -81,7 +81,7 @@ def kills(model: Path, folder: Path, *, quick: bool) -> dict[str, Any]:
             stream=True,
         )
         agents = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.stream_agents"],
+            [sys.executable, "-m", "tests.faults.engines.stream_agents"],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         assert agents.stdin is not None

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from configs.tiny_model import make_tiny_model
-from tests.faults.weight_faults import weights_of
-from tests.faults.weights_learner import CHANGED, changed
+from tests.faults.engines.weight_faults import weights_of
+from tests.faults.engines.weights_learner import CHANGED, changed
 
 
 def test_a_versions_weights_follow_from_its_number(tmp_path: Path) -> None:
