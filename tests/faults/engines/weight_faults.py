@@ -1,6 +1,6 @@
 """Whether versions of the weights arrive bit for bit when what carries them dies.
 
-`python -m tests.faults.engines.weight_faults [--quick] [--json PATH]`: 50 patches from two learner ranks, through the node's puller,
+`python -m tests.faults.engines.weight_faults [--quick] [--json PATH]`: 50 patches from two learner ranks, by the node's puller,
 into a real engine that serves all the while; puller, engine and a rank are killed in turn, at random moments of a publication.
 `bit_identical_after_50_patches`: the dense file is the learner's weights to the bit, and the engine gives the very
 log-probabilities of one that started with them. `served_max_logprob_diff`: of every token that was served meanwhile, from the
