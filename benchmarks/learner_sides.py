@@ -6,6 +6,7 @@ GRPO update from them; only how rows become rectangles differs. The first step i
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ import torch
 
 from buffers.records import Row, TrainBatch
 from configs.schema import LearnerConfig
+from configs.tiny_model import VOCAB_SIZE
 from learner.model.load import load_policy
 from learner.training.packing import PaddedSequences, Plan, Sequences
 from learner.training.trainer import Trainer
@@ -109,6 +111,20 @@ class Rows:
         """What `learner.model.operations.Work.update_flops` counts."""
         squares = int((self.lengths.astype(np.int64) ** 2).sum())
         return {"tokens": int(self.lengths.sum()), "squares": squares, "trained": int(self.mask.sum())}
+
+
+def stem_rows(
+    *, groups: int, rows: int, stem: int, tails: tuple[int, int], trained: float = 0.5, tokens: Any = VOCAB_SIZE
+) -> Rows:
+    """Groups whose rows part from a common stem; this share of each tail, its end, is trained. `tokens`: what is drawn from."""
+    rng = np.random.default_rng(0)
+    ids, masks = [], []
+    for _ in range(groups):
+        start = rng.choice(tokens, stem)
+        for tail in rng.integers(*tails, size=rows, endpoint=True):
+            ids.append(np.concatenate([start, rng.choice(tokens, tail)]))
+            masks.append(np.arange(stem + tail) >= stem + tail - math.ceil(trained * tail))
+    return Rows.of(ids, masks=masks, scores=np.arange(len(ids)) % 2, groups=np.repeat(np.arange(groups), rows))
 
 
 def make_trainer(

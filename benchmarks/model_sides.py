@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from benchmarks.learner_sides import Rows, make_trainer
+from benchmarks.learner_sides import make_trainer, stem_rows
 from benchmarks.rivals.read_folder import read
 from configs.tiny_model import make_tiny_model
 from learner.model.load import load_policy
@@ -30,21 +30,6 @@ MODEL: dict[str, Any] = {"hidden": 512, "layers": 12, "ffn": 1536, "heads": 8, "
 """A Qwen3 of 38 million weights, for the cost of padding."""
 BATCH: dict[str, Any] = {"groups": 1, "rows": 8, "stem": 256, "tails": (164, 400)}
 TOKEN_BUDGET = 8192
-
-
-def agents_batch(
-    tokens: np.ndarray, *, groups: int, rows: int, stem: int, tails: tuple[int, int], seed: int = 0
-) -> Rows:
-    """Groups whose rows part from a common stem; half of each tail is trained."""
-    rng = np.random.default_rng(seed)
-    ids, masks = [], []
-    for _ in range(groups):
-        start = rng.choice(tokens, stem)
-        for tail in rng.integers(*tails, size=rows, endpoint=True):
-            ids.append(np.concatenate([start, rng.choice(tokens, tail)]))
-            masks.append((np.arange(stem + tail) >= stem + tail // 2).astype(np.uint8))
-    scores = np.arange(len(ids)) % 2
-    return Rows.of(ids, masks=masks, scores=scores, groups=np.repeat(np.arange(groups), rows))
 
 
 def steps(
@@ -65,7 +50,7 @@ def _steps(model: str, *, saved: str, lora: dict[str, Any] | None, address: str)
     try:
         ids = trainer.probe_prompt()
         tokens = plain_tokens(AutoConfig.from_pretrained(model))
-        batch = agents_batch(tokens, groups=2, rows=4, stem=40, tails=(10, 40)).batch()
+        batch = stem_rows(groups=2, rows=4, stem=40, tails=(10, 40), tokens=tokens).batch()
         start = trainer.logprobs_of(ids, last=len(ids) - 1)
         for _ in range(2):
             trainer.train_step(batch, version=0)
@@ -94,7 +79,7 @@ def padded_cost(*, repeats: int, model: dict[str, Any], batch: dict[str, Any], *
     """`padded_cost`, and what it is the quotient of: passes in turn, in CPU seconds of a single thread, so that what others do on
     the machine counts little."""
     torch.set_num_threads(1)
-    packed = agents_batch(np.arange(9, 500), **batch).sequences()
+    packed = stem_rows(tokens=np.arange(9, 500), **batch).sequences()
     with tempfile.TemporaryDirectory(prefix="understudy-bench-") as folder:
         policy = load_policy(make_tiny_model(Path(folder) / "model", **model), device=torch.device("cpu"))
     ways = {"packed_s": packed, "padded_s": PaddedSequences(packed)}

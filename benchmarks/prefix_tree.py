@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.families import make_family
 from benchmarks.harness import call
-from benchmarks.learner_sides import GRPO, Rows, make_trainer
+from benchmarks.learner_sides import GRPO, Rows, make_trainer, stem_rows
 from configs.tiny_model import VOCAB_SIZE, make_tiny_model
 from learner.model.load import load_policy
 from learner.model.policy import Policy
@@ -72,33 +72,23 @@ def agent_rows(*, scale: float, seed: int = 0) -> Rows:
     for _ in range(EPISODES):
         history = np.concatenate([shared, _random(rng, task + BRANCHES * more)])
         for branch in range(1, BRANCHES + 1):
-            rows.append((np.concatenate([history[: system + task + branch * more], _random(rng, tail)]), tail))
-    return _as_rows(rows, groups=[0] * len(rows), rng=rng)
+            rows.append(np.concatenate([history[: system + task + branch * more], _random(rng, tail)]))
+    masks = [np.arange(len(ids)) >= len(ids) - tail for ids in rows]
+    return Rows.of(rows, masks=masks, scores=rng.integers(0, 2, len(rows)), groups=[0] * len(rows))
 
 
-def group_rows(*, prompt: int, answer: int, seed: int = 0) -> Rows:
+def group_rows(*, prompt: int, answer: int) -> Rows:
     """Eight answers to one prompt."""
-    rng = np.random.default_rng(seed)
-    shared = _random(rng, prompt)
-    rows = [(np.concatenate([shared, _random(rng, answer)]), answer) for _ in range(8)]
-    return _as_rows(rows, groups=[0] * 8, rng=rng)
+    return stem_rows(groups=1, rows=8, stem=prompt, tails=(answer, answer), trained=1.0)
 
 
-def apart_rows(*, num: int, seed: int = 0) -> Rows:
+def apart_rows(*, num: int) -> Rows:
     """Rows of 64 to 256 tokens that share nothing."""
-    rng = np.random.default_rng(seed)
-    rows = [(_random(rng, int(length)), int(length) // 2) for length in rng.integers(64, 257, num)]
-    return _as_rows(rows, groups=[row // 8 for row in range(num)], rng=rng)
+    return stem_rows(groups=num // 8, rows=8, stem=0, tails=(64, 256))
 
 
 def _random(rng: np.random.Generator, size: int) -> np.ndarray:
     return rng.integers(0, VOCAB_SIZE, size)
-
-
-def _as_rows(rows: list[tuple[np.ndarray, int]], *, groups: list[int], rng: np.random.Generator) -> Rows:
-    """Ids, and how many tokens of the end are trained."""
-    masks = [np.arange(len(ids)) >= len(ids) - trained for ids, trained in rows]
-    return Rows.of([ids for ids, _ in rows], masks=masks, scores=rng.integers(0, 2, len(rows)), groups=groups)
 
 
 class TreeTrainer(Trainer):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import model_sides, models
+from benchmarks.learner_sides import stem_rows
 from benchmarks.models import ADAPTER, Work, apart, judged, sentence, totals
 from scripts.models_page import engine, given, older, row
 
@@ -95,7 +96,7 @@ def test_differences_are_those_of_the_farthest_token_or_a_sentence() -> None:
 
 
 def test_rows_of_agents_part_from_a_stem_of_their_group() -> None:
-    rows = model_sides.agents_batch(np.arange(9, 99), groups=2, rows=3, stem=5, tails=(4, 6))
+    rows = stem_rows(groups=2, rows=3, stem=5, tails=(4, 6), tokens=np.arange(9, 99))
     parts = np.split(rows.ids, np.cumsum(rows.lengths)[:-1])
     assert rows.groups.tolist() == [0, 0, 0, 1, 1, 1] and set(rows.lengths - 5) <= {4, 5, 6}
     assert all(
