@@ -1,14 +1,17 @@
-"""What runs with kills are compared with, and what is written of them."""
+"""What is killed, what runs with kills are compared with, and what is written of them."""
 
 from __future__ import annotations
 
 import json
+import random
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.faults import paired_runs
+from tests.faults.killer import kill_one, killed, living
+from tests.support.processes.child_process import child_process, gone
 
 
 def test_a_run_with_kills_is_compared_with_one_without(
@@ -35,3 +38,23 @@ def test_a_run_with_kills_is_compared_with_one_without(
         paired_runs.main()
     assert "--folder must be a new folder, got " in capsys.readouterr().err
     assert sorted(path.name for path in kept.iterdir())[:2] == ["seed-0-kills", "seed-0-quiet"]
+
+
+GUARD = """
+import subprocess, sys
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+children = [subprocess.Popen([*sleep, mark]) for mark in ("walk_agent", "nothing of a run")]
+print("ready", flush=True)
+[child.wait() for child in children]
+"""
+
+
+@pytest.mark.seconds
+def test_only_a_part_that_lives_is_killed() -> None:
+    with child_process([sys.executable, "-c", GUARD]) as guard:
+        assert guard.stdout is not None and guard.stdout.readline() == "ready\n"
+        ((pid,),) = living(guard.pid).values()
+        assert kill_one(guard.pid, chance=random.Random(0)) == "agent" and gone(pid)
+        assert kill_one(guard.pid, chance=random.Random(0)) is None
+        (rest,) = living(guard.pid, marks={"rest": "nothing of a run"})["rest"]
+        assert killed(rest) and gone(rest)
