@@ -12,21 +12,24 @@ of a pair have the same settings, the same seed and the same slow episodes. It j
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
+import sqlite3
 import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
-from benchmarks.report import Report, end_on_sigterm, parser_of
-from benchmarks.run_figures import RunFigures, read_figures
-from benchmarks.whole_run import RunFailed, run_to_end
+from benchmarks.harness import parser_of, play, table, whole_run
 from env_adapters.walk.game import MAX_MOVES
+from env_adapters.walk.server import tail_draw
 
 ASYNC_LAG = 12
 """Bound of the asynchronous runs, in versions. A slow episode lasts up to SLOW_STEPS steps: at 12 hardly any becomes too old to
@@ -49,6 +52,9 @@ class Shape:
     factor: float
 
 
+READ = [f"time/{name}_s" for name in ("step", "update", "train", "prepare", "wait", "engine_idle")]
+READ += ["staleness/mean", "staleness/max"]
+"""Metrics of a step."""
 NONE = Shape(name="none", share=0.0, factor=1.0)
 MODERATE = Shape(name="moderate", share=0.1, factor=10.0)
 LONG_TAIL = Shape(name="long_tail", share=0.02, factor=50.0)
@@ -62,30 +68,78 @@ class Bench:
     steps: int
     overrides: tuple[str, ...]
 
-    def run(self, shape: Shape, *, lag: int, move_ms: float, seed: int, extra: tuple[str, ...] = ()) -> RunFigures:
+    def run(self, shape: Shape, *, lag: int, move_ms: float, seed: int, extra: tuple[str, ...] = ()) -> dict[str, Any]:
         """One whole run, and its figures. Raises RunFailed."""
         name = f"bench-{shape.name}-{lag}-{seed}-{len(list(self.folder.iterdir()))}"
         tail = ["--latency-ms", str(move_ms), "--tail", f"{shape.share}:{shape.factor}", "--seed", str(seed)]
         command = ["{python}", "-m", "env_adapters.walk.server", *tail]
-        settings = (
-            f"run.dir={self.folder}",
-            f"run.name={name}",
-            f"run.steps={self.steps}",
-            f"run.seed={seed}",
-            f"env.command={json.dumps(command)}",
-            f"buffer.max_policy_lag={lag}",
-            "warm_start.steps=20",
-            *self.overrides,
-            *extra,
+        settings = [f"run.steps={self.steps}", f"run.seed={seed}", f"env.command={json.dumps(command)}"]
+        settings += [f"buffer.max_policy_lag={lag}", "warm_start.steps=20", *self.overrides, *extra]
+        load, began = os.getloadavg()[0], time.monotonic()
+        whole_run(self.folder, name, *settings)
+        figures = read_figures(self.folder / name, share=shape.share, seed=seed)
+        figures |= {"load_before": load, "load_after": os.getloadavg()[0]}
+        shown = " ".join([f"{shape.name:>13} {'async' if lag else 'sync':>5} seed {seed}", *extra])
+        print(
+            f"{shown}: {figures['step_s']:.2f} s a step, learner idle {figures['learner_idle']:.0%}, engine idle "
+            f"{figures['engine_idle']:.0%}, load {load:.1f} to {figures['load_after']:.1f}, "
+            f"{time.monotonic() - began:.0f} s in all",
+            flush=True,
         )
-        load = os.getloadavg()[0]
-        began = time.monotonic()
-        run_to_end([sys.executable, "-m", "learner.run", *settings], log=self.folder / f"{name}.log")
-        figures = read_figures(self.folder / name, share=shape.share, seed=seed, load=(load, os.getloadavg()[0]))
-        flow = "async" if lag else "sync"
-        shown = " ".join([f"{shape.name:>13} {flow:>5} seed {seed}", *extra])
-        print(f"{shown}: {_sentence(figures)}, {time.monotonic() - began:.0f} s in all", flush=True)
         return figures
+
+
+def read_figures(folder: Path, *, share: float, seed: int) -> dict[str, Any]:
+    """The figures of a finished run. Times (seconds) and shares (0 to 1 of the time) are those of the steps after the first, so
+    nothing of the start-up is in them; counts are of all episodes of the run, also of those that were never trained.
+
+    `update_s` an update, `epoch_s` a pass over a batch, without its preparation; `engine_idle`: no generation is under way;
+    `made_per_used`: episodes scored for each one trained, below 1 where a stock from the first step was used up; `stale`: ended, or
+    scored and not trained, because they (or an episode of their group) grew too old; `slow`: of the environment's tail (`share` and
+    `seed`), of which `unfinished` ones are still in play, or wait for the rest of a batch."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    first, *steps = [line for line in lines if line["step"] >= 1]
+    if not steps:
+        raise ValueError(f"{folder} must hold a run of at least 2 steps, got 1; set --steps 2")
+    of = {name: [float(step[name]) for step in steps] for name in READ}
+    total_s, fates = sum(of["time/step_s"]), _fates(folder / "ledger.sqlite")
+    # the engine's idle time is counted from report to report, which may be more than a step's own time
+    reported_s = sum(map(max, of["time/step_s"], of["time/engine_idle_s"]))
+    slow = Counter(fate for name, fate in fates.items() if tail_draw(name, seed=seed) < share)
+    every = Counter(fates.values())
+    return {
+        "step_s": mean(of["time/step_s"]),
+        "update_s": mean(of["time/update_s"]),
+        "epoch_s": mean(of["time/train_s"]) - mean(of["time/prepare_s"]),
+        "learner_idle": sum(of["time/wait_s"]) / total_s,
+        "engine_idle": sum(of["time/engine_idle_s"]) / reported_s,
+        "mean_lag": mean(of["staleness/mean"]),
+        "max_lag": max(of["staleness/max"]),
+        "made_per_used": (steps[-1]["pool/scored"] - first["pool/scored"]) / sum(s["batch/episodes"] for s in steps),
+        "stale_share": every["stale"] / max(1, every["stale"] + every["trained"]),
+        "startup_s": json.loads((folder / "summary.json").read_text(encoding="utf-8"))["startup_s"],
+        **{fate: every[fate] for fate in ("trained", "stale", "failed")},
+        "slow": sum(slow.values()),
+        **{f"slow_{fate}": slow[fate] for fate in ("trained", "stale", "unfinished")},
+    }
+
+
+def _fates(ledger: Path) -> dict[str, str]:
+    """Id of each episode that was started -> trained, stale, failed or unfinished."""
+    with closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as db:
+        rows = db.execute(
+            "SELECT episode_id, episode.state, grp.state, grp.reason FROM episode JOIN grp USING (group_id) "
+            "WHERE episode.version IS NOT NULL"
+        ).fetchall()
+    return {episode_id: _fate(state, group=group, reason=reason) for episode_id, state, group, reason in rows}
+
+
+def _fate(state: str, *, group: str, reason: str | None) -> str:
+    if state == "failed":
+        return "failed"
+    if group == "evicted":
+        return "stale" if reason == "stale" else "failed"
+    return "trained" if group == "trained" else "unfinished"
 
 
 def move_ms_for(step_s: float) -> float:
@@ -104,82 +158,70 @@ def compare(bench: Bench, *, shape: Shape, move_ms: float, seeds: range) -> dict
     for seed in seeds:
         sync.append(bench.run(shape, lag=0, move_ms=move_ms, seed=seed))
         overlapped.append(bench.run(shape, lag=ASYNC_LAG, move_ms=move_ms, seed=seed))
+    ratios = [one["step_s"] / other["step_s"] for one, other in zip(sync, overlapped, strict=True)]
+    parts = {"sync": summarise(sync), "async": summarise(overlapped)}
     return {
         "move_ms": move_ms,
-        "speedup": median(s.step_s for s in sync) / median(a.step_s for a in overlapped),
-        "speedups": [s.step_s / a.step_s for s, a in zip(sync, overlapped, strict=True)],
-        "sync": summarise(sync),
-        "async": summarise(overlapped),
+        "speedup": parts["sync"]["step_s"] / parts["async"]["step_s"],
+        "speedups": ratios,
+        **parts,
     }
 
 
-def summarise(runs: list[RunFigures]) -> dict[str, Any]:
+def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The median of each figure; counts are summed; the runs themselves are kept."""
-    medians = {name: median(getattr(run, name) for run in runs) for name in RunFigures.shares()}
-    sums = {name: sum(getattr(run, name) for run in runs) for name in RunFigures.counts()}
-    return {**medians, **sums, "runs": [asdict(run) for run in runs]}
+    middle = {
+        name: sum(run[name] for run in runs) if isinstance(value, int) else median(run[name] for run in runs)
+        for name, value in runs[0].items()
+    }
+    return middle | {"runs": runs}
 
 
-def measure(bench: Bench, *, quick: bool, repeats: int) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """All parts. The first run without latency sets the latencies of the others."""
+    quick, repeats = arguments.quick, 1 if arguments.quick else arguments.repeats
+    bench = Bench(folder=folder, steps=arguments.steps, overrides=tuple(arguments.overrides))
     results: dict[str, Any] = {}
     if quick:
         without = replace(bench, steps=min(bench.steps, 3)).run(NONE, lag=ASYNC_LAG, move_ms=0.0, seed=1)
     else:
         results["none"] = compare(bench, shape=NONE, move_ms=0.0, seeds=range(1, 2))
-        without = RunFigures(**results["none"]["async"]["runs"][0])
-    move_ms = move_ms_for(without.step_s)
+        without = results["none"]["async"]["runs"][0]
+    move_ms = move_ms_for(without["step_s"])
     if not quick:
         results["moderate"] = compare(bench, shape=MODERATE, move_ms=move_ms, seeds=range(1, 2))
     results["long_tail"] = compare(bench, shape=LONG_TAIL, move_ms=move_ms, seeds=range(1, repeats + 1))
     figures = {f"speedup_{name}": part["speedup"] for name, part in results.items()}
     if not quick:
-        epochs = epochs_for(without.step_s, epoch_s=without.epoch_s)
+        epochs = epochs_for(without["step_s"], epoch_s=without["epoch_s"])
         bound = bench.run(NONE, lag=BOUND_LAG, move_ms=0.0, seed=1, extra=(f"learner.epochs={epochs}",))
         results["learner_bound"] = {"epochs": epochs, "async": summarise([bound])}
-        figures["learner_idle_when_generation_is_fast"] = bound.learner_idle
-    return {**figures, "parts": results}
+        figures["learner_idle_when_generation_is_fast"] = bound["learner_idle"]
+    print(shown(results))
+    yield {**figures, "parts": results}
 
 
-def _sentence(figures: RunFigures) -> str:
-    return (
-        f"{figures.step_s:.2f} s a step, learner idle {figures.learner_idle:.0%}, engine idle {figures.engine_idle:.0%}, "
-        f"load {figures.load_before:.1f} to {figures.load_after:.1f}"
-    )
-
-
-HEADER = (
-    f"{'shape':>13} {'ms/move':>7} {'flow':>5} {'s/step':>7} {'speed-up':>8} {'learner':>8} {'engine':>7} {'lag':>9} "
-    f"{'made/':>6} {'trained':>7} {'stale':>6} {'stale':>6}  {'slow: of which'}\n"
-    f"{'':>13} {'':>7} {'':>5} {'':>7} {'':>8} {'idle':>8} {'idle':>7} {'mean/max':>9} "
-    f"{'used':>6} {'':>7} {'':>6} {'share':>6}  trained/stale/unfinished"
-)
-
-
-def table(parts: dict[str, Any]) -> str:
-    """The results for a person. made/used: episodes scored for each one trained, after the first step."""
-    lines = [HEADER]
-    for name, part in parts.items():
-        for flow in ("sync", "async"):
-            if flow in part:
-                speedup = f"{part['speedup']:.2f}x" if flow == "async" and "speedup" in part else ""
-                lines.append(
-                    f"{name:>13} {part.get('move_ms', 0.0):7.1f} {flow:>5} {_cells(part[flow], speedup=speedup)}"
-                )
-    return "\n".join(lines)
-
-
-def _cells(run: dict[str, Any], *, speedup: str) -> str:
-    lag = f"{run['mean_lag']:.1f}/{run['max_lag']:.0f}"
-    slow = f"{run['slow']}: {run['slow_trained']}/{run['slow_stale']}/{run['slow_unfinished']}"
-    return (
-        f"{run['step_s']:7.2f} {speedup:>8} {run['learner_idle']:8.0%} {run['engine_idle']:7.0%} {lag:>9} "
-        f"{run['made_per_used']:6.2f} {run['trained']:7} {run['stale']:6} {run['stale_share']:6.1%}  {slow}"
+def shown(parts: dict[str, Any]) -> str:
+    """The results for a person. made_per_used: episodes scored for each one trained, after the first step."""
+    names = ("step_s", "learner_idle", "engine_idle", "mean_lag", "max_lag", "made_per_used", "trained", "stale")
+    slow = ("slow", "slow_trained", "slow_stale", "slow_unfinished")
+    return table(
+        [
+            {
+                "shape": name,
+                "ms/move": part.get("move_ms", 0.0),
+                "flow": flow,
+                "speed-up": f"{part['speedup']:.2f}x" if flow == "async" and "speedup" in part else "",
+                **{each: part[flow][each] for each in (*names, "stale_share", *slow)},
+            }
+            for name, part in parts.items()
+            for flow in ("sync", "async")
+            if flow in part
+        ]
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print the table, write the JSON file."""
     parser = parser_of("async_overlap", doc=__doc__)
     parser.add_argument(
         "--quick", action="store_true", help="the long tail only, once, with fewer steps (under 3 minutes)"
@@ -190,23 +232,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration of all runs")
     arguments = parser.parse_args(argv)
-    steps = arguments.steps or (5 if arguments.quick else 12)
-    if steps < 2 or arguments.repeats < 1:
-        parser.error(f"--steps must be >= 2 and --repeats >= 1, got {steps} and {arguments.repeats}")
-    end_on_sigterm()
-    report = Report("async_overlap", about=f"{steps} steps a run, the first one not counted")
-    with tempfile.TemporaryDirectory(prefix="understudy-bench-") as folder:
-        bench = Bench(folder=Path(folder), steps=steps, overrides=tuple(arguments.overrides))
-        try:
-            results = measure(bench, quick=arguments.quick, repeats=1 if arguments.quick else arguments.repeats)
-        except RunFailed as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-    print(table(results["parts"]))
-    settings = {"quick": arguments.quick, "steps": steps, "async_lag": ASYNC_LAG, "slow_steps": SLOW_STEPS}
-    settings["overrides"] = arguments.overrides
-    report.write(arguments.json, settings=settings, figures=results)
-    return 0
+    arguments.steps = arguments.steps or (5 if arguments.quick else 12)
+    if arguments.steps < 2 or arguments.repeats < 1:
+        parser.error(f"--steps must be >= 2 and --repeats >= 1, got {arguments.steps} and {arguments.repeats}")
+    about = f"{arguments.steps} steps a run, the first one not counted"
+    return play("async_overlap", arguments, measure, about=about)
 
 
 if __name__ == "__main__":

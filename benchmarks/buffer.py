@@ -13,28 +13,25 @@ medians; the machine's other work is in them.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from benchmarks import buffer_parts as parts
+from benchmarks.harness import ROOT, RunFailed, call, parser_of, play
 from buffers.ledger.ledger import Ledger
 from buffers.remote.ledger_server import LedgerServer
 
-ROOT = Path(__file__).resolve().parent.parent
 RIVAL = "TransferQueue==0.1.11"
 NEEDS = ("tensordict", "pyvers", "omegaconf", "hydra-core")
 RIVAL_SIDE = ROOT / "benchmarks" / "rivals" / "transfer_queue_side.py"
-RIVAL_LIMIT_S = 600.0
 CLAIM_GROUPS = 8
 KILL_BYTES = 1 << 30
 
@@ -45,8 +42,8 @@ def durable_figures(folder: Path, *, rows: int, tokens: int) -> dict[str, float]
         endpoint = LedgerServer(ledger, secret=parts.SECRET)
         episodes = parts.open_episodes(ledger, number=rows + parts.BATCH)
         single = parts.open_episodes(ledger, number=201, first=rows + parts.BATCH)
-        put64 = _other_process(str(endpoint.address), size=parts.BATCH, tokens=tokens, episodes=episodes)
-        put1 = _other_process(str(endpoint.address), size=1, tokens=tokens, episodes=single)
+        put = partial(call, parts.put_rows, folder=folder, endpoint=str(endpoint.address), tokens=tokens)
+        (put64,), (put1,) = put(size=parts.BATCH, episodes=episodes), put(size=1, episodes=single)
         endpoint.close()
         cycle = parts.train_batches(ledger, episodes=episodes, size=parts.BATCH)
     return {
@@ -87,7 +84,7 @@ def claim_figures(folder: Path, *, largest: int) -> dict[str, float]:
         path = folder / f"claim-{groups}.sqlite"
         parts.fill(path, groups=groups)
         with Ledger(path) as ledger:
-            times = list(parts.claims(ledger, times=60, size=CLAIM_GROUPS))[10:]
+            times = parts.claims(ledger, times=60, size=CLAIM_GROUPS)[10:]
         figures[f"claim_ms_1e{len(str(groups)) - 1}"] = median(times) * 1e3
         path.unlink()
         groups *= 10
@@ -97,21 +94,9 @@ def claim_figures(folder: Path, *, largest: int) -> dict[str, float]:
 def reopen_figure(folder: Path, *, tokens: int, size: int) -> dict[str, float]:
     """Seconds from opening a ledger of `size` bytes, whose owner was killed, to the first answer."""
     path = folder / "killed.sqlite"
-    code = (
-        "import sys; from pathlib import Path; from benchmarks import buffer_parts as parts\n"
-        "from buffers.ledger.ledger import Ledger\n"
-        "from buffers.ledger.encode import stored_round\n"
-        "ledger, number = Ledger(Path(sys.argv[1])), 0\n"
-        "while Path(sys.argv[1]).stat().st_size < int(sys.argv[2]):\n"
-        "    names = parts.open_episodes(ledger, number=64, first=number); number += 64\n"
-        "    ledger.put_rounds([stored_round(parts.row(name, tokens=int(sys.argv[3]))) for name in names]).result()\n"
-        "print('full', flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    command = [sys.executable, "-c", code, str(path), str(size), str(tokens)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None and child.stdout.readline() == "full\n"
-        os.kill(child.pid, signal.SIGKILL)
+    with suppress(RunFailed):
+        call(parts.fill_and_die, folder=folder, path=path, size=size, tokens=tokens)
+    assert path.stat().st_size >= size, (folder / "call.log").read_text()
     began = time.perf_counter()
     with Ledger(path, resume_episodes=True) as ledger:
         ledger.position().result()
@@ -121,18 +106,9 @@ def reopen_figure(folder: Path, *, tokens: int, size: int) -> dict[str, float]:
     return figures
 
 
-def rival_figures(rivals: Path, *, tokens: int) -> dict[str, float]:
-    """TransferQueue, in memory."""
-    done = subprocess.run(
-        [str(_rival_python(rivals)), str(RIVAL_SIDE), "--tokens", str(tokens)],
-        capture_output=True,
-        text=True,
-        timeout=RIVAL_LIMIT_S,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"TransferQueue's side failed; leave it out with --without-rivals:\n{done.stderr[-2000:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+def rival_figures(rivals: Path, *, folder: Path, tokens: int) -> dict[str, float]:
+    """TransferQueue, in memory. Raises RunFailed: leave it out with --without-rivals."""
+    (found,) = call(RIVAL_SIDE, python=_rival_python(rivals), folder=folder, tokens=tokens, times=20)
     return {f"transferqueue_{name}": value for name, value in found.items()}
 
 
@@ -150,30 +126,22 @@ def _rival_python(rivals: Path) -> Path:
     return python
 
 
-def _other_process(address: str, *, size: int, tokens: int, episodes: Sequence[str]) -> list[float]:
-    command = [sys.executable, "-m", "benchmarks.buffer_parts", address, str(size), str(tokens)]
-    done = subprocess.run([*command, *episodes], cwd=ROOT, capture_output=True, text=True, check=True)
-    seconds: list[float] = json.loads(done.stdout)
-    return seconds
-
-
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything, in one folder that is removed afterwards."""
-    figures: dict[str, Any] = {"tokens": options.tokens, "rows": options.rows, "load": os.getloadavg()[0]}
-    with tempfile.TemporaryDirectory(prefix="understudy-buffer-", dir=options.folder) as name:
+def measure(arguments: argparse.Namespace, _: Path) -> Iterator[dict[str, float]]:
+    """Everything, in one folder on the disk that is measured; it is removed afterwards."""
+    with tempfile.TemporaryDirectory(prefix="understudy-buffer-", dir=arguments.folder) as name:
         folder = Path(name)
-        figures |= limits(folder, rows=options.rows, tokens=options.tokens)
-        figures |= durable_figures(folder, rows=options.rows, tokens=options.tokens)
-        if not options.without_rivals:
-            figures |= rival_figures(options.rivals, tokens=options.tokens)
-            figures["put64_vs_transferqueue"] = figures["put64_rows_s"] / figures["transferqueue_put64_rows_s"]
-        figures |= claim_figures(folder, largest=options.largest)
-        figures |= reopen_figure(folder, tokens=options.tokens, size=options.reopen_bytes)
-    return figures
+        yield limits(folder, rows=arguments.rows, tokens=arguments.tokens)
+        durable = durable_figures(folder, rows=arguments.rows, tokens=arguments.tokens)
+        yield durable
+        if not arguments.without_rivals:
+            rival = rival_figures(arguments.rivals, folder=folder, tokens=arguments.tokens)
+            yield rival | {"put64_vs_transferqueue": durable["put64_rows_s"] / rival["transferqueue_put64_rows_s"]}
+        yield claim_figures(folder, largest=arguments.largest)
+        yield reopen_figure(folder, tokens=arguments.tokens, size=arguments.reopen_bytes)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main() -> int:
+    parser = parser_of("buffer", doc=__doc__)
     parser.add_argument("--rows", type=int, default=2048, help="rows put in batches of 64")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--largest", type=int, default=1_000_000, help="ready groups of the largest claim")
@@ -181,14 +149,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="on the disk that is measured")
     parser.add_argument("--rivals", type=Path, default=ROOT / ".venv" / "rivals")
     parser.add_argument("--without-rivals", action="store_true")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    figures = measure(options)
-    for key, value in figures.items():
-        print(f"{key:<30}{value:>14,.3f}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+    return play("buffer", parser.parse_args(), measure)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,22 +1,24 @@
 """What `benchmarks.buffer` times: the ledger, the limits beside it, and a ledger filled with many groups.
 
-Every function returns seconds. Rows have `tokens` tokens, a quarter of them prompt. Run as a script with an address it is the other
-process, which puts rows over the endpoint: `python -m benchmarks.buffer_parts HOST PORT EPISODES...`.
+Every function returns seconds. Rows have `tokens` tokens, a quarter of them prompt. `put_rows` and `fill_and_die` are called in
+processes of their own.
 """
 
 from __future__ import annotations
 
-import json
+import os
+import signal
 import sqlite3
-import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from benchmarks.harness import taken_s
 from buffers.ledger.encode import body_of, stored_round
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.round_codec import encode
@@ -49,17 +51,27 @@ def open_episodes(ledger: Ledger, *, number: int, first: int = 0) -> list[str]:
     return [episode.episode_id for episode in ledger.start_pending(limit=number, version=0).result()]
 
 
-def put_rows(address: str, *, episodes: list[str], size: int, tokens: int) -> list[float]:
-    """Sends rounds from this process over the wire: each put is on disk when it is answered."""
+def put_rows(*, endpoint: str, episodes: list[str], size: int, tokens: int, **_: Any) -> list[float]:
+    """Sends rounds from this process over the wire: each put is on disk when it is answered. The first one is not counted."""
     seconds = []
-    with LedgerClient(address, secret=SECRET) as client:
+    with LedgerClient(endpoint, secret=SECRET) as client:
         for start in range(0, len(episodes) - size + 1, size):
             rounds = [row(name, tokens=tokens) for name in episodes[start : start + size]]
             began = time.perf_counter()
             errors = client.put_rounds(rounds)
             seconds.append(time.perf_counter() - began)
             assert not any(errors), errors
-    return seconds
+    return seconds[1:]
+
+
+def fill_and_die(*, path: str, size: int, tokens: int, **_: Any) -> None:
+    """Fills a ledger up to `size` bytes, then SIGKILLs its owner: this process."""
+    ledger, number = Ledger(Path(path)), 0
+    while Path(path).stat().st_size < size:
+        names = open_episodes(ledger, number=BATCH, first=number)
+        ledger.put_rounds([stored_round(row(name, tokens=tokens)) for name in names]).result()
+        number += BATCH
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train_batches(ledger: Ledger, *, episodes: list[str], size: int) -> list[float]:
@@ -136,31 +148,20 @@ def paired_puts(folder: Path, *, times: int, size: int, tokens: int) -> dict[str
 
 
 def memory_copies(*, times: int, tokens: int) -> list[float]:
-    batch = np.zeros(BATCH * len(encode(body_of(row("x", tokens=tokens)))), dtype=np.uint8)
-    seconds = []
-    for _ in range(times):
-        began = time.perf_counter()
-        batch.copy()
-        seconds.append(time.perf_counter() - began)
-    return seconds
+    return taken_s(np.zeros(BATCH * len(encode(body_of(row("x", tokens=tokens)))), dtype=np.uint8).copy, times=times)
 
 
 def arrow_writes(path: Path, *, times: int, tokens: int) -> list[float]:
     """Arrow IPC into shared memory, without any durability."""
-    seconds = []
     rounds = [body_of(row("x", tokens=tokens)) for _ in range(BATCH)]
-    for _ in range(times):
-        began = time.perf_counter()
-        table = pa.table(
-            {
-                name: [getattr(body, name) for body in rounds]
-                for name in ("tail_ids", "sampled_ids", "logprobs", "versions")
-            }
-        )
+    names = ("tail_ids", "sampled_ids", "logprobs", "versions")
+
+    def write() -> None:
+        table = pa.table({name: [getattr(body, name) for body in rounds] for name in names})
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
-        seconds.append(time.perf_counter() - began)
-    return seconds
+
+    return taken_s(write, times=times)
 
 
 def fill(path: Path, *, groups: int) -> None:
@@ -188,20 +189,10 @@ def fill(path: Path, *, groups: int) -> None:
         owner.close()
 
 
-def claims(ledger: Ledger, *, times: int, size: int) -> Iterator[float]:
+def claims(ledger: Ledger, *, times: int, size: int) -> list[float]:
     """Seconds of each claim of `size` groups; they stay leased."""
-    for _ in range(times):
-        began = time.perf_counter()
+
+    def claim() -> None:
         assert ledger.claim(size, min_version=0).result() is not None
-        yield time.perf_counter() - began
 
-
-def main() -> None:
-    address, size, tokens, *episodes = sys.argv[1:]
-    put_rows(address, episodes=episodes[: int(size)], size=int(size), tokens=int(tokens))
-    seconds = put_rows(address, episodes=episodes[int(size) :], size=int(size), tokens=int(tokens))
-    print(json.dumps(seconds))
-
-
-if __name__ == "__main__":
-    main()
+    return taken_s(claim, times=times)

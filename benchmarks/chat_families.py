@@ -35,8 +35,8 @@ _ENVIRONMENT.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=Fa
 
 @dataclass(frozen=True)
 class Family:
-    """`marks`: control tokens; `stop`: what ends an answer of the model; `continued`: an ordinary answer is continued with a"
-    " tail."""
+    """`marks`: control tokens; `stop`: what ends an answer of the model; `continued`: an ordinary answer is continued with a
+    tail."""
 
     template: str
     marks: tuple[str, ...]
@@ -96,47 +96,42 @@ def _with_object(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
 
 
-def turns(
-    user: str,
-    answer: str,
-    *marks: str,
-    opens: str = "",
-    system: str = "",
-    begins: str = "",
-    stop: str = "",
-    continued: bool = True,
-) -> Family:
-    """A template that writes one message after another; `{}` is its text. `opens`: the next answer, by default what precedes"
-    " it in `answer`."""
+def family(template: str, marks: str, *, stop: str = "", continued: bool = True, calls: bool = False) -> Family:
+    """`marks`: the control tokens, the first of which ends an answer, unless `stop` does."""
+    names = (*marks.split(),)
+    return Family(template, names, stop or names[0], continued, calls)
 
-    def written(form: str, content: str = "message.content") -> str:
+
+def turns(
+    user: str, answer: str, marks: str, *, opens: str = "", system: str = "", begins: str = "", **more: Any
+) -> Family:
+    """A template that writes one message after another; `{}` is its text. `opens`: the next answer, by default what precedes it in
+    `answer`."""
+
+    def written(form: str) -> str:
         before, _, after = form.partition("{}")
-        return "{{ " + f"{before!r} + {content} + {after!r}" + " }}"
+        return "{{ " + f"{before!r} + message.content + {after!r}" + " }}"
 
     text = (
-        "{{ "
-        + repr(begins)
-        + " }}{% for message in messages %}{% if message.role == 'system' %}"
-        + written(system or user)
-        + "{% elif message.role == 'assistant' %}"
-        + written(answer)
-        + "{% else %}"
-        + written(user)
-        + "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ "
-        + repr(opens or answer.partition("{}")[0])
+        "{{ " + repr(begins) + " }}{% for message in messages %}{% if message.role == 'system' %}" + written(system or user)
+        + "{% elif message.role == 'assistant' %}" + written(answer) + "{% else %}" + written(user)
+        + "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ " + repr(opens or answer.partition("{}")[0])
         + " }}{% endif %}"
-    )
-    return Family(text, marks, stop or marks[0], continued)
+    )  # fmt: skip
+    return family(text, marks, **more)
 
 
-_IM = ("<|im_end|>", "<|im_start|>")
-_CHATML = turns(
-    "<|im_start|>user\n{}<|im_end|>\n",
-    "<|im_start|>assistant\n{}<|im_end|>\n",
-    *_IM,
-    system="<|im_start|>system\n{}<|im_end|>\n",
-)
-_L3 = ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>", "<|eom_id|>", "<|end_of_text|>")
+def alike(
+    form: str, marks: str, *, user: str = "user", answer: str = "assistant", system_role: str = "", **more: Any
+) -> Family:
+    """As `turns`, where the messages of all roles have one form, in which `@` is the role."""
+    if system_role:
+        more["system"] = form.replace("@", system_role)
+    return turns(form.replace("@", user), form.replace("@", answer), marks, **more)
+
+
+_IM = "<|im_end|> <|im_start|>"
+_L3 = "<|eot_id|> <|start_header_id|> <|end_header_id|> <|begin_of_text|> <|eom_id|> <|end_of_text|>"
 _LLAMA2 = (
     "{% if messages[0].role == 'system' %}{% set first = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' %}"
     "{% set rest = messages[1:] %}"
@@ -184,21 +179,9 @@ _DEEPSEEK = (
     "{% else %}{{ '<｜User｜>' + message.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<｜Assistant｜>' + opens }}{% endif %}"
 )
-_DS = tuple(
-    f"<｜{name}｜>"
-    for name in (
-        "end▁of▁sentence",
-        "begin▁of▁sentence",
-        "User",
-        "Assistant",
-        "tool▁calls▁begin",
-        "tool▁call▁begin",
-        "tool▁sep",
-        "tool▁call▁end",
-        "tool▁calls▁end",
-        "tool▁output▁begin",
-        "tool▁output▁end",
-    )
+_DS = (
+    "<｜end▁of▁sentence｜> <｜begin▁of▁sentence｜> <｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> "
+    "<｜tool▁sep｜> <｜tool▁call▁end｜> <｜tool▁calls▁end｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜>"
 )
 _GLM = (
     "{{ '[gMASK]<sop>' }}{% for message in messages %}{% if message.role == 'assistant' %}"
@@ -211,17 +194,7 @@ _GLM = (
     "{% else %}{{ '<|' + message.role + '|>\n' + message.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}"
     "{{ '<|assistant|>' + opens }}{% endif %}"
 )
-_GLM_MARKS = (
-    "<|user|>",
-    "<|assistant|>",
-    "<|system|>",
-    "<|observation|>",
-    "[gMASK]",
-    "<sop>",
-    "<|endoftext|>",
-    "</tool_call>",
-    "<tool_call>",
-)
+_GLM_MARKS = "<|user|> <|assistant|> <|system|> <|observation|> [gMASK] <sop> <|endoftext|> </tool_call> <tool_call>"
 _LLAMA31 = (
     "{{ '<|begin_of_text|>' }}{% for message in messages %}{% if message.tool_calls %}"
     "{% if message.tool_calls | length != 1 %}{{ raise_exception('only single tool-calls') }}{% endif %}"
@@ -244,18 +217,8 @@ _MISTRAL7 = (
     "{{ call.function.arguments | tojson }}{% endfor %}{{ '</s>' }}{% endif %}{% endfor %}"
 )
 _M7 = (
-    "</s>",
-    "<s>",
-    "[SYSTEM_PROMPT]",
-    "[/SYSTEM_PROMPT]",
-    "[INST]",
-    "[/INST]",
-    "[TOOL_RESULTS]",
-    "[TOOL_CONTENT]",
-    "[/TOOL_RESULTS]",
-    "[TOOL_CALLS]",
-    "[CALL_ID]",
-    "[ARGS]",
+    "</s> <s> [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [INST] [/INST] [TOOL_RESULTS] [TOOL_CONTENT] [/TOOL_RESULTS] [TOOL_CALLS] [CALL_ID] "
+    "[ARGS]"
 )
 _ROUNDS = (
     "{% set ns = namespace(number=0) %}{% for message in messages %}{% if message.role == 'assistant' %}"
@@ -277,214 +240,112 @@ def _set(template: str, **values: str) -> str:
 
 
 FAMILIES: dict[str, Family] = {
-    "chatml": _CHATML,
-    "yi": _CHATML,
-    "smollm": turns(
-        "<|im_start|>user\n{}<|im_end|>\n",
-        "<|im_start|>assistant\n{}<|im_end|>\n",
-        *_IM,
-        begins="<|im_start|>system\nBe SmolLM.<|im_end|>\n",
-    ),
-    "qwen2": turns(
-        "<|im_start|>user\n{}<|im_end|>\n",
-        "<|im_start|>assistant\n{}<|im_end|>\n",
-        *_IM,
-        "<|endoftext|>",
-        system="<|im_start|>system\n{}<|im_end|>\n",
-    ),
-    "qwen3": Family(
-        _set(_QWEN3, opens=""), (*_IM, "<tool_call>", "</tool_call>", "<think>", "</think>"), _IM[0], calls=True
-    ),
-    "qwq": Family(_set(_QWEN3, opens="<think>\n"), (*_IM, "<think>", "</think>"), _IM[0], calls=True),
-    "smollm3": Family(_set(_QWEN3, opens="<think>\n\n</think>\n"), _IM, _IM[0], calls=True),
-    "hermes": Family(_set(_QWEN3, opens=""), _IM, _IM[0], calls=True),
-    "internlm2": turns(
-        "<|im_start|>user\n{}<|im_end|>\n", "<|im_start|>assistant\n{}<|im_end|>\n", *_IM, "<s>", "</s>", begins="<s>"
-    ),
-    "dbrx": turns("\n<|im_start|>user\n{}<|im_end|>", "\n<|im_start|>assistant\n{}<|im_end|>", *_IM),
-    "orca": turns(
-        "<|im_start|>user\n{}<|im_end|>\n", "<|im_start|>assistant\n{}<|im_end|>\n", *_IM, "</s>", stop="</s>"
-    ),
-    "phi-4": turns(
-        "<|im_start|>user<|im_sep|>{}<|im_end|>", "<|im_start|>assistant<|im_sep|>{}<|im_end|>", *_IM, "<|im_sep|>"
-    ),
-    "phi-3": turns(
-        "<|user|>\n{}<|end|>\n", "<|assistant|>\n{}<|end|>\n", "<|end|>", "<|user|>", "<|assistant|>", "<|endoftext|>"
-    ),
-    "phi-2": turns("Instruct: {}\n", "Output: {}\n", "<|endoftext|>", continued=False),
-    "llama-2": Family(_LLAMA2, ("</s>", "<s>"), "</s>"),
-    "llama-3": turns(
-        "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>",
-        "<|start_header_id|>assistant<|end_header_id|>\n\n{}<|eot_id|>",
-        *_L3,
-        begins="<|begin_of_text|>",
-    ),
-    "llama-3.1": Family(_set(_LLAMA31, ends=""), _L3, _L3[0], calls=True),
-    "functionary-3": Family(_set(_LLAMA31, ends="<|eom_id|>"), _L3, _L3[0], calls=True),
+    "chatml": alike("<|im_start|>@\n{}<|im_end|>\n", _IM, system_role="system"),
+    "yi": alike("<|im_start|>@\n{}<|im_end|>\n", _IM, system_role="system"),
+    "smollm": alike("<|im_start|>@\n{}<|im_end|>\n", _IM, begins="<|im_start|>system\nBe SmolLM.<|im_end|>\n"),
+    "qwen2": alike("<|im_start|>@\n{}<|im_end|>\n", _IM + " <|endoftext|>", system_role="system"),
+    "qwen3": family(_set(_QWEN3, opens=""), _IM + " <tool_call> </tool_call> <think> </think>", calls=True),
+    "qwq": family(_set(_QWEN3, opens="<think>\n"), _IM + " <think> </think>", calls=True),
+    "smollm3": family(_set(_QWEN3, opens="<think>\n\n</think>\n"), _IM, calls=True),
+    "hermes": family(_set(_QWEN3, opens=""), _IM, calls=True),
+    "internlm2": alike("<|im_start|>@\n{}<|im_end|>\n", _IM + " <s> </s>", begins="<s>"),
+    "dbrx": alike("\n<|im_start|>@\n{}<|im_end|>", _IM),
+    "orca": alike("<|im_start|>@\n{}<|im_end|>\n", _IM + " </s>", stop="</s>"),
+    "phi-4": alike("<|im_start|>@<|im_sep|>{}<|im_end|>", _IM + " <|im_sep|>"),
+    "phi-3": alike("<|@|>\n{}<|end|>\n", "<|end|> <|user|> <|assistant|> <|endoftext|>"),
+    "phi-2": alike("@: {}\n", "<|endoftext|>", user="Instruct", answer="Output", continued=False),
+    "llama-2": family(_LLAMA2, "</s> <s>"),
+    "llama-3": alike("<|start_header_id|>@<|end_header_id|>\n\n{}<|eot_id|>", _L3, begins="<|begin_of_text|>"),
+    "llama-3.1": family(_set(_LLAMA31, ends=""), _L3, calls=True),
+    "functionary-3": family(_set(_LLAMA31, ends="<|eom_id|>"), _L3, calls=True),
     "functionary-2": turns(
-        "<|from|>user\n<|recipient|>all\n<|content|>{}\n",
-        "<|from|>assistant\n<|recipient|>all\n<|content|>{}<|stop|>\n",
-        "<|stop|>",
-        "<|from|>",
-        "<|recipient|>",
-        "<|content|>",
+        "<|from|>user\n<|recipient|>all\n<|content|>{}\n", "<|from|>assistant\n<|recipient|>all\n<|content|>{}<|stop|>\n",
+        "<|stop|> <|from|> <|recipient|> <|content|>",
     ),
-    "mistral-v1": turns("[INST] {} [/INST]", "{}</s>", "</s>", "<s>", begins="<s>"),
-    "mistral-v3": Family(_MISTRAL_LAST, ("</s>", "<s>"), "</s>"),
-    "mistral-v7": Family(_MISTRAL7, _M7, "</s>", calls=True),
-    "gemma": Family(
-        _set(_GEMMA, refuses="yes"), ("<end_of_turn>", "<start_of_turn>", "<bos>", "<eos>"), "<end_of_turn>"
-    ),
-    "gemma-3": Family(_set(_GEMMA, refuses=""), ("<end_of_turn>", "<start_of_turn>", "<bos>", "<eos>"), "<eos>"),
-    "zephyr": turns("<|user|>\n{}</s>\n", "<|assistant|>\n{}</s>\n", "</s>"),
-    "stablelm": turns("<|user|>\n{}<|endoftext|>\n", "<|assistant|>\n{}<|endoftext|>\n", "<|endoftext|>"),
+    "mistral-v1": turns("[INST] {} [/INST]", "{}</s>", "</s> <s>", begins="<s>"),
+    "mistral-v3": family(_MISTRAL_LAST, "</s> <s>"),
+    "mistral-v7": family(_MISTRAL7, _M7, calls=True),
+    "gemma": family(_set(_GEMMA, refuses="yes"), "<end_of_turn> <start_of_turn> <bos> <eos>"),
+    "gemma-3": family(_set(_GEMMA, refuses=""), "<end_of_turn> <start_of_turn> <bos> <eos>", stop="<eos>"),
+    "zephyr": alike("<|@|>\n{}</s>\n", "</s>"),
+    "stablelm": alike("<|@|>\n{}<|endoftext|>\n", "<|endoftext|>"),
     "tulu": turns("<|user|>\n{}\n", "<|assistant|>\n{}</s>\n", "</s>"),
-    "tulu-1": turns("<|user|>\n{}\n", "<|assistant|>\n{}\n", "</s>", continued=False),
+    "tulu-1": alike("<|@|>\n{}\n", "</s>", continued=False),
     "olmo": turns("<|user|>\n{}\n", "<|assistant|>\n{}<|endoftext|>\n", "<|endoftext|>", begins="<|endoftext|>"),
     "vicuna": turns("USER: {} ", "ASSISTANT: {}</s>", "</s>", opens="ASSISTANT:", system="{} "),
-    "vicuna-without-end": turns("USER: {}\n", "ASSISTANT: {}\n", "</s>", opens="ASSISTANT:", continued=False),
-    "wizardlm": turns("USER: {} ", "ASSISTANT: {}</s>", "</s>", "<s>", opens="ASSISTANT:"),
-    "alpaca": turns("### Instruction:\n{}\n\n", "### Response:\n{}\n\n", "</s>", continued=False),
-    "solar": turns("### User:\n{}\n\n", "### Assistant:\n{}\n\n", "</s>", continued=False),
-    "xgen": turns("### Human: {}\n", "### Assistant: {}\n", "<|endoftext|>", opens="###", continued=False),
-    "neural-chat": turns("### User:\n{}\n", "### Assistant:\n{}\n", "</s>", continued=False),
-    "persimmon": turns("human: {}\n\n", "adept: {}\n\n", "|ENDOFTEXT|", continued=False),
-    "reka": turns("human: {} <sep> ", "assistant: {} <sep> ", "<sep>", opens="assistant:"),
+    "vicuna-without-end": alike("@: {}\n", "</s>", user="USER", answer="ASSISTANT", opens="ASSISTANT:", continued=False),
+    "wizardlm": turns("USER: {} ", "ASSISTANT: {}</s>", "</s> <s>", opens="ASSISTANT:"),
+    "alpaca": alike("### @:\n{}\n\n", "</s>", user="Instruction", answer="Response", continued=False),
+    "solar": alike("### @:\n{}\n\n", "</s>", user="User", answer="Assistant", continued=False),
+    "xgen": alike("### @: {}\n", "<|endoftext|>", user="Human", answer="Assistant", opens="###", continued=False),
+    "neural-chat": alike("### @:\n{}\n", "</s>", user="User", answer="Assistant", continued=False),
+    "persimmon": alike("@: {}\n\n", "|ENDOFTEXT|", user="human", answer="adept", continued=False),
+    "reka": alike("@: {} <sep> ", "<sep>", user="human", answer="assistant", opens="assistant:"),
     "deepseek-coder": turns(
-        "### Instruction:\n{}\n",
-        "### Response:\n{}\n<|EOT|>\n",
-        "<|EOT|>",
-        "<｜begin▁of▁sentence｜>",
-        begins="<｜begin▁of▁sentence｜>",
-        opens="### Response:",
+        "### Instruction:\n{}\n", "### Response:\n{}\n<|EOT|>\n", "<|EOT|> <｜begin▁of▁sentence｜>",
+        begins="<｜begin▁of▁sentence｜>", opens="### Response:",
     ),
     "deepseek-coder-text": turns(
-        "### Instruction:\n{}\n", "### Response:\n{}\n<|EOT|>\n", "</s>", opens="### Response:", continued=False
+        "### Instruction:\n{}\n", "### Response:\n{}\n<|EOT|>\n", "</s>", opens="### Response:", continued=False,
     ),
-    "deepseek-v2": turns(
-        "User: {}\n\n", "Assistant: {}<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>", opens="Assistant:"
+    "deepseek-v2": turns("User: {}\n\n", "Assistant: {}<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>", opens="Assistant:"),
+    "deepseek-v3": family(_set(_DEEPSEEK, opens=""), _DS, calls=True),
+    "deepseek-r1": family(_set(_DEEPSEEK, opens="<think>\n"), _DS + " <think> </think>", calls=True),
+    "nemotron-mini": alike(
+        "<extra_id_1>@\n{}\n", "</s> <extra_id_1> <extra_id_0>", user="User", answer="Assistant",
+        system="<extra_id_0>System\n{}\n", continued=False,
     ),
-    "deepseek-v3": Family(_set(_DEEPSEEK, opens=""), _DS, _DS[0], calls=True),
-    "deepseek-r1": Family(_set(_DEEPSEEK, opens="<think>\n"), (*_DS, "<think>", "</think>"), _DS[0], calls=True),
-    "nemotron-mini": turns(
-        "<extra_id_1>User\n{}\n",
-        "<extra_id_1>Assistant\n{}\n",
-        "</s>",
-        "<extra_id_1>",
-        "<extra_id_0>",
-        system="<extra_id_0>System\n{}\n",
-        continued=False,
-    ),
-    "command-r": turns(
-        "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{}<|END_OF_TURN_TOKEN|>",
-        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{}<|END_OF_TURN_TOKEN|>",
-        "<|END_OF_TURN_TOKEN|>",
-        "<|START_OF_TURN_TOKEN|>",
-        "<|USER_TOKEN|>",
-        "<|CHATBOT_TOKEN|>",
+    "command-r": alike(
+        "<|START_OF_TURN_TOKEN|><|@|>{}<|END_OF_TURN_TOKEN|>",
+        "<|END_OF_TURN_TOKEN|> <|START_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|>", user="USER_TOKEN",
+        answer="CHATBOT_TOKEN",
     ),
     "aya": turns(
         "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{}<|END_OF_TURN_TOKEN|>",
         "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
-        "<|END_OF_TURN_TOKEN|>",
-        "<|START_OF_TURN_TOKEN|>",
-        "<|USER_TOKEN|>",
-        "<|CHATBOT_TOKEN|>",
-        "<|END_RESPONSE|>",
+        "<|END_OF_TURN_TOKEN|> <|START_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> <|END_RESPONSE|>",
     ),
-    "granite": turns(
-        "<|start_of_role|>user<|end_of_role|>{}<|end_of_text|>\n",
-        "<|start_of_role|>assistant<|end_of_role|>{}<|end_of_text|>\n",
-        "<|end_of_text|>",
-        "<|start_of_role|>",
-        "<|end_of_role|>",
+    "granite": alike(
+        "<|start_of_role|>@<|end_of_role|>{}<|end_of_text|>\n", "<|end_of_text|> <|start_of_role|> <|end_of_role|>",
     ),
-    "falcon": turns("User: {}\n\n", "Assistant: {}\n\n", "<|endoftext|>", opens="Assistant:", continued=False),
-    "falcon-3": turns(
-        "<|user|>\n{}\n", "<|assistant|>\n{}<|endoftext|>\n", "<|endoftext|>", "<|user|>", "<|assistant|>"
-    ),
+    "falcon": alike("@: {}\n\n", "<|endoftext|>", user="User", answer="Assistant", opens="Assistant:", continued=False),
+    "falcon-3": turns("<|user|>\n{}\n", "<|assistant|>\n{}<|endoftext|>\n", "<|endoftext|> <|user|> <|assistant|>"),
     "exaone": turns(
-        "[|user|]{}\n",
-        "[|assistant|]{}[|endofturn|]\n",
-        "[|endofturn|]",
-        "[|user|]",
-        "[|assistant|]",
-        "[|system|]",
+        "[|user|]{}\n", "[|assistant|]{}[|endofturn|]\n", "[|endofturn|] [|user|] [|assistant|] [|system|]",
         system="[|system|]{}[|endofturn|]\n",
     ),
-    "glm-4": Family(_set(_GLM, opens=""), _GLM_MARKS, "<|user|>", calls=True),
-    "glm-4.5": Family(_set(_GLM, opens="\n<think>"), (*_GLM_MARKS, "<think>", "</think>"), "<|user|>", calls=True),
-    "glm-4-eos": Family(_set(_GLM, opens=""), _GLM_MARKS, "<|endoftext|>", calls=True),
-    "chatglm3": turns(
-        "<|user|>\n {}",
-        "<|assistant|>\n {}",
-        "<|user|>",
-        "<|assistant|>",
-        "<|system|>",
-        "[gMASK]",
-        "sop",
-        "</s>",
-        system="<|system|>\n {}",
-        begins="[gMASK]sop",
-        opens="<|assistant|>",
-        stop="</s>",
+    "glm-4": family(_set(_GLM, opens=""), _GLM_MARKS, calls=True),
+    "glm-4.5": family(_set(_GLM, opens="\n<think>"), _GLM_MARKS + " <think> </think>", calls=True),
+    "glm-4-eos": family(_set(_GLM, opens=""), _GLM_MARKS, stop="<|endoftext|>", calls=True),
+    "chatglm3": alike(
+        "<|@|>\n {}", "<|user|> <|assistant|> <|system|> [gMASK] sop </s>", system_role="system", begins="[gMASK]sop",
+        opens="<|assistant|>", stop="</s>",
     ),
-    "chatglm2": Family(_ROUNDS, ("</s>",), "</s>", continued=False),
-    "baichuan": turns("<reserved_106>{}", "<reserved_107>{}", "</s>", "<reserved_106>", "<reserved_107>", system="{}"),
-    "minicpm": turns("<用户>{}", "<AI>{}", "</s>", "<s>", continued=False),
-    "minicpm-end": turns("<用户>{}", "<AI>{}</s>", "</s>", "<s>"),
-    "openchat": turns(
-        "GPT4 Correct User: {}<|end_of_turn|>",
-        "GPT4 Correct Assistant: {}<|end_of_turn|>",
-        "<|end_of_turn|>",
-        "<s>",
-        begins="<s>",
+    "chatglm2": family(_ROUNDS, "</s>", continued=False),
+    "baichuan": alike("<@>{}", "</s> <reserved_106> <reserved_107>", user="reserved_106", answer="reserved_107", system="{}"),
+    "minicpm": alike("<@>{}", "</s> <s>", user="用户", answer="AI", continued=False),
+    "minicpm-end": turns("<用户>{}", "<AI>{}</s>", "</s> <s>"),
+    "openchat": alike(
+        "@: {}<|end_of_turn|>", "<|end_of_turn|> <s>", user="GPT4 Correct User", answer="GPT4 Correct Assistant", begins="<s>",
         opens="GPT4 Correct Assistant:",
     ),
-    "starling": turns(
-        "Code User: {}<|end_of_turn|>",
-        "Code Assistant: {}<|end_of_turn|>",
-        "<|end_of_turn|>",
-        "<sep>",
-        opens="Code Assistant:",
+    "starling": alike(
+        "@: {}<|end_of_turn|>", "<|end_of_turn|> <sep>", user="Code User", answer="Code Assistant", opens="Code Assistant:",
     ),
-    "saiga": turns("<s>user\n{}</s>\n", "<s>bot\n{}</s>\n", "</s>", "<s>", system="<s>system\n{}</s>\n"),
-    "jamba": turns(
-        "<|bom|><|user|> {}<|eom|>", "<|bom|><|assistant|> {}<|eom|>", "<|eom|>", "<|bom|>", "<|user|>", "<|assistant|>"
-    ),
-    "arctic": turns(
-        "<|im_start|>user\n{}<|im_end|>\n",
-        "<|im_start|>assistant\n{}<|im_end|>\n",
-        *_IM,
-        begins="<|im_start|>system\n<|im_end|>\n",
-    ),
+    "saiga": alike("<s>@\n{}</s>\n", "</s> <s>", user="user", answer="bot", system_role="system"),
+    "jamba": alike("<|bom|><|@|> {}<|eom|>", "<|eom|> <|bom|> <|user|> <|assistant|>"),
+    "arctic": alike("<|im_start|>@\n{}<|im_end|>\n", _IM, begins="<|im_start|>system\n<|im_end|>\n"),
     "ernie": turns(
-        "User: {}\n",
-        "Assistant: {}<|end_of_sentence|>",
-        "<|end_of_sentence|>",
-        "<|begin_of_sentence|>",
+        "User: {}\n", "Assistant: {}<|end_of_sentence|>", "<|end_of_sentence|> <|begin_of_sentence|>",
         begins="<|begin_of_sentence|>",
     ),
-    "kimi": turns(
-        "<|im_user|>user<|im_middle|>{}<|im_end|>",
-        "<|im_assistant|>assistant<|im_middle|>{}<|im_end|>",
-        "<|im_end|>",
-        "<|im_user|>",
-        "<|im_assistant|>",
-        "<|im_middle|>",
-    ),
-    "seed-oss": turns("<seed:bos>user\n{}<seed:eos>", "<seed:bos>assistant\n{}<seed:eos>", "<seed:eos>", "<seed:bos>"),
+    "kimi": alike("<|im_@|>@<|im_middle|>{}<|im_end|>", "<|im_end|> <|im_user|> <|im_assistant|> <|im_middle|>"),
+    "seed-oss": alike("<seed:bos>@\n{}<seed:eos>", "<seed:eos> <seed:bos>"),
     "hunyuan": turns(
-        "<|startoftext|>{}<|extra_0|>",
-        "{}<|eos|>",
-        "<|eos|>",
-        "<|startoftext|>",
-        "<|extra_0|>",
+        "<|startoftext|>{}<|extra_0|>", "{}<|eos|>", "<|eos|> <|startoftext|> <|extra_0|>",
         system="<|startoftext|>{}<|extra_4|>",
     ),
-    "ling": turns("<role>HUMAN</role>{}<|role_end|>", "<role>ASSISTANT</role>{}<|role_end|>", "<|role_end|>"),
-    "gpt-oss": Family(
-        _HARMONY, ("<|return|>", "<|end|>", "<|start|>", "<|channel|>", "<|message|>"), "<|return|>", continued=False
-    ),
-    "end-in-blank-and-mark": turns("<|im_start|>user\n{} <|im_end|>", "<|im_start|>assistant\n{} <|im_end|>", *_IM),
-}
+    "ling": alike("<role>@</role>{}<|role_end|>", "<|role_end|>", user="HUMAN", answer="ASSISTANT"),
+    "gpt-oss": family(_HARMONY, "<|return|> <|end|> <|start|> <|channel|> <|message|>", continued=False),
+    "end-in-blank-and-mark": alike("<|im_start|>@\n{} <|im_end|>", _IM),
+}  # fmt: skip

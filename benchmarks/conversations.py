@@ -19,10 +19,11 @@ It judges nothing. Invariant: a rendering is jinja's and the tokenizer's alone; 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import re
-import tempfile
+import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -38,22 +39,20 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 
 from benchmarks.chat_families import FAMILIES, Family, Refused
+from benchmarks.engines import output_of, server_of, settings_of
+from benchmarks.harness import parser_of, play
 from benchmarks.processes.dialect_agents import DIALECTS, HABITS, TOOL, Agent
-from benchmarks.report import Report, end_on_sigterm, parser_of
 from buffers.ledger.ledger import Ledger
-from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import EpisodeScores, Round, Row, Task
-from buffers.tasks.task_pool import TaskPool
 from buffers.training_rows import episode_rows
-from configs.schema import RolloutConfig, ServerConfig
+from configs.schema import ServerConfig
 from learner.startup.plain_folder import plain_folder
 from mocked_server.check.logprob_proof import max_logprob_diff
 from mocked_server.check.scripted_replies import LINE
 from mocked_server.check.vllm_scripted_engine import REHEARSAL_ARGUMENTS, TrialEngine, spelled
 from mocked_server.generation import Generation
-from mocked_server.server import MockedServer
 from mocked_server.vllm.engine import VLLMEngine
-from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
+from mocked_server.vllm.engine_arguments import make_args, make_vllm_config, set_process_environment
 
 MAX_LEN, MAX_TOKENS = 2048, 512
 START_S = 600.0
@@ -131,6 +130,7 @@ class LineEngine:
         self, prompt_token_ids: list[int], params: Any, *, request_id: str, **_: Any
     ) -> AsyncGenerator[Any, None]:
         from tokenizers.decoders import DecodeStream
+        from vllm.logprobs import Logprob
         from vllm.sampling_params import RequestOutputKind
 
         self._num_lines += 1
@@ -143,22 +143,9 @@ class LineEngine:
             part = ids[at : at + step]
             last = at + step >= len(ids)
             shown = [text.step(self._tokenizer._tokenizer, each) or "" for each in (part[:-1] if last else part)]
-            yield self._output(request_id, part, "".join(shown), last=last)
-
-    def _output(self, request_id: str, ids: list[int], text: str, *, last: bool) -> Any:
-        from vllm.logprobs import Logprob
-        from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
-
-        completion = CompletionOutput(
-            index=0,
-            text=text,
-            token_ids=ids,
-            cumulative_logprob=None,
-            logprobs=[{each: Logprob(-0.25)} for each in ids],
-            finish_reason="stop" if last else None,
-            weight_versions=[WeightVersionSpan("0", 0, len(ids))],
-        )
-        return RequestOutput(request_id, None, [], None, [completion], last)
+            logprobs = [{each: Logprob(-0.25)} for each in part]
+            finish = "stop" if last else None
+            yield output_of(request_id, part, text="".join(shown), logprobs=logprobs, finish=finish)
 
 
 class Lines:
@@ -216,29 +203,17 @@ class Stage:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(START_S)
 
     async def _start(self) -> None:
-        rollout = RolloutConfig(max_tokens=MAX_TOKENS, max_model_len=MAX_LEN, kv_cache_gb=0.5)
-        config = ServerConfig(tool_parser=self._parser)
-        settings = EngineSettings(
-            model_path=self.folder, served_name="policy", dtype="float32", rollout=rollout, server=config
-        )
+        settings = settings_of(
+            self.folder, max_tokens=MAX_TOKENS, max_model_len=MAX_LEN, kv_cache_gb=0.5,
+            server=ServerConfig(tool_parser=self._parser),
+        )  # fmt: skip
         args = make_args(settings)
         vars(args).update(REHEARSAL_ARGUMENTS)
-        vllm_config = make_vllm_config(args)
-        self._engine = VLLMEngine(vllm_config) if self._real else None
+        self._engine = VLLMEngine(make_vllm_config(args)) if self._real else None
         if self._engine is not None:
             await self._engine.start()
         self.ledger = Ledger(None)
-        self.pool = TaskPool(
-            self.ledger, group_size=1, groups_per_step=1, max_policy_lag=None, max_running=1, deadline_s=1e6, max_attempts=1
-        )  # fmt: skip
-        self.server = MockedServer(
-            args=args,
-            vllm_config=vllm_config,
-            rollout=rollout,
-            server=config,
-            pool=self.pool,
-            notify_score_fn=MultiRoundBufferDataset(self.ledger).notify_score,
-        )
+        self.server, self.pool = server_of(settings, self.ledger, args=args)
         says: Any = LineEngine(self.family, tokenizer=self.tokenizer)
         if self._engine is not None:
             says = TrialEngine(self._engine, tokenizer=self.tokenizer)
@@ -296,7 +271,7 @@ class Played:
     rows: list[Row]
 
 
-def play(stage: Stage, line: str, *, dialect: str, streams: bool, habit: str, rounds: int = 3) -> Played:
+def converse(stage: Stage, line: str, *, dialect: str, streams: bool, habit: str, rounds: int = 3) -> Played:
     """A conversation in which the model says `line` in each round. A call gets a result, words get more words."""
     messages: list[Any] = []
     begun = len(stage.lines.errors)
@@ -371,7 +346,7 @@ def played_family(stage: Stage, name: str, *, quick: bool) -> dict[str, Any]:
             for dialect, streams, habit in ways if number == 0 or kind in ("calls", "malformed") else ways[:1]:
                 if habit == "respelled" and kind != "calls":
                     continue
-                played = play(stage, line, dialect=dialect, streams=streams, habit=habit)
+                played = converse(stage, line, dialect=dialect, streams=streams, habit=habit)
                 found += Counter({each: len(getattr(played, each)) for each in ("wrong", "refused", "by_template")})
                 where = f"{kind} {dialect}{' streamed' * streams}, {habit}, {line!r}: "
                 examples += [where + each for each in (*played.wrong, *played.refused)]
@@ -398,37 +373,12 @@ def exact(source: Path, folder: Path, *, quick: bool) -> float:
             for dialect in DIALECTS:
                 for streams in (False, True):
                     line = lines[-1] if kind == "marks" else lines[0]
-                    rows += play(stage, line, dialect=dialect, streams=streams, habit=HABITS[0], rounds=2).rows
+                    rows += converse(stage, line, dialect=dialect, streams=streams, habit=HABITS[0], rounds=2).rows
                     if quick:
                         break
     finally:
         stage.close()
     return max_logprob_diff(to, rows)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    end_on_sigterm()
-    parser = parser_of("conversations", doc=__doc__)
-    parser.add_argument("--model", type=Path, required=True, metavar="PATH", help="a model's folder, or a GGUF file")
-    parser.add_argument("--only", nargs="+", choices=sorted(FAMILIES), default=sorted(FAMILIES), metavar="NAME")
-    parser.add_argument("--quick", action="store_true", help="two lines of each kind")
-    arguments = parser.parse_args(argv)
-    set_process_environment()
-    report, played = Report("conversations", about=f"{len(arguments.only)} templates"), dict[str, Any]()
-    with tempfile.TemporaryDirectory(prefix="understudy-conversations-") as scratch:
-        source = plain_folder(arguments.model, to=Path(scratch) / "model", dtype="float32", say=print)
-        for name in arguments.only:
-            stage = Stage(name, family_folder(name, source, Path(scratch), weights=False), real=False)
-            try:
-                played[name] = played_family(stage, name, quick=arguments.quick)
-            finally:
-                stage.close()
-            print(name, json.dumps(played[name], ensure_ascii=False), flush=True)
-        largest = exact(source, Path(scratch), quick=arguments.quick)
-    figures = figures_of(played) | {"max_logprob_diff": largest}
-    print(json.dumps(figures, indent=2))
-    settings = {"model": arguments.model.name, "quick": arguments.quick}
-    report.write(arguments.json, settings=settings, figures=figures | {"families": played})
 
 
 def figures_of(played: Mapping[str, Any]) -> dict[str, Any]:
@@ -448,5 +398,30 @@ def figures_of(played: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """The templates, then the one on the real engine."""
+    source = plain_folder(arguments.model, to=folder / "model", dtype="float32", say=print)
+    played = dict[str, Any]()
+    for name in arguments.only:
+        stage = Stage(name, family_folder(name, source, folder, weights=False), real=False)
+        try:
+            played[name] = played_family(stage, name, quick=arguments.quick)
+        finally:
+            stage.close()
+        print(name, json.dumps(played[name], ensure_ascii=False), flush=True)
+    yield figures_of(played)
+    yield {"max_logprob_diff": exact(source, folder, quick=arguments.quick), "families": played}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = parser_of("conversations", doc=__doc__)
+    parser.add_argument("--model", type=Path, required=True, metavar="PATH", help="a model's folder, or a GGUF file")
+    parser.add_argument("--only", nargs="+", choices=sorted(FAMILIES), default=sorted(FAMILIES), metavar="NAME")
+    parser.add_argument("--quick", action="store_true", help="two lines of each kind")
+    arguments = parser.parse_args(argv)
+    set_process_environment()
+    return play("conversations", arguments, measure, about=f"{len(arguments.only)} templates")
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

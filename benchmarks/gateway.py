@@ -17,12 +17,11 @@ It judges nothing. Invariant: both servers get the same requests in the same ord
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -32,18 +31,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.harness import ROOT, free_port, medians, parser_of, play
 from benchmarks.processes.gateway_load import Plan
 from benchmarks.processes.gateway_server import Settings
-from benchmarks.report import Report, end_on_sigterm, parser_of
 from configs.tiny_model import make_tiny_model
 
-ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("vllm", "understudy")
 ROUNDS_AT = {1: 24, 16: 8, 64: 4, 256: 2}
 """Rounds of each conversation, by the number of agents."""
 WORDS = (
     "the lamp is in the left room and the key lies under the table; go there, take it, come back and say what you saw. "
 )
+LATER = "Go on, and say what you see now."
 LONG_PROMPT_TOKENS = 128_000
 
 
@@ -61,6 +60,7 @@ class Server:
             stderr=self._log,
             env={"OMP_NUM_THREADS": "1", **os.environ},
         )
+        self.pid = self._process.pid
         self._path = log
         self._keys: list[str] = []
         self._used = 0
@@ -141,13 +141,6 @@ def servers(settings: Settings, *, folder: Path, kinds: Sequence[str] = KINDS) -
             server.close()
 
 
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 class Words:
     """Texts of a given length in tokens of the model."""
 
@@ -181,12 +174,12 @@ def throughput(settings: Settings, words: Words, *, folder: Path, quick: bool, r
 
 def _compared(seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     names = ("rounds_per_s", "p50_ms", "p99_ms", "cpu_ms_per_round")
-    medians = {kind: {name: median(run[name] for run in runs) for name in names} for kind, runs in seen.items()}
-    ours, theirs = medians["understudy"], medians["vllm"]
+    middle = {kind: medians(runs, *names) for kind, runs in seen.items()}
+    ours, theirs = middle["understudy"], middle["vllm"]
     pairs = zip(seen["understudy"], seen["vllm"], strict=True)
     ratios = [mine["rounds_per_s"] / other["rounds_per_s"] for mine, other in pairs]
     return {
-        **medians,
+        **middle,
         "ratio": median(ratios),  # of neighbours in time: the machine's moods cancel out
         "ratios": ratios,
         "p50_added_ms": ours["p50_ms"] - theirs["p50_ms"],
@@ -202,13 +195,7 @@ def cached(settings: Settings, words: Words, *, folder: Path) -> dict[str, Any]:
         return {server.kind: server.load(server.plan(**plan))["cached_share"] for server in pair}
 
 
-def rounds_of(
-    settings: Settings,
-    *,
-    folder: Path,
-    repeats: int,
-    plan: dict[str, Any],
-) -> dict[str, Any]:
+def rounds_of(settings: Settings, *, folder: Path, repeats: int, plan: dict[str, Any]) -> dict[str, Any]:
     """Processor time and memory of a round on both servers, their engine doing nothing."""
     keys = plan["agents"] * plan.get("conversations", 1)
     own = replace(settings, engine=False, episodes=keys * (repeats + 1))
@@ -221,10 +208,8 @@ def rounds_of(
                 runs.append(server.load(server.plan(**plan)))
             time.sleep(1.0)
             results[server.kind] = {
-                "cpu_ms_per_round": median(run["cpu_ms_per_round"] for run in runs),
+                **medians(runs, "cpu_ms_per_round", "p50_ms", "rounds_per_s"),
                 "kept_kb_per_round": (server.memory_kb() - memory) / sum(run["rounds"] for run in runs),
-                "p50_ms": median(run["p50_ms"] for run in runs),
-                "rounds_per_s": median(run["rounds_per_s"] for run in runs),
                 "prompt_tokens_of_the_last_round": runs[-1]["prompt_tokens"][-1],
             }
     results["added_cpu_ms_per_round"] = results["understudy"]["cpu_ms_per_round"] - results["vllm"]["cpu_ms_per_round"]
@@ -271,83 +256,47 @@ def _send_later(server: Server, plan: Plan, sent: dict[str, Any]) -> None:
     sent.update(server.load(plan))
 
 
-def measure(folder: Path, *, quick: bool, repeats: int) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """All parts."""
+    quick, repeats = arguments.quick, 1 if arguments.quick else arguments.repeats
     model = make_tiny_model(folder / "models" / "tiny", positions=2 * LONG_PROMPT_TOKENS)
-    logs = folder / "servers"
-    logs.mkdir()
-    words = Words(model)
-    base = Settings(model=str(model), port=0, ledger="", episodes=0, engine=False)
+    (logs := folder / "servers").mkdir()
+    words, base = Words(model), Settings(model=str(model))
     parts: dict[str, Any] = {}
-    parts["round_4k"] = _told(
-        "round_4k",
-        rounds_of(
-            base,
-            folder=logs,
-            repeats=repeats,
-            plan={
-                "agents": 16,
-                "conversations": 4 if quick else 10,
-                "rounds": 4,
-                "first": words(3500),
-                "later": words(32),
-                "max_tokens": 256,
-            },
-        ),
-    )
-    parts["cached"] = _told("cached", cached(base, words, folder=logs))
-    parts["throughput"] = _told("throughput", throughput(base, words, folder=logs, quick=quick, repeats=repeats))
+
+    def told(name: str, part: dict[str, Any]) -> dict[str, Any]:
+        print(f"{name}: {json.dumps(part)}", flush=True)
+        parts[name] = part
+        return part
+
+    plan: dict[str, Any] = {"agents": 16, "conversations": 4 if quick else 10, "rounds": 4, "max_tokens": 256}
+    plan |= {"first": words(3500), "later": words(32)}
+    at_4k = told("round_4k", rounds_of(base, folder=logs, repeats=repeats, plan=plan))
+    yield {
+        "cpu_ms_per_round_4k": at_4k["understudy"]["cpu_ms_per_round"],
+        "cpu_ms_per_round_4k_of_vllm": at_4k["vllm"]["cpu_ms_per_round"],
+        "cpu_ms_added_per_round_4k": at_4k["added_cpu_ms_per_round"],
+        "kept_kb_per_round_4k": at_4k["understudy"]["kept_kb_per_round"],
+        "parts": parts,
+    }
+    shares = told("cached", cached(base, words, folder=logs))
+    yield {"cached_share_round2": shares["understudy"][1], "cached_share_round2_of_vllm": shares["vllm"][1]}
+    busy = told("throughput", throughput(base, words, folder=logs, quick=quick, repeats=repeats))
+    yield {"throughput_vs_vllm": busy["64"]["ratio"]}
     if not quick:
         longest = replace(base, max_model_len=65536)  # vLLM encodes answers again, in more tokens
         plan = {"agents": 4, "rounds": 50, "first": words(600), "later": words(360), "max_tokens": 256}
-        parts["episode_32k"] = _told("episode_32k", rounds_of(longest, folder=logs, repeats=repeats, plan=plan))
-        parts["streams"] = _told("streams", streams(base, folder=logs, count=1000))
-        parts["long_prompt"] = _told("long_prompt", long_prompt(base, words, folder=logs, repeats=repeats))
-    round_4k = parts["round_4k"]["understudy"]
-    return {
-        "throughput_vs_vllm": parts["throughput"]["64"]["ratio"],
-        "cpu_ms_per_round_4k": round_4k["cpu_ms_per_round"],
-        "cpu_ms_per_round_4k_of_vllm": parts["round_4k"]["vllm"]["cpu_ms_per_round"],
-        "cpu_ms_added_per_round_4k": parts["round_4k"]["added_cpu_ms_per_round"],
-        "kept_kb_per_round_4k": round_4k["kept_kb_per_round"],
-        "cached_share_round2": parts["cached"]["understudy"][1],
-        "cached_share_round2_of_vllm": parts["cached"]["vllm"][1],
-        "parts": parts,
-    }
-
-
-def _told(name: str, part: dict[str, Any]) -> dict[str, Any]:
-    """Print a part as soon as it is there."""
-    print(f"{name}:", flush=True)
-    for key, value in part.items():
-        print(f"  {key}: {_short(value)}", flush=True)
-    return part
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_short(one)}" for key, one in value.items())
-    if isinstance(value, list):
-        return " ".join(_short(one) for one in value)
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+        told("episode_32k", rounds_of(longest, folder=logs, repeats=repeats, plan=plan))
+        told("streams", streams(base, folder=logs, count=1000))
+        told("long_prompt", long_prompt(base, words, folder=logs, repeats=repeats))
+        yield {"parts": parts}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print, write the JSON file."""
     parser = parser_of("gateway", doc=__doc__)
     parser.add_argument("--quick", action="store_true", help="the figures of the summary only, fewer rounds")
     parser.add_argument("--repeats", type=int, default=3, help="of each measurement (default 3, quick 1)")
-    arguments = parser.parse_args(argv)
-    end_on_sigterm()
-    report = Report("gateway")
-    repeats = 1 if arguments.quick else arguments.repeats
-    with tempfile.TemporaryDirectory(prefix="understudy-bench-") as folder:
-        results = measure(Path(folder), quick=arguments.quick, repeats=repeats)
-    for name, value in results.items():
-        if name != "parts":
-            print(f"{name:>30} {value:8.3f}")
-    report.write(arguments.json, settings={"quick": arguments.quick, "repeats": repeats}, figures=results)
-    return 0
+    return play("gateway", parser.parse_args(argv), measure)
 
 
 if __name__ == "__main__":

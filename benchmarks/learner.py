@@ -16,16 +16,9 @@ environment of its own in `.venv/rivals/trl`, made when it is missing. Invariant
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shlex
-import socket
-import subprocess
 import sys
-import tempfile
-import time
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -33,22 +26,19 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import ROOT, RunFailed, call, medians, parser_of, play, run_to_end, table
 from benchmarks.learner_efficiency import measure_efficiency
-from benchmarks.learner_memory import Ranks, measure_long_row, measure_memory
+from benchmarks.learner_memory import measure_long_row, measure_memory
+from benchmarks.learner_sides import Rows, train
 from benchmarks.prefix_tree import MEDIUM, SMALL, TreeShape, measure_tree
-from benchmarks.processes.learner_side import Rows
-from benchmarks.report import Report, end_on_sigterm, parser_of
-from buffers.errors import UnderstudyError
 from configs.tiny_model import VOCAB_SIZE, make_tiny_model
 from learner.model.load import empty_model
 from learner.model.operations import Work, matmul_rate
 
-ROOT = Path(__file__).resolve().parent.parent
 TRL = "trl==1.16.0"
 TRL_ENVIRONMENT = ROOT / ".venv" / "rivals" / "trl"
 TRL_SIDE = ROOT / "benchmarks" / "rivals" / "trl_side.py"
-SIDE_LIMIT_S = 1200.0
-LONG_ROW_LIMIT_S = 6 * 3600.0
+COMPARED = ("packed", "padded", "sorted_padded", "trl", "two_ranks")
 GROUP_SIZE = 8
 MEDIAN_TOKENS, SPREAD = 150, 1.1
 """Sigma of the rows' log-normal lengths: one in ten is over four times the median."""
@@ -56,10 +46,6 @@ APART = ("tree", "memory", "efficiency", "long_row")
 """Sides with a model of their own, which are not compared with the others."""
 SAMPLED, OBSERVED = 24, 16
 """Tokens of a round that the policy sampled, and that the environment answered."""
-
-
-class SideFailed(UnderstudyError):
-    """A side ended with an error; without it there is nothing to compare."""
 
 
 def long_tailed_rows(*, num: int, longest: int, seed: int) -> Rows:
@@ -71,109 +57,50 @@ def long_tailed_rows(*, num: int, longest: int, seed: int) -> Rows:
     masks = []
     for length, prompt in zip(lengths, prompts, strict=True):
         place = np.arange(length) - prompt
-        masks.append(((place >= 0) & (place % (SAMPLED + OBSERVED) < SAMPLED)).astype(np.uint8))
-    return Rows(
-        ids=rng.integers(0, VOCAB_SIZE, int(lengths.sum())).astype(np.int32),
-        mask=np.concatenate(masks),
-        lengths=lengths,
-        prompts=prompts,
-        scores=rng.integers(0, 2, num).astype(np.float32),
-        groups=np.arange(num) // GROUP_SIZE,
-    )
+        masks.append((place >= 0) & (place % (SAMPLED + OBSERVED) < SAMPLED))
+    ids = np.split(rng.integers(0, VOCAB_SIZE, int(lengths.sum())), np.cumsum(lengths)[:-1])
+    return Rows.of(ids, masks=masks, scores=rng.integers(0, 2, num), groups=np.arange(num) // GROUP_SIZE)
 
 
 def trl_python(*, log: Path) -> Path:
-    """The interpreter of TRL's environment, made with our versions of torch and transformers. Raises SideFailed."""
+    """The interpreter of TRL's environment, made with our versions of torch and transformers. Raises RunFailed."""
     python, ready = TRL_ENVIRONMENT / "bin" / "python", TRL_ENVIRONMENT / ".ready"
     wanted = [f"{name}=={version(name).split('+')[0]}" for name in ("torch", "transformers")]
     if not ready.exists():
         print(f"making {TRL_ENVIRONMENT} with {TRL}, once", flush=True)
-        run_to_end([[sys.executable, "-m", "venv", str(TRL_ENVIRONMENT)]], log=log)
-        run_to_end([[str(python), "-m", "pip", "install", "--quiet", *wanted, TRL]], log=log)
+        run_to_end([sys.executable, "-m", "venv", str(TRL_ENVIRONMENT)], log=log)
+        run_to_end([str(python), "-m", "pip", "install", "--quiet", *wanted, TRL], log=log)
         ready.touch()
     return python
 
 
-def run_to_end(commands: list[list[str]], *, log: Path, limit_s: float = SIDE_LIMIT_S) -> None:
-    """Runs the commands side by side in the checkout. Raises SideFailed with the end of what the first to fail said."""
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    started, sinks = [], []
-    try:
-        for number, command in enumerate(commands):
-            sink = log.with_suffix(f".{number}.log").open("w+", encoding="utf-8")
-            sinks.append(sink)
-            started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=sink, stderr=subprocess.STDOUT))
-        deadline = time.monotonic() + limit_s
-        for command, process, sink in zip(commands, started, sinks, strict=True):
-            if process.wait(timeout=deadline - time.monotonic()) != 0:
-                sink.seek(0)
-                raise SideFailed(
-                    f"a side must end with exit code 0, got {process.returncode}; try it by hand: {shlex.join(command)}\n"
-                    f"its output ends:\n{sink.read()[-2000:]}"
-                )
-    finally:
-        for process in started:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-        for sink in sinks:
-            sink.close()
+def run_side(side: str, *, folder: Path, **given: Any) -> dict[str, Any]:
+    """One process of this side (two for `two_ranks`) on the rows in the folder, and its figures. `given`: model, steps,
+    token_budget, device, dtype and gradient_checkpointing. Raises RunFailed."""
+    given |= {"folder": folder, "rows": folder / "rows.npz"}
+    load = os.getloadavg()[0]
+    if side == "trl":
+        figures, *_ = call(TRL_SIDE, python=trl_python(log=folder / "install"), **given)
+    else:
+        ranks, way = (2, "packed") if side == "two_ranks" else (1, side)
+        figures, *_ = call(train, ranks=ranks, way=way, **given)
+    figures["load"] = (load, os.getloadavg()[0])
+    update_s = median(step["update_s"] for step in figures["steps"])
+    print(f"{side:>14}: {update_s:.3f} s an update, load {load:.1f} to {figures['load'][1]:.1f}", flush=True)
+    return dict(figures)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    """Settings of all sides, and where their files are."""
-
-    folder: Path
-    model: Path
-    steps: int
-    token_budget: int
-    device: str
-    dtype: str
-    gradient_checkpointing: bool
-
-    def run(self, side: str) -> dict[str, Any]:
-        """One process of this side (two for `two_ranks`), and its figures. Raises SideFailed."""
-        out = self.folder / "figures.json"
-        out.unlink(missing_ok=True)
-        load = os.getloadavg()[0]
-        run_to_end(self._commands(side, out=out), log=self.folder / side)
-        figures: dict[str, Any] = json.loads(out.read_text())
-        figures["load"] = (load, os.getloadavg()[0])
-        update_s = median(step["update_s"] for step in figures["steps"])
-        print(f"{side:>14}: {update_s:.3f} s an update, load {load:.1f} to {figures['load'][1]:.1f}", flush=True)
-        return figures
-
-    def _commands(self, side: str, *, out: Path) -> list[list[str]]:
-        shared = ["--rows", self.folder / "rows.npz", "--model", self.model, "--out", out, "--steps", self.steps]
-        shared += ["--token-budget", self.token_budget, "--device", self.device, "--dtype", self.dtype]
-        shared += ["--gradient-checkpointing"] * self.gradient_checkpointing
-        if side == "trl":
-            return [[str(word) for word in (trl_python(log=self.folder / "install"), TRL_SIDE, *shared)]]
-        num_ranks, way = (2, "packed") if side == "two_ranks" else (1, side)
-        meeting = ["--address", free_address(), "--world-size", num_ranks]
-        ours = [sys.executable, "-m", "benchmarks.processes.learner_side", way, *shared, *meeting]
-        ranks = [[*ours, "--rank", rank] for rank in range(num_ranks)]
-        if self.device == "cuda":  # each rank on a GPU of its own
-            ranks = [[*command, "--device", f"cuda:{rank}"] for rank, command in enumerate(ranks)]
-        return [[str(word) for word in command] for command in ranks]
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-def measure(bench: Bench, *, sides: list[str], repeats: int, rows: Rows) -> dict[str, Any]:
+def measure_sides(
+    run: Callable[[str], dict[str, Any]], *, sides: list[str], repeats: int, rows: Rows
+) -> dict[str, Any]:
     """All sides in turn, `repeats` times, and what they give together."""
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     failed: dict[str, str] = {}
     for _ in range(repeats):
         for side in sides:
             try:
-                runs[side].append(bench.run(side))
-            except SideFailed as error:
+                runs[side].append(run(side))
+            except RunFailed as error:
                 if side == "packed":
                     raise
                 print(f"{side:>14}: left out: {error}", file=sys.stderr, flush=True)
@@ -185,11 +112,11 @@ def measure(bench: Bench, *, sides: list[str], repeats: int, rows: Rows) -> dict
 def summarise(runs: list[dict[str, Any]], *, rows: Rows) -> dict[str, Any]:
     """Medians over all steps of all runs; tokens per second of updating."""
     steps = [step for run in runs for step in run["steps"]]
-    medians = {name: median(step[name] for step in steps) for name in ("step_s", "update_s", "cpu_s")}
+    middle = medians(steps, "step_s", "update_s", "cpu_s")
     return {
-        **medians,
-        "trained_tokens_per_s": float(rows.mask.sum()) / medians["update_s"],
-        "tokens_per_s": float(rows.lengths.sum()) / medians["update_s"],
+        **middle,
+        "trained_tokens_per_s": float(rows.mask.sum()) / middle["update_s"],
+        "tokens_per_s": float(rows.lengths.sum()) / middle["update_s"],
         "peak_memory_mb": median(run["peak_memory_mb"] for run in runs),
         "padding_share": runs[0]["padding_share"],
         "grad_norm": runs[0]["warm_up"]["grad_norm"],
@@ -213,22 +140,16 @@ def compare(parts: dict[str, Any]) -> dict[str, Any]:
     return figures
 
 
-HEADER = (
-    f"{'side':>14} {'update s':>9} {'step s':>8} {'CPU s':>8} {'trained tok/s':>13} {'tok/s':>8} {'padding':>8} "
-    f"{'peak MB':>8} {'speed-up of packed':>19}"
-)
-
-
-def table(parts: dict[str, Any]) -> str:
+def shown(parts: dict[str, Any]) -> str:
     """The results for a person."""
-    lines = [HEADER]
-    for side, part in parts.items():
-        lines.append(
-            f"{side:>14} {part['update_s']:9.3f} {part['step_s']:8.3f} {part['cpu_s']:8.3f} "
-            f"{part['trained_tokens_per_s']:13.0f} {part['tokens_per_s']:8.0f} {part['padding_share']:8.1%} "
-            f"{part['peak_memory_mb']:8.0f} {part['update_s'] / parts['packed']['update_s']:18.2f}x"
-        )
-    return "\n".join(lines)
+    names = ("update_s", "step_s", "cpu_s", "trained_tokens_per_s", "tokens_per_s", "padding_share", "peak_memory_mb")
+    packed = parts["packed"]["update_s"]
+    return table(
+        [
+            {"side": side, **{name: part[name] for name in names}, "packed": f"{part['update_s'] / packed:.2f}x"}
+            for side, part in parts.items()
+        ]
+    )
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -262,7 +183,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         arguments.rows, arguments.steps, arguments.repeats = min(arguments.rows, 24), 1, 1
     if arguments.rows % GROUP_SIZE or arguments.rows < GROUP_SIZE:
         parser.error(f"--rows must be a multiple of {GROUP_SIZE}, got {arguments.rows}")
-    everything = ["packed", "padded", "sorted_padded", "trl", "two_ranks", *APART]
+    everything = [*COMPARED, *APART]
     left_out = {"long_row", "trl"} if arguments.quick else {"long_row"}
     if arguments.quick or arguments.device != "cpu":
         left_out |= {"memory", "efficiency"}
@@ -275,78 +196,55 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _tree(arguments: argparse.Namespace, *, folder: Path) -> dict[str, Any]:
-    """The prefix tree's figures: with a medium model, or in a hurry with a small one on shorter rows."""
-    short = TreeShape(scale=200.0, prompt=512, answer=64)
-    return measure_tree(
-        lambda commands: run_to_end(commands, log=folder / "tree"),
-        trl=None if arguments.quick else trl_python(log=folder / "install"),
-        folder=folder,
-        shape=short if arguments.quick else TreeShape(),
-        model=SMALL if arguments.quick else MEDIUM,
-        repeats=arguments.repeats,
-        token_budget=arguments.tree_token_budget,
-        device=arguments.device,
-        dtype=arguments.dtype,
+def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """The sides that are compared, then those with models of their own."""
+    sides = [side for side in arguments.sides if side not in APART]
+    if sides:
+        yield _compared(arguments, folder=folder, sides=sides)
+    if "tree" in arguments.sides:
+        yield measure_tree(
+            trl=None if arguments.quick else trl_python(log=folder / "install"),
+            folder=folder,
+            shape=TreeShape(scale=200.0, prompt=512, answer=64) if arguments.quick else TreeShape(),
+            model=SMALL if arguments.quick else MEDIUM,
+            repeats=arguments.repeats,
+            token_budget=arguments.tree_token_budget,
+            device=arguments.device,
+            dtype=arguments.dtype,
+        )
+    if "memory" in arguments.sides:
+        yield measure_memory(folder=folder)
+    if "long_row" in arguments.sides:
+        yield measure_long_row(folder=folder)
+    if "efficiency" in arguments.sides:
+        yield measure_efficiency(folder=folder, repeats=arguments.repeats)
+
+
+def _compared(arguments: argparse.Namespace, *, folder: Path, sides: list[str]) -> dict[str, Any]:
+    rows = long_tailed_rows(num=arguments.rows, longest=arguments.longest, seed=0)
+    rows.write(folder / "rows.npz")
+    print(
+        f"{len(rows.lengths)} rows of {rows.lengths.min()} to {rows.lengths.max()} tokens, {rows.lengths.sum()} in all, "
+        f"{rows.mask.sum()} trained",
+        flush=True,
     )
+    shape = {"hidden": arguments.hidden, "layers": arguments.layers, "ffn": 2 * arguments.hidden}
+    shape |= {"heads": arguments.heads, "kv_heads": max(1, arguments.heads // 2)}
+    given = {name: getattr(arguments, name) for name in ("steps", "token_budget", "device", "dtype")}
+    given |= {"model": make_tiny_model(folder / "model", **shape)}
+    given |= {"gradient_checkpointing": arguments.gradient_checkpointing}
+    results = measure_sides(
+        lambda side: run_side(side, folder=folder, **given), sides=sides, repeats=arguments.repeats, rows=rows
+    )
+    rate = matmul_rate(device=arguments.device, dtype=arguments.dtype)
+    flops = Work.of(empty_model(given["model"])).update_flops(**rows.work)
+    share = flops / results["parts"]["packed"]["update_s"] / rate
+    print(shown(results["parts"]))
+    return results | {"matmul_flops_per_s": rate, "share_of_matmul_rate": share}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print the table, write the JSON file."""
-    arguments = parse(argv)
-    end_on_sigterm()
-    rows = long_tailed_rows(num=arguments.rows, longest=arguments.longest, seed=0)
-    about = f"{len(rows.lengths)} rows of {rows.lengths.min()} to {rows.lengths.max()} tokens"
-    report = Report("learner", about=f"{about}, {rows.lengths.sum()} in all, {rows.mask.sum()} trained")
-    shape = {"hidden": arguments.hidden, "layers": arguments.layers, "ffn": 2 * arguments.hidden}
-    shape |= {"heads": arguments.heads, "kv_heads": max(1, arguments.heads // 2)}
-    with tempfile.TemporaryDirectory(prefix="understudy-bench-") as name:
-        folder = Path(name)
-        rows.write(folder / "rows.npz")
-        bench = Bench(
-            folder=folder,
-            model=make_tiny_model(folder / "model", **shape),
-            steps=arguments.steps,
-            token_budget=arguments.token_budget,
-            device=arguments.device,
-            dtype=arguments.dtype,
-            gradient_checkpointing=arguments.gradient_checkpointing,
-        )
-        work = Work.of(empty_model(bench.model))
-        sides = [side for side in arguments.sides if side not in APART]
-        results: dict[str, Any] = {}
-        try:
-            if sides:
-                results = measure(bench, sides=sides, repeats=arguments.repeats, rows=rows)
-            if "tree" in arguments.sides:
-                results |= _tree(arguments, folder=folder)
-            if "memory" in arguments.sides:
-                ranks = Ranks(folder, run_to_end=run_to_end, address=free_address)
-                results |= measure_memory(ranks, folder=folder)
-            if "long_row" in arguments.sides:
-                patient = partial(run_to_end, limit_s=LONG_ROW_LIMIT_S)
-                ranks = Ranks(folder, run_to_end=patient, address=free_address)
-                results |= measure_long_row(ranks, folder=folder)
-            if "efficiency" in arguments.sides:
-                results |= measure_efficiency(
-                    lambda commands: run_to_end(commands, log=folder / "efficiency"),
-                    folder=folder, address=free_address(), repeats=arguments.repeats,
-                )  # fmt: skip
-        except SideFailed as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-    if sides:
-        rate = matmul_rate(device=arguments.device, dtype=arguments.dtype)
-        flops = work.update_flops(
-            tokens=int(rows.lengths.sum()), squares=int((rows.lengths**2).sum()), trained=int(rows.mask.sum())
-        )
-        results["matmul_flops_per_s"] = rate
-        results["share_of_matmul_rate"] = flops / results["parts"]["packed"]["update_s"] / rate
-        print(table(results["parts"]))
-        print(f"packed: {results['share_of_matmul_rate']:.1%} of the matrix-product rate of {rate / 1e12:.3g} TFLOP/s")
-    settings = {name: str(value) for name, value in vars(arguments).items()} | shape
-    report.write(arguments.json, settings=settings, figures=results)
-    return 0
+    return play("learner", parse(argv), measure)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,34 @@
 """What a rank of the learner takes: one of two beside one alone, and six shapes beside what `--dry-run` says of them.
 
 Called by `benchmarks.learner`; and, where it is asked for, a row as long as Qwen3's context. Each rank is a process of its own
-(`benchmarks.processes.memory_side`), and its figure the most that it ever held, without what the interpreter and torch hold before
-there is a model. It judges nothing.
+(`rank_memory`), and its figure the most that it ever held (its resident set), from before the model is read to the end of the last
+step, without what the interpreter and torch hold before there is a model. On a GPU the peak is that of torch's tensors there; what
+torch reserved for them, and what the card has in use beside it (CUDA's context, NCCL), are reported too. It judges nothing.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.processes.learner_side import MIB
+from benchmarks.harness import RUN_LIMIT_S, call
+from benchmarks.learner_sides import MIB, Rows, make_trainer, most_resident_mb, resident_mb
 from configs.schema import BufferConfig, LearnerConfig
 from configs.tiny_model import VOCAB_SIZE, make_tiny_model
 from learner.placement.memory import Item, of_rank, total
 from learner.placement.model_shape import read_shape
+from learner.training.trainer import Trainer
 
+LONG_ROW_LIMIT_S = 6 * 3600.0
+METRICS = ("learner/mfu", "learner/tokens", "time/train_s", "time/prepare_s")
+"""Of the last step."""
 GRPO = {"advantage": "grpo", "critic": "none", "minibatches": 1, "prefix_tree": False}
 """Its rows share nothing; what a tree of rows gathers is a bound, and no prediction."""
 LARGE = {"hidden": 1024, "layers": 24, "heads": 16, "kv_heads": 8, "ffn": 3072}
@@ -60,30 +67,55 @@ LONG = Shape(
 after which AdamW has its moments."""
 
 
-class Ranks:
-    """Starts ranks, and reads what they took. `run_to_end`: runs commands side by side; `address`: a free one."""
+def made_up_rows(lengths: Sequence[int], *, seed: int) -> Rows:
+    """Rows of these lengths, of each of which the second half was sampled."""
+    rng, numbers = np.random.default_rng(seed), np.arange(len(lengths))
+    masks = [np.arange(length) >= length // 2 for length in lengths]
+    ids = [rng.integers(0, VOCAB_SIZE, length) for length in lengths]
+    return Rows.of(ids, masks=masks, scores=numbers % 2, groups=numbers // 2)
 
-    def __init__(
-        self, folder: Path, *, run_to_end: Callable[..., None], address: Callable[[], str], device: str = "cpu"
-    ) -> None:
-        self._folder = folder
-        self._device = device
-        self._run_to_end = run_to_end
-        self._address = address
 
-    def peaks(
-        self, name: str, shape: Shape, *, model: Path, ranks: int = 1, threads: int = 1
-    ) -> list[dict[str, float]]:
-        """The figures of each rank."""
-        out, where = self._folder / f"{name}-{ranks}.json", self._address()
-        learner = json.dumps(_learner(shape))
-        shared = ["--model", model, "--out", out, "--address", where, "--learner", learner, "--dtype", shape.dtype]
-        shared += ["--threads", threads, "--first", *(shape.first or shape.lengths)]
-        shared += ["--lengths", *shape.lengths, "--lag", shape.lag, "--vocabulary", VOCAB_SIZE, "--world-size", ranks]
-        shared += ["--device", self._device]
-        own = [sys.executable, "-m", "benchmarks.processes.memory_side", *map(str, shared)]
-        self._run_to_end([[*own, "--rank", str(rank)] for rank in range(ranks)], log=self._folder / name)
-        return [json.loads(Path(f"{out}.{rank}").read_text(encoding="utf-8")) for rank in range(ranks)]
+def rank_memory(
+    *, learner: dict[str, Any], lengths: list[int], first: list[int], lag: int, threads: int, device: str, **where: Any
+) -> dict[str, float]:
+    """One rank: a step on rows of the lengths `first`, then steps on the others."""
+    torch.set_num_threads(threads)
+    before = resident_mb()
+    trainer = make_trainer(Trainer, learner, device=device, keep_versions=lag + 1, **where)
+    figures = {"before_mb": before, "loaded_mb": resident_mb() - before, "loading_peak_mb": most_resident_mb() - before}
+    for version in range(lag + 2):
+        rows = made_up_rows(lengths if version else first, seed=version)
+        began = time.monotonic()
+        metrics = trainer.train_step(rows.batch(version=version), version=version)
+        figures["step_s"] = time.monotonic() - began
+    figures |= {name.partition("/")[2]: metrics[name] for name in METRICS}
+    figures["peak_mb"] = most_resident_mb() - before
+    if device.startswith("cuda"):
+        free, whole = torch.cuda.mem_get_info()
+        figures |= {
+            "peak_mb": torch.cuda.max_memory_allocated() / MIB,
+            "reserved_mb": torch.cuda.max_memory_reserved() / MIB,
+            "beside_mb": (whole - free - torch.cuda.memory_reserved()) / MIB,
+        }
+    return figures
+
+
+def peaks(
+    shape: Shape,
+    *,
+    folder: Path,
+    model: Path,
+    ranks: int = 1,
+    threads: int = 1,
+    device: str = "cpu",
+    limit_s: float = RUN_LIMIT_S,
+) -> list[dict[str, float]]:
+    """What each rank takes."""
+    return call(
+        rank_memory, folder=folder, ranks=ranks, limit_s=limit_s, model=model, learner=_learner(shape),
+        lengths=shape.lengths, first=shape.first or shape.lengths, lag=shape.lag, threads=threads, device=device,
+        dtype=shape.dtype,
+    )  # fmt: skip
 
 
 def _learner(shape: Shape) -> dict[str, Any]:
@@ -103,34 +135,49 @@ def predicted_items(shape: Shape, *, model: Path, on_gpu: bool) -> list[Item]:
     return of_rank(read_shape(model), LearnerConfig(**_learner(shape)), **rank)
 
 
-def measure_memory(ranks: Ranks, *, folder: Path) -> dict[str, Any]:
+def measure_memory(*, folder: Path) -> dict[str, Any]:
     """`rank_peak_share`, `predicted_peak_error` (the largest of the shapes), and all figures that they come from."""
     large = Shape(model=LARGE, lengths=(64, 64))
     model = make_tiny_model(folder / "large", **large.model)
-    alone, both = (ranks.peaks("large", large, model=model, ranks=many) for many in (1, 2))
+    alone, both = (peaks(large, folder=folder, model=model, ranks=many) for many in (1, 2))
     share = max(one["peak_mb"] for one in both) / alone[0]["peak_mb"]
     found: dict[str, Any] = {"rank_peak_share": share, "rank_alone_mb": alone[0], "rank_of_two_mb": both}
     print(f"a rank of two takes {share:.3f} of one alone ({alone[0]['peak_mb']:.0f} MB)", flush=True)
     errors = {}
     for name, shape in SHAPES.items():
         model = make_tiny_model(folder / name, **shape.model)
-        took, said = ranks.peaks(name, shape, model=model)[0]["peak_mb"], predicted_mb(shape, model=model)
+        took, said = peaks(shape, folder=folder, model=model)[0]["peak_mb"], predicted_mb(shape, model=model)
         errors[name] = {"took_mb": took, "predicted_mb": said, "error": said / took - 1.0}
         print(f"{name:>14}: took {took:.0f} MB, predicted {said:.0f}, {said / took - 1.0:+.1%}", flush=True)
     return found | {"predicted_peak_error": max(abs(one["error"]) for one in errors.values()), "shapes": errors}
 
 
-def measure_long_row(ranks: Ranks, *, folder: Path) -> dict[str, Any]:
+def measure_long_row(*, folder: Path) -> dict[str, Any]:
     """`long_row_error`, of the peak that is predicted for a row of 32,768 tokens of a model of Qwen3-0.6B's sizes, and what the
     step took. Both cores for more than an hour, and 16 GB."""
-    model = make_tiny_model(folder / "long", **{**QWEN3_06B, "hidden": 64, "layers": 1})  # for its tokenizer
-    sizes: dict[str, Any] = {"vocab_size": QWEN3_VOCABULARY, "head_dim": 128, "max_position_embeddings": 40_960}
-    names = {"hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
-    names |= {"kv_heads": "num_key_value_heads", "ffn": "intermediate_size"}
-    sizes |= {names[name]: value for name, value in QWEN3_06B.items()}
-    Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True)).save_pretrained(model)
-    (took,) = ranks.peaks("long", LONG, model=model, threads=2)
+    model = qwen3(folder / "long", QWEN3_06B, dtype="float32")
+    (took,) = peaks(LONG, folder=folder, model=model, threads=2, limit_s=LONG_ROW_LIMIT_S)
     said = predicted_mb(LONG, model=model)
     error = said / took["peak_mb"] - 1.0
     print(f"a row of {max(LONG.lengths)} tokens: {took}, predicted {said:.0f} MB, {error:+.1%}", flush=True)
     return {"long_row_error": error, "long_row_predicted_mb": said, "long_row": took}
+
+
+def qwen3(
+    folder: Path, sizes: Mapping[str, int], *, device: str = "cpu", dtype: str = "bfloat16", seed: int = 0
+) -> Path:
+    """A model of random weights with Qwen3's vocabulary, made on the device: at 1.7B that is seconds in place of a minute."""
+    make_tiny_model(folder, hidden=64, layers=1)  # for its tokenizer
+    config = Qwen3Config(
+        hidden_size=sizes["hidden"], num_hidden_layers=sizes["layers"], num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["kv_heads"], intermediate_size=sizes["ffn"], vocab_size=QWEN3_VOCABULARY, head_dim=128,
+        max_position_embeddings=40_960, tie_word_embeddings=True, dtype=dtype,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = Qwen3ForCausalLM(config).to(getattr(torch, dtype))
+    model.save_pretrained(folder)
+    del model
+    if device != "cpu":
+        torch.cuda.empty_cache()
+    return folder

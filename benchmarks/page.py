@@ -5,7 +5,7 @@
 The ledger is written by its own schema, in bulk. Of the page's process, medians of requests: `start_ms` (its first answer),
 `index_ms` (the first list of episodes, which reads the index), `server_filter_ms`, `server_open_episode_ms` (tree, conversation
 and one window of tokens of the long episode), `server_mb`. Of a browser, where there is a Chromium, what
-`benchmarks.processes.page_browser` measures: `first_paint_ms`, `filter_ms`, `open_episode_ms`, `heap_mb`, `page_kb`; and
+`benchmarks.page_browser` measures: `first_paint_ms`, `filter_ms`, `open_episode_ms`, `heap_mb`, `page_kb`; and
 what open pages cost a run (`benchmarks.page_share`).
 """
 
@@ -17,7 +17,6 @@ import sqlite3
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,8 +26,11 @@ import httpx
 import numpy as np
 import psutil
 import yaml
+from playwright.sync_api import Browser
 
-from benchmarks.page_share import NO_CHROMIUM, share
+from benchmarks import page_browser
+from benchmarks.harness import parser_of, play, taken_s
+from benchmarks.page_share import share
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.round_codec import RoundBody, encode
 from configs.tiny_model import make_tiny_model
@@ -42,22 +44,6 @@ FILTERS = (
     {"q": "task-77", "max_tokens": "60"},
 )
 REPEATS = 5
-
-
-def main(words: list[str] | None = None) -> int:
-    """Print the figures, and write them where asked."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.page", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--json", type=Path, metavar="PATH")
-    parser.add_argument("--episodes", type=int, default=100_000)
-    arguments = parser.parse_args(words)
-    with tempfile.TemporaryDirectory(prefix="understudy-page-") as folder:
-        run = make_run(Path(folder) / "many", episodes=arguments.episodes)
-        figures = {"episodes": arguments.episodes, "rounds": ROUNDS * arguments.episodes, **measure(run), **share()}
-    text = json.dumps(figures, indent=1)
-    print(text)
-    if arguments.json:
-        arguments.json.write_text(text + "\n", encoding="utf-8")
-    return 0
 
 
 def make_run(run: Path, *, episodes: int) -> Path:
@@ -138,38 +124,26 @@ def _body(seed: int, *, tail: int, sampled: int) -> bytes:
     )
 
 
-def measure(run: Path) -> dict[str, float]:
-    """The figures of the page's process."""
+def of_page(run: Path, browser: Browser | None) -> dict[str, float]:
+    """The figures of the page's process, and of a real browser where there is one."""
     began = time.monotonic()
     command = [sys.executable, "-m", "learner.page", str(run)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None, "it is a pipe"
-            link = next(word for line in server.stdout for word in line.split() if word.startswith("http"))
+            links = (word for line in server.stdout for word in line.split() if word.startswith("http"))
+            link = next(links)
             root = link.partition("/open")[0]
-            with httpx.Client(base_url=root, timeout=120) as browser:
-                browser.get(link).raise_for_status()
-                start_ms = 1000 * (time.monotonic() - began)
-                found = requests(browser, pid=server.pid)
-                longest = browser.get(f"/api/runs/{run.name}/episodes", params={"limit": "1"}).json()["episodes"][0]
-            link = next(word for line in server.stdout for word in line.split() if word.startswith("http"))
-            return {
-                "start_ms": start_ms,
-                **found,
-                **in_browser(root, link, run=run.name, episode=longest["episode_id"]),
-            }
+            with httpx.Client(base_url=root, timeout=120) as client:
+                client.get(link).raise_for_status()
+                found = {"start_ms": 1000 * (time.monotonic() - began), **requests(client, pid=server.pid)}
+                longest = client.get(f"/api/runs/{run.name}/episodes", params={"limit": "1"}).json()["episodes"][0]
+            if browser is not None:
+                place = {"root": root, "link": next(links), "run": run.name}
+                found |= page_browser.measure(browser, **place, episode=longest["episode_id"])
+            return found
         finally:
             server.terminate()
-
-
-def in_browser(root: str, link: str, *, run: str, episode: str) -> dict[str, float]:
-    """The figures of a real browser; none where there is no Chromium."""
-    command = [sys.executable, "-m", "benchmarks.processes.page_browser", "measure", "--root", root, "--link", link]
-    ended = subprocess.run([*command, "--run", run, "--episode", episode], stdout=subprocess.PIPE, text=True)
-    if ended.returncode == NO_CHROMIUM:
-        return {}
-    ended.check_returncode()
-    return json.loads(ended.stdout)
 
 
 def requests(browser: httpx.Client, *, pid: int) -> dict[str, float]:
@@ -181,10 +155,14 @@ def requests(browser: httpx.Client, *, pid: int) -> dict[str, float]:
     index_ms = _ms(lambda: get("/episodes"))
     found = {
         "index_ms": index_ms,
-        "run_ms": _median(lambda: get("")),
-        "metrics_ms": _median(lambda: browser.get("/api/metrics", params={"runs": "many", "names": "figure/1"})),
-        "server_filter_ms": max(_median(lambda query=query: get("/episodes", **query)) for query in FILTERS),  # type: ignore[misc]
-        "order_ms": _median(lambda: get("/episodes/order")),
+        "run_ms": _ms(times=REPEATS, act=lambda: get("")),
+        "metrics_ms": _ms(
+            times=REPEATS, act=lambda: browser.get("/api/metrics", params={"runs": "many", "names": "figure/1"})
+        ),
+        "server_filter_ms": max(
+            _ms(times=REPEATS, act=lambda query=query: get("/episodes", **query)) for query in FILTERS
+        ),  # type: ignore[misc]
+        "order_ms": _ms(times=REPEATS, act=lambda: get("/episodes/order")),
     }
     began = time.monotonic()
     while get("/episodes").json()["indexed"] < 1.0:
@@ -195,21 +173,29 @@ def requests(browser: httpx.Client, *, pid: int) -> dict[str, float]:
     return {
         **found,
         "causes_s": time.monotonic() - began,
-        "filter_cause_ms": _median(lambda: get("/episodes", cause="any")),
+        "filter_cause_ms": _ms(times=REPEATS, act=lambda: get("/episodes", cause="any")),
         "server_open_episode_ms": opened,
-        "window_ms": _median(lambda: get(f"/episodes/{name}/tokens", start="50000")),
+        "window_ms": _ms(times=REPEATS, act=lambda: get(f"/episodes/{name}/tokens", start="50000")),
         "server_mb": psutil.Process(pid).memory_info().rss / 1e6,
     }
 
 
-def _ms(act: Callable[[], object]) -> float:
-    began = time.monotonic()
-    act()
-    return 1000 * (time.monotonic() - began)
+def _ms(act: Callable[[], object], *, times: int = 1) -> float:
+    return 1000 * statistics.median(taken_s(act, times=times))
 
 
-def _median(act: Callable[[], object]) -> float:
-    return statistics.median(_ms(act) for _ in range(REPEATS))
+def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, float]]:
+    run = make_run(folder / "many", episodes=arguments.episodes)
+    with page_browser.chromium() as browser:
+        yield {"episodes": arguments.episodes, "rounds": ROUNDS * arguments.episodes, **of_page(run, browser)}
+        if browser is not None:
+            yield share(browser)
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = parser_of("page", doc=__doc__)
+    parser.add_argument("--episodes", type=int, default=100_000)
+    return play("page", parser.parse_args(words), measure)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
+from playwright.sync_api import Browser, BrowserContext, Page
 
-from benchmarks.whole_run import ROOT
+from benchmarks.harness import ROOT
+from benchmarks.page_browser import admitted, views
 
 PAGES = 3
 STEPS = 10
@@ -35,44 +37,13 @@ PAIRS = 5
 SETTLE = 3
 """Steps before the first window: the stock of episodes that were made before training is used up in them."""
 PATIENCE_S = 900.0
-NO_CHROMIUM = 3
-"""Exit code of `benchmarks.processes.page_browser`."""
 
 
-def share() -> dict[str, float]:
-    """The figures; none where there is no Chromium."""
-    with tempfile.TemporaryDirectory(prefix="understudy-page-share-") as place:
-        folder = Path(place)
-        with _run(folder) as steps:
-            link = _link(folder / "run.log")
-            root = link.partition("/open")[0]
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.processes.page_browser",
-                "hold",
-                "--root",
-                root,
-                "--link",
-                link,
-            ]
-            with subprocess.Popen(
-                [*command, "--run", "run", "--pages", str(PAGES)], cwd=ROOT, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            ) as browser:  # fmt: skip
-                assert browser.stdin is not None and browser.stdout is not None, "both are pipes"
-                try:
-                    if not browser.stdout.readline():
-                        return _nothing(browser.wait())
-                    return _windows(steps, browser.stdin, browser.stdout)
-                finally:
-                    browser.kill()
-
-
-def _nothing(code: int) -> dict[str, float]:
-    if code != NO_CHROMIUM:
-        raise RuntimeError(f"the browser must open the run's page, but ended with code {code}")
-    return {}
+def share(browser: Browser) -> dict[str, float]:
+    """The figures."""
+    with tempfile.TemporaryDirectory(prefix="understudy-page-share-") as place, _run(Path(place)) as steps:
+        link = _link(Path(place) / "run.log")
+        return _windows(steps, admitted(browser, link=link), root=link.partition("/open")[0])
 
 
 @contextmanager
@@ -117,13 +88,14 @@ def _link(log: Path) -> str:
     raise TimeoutError(f"{log} must name the page's address within {PATIENCE_S:.0f} s")
 
 
-def _windows(steps: Iterator[dict[str, Any]], orders: IO[str], answers: IO[str]) -> dict[str, float]:
-    ratios, processor = [], []
+def _windows(steps: Iterator[dict[str, Any]], context: BrowserContext, *, root: str) -> dict[str, float]:
+    ratios, processor, pages = [], [], list[Page]()
     for pair in range(PAIRS):
         rates: dict[str, float] = {}
         for order in ("close", "open") if pair % 2 == 0 else ("open", "close"):
-            print(order, file=orders, flush=True)
-            answers.readline()
+            for page in pages:
+                page.close()
+            pages = views(context, root=root, run="run", number=PAGES) if order == "open" else []
             for _ in range(OPENING):
                 next(steps)
             before, began = _page_s(), time.monotonic()

@@ -9,11 +9,8 @@ over ours, each side's median, in turn with it (`benchmarks/rivals/trl_tree_side
 
 from __future__ import annotations
 
-import json
-import socket
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,12 +19,15 @@ import numpy as np
 import torch
 
 from benchmarks.families import make_family
-from benchmarks.processes.learner_side import Rows
+from benchmarks.harness import call
+from benchmarks.learner_sides import GRPO, Rows, make_trainer, stem_rows
 from configs.tiny_model import VOCAB_SIZE, make_tiny_model
 from learner.model.load import load_policy
 from learner.model.policy import Policy
+from learner.training.batch_tensors import BatchTensors, token_table
 from learner.training.packing import Sequences
 from learner.training.prefix_tree import PrefixTree
+from learner.training.trainer import Before, Trainer
 from learner.training.tree_packing import TreeSequences
 
 TRL_SIDE = Path(__file__).parent / "rivals" / "trl_tree_side.py"
@@ -40,26 +40,17 @@ MEDIUM: dict[str, Any] = {"hidden": 768, "layers": 12, "ffn": 1536, "heads": 12,
 SMALL: dict[str, Any] = {"hidden": 128, "layers": 2, "ffn": 256, "heads": 4, "kv_heads": 2}
 HEADS: dict[str, Any] = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 HYBRIDS: dict[str, dict[str, Any]] = {
-    "qwen3_5": HEADS
-    | {
-        "intermediate_size": 1536,
-        "num_hidden_layers": 12,
+    "qwen3_5": {
+        **HEADS, "intermediate_size": 1536, "num_hidden_layers": 12,
         "layer_types": [*["linear_attention"] * 3, "full_attention"] * 3,
     },
-    "falcon_h1": HEADS
-    | {
-        "intermediate_size": 1536,
-        "num_hidden_layers": 8,
-        "mamba_n_heads": 16,
-        "mamba_d_head": 64,
-        "mamba_d_ssm": 1024,
-        "mamba_d_state": 64,
-        "mamba_chunk_size": 128,
+    "falcon_h1": {
+        **HEADS, "intermediate_size": 1536, "num_hidden_layers": 8, "mamba_n_heads": 16, "mamba_d_head": 64,
+        "mamba_d_ssm": 1024, "mamba_d_state": 64, "mamba_chunk_size": 128,
     },
-}
+}  # fmt: skip
 """Models of about 40 million weights whose layers carry states: a group's rows continue a stem."""
 RANDOM_TREES = 5
-Run = Callable[[list[list[str]]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,89 +72,88 @@ def agent_rows(*, scale: float, seed: int = 0) -> Rows:
     for _ in range(EPISODES):
         history = np.concatenate([shared, _random(rng, task + BRANCHES * more)])
         for branch in range(1, BRANCHES + 1):
-            rows.append((np.concatenate([history[: system + task + branch * more], _random(rng, tail)]), tail))
-    return _as_rows(rows, groups=[0] * len(rows), rng=rng)
+            rows.append(np.concatenate([history[: system + task + branch * more], _random(rng, tail)]))
+    masks = [np.arange(len(ids)) >= len(ids) - tail for ids in rows]
+    return Rows.of(rows, masks=masks, scores=rng.integers(0, 2, len(rows)), groups=[0] * len(rows))
 
 
-def group_rows(*, prompt: int, answer: int, seed: int = 0) -> Rows:
+def group_rows(*, prompt: int, answer: int) -> Rows:
     """Eight answers to one prompt."""
-    rng = np.random.default_rng(seed)
-    shared = _random(rng, prompt)
-    rows = [(np.concatenate([shared, _random(rng, answer)]), answer) for _ in range(8)]
-    return _as_rows(rows, groups=[0] * 8, rng=rng)
+    return stem_rows(groups=1, rows=8, stem=prompt, tails=(answer, answer), trained=1.0)
 
 
-def apart_rows(*, num: int, seed: int = 0) -> Rows:
+def apart_rows(*, num: int) -> Rows:
     """Rows of 64 to 256 tokens that share nothing."""
-    rng = np.random.default_rng(seed)
-    rows = [(_random(rng, int(length)), int(length) // 2) for length in rng.integers(64, 257, num)]
-    return _as_rows(rows, groups=[row // 8 for row in range(num)], rng=rng)
+    return stem_rows(groups=num // 8, rows=8, stem=0, tails=(64, 256))
 
 
 def _random(rng: np.random.Generator, size: int) -> np.ndarray:
     return rng.integers(0, VOCAB_SIZE, size)
 
 
-def _as_rows(rows: list[tuple[np.ndarray, int]], *, groups: list[int], rng: np.random.Generator) -> Rows:
-    """Ids, and how many tokens of the end are trained."""
-    lengths = np.array([len(ids) for ids, _ in rows])
-    masks = [(np.arange(len(ids)) >= len(ids) - trained).astype(np.uint8) for ids, trained in rows]
-    return Rows(
-        ids=np.concatenate([ids for ids, _ in rows]).astype(np.int32),
-        mask=np.concatenate(masks),
-        lengths=lengths,
-        prompts=lengths - np.array([trained for _, trained in rows]),
-        scores=rng.integers(0, 2, len(rows)).astype(np.float32),
-        groups=np.array(groups),
-    )
+class TreeTrainer(Trainer):
+    """Makes one update, by itself, in either way."""
+
+    def timed_update(self, table: BatchTensors, *, prefix_tree: bool) -> tuple[float, float]:
+        """Seconds of an update, from the rows to the new weights, the making of the tree too; and tokens of the rows over those
+        computed."""
+        nothing = torch.zeros_like(table.behaviour)
+        before = Before(table.behaviour, nothing, nothing, nothing)
+        self._wait()
+        began = time.perf_counter()
+        layout = replace(self.layout, shares=prefix_tree)
+        laid_out = replace(table, sequences=self._laid_out(table.sequences, table=table, layout=layout))
+        self._learn(laid_out, before=before)
+        self._wait()
+        return time.perf_counter() - began, laid_out.sequences.raw_over_unique
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def timed_updates(*, rows: str, repeats: int, token_budget: int, **where: Any) -> dict[str, list[float]]:
+    """Both ways in turn: one trainer with one set of weights, and only `learner.prefix_tree` differs."""
+    trainer = make_trainer(TreeTrainer, GRPO | {"token_budget": token_budget}, **where)
+    table = token_table(Rows.read(rows).batch(), min_version=0)
+    trainer.timed_update(table, prefix_tree=True)  # makes the optimizer's state
+    figures: dict[str, list[float]] = {"packed_s": [], "tree_s": [], "raw_over_unique": []}
+    for _ in range(repeats):
+        figures["packed_s"].append(trainer.timed_update(table, prefix_tree=False)[0])
+        seconds, ratio = trainer.timed_update(table, prefix_tree=True)
+        figures["tree_s"].append(seconds)
+        figures["raw_over_unique"].append(ratio)
+    return figures
 
 
 def measure_tree(
-    run: Run,
-    *,
-    folder: Path,
-    shape: TreeShape,
-    model: dict[str, Any],
-    repeats: int,
-    token_budget: int,
-    device: str,
-    dtype: str,
-    trl: Path | None = None,
+    *, folder: Path, shape: TreeShape, model: dict[str, Any], trl: Path | None = None, **sides: Any
 ) -> dict[str, Any]:
-    """The figures, under the names that the benchmark writes. `run` starts a command and waits for its end; `trl`: the
-    interpreter of TRL's environment, None: without it."""
+    """The figures, under the names that the benchmark writes. `trl`: the interpreter of TRL's environment, None: without it;
+    `sides`: repeats, token_budget, device and dtype of both."""
     path = make_tiny_model(folder / "tree_model", **model)
-    sides = {
+    measured = {
         "agents": (path, agent_rows(scale=shape.scale)),
         "group8": (path, group_rows(prompt=shape.prompt, answer=shape.answer)),
         "1": (path, apart_rows(num=shape.apart)),
     }
     for family, sizes in HYBRIDS.items():
         hybrid = make_family(family, folder / family, **(sizes if model == MEDIUM else {}))
-        sides[f"hybrid_{family}"] = hybrid, group_rows(prompt=shape.prompt // 2, answer=shape.answer // 2)
+        measured[f"hybrid_{family}"] = hybrid, group_rows(prompt=shape.prompt // 2, answer=shape.answer // 2)
     figures: dict[str, Any] = {"tree_grad_diff": grad_difference(make_tiny_model(folder / "small", **SMALL))}
-    print(f"prefix tree: gradients differ by {figures['tree_grad_diff']:.1e} of their norm", flush=True)
-    for name, (path, rows) in sides.items():
-        rows.write(folder / "tree_rows.npz")
-        out = folder / "tree.json"
-        shared = ["--rows", folder / "tree_rows.npz", "--model", path, "--out", out, "--repeats", repeats]
-        shared += ["--token-budget", token_budget, "--device", device, "--dtype", dtype]
-        ours = [sys.executable, "-m", "benchmarks.processes.tree_side", *shared, "--address", _free_address()]
-        run([[str(word) for word in ours]])
-        found = json.loads(out.read_text())
-        if trl is not None and name in ("agents", "group8"):
-            run([[str(word) for word in (trl, TRL_SIDE, *shared)]])
-            theirs = json.loads(out.read_text())
-            found |= {f"trl_{key}": value for key, value in theirs.items()}
-            figures["tree_vs_trl" if name == "agents" else f"tree_vs_trl_{name}"] = median(theirs["tree_s"]) / median(
-                found["tree_s"]
-            )
+    for name, (path, rows) in measured.items():
+        given = {"folder": folder, "rows": rows.write(folder / "tree_rows.npz"), "model": path, **sides}
+        (found,) = call(timed_updates, **given)
         packed, tree, ratio = (median(found[key]) for key in ("packed_s", "tree_s", "raw_over_unique"))
-        if name == "1":
-            figures["tree_cost_ratio_1"] = tree / packed
-        else:
-            figures[f"tree_speedup_{name}"] = packed / tree
-            figures[f"tree_tokens_{name}"] = ratio
+        if trl is not None and name in ("agents", "group8"):
+            (theirs,) = call(TRL_SIDE, python=trl, **given)
+            found |= {f"trl_{key}": value for key, value in theirs.items()}
+            figures["tree_vs_trl" if name == "agents" else f"tree_vs_trl_{name}"] = median(theirs["tree_s"]) / tree
+        figures |= (
+            {"tree_cost_ratio_1": tree / packed}
+            if name == "1"
+            else {f"tree_speedup_{name}": packed / tree, f"tree_tokens_{name}": ratio}
+        )
         figures[f"tree_seconds_{name}"] = found
         way = "padded" if "hybrid" in name else "packed"
         print(
@@ -205,9 +195,3 @@ def _gradient(policy: Policy, sequences: Sequences) -> torch.Tensor:
         micro = sequences.micro_batch(piles[0], device=device)
         (policy(micro, temperature=1.0).logprobs * weights[micro.index]).sum().backward()
     return torch.cat([each.grad.flatten().double() for each in policy.parameters() if each.grad is not None])
-
-
-def _free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"

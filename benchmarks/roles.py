@@ -19,18 +19,15 @@ Invariant: the two runs of a pair differ in what is named here and in nothing el
 
 from __future__ import annotations
 
-import json
-import shutil
+import argparse
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from benchmarks.harness import parser_of, play, whole_run
 from benchmarks.learning import TARGET, WINDOW, solved_at
-from benchmarks.report import Report, end_on_sigterm, parser_of
-from benchmarks.whole_run import RunFailed, run_to_end
 from env_adapters.relay.game import RUNNER, SCOUT
 
 MIXED = [
@@ -42,46 +39,30 @@ MIXED = [
 ADAPTERS = ["learner.lora.rank=8", "learner.lora.per_role=true", "learner.lr=1e-2", "run.steps=20"]
 """What a run with an adapter for each role changes of it."""
 ROLES = (SCOUT, RUNNER)
-PARTS = ("coop", "adapters", "distill")
 
 
-class Runs:
-    """Whole runs below a folder. `more`: settings of all of them."""
-
-    def __init__(self, folder: Path, *, more: Sequence[str]) -> None:
-        self._folder = folder
-        self._more = list(more)
-
-    def rewards(self, name: str, *, config: str, seed: int, settings: Sequence[str] = ()) -> list[float]:
-        """The mean reward of each step of a run. Raises RunFailed."""
-        found = [line["reward/mean"] for line in self.steps(name, config=config, seed=seed, settings=settings)]
-        print(f"{name}: reward {mean(found[-WINDOW:]):.3f} at the end of {len(found)} steps", flush=True)
-        return found
-
-    def steps(self, name: str, *, config: str, seed: int, settings: Sequence[str] = ()) -> list[dict[str, float]]:
-        """All figures of each step of a run. Raises RunFailed."""
-        words = [f"run.dir={self._folder}", f"run.name={name}", f"run.seed={seed}", *settings, *self._more]
-        command = [sys.executable, "-m", "learner.run", "--config", config, *words]
-        run_to_end(command, log=self._folder / f"{name}.log")
-        lines = (self._folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [line for line in map(json.loads, lines) if "reward/mean" in line]
-
-    def checkpoint(self, name: str) -> Path:
-        """The newest weights of a run, as a model's folder."""
-        return (self._folder / name / "checkpoint").resolve()
+Run = Callable[..., list[dict[str, Any]]]
+"""(name, settings, config) -> all figures of each step of a run."""
 
 
-def coop(runs: Runs, *, seed: int) -> dict[str, Any]:
+def rewards(run: Run, name: str, *settings: str, config: str = "demo") -> list[float]:
+    """The mean reward of each step of a run. Raises RunFailed."""
+    found = [step["reward/mean"] for step in run(name, *settings, config=config)]
+    print(f"{name}: reward {mean(found[-WINDOW:]):.3f} at the end of {len(found)} steps", flush=True)
+    return found
+
+
+def coop(run: Run, *, folder: Path, seed: int) -> dict[str, Any]:
     """The same game with roles and with mixed baselines."""
-    apart = runs.rewards(f"roles-{seed}", config="relay", seed=seed)
-    mixed = runs.rewards(f"mixed-{seed}", config="relay", seed=seed, settings=MIXED)
+    apart = rewards(run, f"roles-{seed}", config="relay")
+    mixed = rewards(run, f"mixed-{seed}", *MIXED, config="relay")
     return {"coop_reward_per_role": mean(apart[-WINDOW:]), "coop_reward_mixed": mean(mixed[-WINDOW:])}
 
 
-def adapters(runs: Runs, *, seed: int) -> dict[str, Any]:
+def adapters(run: Run, *, folder: Path, seed: int) -> dict[str, Any]:
     """The game with an adapter for each role."""
     name = f"adapters-{seed}"
-    steps = runs.steps(name, config="relay", seed=seed, settings=ADAPTERS)
+    steps = run(name, *ADAPTERS, config="relay")
 
     def values(figure: str) -> list[float]:
         return [step[key] for step in steps for role in ROLES if (key := f"adapter/{role}/{figure}") in step]
@@ -95,14 +76,17 @@ def adapters(runs: Runs, *, seed: int) -> dict[str, Any]:
     }
 
 
-def distill(runs: Runs, *, seed: int) -> dict[str, Any]:
+def distill(run: Run, *, folder: Path, seed: int) -> dict[str, Any]:
     """The demo with its own last checkpoint for a teacher, and without."""
-    alone = runs.rewards(f"alone-{seed}", config="demo", seed=seed)
-    teacher = f"learner.teacher.path={runs.checkpoint(f'alone-{seed}')}"
-    taught = runs.rewards(f"taught-{seed}", config="demo", seed=seed, settings=[teacher])
-    steps = [solved_at(rewards, target=TARGET) for rewards in (taught, alone)]
+    alone = rewards(run, f"alone-{seed}")
+    teacher = (folder / f"alone-{seed}" / "checkpoint").resolve()
+    taught = rewards(run, f"taught-{seed}", f"learner.teacher.path={teacher}")
+    steps = [solved_at(each, target=TARGET) for each in (taught, alone)]
     ratio = steps[0] / steps[1] if steps[0] and steps[1] else None
     return {"distill_steps": steps[0], "reward_steps": steps[1], "distill_steps_ratio": ratio}
+
+
+PARTS: dict[str, Callable[..., dict[str, Any]]] = {"coop": coop, "adapters": adapters, "distill": distill}
 
 
 def over_seeds(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -112,32 +96,28 @@ def over_seeds(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {name: None if None in some else mean(some) for name, some in values.items()}
 
 
+def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """All runs in turn."""
+    found = list[dict[str, Any]]()
+    for seed in arguments.seeds:
+
+        def run(name: str, *settings: str, config: str, seed: int = seed) -> list[dict[str, Any]]:
+            words = [*settings, f"run.seed={seed}", *arguments.override]
+            return whole_run(folder, name, *words, config=config)
+
+        one: dict[str, Any] = {"seed": seed}
+        for name in arguments.only:
+            one |= PARTS[name](run, folder=folder, seed=seed)
+        found.append(one)
+        yield {**over_seeds(found), "seeds": found}
+
+
 def main(argv: list[str] | None = None) -> int:
-    """All runs in turn; the JSON file after each seed."""
     parser = parser_of("roles", doc=__doc__)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--override", action="append", default=[], metavar="section.key=value", help="of all runs")
-    arguments = parser.parse_args(argv)
-    end_on_sigterm()
-    report = Report("roles")
-    settings = {name: value for name, value in vars(arguments).items() if name != "json"}
-    folder = Path(tempfile.mkdtemp(prefix="understudy-bench-"))
-    runs, found = Runs(folder, more=arguments.override), list[dict[str, Any]]()
-    try:
-        for seed in arguments.seeds:
-            one: dict[str, Any] = {"seed": seed}
-            for name, part in (("coop", coop), ("adapters", adapters), ("distill", distill)):
-                one |= part(runs, seed=seed) if name in arguments.only else {}
-            found.append(one)
-            report.write(arguments.json, settings=settings, figures={**over_seeds(found), "seeds": found})
-    except RunFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    print(json.dumps(over_seeds(found), indent=2))
-    return 0
+    return play("roles", parser.parse_args(argv), measure)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ random tokens are unlikely ones, whose log-probabilities differ most; a run's ar
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
+import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -23,14 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.report import Report, end_on_sigterm, parser_of
-from configs.schema import RolloutConfig, ServerConfig
+from benchmarks.engines import settings_of
+from benchmarks.harness import call, parser_of, play
 from configs.tiny_model import make_tiny_model
 from learner.model import packed_attention
 from learner.model.engine_rounding import float32_logits, round_as_engine
 from learner.model.policy import Policy
 from learner.training.packing import Sequences
-from mocked_server.vllm.engine_arguments import EngineSettings, make_args, set_process_environment
+from mocked_server.vllm.engine_arguments import make_args, set_process_environment
 
 PLACES = ("attention", "rotary", "sums", "logits")
 
@@ -62,10 +60,7 @@ def of_engine(folder: Path, ids: Sequence[int], *, float32_head: bool) -> dict[s
     from vllm.v1.engine.llm_engine import LLMEngine
 
     more = {"enable_prefix_caching": False} | ({} if float32_head else {"hf_overrides": {"head_dtype": "model"}})
-    rollout = RolloutConfig(engine_args=more, max_model_len=max(512, len(ids) + 8))
-    settings = EngineSettings(
-        model_path=folder, served_name="policy", dtype="bfloat16", rollout=rollout, server=ServerConfig()
-    )
+    settings = settings_of(folder, dtype="bfloat16", engine_args=more, max_model_len=max(512, len(ids) + 8))
     engine: Any = LLMEngine.from_engine_args(AsyncEngineArgs.from_cli_args(make_args(settings)))
     model = engine.engine_core.engine_core.model_executor.driver_worker.model_runner.model
     found: dict[str, Tensor] = {}
@@ -134,21 +129,17 @@ def differences(engine: dict[str, Tensor], learner: dict[str, Tensor]) -> dict[s
     return {"max": float(apart.max()), "mean": float(apart.mean()), **same}
 
 
-def measure(*, seed: int, hidden: int, layers: int, tokens: int) -> dict[str, dict[str, float]]:
-    """What is seen with each place rounded as transformers does, in a process that ends with its engines."""
-    folder = Path(tempfile.mkdtemp(prefix="understudy-bench-"))
-    try:
-        model = make_model(folder / "model", seed=seed, hidden=hidden, layers=layers)
+def of_seed(*, seed: int, hidden: int, layers: int, tokens: int, **_: Any) -> dict[str, dict[str, float]]:
+    """What is seen with each place rounded as transformers does."""
+    with tempfile.TemporaryDirectory(prefix="understudy-bench-") as folder:
+        model = make_model(Path(folder) / "model", seed=seed, hidden=hidden, layers=layers)
         ids = torch.randint(9, 512, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
         plain, wide = (of_engine(model, ids, float32_head=head) for head in (False, True))
         found = {"before": differences(plain, of_learner(model, ids, without=PLACES))}
         for place in PLACES:
-            found[f"without {place}"] = differences(
-                plain if place == "logits" else wide, of_learner(model, ids, without=[place])
-            )
+            side = plain if place == "logits" else wide
+            found[f"without {place}"] = differences(side, of_learner(model, ids, without=[place]))
         return found | {"after": differences(wide, of_learner(model, ids))}
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def table(found: Sequence[dict[str, dict[str, float]]]) -> str:
@@ -162,37 +153,27 @@ def table(found: Sequence[dict[str, dict[str, float]]]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str] | None = None) -> int:
+def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """Each seed in a process of its own: an engine stays in its process to the end."""
+    sizes = {"hidden": arguments.hidden, "layers": arguments.layers, "tokens": arguments.tokens}
+    found = [call(of_seed, folder=folder, seed=seed, **sizes)[0] for seed in arguments.seeds]
+    print(table(found))
+    yield {
+        **{f"{size}_logprob_diff_{way}": (max if size == "max" else mean)(each[way][size] for each in found)
+           for way in ("before", "after") for size in ("mean", "max")},
+        "seeds": found,
+        "by_layer": table(found).splitlines(),
+    }  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
     parser = parser_of("rounding", doc=__doc__)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--hidden", type=int, default=768, help="width, a multiple of 128 (default 768)")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256, help="of the row that both sides read")
     arguments = parser.parse_args(argv)
-    end_on_sigterm()
-    report = Report("rounding", about=f"a Qwen3 of {arguments.layers} layers in bfloat16")
-    sizes = {"hidden": arguments.hidden, "layers": arguments.layers, "tokens": arguments.tokens}
-    found: list[dict[str, dict[str, float]]] = []
-    for seed in arguments.seeds:
-        words = (
-            f"import json; from benchmarks.rounding import measure; print(json.dumps(measure(seed={seed}, **{sizes})))"
-        )
-        done = subprocess.run([sys.executable, "-c", words], stdout=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            print(f"error: seed {seed} ended with exit code {done.returncode}, see above", file=sys.stderr)
-            return 1
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    print(table(found))
-    figures = {
-        **{f"{size}_logprob_diff_{way}": (max if size == "max" else mean)(each[way][size] for each in found)
-           for way in ("before", "after") for size in ("mean", "max")},
-        "seeds": found,
-        "by_layer": table(found).splitlines(),
-    }  # fmt: skip
-    settings = {name: value for name, value in vars(arguments).items() if name != "json"}
-    report.write(arguments.json, settings=settings, figures=figures)
-    return 0
+    return play("rounding", arguments, measure, about=f"a Qwen3 of {arguments.layers} layers in bfloat16")
 
 
 if __name__ == "__main__":

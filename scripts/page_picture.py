@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Browser
 
-PROGRAMS = ["chromium", "chromium-browser", "google-chrome"]
-ARGUMENTS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.page_browser import PATIENCE_MS, chromium
+
 DRAWN = {"machine": ".station", "curves": ".curve .uplot", "episodes": ".vrow .e-id", "why": ".finding"}
-PATIENCE_MS = 120_000
 
 
 def main() -> int:
@@ -30,14 +30,12 @@ def main() -> int:
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("--height", type=int, default=800)
     asked = parser.parse_args()
-    program = next(filter(None, map(shutil.which, PROGRAMS)), None)
-    if program is None:
-        print(f"needs one of {', '.join(PROGRAMS)}: apt-get install chromium", file=sys.stderr)
-        return 3
     command = [sys.executable, "-u", "-m", "learner.page", str(asked.run)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    with chromium() as browser, subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
-            draw(asked, link=printed_link(server), program=program)
+            if browser is None:
+                return 3
+            draw(asked, browser, link=printed_link(server))
         finally:
             server.terminate()
     return 0
@@ -52,21 +50,18 @@ def printed_link(server: subprocess.Popen[str]) -> str:
     raise SystemExit("the page did not start; see above")
 
 
-def draw(asked: argparse.Namespace, *, link: str, program: str) -> None:
+def draw(asked: argparse.Namespace, browser: Browser, *, link: str) -> None:
     """Open the view and write the picture."""
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=ARGUMENTS, timeout=PATIENCE_MS)
-        page = browser.new_page(
-            viewport={"width": 1280, "height": asked.height}, color_scheme="dark" if asked.dark else "light"
-        )
-        page.set_default_timeout(PATIENCE_MS)
-        page.goto(link, wait_until="commit")
-        page.wait_for_selector("main")
-        page.evaluate("address => { location.hash = address; }", f"#/{asked.view}")
-        page.wait_for_selector(DRAWN.get(asked.view.split("?")[0], "main h1"))
-        page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        page.screenshot(path=str(asked.file))
-        browser.close()
+    page = browser.new_page(
+        viewport={"width": 1280, "height": asked.height}, color_scheme="dark" if asked.dark else "light"
+    )
+    page.set_default_timeout(PATIENCE_MS)
+    page.goto(link, wait_until="commit")
+    page.wait_for_selector("main")
+    page.evaluate("address => { location.hash = address; }", f"#/{asked.view}")
+    page.wait_for_selector(DRAWN.get(asked.view.split("?")[0], "main h1"))
+    page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    page.screenshot(path=str(asked.file))
 
 
 if __name__ == "__main__":

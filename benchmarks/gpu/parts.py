@@ -10,23 +10,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.learner import ROOT, Bench, free_address, long_tailed_rows, run_to_end
-from benchmarks.learner_memory import QWEN3_06B, QWEN3_VOCABULARY, Ranks, Shape, predicted_items
+from benchmarks.harness import ROOT, whole_run
+from benchmarks.learner import long_tailed_rows, run_side
+from benchmarks.learner_memory import QWEN3_06B, Shape, peaks, predicted_items, qwen3
+from benchmarks.learner_sides import MIB, policy_logprobs
 from benchmarks.prefix_tree import MEDIUM, SMALL, TreeShape, grad_difference, measure_tree
-from benchmarks.processes.learner_side import MIB, Rows
 from buffers.errors import UnderstudyError
 from configs.tiny_model import make_tiny_model
-from learner.model.load import load_policy
 from learner.placement.memory import CUDA_BYTES, total
-from learner.training.packing import Sequences, plan
 
 TARGET_SHARE = 0.4
 """Share of the matrix-product rate, at models 2,000 wide."""
@@ -105,16 +103,10 @@ def fsdp(machine: Machine, *, folder: Path) -> dict[str, Any]:
     norms = {}
     sides = {"gloo": ("cpu", "packed"), "nccl": (machine.device, "packed" if machine.num_ranks == 1 else "two_ranks")}
     for name, (device, side) in sides.items():
-        bench = Bench(
-            folder=folder,
-            model=model,
-            steps=2,
-            token_budget=1024,
-            device=device,
-            dtype="float32",
+        figures = run_side(
+            side, folder=folder, model=model, steps=2, token_budget=1024, device=device, dtype="float32",
             gradient_checkpointing=False,
-        )
-        figures = bench.run(side)
+        )  # fmt: skip
         norms[name] = [step["grad_norm"] for step in (figures["warm_up"], *figures["steps"])]
     largest = max(abs(one / two - 1.0) for one, two in zip(norms["gloo"], norms["nccl"], strict=True))
     found = {"ranks": machine.num_ranks, "grad_norms": norms, "largest_difference": largest}
@@ -125,12 +117,12 @@ def logprobs(machine: Machine, *, folder: Path) -> dict[str, Any]:
     """Packed rows against float32 row by row on a CPU. Raises PartFailed when the device is farther from it than float32 explains,
     or in bfloat16 than a CPU is."""
     model = make_tiny_model(folder / "logprobs", hidden=64 if machine.small else 512, layers=2, heads=4)
-    rows = long_tailed_rows(num=16, longest=128 if machine.small else 2048, seed=2)
-    expected = row_logprobs(model, rows, device="cpu", dtype="float32", packed=False)
+    rows = long_tailed_rows(num=16, longest=128 if machine.small else 2048, seed=2).sequences()
+    expected = policy_logprobs(model, rows, device="cpu", dtype="float32", token_budget=1)
     figures: dict[str, Any] = {}
     for device in dict.fromkeys([machine.device, "cpu"]):
         for dtype in ("float32", "bfloat16"):
-            apart = (row_logprobs(model, rows, device=device, dtype=dtype, packed=True) - expected).abs()
+            apart = (policy_logprobs(model, rows, device=device, dtype=dtype, token_budget=4096) - expected).abs()
             figures[f"{dtype} on {device}"] = {"mean": float(apart.mean()), "max": float(apart.max())}
     wide, half, usual = (
         figures[name] for name in (f"float32 on {machine.device}", f"bfloat16 on {machine.device}", "bfloat16 on cpu")
@@ -166,11 +158,9 @@ def run(machine: Machine, *, folder: Path) -> dict[str, Any]:
     and what they took. Raises PartFailed when the mean difference is above the limit."""
     found: dict[str, Any] = {}
     for dtype in dict.fromkeys([machine.dtype, "float32"]):
-        settings = [f"run.dir={folder}", f"run.name={dtype}", "run.steps=8", f"model.dtype={dtype}"]
-        settings.append(f"rollout.engine_args={json.dumps(ENGINE_ARGS)}")
-        run_command([sys.executable, "-m", "learner.run", *settings])
-        lines = (folder / dtype / "metrics.jsonl").read_text().splitlines()
-        steps = [step for step in map(json.loads, lines) if "policy/mean_logprob_diff" in step]
+        args = f"rollout.engine_args={json.dumps(ENGINE_ARGS)}"
+        lines = whole_run(folder, dtype, "run.steps=8", f"model.dtype={dtype}", args)
+        steps = [step for step in lines if "policy/mean_logprob_diff" in step]
         means, largest = ([step[f"policy/{name}_logprob_diff"] for step in steps] for name in ("mean", "max"))
         found[dtype] = {"mean": sum(means) / len(means), "max": max(largest), "steps": steps}
     return held_logprobs(found | {"mean": found[machine.dtype]["mean"]})
@@ -189,7 +179,6 @@ def tree(machine: Machine, *, folder: Path) -> dict[str, Any]:
         TreeShape(scale=8.0, prompt=8192, answer=512, apart=256),
     )
     found = measure_tree(
-        lambda commands: run_to_end(commands, log=folder / "tree", limit_s=COMMAND_LIMIT_S),
         folder=folder,
         shape=on_cpu if machine.small else on_gpu,
         model=SMALL if machine.small else {**MEDIUM, "hidden": 1024, "ffn": 3072, "heads": 16, "kv_heads": 8},
@@ -205,56 +194,14 @@ def tree(machine: Machine, *, folder: Path) -> dict[str, Any]:
 def memory(machine: Machine, *, folder: Path) -> dict[str, Any]:
     """What a rank takes, beside what `--dry-run` says of it, and what its steps take. Judges nothing."""
     found = {}
-    ranks = Ranks(folder, run_to_end=run_to_end, address=free_address, device=machine.card)
     for name, shape in (ON_CPU if machine.small else ON_GPU).items():
         model = qwen3(folder / f"memory-{name}", shape.model, device=machine.device)
-        (took,) = ranks.peaks(name, shape, model=model)
+        (took,) = peaks(shape, folder=folder, model=model, device=machine.card)
         items = predicted_items(shape, model=model, on_gpu=not machine.small)
         said = (total(items) - (0 if machine.small else CUDA_BYTES)) / MIB
         parts = {item.name: round(item.size / MIB) for item in items}
         found[name] = took | {"predicted_mb": said, "error": said / took["peak_mb"] - 1.0, "predicted_parts_mb": parts}
         print(f"{name:>14}: took {took}, predicted {said:.0f} MB without CUDA, {said / took['peak_mb'] - 1:+.1%}")
-    return found
-
-
-def qwen3(folder: Path, sizes: Mapping[str, int], *, device: str, seed: int = 0) -> Path:
-    """A model of random weights with Qwen3's vocabulary, in bfloat16, made on the device: at 1.7B that is seconds in place of a
-    minute."""
-    make_tiny_model(folder, hidden=64, layers=1)  # for its tokenizer
-    config = Qwen3Config(
-        hidden_size=sizes["hidden"],
-        num_hidden_layers=sizes["layers"],
-        num_attention_heads=sizes["heads"],
-        num_key_value_heads=sizes["kv_heads"],
-        intermediate_size=sizes["ffn"],
-        vocab_size=QWEN3_VOCABULARY,
-        head_dim=128,
-        max_position_embeddings=40_960,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    )
-    torch.manual_seed(seed)
-    with torch.device(device):
-        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
-    del model
-    if device != "cpu":
-        torch.cuda.empty_cache()
-    return folder
-
-
-def row_logprobs(model: Path, rows: Rows, *, device: str, dtype: str, packed: bool) -> torch.Tensor:
-    """[M] of the trained tokens, in float32 on the CPU."""
-    policy = load_policy(model, device=torch.device(device)).to(getattr(torch, dtype))
-    batch = rows.batch().rows
-    sequences = Sequences([row.ids for row in batch], masks=[row.mask for row in batch])
-    budget = 4096 if packed else 1
-    found = torch.zeros(sequences.num_trained)
-    for piles in plan(sequences.lengths, rows=range(len(batch)), num_ranks=1, token_budget=budget):
-        micro = sequences.micro_batch(piles[0], device=torch.device(device))
-        with torch.no_grad():
-            outputs = policy(micro, temperature=1.0)
-        found[micro.index.cpu()] = outputs.logprobs.float().cpu()
     return found
 
 

@@ -14,8 +14,8 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 import transformers
 
 from benchmarks.gpu.parts import PARTS, Machine
+from benchmarks.harness import RunFailed, parser_of, play
 from buffers.errors import UnderstudyError
 
 NO_GPU = 2
@@ -30,49 +31,48 @@ WITH_ENGINE = ("engine", "run")
 """Parts that start vLLM."""
 
 
+def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """Run the parts, print what they found. Raises RunFailed in the end when a part failed."""
+    small = arguments.device == "cpu"
+    machine = Machine(device=arguments.device, dtype="float32" if small else "bfloat16", small=small)
+    failed, seconds = dict[str, str](), dict[str, float]()
+    yield {
+        "device": "cpu" if small else torch.cuda.get_device_name(), "torch": torch.__version__,
+        "transformers": transformers.__version__, "date": time.strftime("%Y-%m-%d"), "failed": failed, "seconds": seconds,
+    }  # fmt: skip
+    for name in arguments.parts or [part for part in PARTS if not (small and part in WITH_ENGINE)]:
+        began = time.monotonic()
+        (scratch := folder / name).mkdir()
+        try:
+            found = PARTS[name](machine, folder=scratch)
+            print(f"{name}: {json.dumps(found)}", flush=True)
+            yield {name: found}
+        except (UnderstudyError, OSError, RuntimeError, TypeError, ValueError, subprocess.TimeoutExpired) as error:
+            failed[name] = f"{type(error).__name__}: {error}"
+            print(f"{name}: failed: {failed[name]}", file=sys.stderr, flush=True)
+        seconds[name] = round(time.monotonic() - began, 1)
+        print(f"{name}: {seconds[name]} s", flush=True)
+        yield {"failed": failed, "seconds": seconds}
+    if failed:
+        raise RunFailed(f"parts failed: {', '.join(failed)}")
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run the parts, print what they found, write the JSON file after each. 1: a part failed. 2: no GPU."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.run_all", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--json", type=Path, default=None, metavar="PATH", help="write all figures there")
+    """1: a part failed. 2: no GPU."""
+    parser = parser_of("gpu.run_all", doc=__doc__)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=None, help="these only")
     parser.add_argument(
         "--device", default="cuda", choices=["cuda", "cpu"], help="cpu: small sizes, no limits on speed"
     )
     arguments = parser.parse_args(argv)
-    small = arguments.device == "cpu"
-    if not small and not torch.cuda.is_available():
+    if arguments.device != "cpu" and not torch.cuda.is_available():
         print(
             f"benchmarks.gpu needs an NVIDIA GPU, got torch {torch.__version__} without one; run it on a machine with a GPU "
             f"after `make setup` there, or try the script with --device cpu",
             file=sys.stderr,
         )
         return NO_GPU
-    machine = Machine(device=arguments.device, dtype="float32" if small else "bfloat16", small=small)
-    report: dict[str, Any] = {
-        "benchmark": "gpu",
-        "device": "cpu" if small else torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "failed": {},
-        "seconds": {},
-    }
-    for name in arguments.parts or [part for part in PARTS if not (small and part in WITH_ENGINE)]:
-        began = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="understudy-gpu-") as folder:
-            try:
-                report[name] = PARTS[name](machine, folder=Path(folder))
-                print(f"{name}: {json.dumps(report[name])}", flush=True)
-            except (UnderstudyError, OSError, RuntimeError, TypeError, ValueError, subprocess.TimeoutExpired) as error:
-                report["failed"][name] = f"{type(error).__name__}: {error}"
-                print(f"{name}: failed: {report['failed'][name]}", file=sys.stderr, flush=True)
-        report["seconds"][name] = round(time.monotonic() - began, 1)
-        print(f"{name}: {report['seconds'][name]} s", flush=True)
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return 1 if report["failed"] else 0
+    return play("gpu", arguments, measure)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.processes.rank_side import end
-from configs.schema import RolloutConfig, ServerConfig
+from benchmarks.engines import engine_of
+from benchmarks.learner_sides import policy_logprobs
 from configs.tiny_model import VOCAB_SIZE
-from learner.model.load import load_policy
 from learner.training.packing import PaddedSequences, Sequences
 from mocked_server.vllm.engine import VLLMEngine, import_engine
-from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 
 PROMPT = 64
 CARD_SHARE = 0.3
@@ -34,19 +34,10 @@ Sampled = tuple[list[int], list[int], list[float]]
 async def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[list[Sampled]]]:
     """Seconds and rates, and what was sampled from each model."""
     began = time.monotonic()
-    settings = EngineSettings(
-        model_path=arguments.models[0],
-        served_name="policy",
-        dtype=arguments.dtype,
-        rollout=RolloutConfig(
-            max_model_len=PROMPT + arguments.tokens,
-            gpu_memory_utilization=CARD_SHARE,
-            engine_args=arguments.engine_args,
-        ),
-        server=ServerConfig(),
-        max_num_seqs=arguments.requests,
-    )
-    engine = VLLMEngine(make_vllm_config(make_args(settings)))
+    engine = engine_of(
+        arguments.models[0], dtype=arguments.dtype, max_num_seqs=arguments.requests, max_model_len=PROMPT + arguments.tokens,
+        gpu_memory_utilization=CARD_SHARE, engine_args=arguments.engine_args,
+    )  # fmt: skip
     try:
         await engine.start()
         figures: dict[str, Any] = {"start_s": time.monotonic() - began}
@@ -92,22 +83,17 @@ async def sample(engine: VLLMEngine, arguments: argparse.Namespace) -> list[Samp
 
 def differences(samples: list[Sampled], *, model: Path, dtype: str) -> dict[str, float]:
     """Of the recorded log-probabilities from those that the learner's policy computes."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    policy = load_policy(model, device=device).to(getattr(torch, dtype))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = [np.array([*prompt, *ids], dtype=np.int32) for prompt, ids, _ in samples]
     masks = [np.array([0] * len(prompt) + [1] * len(ids), dtype=np.uint8) for prompt, ids, _ in samples]
-    sequences = PaddedSequences(Sequences(rows, masks=masks))
     recorded = torch.tensor([value for _, _, logprobs in samples for value in logprobs])
-    found = torch.zeros(sequences.num_trained)
-    for piles in sequences.plan(range(len(rows)), num_ranks=1, token_budget=8192):
-        micro = sequences.micro_batch(piles[0], device=device)
-        with torch.no_grad():
-            found[micro.index.cpu()] = policy(micro, temperature=1.0).logprobs.float().cpu()
+    sequences = PaddedSequences(Sequences(rows, masks=masks))
+    found = policy_logprobs(model, sequences, device=device, dtype=dtype)
     apart = (recorded - found).abs()
     return {"mean": float(apart.mean()), "max": float(apart.max()), "mean_logprob": float(recorded.mean())}
 
 
-def main(argv: list[str] | None = None) -> int:
+def main() -> None:
     """Measure, and write the figures."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.processes.engine_side", description=(__doc__ or "").split("\n")[0]
@@ -118,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128, help="that are sampled of each")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="more arguments of vLLM's engine, as JSON")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args()
     import_engine()
     figures, samples = asyncio.run(measure(arguments))
     for version, (sampled, model) in enumerate(zip(samples, arguments.models, strict=True)):
@@ -126,8 +112,9 @@ def main(argv: list[str] | None = None) -> int:
             figures[f"version_{version}_against_{dtype}"] = differences(sampled, model=model, dtype=dtype)
     print(json.dumps(figures), flush=True)
     arguments.out.write_text(json.dumps(figures), encoding="utf-8")
-    return 0
+    sys.stdout.flush()
+    os._exit(0)  # threads of torch.distributed that still run sometimes abort an orderly exit
 
 
 if __name__ == "__main__":
-    end(main)
+    main()

@@ -14,16 +14,19 @@ import signal
 import sys
 import threading
 from argparse import Namespace
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes.paced_engine import WORD_ID, PacedEngine, equal_logprobs
+from benchmarks.engines import server_of, settings_of
+from benchmarks.processes.paced_engine import WORD_ID, PacedEngine
 from buffers.ledger.ledger import Ledger
-from configs.schema import RolloutConfig, ServerConfig
+from buffers.records import Task
+from configs.schema import ServerConfig
 from mocked_server.fleet.engine_fleet import EngineFleet
+from mocked_server.generation import Generation
 from mocked_server.keys import KeyRing
 from mocked_server.processes.server_processes import ServerProcesses
 from mocked_server.vllm.engine import VLLMEngine
@@ -35,10 +38,10 @@ class Settings:
     """What a server is started with."""
 
     model: str
-    port: int
-    ledger: str
-    episodes: int
-    engine: bool
+    port: int = 0
+    ledger: str = ""
+    episodes: int = 0
+    engine: bool = False
     """False: the engine does nothing."""
     engines: int = 1
     """Real ones, in a fleet."""
@@ -56,58 +59,6 @@ class Settings:
     kv_cache_gb: float = 1.0
 
 
-class NoEngine:
-    """Answers with `max_tokens` equal tokens."""
-
-    version = 0
-    name = "e0"
-    is_up = True
-
-    def __init__(self, *, decode: Any, token_ms: float) -> None:
-        self._word = decode([WORD_ID])
-        self._token_s = token_ms / 1000
-
-    def forget(self, episode_id: str) -> None:
-        """It keeps nothing of an episode."""
-
-    async def start(self) -> None:
-        """It is there."""
-
-    async def until_dead(self) -> None:
-        """It never dies."""
-        await asyncio.Event().wait()
-
-    async def close(self) -> None:
-        """Nothing to end."""
-
-    async def generate(
-        self, prompt_token_ids: list[int], params: Any, *, request_id: str, **_: Any
-    ) -> AsyncGenerator[Any, None]:
-        """One output, or one for each token when it streams."""
-        from vllm.sampling_params import RequestOutputKind
-
-        total = params.max_tokens
-        at_once = params.output_kind == RequestOutputKind.FINAL_ONLY or not self._token_s
-        for start in range(0, total, total if at_once else 1):
-            if self._token_s:
-                await asyncio.sleep(self._token_s * (total if at_once else 1))
-            count = total if at_once else 1
-            yield self._output(request_id, count, finished=start + count == total, params=params)
-
-    def _output(self, request_id: str, count: int, *, finished: bool, params: Any) -> Any:
-        from vllm.outputs import CompletionOutput, RequestOutput
-
-        completion = CompletionOutput(
-            index=0,
-            text=self._word * count,
-            token_ids=[WORD_ID] * count,
-            cumulative_logprob=None,
-            logprobs=equal_logprobs(count) if params.logprobs is not None else None,
-            finish_reason="length" if finished else None,
-        )
-        return RequestOutput(request_id, None, [], None, [completion], finished)
-
-
 class NoEngineClient:
     """What vLLM's own server takes for its engine, when that does nothing."""
 
@@ -122,7 +73,8 @@ class NoEngineClient:
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
-        self._engine = NoEngine(decode=self.renderer.get_tokenizer().decode, token_ms=token_ms)
+        word = self.renderer.get_tokenizer().decode([WORD_ID])
+        self._engine = PacedEngine("e0", token_s=token_ms / 1000, word=word)
 
     def check_admission(self, *_: Any, **__: Any) -> None: ...
 
@@ -143,12 +95,7 @@ class NoEngineClient:
 
 def vllm_arguments(settings: Settings) -> Namespace:
     """The arguments of both servers, parsed by vLLM."""
-    rollout = RolloutConfig(
-        max_tokens=settings.max_tokens,
-        max_model_len=settings.max_model_len,
-        kv_cache_gb=settings.kv_cache_gb,
-    )
-    args = make_args(_engine_settings(settings, rollout))
+    args = make_args(_engine_settings(settings))
     args.host, args.port = "127.0.0.1", settings.port
     args.enable_prompt_tokens_details = True
     args.disable_uvicorn_access_log = True
@@ -156,49 +103,22 @@ def vllm_arguments(settings: Settings) -> Namespace:
     return args
 
 
-def _engine_settings(settings: Settings, rollout: RolloutConfig) -> EngineSettings:
-    return EngineSettings(
-        model_path=Path(settings.model),
-        served_name="policy",
-        dtype="float32",
-        rollout=rollout,
-        server=ServerConfig(port=settings.port),
-        max_num_seqs=settings.max_num_seqs,
-    )
+def _engine_settings(settings: Settings, **server: Any) -> EngineSettings:
+    return settings_of(
+        Path(settings.model), max_num_seqs=settings.max_num_seqs, max_tokens=settings.max_tokens,
+        max_model_len=settings.max_model_len, kv_cache_gb=settings.kv_cache_gb,
+        server=ServerConfig(**{"port": settings.port, **server}),
+    )  # fmt: skip
 
 
 async def serve_understudy(settings: Settings) -> None:
     """The dataset as the pipeline has it: the ledger on disk, one episode open for each key."""
-    from buffers.multi_round import MultiRoundBufferDataset
-    from buffers.records import Task
-    from buffers.tasks.task_pool import TaskPool
-    from mocked_server.generation import Generation
-    from mocked_server.server import MockedServer
-
-    args = vllm_arguments(settings)
-    vllm_config = make_vllm_config(args)
-    rollout = RolloutConfig(max_tokens=settings.max_tokens, max_model_len=settings.max_model_len)
+    args, own = vllm_arguments(settings), _engine_settings(settings)
     with Ledger(Path(settings.ledger)) as ledger:
-        pool = TaskPool(
-            ledger,
-            group_size=1,
-            groups_per_step=1,
-            max_policy_lag=None,
-            max_running=settings.episodes,
-            deadline_s=1e6,
-            max_attempts=1,
-        )
-        server = MockedServer(
-            args=args,
-            vllm_config=vllm_config,
-            rollout=rollout,
-            server=ServerConfig(port=settings.port),
-            pool=pool,
-            notify_score_fn=MultiRoundBufferDataset(ledger).notify_score,
-            keys=(keys := KeyRing()),
-            processes=_processes(settings, rollout, keys=keys, ledger=ledger) if settings.processes > 1 else None,
-        )
-        engine = _engine(settings, vllm_config, decode=server._client.renderer.get_tokenizer().decode)
+        keys = KeyRing()
+        processes = _processes(settings, keys=keys, ledger=ledger) if settings.processes > 1 else None
+        server, pool = server_of(own, ledger, args=args, max_running=settings.episodes, keys=keys, processes=processes)
+        engine = _engine(settings, make_vllm_config(args), decode=server._client.renderer.get_tokenizer().decode)
         keeping = None
         if isinstance(engine, EngineFleet):
             await engine.start()
@@ -223,22 +143,18 @@ async def serve_understudy(settings: Settings) -> None:
             await engine.close()
 
 
-def _processes(settings: Settings, rollout: RolloutConfig, *, keys: KeyRing, ledger: Ledger) -> ServerProcesses:
-    own = ServerConfig(port=0, processes=settings.processes)
-    return ServerProcesses(
-        replace(_engine_settings(settings, rollout), server=own), keys=keys, rounds=ledger.rounds
-    )  # fmt: skip
+def _processes(settings: Settings, *, keys: KeyRing, ledger: Ledger) -> ServerProcesses:
+    own = _engine_settings(settings, port=0, processes=settings.processes)
+    return ServerProcesses(own, keys=keys, rounds=ledger.rounds)
 
 
 def _engine(settings: Settings, vllm_config: Any, *, decode: Any) -> Any:
     if settings.engine:
         members: list[Any] = [VLLMEngine(vllm_config, name=f"e{number}") for number in range(settings.engines)]
         return EngineFleet(members, record_death=lambda *_: None)
-    if settings.paced:
-        word, token_s = decode([WORD_ID]), settings.token_ms / 1000
-        return EngineFleet([PacedEngine(f"e{number}", token_s=token_s, word=word) for number in range(settings.paced)])
-    engine = NoEngine(decode=decode, token_ms=settings.token_ms)
-    return EngineFleet([engine]) if settings.in_fleet else engine
+    word, token_s = decode([WORD_ID]), settings.token_ms / 1000
+    members = [PacedEngine(f"e{number}", token_s=token_s, word=word) for number in range(settings.paced or 1)]
+    return EngineFleet(members) if settings.paced or settings.in_fleet else members[0]
 
 
 async def serve_vllm(settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""An engine that gives tokens by the clock and costs nothing, for measuring what is in front of engines.
+"""An engine that gives tokens by the clock, or at once, and costs nothing, for measuring what is in front of engines.
 
 Used by `benchmarks.fleet` and `benchmarks.processes.gateway_server`; it is a member of a fleet as a real one. With `room` it
 slows down as real ones do whose memory is the bound: by the tokens that its generations hold, and by prompts that its cache
@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engines import output_of
 from mocked_server.fleet.member import EngineFigures, Sampled
 
 WORD_ID = 100
@@ -21,8 +22,8 @@ TICK_S = 0.01
 
 
 class PacedEngine:
-    """`token_s`: seconds of one token. `room`: tokens that it holds at full speed; None: any number. `prefill_s`: seconds of one
-    prompt token that is not in its cache, which has every prompt that it saw."""
+    """`token_s`: seconds of one token; 0: the whole answer at once. `room`: tokens that it holds at full speed; None: any number.
+    `prefill_s`: seconds of one prompt token that is not in its cache, which has every prompt that it saw."""
 
     def __init__(
         self, name: str, *, token_s: float, word: str = "x", room: int | None = None, prefill_s: float = 0.0
@@ -55,7 +56,7 @@ class PacedEngine:
         from vllm.sampling_params import RequestOutputKind
 
         total, prompt = params.max_tokens, len(prompt_token_ids)
-        at_once = params.output_kind == RequestOutputKind.FINAL_ONLY
+        at_once = params.output_kind == RequestOutputKind.FINAL_ONLY or not self._token_s
         self._held += prompt + total
         self._running += 1
         try:
@@ -64,7 +65,8 @@ class PacedEngine:
                 yield self._output(request_id, total, total, finished=True, params=params)
             else:
                 for done in range(total if at_once else 1, total + 1):
-                    await asyncio.sleep(self._token_s * (total if at_once else 1))
+                    if self._token_s:
+                        await asyncio.sleep(self._token_s * (total if at_once else 1))
                     yield self._output(request_id, total if at_once else 1, done, finished=done == total, params=params)
         finally:
             self._held -= prompt + total
@@ -84,19 +86,14 @@ class PacedEngine:
         self._cached |= {hash(ids[:end]) for end in range(len(ids), 0, -64)}
 
     def _output(self, request_id: str, count: int, done: int, *, finished: bool, params: Any) -> Any:
-        from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
-
         self.sampled_tokens += count
-        completion = CompletionOutput(
-            index=0,
-            text=self._word * count,
-            token_ids=[WORD_ID] * count,
-            cumulative_logprob=None,
-            logprobs=equal_logprobs(count) if params.logprobs is not None else None,
-            finish_reason="length" if finished else None,
-            weight_versions=[WeightVersionSpan(str(self.version), 0, done)],
-        )
-        return RequestOutput(request_id, None, [], None, [completion], finished)
+        return output_of(
+            request_id, [WORD_ID] * count, text=self._word * count, version=self.version, done=done,
+            logprobs=equal_logprobs(count) if params.logprobs is not None else None, finish="length" if finished else None,
+        )  # fmt: skip
+
+    def forget(self, episode_id: str) -> None:
+        """It keeps nothing of an episode."""
 
     async def start(self) -> None: ...
     async def restart(self) -> None: ...

@@ -6,10 +6,13 @@ in other processes, in memory: nothing is on disk when a call returns. Written f
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import ray
 import torch
@@ -32,45 +35,33 @@ def rows(number: int, *, tokens: int) -> TensorDict:
     )
 
 
-def timed_puts(size: int, *, times: int, tokens: int) -> list[float]:
-    """Seconds of each put of `size` rows."""
-    batch, seconds = rows(size, tokens=tokens), []
-    for number in range(times):
-        keys = [f"{size}-{number}-{row}" for row in range(size)]
-        began = time.perf_counter()
-        tq.kv_batch_put(keys=keys, partition_id=PARTITION, fields=batch)
-        seconds.append(time.perf_counter() - began)
-    return seconds
-
-
-def timed_gets(size: int, *, times: int) -> list[float]:
-    """Seconds of each get of the rows that were put."""
+def timed(act: Callable[..., object], size: int, *, times: int, **named: Any) -> list[float]:
+    """Seconds of each call with the keys of `size` rows."""
     seconds = []
     for number in range(times):
         keys = [f"{size}-{number}-{row}" for row in range(size)]
         began = time.perf_counter()
-        tq.kv_batch_get(keys=keys, partition_id=PARTITION)
+        act(keys=keys, partition_id=PARTITION, **named)
         seconds.append(time.perf_counter() - began)
     return seconds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="TransferQueue's side of benchmarks.buffer.")
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--times", type=int, default=20)
-    options = parser.parse_args()
+    given, out = (Path(word) for word in sys.argv[1:3])
+    tokens, times = (json.loads(given.read_text())[name] for name in ("tokens", "times"))
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     tq.init()
-    timed_puts(64, times=2, tokens=options.tokens)
-    put64 = timed_puts(64, times=options.times, tokens=options.tokens)
-    get64 = timed_gets(64, times=options.times)
-    put1 = timed_puts(1, times=options.times * 4, tokens=options.tokens)
+    batch = rows(64, tokens=tokens)
+    timed(tq.kv_batch_put, 64, times=2, fields=batch)
+    put64 = timed(tq.kv_batch_put, 64, times=times, fields=batch)
+    get64 = timed(tq.kv_batch_get, 64, times=times)
+    put1 = timed(tq.kv_batch_put, 1, times=times * 4, fields=rows(1, tokens=tokens))
     figures = {
         "put64_rows_s": 64 / median(put64),
         "get64_rows_s": 64 / median(get64),
         "put1_p50_ms": median(put1) * 1e3,
     }
-    print(json.dumps(figures), flush=True)
+    out.write_text(json.dumps(figures))
     tq.close()
     ray.shutdown()
 

@@ -1,6 +1,6 @@
 """TRL's side of `benchmarks.learner`: its GRPO trainer on the same rows, in an environment that has nothing but TRL.
 
-Run as a script by that environment's interpreter; it imports nothing of ours. TRL's own training loop does everything
+Run as a script by that environment's interpreter on a JSON file; imports nothing of ours. TRL's own training loop does everything
 (micro-batches, loss, backward pass, clipping, AdamW) but generation, which is replaced by the given rows. Invariant: the batch
 is what `GRPOTrainer._generate_and_score_completions` would return for these rows: prompts padded on the left,
 completions on the right, tokens that the environment wrote masked by `tool_mask`. Written for trl 1.16.
@@ -8,12 +8,12 @@ completions on the right, tokens that the environment wrote masked by `tool_mask
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -100,7 +100,7 @@ class Clock(TrainerCallback):
         self._began = now
 
 
-def settings(arguments: argparse.Namespace, *, num_rows: int, micro_batch: int, folder: str) -> GRPOConfig:
+def settings(arguments: SimpleNamespace, *, num_rows: int, micro_batch: int, folder: str) -> GRPOConfig:
     """The same update as ours: token-mean loss, clip-higher, AdamW, one mini-batch, no KL, no checkpointing."""
     return GRPOConfig(
         output_dir=folder,
@@ -129,16 +129,9 @@ def settings(arguments: argparse.Namespace, *, num_rows: int, micro_batch: int, 
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    for name in ("rows", "model", "out"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    for name, default in (("steps", 2), ("token-budget", 8192)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--gradient-checkpointing", action="store_true")
-    arguments = parser.parse_args()
+def main() -> None:
+    given, out = (Path(word) for word in sys.argv[1:3])
+    arguments = SimpleNamespace(**json.loads(given.read_text()))
     with np.load(arguments.rows) as stored:
         batch = padded_batch(dict(stored))
     num_rows, width = len(batch["advantages"]), batch["prompt_ids"].size(1) + batch["completion_ids"].size(1)
@@ -148,7 +141,7 @@ def main() -> int:
     trainer = GivenRows(
         model=str(arguments.model),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=settings(arguments, num_rows=num_rows, micro_batch=micro_batch, folder=str(arguments.out.parent / "trl")),
+        args=settings(arguments, num_rows=num_rows, micro_batch=micro_batch, folder=str(out.parent / "trl")),
         train_dataset=Dataset.from_dict({"prompt": ["?"] * num_rows}),
         processing_class=AutoTokenizer.from_pretrained(arguments.model),
         callbacks=[clock],
@@ -163,9 +156,8 @@ def main() -> int:
         for (whole, cpu), old, norm in timed
     ]
     on_gpu = arguments.device != "cpu"
-    status = Path(
-        "/proc/self/status"
-    ).read_text()  # getrusage's peak begins with that of the process that started this one
+    # getrusage's peak begins with that of the process that started this one
+    status = Path("/proc/self/status").read_text()
     peak = int(status.partition("VmHWM:")[2].split()[0]) / 1024 - before
     figures = {
         "warm_up": warm,
@@ -173,9 +165,8 @@ def main() -> int:
         "peak_memory_mb": torch.cuda.max_memory_allocated() / MIB if on_gpu else peak,
         "padding_share": 1.0 - float(batch["prompt_mask"].sum() + batch["completion_mask"].sum()) / (num_rows * width),
     }
-    arguments.out.write_text(json.dumps(figures), encoding="utf-8")
-    return 0
+    out.write_text(json.dumps(figures), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,6 +1,6 @@
 """TRL's side of the prefix tree in `benchmarks.learner`: updates on rows that TRL packs as its prefix trie.
 
-Run as a script by the interpreter of TRL's environment; it imports nothing of ours. Planner, trie, layout, attention with
+Run as a script by TRL's own interpreter on a JSON file; imports nothing of ours. Planner, trie, layout, attention with
 gathered keys and the chunked output layer are TRL's (`trl.experimental.async_grpo`), and so is the loss, term by term; the
 trainer around them wants a vLLM server and is left out. Its kernel, FlashAttention 3, needs a GPU: where there is none, each
 segment is computed with torch's own attention, as our learner does on a CPU. Invariant: a time has everything from the rows to
@@ -9,8 +9,8 @@ the new weights in it. Written for trl 1.16.
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,14 +125,8 @@ class Updates:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    for name in ("rows", "model", "out"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    for name, default in (("repeats", 3), ("token-budget", 8192)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    arguments = parser.parse_args()
+    given, out = (Path(word) for word in sys.argv[1:3])
+    arguments = SimpleNamespace(**json.loads(given.read_text()))
     with np.load(arguments.rows) as stored:
         samples = samples_of(dict(stored))
     updates = Updates(
@@ -141,7 +135,7 @@ def main() -> None:
     updates.update(samples)
     found = [updates.update(samples) for _ in range(arguments.repeats)]
     figures = {"tree_s": [seconds for seconds, _ in found], "raw_over_unique": [ratio for _, ratio in found]}
-    arguments.out.write_text(json.dumps(figures), encoding="utf-8")
+    out.write_text(json.dumps(figures), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,10 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks import learner as benchmark
 from benchmarks.gpu import run_all
-from benchmarks.learner import ROOT, Bench, SideFailed, compare, free_address, long_tailed_rows, measure, table
-from benchmarks.processes.learner_side import WAYS, Rows, timed_steps, trainer_config
-from benchmarks.processes.rank_side import make_trainer
-from benchmarks.rivals.padded import equal_piles, padding_share
+from benchmarks.harness import ROOT, RunFailed, free_port
+from benchmarks.learner import compare, long_tailed_rows, measure_sides, shown
+from benchmarks.learner_sides import WAYS, Rows, equal_piles, make_trainer, padding_share, side_keys, timed_steps
 from configs.tiny_model import make_tiny_model
 from learner.model.operations import Work, matmul_rate
 
@@ -46,10 +43,8 @@ def test_all_ways_make_the_same_update(tmp_path: Path, again: bool) -> None:
     model = make_tiny_model(tmp_path / "model", hidden=32, layers=1)
     norms = {}
     for way in WAYS:
-        settings: dict[str, Any] = {"model": model, "world_size": 1, "rank": 0, "device": "cpu", "dtype": "float32"}
-        settings |= {"token_budget": 512, "gradient_checkpointing": again, "address": free_address(), "way": way}
-        arguments = Namespace(**settings)
-        trainer = make_trainer(WAYS[way], trainer_config(arguments), arguments=arguments)
+        keys = side_keys(way, token_budget=512, gradient_checkpointing=again)
+        trainer = make_trainer(WAYS[way], keys, model=model, address=f"127.0.0.1:{free_port()}")
         passes: list[bool] = []
         trainer._policy.layers[0].mlp.register_forward_pre_hook(lambda *_, passes=passes: passes.append(True))
         norms[way] = [step["grad_norm"] for step in timed_steps(trainer, batch=rows.batch(), steps=1)]
@@ -78,41 +73,25 @@ def test_operations_are_counted_by_hand() -> None:
     assert 1e8 < matmul_rate(device="cpu", dtype="float32") < 1e13
 
 
-class ScriptedBench(Bench):
+def scripted_side(side: str) -> dict[str, Any]:
     """Answers with times from a table; a side that is not in it fails."""
-
-    def run(self, side: str) -> dict[str, Any]:
-        update_s = {"packed": [2.0, 1.0, 3.0], "padded": [5.0, 6.0, 4.0], "two_ranks": [1.25] * 3}.get(side)
-        if update_s is None:
-            raise SideFailed("out of luck")
-        steps = [{"update_s": s, "step_s": 2 * s, "cpu_s": 3 * s, "grad_norm": 1.0} for s in update_s]
-        return {"steps": steps, "warm_up": steps[0], "peak_memory_mb": 10.0, "padding_share": 0.0}
+    update_s = {"packed": [2.0, 1.0, 3.0], "padded": [5.0, 6.0, 4.0], "two_ranks": [1.25] * 3}.get(side)
+    if update_s is None:
+        raise RunFailed("out of luck")
+    steps = [{"update_s": s, "step_s": 2 * s, "cpu_s": 3 * s, "grad_norm": 1.0} for s in update_s]
+    return {"steps": steps, "warm_up": steps[0], "peak_memory_mb": 10.0, "padding_share": 0.0}
 
 
-def _scripted(folder: Path) -> Bench:
-    settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "gradient_checkpointing": False}
-    return ScriptedBench(folder=folder, model=folder, steps=3, token_budget=1, **settings)
-
-
-def test_speed_ups_are_of_medians_and_a_rival_that_fails_is_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_speed_ups_are_of_medians_and_a_rival_that_fails_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     rows = long_tailed_rows(num=8, longest=64, seed=0)
-    found = measure(_scripted(tmp_path), sides=["packed", "padded", "trl", "two_ranks"], repeats=2, rows=rows)
+    found = measure_sides(scripted_side, sides=["packed", "padded", "trl", "two_ranks"], repeats=2, rows=rows)
     assert found["speedup_vs_padded"] == 2.5
     assert found["speedup_2_ranks"] == 1.6
     assert found["trained_tokens_per_s"] == rows.mask.sum() / 2.0
     assert "speedup_vs_trl" not in found and found["failed"] == {"trl": "out of luck"}
     assert "out of luck" in capsys.readouterr().err
-    assert "2.50x" in table(found["parts"])
+    assert "2.50x" in shown(found["parts"])
     assert compare({"packed": found["parts"]["packed"]}).keys() == {"trained_tokens_per_s", "peak_memory_mb"}
-
-
-def test_side_that_fails_is_shown_with_its_end(tmp_path: Path) -> None:
-    with pytest.raises(SideFailed, match=r"exit code 0, got 3; try it by hand: .*-c[\s\S]*no memory left"):
-        benchmark.run_to_end(
-            [[sys.executable, "-c", "print('no memory left'); raise SystemExit(3)"]], log=tmp_path / "side"
-        )
 
 
 def test_without_a_gpu_the_gpu_benchmark_says_so(

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import models
+from benchmarks import model_sides, models
+from benchmarks.learner_sides import stem_rows
 from benchmarks.models import ADAPTER, Work, apart, judged, sentence, totals
-from benchmarks.processes import padded_side
-from benchmarks.processes.model_side import agents_batch
 from scripts.models_page import engine, given, older, row
 
 RIGHT: dict[str, Any] = {
@@ -97,7 +96,7 @@ def test_differences_are_those_of_the_farthest_token_or_a_sentence() -> None:
 
 
 def test_rows_of_agents_part_from_a_stem_of_their_group() -> None:
-    rows = agents_batch(np.arange(9, 99), groups=2, rows=3, stem=5, tails=(4, 6))
+    rows = stem_rows(groups=2, rows=3, stem=5, tails=(4, 6), tokens=np.arange(9, 99))
     parts = np.split(rows.ids, np.cumsum(rows.lengths)[:-1])
     assert rows.groups.tolist() == [0, 0, 0, 1, 1, 1] and set(rows.lengths - 5) <= {4, 5, 6}
     assert all(
@@ -124,7 +123,7 @@ def test_a_row_of_the_page_says_what_was_seen() -> None:
 def test_what_padding_costs_is_measured_in_turn() -> None:
     model = {"hidden": 64, "layers": 1, "ffn": 64, "heads": 2, "kv_heads": 1}
     batch = {"groups": 1, "rows": 4, "stem": 16, "tails": (4, 64)}
-    found = padded_side.measure(repeats=3, model=model, batch=batch)
+    found = model_sides.padded_cost(repeats=3, model=model, batch=batch)
     assert len(found["packed_s"]) == len(found["padded_s"]) == 3
     assert found["padded_cost"] == np.median(found["padded_s"]) / np.median(found["packed_s"]) > 0.0
 

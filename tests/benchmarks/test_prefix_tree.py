@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from benchmarks.learner_sides import Rows
 from benchmarks.prefix_tree import agent_rows, apart_rows, group_rows
-from benchmarks.processes.learner_side import Rows
 from learner.training.prefix_tree import PrefixTree
 
 

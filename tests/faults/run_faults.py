@@ -12,10 +12,10 @@ import random
 import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.faults import descendants, killed, parts
+from tests.faults.killer import PARTS, kill_one
 from tests.faults.ledger_faults import Log, check
 from tests.project.test_resume import books_balance
 from tests.support.run_parts import Run, start
@@ -46,19 +46,8 @@ class Course:
     steps: int
     mean_s: float
     more: tuple[str, ...] = ()
-    marks: Mapping[str, str] | None = None
-    """Part -> what its command lines hold; None: the parts of `benchmarks.faults`."""
-
-    def living(self, guard: int) -> dict[str, list[int]]:
-        """Part -> process ids of the run below this guard."""
-        if self.marks is None:
-            return {name: [pid] for name, pid in parts(guard).items()}
-        found: dict[str, list[int]] = {}
-        for pid, (_, line) in descendants(guard).items():
-            for name, mark in self.marks.items():
-                if mark in line:
-                    found.setdefault(name, []).append(pid)
-        return found
+    marks: Mapping[str, str] = field(default_factory=lambda: PARTS)
+    """Part -> what its command lines hold."""
 
 
 RUN = Course(steps=12, mean_s=12.0)
@@ -96,13 +85,10 @@ def _one_run(course: Course, place: Path, *, kills: int, chance: random.Random, 
         lives += 1
         try:
             while log.kills < until and _wait(run, chance.expovariate(1.0 / course.mean_s)) is None:
-                living = course.living(run.process.pid)
-                if living:
-                    part = chance.choice(sorted(living))
-                    if killed(chance.choice(sorted(living[part]))):
-                        log.count(part)
-                        if (run.folder / "ledger.sqlite").exists():
-                            check(run.folder / "ledger.sqlite", log=log)
+                if part := kill_one(run.process.pid, chance=chance, marks=course.marks):
+                    log.count(part)
+                    if (run.folder / "ledger.sqlite").exists():
+                        check(run.folder / "ledger.sqlite", log=log)
             output, _ = run.process.communicate(timeout=PATIENCE_S)
         finally:
             run.kill()

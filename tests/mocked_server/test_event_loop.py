@@ -1,6 +1,6 @@
 """What takes time in proportion to an agent's input is not done on the server's event loop, and what is left there is bounded.
 
-No time is judged: each kind of work says in which thread it was done, and for how much; `benchmarks.largest_requests` has seconds.
+No time is judged: each kind of work says in which thread it was done, and for how much.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from benchmarks.largest_requests import bodies
 from configs.schema import RolloutConfig
 from configs.tiny_model import make_tiny_model
 from mocked_server.conversation.chat_history import ChatOptions, Conversation
@@ -30,6 +29,7 @@ from mocked_server.request_context import LARGE_BYTES
 from mocked_server.roles import Roles
 from tests.mocked_server.test_roles import judged_by
 from tests.support.faults.hostile_http import MIB, hostile, whole
+from tests.support.largest_requests import bodies
 from tests.support.patience import PATIENCE_S
 from tests.support.server_parts import ServerThread
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import descendants, parts
 from buffers.ledger.schema import read_database
+from tests.faults.killer import descendants, living
 from tests.support.run_parts import Run, assert_nothing_left, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
@@ -119,7 +119,7 @@ def test_a_guarded_run_whose_own_process_is_killed_goes_on_by_itself(tmp_path: P
     run.wait_for_step(3)
     before = set(descendants(run.process.pid))
     warm_process = parent_of_learner(run)
-    os.kill(parts(run.process.pid)["run"], signal.SIGKILL)
+    os.kill(living(run.process.pid)["run"][0], signal.SIGKILL)
     run.wait_for_step(4)
     assert parent_of_learner(run) == warm_process, "it imported everything again"
     code, output = run.wait()

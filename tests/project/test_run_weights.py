@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import descendants
 from buffers.ledger.ledger import Ledger
+from tests.faults.killer import descendants
 from tests.project.test_recovery import kill
 from tests.support.patience import PATIENCE_S
 from tests.support.run_parts import Run, assert_nothing_left, start

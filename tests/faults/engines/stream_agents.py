@@ -1,6 +1,7 @@
-"""Agents that stream over the openai client, in a process of their own: reads a plan as a line of JSON, prints figures as JSON.
+"""Agents of `stream_faults`, in a process of their own: reads a plan as a line of JSON, prints figures as JSON.
 
-Each agent plays one conversation after the other, each with a key of its own, until standard input ends. Nothing is retried, so
+Each agent streams over the openai client, one conversation after the other, each with a key of its own, until standard input ends.
+Nothing is retried, so
 that whatever breaks is counted.
 """
 

@@ -1,6 +1,6 @@
-"""One learner rank of `benchmarks.weights`: real shards of a real model, whose weights are made up but follow from their version.
+"""One learner rank of `weight_faults`: real shards of a real model, whose weights are made up but follow from their version.
 
-`python -m benchmarks.processes.weights_learner --model FOLDER --address HOST:PORT --rank R --world-size N`. For each line that it
+`python -m tests.faults.engines.weights_learner --model FOLDER --address HOST:PORT --rank R --world-size N`. For each line that it
 reads, {"version": v, "folder": path, "base": name or null}, it brings its weights to version v, publishes them as the trainer
 does, and writes a line: the shard and the share of changed elements. It trains nothing.
 """

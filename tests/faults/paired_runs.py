@@ -1,40 +1,34 @@
 """Whether learning is the same when processes die: the demo with random kills beside the demo without.
 
-`python -m benchmarks.faults [--seeds 0 1 2] [--mean 20] [--folder PATH] [--json PATH]`. Whole runs of `python -m learner.run
+`python -m tests.faults.paired_runs [--seeds 0 1 2] [--mean 20] [--folder PATH] [--json PATH]`. Whole runs of `python -m learner.run
 --keep-running`, one after the other, with a checkpoint at each step. In one of each pair a process is killed with SIGKILL now
 and then (a Poisson process, from the run's first second to its last): the run's own process, its engine, its learner, its
 environment or its agent, each of those that live equally often. `wall_ratio` is the median over the seeds of the time with
 kills over the time without; `reward` is the mean of the last five steps.
 
-Invariant: both runs of a pair have the same command, seed and settings. The witness: a kill counts only when the process that
-was killed was alive and is gone.
+Invariant: both runs of a pair have the same command, seed and settings.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
 import random
-import signal
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.report import Report, end_on_sigterm, parser_of
-from benchmarks.whole_run import run_to_end
+from benchmarks.harness import parser_of, play, run_to_end
 from buffers.ledger.schema import read_database
 from buffers.ledger.tools.doctor import findings
-
-PARTS = {"engine": "VLLM::EngineCore", "learner": "ray::Trainer", "environment": "walk.server", "agent": "walk_agent"}
-"""What their command lines hold. `run`, the fifth: the guard's child, which is called as the guard is."""
-LOOK_S = 0.05
+from tests.faults.killer import kill_one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,65 +59,15 @@ class Killer(threading.Thread):
     def run(self) -> None:
         began = time.monotonic()
         while not self._stopped.wait(self._chance.expovariate(1.0 / self._mean_s)):
-            if living := parts(self._guard):
-                name = self._chance.choice(sorted(living))
-                if killed(living[name]):
-                    self.kills.append((round(time.monotonic() - began, 1), name))
+            if part := kill_one(self._guard, chance=self._chance):
+                self.kills.append((round(time.monotonic() - began, 1), part))
 
     def stop(self) -> None:
         self._stopped.set()
         self.join()
 
 
-def descendants(pid: int) -> dict[int, tuple[int, str]]:
-    """Process id -> (its parent, its command line), of all that lives below this one."""
-    parents, lines = {}, {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                lines[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    below = {pid}
-    while more := {each for each, parent in parents.items() if parent in below} - below:
-        below |= more
-    return {each: (parents[each], lines.get(each, "")) for each in below - {pid}}
-
-
-def parts(guard: int) -> dict[str, int]:
-    """Part -> process id, of those that live."""
-    below = descendants(guard)
-    found = {name: pid for pid, (_, line) in below.items() for name, mark in PARTS.items() if mark in line}
-    forks = [pid for pid, (parent, line) in below.items() if parent == guard and " --keep-running " in line]
-    # The warm process of the learner's ranks is the guard's fork too, an older one; process ids may have wrapped around.
-    if len(ages := sorted((started, pid) for pid in forks if (started := started_at(pid)) is not None)) > 1:
-        found["run"] = ages[-1][1]
-    return found
-
-
-def started_at(pid: int) -> int | None:
-    """When the process was started, in clock ticks since the machine was; None: it has ended."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:
-        return None
-
-
-def killed(pid: int) -> bool:
-    """SIGKILL it; whether it was there to be killed."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return False
-    try:
-        signal.pidfd_send_signal(handle, signal.SIGKILL)
-        return True
-    except ProcessLookupError:
-        return False
-    finally:
-        os.close(handle)
-
-
-def play(folder: Path, *, seed: int, mean_s: float | None, knobs: list[str]) -> Outcome:
+def play_run(folder: Path, *, seed: int, mean_s: float | None, knobs: list[str]) -> Outcome:
     """One run; with kills unless `mean_s` is None. Raises RunFailed when it does not make its steps."""
     command = [sys.executable, "-m", "learner.run", "--keep-running", *knobs]
     command += [f"run.dir={folder}", "run.name=run", f"run.seed={seed}", "run.checkpoints.every=1"]
@@ -170,8 +114,28 @@ def _folder(kept: Path | None, *, name: str) -> Iterator[Path]:
         yield (kept / name).resolve()
 
 
+def measure(arguments: argparse.Namespace, _: Path) -> Iterator[dict[str, Any]]:
+    """Both runs of each seed in turn."""
+    quiet: list[Outcome] = []
+    faulty: list[Outcome] = []
+    for seed in arguments.seeds:
+        for outcomes, mean_s in ((quiet, None), (faulty, arguments.mean)):
+            with _folder(arguments.folder, name=f"seed-{seed}-{'kills' if mean_s else 'quiet'}") as folder:
+                outcomes.append(play_run(folder, seed=seed, mean_s=mean_s, knobs=arguments.knobs))
+            print(line_of(outcomes[-1]), flush=True)
+        yield {
+            "without_kills": [asdict(one) for one in quiet],
+            "with_kills": [asdict(one) for one in faulty],
+            "kills": sum(len(one.kills) for one in faulty),
+            "reward_without": [one.reward for one in quiet],
+            "reward_with": [one.reward for one in faulty],
+            "wall_ratio": median(one.wall_s / other.wall_s for one, other in zip(faulty, quiet, strict=True)),
+        }
+
+
 def main() -> int:
     parser = parser_of("faults", doc=__doc__)
+    parser.prog = "python -m tests.faults.paired_runs"
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--mean", type=float, default=20.0, metavar="S", help="mean time between kills")
     parser.add_argument("--folder", type=Path, help="keep the runs there, in new folders, to look at them")
@@ -181,27 +145,7 @@ def main() -> int:
         parser.error(
             f"--folder must be a new folder, got {options.folder}, which is there; name another one or remove it"
         )
-    end_on_sigterm()
-    report = Report("faults", about=f"a kill every {options.mean:g} s on average")
-    quiet: list[Outcome] = []
-    faulty: list[Outcome] = []
-    for seed in options.seeds:
-        for outcomes, mean_s in ((quiet, None), (faulty, options.mean)):
-            with _folder(options.folder, name=f"seed-{seed}-{'kills' if mean_s else 'quiet'}") as folder:
-                outcomes.append(play(folder, seed=seed, mean_s=mean_s, knobs=options.knobs))
-            print(line_of(outcomes[-1]), flush=True)
-    ratios = [faulty.wall_s / quiet.wall_s for faulty, quiet in zip(faulty, quiet, strict=True)]
-    figures: dict[str, Any] = {
-        "without_kills": [asdict(one) for one in quiet],
-        "with_kills": [asdict(one) for one in faulty],
-        "kills": sum(len(one.kills) for one in faulty),
-        "reward_without": [one.reward for one in quiet],
-        "reward_with": [one.reward for one in faulty],
-        "wall_ratio": median(ratios),
-    }
-    print(f"{figures['kills']} kills; time with kills over time without: {figures['wall_ratio']:.2f} (median)")
-    report.write(options.json, settings={"seeds": options.seeds, "mean_s": options.mean}, figures=figures)
-    return 0
+    return play("faults", options, measure, about=f"a kill every {options.mean:g} s on average")
 
 
 if __name__ == "__main__":

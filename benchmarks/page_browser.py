@@ -1,20 +1,14 @@
-"""The browser's half of `benchmarks.page`: what a reader waits for, in Chromium.
+"""The browser's half of `benchmarks.page`: what a reader waits for, in Chromium, and pages that are held open.
 
-`python -m benchmarks.processes.page_browser measure --root URL --link URL --run NAME --episode ID` prints the figures as JSON;
-`... hold --root URL --link URL --run NAME --pages 3` opens and closes pages as each line of its standard input says (`open`,
-`close`), with a line of answer, until it ends. A process of its own,
-so that the browser is no child of what is measured. Times are of the page's own clock, up to the frame that shows the result.
+Times are of the page's own clock, up to the frame that shows the result. The browser is no child of what is measured.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
 import statistics
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from playwright.sync_api import Browser, BrowserContext, CDPSession, Page, sync_playwright
@@ -61,19 +55,22 @@ LOADED = """() => performance.getEntriesByType("resource").concat(performance.ge
   .reduce((sum, one) => sum + one.encodedBodySize, 0)"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BrowserFigures:
-    """What `benchmarks.page` reports; the middle of several tries. `page_kb`: all files and answers until the list is there."""
+@contextmanager
+def chromium() -> Iterator[Browser | None]:
+    """A browser; None where there is none."""
+    program = next(filter(None, map(shutil.which, PROGRAMS)), None)
+    if program is None:
+        print(f"left out: what needs one of {', '.join(PROGRAMS)}: apt-get install chromium", flush=True)
+        yield None
+        return
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=ARGUMENTS, timeout=PATIENCE_MS)
+        yield browser
+        browser.close()
 
-    first_paint_ms: float
-    filter_ms: float
-    open_episode_ms: float
-    heap_mb: float
-    page_kb: float
 
-
-def measure(browser: Browser, *, root: str, link: str, run: str, episode: str) -> BrowserFigures:
-    """The figures of a run's page."""
+def measure(browser: Browser, *, root: str, link: str, run: str, episode: str) -> dict[str, float]:
+    """The figures of a run's page; the middle of several tries. `page_kb`: all files and answers until the list is there."""
     context = admitted(browser, link=link)
     first, loaded = [], 0.0
     for _ in range(TRIES):
@@ -87,11 +84,11 @@ def measure(browser: Browser, *, root: str, link: str, run: str, episode: str) -
     shown = [_opened_ms(page, run=run, episode=episode) for _ in range(TRIES)]
     heap = _heap_mb(context.new_cdp_session(page))
     context.close()
-    middle = statistics.median
-    return BrowserFigures(
-        first_paint_ms=round(middle(first), 1), filter_ms=round(middle(filtered), 1), open_episode_ms=round(middle(shown), 1),
-        heap_mb=round(heap, 1), page_kb=round(loaded / 1000, 1),
-    )  # fmt: skip
+    figures = {
+        "first_paint_ms": statistics.median(first), "filter_ms": statistics.median(filtered),
+        "open_episode_ms": statistics.median(shown), "heap_mb": heap, "page_kb": loaded / 1000,
+    }  # fmt: skip
+    return {name: round(value, 1) for name, value in figures.items()}
 
 
 def admitted(browser: Browser, *, link: str) -> BrowserContext:
@@ -127,47 +124,9 @@ def _heap_mb(session: CDPSession) -> float:
     return next(float(one["value"]) for one in found["metrics"] if one["name"] == "JSHeapUsedSize") / 1e6
 
 
-def hold(browser: Browser, *, root: str, link: str, run: str, pages: int) -> None:
-    """Open that many pages of a run, one a view, or close them, as it is told."""
-    context = admitted(browser, link=link)
-    print("ready", flush=True)
-    held: list[Page] = []
-    for order in sys.stdin:
-        for page in held:
-            page.close()
-        held = []
-        if order.strip() == "open":
-            held = [opened(context, f"{root}/#/{VIEWS[number % len(VIEWS)]}?run={run}") for number in range(pages)]
-            for page in held:
-                page.wait_for_selector("main h1")
-        print(order.strip(), flush=True)
-    context.close()
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Exit code 3: there is no Chromium."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.processes.page_browser")
-    parser.add_argument("task", choices=["measure", "hold"])
-    parser.add_argument("--root", required=True)
-    parser.add_argument("--link", required=True, help="a one-time link that is still good")
-    parser.add_argument("--run", required=True)
-    parser.add_argument("--episode", default="", help="with measure: the long episode")
-    parser.add_argument("--pages", type=int, default=3, help="with hold")
-    asked = parser.parse_args(words)
-    program = next(filter(None, map(shutil.which, PROGRAMS)), None)
-    if program is None:
-        print(f"needs one of {', '.join(PROGRAMS)}: apt-get install chromium", file=sys.stderr)
-        return 3
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=ARGUMENTS, timeout=PATIENCE_MS)
-        if asked.task == "hold":
-            hold(browser, root=asked.root, link=asked.link, run=asked.run, pages=asked.pages)
-        else:
-            found = measure(browser, root=asked.root, link=asked.link, run=asked.run, episode=asked.episode)
-            print(json.dumps(asdict(found)))
-        browser.close()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def views(context: BrowserContext, *, root: str, run: str, number: int) -> list[Page]:
+    """That many pages of a run, one a view."""
+    pages = [opened(context, f"{root}/#/{VIEWS[n % len(VIEWS)]}?run={run}") for n in range(number)]
+    for page in pages:
+        page.wait_for_selector("main h1")
+    return pages

@@ -1,36 +1,14 @@
-"""How long a server is deaf while it reads the largest requests that it takes, of each kind.
-
-`python -m benchmarks.largest_requests [--model PATH] [--max-model-len 8192] [--only NAME ...] [--json PATH]`: the server with an
-engine that does nothing; without a model a tiny one of two million positions. Each request is sent alone, and `/health` asked all
-the while: `worst_s` is the longest that it took, `status` what the request was answered with. A longer context lets more of each
-through to where it is rendered and tokenized.
-
-It judges nothing. Invariant: each body is as large as its kind may be, in bytes or in what it holds.
-"""
+"""The largest requests that a server takes, of each kind: as large as its kind may be, in bytes or in what it holds."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import tempfile
-import time
-from pathlib import Path
-from typing import Any
 
-import httpx
-
-from benchmarks.gateway import servers
-from benchmarks.processes.gateway_server import Settings
-from benchmarks.report import Report, end_on_sigterm, parser_of
-from configs.tiny_model import make_tiny_model
 from mocked_server.http.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, GENERATE, MESSAGES, RESPONSES
 from mocked_server.http.request_fields import MAX_MESSAGES
 from mocked_server.http.request_limits import MAX_BODY_BYTES, MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES
 
 GOOGLE = "/v1beta/models/policy:generateContent"
-POSITIONS = 2**21
-PAUSE_S = 0.02
-LIMIT_S = 600.0
 
 
 def bodies(model: str = "policy") -> dict[str, tuple[str, bytes]]:
@@ -93,52 +71,3 @@ def bodies(model: str = "policy") -> dict[str, tuple[str, bytes]]:
         "google: text": text(GOOGLE, '{"contents":[{"role":"user","parts":[{"text":"', '"}]}]}'),
         "google: parts": many(GOOGLE, '{"contents":[{"role":"user","parts":[', '{"text":"a"}', "]}]}", number=parts),
     }  # fmt: skip
-
-
-async def measure(url: str, key: str, path: str, body: bytes) -> dict[str, Any]:
-    """`status` of the answer to this request, and the longest `worst_s` that `/health` took meanwhile."""
-    headers = {"x-api-key": key, "content-type": "application/json"}
-    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, trust_env=False) as client:
-        await client.get("/health")
-        asking = asyncio.create_task(client.post(path, content=body, headers=headers))
-        waits = []
-        while not asking.done():
-            began = time.perf_counter()
-            (await client.get("/health")).raise_for_status()
-            waits.append(time.perf_counter() - began)
-            await asyncio.wait({asking}, timeout=PAUSE_S)
-        return {"status": asking.result().status_code, "worst_s": round(max(waits), 3), "mib": len(body) >> 20}
-
-
-def main() -> None:
-    parser = parser_of("largest_requests", doc=__doc__)
-    parser.add_argument("--model", type=Path, default=None)
-    parser.add_argument("--max-model-len", type=int, default=8192)
-    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="begin of the names of some requests")
-    arguments = parser.parse_args()
-    report, figures = Report("largest_requests"), dict[str, Any]()
-    with tempfile.TemporaryDirectory() as scratch:
-        model = arguments.model or make_tiny_model(Path(scratch) / "model", positions=POSITIONS)
-        asked = {name: each for name, each in bodies().items() if name.startswith(tuple(arguments.only) or "")}
-        settings = Settings(
-            model=str(model),
-            port=0,
-            ledger="",
-            episodes=len(asked),
-            engine=False,
-            max_model_len=arguments.max_model_len,
-        )
-        folder = Path(scratch) / "servers"
-        folder.mkdir()
-        with servers(settings, folder=folder, kinds=("understudy",)) as (server,):
-            for name, (path, body) in asked.items():
-                (key,) = server.plan(agents=1, rounds=1, first="", later="", max_tokens=1).keys
-                figures[name] = asyncio.run(measure(server.base_url, key, path, body))
-                print(f"{name:26} {figures[name]['worst_s']:7.3f} s  {figures[name]['status']}", flush=True)
-    settings_told = {"model": str(arguments.model or "tiny"), "max_model_len": arguments.max_model_len}
-    report.write(arguments.json, settings=settings_told, figures={"requests": figures})
-
-
-if __name__ == "__main__":
-    end_on_sigterm()
-    main()

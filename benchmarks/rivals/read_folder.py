@@ -1,6 +1,6 @@
 """What a Hugging Face folder computes of a row, by the transformers of the interpreter that runs this: version 4 or 5.
 
-`python benchmarks/processes/read_folder.py IDS.json OUT.json FOLDER ...`, called by `benchmarks.models`. Writes for each folder the
+`benchmarks.models` runs it as a script, with the row's `ids` and the `folders` in a JSON file. Writes for each folder the
 log-probabilities of the row's tokens behind the first, or the sentence with which it is refused. Imports nothing of ours.
 """
 
@@ -36,5 +36,6 @@ def read(folder: str, ids: list[int]) -> list[float] | str:
 
 
 if __name__ == "__main__":
-    given, out, *folders = sys.argv[1:]
-    Path(out).write_text(json.dumps([read(each, json.loads(Path(given).read_text())) for each in folders]))
+    given, out = (Path(word) for word in sys.argv[1:3])
+    asked = json.loads(given.read_text())
+    out.write_text(json.dumps([read(each, asked["ids"]) for each in asked["folders"]]))
