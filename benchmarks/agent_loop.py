@@ -1,6 +1,6 @@
-"""Agent loops at work: many episodes at once against one after the other, a long tail, and sticky routes against random ones.
+"""Agent loops at work: many episodes at once against one after the other, and a long tail.
 
-`python -m benchmarks.agent_loop [--episodes 8 64] [--skip-routing] [--json PATH]`.
+`python -m benchmarks.agent_loop [--episodes 8 64] [--json PATH]`.
 
 1. *Concurrency*: real tool agents (`ToolAgentLoop`, toolbox, parser) on an engine that takes `GENERATE_S` for an answer
 and works on
@@ -9,9 +9,6 @@ and works on
 2. *Long tail*: a stream of episodes in a fixed number of slots; one in a hundred has a tool that takes `TAIL_FACTOR`
 times as long. Compared
    is how many ordinary episodes end in a second.
-3. *Routes*: two real vLLM engines, episodes of two rounds with a long prompt, by `AsyncLLMServerManager` and by chance:
-the share of the
-   second round's prompt that comes from the prefix cache, and its time to the first token.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -32,18 +28,14 @@ from transformers import AutoTokenizer
 
 from agents.agent_loop import verl_config
 from agents.loops.tool_agent import ToolAgentLoop
-from agents.server_manager import AsyncLLMServerManager, TokenOutput
+from agents.server_manager import TokenOutput
 from benchmarks.report import Report, end_on_sigterm, parser_of
-from configs.schema import RolloutConfig, ServerConfig
 from configs.tiny_model import make_tiny_model
-from mocked_server.vllm.engine import VLLMEngine
-from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
 
 GENERATE_S, TOOL_S = 0.1, 0.5
 CAPACITY = 4
 TAIL_SHARE, TAIL_FACTOR = 0.01, 50
 SLOTS, STREAM_S = 64, 60.0
-ROUTED_EPISODES, PROMPT_TOKENS, AT_ONCE = 48, 1536, 4
 PROMPT = [{"role": "user", "content": "Find the sum of 12 and 30."}]
 TOOLS = "tools:\n  - function: benchmarks.agent_loop.look_up\n"
 
@@ -66,21 +58,12 @@ class TimedEngine:
         self._room = asyncio.Semaphore(CAPACITY)
         self.busy_s = 0.0
 
-    async def generate(
-        self, request_id: str, *, prompt_ids: list[int], sampling_params: Any, api_key: str
-    ) -> TokenOutput:
+    async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: Any) -> TokenOutput:
         async with self._room:
             await asyncio.sleep(GENERATE_S)
             self.busy_s += GENERATE_S / CAPACITY
         ids = self._answer(request_id, prompt_ids)
         return TokenOutput(ids, log_probs=[0.0] * len(ids), versions=[0] * len(ids))
-
-    async def healthy(self) -> bool:
-        return True
-
-    async def wake_up(self) -> None: ...
-
-    async def sleep(self) -> None: ...
 
 
 class Agents:
@@ -90,11 +73,10 @@ class Agents:
         self._tokenizer = tokenizer
         self.engine = TimedEngine(self._answer)
         config = verl_config(prompt_length=1024, response_length=1024)
-        manager = AsyncLLMServerManager([self.engine])
         self._class = type("Agent", (ToolAgentLoop,), {"_class_initialized": False})
         self._make = lambda: self._class(
             trainer_config=SimpleNamespace(config=config),
-            server_manager=manager,
+            server_manager=self.engine,
             tokenizer=tokenizer,
             tool_config_path=str(tools),
             tool_deadline_s=3600.0,
@@ -167,98 +149,7 @@ async def measure_tail(agents: Agents, *, share: float, seconds: float, seed: in
     return ended / (0.8 * seconds)
 
 
-class RealEngine:
-    """A vLLM engine, asked for one token."""
-
-    def __init__(self, engine: VLLMEngine) -> None:
-        self.engine = engine
-        self.cached: dict[str, int] = {}
-
-    async def generate(
-        self, request_id: str, *, prompt_ids: list[int], sampling_params: Any, api_key: str
-    ) -> TokenOutput:
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-        params = SamplingParams(max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
-        name = f"{request_id}-{len(prompt_ids)}-{time.monotonic_ns()}"
-        async for output in self.engine.generate(prompt_ids, params, request_id=name):
-            self.cached[request_id] = output.num_cached_tokens or 0
-        return TokenOutput(output.outputs[0].token_ids)
-
-    async def healthy(self) -> bool:
-        return True
-
-    async def wake_up(self) -> None: ...
-
-    async def sleep(self) -> None:
-        await self.engine.sleep()
-
-
-async def measure_routes(engines: list[RealEngine], *, sticky: bool, seed: int = 0) -> dict[str, float]:
-    """Share of the second round's prompt that was cached, and its median seconds."""
-    draw = random.Random(seed)
-    manager = AsyncLLMServerManager(engines)
-    for engine in engines:
-        await engine.sleep()  # forgets its prefixes
-    cached, seconds = [], []
-    gate = asyncio.Semaphore(AT_ONCE)
-
-    async def ask(name: str, ids: list[int]) -> RealEngine:
-        if sticky:
-            await manager.generate(name, prompt_ids=ids, sampling_params={})
-            return manager._routes.sticky[name].server  # type: ignore[return-value]
-        engine = draw.choice(engines)
-        await engine.generate(name, prompt_ids=ids, sampling_params={}, api_key="")
-        return engine
-
-    async def episode(number: int) -> None:
-        words = random.Random(number)
-        ids = [words.randrange(16, 400) for _ in range(PROMPT_TOKENS)]
-        async with gate:
-            await ask(f"episode-{number}", ids)
-            longer = ids + [words.randrange(16, 400) for _ in range(64)]
-            began = time.monotonic()
-            engine = await ask(f"episode-{number}", longer)
-            seconds.append(time.monotonic() - began)
-            cached.append(engine.cached[f"episode-{number}"] / len(longer))
-
-    await asyncio.gather(*(episode(number) for number in range(ROUTED_EPISODES)))
-    return {
-        "cached_share": statistics.mean(cached),
-        "second_round_s": statistics.median(seconds),
-        "second_round_mean_s": statistics.mean(seconds),
-    }
-
-
-async def routes(model: Path) -> dict[str, Any]:
-    """Sticky and random, twice each in turn, on two engines."""
-    settings = EngineSettings(
-        model_path=model,
-        served_name="policy",
-        dtype="float32",
-        rollout=RolloutConfig(max_tokens=16, max_model_len=2048, kv_cache_gb=0.5),
-        server=ServerConfig(),
-    )
-    engines = [RealEngine(VLLMEngine(make_vllm_config(make_args(settings)))) for _ in range(2)]
-    try:
-        for each in engines:
-            await each.engine.start()
-        await measure_routes(engines, sticky=True)  # the first requests of an engine are slower
-        runs = {kind: [] for kind in ("sticky", "random")}
-        for seed in range(2):
-            for kind, found in runs.items():
-                found.append(await measure_routes(engines, sticky=kind == "sticky", seed=seed))
-    finally:
-        for each in engines:
-            await each.engine.close()
-    medians = {
-        kind: {name: statistics.median(run[name] for run in found) for name in found[0]} for kind, found in runs.items()
-    }
-    ratio = medians["random"]["second_round_mean_s"] / medians["sticky"]["second_round_mean_s"]
-    return {**medians, "random_vs_sticky_s": ratio}
-
-
-async def measure(model: Path, tools: Path, *, episodes: list[int], stream_s: float, routing: bool) -> dict[str, Any]:
+async def measure(model: Path, tools: Path, *, episodes: list[int], stream_s: float) -> dict[str, Any]:
     """All figures."""
     agents = Agents(AutoTokenizer.from_pretrained(model), tools)
     await agents.episode()  # imports and first uses
@@ -275,15 +166,6 @@ async def measure(model: Path, tools: Path, *, episodes: list[int], stream_s: fl
     with_tail = await measure_tail(agents, share=TAIL_SHARE, seconds=stream_s)
     figures["tail"] = {"without_per_s": without, "with_per_s": with_tail, "kept": with_tail / without}
     print(f"long tail: {without:.1f} ordinary episodes/s without, {with_tail:.1f} with: {with_tail / without:.1%} kept")
-    if routing:
-        figures["routes"] = found = await routes(model)
-        for kind in ("sticky", "random"):
-            each = found[kind]
-            print(
-                f"{kind:>7} routes over 2 engines: {each['cached_share']:.1%} of the second prompt cached, second round "
-                f"{each['second_round_s'] * 1000:.0f} ms (mean {each['second_round_mean_s'] * 1000:.0f})"
-            )
-        print(f"random / sticky, mean second round: {found['random_vs_sticky_s']:.2f}x")
     return figures
 
 
@@ -291,21 +173,14 @@ def main() -> None:
     parser = parser_of("agent_loop", doc=__doc__)
     parser.add_argument("--episodes", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--stream-s", type=float, default=STREAM_S, help="length of each stream of the long-tail part")
-    parser.add_argument("--skip-routing", action="store_true", help="without the part on two vLLM engines")
     arguments = parser.parse_args()
     end_on_sigterm()
-    set_process_environment()
     report = Report("agent_loop", about=f"{GENERATE_S} s an answer, {CAPACITY} at once, {TOOL_S} s a tool call")
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model(Path(folder) / "tiny")
         tools = Path(folder) / "tools.yaml"
         tools.write_text(TOOLS)
-        figures = asyncio.run(
-            measure(
-                model, tools, episodes=arguments.episodes, stream_s=arguments.stream_s,
-                routing=not arguments.skip_routing,
-            )
-        )  # fmt: skip
+        figures = asyncio.run(measure(model, tools, episodes=arguments.episodes, stream_s=arguments.stream_s))
     report.write(
         arguments.json,
         settings={"episodes": arguments.episodes, "capacity": CAPACITY, "generate_s": GENERATE_S, "tool_s": TOOL_S},
