@@ -24,8 +24,12 @@ from typing import Any
 from buffers.errors import EnvError
 from buffers.records import Task
 from buffers.tasks.parquet import write_tasks
-from env_adapters.adapter import EnvAdapter, Message, Step, WorkerThread
+from env_adapters.adapter import EnvAdapter, Message, Step
+from env_adapters.guarded_calls import Threads
 from env_adapters.verifiers_seat import Channel, Seat, opening, plain
+
+LOADING = Threads(name="verifiers taskset")
+"""Reading rows may block."""
 
 
 class VerifiersEnv(EnvAdapter):
@@ -44,10 +48,8 @@ class VerifiersEnv(EnvAdapter):
                 "with python -m env_adapters.verifiers_env",
                 reason="environment reset: bad task",
             )
-        loader = WorkerThread("verifiers taskset")  # reading rows may block
-        rows = await loader.call(lambda: _rows(self._config))
-        row = await loader.call(lambda: rows.at(index))
-        await loader.end(lambda: None)
+        rows = await LOADING.run(lambda: _rows(self._config))
+        row = await LOADING.run(lambda: rows.at(index))
         _check(row, rows.env)
         self._playing = asyncio.create_task(self._play(rows.env, row), name="verifiers environment")
         return (await self._next()).messages

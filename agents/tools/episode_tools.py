@@ -19,11 +19,11 @@ from uuid import uuid4
 
 from agents.tools.arguments import BadArguments, check_arguments, read_arguments
 from agents.tools.base_tool import BaseTool
-from agents.tools.guarded_calls import CallResult, CaughtException, call_with_deadline
 from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from agents.tools.truncate import Side, truncate
 from buffers.did_you_mean import nearest
 from buffers.errors import ToolError
+from env_adapters.guarded_calls import CallResult, CaughtException, call_with_deadline
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,9 @@ class EpisodeTools:
         return dict(self._kwargs.get(name, {}).get(kind) or {})
 
     async def _guarded(self, tool: BaseTool, work: Callable[[], Any]) -> CallResult[Any]:
-        ended = await call_with_deadline(work, deadline_s=self._deadline_s(tool), left_behind=self._left_behind)
+        ended = await call_with_deadline(
+            work, name=f"tool {tool.name}", deadline_s=self._deadline_s(tool), left_behind=self._left_behind
+        )
         if ended.error is not None:
             logger.info("tool %s raised", tool.name, exc_info=ended.error)
         return ended

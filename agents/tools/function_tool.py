@@ -20,9 +20,9 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_json
 
 from agents.tools.base_tool import BaseTool
-from agents.tools.guarded_calls import Threads
 from agents.tools.schemas import OpenAIFunctionSchema, OpenAIFunctionToolSchema, ToolResponse
 from buffers.errors import ToolError
+from env_adapters.guarded_calls import Threads
 
 Function = Callable[..., Any]
 

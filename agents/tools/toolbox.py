@@ -12,7 +12,7 @@ an episode reaches its own instances only.
             await tools.rewards()                                                  # {"calc_gsm8k_reward": 1.0}
 
 It does not read the model's text, nor count turns, nor make tokens: that is the agent loop's. It does not stop a tool that blocks
-the event loop, or a thread that hangs (`agents.tools.guarded_calls`).
+the event loop, or a thread that hangs (`env_adapters.guarded_calls`).
 """
 
 from __future__ import annotations

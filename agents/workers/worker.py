@@ -18,10 +18,10 @@ from typing import Any
 
 from agents.agent_loop import AgentLoopBase, AgentLoopOutput, verl_config
 from agents.server_manager import AsyncLLMServerManager
-from agents.tools.guarded_calls import CaughtException
 from agents.workers.config import LoopSpec, loop_class
 from buffers.did_you_mean import one_of
 from buffers.errors import UnderstudyError
+from env_adapters.guarded_calls import CaughtException
 
 logger = logging.getLogger(__name__)
 DEFAULT_AGENT = "single_turn_agent"

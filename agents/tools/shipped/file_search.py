@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from agents.tools.base_tool import BaseTool
-from agents.tools.guarded_calls import Threads
 from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from buffers.errors import ToolError
+from env_adapters.guarded_calls import Threads
 
 DEADLINE_S = 10.0
 MARGIN_S = 5.0

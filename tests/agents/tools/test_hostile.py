@@ -96,7 +96,7 @@ async def test_a_function_that_raises_a_cancellation_gives_its_slot_back():
         outcome = await tools.call("cancels", "{}")
     assert (outcome.error, outcome.text) == (
         ToolFault.RAISED,
-        "Error: cancels failed: RuntimeError: the tool cancelled its own call",
+        "Error: cancels failed: RuntimeError: CancelledError()",
     )
     (slots,) = tool._threads._slots.values()
     assert slots._value == tool._threads._limit

@@ -88,7 +88,7 @@ class Vault(BaseTool):
         ("vault", '{"do": 3}', ToolFault.BAD_ARGUMENTS, "Error: vault: do: 3 is not of type 'string'"),
         ("vault", {"do": "raise"}, ToolFault.RAISED, "Error: vault failed: LookupError: nothing there"),
         ("vault", {"do": "exit"}, ToolFault.RAISED, "Error: vault failed: SystemExit: 3"),
-        ("vault", {"do": "cancel"}, ToolFault.RAISED, "the tool cancelled its own call"),
+        ("vault", {"do": "cancel"}, ToolFault.RAISED, "it cancelled its own call"),
         ("vault", {"do": "hang"}, ToolFault.DEADLINE, "Error: vault did not answer within 0.05 s"),
         ("vault", {"do": "nonsense"}, ToolFault.BAD_RESULT, "vault returned 'just text'"),
         ("vault", {"do": "nan"}, ToolFault.BAD_RESULT, "nan"),
