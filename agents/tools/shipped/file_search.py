@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from agents.tools.base_tool import BaseTool
 from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
@@ -27,25 +27,26 @@ MARGIN_S = 5.0
 MAX_HITS = 20
 MAX_FILE_BYTES = 4 << 20
 LINE_CHARS = 200
-SCHEMA: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "file_search",
-        "description": "Searches the files of a folder for lines with a text, ignoring case. Returns path:line: text.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "query": {"type": "string", "minLength": 1, "description": "The text to find in a line."},
-                "pattern": {"type": "string", "description": "Only files with such a path, for example *.md"},
-            },
-            "required": ["query"],
-        },
-    },
-}
 
 
 class FileSearchTool(BaseTool):
     """The same folder for all episodes."""
+
+    own_schema: ClassVar[dict[str, Any] | None] = {
+        "type": "function",
+        "function": {
+            "name": "file_search",
+            "description": "Searches the files of a folder for lines with a text, ignoring case. Returns path:line: text.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "query": {"type": "string", "minLength": 1, "description": "The text to find in a line."},
+                    "pattern": {"type": "string", "description": "Only files with such a path, for example *.md"},
+                },
+                "required": ["query"],
+            },
+        },
+    }
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         root = Path(str(config.get("root", "")))
@@ -62,10 +63,6 @@ class FileSearchTool(BaseTool):
         self._search_s = float(config.get("deadline_s", DEADLINE_S))
         self._threads = Threads()
         super().__init__({**config, "deadline_s": self._search_s + MARGIN_S}, tool_schema)
-
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The one given in the YAML, or the tool's own."""
-        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(SCHEMA)
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from agents.tools.base_tool import BaseTool
-from agents.tools.import_by_name import find
 from agents.tools.sandbox.sandbox import ChildLimits, ChildSandbox, Sandbox, SandboxResult
 from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from agents.tools.tool_file import find
 from buffers.errors import ToolError
 
 CODE_DEADLINE_S = 10.0
@@ -28,18 +28,6 @@ MARGIN_S = 30.0
 DESCRIPTION = (
     "Runs a Python program and returns what it prints. Each call starts from nothing; no network, no files are kept."
 )
-SCHEMA: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "python",
-        "description": DESCRIPTION,
-        "parameters": {
-            "type": "object",
-            "properties": {"code": {"type": "string", "description": "The program. Print what you want to see."}},
-            "required": ["code"],
-        },
-    },
-}
 LIMITS = {field.name for field in fields(ChildLimits)}
 OWN = {"type", "deadline_s", "weak", "concurrency", "sandbox", "sandbox_config"}
 
@@ -47,16 +35,25 @@ OWN = {"type", "deadline_s", "weak", "concurrency", "sandbox", "sandbox_config"}
 class PythonTool(BaseTool):
     """One sandbox for all episodes."""
 
+    own_schema: ClassVar[dict[str, Any] | None] = {
+        "type": "function",
+        "function": {
+            "name": "python",
+            "description": DESCRIPTION,
+            "parameters": {
+                "type": "object",
+                "properties": {"code": {"type": "string", "description": "The program. Print what you want to see."}},
+                "required": ["code"],
+            },
+        },
+    }
+
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         if unknown := sorted(set(config) - LIMITS - OWN):
             raise ToolError(f"config of the python tool must have keys of {sorted(LIMITS | OWN)}, got {unknown}")
         self._code_deadline_s = float(config.get("deadline_s", CODE_DEADLINE_S))
         self.sandbox = _sandbox(config)
         super().__init__({**config, "deadline_s": self._code_deadline_s + MARGIN_S}, tool_schema)
-
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The one given in the YAML, or the tool's own."""
-        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(SCHEMA)
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

@@ -11,10 +11,9 @@ import pytest
 
 from agents.tools import arguments
 from agents.tools.base_tool import BaseTool
-from agents.tools.episode_tools import ToolFault
 from agents.tools.function_tool import FunctionTool
 from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from agents.tools.toolbox import Toolbox
+from agents.tools.toolbox import Toolbox, ToolFault
 from buffers.errors import ToolError
 from tests.support.patience import PATIENCE_S
 
@@ -155,7 +154,7 @@ async def test_other_episodes_go_on_while_arguments_are_checked(monkeypatch):
         seen.set()
         assert checked.wait(PATIENCE_S)
 
-    monkeypatch.setattr("agents.tools.episode_tools.check_arguments", check)
+    monkeypatch.setattr("agents.tools.toolbox.check_arguments", check)
     call = asyncio.create_task(fault_of("{}", properties={}))
     await asyncio.to_thread(seen.wait, 30)
     checked.set()  # by the event loop, which was not held up

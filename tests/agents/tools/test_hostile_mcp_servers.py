@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from agents.tools.episode_tools import ToolFault
 from agents.tools.mcp import session, stdio
-from agents.tools.toolbox import Toolbox
+from agents.tools.toolbox import Toolbox, ToolFault
 from buffers.errors import ToolError
 from buffers.outgoing import MCP
 from configs.checkout import python_path
