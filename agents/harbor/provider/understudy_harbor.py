@@ -1,6 +1,6 @@
 """`understudy_harbor:ChildEnvironment`, a provider of Harbor's for machines without docker: a fenced child process.
 
-The fence is `agents.harbor.fence`. Imported by `harbor`, in its interpreter (3.12 or newer), by its import path, with this
+The fence is `agents.fence`. Imported by `harbor`, in its interpreter (3.12 or newer), by its import path, with this
 folder on PYTHONPATH; never by ours. Imports harbor and the standard library; what is ours runs in processes of its own.
 Invariants: everything that a trial started ends with its environment, or with the trial's own process, however that ends; files
 go in and out by tar inside the room, so that no link that an agent made leads out of it.
@@ -27,7 +27,7 @@ from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.models.trial.paths import EnvironmentPaths
 
 ROOT = Path(__file__).resolve().parents[3]
-FENCE = [sys.executable, "-S", "-m", "agents.harbor.fence"]
+FENCE = [sys.executable, "-S", "-m", "agents.fence"]
 DOCKERFILE = [sys.executable, "-S", "-m", "agents.harbor.dockerfile"]
 OURS = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "PATH": os.defpath}
 PLAIN = {

@@ -3,7 +3,7 @@
 Used by `agents.tools.mcp.session` as the `mcp` package's transport; the package's own keeps a line without end in memory and leaves
 behind what a server started. Invariants: at most `MAX_MESSAGE_BYTES` of what a server writes are kept; one that writes more in one
 message, or too much unrequested output, is killed, and `fault` says so; when the connection ends, nothing of the server's
-process group is alive, and it ends with this process (`agents.tools.mcp.child`). A grandchild that made itself a group of its own
+process group is alive, and it ends with this process (`agents.fence`). A grandchild that made itself a group of its own
 is out of reach. It neither knows what a message means nor starts a dead server again.
 """
 
@@ -25,7 +25,7 @@ from mcp.client.stdio import get_default_environment
 from mcp.shared.message import SessionMessage
 from mcp.types import JSONRPCError, JSONRPCNotification, JSONRPCRequest, JSONRPCResponse, jsonrpc_message_adapter
 
-from agents.tools.mcp import child
+from agents import fence
 
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_UNASKED_MESSAGES = 10_000
@@ -112,7 +112,7 @@ class StdioServer:
             stdin, self._flow = await loop.connect_write_pipe(_Flow, sink)
             stack.callback(self._abort, stdin)
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", child.__file__, str(os.getpid())),
+                *(sys.executable, "-I", "-S", fence.__file__, "follow", str(os.getpid())),
                 *self._command,
                 env=self._env,
                 cwd=self._folder,

@@ -5,7 +5,7 @@ class with `run` and names it in the tool's config. Invariants of ChildSandbox: 
 output is kept up to a limit, and it ends when it prints more; nothing of it stays on disk; where the kernel cannot keep
 it from the network, other files or other processes, it is not run at all, unless `weak` allows that.
 
-It is a child process with `agents.tools.sandbox.child`'s limits: enough for programs that go wrong, not for an
+It is a child process with the limits of `agents.fence`: enough for programs that go wrong, not for an
 attacker.
 """
 
@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from agents import fence
 from buffers.errors import ToolError
 
-CHILD = Path(__file__).with_name("child.py")
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
 """What code may read, beside its Python."""
 CHUNK_BYTES = 1 << 16
@@ -152,7 +152,7 @@ class ChildSandbox:
         (folder / "program.py").write_text(code, encoding="utf-8", errors="replace")
         spec = self._spec(folder, cpu_s=max(1, round(deadline_s + 0.5)), probe=probe)
         child = await asyncio.create_subprocess_exec(
-            *(self._python, "-I", "-S", str(CHILD), json.dumps(spec)),
+            *(self._python, "-I", "-S", fence.__file__, "run", json.dumps(spec)),
             cwd=folder,
             env={},
             stdin=asyncio.subprocess.DEVNULL,
