@@ -20,6 +20,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx2
@@ -32,6 +33,10 @@ HTTP_ATTEMPTS = 4
 MAX_SHOWN_CHARS = 300
 HELLO_S = 10.0
 """Seconds in which a connection must name an episode, or is closed: any program on this machine may connect."""
+
+Score = dict[str, float | str]
+Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+"""A line to the agent -> its answer."""
 
 
 class ScoreClient:
@@ -140,26 +145,34 @@ class WalkServer:
     async def _play_episode(
         self, episode_id: str, task: Task, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        game = WalkGame(task)
-        pause_s = self.latency_of(episode_id)
+        async def ask(line: dict[str, Any]) -> dict[str, Any]:
+            await write_line(writer, {**line, "done": False})
+            answer = await read_line(reader)
+            if answer is None:
+                raise ConnectionError(f"the agent of episode {episode_id} left before the end")
+            return answer
+
         try:
-            await write_line(writer, {"messages": game.reset(), "done": False})
-            score = None
-            while score is None:
-                line = await read_line(reader)
-                if line is None:
-                    raise ConnectionError(f"the agent of episode {episode_id} left before the end")
-                if pause_s:
-                    await asyncio.sleep(pause_s)
-                observation, done, score = game.step(str(line["move"]))
-                if not done:
-                    await write_line(writer, {"observation": observation, "done": False})
+            scores, last = await self._play_game(task, ask, pause_s=self.latency_of(episode_id))
         except (ConnectionError, KeyError, ValueError, TypeError) as error:
             left = isinstance(error, ConnectionError)
             await self._scores.report(episode_id, failed="agent left" if left else f"agent sent a bad line: {error!r}")
             raise
-        await self._scores.report(episode_id, score=score)
-        await write_line(writer, {"observation": observation, "done": True})
+        for score in scores:
+            await self._scores.report(episode_id, **score)
+        await write_line(writer, {**last, "done": True})
+
+    async def _play_game(self, task: Task, ask: Ask, *, pause_s: float) -> tuple[list[Score], dict[str, Any]]:
+        """What is reported of the episode, in order, and the last line to the agent."""
+        game = WalkGame(task)
+        answer = await ask({"messages": game.reset()})
+        while True:
+            if pause_s:
+                await asyncio.sleep(pause_s)
+            observation, _, score = game.step(str(answer["move"]))
+            if score is not None:
+                return [{"score": score}], {"observation": observation}
+            answer = await ask({"observation": observation})
 
     def latency_of(self, episode_id: str) -> float:
         """Seconds per move of this episode."""
