@@ -22,8 +22,8 @@ from uuid import uuid4
 from pydantic import BaseModel, ConfigDict, Field
 
 from agents.agent_loop import AgentLoopBase, AgentLoopOutput, register
-from agents.loops.tool_parser import FunctionCall, ToolParser
 from agents.loops.trajectory import Trajectory, read_settings
+from agents.loops.vllm_tool_parsers import FunctionCall, ToolParser
 from agents.tools.toolbox import EpisodeTools, Toolbox
 from buffers.errors import AgentError
 

@@ -75,7 +75,7 @@ class FileSearchTool(BaseTool):
             shown.append(f"(more than {self._max_hits} lines; ask for something rarer, or for some files)")
         if late:
             shown.append(f"(ended after {self._search_s:g} s)")
-        return ToolResponse(text="\n".join(shown) or "(nothing found)"), 0.0, {"hits": min(len(hits), self._max_hits)}
+        return ToolResponse(text="\n".join(shown) or "(nothing found)"), 0.0, {}
 
     def _search(self, query: str, *, pattern: str) -> tuple[list[str], bool]:
         """The first lines, one more than are shown, and whether time ran out."""

@@ -60,8 +60,7 @@ class PythonTool(BaseTool):
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         """Run `parameters["code"]`. Its reward is 0."""
         result = await self.sandbox.run(str(parameters["code"]), deadline_s=self._code_deadline_s)
-        figures = {"seconds": result.seconds, "late": result.late, "cut": result.cut}
-        return ToolResponse(text=_words(result, deadline_s=self._code_deadline_s)), 0.0, figures
+        return ToolResponse(text=_words(result, deadline_s=self._code_deadline_s)), 0.0, {}
 
 
 def _sandbox(config: dict[str, Any]) -> Sandbox:

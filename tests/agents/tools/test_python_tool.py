@@ -154,10 +154,10 @@ class Watched(ChildSandbox):
 
     @asynccontextmanager
     async def _child(self, folder, **how):
-        async with super()._child(folder, **how) as child:
+        async with super()._child(folder, **how) as (child, stdout):
             if not how["probe"]:
                 self.pid.set_result(child.pid)
-            yield child
+            yield child, stdout
 
 
 async def test_a_cancelled_call_ends_its_code(scratch):
