@@ -21,9 +21,10 @@ import asyncio
 import inspect
 import logging
 import sys
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -188,45 +189,39 @@ class Toolbox:
         self._tools[tool.name] = tool
 
 
+@dataclass(slots=True, eq=False)
 class EpisodeTools:
     """One episode's tools, by name: calls, rewards, and the instances that were created for it. Opened by a `Toolbox`."""
 
-    def __init__(
-        self,
-        tools: Mapping[str, BaseTool],
-        *,
-        toolbox: Toolbox,
-        kwargs: Mapping[str, ToolKwargs],
-        agent_data: object,
-    ) -> None:
-        self._tools = tools
-        self._toolbox = toolbox
-        self._kwargs = kwargs
-        self._agent_data = agent_data
-        self._instances: dict[str, str] = {}
-        self._over = False
-        self._creating = {name: asyncio.Lock() for name in tools}
+    tools: Mapping[str, BaseTool]
+    _: KW_ONLY
+    toolbox: Toolbox
+    kwargs: Mapping[str, ToolKwargs]
+    agent_data: object
+    _instances: dict[str, str] = field(default_factory=dict, init=False)
+    _creating: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock), init=False)
+    _over: bool = field(default=False, init=False)
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
         """OpenAI tool dicts, for the chat template."""
-        return [schema.as_openai() for tool in self._tools.values() if (schema := tool.tool_schema) is not None]
+        return [schema.as_openai() for tool in self.tools.values() if (schema := tool.tool_schema) is not None]
 
     async def call(self, name: str, arguments: str | Mapping[str, Any]) -> ToolOutcome:
         """One call as the model wrote it; `arguments` as JSON text or as a dict. Calls may run at the same time."""
         try:
             response, reward = await self._call(name, arguments)
         except _Fault as fault:
-            text = truncate(f"Error: {fault.text}", limit=self._toolbox.max_response_chars, side="left")
+            text = truncate(f"Error: {fault.text}", limit=self.toolbox.max_response_chars, side="left")
             return ToolOutcome(text=_clean(text), ok=False, error=fault.fault)
-        text = truncate(response.text or "", limit=self._toolbox.max_response_chars, side=self._toolbox.truncate_side)
+        text = truncate(response.text or "", limit=self.toolbox.max_response_chars, side=self.toolbox.truncate_side)
         return ToolOutcome(text=_clean(text), reward=reward)
 
     async def rewards(self) -> dict[str, float]:
         """`calc_reward` of each tool that was created, by name. Raises ToolError when one gives no finite number."""
         found = {}
         for name, instance in list(self._instances.items()):
-            tool = self._tools[name]
+            tool = self.tools[name]
             given = self._given(name, "calc_reward_kwargs")
             try:
                 reward = await self._guarded(tool, partial(tool.calc_reward, instance, **given))
@@ -241,7 +236,7 @@ class EpisodeTools:
         """Open instances of these tools now. Raises ToolError when one cannot be."""
         for name in names:
             try:
-                await self._instance(self._tools[name])
+                await self._instance(self.tools[name])
             except _Fault as fault:
                 raise ToolError(f"create of {fault.text}; check its create_kwargs in the task's tools_kwargs") from None
 
@@ -250,12 +245,12 @@ class EpisodeTools:
         self._over = True
         while self._instances:
             name, instance = self._instances.popitem()
-            await self._release(self._tools[name], instance)
+            await self._release(self.tools[name], instance)
 
     async def _call(self, name: str, given: str | Mapping[str, Any]) -> tuple[ToolResponse, float]:
-        tool = self._tools.get(name) if isinstance(name, str) else None  # a parser hands on what the model wrote
+        tool = self.tools.get(name) if isinstance(name, str) else None  # a parser hands on what the model wrote
         if tool is None or tool.tool_schema is None:
-            raise _Fault(ToolFault.UNKNOWN_TOOL, f"there is no tool {name!r:.100}; {nearest(str(name), self._tools)}")
+            raise _Fault(ToolFault.UNKNOWN_TOOL, f"there is no tool {name!r:.100}; {nearest(str(name), self.tools)}")
         try:
             # In a thread: what a model writes may take seconds to check, and other episodes continue.
             arguments = await asyncio.to_thread(_checked_arguments, given, tool.tool_schema)
@@ -263,8 +258,8 @@ class EpisodeTools:
             raise _Fault(ToolFault.BAD_ARGUMENTS if error.is_json else ToolFault.BAD_JSON, f"{name}: {error}") from None
         instance = await self._instance(tool)
         extra = self._given(name, "execute_kwargs")
-        if self._agent_data is not None and _takes(tool.execute, "agent_data"):
-            extra["agent_data"] = self._agent_data
+        if self.agent_data is not None and _takes(tool.execute, "agent_data"):
+            extra["agent_data"] = self.agent_data
         result = await self._guarded(tool, partial(tool.execute, instance, arguments, **extra))
         match result:
             case (ToolResponse(text=str() | None) as response, reward, dict() | None) if _is_number(reward):
@@ -299,13 +294,13 @@ class EpisodeTools:
             logger.warning("release of %s", fault.text)
 
     def _given(self, name: str, kind: str) -> dict[str, Any]:
-        return dict(self._kwargs.get(name, {}).get(kind) or {})
+        return dict(self.kwargs.get(name, {}).get(kind) or {})
 
     async def _guarded(self, tool: BaseTool, work: Callable[[], Any]) -> Any:
         """What `work` gives. Raises _Fault when it raises, or is late."""
-        deadline_s = float(tool.config.get(DEADLINE, self._toolbox.call_deadline_s))
+        deadline_s = float(tool.config.get(DEADLINE, self.toolbox.call_deadline_s))
         ended = await call_with_deadline(
-            work, name=f"tool {tool.name}", deadline_s=deadline_s, left_behind=self._toolbox.left_behind
+            work, name=f"tool {tool.name}", deadline_s=deadline_s, left_behind=self.toolbox.left_behind
         )
         if ended.late:
             raise _Fault(ToolFault.DEADLINE, f"{tool.name} did not answer within {deadline_s:g} s")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -43,43 +43,35 @@ _DEAD = (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError)
 CONNECTION_CLOSED = -32000
 
 
+@dataclass(slots=True, eq=False)
 class McpServer:
     """`async with` it: starts the server, gives its tools. `selected`: of those, only these. `config`: of each of its tools."""
 
-    def __init__(
-        self,
-        spec: McpServerSpec,
-        *,
-        name: str,
-        folder: Path,
-        selected: list[str] | None = None,
-        config: Mapping[str, Any] | None = None,
-        start_deadline_s: float = START_DEADLINE_S,
-    ) -> None:
-        self.name = name
-        self._spec = spec
-        self._folder = folder
-        self._selected = selected
-        self._config = dict(config or {})
-        self._start_deadline_s = start_deadline_s
-        self._session: McpSession | None = None
-        self._starting = asyncio.Lock()
-        self._given_up = ""
-        self.starts = 0
+    spec: McpServerSpec
+    _: KW_ONLY
+    name: str
+    folder: Path
+    selected: list[str] | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    start_deadline_s: float = START_DEADLINE_S
+    starts: int = field(default=0, init=False)
+    _session: McpSession | None = field(default=None, init=False)
+    _starting: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _given_up: str = field(default="", init=False)
 
     async def __aenter__(self) -> list[BaseTool]:
         """Raises ToolError when the server does not start, or has not the tools that were selected."""
         session = await self._open()
         found = {tool.name: tool for tool in session.tools}
-        for name in self._selected or ():
+        for name in self.selected or ():
             if name not in found:
                 await self._close()
                 raise ToolError(
                     f"tool_selected_list must name tools of MCP server {self.name}, got {name!r}; {nearest(name, found)}"
                 )
-        chosen = found if self._selected is None else {name: found[name] for name in self._selected}
+        chosen = found if self.selected is None else {name: found[name] for name in self.selected}
         try:
-            return [McpTool(tool, server=self, config=self._config) for tool in chosen.values()]
+            return [McpTool(tool, server=self, config=self.config) for tool in chosen.values()]
         except (ToolError, ValidationError) as error:
             await self._close()
             rules = rules_of(error) if isinstance(error, ValidationError) else str(error)
@@ -139,9 +131,7 @@ class McpServer:
                 if not old.has_answered and self.starts > 1:
                     self._give_up(f"MCP server {self.name} died again before it answered anything{words}")
             try:
-                self._session = await McpSession.start(
-                    self._spec, folder=self._folder, deadline_s=self._start_deadline_s
-                )
+                self._session = await McpSession.start(self.spec, folder=self.folder, deadline_s=self.start_deadline_s)
             except ToolError as error:
                 self._give_up(f"MCP server {self.name} must start: {error}")
             self.starts += 1

@@ -169,7 +169,7 @@ async def test_a_server_that_is_not_fit_for_use_is_refused_by_its_name(tmp_path,
     alive = Alive(tmp_path)
     toolbox = Toolbox.load(servers(tmp_path, alive, mode))
     if "not ready" in reason:
-        toolbox._sources[0]._start_deadline_s = 0.5
+        toolbox._sources[0].start_deadline_s = 0.5
     with pytest.raises(ToolError) as refused:
         async with toolbox:
             pass
