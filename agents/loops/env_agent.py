@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agents.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from agents.loops.trajectory import Trajectory, read_settings
-from agents.tools.truncate import truncate
+from agents.tools.schemas import truncate
 from buffers.errors import AgentError, EnvError
 from env_adapters.adapter import Message, Step, WithDeadlines
 from env_adapters.catalog import adapter_class, make_adapter

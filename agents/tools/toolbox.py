@@ -34,9 +34,8 @@ from uuid import uuid4
 
 from agents.tools.arguments import BadArguments, check_arguments, check_schema, read_arguments
 from agents.tools.base_tool import BaseTool
-from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from agents.tools.schemas import OpenAIFunctionToolSchema, Side, ToolResponse, truncate
 from agents.tools.tool_file import ToolSource, load_tools
-from agents.tools.truncate import Side, truncate
 from buffers.did_you_mean import nearest
 from buffers.errors import ToolError
 from env_adapters.guarded_calls import CaughtException, call_with_deadline

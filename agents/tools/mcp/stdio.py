@@ -1,6 +1,6 @@
 """The process of an MCP server that speaks on standard input and output, and what it may say.
 
-Used by `agents.tools.mcp.session` as the `mcp` package's transport; the package's own keeps a line without end in memory and leaves
+Used by `agents.tools.mcp.server` as the `mcp` package's transport; the package's own keeps a line without end in memory and leaves
 behind what a server started. Invariants: at most `MAX_MESSAGE_BYTES` of what a server writes are kept; one that writes more in one
 message, or too much unrequested output, is killed, and `fault` says so; when the connection ends, nothing of the server's
 process group is alive, and it ends with this process (`agents.fence`). A grandchild that made itself a group of its own

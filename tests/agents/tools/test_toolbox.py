@@ -12,9 +12,8 @@ import pytest
 
 from agents.tools.base_tool import BaseTool
 from agents.tools.function_tool import FunctionTool
-from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse, truncate
 from agents.tools.toolbox import Toolbox, ToolFault
-from agents.tools.truncate import truncate
 from buffers.errors import ToolError
 from tests.support.patience import PATIENCE_S
 
