@@ -125,9 +125,13 @@ class _Collector:
             try:
                 scores = await self._judge(tasks, answers)
             except ScoreError as error:
-                _settle(futures, error=error)
+                for future in futures:
+                    if not future.done():  # else its request was given up
+                        future.set_exception(error)
             else:
-                _settle(futures, scores=scores)
+                for future, score in zip(futures, scores, strict=True):
+                    if not future.done():
+                        future.set_result(score)
         self._working = None
 
     async def _judge(self, tasks: Sequence[Task], answers: Sequence[str]) -> list[float]:
@@ -164,18 +168,6 @@ def _is_score(value: object) -> bool:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(float(value))
     except OverflowError:  # a whole number that no float holds
         return False
-
-
-def _settle(
-    futures: Sequence[asyncio.Future[float]], *, scores: Sequence[float] = (), error: ScoreError | None = None
-) -> None:
-    for number, future in enumerate(futures):
-        if future.done():  # its request was given up
-            continue
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(scores[number])
 
 
 def resolve(name: str, *, batch: bool) -> Batch:
