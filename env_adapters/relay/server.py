@@ -13,20 +13,12 @@ a run without roles. The server of the walk game has the connections and their r
 
 from __future__ import annotations
 
-import asyncio
+import argparse
 from typing import Any
 
 from buffers.records import Task
 from env_adapters.relay.game import RUNNER, SCOUT, TURNS, RelayGame
-from env_adapters.walk.server import (
-    Ask,
-    Score,
-    ScoreClient,
-    WalkServer,
-    game_parser,
-    scores_of_run,
-    serve_until_stopped,
-)
+from env_adapters.walk.server import Ask, Score, ScoreClient, WalkServer, run_server
 
 
 class RelayServer(WalkServer):
@@ -52,11 +44,9 @@ class RelayServer(WalkServer):
 
 
 def main() -> None:
-    parser = game_parser("Play the relay game over TCP and report scores to SERVER_URL.")
+    parser = argparse.ArgumentParser(description="Play the relay game over TCP and report scores to SERVER_URL.")
     parser.add_argument("--by", choices=("role", "branch"), default="role", help="what the scores are of")
-    arguments = parser.parse_args()
-    relay = RelayServer(scores_of_run(parser), by_branch=arguments.by == "branch")
-    asyncio.run(serve_until_stopped(relay, host=arguments.host, port=arguments.port))
+    run_server(parser, lambda scores, given: RelayServer(scores, by_branch=given.by == "branch"))
 
 
 if __name__ == "__main__":
