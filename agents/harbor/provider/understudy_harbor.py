@@ -210,25 +210,13 @@ class ChildEnvironment(BaseEnvironment):  # type: ignore[misc]
         if self._holder is None or self._holder.returncode is not None:
             raise RuntimeError("the room of this environment has ended")
         variables = {**PLAIN, **self._variables, **env}
-        line = [*FENCE, "enter", str(self._pid), cwd, *command]
         ours = {**OURS, VARIABLES: json.dumps(variables)}  # not in its arguments, which all users of a machine can read
-        code, printed, errors = await self._run(line, env=ours, timeout_s=timeout_s, stdin=stdin, stdout=stdout)
-        return ExecResult(stdout=printed, stderr=errors, return_code=code)
-
-    async def _run(
-        self,
-        command: Sequence[str],
-        *,
-        env: dict[str, str],
-        timeout_s: float | None = None,
-        stdin: Any = asyncio.subprocess.DEVNULL,
-        stdout: Any = None,
-    ) -> tuple[int, str, str]:
-        """(exit code, standard output, standard error). Files, not pipes: what a command leaves running may hold them open."""
+        # Files, not pipes: what a command leaves running may hold them open.
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             process = await asyncio.create_subprocess_exec(
-                *command, cwd=ROOT, env=env, stdin=stdin, stdout=stdout or out, stderr=err, start_new_session=True
-            )
+                *FENCE, "enter", str(self._pid), cwd, *command,
+                cwd=ROOT, env=ours, stdin=stdin, stdout=stdout or out, stderr=err, start_new_session=True,
+            )  # fmt: skip
             late = False
             try:
                 async with asyncio.timeout(timeout_s):
@@ -239,7 +227,8 @@ class ChildEnvironment(BaseEnvironment):  # type: ignore[misc]
                 if process.returncode is None:
                     process.terminate()
                     await asyncio.shield(process.wait())
-            return LATE if late else process.returncode or 0, _end(out), _end(err)
+            code = LATE if late else process.returncode or 0
+            return ExecResult(stdout=_end(out), stderr=_end(err), return_code=code)
 
 
 def _end(file: Any) -> str:
