@@ -83,14 +83,6 @@ class Child:
             )
         return cls(process, log=log, stdout=stdout)
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def running(self) -> bool:
-        return self._process.returncode is None
-
     async def wait(self) -> int:
         """The exit code (negative: the signal that ended it)."""
         return await self._process.wait()
