@@ -19,7 +19,7 @@ class BaseTool(ABC):
     """`config`: the YAML entry's `config`. `tool_schema`: its `tool_schema`; without one `own_schema` is taken, or
     `get_openai_tool_schema` must give it."""
 
-    own_schema: ClassVar[dict[str, Any] | None] = None
+    own_schema: ClassVar[OpenAIFunctionToolSchema | None] = None
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         self.config = config
@@ -35,9 +35,7 @@ class BaseTool(ABC):
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
         """What the model is shown; None when there is none yet."""
-        if self.tool_schema is None and self.own_schema is not None:
-            return OpenAIFunctionToolSchema.model_validate(self.own_schema)
-        return self.tool_schema
+        return self.tool_schema or self.own_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         """Open an instance for one episode; `kwargs` are the task's `create_kwargs`. Returns its id."""

@@ -7,7 +7,8 @@ checks nothing.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -41,6 +42,12 @@ class OpenAIFunctionToolSchema(BaseModel):
 
     type: Literal["function"] = "function"
     function: OpenAIFunctionSchema
+
+    @classmethod
+    def of(cls, name: str, description: str, parameters: Mapping[str, Any]) -> Self:
+        """A function's schema; `parameters`: a JSON Schema object."""
+        fields = {"name": name, "description": description, "parameters": parameters}
+        return cls(function=OpenAIFunctionSchema.model_validate(fields))
 
     def as_openai(self) -> dict[str, Any]:
         """The dict that a chat template and an OpenAI client take; what was not given is left out."""

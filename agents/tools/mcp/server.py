@@ -34,7 +34,7 @@ from pydantic_core import to_json
 from agents.tools.base_tool import BaseTool
 from agents.tools.mcp.config import McpServerSpec
 from agents.tools.mcp.stdio import StdioServer
-from agents.tools.schemas import OpenAIFunctionSchema, OpenAIFunctionToolSchema, ToolResponse
+from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from buffers.did_you_mean import nearest
 from buffers.errors import ToolError
 from buffers.outgoing import MCP, Outgoing
@@ -277,8 +277,7 @@ class McpTool(BaseTool):
         self._server = server
         hints = tool.annotations
         self._again = hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
-        fields = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-        super().__init__(config, OpenAIFunctionToolSchema(function=OpenAIFunctionSchema.model_validate(fields)))
+        super().__init__(config, OpenAIFunctionToolSchema.of(tool.name, tool.description or "", tool.input_schema))
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from agents.tools.base_tool import BaseTool
 from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
@@ -32,21 +32,18 @@ LINE_CHARS = 200
 class FileSearchTool(BaseTool):
     """The same folder for all episodes."""
 
-    own_schema: ClassVar[dict[str, Any] | None] = {
-        "type": "function",
-        "function": {
-            "name": "file_search",
-            "description": "Searches the files of a folder for lines with a text, ignoring case. Returns path:line: text.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "query": {"type": "string", "minLength": 1, "description": "The text to find in a line."},
-                    "pattern": {"type": "string", "description": "Only files with such a path, for example *.md"},
-                },
-                "required": ["query"],
+    own_schema = OpenAIFunctionToolSchema.of(
+        "file_search",
+        "Searches the files of a folder for lines with a text, ignoring case. Returns path:line: text.",
+        {
+            "type": "object",
+            "properties": {
+                "query": {"type": "string", "minLength": 1, "description": "The text to find in a line."},
+                "pattern": {"type": "string", "description": "Only files with such a path, for example *.md"},
             },
+            "required": ["query"],
         },
-    }
+    )
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         root = Path(str(config.get("root", "")))

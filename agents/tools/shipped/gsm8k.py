@@ -9,7 +9,7 @@ What counts as right is `env_adapters.scoring.scorers`' matter.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 from uuid import uuid4
 
 from agents.tools.base_tool import BaseTool
@@ -34,18 +34,15 @@ class _Judged:
 class Gsm8kTool(BaseTool):
     """An instance for each episode: the truth, the last answer, its reward."""
 
-    own_schema: ClassVar[dict[str, Any] | None] = {
-        "type": "function",
-        "function": {
-            "name": "calc_gsm8k_reward",
-            "description": "Checks an answer to the problem: reward 1.0 if it is right, 0.0 if it is wrong or not a number.",
-            "parameters": {
-                "type": "object",
-                "properties": {"answer": {"type": "string", "description": "The answer to the problem, in digits."}},
-                "required": ["answer"],
-            },
+    own_schema = OpenAIFunctionToolSchema.of(
+        "calc_gsm8k_reward",
+        "Checks an answer to the problem: reward 1.0 if it is right, 0.0 if it is wrong or not a number.",
+        {
+            "type": "object",
+            "properties": {"answer": {"type": "string", "description": "The answer to the problem, in digits."}},
+            "required": ["answer"],
         },
-    }
+    )
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         super().__init__(config, tool_schema)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from agents.tools.base_tool import BaseTool
 from agents.tools.sandbox.sandbox import ChildLimits, ChildSandbox, Sandbox, SandboxResult
@@ -25,9 +25,6 @@ from buffers.errors import ToolError
 CODE_DEADLINE_S = 10.0
 MARGIN_S = 30.0
 """What a call may wait for its turn, and for the sandbox, beyond the program's own time."""
-DESCRIPTION = (
-    "Runs a Python program and returns what it prints. Each call starts from nothing; no network, no files are kept."
-)
 LIMITS = {field.name for field in fields(ChildLimits)}
 OWN = {"type", "deadline_s", "weak", "concurrency", "sandbox", "sandbox_config"}
 
@@ -35,18 +32,15 @@ OWN = {"type", "deadline_s", "weak", "concurrency", "sandbox", "sandbox_config"}
 class PythonTool(BaseTool):
     """One sandbox for all episodes."""
 
-    own_schema: ClassVar[dict[str, Any] | None] = {
-        "type": "function",
-        "function": {
-            "name": "python",
-            "description": DESCRIPTION,
-            "parameters": {
-                "type": "object",
-                "properties": {"code": {"type": "string", "description": "The program. Print what you want to see."}},
-                "required": ["code"],
-            },
+    own_schema = OpenAIFunctionToolSchema.of(
+        "python",
+        "Runs a Python program and returns what it prints. Each call starts from nothing; no network, no files are kept.",
+        {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "The program. Print what you want to see."}},
+            "required": ["code"],
         },
-    }
+    )
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         if unknown := sorted(set(config) - LIMITS - OWN):
