@@ -172,11 +172,6 @@ def rollout_trace_op(function: Function) -> Function:
     return function
 
 
-def registered() -> dict[str, str]:
-    """Agent name -> `module.Class`, of the modules imported so far."""
-    return dict(_registry)
-
-
 def verl_config(*, prompt_length: int, response_length: int, **rollout: Any) -> Any:
     """The part of verl's configuration tree that loops read: `config.actor_rollout_ref.rollout` and `config.data`."""
     multi_turn = SimpleNamespace(**rollout.pop("multi_turn", {}))

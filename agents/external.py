@@ -5,7 +5,7 @@ or a fresh process for each episode (its task in `TASK_JSON` and on its standard
 runs in a folder of its own without the checkout on its import path: the folder name `agents` is also the import name of
 the OpenAI Agents SDK.
 
-A program of one episode that ends without a score having been reported is scored by a `Judge` (`data.scorer`), on what it
+A program of one episode that ends without a score having been reported is scored by `data.scorer`, on what it
 printed and its exit code, where there is one. A program that crashes is data: its episodes fail with a reason, it is started
 again, and the run continues. One that keeps crashing without finishing an episode ends the run with its log.
 """
@@ -17,12 +17,12 @@ import json
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from buffers.disk import LOOK_S, check_takes, until_written
 from buffers.errors import AgentError, EpisodeError, ScoreError
@@ -31,6 +31,9 @@ from buffers.tasks.task_pool import PoolClosed
 from configs.processes.child_environment import clean_environment
 from env_adapters.child_process import STOP_GRACE_S, Child, resolve_command
 from env_adapters.scoring.scorers import ProgramOutput
+
+if TYPE_CHECKING:
+    from env_adapters.scoring.rewards import Rewards
 
 logger = logging.getLogger(__name__)
 
@@ -47,18 +50,6 @@ OUTPUT_BYTES = 65_536
 """Bytes of the end of a program's standard output that are judged; all of it is in the log."""
 OUTPUT_WAIT_S = 5.0
 """Seconds after a program has ended: a process that it left behind may hold its output open."""
-
-
-class Judge(Protocol):
-    """The scorer of a program that ended without a score."""
-
-    def judges(self, task: Task, *, exit_code: int) -> bool:
-        """Whether such an end is judged at all; else the episode failed."""
-        ...
-
-    def score(self, task: Task, answer: str) -> Coroutine[Any, Any, float]:
-        """The score; raises ScoreError when there is none."""
-        ...
 
 
 class EpisodeService(Protocol):
@@ -158,49 +149,66 @@ async def play_in_lanes(
             tasks.create_task(lane(index), name=f"agent lane {index}")
 
 
+async def exit_code(
+    child: Child, service: EpisodeService, episode_id: str, *, end: Callable[[], Awaitable[None]]
+) -> int:
+    """How the program ended; one that still runs after its episode (scored, deadline, stale) is ended by `end`."""
+    exited = asyncio.create_task(child.wait())
+    ended = asyncio.create_task(service.wait_ended(episode_id))
+    try:
+        await asyncio.wait({exited, ended}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ended.cancel()
+    if not exited.done():
+        await end()
+    return await exited
+
+
+@dataclass(slots=True, eq=False)
 class LongLivedAgents:
     """`processes` programs that lease tasks until there are none. One that ends before, with any exit code, is started again;
     one that does so again and again without a score in between ends the run."""
 
-    def __init__(
-        self, command: Sequence[str], *, place: AgentPlace, service: EpisodeService, processes: int, concurrency: int
-    ) -> None:
-        self._command = check_command(command)
-        self._place = place
-        self._service = service
-        self._processes = processes
-        self._concurrency = concurrency
-        self.crashes = 0
+    command: Sequence[str]
+    _: KW_ONLY
+    place: AgentPlace
+    service: EpisodeService
+    processes: int
+    concurrency: int
+    crashes: int = 0
+
+    def __post_init__(self) -> None:
+        self.command = check_command(self.command)
 
     async def run(self) -> None:
         """Runs until there are no more tasks and every program has ended. Cancelling stops the programs."""
         async with asyncio.TaskGroup() as tasks:
-            for index in range(self._processes):
+            for index in range(self.processes):
                 tasks.create_task(self._keep_running(index), name=f"agent {index}")
 
     async def _keep_running(self, index: int) -> None:
-        folder = self._place.folder / f"agent-{index}"
-        share = max(1, self._concurrency // self._processes)
+        folder = self.place.folder / f"agent-{index}"
+        share = max(1, self.concurrency // self.processes)
         name = f"agent-{index}"
-        env = self._place.program_environment(self._place.worker_key(name)) | {"CONCURRENCY": str(share)}
-        in_a_row, scored = 0, self._service.num_scored
+        env = self.place.program_environment(self.place.worker_key(name)) | {"CONCURRENCY": str(share)}
+        in_a_row, scored = 0, self.service.num_scored
         while True:
             began = time.monotonic()
-            takes = partial(asyncio.to_thread, check_takes, self._place.folder.parent)
-            await until_written(takes, what=name, folder=self._place.folder.parent, say=logger.warning)
+            takes = partial(asyncio.to_thread, check_takes, self.place.folder.parent)
+            await until_written(takes, what=name, folder=self.place.folder.parent, say=logger.warning)
             if time.monotonic() - began > LOOK_S:  # what it printed may have been its end
                 in_a_row = 0
-            child = await Child.start(self._command, env=env, cwd=folder, log=folder / "log.txt")
+            child = await Child.start(self.command, env=env, cwd=folder, log=folder / "log.txt")
             try:
                 code = await child.wait()
             finally:
                 await child.stop()
-            if code == 0 and self._service.has_ended:
+            if code == 0 and self.service.has_ended:
                 return
             self.crashes += 1
-            await self._service.fail_all(f"agent exited with code {code}", worker=name)
-            in_a_row = in_a_row + 1 if self._service.num_scored == scored else 1
-            scored = self._service.num_scored
+            await self.service.fail_all(f"agent exited with code {code}", worker=name)
+            in_a_row = in_a_row + 1 if self.service.num_scored == scored else 1
+            scored = self.service.num_scored
             logger.warning("agent %d ended with code %d; its log: %s", index, code, child.log)
             if in_a_row >= MAX_CRASHES:
                 raise AgentError(
@@ -209,43 +217,39 @@ class LongLivedAgents:
                 )
 
 
+@dataclass(slots=True, eq=False)
 class AgentPerEpisode:
-    """A fresh process for each episode, at most `concurrency` at once. Without a score, and without a `judge` who gives one,
-    exit code 0 is a failure too."""
+    """A fresh process for each episode, at most `concurrency` at once. Without a score, and without a `judge` who gives one
+    (`data.scorer`), exit code 0 is a failure too."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        place: AgentPlace,
-        service: EpisodeService,
-        concurrency: int,
-        judge: Judge | None = None,
-    ) -> None:
-        self._command = check_command(command)
-        self._place = place
-        self._service = service
-        self._concurrency = concurrency
-        self._judge = judge
-        self.crashes = 0
+    command: Sequence[str]
+    _: KW_ONLY
+    place: AgentPlace
+    service: EpisodeService
+    concurrency: int
+    judge: Rewards | None = None
+    crashes: int = 0
+
+    def __post_init__(self) -> None:
+        self.command = check_command(self.command)
 
     async def run(self) -> None:
         """Runs until the tasks have ended. Cancelling stops the programs."""
-        await play_in_lanes(self._service, place=self._place.folder, concurrency=self._concurrency, play=self._play)
+        await play_in_lanes(self.service, place=self.place.folder, concurrency=self.concurrency, play=self._play)
 
     async def _play(self, leased: LeasedEpisode, folder: Path) -> None:
         env, task_file = self._given(leased, folder)
         child = await Child.start(
-            self._command,
+            self.command,
             env=env,
             cwd=folder,
             log=folder / "log.txt",
             stdin=task_file,
-            pipe_stdout=self._judge is not None,
+            pipe_stdout=self.judge is not None,
         )
         printing = asyncio.create_task(self._printed(child), name=f"output of {leased.episode_id}")
         try:
-            code = await self._exit_code(child, leased.episode_id)
+            code = await exit_code(child, self.service, leased.episode_id, end=partial(_end_soon, child))
             await child.stop()  # what it left behind would hold its output open
             await asyncio.wait({printing}, timeout=OUTPUT_WAIT_S)
         finally:
@@ -263,7 +267,7 @@ class AgentPerEpisode:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "task.json"
         path.write_text(task)
-        env = self._place.program_environment(leased.api_key)
+        env = self.place.program_environment(leased.api_key)
         env |= {"EPISODE_ID": leased.episode_id, "SEED": str(leased.seed)}
         if len(task.encode()) < LARGE_TASK_BYTES:
             env["TASK_JSON"] = task
@@ -272,33 +276,28 @@ class AgentPerEpisode:
         return env, path
 
     async def _printed(self, child: Child) -> bytes:
-        return b"" if self._judge is None else await child.output(most=OUTPUT_BYTES)
+        return b"" if self.judge is None else await child.output(most=OUTPUT_BYTES)
 
     async def _end(self, leased: LeasedEpisode, output: ProgramOutput) -> None:
         """Judge an episode that still runs. One that was scored, or is past its deadline, stays as it is."""
         reason = f"agent exited with code {output.exit_code} before a score was reported"
         try:
-            task = Task(**self._service.episode_view(leased.api_key)["task"])
-            if self._judge is not None and self._judge.judges(task, exit_code=output.exit_code):
-                score = await self._judge.score(task, output)
-                await self._service.notify_score(leased.episode_id, score, wait_for_disk=True)
+            task = Task(**self.service.episode_view(leased.api_key)["task"])
+            if self.judge is not None and self.judge.judges(task, exit_code=output.exit_code):
+                score = await self.judge.score(task, output)
+                await self.service.notify_score(leased.episode_id, score, wait_for_disk=True)
                 return
         except EpisodeError:
             return  # it ended meanwhile; or no model call of it was recorded, for which it has failed by now
         except ScoreError as error:
             logger.warning("episode=%s was not scored: %s", leased.episode_id, error)
             reason = f"scorer: {error}"
-        await self._service.fail(leased.episode_id, reason)
+        await self.service.fail(leased.episode_id, reason)
 
-    async def _exit_code(self, child: Child, episode_id: str) -> int:
-        """How the program ended. One that still runs after its episode (scored, deadline, stale) has a moment to end by itself."""
-        exited = asyncio.create_task(child.wait())
-        ended = asyncio.create_task(self._service.wait_ended(episode_id))
-        try:
-            await asyncio.wait({exited, ended}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({exited}, timeout=STOP_GRACE_S)
-        finally:
-            ended.cancel()
-        if not exited.done():
-            await child.stop()
-        return await exited
+
+async def _end_soon(child: Child) -> None:
+    """It has a moment to end by itself."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(STOP_GRACE_S):
+            await child.wait()
+    await child.stop()

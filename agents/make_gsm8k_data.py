@@ -15,8 +15,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from agents.tools.episode_tools import EpisodeTools
-from agents.tools.toolbox import Toolbox
+from agents.tools.toolbox import EpisodeTools, Toolbox
 from buffers.records import Task
 from buffers.tasks.parquet import Message, write_tasks, write_traces
 from env_adapters.gsm8k import DATA_SOURCE, SAMPLE, problems, tasks_of_problems

@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 
 from agents.agent_loop import verl_config
 from agents.loops.tool_agent import ToolAgentLoop
-from agents.server_manager import AsyncLLMServerManager, TokenOutput
+from agents.server_manager import TokenOutput
 from benchmarks.harness import parser_of, play, table
 from configs.tiny_model import make_tiny_model
 
@@ -56,21 +56,12 @@ class TimedEngine:
         self._room = asyncio.Semaphore(CAPACITY)
         self.busy_s = 0.0
 
-    async def generate(
-        self, request_id: str, *, prompt_ids: list[int], sampling_params: Any, api_key: str
-    ) -> TokenOutput:
+    async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: Any) -> TokenOutput:
         async with self._room:
             await asyncio.sleep(GENERATE_S)
             self.busy_s += GENERATE_S / CAPACITY
         ids = self._answer(request_id, prompt_ids)
         return TokenOutput(ids, log_probs=[0.0] * len(ids), versions=[0] * len(ids))
-
-    async def healthy(self) -> bool:
-        return True
-
-    async def wake_up(self) -> None: ...
-
-    async def sleep(self) -> None: ...
 
 
 class Agents:
@@ -80,11 +71,10 @@ class Agents:
         self._tokenizer = tokenizer
         self.engine = TimedEngine(self._answer)
         config = verl_config(prompt_length=1024, response_length=1024)
-        manager = AsyncLLMServerManager([self.engine])
         self._class = type("Agent", (ToolAgentLoop,), {"_class_initialized": False})
         self._make = lambda: self._class(
             trainer_config=SimpleNamespace(config=config),
-            server_manager=manager,
+            server_manager=self.engine,
             tokenizer=tokenizer,
             tool_config_path=str(tools),
             tool_deadline_s=3600.0,

@@ -4,25 +4,23 @@ deadline.
 `agents.loops.env_agent` plays adapters; `env_adapters.catalog` makes them by name. One adapter is one episode's: it is
 reset once, stepped until it says done, asked for its score, and closed. Invariants of `WithDeadlines`, whatever is
 inside it: no call takes longer than its deadline; every failure is an `EnvError` with a short reason; what comes out is
-checked (messages with a role and a text, a finite score). A library that blocks runs in an `WorkerThread`, one for each
-adapter, so that a call that hangs delays no other. It does not generate, and it knows no tokens.
+checked (messages with a role and a text, a finite score). A library that blocks runs in a `WorkerThread`
+(`env_adapters.guarded_calls`), one for each adapter, so that a call that hangs delays no other. It does not generate,
+and it knows no tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import queue
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from collections.abc import Coroutine
 from dataclasses import dataclass, fields
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from buffers.errors import EnvError
 from buffers.records import Task
+from env_adapters.guarded_calls import CallResult, call_with_deadline
 
 Message = dict[str, Any]
 T = TypeVar("T")
@@ -106,38 +104,24 @@ class WithDeadlines(EnvAdapter):
         await self._call("close", self._adapter.close())
 
     async def _call(self, name: str, work: Coroutine[Any, Any, T]) -> T:
-        """`work` in a task of its own: whatever it raises stays there, and giving it up does not wait for it."""
         if self._broken:
             work.close()
             raise EnvError(f"{name} must not follow a failure ({self._broken}); close it", reason=self._broken)
-        task = asyncio.create_task(work, name=f"environment {name}")
-        try:
-            await asyncio.wait({task}, timeout=self._deadline_s)
-        finally:
-            if not task.done():
-                self._broken = f"environment {name}: deadline"
-                self._give_up(task)
-        if not task.done():
+        self._broken = f"environment {name}: deadline"  # until it has answered; also where this call is cancelled
+        ended: CallResult[T] = await call_with_deadline(
+            lambda: work, name=f"environment {name}", deadline_s=self._deadline_s, left_behind=self._given_up
+        )
+        if ended.late:
             raise self._failure(name, f"must answer within {self._deadline_s:g} s, it did not", what="deadline")
-        error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        if error is None:
-            return task.result()
-        if isinstance(error, EnvError):
-            self._broken = error.reason
-            raise error
-        what = type(error).__name__
-        words = " ".join(str(error).split())  # an error is one line
-        raise self._failure(name, f"must not raise, got {what}: {words:.300}", what=what) from error
-
-    def _give_up(self, task: asyncio.Task[Any]) -> None:
-        self._given_up.add(task)  # asyncio itself holds tasks weakly
-        task.add_done_callback(self._forget)
-        task.cancel()
-
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._given_up.discard(task)
-        if not task.cancelled():
-            task.exception()  # marks it as seen: nothing waits for it
+        if ended.error is None:
+            self._broken = ""
+            return cast("T", ended.value)
+        if isinstance(ended.error, EnvError):
+            self._broken = ended.error.reason
+            raise ended.error
+        what = type(ended.error).__name__
+        words = " ".join(str(ended.error).split())  # an error is one line
+        raise self._failure(name, f"must not raise, got {what}: {words:.300}", what=what) from ended.error
 
     def _failure(self, name: str, complaint: str, *, what: str) -> EnvError:
         kind = type(self._adapter).__name__
@@ -155,62 +139,3 @@ class WithDeadlines(EnvAdapter):
 
 def _is_message(one: object) -> bool:
     return isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
-
-
-def with_deadlines(adapter: EnvAdapter, *, deadline_s: float) -> WithDeadlines:
-    """The adapter with a deadline for each call."""
-    return WithDeadlines(adapter, deadline_s=deadline_s)
-
-
-class WorkerThread:
-    """A thread for one library object: all its calls run there, in order. Dies with the process, also while it hangs."""
-
-    def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._last: Future[Any] | None = None
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        """Whether the thread has not ended yet."""
-        return self._thread.is_alive()
-
-    async def call(self, function: Callable[[], T]) -> T:
-        """`function()` in the thread. Cancelling does not interrupt a call that runs; one that waits is dropped."""
-        future: Future[T] = Future()
-        self._last = future
-        self._calls.put((future, function))
-        return await asyncio.wrap_future(future)
-
-    async def end(self, last: Callable[[], object]) -> None:
-        """`last()`, and then the thread ends. Not waited for when an earlier call hangs."""
-        hangs = self._last is not None and not self._last.done()
-        call: Future[object] = Future()
-        self._calls.put((call, last))
-        self._calls.put(None)
-        if not hangs:
-            await asyncio.wrap_future(call)
-
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            future, function = call
-            if future.set_running_or_notify_cancel():
-                with _Outcome(future):
-                    future.set_result(function())
-
-
-class _Outcome:
-    """What is raised inside goes to the future, where it is awaited: the border at which a library's failure becomes data."""
-
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = future
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        if error is None:
-            return False
-        # What is no Exception (a library that calls sys.exit) would end the event loop that awaits it.
-        self._future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-        return True

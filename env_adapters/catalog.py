@@ -21,7 +21,7 @@ ADAPTERS = {
     "gymnasium": "env_adapters.gymnasium_env.GymnasiumEnv",
     "openenv": "env_adapters.openenv.OpenEnv",
     "verifiers": "env_adapters.verifiers_env.VerifiersEnv",
-    "walk": "env_adapters.walk.env.WalkEnv",
+    "walk": "env_adapters.walk.game.WalkEnv",
 }
 
 

@@ -1,7 +1,7 @@
 """Child programs: agents and environments. Each runs in a session of its own and writes to a log file.
 
-Used by `agents.external` and by the pipeline. Invariant: `stop` ends the program and everything it started (its process group),
-so nothing outlives a run. Programs are never run through a shell.
+Used by `agents` and by the pipeline. Invariant: `stop` ends the program and everything it started (its process group), so nothing
+outlives a run. Programs are never run through a shell.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Child:
         process: asyncio.subprocess.Process,
         *,
         log: Path,
-        stdout: _Pipe | None = None,
+        stdout: Pipe | None = None,
     ) -> None:
         self._process = process
         self.log = log
@@ -71,7 +71,7 @@ class Child:
         with ExitStack() as opened:
             sink = opened.enter_context(log.open("ab"))
             source = opened.enter_context(stdin.open("rb"))
-            stdout = await _pipe(opened) if pipe_stdout else None
+            stdout = await open_pipe(opened) if pipe_stdout else None
             process = await asyncio.create_subprocess_exec(
                 *command,
                 cwd=cwd,
@@ -82,14 +82,6 @@ class Child:
                 start_new_session=True,
             )
         return cls(process, log=log, stdout=stdout)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def running(self) -> bool:
-        return self._process.returncode is None
 
     async def wait(self) -> int:
         """The exit code (negative: the signal that ended it)."""
@@ -124,14 +116,14 @@ class Child:
         """The end of the log, for error messages."""
         return self.log.read_text(errors="replace")[-LOG_TAIL_CHARS:].strip() if self.log.exists() else ""
 
-    async def stop(self) -> None:
-        """End the program's process group: SIGTERM, then SIGKILL after a grace period. Safe to call twice."""
-        self._signal(signal.SIGTERM)
+    async def stop(self, first: signal.Signals = signal.SIGTERM, *, grace_s: float = STOP_GRACE_S) -> None:
+        """End the program's process group: `first`, then SIGKILL after a grace period. Safe to call twice."""
+        signal_group(self._process.pid, first)
         # Not wait_for: Python 3.11's loses a cancellation that comes as the process ends, and its task would never end.
         with suppress(TimeoutError):
-            async with asyncio.timeout(STOP_GRACE_S):
+            async with asyncio.timeout(grace_s):
                 await self._process.wait()
-        self._signal(signal.SIGKILL)  # also ends grandchildren that ignored the first signal
+        signal_group(self._process.pid, signal.SIGKILL)  # also ends grandchildren that ignored the first signal
         await self._process.wait()
 
     def close(self) -> None:
@@ -139,15 +131,15 @@ class Child:
         if self._stdout is not None:
             self._stdout.transport.close()
 
-    def _signal(self, number: signal.Signals) -> None:
-        try:
-            os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            pass  # everything in the group has ended
+
+def signal_group(leader: int, number: signal.Signals) -> None:
+    """Signal all processes of a group; none where everything in it has ended."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, number)
 
 
 @dataclass(frozen=True, slots=True)
-class _Pipe:
+class Pipe:
     """A pipe of our own: with asyncio's, `wait` would not return before everything that a program left behind has ended."""
 
     reader: asyncio.StreamReader
@@ -155,15 +147,15 @@ class _Pipe:
     writing: BinaryIO
 
 
-async def _pipe(opened: ExitStack) -> _Pipe:
-    """Its writing end is closed with `opened`: the program has it then."""
+async def open_pipe(opened: ExitStack) -> Pipe:
+    """A pipe whose writing end is closed with `opened`: the program has it then."""
     reading, writing = os.pipe()
     sink = opened.enter_context(os.fdopen(writing, "wb", buffering=0))
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     source = os.fdopen(reading, "rb", buffering=0)
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, source)
-    return _Pipe(reader, transport, sink)
+    return Pipe(reader, transport, sink)
 
 
 async def start_environment(

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from buffers.errors import EnvError
-from env_adapters.adapter import EnvAdapter, Message, Step, WorkerThread, user
+from env_adapters.adapter import EnvAdapter, Message, Step, user
+from env_adapters.guarded_calls import WorkerThread
 
 MAX_NUMBERS = 16
 """A Box with more numbers is not text."""

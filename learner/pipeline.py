@@ -461,7 +461,7 @@ class Pipeline:
         stack.push_async_callback(loops.close)
         await loops.start(
             model_path=str(model),
-            server_urls=[address.url],
+            server_url=address.url,
             worker_key=address.keys.worker,
             prompt_length=rollout.max_model_len - rollout.max_tokens,
             response_length=rollout.max_tokens,

@@ -11,16 +11,34 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
 
-MODEL = os.environ["MODEL"]
+Play = Callable[[openai.AsyncOpenAI, str], Awaitable[None]]
+Exchange = Callable[[dict[str, Any]], Awaitable[Any]]
+"""A message to the environment -> what it says next."""
 
 
 async def play(client: openai.AsyncOpenAI, env_address: str) -> None:
     """Play one episode: the environment talks, the model answers. The environment reports the score, not the agent."""
-    host, port = env_address.rsplit(":", 1)
+    model = os.environ["MODEL"]
+    async with environment(env_address) as exchange:
+        turn = await exchange({"episode_key": client.api_key})
+        messages = turn["messages"]
+        while not turn["done"]:
+            reply = await client.chat.completions.create(model=model, messages=messages, max_tokens=4, temperature=1.0)
+            answer = reply.choices[0].message.content or ""
+            turn = await exchange({"move": answer})
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn["observation"]}]
+
+
+@asynccontextmanager
+async def environment(address: str) -> AsyncIterator[Exchange]:
+    """The environment of one episode: a JSON object per line, in turn."""
+    host, port = address.rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
 
     async def exchange(message: dict[str, Any]) -> Any:
@@ -31,13 +49,7 @@ async def play(client: openai.AsyncOpenAI, env_address: str) -> None:
         return json.loads(line)
 
     try:
-        turn = await exchange({"episode_key": client.api_key})
-        messages = turn["messages"]
-        while not turn["done"]:
-            reply = await client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4, temperature=1.0)
-            answer = reply.choices[0].message.content or ""
-            turn = await exchange({"move": answer})
-            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn["observation"]}]
+        yield exchange
     finally:
         writer.close()
 
@@ -55,7 +67,7 @@ async def next_task(client: openai.AsyncOpenAI, tasks_url: str) -> Any:
             return json.loads(text)
 
 
-async def work(client: openai.AsyncOpenAI, tasks_url: str) -> None:
+async def work(client: openai.AsyncOpenAI, tasks_url: str, play: Play) -> None:
     """Play one task after the other. A failed episode is logged; the next one starts."""
     while (lease := await next_task(client, tasks_url)) is not None:
         try:
@@ -65,14 +77,14 @@ async def work(client: openai.AsyncOpenAI, tasks_url: str) -> None:
             print(f"episode {lease['episode_id']}: {type(error).__name__}: {error}", file=sys.stderr)
 
 
-async def main() -> None:
+async def main(play: Play) -> None:
     async with openai.AsyncOpenAI() as client:
         if "TASK_JSON" in os.environ:
             await play(client, os.environ["ENV_ADDRESS"])
         else:
             workers = int(os.environ.get("CONCURRENCY", "16"))
-            await asyncio.gather(*[work(client, os.environ["TASKS_URL"]) for _ in range(workers)])
+            await asyncio.gather(*[work(client, os.environ["TASKS_URL"], play) for _ in range(workers)])
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(main(play))

@@ -13,13 +13,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from agents import fence
 from agents.external import check_named
 from agents.harbor.known_agents import OUTSIDE, check_agent
 from agents.harbor.tasks import check_folders
 from buffers.did_you_mean import one_of
 from buffers.errors import EnvError
 from buffers.wire.address import is_loopback
-from configs.checkout import ROOT
 from configs.schema import Config
 from env_adapters.child_process import resolve_command
 
@@ -108,8 +108,7 @@ def _check_docker() -> None:
 def _check_room() -> None:
     with tempfile.TemporaryDirectory(prefix="understudy-room-") as folder:
         spec = json.dumps({"network": True, "mounts": []})
-        words = [sys.executable, "-S", "-m", "agents.harbor.fence", "hold", folder, spec]
-        code, told = _run(words, environment={"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"})
+        code, told = _run([sys.executable, "-I", "-S", fence.__file__, "hold", folder, spec])
     if code != 0:
         raise EnvError(
             f"env.harbor.environment=child needs Linux with user namespaces, got: {told.strip()[-300:]}; allow them "
@@ -117,11 +116,11 @@ def _check_room() -> None:
         )
 
 
-def _run(words: list[str], *, environment: dict[str, str] | None = None) -> tuple[int, str]:
+def _run(words: list[str]) -> tuple[int, str]:
     """(exit code, what it printed)."""
     try:
         done = subprocess.run(
-            words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=Path.cwd(),
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=Path.cwd(),
             text=True, errors="replace", timeout=PROGRAM_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

@@ -1,10 +1,11 @@
 """Plays episodes as trials of Harbor's: a fresh `harbor` program for each, at most so many at once.
 
 Started by the pipeline with `env.harbor.agent`. The program gets the server's address and the episode's key in its environment,
-as agents do; the task's own verifier gives the score. Invariants: each leased episode ends once, with the verifier's score or
-with Harbor's reason; one that has ended otherwise (deadline, stale) ends its trial: interrupted, so that Harbor can stop its
-environment, and killed if it does not. A trial's files lie in its lane until the next one; those of failed ones stay, the
-newest `KEPT`.
+as agents do, and the rest as a file that `harbor trial start --config` reads; the task's own verifier gives the score. Invariants:
+each leased episode ends once, with the verifier's score or with Harbor's reason; one that has ended otherwise (deadline, stale)
+ends its trial: interrupted, so that Harbor can stop its environment, and killed if it does not. No key is in a file. A result has a
+score only where Harbor itself calls the reward valid and no error came before it, but for `graded_errors`. A trial's files lie in
+its lane until the next one; those of failed ones stay, the newest `KEPT`.
 """
 
 from __future__ import annotations
@@ -12,16 +13,21 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import shutil
 import signal
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
-from agents.external import AgentPlace, EpisodeService, play_in_lanes
+from agents.external import AgentPlace, EpisodeService, exit_code, play_in_lanes
+from agents.harbor.known_agents import OUTSIDE, model_name
 from agents.harbor.tasks import FOLDER
-from agents.harbor.trial import Outcome, read_outcome, trial_config, trial_environment
 from buffers.errors import EpisodeError, ScoreError
 from buffers.records import LeasedEpisode
 from configs.schema import HarborConfig
@@ -29,6 +35,10 @@ from env_adapters.child_process import Child, resolve_command
 
 logger = logging.getLogger(__name__)
 
+PROVIDER = Path(__file__).with_name("provider")
+CHILD = "understudy_harbor:ChildEnvironment"
+RESULT = "result.json"
+DETAIL_CHARS = 400
 KEPT = 20
 STOP_S = 30.0
 """Seconds that Harbor has to stop an environment after it was interrupted."""
@@ -39,6 +49,15 @@ INTERRUPTIBLE = (
 )
 """The words before a command that can be interrupted also in a run that a script has put into the background (SIGINT is ignored
 there)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A score, or why there is none."""
+
+    score: float | None = None
+    reason: str = ""
+    """`harbor <error>: <its message>`."""
 
 
 class HarborTrials:
@@ -84,10 +103,12 @@ class HarborTrials:
             cwd=folder,
             log=log,
         )
+        # As Ctrl-C does: Harbor stops its environment and ends.
+        interrupt = partial(child.stop, signal.SIGINT, grace_s=STOP_S)
         try:
-            code = await self._exit_code(child, leased.episode_id)
+            code = await exit_code(child, self._service, leased.episode_id, end=interrupt)
         finally:
-            await interrupt(child)
+            await interrupt()
         place = folder / leased.episode_id
         outcome = read_outcome(
             place,
@@ -98,18 +119,6 @@ class HarborTrials:
         )
         failed = await self._end(leased, outcome)
         await asyncio.to_thread(self._tidy, place, log=log, keep=failed)
-
-    async def _exit_code(self, child: Child, episode_id: str) -> int:
-        """How the program ended; one whose episode has ended meanwhile is interrupted."""
-        exited = asyncio.create_task(child.wait())
-        ended = asyncio.create_task(self._service.wait_ended(episode_id))
-        try:
-            await asyncio.wait({exited, ended}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ended.cancel()
-        if not exited.done():
-            await interrupt(child)
-        return await exited
 
     async def _end(self, leased: LeasedEpisode, outcome: Outcome) -> bool:
         """Whether it failed. One that was ended by others stays as it is."""
@@ -142,14 +151,64 @@ class HarborTrials:
             shutil.rmtree(self._failed.pop(0), ignore_errors=True)
 
 
-async def interrupt(child: Child) -> None:
-    """Does what Ctrl-C does: Harbor stops its environment and ends. After `STOP_S` all is killed."""
+def trial_config(
+    harbor: HarborConfig, *, task: str, name: str, folder: Path, model: str, server: str
+) -> dict[str, Any]:
+    """`task`: the task's folder; `folder` gets a folder `name` with all that the trial writes; `server`: its root, as agents reach
+    it, which a task that limits the network lets an agent inside reach beside what it allows."""
+    agent: dict[str, Any] = {"import_path" if ":" in harbor.agent else "name": harbor.agent}
+    if harbor.agent not in OUTSIDE:
+        agent["extra_allowed_hosts"] = [urlsplit(server).hostname]
+    kind = CHILD if harbor.environment == "child" else harbor.environment
+    environment = {"import_path" if ":" in kind else "type": kind}
+    return {
+        **harbor.trial,
+        "task": {"path": task},
+        "trial_name": name,
+        "trials_dir": os.fspath(folder),
+        "agent": {**agent, "model_name": model_name(harbor.agent, model), "kwargs": harbor.agent_options},
+        "environment": {**environment, "kwargs": harbor.environment_options},
+    }
+
+
+def trial_environment(environment: dict[str, str], *, root: str, server_url: str) -> dict[str, str]:
+    """The variables of Harbor's process. `root`: the server's address here; `server_url`: as agents reach it, if
+    that is another."""
+    if server_url:
+        environment = {
+            name: server_url + value.removeprefix(root) if value == root or value.startswith(f"{root}/") else value
+            for name, value in environment.items()
+        }
+    paths = [os.fspath(PROVIDER), environment.get("PYTHONPATH", "")]
+    kept = {"HARBOR_TELEMETRY": os.environ["HARBOR_TELEMETRY"]} if "HARBOR_TELEMETRY" in os.environ else {}
+    # LiteLLM would ask the internet for the prices of models, at each start.
+    return {
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        **kept,
+        **environment,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+
+
+def read_outcome(folder: Path, *, exit_code: int, log_tail: str, reward: str, graded_errors: list[str]) -> Outcome:
+    """What became of the trial in `folder`, whose program ended with `exit_code`."""
     try:
-        if child.running:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGINT)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(STOP_S):
-                    await child.wait()
-    finally:
-        await child.stop()
+        result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        error, verdict = result["exception_info"], result["verifier_result"]
+    except (OSError, ValueError, KeyError, TypeError):
+        last = (log_tail.splitlines() or ["it printed nothing"])[-1]
+        return Outcome(reason=f"harbor ended without a result: exit code {exit_code}, {last[-DETAIL_CHARS:]}")
+    if error and error["exception_type"] not in graded_errors:
+        return Outcome(reason=_told(error))
+    rewards = (verdict or {}).get("rewards") or {}
+    score = rewards.get(reward)
+    if isinstance(score, int | float) and math.isfinite(score) and result.get("reward_valid", True):
+        return Outcome(score=float(score))
+    if error:
+        return Outcome(reason=_told(error))
+    return Outcome(reason=f"harbor gave no reward of that name: env.harbor.reward={reward}, got {sorted(rewards)}")
+
+
+def _told(error: dict[str, Any]) -> str:
+    message = " ".join(str(error.get("exception_message", "")).split())
+    return f"harbor {error['exception_type']}: {message[:DETAIL_CHARS]}"

@@ -23,9 +23,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agents.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from agents.loops.trajectory import Trajectory, read_settings
-from agents.tools.truncate import truncate
+from agents.tools.schemas import truncate
 from buffers.errors import AgentError, EnvError
-from env_adapters.adapter import Message, Step, WithDeadlines, with_deadlines
+from env_adapters.adapter import Message, Step, WithDeadlines
 from env_adapters.catalog import adapter_class, make_adapter
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class EnvAgentLoop(AgentLoopBase):
         """See `AgentLoopBase.run`. `kwargs` must hold the task's columns, `ground_truth` and `seed`."""
         settings = self.settings
         try:
-            adapter = with_deadlines(make_adapter(settings.env, settings.options), deadline_s=settings.deadline_s)
+            adapter = WithDeadlines(make_adapter(settings.env, settings.options), deadline_s=settings.deadline_s)
             try:
                 return await _Episode(self, sampling_params, adapter).play(kwargs)
             finally:

@@ -22,10 +22,9 @@ from uuid import uuid4
 from pydantic import BaseModel, ConfigDict, Field
 
 from agents.agent_loop import AgentLoopBase, AgentLoopOutput, register
-from agents.loops.tool_parser import FunctionCall, ToolParser
 from agents.loops.trajectory import Trajectory, read_settings
-from agents.tools.episode_tools import EpisodeTools
-from agents.tools.toolbox import Toolbox
+from agents.loops.vllm_tool_parsers import FunctionCall, ToolParser
+from agents.tools.toolbox import EpisodeTools, Toolbox
 from buffers.errors import AgentError
 
 MALFORMED = "error: the tool call could not be read. Write one JSON object with name and arguments for each call, as shown above."

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -22,48 +23,43 @@ from buffers.errors import AgentError, TaskError
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
+@dataclass(slots=True, eq=False)
 class Trajectory:
     """`room`: most tokens after the prompt; None: what the model's context leaves. `tools`: what the prompt offers."""
 
-    def __init__(
-        self,
-        loop: AgentLoopBase,
-        sampling_params: Mapping[str, Any],
-        *,
-        room: int | None = None,
-        tools: Sequence[dict[str, Any]] | None = None,
-    ) -> None:
-        self._loop = loop
-        self._sampling_params = dict(sampling_params)
-        self._wanted_room = room
-        self._tools = list(tools) if tools else None
-        self._request_id = uuid4().hex
-        self._ids: list[int] = []
-        self._mask: list[int] = []
-        self._logprobs: list[float] = []
-        self.metrics = AgentLoopMetrics()
+    loop: AgentLoopBase
+    sampling_params: Mapping[str, Any]
+    _: KW_ONLY
+    room: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics, init=False)
+    _request_id: str = field(default_factory=lambda: uuid4().hex, init=False)
+    _ids: list[int] = field(default_factory=list, init=False)
+    _mask: list[int] = field(default_factory=list, init=False)
+    _logprobs: list[float] = field(default_factory=list, init=False)
+    _room: int = field(default=0, init=False)
 
     async def begin(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """The prompt. Raises AgentError when it leaves no room for an answer."""
-        self._ids = await self._loop.apply_chat_template([dict(message) for message in messages], tools=self._tools)
-        longest = int(self._loop.rollout_config.max_model_len)
+        self._ids = await self.loop.apply_chat_template([dict(message) for message in messages], tools=self.tools)
+        longest = int(self.loop.rollout_config.max_model_len)
         left = longest - len(self._ids)
         if left < 1:
             raise AgentError(
                 f"prompt too long: it must leave room for an answer within rollout.max_model_len={longest}, got "
                 f"{len(self._ids)} tokens; raise it, or say less"
             )
-        self._room = min(left, self._wanted_room or left)
+        self._room = min(left, self.room or left)
 
     async def generate(self) -> list[int]:
         """The model's next answer [S], appended."""
         began = time.monotonic()
         left = self._room - len(self._mask)
-        most = self._sampling_params.get("max_tokens")
-        output = await self._loop.server_manager.generate(
+        most = self.sampling_params.get("max_tokens")
+        output = await self.loop.server_manager.generate(
             self._request_id,
             prompt_ids=list(self._ids),
-            sampling_params={**self._sampling_params, "max_tokens": left if most is None else min(left, most)},
+            sampling_params={**self.sampling_params, "max_tokens": left if most is None else min(left, most)},
         )
         self.metrics.generate_sequences += time.monotonic() - began
         self.metrics.num_preempted += output.num_preempted
@@ -74,7 +70,7 @@ class Trajectory:
 
     async def say(self, messages: Sequence[Mapping[str, Any]]) -> bool:
         """Append what follows the last answer; False, and nothing is appended, when it would leave no room for another."""
-        tail = await asyncio.to_thread(tail_ids, self._loop.tokenizer, messages, tools=self._tools, after=self._ids[-1])
+        tail = await asyncio.to_thread(tail_ids, self.loop.tokenizer, messages, tools=self.tools, after=self._ids[-1])
         if len(self._mask) + len(tail) >= self._room:
             return False
         self._ids += tail

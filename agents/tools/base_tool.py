@@ -8,7 +8,7 @@ an episode lies under its instance_id. Deadlines, bad arguments and exceptions a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 from uuid import uuid4
 
 from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
@@ -16,7 +16,10 @@ from buffers.errors import ToolError
 
 
 class BaseTool(ABC):
-    """`config`: the YAML entry's `config`. `tool_schema`: its `tool_schema`; without one `get_openai_tool_schema` must give it."""
+    """`config`: the YAML entry's `config`. `tool_schema`: its `tool_schema`; without one `own_schema` is taken, or
+    `get_openai_tool_schema` must give it."""
+
+    own_schema: ClassVar[OpenAIFunctionToolSchema | None] = None
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         self.config = config
@@ -32,7 +35,7 @@ class BaseTool(ABC):
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
         """What the model is shown; None when there is none yet."""
-        return self.tool_schema
+        return self.tool_schema or self.own_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         """Open an instance for one episode; `kwargs` are the task's `create_kwargs`. Returns its id."""

@@ -20,9 +20,9 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_json
 
 from agents.tools.base_tool import BaseTool
-from agents.tools.guarded_calls import Threads
-from agents.tools.schemas import OpenAIFunctionSchema, OpenAIFunctionToolSchema, ToolResponse
+from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from buffers.errors import ToolError
+from env_adapters.guarded_calls import Threads
 
 Function = Callable[..., Any]
 
@@ -126,8 +126,7 @@ def _schema(function: Function, arguments: type[BaseModel], *, name: str) -> Ope
         raise _no_schema(function, error) from error
     parameters = {"properties": {}, **{key: value for key, value in parameters.items() if key != "title"}}
     described = parse_docstring(inspect.getdoc(function) or "").description or ""
-    fields = {"name": name, "description": described.strip(), "parameters": parameters}
-    return OpenAIFunctionToolSchema(function=OpenAIFunctionSchema.model_validate(fields))
+    return OpenAIFunctionToolSchema.of(name, described.strip(), parameters)
 
 
 def _no_schema(function: Function, error: Exception) -> ToolError:

@@ -7,12 +7,17 @@
       - function: agents.tools.shipped.calculator.calculator       # a plain typed function
       - mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
 
-Called by `agents.tools.toolbox`. Invariants: only what the file names is imported; a path in it stays in the file's folder. Raises
-ToolError that names file, entry, rule and remedy. It starts nothing.
+Called by `agents.tools.toolbox`; `find` also by tools whose config names something. Invariants: only what the file names is
+imported; a path in it stays in the file's folder, also by way of links. Raises ToolError that names file, entry, rule and remedy.
+It starts nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import importlib.util
+import sys
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -21,9 +26,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from agents.tools.base_tool import BaseTool
 from agents.tools.function_tool import FunctionTool
-from agents.tools.import_by_name import find, inside
 from agents.tools.mcp.config import McpEntry, McpFile
 from agents.tools.schemas import OpenAIFunctionToolSchema
+from buffers.did_you_mean import nearest
 from buffers.errors import ToolError
 from configs.bounded_yaml import YamlError, read_yaml
 
@@ -123,3 +128,43 @@ def _mcp_servers(entry: McpEntry, *, config: dict[str, Any], folder: Path, place
         McpServer(spec, name=name, folder=folder, selected=entry.tool_selected_list, config=config)
         for name, spec in servers.items()
     ]
+
+
+def find(name: str, *, folder: Path, place: str) -> Any:
+    """What `module.attribute`, or `file.py:attribute` beside the YAML, names."""
+    file, colon, attribute = name.partition(":")
+    if colon:
+        module = _module_at(inside(file, folder=folder, place=place), place=place)
+    else:
+        dotted, _, attribute = name.rpartition(".")
+        try:
+            module = importlib.import_module(dotted)
+        except (ImportError, ValueError) as error:
+            raise ToolError(
+                f"{place}: {name!r} must be module.name of what can be imported: {error}; check its spelling"
+            ) from error
+    if not hasattr(module, attribute):
+        public = [known for known in vars(module) if not known.startswith("_")]
+        raise ToolError(f"{place}: {name!r} is not there; {nearest(attribute, public)}")
+    return getattr(module, attribute)
+
+
+def inside(name: str, *, folder: Path, place: str) -> Path:
+    """The file of that name in the YAML's folder, or below it; links are followed first."""
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise ToolError(f"{place}: files must lie in {folder}, got {name!r}; move it there")
+    if not path.is_file():
+        raise ToolError(f"{place}: {path} is not a file; {nearest(path.name, [p.name for p in folder.iterdir()])}")
+    return path
+
+
+def _module_at(path: Path, *, place: str) -> Any:
+    name = f"tools_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ToolError(f"{place}: {path} must be a Python file; give it the ending .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from agents.workers.worker import LoopResult
@@ -53,18 +52,13 @@ class LoopFigures:
         """`agent_loop/<what>/<min|max|mean>` and `agent_loop/slowest/<what>` of the episodes since the last call; none
         if there were none."""
         episodes, self._episodes = self._episodes, []
-        return summary(episodes)
-
-
-def summary(episodes: Sequence[Figures]) -> dict[str, float]:
-    """See `LoopFigures.take`."""
-    if not episodes:
-        return {}
-    found = {"agent_loop/episodes": float(len(episodes))}
-    for name in asdict(episodes[0]):
-        values = [float(getattr(episode, name)) for episode in episodes]
-        found[f"agent_loop/{name}/min"] = min(values)
-        found[f"agent_loop/{name}/max"] = max(values)
-        found[f"agent_loop/{name}/mean"] = sum(values) / len(values)
-    slowest = max(episodes, key=lambda episode: episode.total)
-    return found | {f"agent_loop/slowest/{name}": float(value) for name, value in asdict(slowest).items()}
+        if not episodes:
+            return {}
+        figures = {"agent_loop/episodes": float(len(episodes))}
+        for name in asdict(episodes[0]):
+            values = [float(getattr(episode, name)) for episode in episodes]
+            figures[f"agent_loop/{name}/min"] = min(values)
+            figures[f"agent_loop/{name}/max"] = max(values)
+            figures[f"agent_loop/{name}/mean"] = sum(values) / len(values)
+        slowest = max(episodes, key=lambda episode: episode.total)
+        return figures | {f"agent_loop/slowest/{name}": float(value) for name, value in asdict(slowest).items()}

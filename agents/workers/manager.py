@@ -82,15 +82,15 @@ class AgentLoopManager:
         return self._loops[0].name
 
     async def start(
-        self, *, model_path: str, server_urls: Sequence[str], worker_key: str, prompt_length: int, response_length: int,
+        self, *, model_path: str, server_url: str, worker_key: str, prompt_length: int, response_length: int,
         trust_remote_code: bool = False,
     ) -> None:  # fmt: skip
         """Start the workers; returns when tools and parsers of every loop are ready. Raises AgentError naming the loop's error.
 
-        The servers need not listen yet. Lengths are what loops find in verl's configuration tree, in tokens.
+        The server need not listen yet. Lengths are what loops find in verl's configuration tree, in tokens.
         """
         settings = WorkerSettings(
-            loops=self._loops, model_path=model_path, server_urls=tuple(server_urls), worker_key=worker_key,
+            loops=self._loops, model_path=model_path, server_url=server_url, worker_key=worker_key,
             prompt_length=prompt_length, response_length=response_length, trust_remote_code=trust_remote_code,
         )  # fmt: skip
         environment = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

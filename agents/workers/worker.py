@@ -18,11 +18,10 @@ from typing import Any
 
 from agents.agent_loop import AgentLoopBase, AgentLoopOutput, verl_config
 from agents.server_manager import AsyncLLMServerManager
-from agents.tools.guarded_calls import CaughtException
 from agents.workers.config import LoopSpec, loop_class
-from agents.workers.server_client import ModelServerClient
 from buffers.did_you_mean import one_of
 from buffers.errors import UnderstudyError
+from env_adapters.guarded_calls import CaughtException
 
 logger = logging.getLogger(__name__)
 DEFAULT_AGENT = "single_turn_agent"
@@ -34,7 +33,7 @@ class WorkerSettings:
 
     loops: tuple[LoopSpec, ...]
     model_path: str
-    server_urls: tuple[str, ...]
+    server_url: str
     worker_key: str
     """Opens /generate for rows that belong to no episode of the run."""
     prompt_length: int
@@ -74,7 +73,6 @@ class AgentLoopWorker:
         }
         self._arguments = {spec.name: dict(spec.arguments) for spec in settings.loops}
         self._manager: AsyncLLMServerManager | None = None
-        self._servers: list[ModelServerClient] = []
 
     async def ready(self) -> list[str]:
         """Set every loop's class up (tools, parsers); the names. Raises what they raise, so that a bad entry is known
@@ -118,8 +116,8 @@ class AgentLoopWorker:
     async def close(self) -> None:
         """End what the loops' classes hold, and the connections."""
         await asyncio.gather(*(loop.close_class() for loop in self._classes.values()))
-        for server in self._servers:
-            await server.__aexit__()
+        if self._manager is not None:
+            await self._manager.close()
 
     async def _run(
         self, agent_name: str, row: Mapping[str, Any], *, sampling_params: Mapping[str, Any], api_key: str
@@ -148,11 +146,9 @@ class AgentLoopWorker:
         )
 
     def _server_manager(self) -> AsyncLLMServerManager:
-        """Made at first use: its clients belong to the event loop."""
+        """Made at first use: its connections belong to the event loop."""
         if self._manager is None:
-            key = self._settings.worker_key
-            self._servers = [ModelServerClient(url, worker_key=key) for url in self._settings.server_urls]
-            self._manager = AsyncLLMServerManager(self._servers)
+            self._manager = AsyncLLMServerManager(self._settings.server_url, worker_key=self._settings.worker_key)
         return self._manager
 
     def _answer(self, outputs: Sequence[AgentLoopOutput]) -> str:

@@ -6,31 +6,14 @@ Called by a run when its task file is missing, or by hand. The invariant: the sa
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
-from buffers.tasks.parquet import write_tasks, write_traces
 from env_adapters.relay.game import relay_tasks, relay_traces
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the relay game's tasks and warm-start traces.")
-    parser.add_argument("--tasks", type=Path, required=True, help="parquet file of tasks to write")
-    parser.add_argument("--traces", type=Path, required=True, help="parquet file of supervised conversations to write")
-    parser.add_argument("--num-tasks", type=int, default=4000)
-    parser.add_argument("--num-traces", type=int, default=800)
-    parser.add_argument(
-        "--helpful", type=float, default=0.25, help="share of answers in the traces that help on purpose"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    for path in (arguments.tasks, arguments.traces):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_tasks(arguments.tasks, relay_tasks(arguments.num_tasks, seed=arguments.seed))
-    traces = list(relay_traces(arguments.num_traces, seed=arguments.seed, helpful=arguments.helpful))
-    write_traces(arguments.traces, traces)
-    print(f"wrote {arguments.num_tasks} tasks to {arguments.tasks} and {len(traces)} traces to {arguments.traces}")
-
+from env_adapters.walk.make_data import make_data
 
 if __name__ == "__main__":
-    main()
+    make_data(
+        "Write the relay game's tasks and warm-start traces.",
+        tasks=relay_tasks,
+        traces=relay_traces,
+        helpful=0.25,
+        help_of_helpful="share of answers in the traces that help on purpose",
+    )

@@ -13,19 +13,12 @@ a run without roles. The server of the walk game has the connections and their r
 
 from __future__ import annotations
 
-import asyncio
+import argparse
+from typing import Any
 
 from buffers.records import Task
 from env_adapters.relay.game import RUNNER, SCOUT, TURNS, RelayGame
-from env_adapters.walk.server import (
-    ScoreClient,
-    WalkServer,
-    game_parser,
-    read_line,
-    scores_of_run,
-    serve_until_stopped,
-    write_line,
-)
+from env_adapters.walk.server import Ask, Score, ScoreClient, WalkServer, run_server
 
 
 class RelayServer(WalkServer):
@@ -35,42 +28,25 @@ class RelayServer(WalkServer):
         super().__init__(scores)
         self._by_branch = by_branch
 
-    async def _play_episode(
-        self, episode_id: str, task: Task, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _play_game(self, task: Task, ask: Ask, *, pause_s: float) -> tuple[list[Score], dict[str, Any]]:
         game = RelayGame(task)
-        try:
-            while not game.is_done:
-                await write_line(writer, {"role": SCOUT, "messages": game.scout(), "done": False})
-                said = await _said(reader)
-                await write_line(writer, {"role": RUNNER, "messages": game.runner(said), "done": False})
-                game.move(await _said(reader))
-        except (ConnectionError, KeyError, ValueError, TypeError) as error:
-            await self._scores.report(episode_id, failed=f"agent left or sent a bad line: {error!r}")
-            raise
+        while not game.is_done:
+            said = str((await ask({"role": SCOUT, "messages": game.scout()}))["said"])
+            game.move(str((await ask({"role": RUNNER, "messages": game.runner(said)}))["said"]))
         scores = game.scores()
         # The calls alternate: the last two are the scout's and the runner's.
         branches = {SCOUT: 2 * TURNS - 2, RUNNER: 2 * TURNS - 1}
-        for role, branch in branches.items():
-            of = {"branch": branch} if self._by_branch else {"role": role}
-            await self._scores.report(episode_id, score=scores[role], **of)
-        await self._scores.report(episode_id, score=scores[""])
-        await write_line(writer, {"done": True})
-
-
-async def _said(reader: asyncio.StreamReader) -> str:
-    line = await read_line(reader)
-    if line is None:
-        raise ConnectionError("the agent left before the end")
-    return str(line["said"])
+        parts: list[Score] = [
+            {"score": scores[role], **({"branch": branch} if self._by_branch else {"role": role})}
+            for role, branch in branches.items()
+        ]
+        return [*parts, {"score": scores[""]}], {}
 
 
 def main() -> None:
-    parser = game_parser("Play the relay game over TCP and report scores to SERVER_URL.")
+    parser = argparse.ArgumentParser(description="Play the relay game over TCP and report scores to SERVER_URL.")
     parser.add_argument("--by", choices=("role", "branch"), default="role", help="what the scores are of")
-    arguments = parser.parse_args()
-    relay = RelayServer(scores_of_run(parser), by_branch=arguments.by == "branch")
-    asyncio.run(serve_until_stopped(relay, host=arguments.host, port=arguments.port))
+    run_server(parser, lambda scores, given: RelayServer(scores, by_branch=given.by == "branch"))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import importlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -32,7 +31,7 @@ from buffers.did_you_mean import one_of
 from buffers.errors import ScoreError, TaskError
 from buffers.outgoing import SCORER, Outgoing
 from buffers.records import MAX_HINT_CHARS, MAX_JUDGE_CHARS, Task, Verdict
-from env_adapters.adapter import WorkerThread
+from env_adapters.guarded_calls import CaughtException, Threads
 from env_adapters.scoring import reward_model
 from env_adapters.scoring.scorers import COMPARE, SCORERS, SEE_EXIT_CODE, ProgramOutput, truth_of
 
@@ -98,7 +97,7 @@ class _Collector:
         self._call = resolve(name, batch=batch)
         self._most = MAX_BATCH if batch else 1
         self._batch = batch
-        self._slots = asyncio.Semaphore(THREADS)
+        self._threads = Threads(THREADS, name=f"scorer {name}")
         self._waiting: list[tuple[Task, str, asyncio.Future[float]]] = []
         self._working: asyncio.Task[None] | None = None
 
@@ -126,34 +125,23 @@ class _Collector:
             try:
                 scores = await self._judge(tasks, answers)
             except ScoreError as error:
-                _settle(futures, error=error)
+                for future in futures:
+                    if not future.done():  # else its request was given up
+                        future.set_exception(error)
             else:
-                _settle(futures, scores=scores)
+                for future, score in zip(futures, scores, strict=True):
+                    if not future.done():
+                        future.set_result(score)
         self._working = None
 
     async def _judge(self, tasks: Sequence[Task], answers: Sequence[str]) -> list[float]:
-        await self._slots.acquire()
-        loop = asyncio.get_running_loop()
-
-        def call() -> list[float]:
-            try:
-                return self._call(tasks, answers)
-            finally:
-                with suppress(RuntimeError):  # the loop has ended
-                    loop.call_soon_threadsafe(self._slots.release)
-
-        thread = WorkerThread(f"scorer {self.name}")
-        judging = asyncio.create_task(thread.call(call), name=f"judge with {self.name}")
-        try:
-            await asyncio.wait({judging})
-        finally:
-            judging.add_done_callback(_seen)  # the result of one that was given up is not read
-            await thread.end(_nothing)
-        if (error := judging.exception()) is not None:  # a user's program, and an answer that a model wrote
+        scores: object = None
+        with CaughtException() as caught:  # a user's program, and an answer that a model wrote
+            scores = await self._threads.run(partial(self._call, tasks, answers))
+        if (error := caught.error) is not None:
             raise ScoreError(
                 f"data.scorer {self.name} failed on task {tasks[0].task_id}: {type(error).__name__}: {error}"
             ) from error
-        scores = judging.result()
         if not isinstance(scores, list) or len(scores) != len(tasks):
             raise ScoreError(
                 f"data.scorer {self.name} must give one score for each of {len(tasks)}, got {scores!r:.100}"
@@ -180,26 +168,6 @@ def _is_score(value: object) -> bool:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(float(value))
     except OverflowError:  # a whole number that no float holds
         return False
-
-
-def _nothing() -> None: ...
-
-
-def _seen(judged: asyncio.Task[list[float]]) -> None:
-    if not judged.cancelled():
-        judged.exception()
-
-
-def _settle(
-    futures: Sequence[asyncio.Future[float]], *, scores: Sequence[float] = (), error: ScoreError | None = None
-) -> None:
-    for number, future in enumerate(futures):
-        if future.done():  # its request was given up
-            continue
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(scores[number])
 
 
 def resolve(name: str, *, batch: bool) -> Batch:

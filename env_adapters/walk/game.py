@@ -1,9 +1,9 @@
 """The demo game: find the exit of a 5 x 5 room in at most 8 moves, by following one hint per move.
 
-Called by `env_adapters.walk.server` (which plays it with an agent) and `env_adapters.walk.make_data` (which writes its
-tasks and its warm-start traces). The invariant: the same task and the same answers give the same transcript, on every
-machine; following each hint always reaches the exit, so the best mean score is 1.0. It does no I/O and knows no
-model.
+Called by `env_adapters.walk.server` (which plays it with an agent), `env_adapters.walk.make_data` (which writes its
+tasks and its warm-start traces) and `env_adapters.catalog` (which makes the adapter). The invariant: the same task and
+the same answers give the same transcript, on every machine; following each hint always reaches the exit, so the best
+mean score is 1.0. It does no I/O and knows no model.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from buffers.records import Task
+from env_adapters.adapter import EnvAdapter, Message, Step, task_of, user
 
 SIZE = 5
 MAX_MOVES = 8
@@ -24,8 +25,6 @@ RULES = "Find the exit. Move with w, a, s or d."
 INVALID = "Invalid move. "
 WON = "You are out."
 LOST = "No moves left."
-
-Message = dict[str, Any]
 
 
 class WalkGame:
@@ -76,6 +75,26 @@ class WalkGame:
             useful.append("s" if exit_y > y else "w")
         self._hinted = self._random.choice(useful)
         return f"The exit is {NAMES[self._hinted]}."
+
+
+class WalkEnv(EnvAdapter):
+    """The game as an adapter, played without a process of its own. The start, the exit and the hints are the task's, so the seed
+    changes nothing: the members of a group have them in common."""
+
+    def __init__(self) -> None:
+        self._score = 0.0
+
+    async def reset(self, task: dict[str, Any], *, seed: int) -> list[Message]:
+        self._game = WalkGame(task_of(task))
+        return self._game.reset()
+
+    async def step(self, action: str) -> Step:
+        observation, done, score = self._game.step(action)
+        self._score = score or 0.0
+        return Step(messages=[user(observation)], done=done, reward=score)
+
+    async def score(self) -> float:
+        return self._score
 
 
 def walk_tasks(num_tasks: int, *, seed: int) -> list[Task]:

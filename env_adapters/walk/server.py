@@ -20,6 +20,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx2
@@ -32,6 +33,10 @@ HTTP_ATTEMPTS = 4
 MAX_SHOWN_CHARS = 300
 HELLO_S = 10.0
 """Seconds in which a connection must name an episode, or is closed: any program on this machine may connect."""
+
+Score = dict[str, float | str]
+Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+"""A line to the agent -> its answer."""
 
 
 class ScoreClient:
@@ -140,26 +145,34 @@ class WalkServer:
     async def _play_episode(
         self, episode_id: str, task: Task, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        game = WalkGame(task)
-        pause_s = self.latency_of(episode_id)
+        async def ask(line: dict[str, Any]) -> dict[str, Any]:
+            await write_line(writer, {**line, "done": False})
+            answer = await read_line(reader)
+            if answer is None:
+                raise ConnectionError(f"the agent of episode {episode_id} left before the end")
+            return answer
+
         try:
-            await write_line(writer, {"messages": game.reset(), "done": False})
-            score = None
-            while score is None:
-                line = await read_line(reader)
-                if line is None:
-                    raise ConnectionError(f"the agent of episode {episode_id} left before the end")
-                if pause_s:
-                    await asyncio.sleep(pause_s)
-                observation, done, score = game.step(str(line["move"]))
-                if not done:
-                    await write_line(writer, {"observation": observation, "done": False})
+            scores, last = await self._play_game(task, ask, pause_s=self.latency_of(episode_id))
         except (ConnectionError, KeyError, ValueError, TypeError) as error:
             left = isinstance(error, ConnectionError)
             await self._scores.report(episode_id, failed="agent left" if left else f"agent sent a bad line: {error!r}")
             raise
-        await self._scores.report(episode_id, score=score)
-        await write_line(writer, {"observation": observation, "done": True})
+        for score in scores:
+            await self._scores.report(episode_id, **score)
+        await write_line(writer, {**last, "done": True})
+
+    async def _play_game(self, task: Task, ask: Ask, *, pause_s: float) -> tuple[list[Score], dict[str, Any]]:
+        """What is reported of the episode, in order, and the last line to the agent."""
+        game = WalkGame(task)
+        answer = await ask({"messages": game.reset()})
+        while True:
+            if pause_s:
+                await asyncio.sleep(pause_s)
+            observation, _, score = game.step(str(answer["move"]))
+            if score is not None:
+                return [{"score": score}], {"observation": observation}
+            answer = await ask({"observation": observation})
 
     def latency_of(self, episode_id: str) -> float:
         """Seconds per move of this episode."""
@@ -202,46 +215,41 @@ def _tail(text: str) -> tuple[float, float]:
     return parsed
 
 
-async def serve_until_stopped(game: WalkServer, *, host: str, port: int) -> None:
-    """Say `ready HOST:PORT` and play until SIGTERM or SIGINT."""
-    server = await asyncio.start_server(game.serve, host, port, backlog=512)
-    stop = asyncio.Event()
-    for signal_number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signal_number, stop.set)
-    at, own_port = server.sockets[0].getsockname()[:2]
-    print(f"ready {at}:{own_port}", flush=True)
-    await stop.wait()
-    server.close()
-    await game.close()
-
-
-def game_parser(description: str) -> argparse.ArgumentParser:
-    """The arguments of every game's process."""
-    parser = argparse.ArgumentParser(description=description)
+def run_server(parser: argparse.ArgumentParser, make: Callable[[ScoreClient, argparse.Namespace], WalkServer]) -> None:
+    """A game's process: reads its arguments, says `ready HOST:PORT` and plays until SIGTERM or SIGINT."""
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: any free port; the line `ready HOST:PORT` names it")
-    return parser
-
-
-def scores_of_run(parser: argparse.ArgumentParser) -> ScoreClient:
-    """The run's score route, from the environment; ends the program with a usage error where it is not named there."""
+    arguments = parser.parse_args()
     missing = [name for name in ("SERVER_URL", "SCORER_KEY") if name not in os.environ]
     if missing:
         parser.error(
             f"{' and '.join(missing)} must be set in the environment: the model server's root and scorer's key"
         )
-    return ScoreClient(os.environ["SERVER_URL"], scorer_key=os.environ["SCORER_KEY"])
+
+    async def serve() -> None:
+        game = make(ScoreClient(os.environ["SERVER_URL"], scorer_key=os.environ["SCORER_KEY"]), arguments)
+        server = await asyncio.start_server(game.serve, arguments.host, arguments.port, backlog=512)
+        stop = asyncio.Event()
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(signal_number, stop.set)
+        at, own_port = server.sockets[0].getsockname()[:2]
+        print(f"ready {at}:{own_port}", flush=True)
+        await stop.wait()
+        server.close()
+        await game.close()
+
+    asyncio.run(serve())
 
 
 def main() -> None:
-    parser = game_parser("Play the walk game over TCP and report scores to SERVER_URL.")
+    parser = argparse.ArgumentParser(description="Play the walk game over TCP and report scores to SERVER_URL.")
     parser.add_argument("--latency-ms", type=float, default=0.0, help="time that one move takes")
     parser.add_argument("--tail", type=_tail, default=(0.0, 1.0), help="SHARE:FACTOR of episodes that are slower")
     parser.add_argument("--seed", type=int, default=0, help="which episodes are the slower ones")
-    arguments = parser.parse_args()
-    scores = scores_of_run(parser)
-    walk = WalkServer(scores, latency_s=arguments.latency_ms / 1000, tail=arguments.tail, seed=arguments.seed)
-    asyncio.run(serve_until_stopped(walk, host=arguments.host, port=arguments.port))
+    run_server(
+        parser,
+        lambda scores, given: WalkServer(scores, latency_s=given.latency_ms / 1000, tail=given.tail, seed=given.seed),
+    )
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ import pytest
 from buffers.errors import EnvError
 from buffers.records import Episode
 from env_adapters import catalog
-from env_adapters.adapter import EnvAdapter, Step, WorkerThread, with_deadlines
+from env_adapters.adapter import EnvAdapter, Step, WithDeadlines
 from env_adapters.catalog import make_adapter
+from env_adapters.guarded_calls import WorkerThread
 from env_adapters.guessing_game import GuessingGame
 from env_adapters.gymnasium_env import GymnasiumEnv
 from env_adapters.verifiers_env import VerifiersEnv
@@ -48,7 +49,7 @@ def said(step: Step) -> str:
 async def test_whatever_an_environment_does_wrong_is_an_error_with_a_short_reason(
     name: str, reason: str, words: str
 ) -> None:
-    adapter = with_deadlines(getattr(env_parts, name)(), deadline_s=0.05 if "Hangs" in name else PATIENCE_S)
+    adapter = WithDeadlines(getattr(env_parts, name)(), deadline_s=0.05 if "Hangs" in name else PATIENCE_S)
     await adapter.reset(TASK, seed=1)
 
     async def play() -> None:
@@ -65,7 +66,7 @@ async def test_whatever_an_environment_does_wrong_is_an_error_with_a_short_reaso
 
 
 async def test_a_call_that_is_cancelled_is_cancelled_inside_and_is_not_a_failure_of_the_environment() -> None:
-    adapter = with_deadlines(env_parts.Hangs(), deadline_s=60.0)
+    adapter = WithDeadlines(env_parts.Hangs(), deadline_s=60.0)
     step = asyncio.create_task(adapter.step("go"))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -181,7 +182,7 @@ async def test_the_same_seed_is_the_same_number() -> None:
 
 async def test_following_the_hints_leads_out_of_the_room() -> None:
     (task,) = walk_tasks(1, seed=4)
-    walk = with_deadlines(make_adapter("walk", {}), deadline_s=10.0)
+    walk = WithDeadlines(make_adapter("walk", {}), deadline_s=10.0)
     messages = await walk.reset(task.private(), seed=0)
     assert messages == task.prompt
     keys = {"north": "w", "west": "a", "south": "s", "east": "d"}
@@ -200,7 +201,7 @@ async def test_a_board_is_rendered_and_its_actions_have_names() -> None:
     env = GymnasiumEnv(
         id="FrozenLake-v1", options=options, actions=["left", "down", "right", "up"], render=True, prompt="Cross."
     )
-    adapter = with_deadlines(env, deadline_s=30.0)
+    adapter = WithDeadlines(env, deadline_s=30.0)
     (first,) = await adapter.reset(TASK, seed=1)
     said_first = " ".join(first["content"].split())
     assert said_first == "Cross. Action: one of left, down, right, up. [S]FFF FHFH FFFH HFFG"
@@ -216,8 +217,8 @@ async def test_a_board_is_rendered_and_its_actions_have_names() -> None:
 
 
 async def test_numbers_are_observed_and_the_last_ones_are_the_action() -> None:
-    env = with_deadlines(GymnasiumEnv(id="CartPole-v1"), deadline_s=30.0)
-    other = with_deadlines(GymnasiumEnv(id="CartPole-v1", score="last"), deadline_s=30.0)
+    env = WithDeadlines(GymnasiumEnv(id="CartPole-v1"), deadline_s=30.0)
+    other = WithDeadlines(GymnasiumEnv(id="CartPole-v1", score="last"), deadline_s=30.0)
     first, again = await env.reset(TASK, seed=5), await other.reset(TASK, seed=5)
     assert first == again and first[0]["content"].startswith("Action: a whole number from 0 to 1.\n[")
     assert said(await env.step("0 is wrong, so 1")) == said(await other.step("1"))
@@ -230,7 +231,7 @@ async def test_numbers_are_observed_and_the_last_ones_are_the_action() -> None:
 
 
 async def test_a_box_takes_as_many_numbers_as_it_has_within_its_bounds() -> None:
-    env = with_deadlines(GymnasiumEnv(id="Pendulum-v1"), deadline_s=30.0)
+    env = WithDeadlines(GymnasiumEnv(id="Pendulum-v1"), deadline_s=30.0)
     (first,) = await env.reset(TASK, seed=0)
     assert "Action: 1 number, from -2 to 2." in first["content"]
     assert (await env.step("torque -1.5e0")).reward is not None
@@ -243,7 +244,7 @@ async def test_what_cannot_be_text_is_refused_by_name() -> None:
         ({"id": "NoSuch-v9"}, "must be one that can be made"),
         ({"id": "CartPole-v1", "actions": ["left"]}, "must name each of Discrete"),
     ):
-        adapter = with_deadlines(GymnasiumEnv(**options), deadline_s=30.0)
+        adapter = WithDeadlines(GymnasiumEnv(**options), deadline_s=30.0)
         with pytest.raises(EnvError, match=words):
             await adapter.reset(TASK, seed=0)
         await adapter.close()
@@ -288,9 +289,9 @@ def test_nested_observations_are_json_and_large_ones_are_refused() -> None:
 
 
 async def test_one_environment_that_hangs_does_not_hold_up_another() -> None:
-    hanging = with_deadlines(env_parts.Hangs(), deadline_s=0.2)
+    hanging = WithDeadlines(env_parts.Hangs(), deadline_s=0.2)
     step = asyncio.create_task(hanging.step("go"))
-    env = with_deadlines(GymnasiumEnv(id="Blackjack-v1"), deadline_s=30.0)
+    env = WithDeadlines(GymnasiumEnv(id="Blackjack-v1"), deadline_s=30.0)
     await env.reset(TASK, seed=random.Random(0).randrange(9))
     await env.step("0")
     with pytest.raises(EnvError, match="must answer within"):

@@ -17,7 +17,7 @@ import pytest
 
 from buffers.errors import TaskError
 from buffers.tasks.parquet import read_tasks
-from env_adapters.adapter import Step, with_deadlines
+from env_adapters.adapter import Step, WithDeadlines
 from env_adapters.catalog import make_adapter
 from env_adapters.gsm8k import SAMPLE, WRONG, problems, tasks_of_problems
 from env_adapters.scoring.scorers import SCORERS
@@ -123,7 +123,7 @@ def test_a_copy_that_cannot_be_used_is_named_in_one_line(tmp_path: Path) -> None
 
 async def test_the_environment_gives_several_tries_and_takes_off_for_wrong_ones() -> None:
     (task, *_) = tasks_of_problems(ROWS, split="train", tools=False, source="here")
-    env = with_deadlines(make_adapter("gsm8k", {"tries": 3, "penalty": 0.25}), deadline_s=10.0)
+    env = WithDeadlines(make_adapter("gsm8k", {"tries": 3, "penalty": 0.25}), deadline_s=10.0)
     assert await env.reset(task.private(), seed=9) == task.prompt
     assert await env.step("#### 5") == Step(messages=[{"role": "user", "content": WRONG}], done=False, reward=0.0)
     assert await env.step("so #### 4") == Step(messages=[], done=True, reward=0.75)

@@ -16,7 +16,7 @@ import pytest
 from websockets.asyncio.server import ServerConnection, serve
 
 from buffers.errors import EnvError
-from env_adapters.adapter import with_deadlines
+from env_adapters.adapter import WithDeadlines
 from env_adapters.openenv import OpenEnv
 
 TASK: dict[str, Any] = {"task_id": "t", "extra_info": {"reset": {"level": 2}}}
@@ -70,7 +70,7 @@ async def test_an_episode_is_one_session_from_its_seed_to_its_return() -> None:
 
     async with server(answer) as (url, asked):
         inner = OpenEnv(url=url, prompt="Play.")
-        adapter = with_deadlines(inner, deadline_s=10.0)
+        adapter = WithDeadlines(inner, deadline_s=10.0)
         first = await adapter.reset(TASK, seed=5)
         assert said(first) == "Play.\nAction: the number (integer).\nGuess."
         steps = [await adapter.step(text) for text in ("3", '```json\n{"number": 7}\n```')]
@@ -103,7 +103,7 @@ async def test_a_reply_is_the_only_field_or_an_object_of_known_fields(
     schema: Any, options: dict[str, str], text: str, data: Any
 ) -> None:
     async with server(lambda _: seen(text="ok"), schema=schema) as (url, asked):
-        adapter = with_deadlines(OpenEnv(url=url, **options), deadline_s=10.0)
+        adapter = WithDeadlines(OpenEnv(url=url, **options), deadline_s=10.0)
         await adapter.reset(TASK, seed=0)
         step = await adapter.step(text)
         await adapter.close()
@@ -114,7 +114,7 @@ async def test_a_reply_is_the_only_field_or_an_object_of_known_fields(
 async def test_an_action_that_the_server_refuses_is_told_to_the_model() -> None:
     refusal = error("VALIDATION_ERROR", errors=[{"msg": "must be below 100"}])
     async with server(lambda m: seen(text="go") if m["type"] == "reset" else refusal) as (url, _):
-        adapter = with_deadlines(OpenEnv(url=url), deadline_s=10.0)
+        adapter = WithDeadlines(OpenEnv(url=url), deadline_s=10.0)
         await adapter.reset(TASK, seed=0)
         step = await adapter.step("100")
         assert said(step.messages) == "Not an action: must be below 100. Answer with the number (integer)."
@@ -135,7 +135,7 @@ async def test_an_action_that_the_server_refuses_is_told_to_the_model() -> None:
 )
 async def test_what_breaks_a_session_ends_the_episode_with_a_reason(reply: Any, reason: str) -> None:
     async with server(lambda m: seen(text="go") if m["type"] == "reset" else reply) as (url, _):
-        adapter = with_deadlines(OpenEnv(url=url), deadline_s=10.0)
+        adapter = WithDeadlines(OpenEnv(url=url), deadline_s=10.0)
         await adapter.reset(TASK, seed=0)
         with pytest.raises(EnvError) as failure:
             await adapter.step("1")
@@ -146,14 +146,14 @@ async def test_what_breaks_a_session_ends_the_episode_with_a_reason(reply: Any, 
 async def test_a_server_that_hangs_or_is_not_there_ends_the_episode() -> None:
     async with server(lambda _: seen(text="go")) as (url, _):
         pass  # gone again
-    adapter = with_deadlines(OpenEnv(url=url), deadline_s=10.0)
+    adapter = WithDeadlines(OpenEnv(url=url), deadline_s=10.0)
     with pytest.raises(EnvError, match=r"must answer GET /schema") as failure:
         await adapter.reset(TASK, seed=0)
     assert failure.value.reason == "environment reset: no server"
     await adapter.close()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:  # takes connections, and says nothing
-        adapter = with_deadlines(OpenEnv(url=f"http://127.0.0.1:{listener.getsockname()[1]}"), deadline_s=0.2)
+        adapter = WithDeadlines(OpenEnv(url=f"http://127.0.0.1:{listener.getsockname()[1]}"), deadline_s=0.2)
         with pytest.raises(EnvError, match=r"within 0\.2 s"):
             await adapter.reset(TASK, seed=0)
         await adapter.close()
@@ -162,10 +162,10 @@ async def test_a_server_that_hangs_or_is_not_there_ends_the_episode() -> None:
 async def test_observations_are_their_only_text_or_json_without_openenvs_own_fields() -> None:
     replies = iter([seen(board=[1, 2], text="x", metadata={}), seen(text="y", board=[])])
     async with server(lambda _: next(replies)) as (url, _):
-        adapter = with_deadlines(OpenEnv(url=url), deadline_s=10.0)
+        adapter = WithDeadlines(OpenEnv(url=url), deadline_s=10.0)
         assert said(await adapter.reset(TASK, seed=0)).endswith('{"board": [1, 2], "text": "x"}')
         await adapter.close()
-        named = with_deadlines(OpenEnv(url=url, observation="text", score="last"), deadline_s=10.0)
+        named = WithDeadlines(OpenEnv(url=url, observation="text", score="last"), deadline_s=10.0)
         assert said(await named.reset(TASK, seed=0)).endswith("\ny")
         await named.close()
 
@@ -174,10 +174,10 @@ async def test_what_cannot_be_used_is_refused_by_name() -> None:
     with pytest.raises(EnvError, match="must start with http:// or ws://, got 'localhost:80'"):
         OpenEnv(url="localhost:80")
     async with server(lambda _: seen()) as (url, _):
-        adapter = with_deadlines(OpenEnv(url=url, action="word"), deadline_s=10.0)
+        adapter = WithDeadlines(OpenEnv(url=url, action="word"), deadline_s=10.0)
         with pytest.raises(EnvError, match=r"must be one of \['number'\], got 'word'"):
             await adapter.reset(TASK, seed=0)
-        adapter = with_deadlines(OpenEnv(url=url), deadline_s=10.0)
+        adapter = WithDeadlines(OpenEnv(url=url), deadline_s=10.0)
         with pytest.raises(EnvError, match=r"extra_info\.reset must be an object, got 3"):
             await adapter.reset({"task_id": "t", "extra_info": {"reset": 3}}, seed=0)
         await adapter.close()
@@ -197,7 +197,7 @@ async def test_a_session_is_with_the_server_that_was_named_and_nothing_in_it_is_
 
     async with serve(session, "127.0.0.1", 0, process_request=plain) as listener:
         url = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-        adapter = with_deadlines(OpenEnv(url=f"http://{url}"), deadline_s=10.0)
+        adapter = WithDeadlines(OpenEnv(url=f"http://{url}"), deadline_s=10.0)
         await adapter.reset(TASK, seed=0)
         await adapter.close()
         assert offered == [None]
@@ -211,7 +211,7 @@ async def test_a_session_is_with_the_server_that_was_named_and_nothing_in_it_is_
 
         async with serve(session, "127.0.0.1", 0, process_request=elsewhere) as redirecting:
             port = redirecting.sockets[0].getsockname()[1]
-            adapter = with_deadlines(OpenEnv(url=f"http://127.0.0.1:{port}"), deadline_s=10.0)
+            adapter = WithDeadlines(OpenEnv(url=f"http://127.0.0.1:{port}"), deadline_s=10.0)
             with pytest.raises(EnvError, match="must take a session"):
                 await adapter.reset(TASK, seed=0)
             await adapter.close()

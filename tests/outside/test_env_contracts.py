@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from buffers.errors import EnvError
-from env_adapters.adapter import WithDeadlines, with_deadlines
+from env_adapters.adapter import WithDeadlines
 from env_adapters.openenv import OpenEnv
 from tests.outside.agent_environments import python_with
 from tests.support.patience import PATIENCE_S
@@ -80,7 +80,7 @@ async def search(adapter: WithDeadlines, *, seed: int) -> float:
 
 
 async def test_an_openenv_server_is_played_in_sessions_of_its_own(openenv_url: str) -> None:
-    adapters = [with_deadlines(OpenEnv(url=openenv_url), deadline_s=20.0) for _ in range(4)]
+    adapters = [WithDeadlines(OpenEnv(url=openenv_url), deadline_s=20.0) for _ in range(4)]
     scores = await asyncio.gather(*(search(adapter, seed=seed) for seed, adapter in enumerate(adapters)))
     assert all(0.0 < score <= 1.0 for score in scores)
     for adapter in adapters:
@@ -89,7 +89,7 @@ async def test_an_openenv_server_is_played_in_sessions_of_its_own(openenv_url: s
 
 async def test_what_an_openenv_server_refuses_is_told_and_what_breaks_it_ends_the_episode(openenv_url: str) -> None:
     server = OpenEnv(url=openenv_url)
-    adapter = with_deadlines(server, deadline_s=20.0)
+    adapter = WithDeadlines(server, deadline_s=20.0)
     await adapter.reset({"task_id": "t", "extra_info": {}}, seed=3)
     refused = await adapter.step("-1")
     assert refused.messages[0]["content"].startswith("Not an action: Input should be greater than or equal to 0")

@@ -6,7 +6,8 @@ import asyncio
 import threading
 from typing import Any
 
-from env_adapters.adapter import EnvAdapter, Step, WorkerThread, user
+from env_adapters.adapter import EnvAdapter, Step, user
+from env_adapters.guarded_calls import WorkerThread
 from tests.support.patience import PATIENCE_S
 
 

@@ -7,44 +7,27 @@ from types import SimpleNamespace
 from typing import Any
 
 from agents.agent_loop import verl_config
-from agents.server_manager import AsyncLLMServerManager, ServerUnavailable, TokenOutput
+from agents.server_manager import TokenOutput
 
 LOGPROB = -0.5
 
 
 class ScriptedServer:
-    """Answers the n-th request of a request_id with `answers[n]` (token ids), or `answer(prompt_ids)`."""
+    """A server manager. Answers the n-th request of a request_id with `answers[n]` (token ids), or `answer(prompt_ids)`."""
 
     def __init__(self, answers: list[list[int]] | Callable[[list[int]], list[int]]) -> None:
         self.answers = answers
         self.prompts: list[list[int]] = []
         self.params: list[dict[str, Any]] = []
         self.seen: dict[str, int] = {}
-        self.keys: list[str] = []
-        self.dead = False
-        self.slept = 0
 
-    async def generate(
-        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], api_key: str
-    ) -> TokenOutput:
-        if self.dead:
-            raise ServerUnavailable("scripted server is dead")
+    async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any]) -> TokenOutput:
         self.prompts.append(prompt_ids)
-        self.keys.append(api_key)
         self.params.append(sampling_params)
         number = self.seen[request_id] = self.seen.get(request_id, -1) + 1
         ids = self.answers[number] if isinstance(self.answers, list) else self.answers(prompt_ids)
         ids = ids[: sampling_params.get("max_tokens", 10_000)]
         return TokenOutput(ids, log_probs=[LOGPROB] * len(ids), versions=[0] * len(ids))
-
-    async def healthy(self) -> bool:
-        return not self.dead
-
-    async def wake_up(self) -> None:
-        self.slept -= 1
-
-    async def sleep(self) -> None:
-        self.slept += 1
 
 
 def make_loop(loop_class: Any, *, server: ScriptedServer, tokenizer: Any, room: int = 4096, **arguments: Any) -> Any:
@@ -53,7 +36,7 @@ def make_loop(loop_class: Any, *, server: ScriptedServer, tokenizer: Any, room: 
     config = verl_config(prompt_length=room // 2, response_length=room - room // 2, multi_turn=arguments)
     return fresh(
         trainer_config=SimpleNamespace(config=config),
-        server_manager=AsyncLLMServerManager([server]),
+        server_manager=server,
         tokenizer=tokenizer,
         **arguments,
     )

@@ -1,11 +1,11 @@
 """`understudy_harbor:ChildEnvironment`, a provider of Harbor's for machines without docker: a fenced child process.
 
-The fence is `agents.harbor.fence`. Imported by `harbor`, in its interpreter (3.12 or newer), by its import path, with this
-folder on PYTHONPATH; never by ours. Imports harbor and the standard library; what is ours runs in processes of its own.
+The fence is `agents.fence`. Imported by `harbor`, in its interpreter (3.12 or newer), by its import path, with this
+folder on PYTHONPATH; never by ours. Imports harbor, the standard library and its neighbour; the fence runs in processes of its own.
 Invariants: everything that a trial started ends with its environment, or with the trial's own process, however that ends; files
 go in and out by tar inside the room, so that no link that an agent made leads out of it.
 
-The task's Dockerfile is obeyed as far as `agents.harbor.dockerfile` says; FROM is not, and one user, root, is all there is.
+The task's Dockerfile is obeyed as far as `understudy_dockerfile` says; FROM is not, and one user, root, is all there is.
 Memory, processors and disk are not limited.
 """
 
@@ -25,10 +25,10 @@ from typing import Any
 from harbor.environments.base import BaseEnvironment, ExecResult, SandboxBuildFailedError, transfer_tar_filter
 from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.models.trial.paths import EnvironmentPaths
+from understudy_dockerfile import read_dockerfile  # type: ignore[import-not-found]
 
 ROOT = Path(__file__).resolve().parents[3]
-FENCE = [sys.executable, "-S", "-m", "agents.harbor.fence"]
-DOCKERFILE = [sys.executable, "-S", "-m", "agents.harbor.dockerfile"]
+FENCE = [sys.executable, "-S", "-m", "agents.fence"]
 OURS = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "PATH": os.defpath}
 PLAIN = {
     "PATH": "/root/.local/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -97,17 +97,18 @@ class ChildEnvironment(BaseEnvironment):  # type: ignore[misc]
         """Obey the task's Dockerfile, if it has one."""
         if not (path := self.environment_dir / "Dockerfile").exists():
             return
-        code, printed, errors = await self._run([*DOCKERFILE, str(path), json.dumps(PLAIN)], env=OURS)
-        if code != 0:
-            raise SandboxBuildFailedError(f"{path}: {errors.strip()}")
-        for step in json.loads(printed):
-            words = step["words"]
-            if step["kind"] == "workdir":
+        try:
+            steps = read_dockerfile(path.read_text(encoding="utf-8"), variables=PLAIN)
+        except (OSError, ValueError) as error:
+            raise SandboxBuildFailedError(f"{path}: {error}") from None
+        for step in steps:
+            words = step.words
+            if step.kind == "workdir":
                 self._workdir = os.path.normpath(os.path.join(self._workdir, words[0]))
                 await self.exec(f'mkdir -p "{self._workdir}"', cwd="/")
-            elif step["kind"] == "env":
+            elif step.kind == "env":
                 self._variables[words[0]] = words[1]
-            elif step["kind"] == "copy":
+            elif step.kind == "copy":
                 await self._copy(words[:-1], words[-1])
             else:
                 result = await self._enter(words, cwd=self._workdir, env={})
@@ -209,25 +210,13 @@ class ChildEnvironment(BaseEnvironment):  # type: ignore[misc]
         if self._holder is None or self._holder.returncode is not None:
             raise RuntimeError("the room of this environment has ended")
         variables = {**PLAIN, **self._variables, **env}
-        line = [*FENCE, "enter", str(self._pid), cwd, *command]
         ours = {**OURS, VARIABLES: json.dumps(variables)}  # not in its arguments, which all users of a machine can read
-        code, printed, errors = await self._run(line, env=ours, timeout_s=timeout_s, stdin=stdin, stdout=stdout)
-        return ExecResult(stdout=printed, stderr=errors, return_code=code)
-
-    async def _run(
-        self,
-        command: Sequence[str],
-        *,
-        env: dict[str, str],
-        timeout_s: float | None = None,
-        stdin: Any = asyncio.subprocess.DEVNULL,
-        stdout: Any = None,
-    ) -> tuple[int, str, str]:
-        """(exit code, standard output, standard error). Files, not pipes: what a command leaves running may hold them open."""
+        # Files, not pipes: what a command leaves running may hold them open.
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             process = await asyncio.create_subprocess_exec(
-                *command, cwd=ROOT, env=env, stdin=stdin, stdout=stdout or out, stderr=err, start_new_session=True
-            )
+                *FENCE, "enter", str(self._pid), cwd, *command,
+                cwd=ROOT, env=ours, stdin=stdin, stdout=stdout or out, stderr=err, start_new_session=True,
+            )  # fmt: skip
             late = False
             try:
                 async with asyncio.timeout(timeout_s):
@@ -238,7 +227,8 @@ class ChildEnvironment(BaseEnvironment):  # type: ignore[misc]
                 if process.returncode is None:
                     process.terminate()
                     await asyncio.shield(process.wait())
-            return LATE if late else process.returncode or 0, _end(out), _end(err)
+            code = LATE if late else process.returncode or 0
+            return ExecResult(stdout=_end(out), stderr=_end(err), return_code=code)
 
 
 def _end(file: Any) -> str:

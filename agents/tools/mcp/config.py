@@ -1,6 +1,6 @@
 """What a tools' YAML says about MCP servers. Pure data: the `mcp` package is not imported for it.
 
-Read by `agents.tools.tool_file`; a server's part is used by `agents.tools.mcp.session`.
+Read by `agents.tools.tool_file`; a server's part is used by `agents.tools.mcp.server`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Tools of MCP servers, through the official `mcp` package: programs on stdio, and URLs with streamable HTTP.
 
 Built from a tools' YAML (`mcp:`) and entered by `agents.tools.toolbox`. One session per server and worker serves all episodes.
-Invariants: a call is sent once, and once more only if the
-server died under it and says that the tool may be repeated; a server that died is started again once, and given up if it dies again
-before it has answered anything. Deadlines of calls are the toolbox's. Text only: other contents are named, not shown.
+Invariants: a call is sent once, and once more only if the server died under it and says that the tool may be repeated; a server
+that died is started again once, and given up if it dies again before it has answered anything; one that this program started ends
+with its session; what a server lists and says is bounded (`agents.tools.mcp.stdio`, `buffers.outgoing`). Deadlines of calls are the
+toolbox's. Text only: other contents are named, not shown.
 
     mcp:
       servers: {files: {command: "{python}", args: [server.py]}, web: {url: "http://127.0.0.1:8000/mcp"}}
@@ -15,27 +16,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+import sys
+from contextlib import AsyncExitStack
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
 import anyio
-from mcp import MCPError
+import httpx2
+from mcp import Client, MCPError
 from mcp import types as mcp_types
+from mcp.client.streamable_http import streamable_http_client
 from pydantic import ValidationError
 from pydantic_core import to_json
 
 from agents.tools.base_tool import BaseTool
 from agents.tools.mcp.config import McpServerSpec
-from agents.tools.mcp.session import McpSession, rules_of
-from agents.tools.schemas import OpenAIFunctionSchema, OpenAIFunctionToolSchema, ToolResponse
+from agents.tools.mcp.stdio import StdioServer
+from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from buffers.did_you_mean import nearest
 from buffers.errors import ToolError
+from buffers.outgoing import MCP, Outgoing
 
 logger = logging.getLogger(__name__)
 
 START_DEADLINE_S = 60.0
+CLOSE_DEADLINE_S = 10.0
+MAX_TOOLS = 1000
+"""Most tools of one server; also pages of its list, which may be empty."""
+MAX_LIST_BYTES = 16 << 20
+HTTP_S = 30.0
+"""Seconds to connect and to send; an answer has the call's own deadline."""
 MAX_NAME_CHARS = 128
 MAX_TOOL_BYTES = 1 << 16
 _DEAD = (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError)
@@ -43,43 +55,35 @@ _DEAD = (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError)
 CONNECTION_CLOSED = -32000
 
 
+@dataclass(slots=True, eq=False)
 class McpServer:
     """`async with` it: starts the server, gives its tools. `selected`: of those, only these. `config`: of each of its tools."""
 
-    def __init__(
-        self,
-        spec: McpServerSpec,
-        *,
-        name: str,
-        folder: Path,
-        selected: list[str] | None = None,
-        config: Mapping[str, Any] | None = None,
-        start_deadline_s: float = START_DEADLINE_S,
-    ) -> None:
-        self.name = name
-        self._spec = spec
-        self._folder = folder
-        self._selected = selected
-        self._config = dict(config or {})
-        self._start_deadline_s = start_deadline_s
-        self._session: McpSession | None = None
-        self._starting = asyncio.Lock()
-        self._given_up = ""
-        self.starts = 0
+    spec: McpServerSpec
+    _: KW_ONLY
+    name: str
+    folder: Path
+    selected: list[str] | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    start_deadline_s: float = START_DEADLINE_S
+    starts: int = field(default=0, init=False)
+    _session: McpSession | None = field(default=None, init=False)
+    _starting: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _given_up: str = field(default="", init=False)
 
     async def __aenter__(self) -> list[BaseTool]:
         """Raises ToolError when the server does not start, or has not the tools that were selected."""
         session = await self._open()
         found = {tool.name: tool for tool in session.tools}
-        for name in self._selected or ():
+        for name in self.selected or ():
             if name not in found:
                 await self._close()
                 raise ToolError(
                     f"tool_selected_list must name tools of MCP server {self.name}, got {name!r}; {nearest(name, found)}"
                 )
-        chosen = found if self._selected is None else {name: found[name] for name in self._selected}
+        chosen = found if self.selected is None else {name: found[name] for name in self.selected}
         try:
-            return [McpTool(tool, server=self, config=self._config) for tool in chosen.values()]
+            return [McpTool(tool, server=self, config=self.config) for tool in chosen.values()]
         except (ToolError, ValidationError) as error:
             await self._close()
             rules = rules_of(error) if isinstance(error, ValidationError) else str(error)
@@ -139,9 +143,7 @@ class McpServer:
                 if not old.has_answered and self.starts > 1:
                     self._give_up(f"MCP server {self.name} died again before it answered anything{words}")
             try:
-                self._session = await McpSession.start(
-                    self._spec, folder=self._folder, deadline_s=self._start_deadline_s
-                )
+                self._session = await McpSession.start(self.spec, folder=self.folder, deadline_s=self.start_deadline_s)
             except ToolError as error:
                 self._give_up(f"MCP server {self.name} must start: {error}")
             self.starts += 1
@@ -163,6 +165,109 @@ class _Died(Exception):
     """The server is gone."""
 
 
+class McpSession:
+    """One connection, kept open by a task of its own: the package's cancel scopes are entered and left by one task."""
+
+    def __init__(self, spec: McpServerSpec, *, folder: Path) -> None:
+        self._spec = spec
+        self._folder = folder
+        self._server: StdioServer | None = None
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stop = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.client: Client
+        self.tools: list[mcp_types.Tool] = []
+        self.dead = False
+        self.has_answered = False
+
+    @classmethod
+    async def start(cls, spec: McpServerSpec, *, folder: Path, deadline_s: float) -> McpSession:
+        """Connect and list the tools. Raises ToolError with what the server said."""
+        session = cls(spec, folder=folder)
+        session._task = asyncio.create_task(session._hold(), name="mcp session")
+        try:
+            await asyncio.wait({session._task, session._ready}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await session.close()
+            raise
+        if not session._ready.done():
+            why = await session.close()
+            why = session.fault or why or f"it was not ready within {deadline_s:g} s"
+            raise ToolError(f"{why}{session.last_words()}; check its command or url")
+        return session
+
+    async def close(self) -> str:
+        """End the connection and the server's process. Returns what went wrong on the way, for a message."""
+        assert self._task is not None
+        self._stop.set()
+        if not self._ready.done():
+            self._task.cancel()
+        _, hanging = await asyncio.wait({self._task}, timeout=CLOSE_DEADLINE_S)
+        if hanging:
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=CLOSE_DEADLINE_S)
+        error = self._task.exception() if self._task.done() and not self._task.cancelled() else None
+        return "" if error is None else _cause(error)
+
+    @property
+    def fault(self) -> str:
+        """Why this side ended the connection, if it did."""
+        return self._server.fault if self._server is not None else ""
+
+    def last_words(self) -> str:
+        """The end of what the server's process wrote beside its messages."""
+        return self._server.last_words() if self._server is not None else ""
+
+    async def _hold(self) -> None:
+        async with AsyncExitStack() as stack:
+            self.client = await stack.enter_async_context(await self._connect(stack))
+            cursor: str | None = None
+            num_pages = num_bytes = 0
+            while True:
+                page = await self.client.list_tools(cursor=cursor)
+                self.tools += page.tools
+                num_pages += 1
+                num_bytes += len(page.model_dump_json())
+                if len(self.tools) > MAX_TOOLS or num_pages > MAX_TOOLS:
+                    raise ToolError(f"it must list at most {MAX_TOOLS} tools, got more")
+                if num_bytes > MAX_LIST_BYTES:
+                    raise ToolError(f"its list of tools must be at most {MAX_LIST_BYTES} bytes, got more")
+                cursor = page.next_cursor
+                if cursor is None:
+                    break
+            self._ready.set_result(None)
+            await self._stop.wait()
+
+    async def _connect(self, stack: AsyncExitStack) -> Client:
+        if self._spec.url is not None:
+            headers = dict(self._spec.headers)
+            if self._spec.auth_token is not None:
+                headers["Authorization"] = f"Bearer {self._spec.auth_token}"
+            timeout = httpx2.Timeout(HTTP_S, read=None)
+            http = await stack.enter_async_context(Outgoing(MCP, headers=headers, timeout=timeout))
+            return Client(streamable_http_client(self._spec.url, http_client=http))
+        words = [
+            sys.executable if word == "{python}" else word for word in (self._spec.command or "", *self._spec.args)
+        ]
+        self._server = StdioServer(words, env=self._spec.env, folder=self._folder)
+        return Client(self._server)
+
+
+def _cause(error: BaseException) -> str:
+    """The first error of a group of groups, which is what task groups make of it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, ValidationError):
+        return f"what it says must be as MCP has it: {rules_of(error)}"
+    return f"{type(error).__name__}: {error}"
+
+
+def rules_of(error: ValidationError) -> str:
+    """What pydantic found wrong, in one line; without the values, which may be long."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in found[:3])
+
+
 class McpTool(BaseTool):
     """One tool of a server, under its own name."""
 
@@ -172,8 +277,7 @@ class McpTool(BaseTool):
         self._server = server
         hints = tool.annotations
         self._again = hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
-        fields = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-        super().__init__(config, OpenAIFunctionToolSchema(function=OpenAIFunctionSchema.model_validate(fields)))
+        super().__init__(config, OpenAIFunctionToolSchema.of(tool.name, tool.description or "", tool.input_schema))
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

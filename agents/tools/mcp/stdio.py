@@ -1,9 +1,9 @@
 """The process of an MCP server that speaks on standard input and output, and what it may say.
 
-Used by `agents.tools.mcp.session` as the `mcp` package's transport; the package's own keeps a line without end in memory and leaves
+Used by `agents.tools.mcp.server` as the `mcp` package's transport; the package's own keeps a line without end in memory and leaves
 behind what a server started. Invariants: at most `MAX_MESSAGE_BYTES` of what a server writes are kept; one that writes more in one
 message, or too much unrequested output, is killed, and `fault` says so; when the connection ends, nothing of the server's
-process group is alive, and it ends with this process (`agents.tools.mcp.child`). A grandchild that made itself a group of its own
+process group is alive, and it ends with this process (`agents.fence`). A grandchild that made itself a group of its own
 is out of reach. It neither knows what a message means nor starts a dead server again.
 """
 
@@ -25,7 +25,8 @@ from mcp.client.stdio import get_default_environment
 from mcp.shared.message import SessionMessage
 from mcp.types import JSONRPCError, JSONRPCNotification, JSONRPCRequest, JSONRPCResponse, jsonrpc_message_adapter
 
-from agents.tools.mcp import child
+from agents import fence
+from env_adapters.child_process import open_pipe, signal_group
 
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_UNASKED_MESSAGES = 10_000
@@ -96,32 +97,27 @@ class StdioServer:
         self, stack: AsyncExitStack
     ) -> tuple[asyncio.WriteTransport, asyncio.StreamReader, asyncio.StreamReader]:
         """The process, and its pipes: of our own, as asyncio's would keep `wait` until everybody has closed them."""
-        loop = asyncio.get_running_loop()
         with ExitStack() as childs:
-            (its_in, our_in), (our_out, its_out), (our_err, its_err) = (os.pipe() for _ in range(3))
-            for number in (its_in, its_out, its_err):
-                childs.callback(os.close, number)
-            readers = []
-            for number in (our_out, our_err):
-                reader = asyncio.StreamReader(limit=CHUNK_BYTES)
-                source = os.fdopen(number, "rb", buffering=0)
-                pipe, _ = await loop.connect_read_pipe(lambda r=reader: asyncio.StreamReaderProtocol(r), source)  # type: ignore[misc]
-                stack.callback(pipe.close)
-                readers.append(reader)
-            sink = os.fdopen(our_in, "wb", buffering=0)
-            stdin, self._flow = await loop.connect_write_pipe(_Flow, sink)
+            stdout, stderr = await open_pipe(childs), await open_pipe(childs)
+            for pipe in (stdout, stderr):
+                stack.callback(pipe.transport.close)
+            its_in, our_in = os.pipe()
+            childs.callback(os.close, its_in)
+            stdin, self._flow = await asyncio.get_running_loop().connect_write_pipe(
+                _Flow, os.fdopen(our_in, "wb", buffering=0)
+            )
             stack.callback(self._abort, stdin)
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", child.__file__, str(os.getpid())),
+                *(sys.executable, "-I", "-S", fence.__file__, "follow", str(os.getpid())),
                 *self._command,
                 env=self._env,
                 cwd=self._folder,
                 stdin=its_in,
-                stdout=its_out,
-                stderr=its_err,
+                stdout=stdout.writing,
+                stderr=stderr.writing,
                 start_new_session=True,
             )
-        return stdin, readers[0], readers[1]
+        return stdin, stdout.reader, stderr.reader
 
     async def _read(
         self, stdout: asyncio.StreamReader, to_session: MemoryObjectSendStream[SessionMessage | Exception]
@@ -138,7 +134,7 @@ class StdioServer:
                     raise _Breach(f"its messages must be at most {MAX_MESSAGE_BYTES} bytes, got a longer one")
         except _Breach as breach:
             self.fault = str(breach)
-            self._signal(signal.SIGKILL)
+            signal_group(self._process.pid, signal.SIGKILL)
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             # The session is over. What the server still writes is let go, so that it comes to its own end.
             while await stdout.read(CHUNK_BYTES):
@@ -218,10 +214,10 @@ class StdioServer:
             from_server.close()
             stdin.close()
             if not await self._ends():
-                self._signal(signal.SIGTERM)
+                signal_group(self._process.pid, signal.SIGTERM)
                 await self._ends()
         finally:
-            self._signal(signal.SIGKILL)  # also what the server left behind
+            signal_group(self._process.pid, signal.SIGKILL)  # also what the server left behind
         await self._process.wait()
 
     async def _ends(self) -> bool:
@@ -234,12 +230,6 @@ class StdioServer:
         """Let go what was not read; a pipe that is closed already cannot be aborted."""
         if not self._flow.is_lost:
             stdin.abort()
-
-    def _signal(self, number: signal.Signals) -> None:
-        try:
-            os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            pass  # everything in the group has ended
 
 
 class _Flow(asyncio.BaseProtocol):

@@ -5,7 +5,7 @@ class with `run` and names it in the tool's config. Invariants of ChildSandbox: 
 output is kept up to a limit, and it ends when it prints more; nothing of it stays on disk; where the kernel cannot keep
 it from the network, other files or other processes, it is not run at all, unless `weak` allows that.
 
-It is a child process with `agents.tools.sandbox.child`'s limits: enough for programs that go wrong, not for an
+It is a child process with the limits of `agents.fence`: enough for programs that go wrong, not for an
 attacker.
 """
 
@@ -17,21 +17,20 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from agents import fence
 from buffers.errors import ToolError
+from env_adapters.child_process import open_pipe, signal_group
 
-CHILD = Path(__file__).with_name("child.py")
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
 """What code may read, beside its Python."""
 CHUNK_BYTES = 1 << 16
 PROBE_S = 30.0
-DRAIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +44,6 @@ class SandboxResult:
     """Ended at its deadline."""
     cut: bool = False
     """Ended because it printed more than is kept."""
-    seconds: float = 0.0
 
 
 class Sandbox(Protocol):
@@ -95,9 +93,10 @@ class ChildSandbox:
 
     async def _probe(self) -> dict[str, bool]:
         with tempfile.TemporaryDirectory(prefix="understudy-") as folder:
-            async with self._child(Path(folder), code="", deadline_s=PROBE_S, probe=True) as child:
+            async with self._child(Path(folder), code="", deadline_s=PROBE_S, probe=True) as (child, stdout):
                 async with asyncio.timeout(PROBE_S):
-                    printed, _ = await child.communicate()
+                    printed = await stdout.read()
+                    await child.wait()
         if child.returncode != 0:
             said = " ".join(printed.decode(errors="replace").split())[-500:]
             raise ToolError(f"the sandbox must start with {self._python}, got exit code {child.returncode}: {said}")
@@ -121,13 +120,11 @@ class ChildSandbox:
                 return await self._run(code, Path(folder), deadline_s=deadline_s)
 
     async def _run(self, code: str, folder: Path, *, deadline_s: float) -> SandboxResult:
-        started = time.perf_counter()
         output, late = bytearray(), False
-        async with self._child(folder, code=code, deadline_s=deadline_s, probe=False) as child:
-            assert child.stdout is not None
+        async with self._child(folder, code=code, deadline_s=deadline_s, probe=False) as (child, stdout):
             try:
                 async with asyncio.timeout(deadline_s):
-                    while len(output) <= self._limits.output_bytes and (chunk := await child.stdout.read(CHUNK_BYTES)):
+                    while len(output) <= self._limits.output_bytes and (chunk := await stdout.read(CHUNK_BYTES)):
                         output += chunk
                     if len(output) <= self._limits.output_bytes:
                         await child.wait()
@@ -140,35 +137,34 @@ class ChildSandbox:
             exit_code=exit_code,
             late=late or exit_code == -signal.SIGXCPU,
             cut=len(output) > self._limits.output_bytes,
-            seconds=time.perf_counter() - started,
         )
 
     @asynccontextmanager
     async def _child(
         self, folder: Path, *, code: str, deadline_s: float, probe: bool
-    ) -> AsyncIterator[asyncio.subprocess.Process]:
-        """The started program; all that it started ends with the block."""
+    ) -> AsyncIterator[tuple[asyncio.subprocess.Process, asyncio.StreamReader]]:
+        """The started program, and what it prints; all that it started ends with the block."""
         (folder / "work").mkdir()
         (folder / "program.py").write_text(code, encoding="utf-8", errors="replace")
         spec = self._spec(folder, cpu_s=max(1, round(deadline_s + 0.5)), probe=probe)
-        child = await asyncio.create_subprocess_exec(
-            *(self._python, "-I", "-S", str(CHILD), json.dumps(spec)),
-            cwd=folder,
-            env={},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            yield child
-        finally:
+        with ExitStack() as ours:
+            with ExitStack() as opened:
+                pipe = await open_pipe(opened)
+                ours.callback(pipe.transport.close)
+                child = await asyncio.create_subprocess_exec(
+                    *(self._python, "-I", "-S", fence.__file__, "run", json.dumps(spec)),
+                    cwd=folder,
+                    env={},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=pipe.writing,
+                    stderr=asyncio.subprocess.STDOUT,
+                    start_new_session=True,
+                )
             try:
-                os.killpg(child.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # it has ended, and nothing of its group is left
-            await child.wait()
-            await _drain(child)
+                yield child, pipe.reader
+            finally:
+                signal_group(child.pid, signal.SIGKILL)
+                await child.wait()
 
     def _spec(self, folder: Path, *, cpu_s: int, probe: bool) -> dict[str, Any]:
         work = str(folder / "work")
@@ -186,14 +182,3 @@ class ChildSandbox:
             "disk_mb": self._limits.disk_mb,
             "threads": self._limits.threads,
         }
-
-
-async def _drain(child: asyncio.subprocess.Process) -> None:
-    """Read what is left in the pipe, without keeping it: a pipe that was not read to its end is not closed."""
-    assert child.stdout is not None
-    try:
-        async with asyncio.timeout(DRAIN_S):
-            while await child.stdout.read(CHUNK_BYTES):
-                pass
-    except TimeoutError:
-        pass  # held by a process that left the group, which seccomp would have refused

@@ -18,21 +18,24 @@ from pathlib import Path
 from typing import Any
 
 from agents.tools.base_tool import BaseTool
-from agents.tools.guarded_calls import Threads
 from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from buffers.errors import ToolError
+from env_adapters.guarded_calls import Threads
 
 DEADLINE_S = 10.0
 MARGIN_S = 5.0
 MAX_HITS = 20
 MAX_FILE_BYTES = 4 << 20
 LINE_CHARS = 200
-SCHEMA: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "file_search",
-        "description": "Searches the files of a folder for lines with a text, ignoring case. Returns path:line: text.",
-        "parameters": {
+
+
+class FileSearchTool(BaseTool):
+    """The same folder for all episodes."""
+
+    own_schema = OpenAIFunctionToolSchema.of(
+        "file_search",
+        "Searches the files of a folder for lines with a text, ignoring case. Returns path:line: text.",
+        {
             "type": "object",
             "properties": {
                 "query": {"type": "string", "minLength": 1, "description": "The text to find in a line."},
@@ -40,12 +43,7 @@ SCHEMA: dict[str, Any] = {
             },
             "required": ["query"],
         },
-    },
-}
-
-
-class FileSearchTool(BaseTool):
-    """The same folder for all episodes."""
+    )
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         root = Path(str(config.get("root", "")))
@@ -63,10 +61,6 @@ class FileSearchTool(BaseTool):
         self._threads = Threads()
         super().__init__({**config, "deadline_s": self._search_s + MARGIN_S}, tool_schema)
 
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The one given in the YAML, or the tool's own."""
-        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(SCHEMA)
-
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
@@ -78,7 +72,7 @@ class FileSearchTool(BaseTool):
             shown.append(f"(more than {self._max_hits} lines; ask for something rarer, or for some files)")
         if late:
             shown.append(f"(ended after {self._search_s:g} s)")
-        return ToolResponse(text="\n".join(shown) or "(nothing found)"), 0.0, {"hits": min(len(hits), self._max_hits)}
+        return ToolResponse(text="\n".join(shown) or "(nothing found)"), 0.0, {}
 
     def _search(self, query: str, *, pattern: str) -> tuple[list[str], bool]:
         """The first lines, one more than are shown, and whether time ran out."""

@@ -20,18 +20,6 @@ from env_adapters.scoring.scorers import gsm8k_flexible
 
 NO_BETTER = -0.05
 """The reward of an answer that is no better than the one before."""
-SCHEMA: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "calc_gsm8k_reward",
-        "description": "Checks an answer to the problem: reward 1.0 if it is right, 0.0 if it is wrong or not a number.",
-        "parameters": {
-            "type": "object",
-            "properties": {"answer": {"type": "string", "description": "The answer to the problem, in digits."}},
-            "required": ["answer"],
-        },
-    },
-}
 
 
 @dataclass
@@ -46,13 +34,19 @@ class _Judged:
 class Gsm8kTool(BaseTool):
     """An instance for each episode: the truth, the last answer, its reward."""
 
+    own_schema = OpenAIFunctionToolSchema.of(
+        "calc_gsm8k_reward",
+        "Checks an answer to the problem: reward 1.0 if it is right, 0.0 if it is wrong or not a number.",
+        {
+            "type": "object",
+            "properties": {"answer": {"type": "string", "description": "The answer to the problem, in digits."}},
+            "required": ["answer"],
+        },
+    )
+
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         super().__init__(config, tool_schema)
         self._instances: dict[str, _Judged] = {}
-
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The one given in the YAML, or the tool's own."""
-        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(SCHEMA)
 
     async def create(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any

@@ -17,35 +17,30 @@ from pathlib import Path
 from typing import Any
 
 from agents.tools.base_tool import BaseTool
-from agents.tools.import_by_name import find
 from agents.tools.sandbox.sandbox import ChildLimits, ChildSandbox, Sandbox, SandboxResult
 from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from agents.tools.tool_file import find
 from buffers.errors import ToolError
 
 CODE_DEADLINE_S = 10.0
 MARGIN_S = 30.0
 """What a call may wait for its turn, and for the sandbox, beyond the program's own time."""
-DESCRIPTION = (
-    "Runs a Python program and returns what it prints. Each call starts from nothing; no network, no files are kept."
-)
-SCHEMA: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "python",
-        "description": DESCRIPTION,
-        "parameters": {
-            "type": "object",
-            "properties": {"code": {"type": "string", "description": "The program. Print what you want to see."}},
-            "required": ["code"],
-        },
-    },
-}
 LIMITS = {field.name for field in fields(ChildLimits)}
 OWN = {"type", "deadline_s", "weak", "concurrency", "sandbox", "sandbox_config"}
 
 
 class PythonTool(BaseTool):
     """One sandbox for all episodes."""
+
+    own_schema = OpenAIFunctionToolSchema.of(
+        "python",
+        "Runs a Python program and returns what it prints. Each call starts from nothing; no network, no files are kept.",
+        {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "The program. Print what you want to see."}},
+            "required": ["code"],
+        },
+    )
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         if unknown := sorted(set(config) - LIMITS - OWN):
@@ -54,17 +49,12 @@ class PythonTool(BaseTool):
         self.sandbox = _sandbox(config)
         super().__init__({**config, "deadline_s": self._code_deadline_s + MARGIN_S}, tool_schema)
 
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The one given in the YAML, or the tool's own."""
-        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(SCHEMA)
-
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         """Run `parameters["code"]`. Its reward is 0."""
         result = await self.sandbox.run(str(parameters["code"]), deadline_s=self._code_deadline_s)
-        figures = {"seconds": result.seconds, "late": result.late, "cut": result.cut}
-        return ToolResponse(text=_words(result, deadline_s=self._code_deadline_s)), 0.0, figures
+        return ToolResponse(text=_words(result, deadline_s=self._code_deadline_s)), 0.0, {}
 
 
 def _sandbox(config: dict[str, Any]) -> Sandbox:

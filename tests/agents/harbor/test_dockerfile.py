@@ -1,10 +1,10 @@
-"""Rules of agents/harbor/dockerfile.py: what a room can obey is read in order, everything else is refused by its line."""
+"""Rules of the provider's Dockerfile reader: what a room can obey is read in order, everything else is refused by its line."""
 
 from __future__ import annotations
 
 import pytest
 
-from agents.harbor.dockerfile import Step, read_dockerfile
+from agents.harbor.provider.understudy_dockerfile import Step, read_dockerfile
 
 
 def steps(text: str) -> list[tuple[str, list[str]]]:

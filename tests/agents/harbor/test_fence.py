@@ -1,4 +1,4 @@
-"""Rules of agents/harbor/fence.py: a room has its own files and processes, reads the machine's programs, ends with its holder."""
+"""Rules of rooms (agents/fence.py): a room has its own files and processes, reads the machine's programs, ends with its holder."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from agents.harbor.fence import OWN, VARIABLES
+from agents.fence import OWN, VARIABLES
 from configs.checkout import ROOT
 from tests.support.processes.child_process import gone
 
-FENCE = [sys.executable, "-S", "-m", "agents.harbor.fence"]
+FENCE = [sys.executable, "-S", "-m", "agents.fence"]
 OURS = {"PYTHONPATH": str(ROOT)}
 
 

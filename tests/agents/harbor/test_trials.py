@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agents.harbor.tasks import FOLDER, read_folder
-from agents.harbor.trial import CHILD, read_outcome, trial_config, trial_environment
+from agents.harbor.trials import CHILD, read_outcome, trial_config, trial_environment
 from buffers.records import Task
 from configs.schema import HarborConfig
 from tests.agents.harbor.trial_contract import check_scores_and_reasons, model, play, trials, write_tasks_of

@@ -137,7 +137,7 @@ async def test_only_loops_that_play_environments_see_the_ground_truth(tiny_model
 
     settings = WorkerSettings(
         loops=(LoopSpec(name="single_turn_agent", target="agents.loops.single_turn_agent.SingleTurnAgentLoop"),),
-        model_path=str(tiny_model), server_urls=("http://127.0.0.1:1",), worker_key="", prompt_length=8, response_length=8,
+        model_path=str(tiny_model), server_url="http://127.0.0.1:1", worker_key="", prompt_length=8, response_length=8,
     )  # fmt: skip
     worker = AgentLoopWorker(settings)
     for spy in (Spy, EnvSpy):

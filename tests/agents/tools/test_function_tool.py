@@ -11,9 +11,8 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from agents.tools.episode_tools import ToolFault
 from agents.tools.function_tool import FunctionTool, function_tool
-from agents.tools.toolbox import Toolbox
+from agents.tools.toolbox import Toolbox, ToolFault
 from buffers.errors import ToolError
 from tests.support.patience import PATIENCE_S
 

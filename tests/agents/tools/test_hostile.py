@@ -11,10 +11,9 @@ import pytest
 
 from agents.tools import arguments
 from agents.tools.base_tool import BaseTool
-from agents.tools.episode_tools import ToolFault
 from agents.tools.function_tool import FunctionTool
 from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from agents.tools.toolbox import Toolbox
+from agents.tools.toolbox import Toolbox, ToolFault
 from buffers.errors import ToolError
 from tests.support.patience import PATIENCE_S
 
@@ -96,7 +95,7 @@ async def test_a_function_that_raises_a_cancellation_gives_its_slot_back():
         outcome = await tools.call("cancels", "{}")
     assert (outcome.error, outcome.text) == (
         ToolFault.RAISED,
-        "Error: cancels failed: RuntimeError: the tool cancelled its own call",
+        "Error: cancels failed: RuntimeError: CancelledError()",
     )
     (slots,) = tool._threads._slots.values()
     assert slots._value == tool._threads._limit
@@ -155,7 +154,7 @@ async def test_other_episodes_go_on_while_arguments_are_checked(monkeypatch):
         seen.set()
         assert checked.wait(PATIENCE_S)
 
-    monkeypatch.setattr("agents.tools.episode_tools.check_arguments", check)
+    monkeypatch.setattr("agents.tools.toolbox.check_arguments", check)
     call = asyncio.create_task(fault_of("{}", properties={}))
     await asyncio.to_thread(seen.wait, 30)
     checked.set()  # by the event loop, which was not held up

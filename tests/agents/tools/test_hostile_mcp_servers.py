@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from agents.tools.episode_tools import ToolFault
-from agents.tools.mcp import session, stdio
-from agents.tools.toolbox import Toolbox
+from agents.tools.mcp import server, stdio
+from agents.tools.toolbox import Toolbox, ToolFault
 from buffers.errors import ToolError
 from buffers.outgoing import MCP
 from configs.checkout import python_path
@@ -159,8 +158,8 @@ async def test_a_call_that_is_not_answered_ends_at_its_deadline(tmp_path, mode):
         ("initialize", "it was not ready within 0.5 s"),
         ("tools/list", "it was not ready within 0.5 s"),
         ("floods at start", f"messages must be at most {stdio.MAX_MESSAGE_BYTES} bytes"),
-        ("10,000 tools", f"it must list at most {session.MAX_TOOLS} tools"),
-        ("large schemas", f"its list of tools must be at most {session.MAX_LIST_BYTES} bytes"),
+        ("10,000 tools", f"it must list at most {server.MAX_TOOLS} tools"),
+        ("large schemas", f"its list of tools must be at most {server.MAX_LIST_BYTES} bytes"),
         ("name is a number", "tools.0.name: Input should be a valid string"),
         ("description is a list", "tools.0.description: Input should be a valid string"),
         ("schema is text", "tools.0.inputSchema: Input should be a valid dictionary"),
@@ -170,7 +169,7 @@ async def test_a_server_that_is_not_fit_for_use_is_refused_by_its_name(tmp_path,
     alive = Alive(tmp_path)
     toolbox = Toolbox.load(servers(tmp_path, alive, mode))
     if "not ready" in reason:
-        toolbox._sources[0]._start_deadline_s = 0.5
+        toolbox._sources[0].start_deadline_s = 0.5
     with pytest.raises(ToolError) as refused:
         async with toolbox:
             pass

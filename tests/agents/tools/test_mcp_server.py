@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agents.tools.episode_tools import ToolFault
-from agents.tools.toolbox import Toolbox
+from agents.tools.toolbox import Toolbox, ToolFault
 from buffers.errors import ToolError
 
 pytestmark = pytest.mark.slow

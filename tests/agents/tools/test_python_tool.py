@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from agents.tools.sandbox.sandbox import CHILD, SYSTEM, ChildLimits, ChildSandbox, SandboxResult
+from agents import fence
+from agents.tools.sandbox.sandbox import SYSTEM, ChildLimits, ChildSandbox, SandboxResult
 from agents.tools.shipped.python import PythonTool
 from agents.tools.toolbox import Toolbox
 from buffers.errors import ToolError
@@ -153,10 +154,10 @@ class Watched(ChildSandbox):
 
     @asynccontextmanager
     async def _child(self, folder, **how):
-        async with super()._child(folder, **how) as child:
+        async with super()._child(folder, **how) as (child, stdout):
             if not how["probe"]:
                 self.pid.set_result(child.pid)
-            yield child
+            yield child, stdout
 
 
 async def test_a_cancelled_call_ends_its_code(scratch):
@@ -239,7 +240,7 @@ import json, os, sys
 os.mkdir("work")
 open("program.py", "w").write({INNER!r})
 spec = {spec!r} | dict(folder=os.getcwd(), python=sys.executable, probe=PROBE)
-os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", {CHILD.read_text()!r}, json.dumps(spec)])
+os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", {Path(fence.__file__).read_text()!r}, "run", json.dumps(spec)])
 """
     outer = ChildSandbox(concurrency=2)
     granted = await outer.capabilities()

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from agents.tools.base_tool import BaseTool
-from agents.tools.episode_tools import ToolFault
 from agents.tools.function_tool import FunctionTool
-from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from agents.tools.toolbox import Toolbox
-from agents.tools.truncate import truncate
+from agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse, truncate
+from agents.tools.toolbox import Toolbox, ToolFault
 from buffers.errors import ToolError
 from tests.support.patience import PATIENCE_S
 
@@ -88,7 +86,7 @@ class Vault(BaseTool):
         ("vault", '{"do": 3}', ToolFault.BAD_ARGUMENTS, "Error: vault: do: 3 is not of type 'string'"),
         ("vault", {"do": "raise"}, ToolFault.RAISED, "Error: vault failed: LookupError: nothing there"),
         ("vault", {"do": "exit"}, ToolFault.RAISED, "Error: vault failed: SystemExit: 3"),
-        ("vault", {"do": "cancel"}, ToolFault.RAISED, "the tool cancelled its own call"),
+        ("vault", {"do": "cancel"}, ToolFault.RAISED, "it cancelled its own call"),
         ("vault", {"do": "hang"}, ToolFault.DEADLINE, "Error: vault did not answer within 0.05 s"),
         ("vault", {"do": "nonsense"}, ToolFault.BAD_RESULT, "vault returned 'just text'"),
         ("vault", {"do": "nan"}, ToolFault.BAD_RESULT, "nan"),

@@ -42,7 +42,7 @@ def played(tiny_model):
             wait(
                 served,
                 manager.start(
-                    model_path=str(tiny_model), server_urls=[served.server.base_url], worker_key=served.server.keys.worker,
+                    model_path=str(tiny_model), server_url=served.server.base_url, worker_key=served.server.keys.worker,
                     prompt_length=256, response_length=256,
                 ),
             )  # fmt: skip
@@ -188,7 +188,7 @@ def test_a_loop_that_cannot_be_set_up_is_known_at_the_start(tiny_model, played):
         wait(
             served,
             manager.start(
-                model_path=str(tiny_model), server_urls=["http://127.0.0.1:9"], worker_key="", prompt_length=1,
+                model_path=str(tiny_model), server_url="http://127.0.0.1:9", worker_key="", prompt_length=1,
                 response_length=1,
             ),
         )  # fmt: skip

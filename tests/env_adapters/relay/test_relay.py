@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,11 @@ import pytest
 from buffers.records import Task
 from env_adapters.relay.game import KEYS, NAMES, SCOUT_PAY, TURNS, RelayGame, relay_tasks, relay_traces
 from env_adapters.relay.server import RelayServer
+from tests.support import walk_parts
+from tests.support.patience import PATIENCE_S
+from tests.support.walk_parts import SCORER_KEY, WORKER_KEY, FakeModelServer
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def play(task: Task, *, says: Any, moves: Any) -> dict[str, float]:
@@ -88,6 +97,27 @@ def test_the_environment_scores_each_role_and_then_the_whole(by_branch: bool, pa
 
     asyncio.run(run())
     assert scores.told == [{"score": SCOUT_PAY, **parts[0]}, {"score": 1.0, **parts[1]}, {"score": 1.0}]
+
+
+@pytest.mark.seconds
+def test_the_agent_of_two_roles_plays_with_the_environments_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walk_parts, "LETTERS", walk_parts.LETTERS | {key: key for key in KEYS})
+    fake = FakeModelServer(relay_tasks(3, seed=0))
+    given = {**os.environ, "SERVER_URL": fake.url, "SCORER_KEY": SCORER_KEY}
+    words = [sys.executable, "-m", "env_adapters.relay.server"]
+    with subprocess.Popen(words, cwd=ROOT, env=given, stdout=subprocess.PIPE, text=True) as environment:
+        assert environment.stdout is not None
+        fake.env_address = environment.stdout.readline().split()[1]
+        given = {
+            **os.environ, "OPENAI_BASE_URL": f"{fake.url}/v1", "OPENAI_API_KEY": WORKER_KEY, "CONCURRENCY": "2",
+            "TASKS_URL": f"{fake.url}/v1/tasks",
+        }  # fmt: skip
+        agent = [sys.executable, str(ROOT / "agents/examples/relay_agent.py"), "runner=policy"]
+        subprocess.run(agent, env=given, check=True, timeout=PATIENCE_S)
+        environment.terminate()
+    fake.close()
+    assert fake.outcomes == {f"e{number}": {"score": 1.0} for number in range(3)}, "the last score is the whole's"
+    assert {body["model"] for _, body in fake.chats} == {"scout", "policy"} and len(fake.chats) == 3 * 2 * TURNS
 
 
 def test_an_agent_sees_no_way_before_it_is_the_scouts_turn() -> None:

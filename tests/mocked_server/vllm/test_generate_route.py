@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -10,8 +11,8 @@ import httpx
 import numpy as np
 import pytest
 
-from agents.server_manager import ServerUnavailable
-from agents.workers.server_client import ModelServerClient
+from agents import server_manager
+from agents.server_manager import AsyncLLMServerManager, ServerUnavailable
 from buffers.errors import AgentError, EpisodeError
 from tests.support.patience import PATIENCE_S
 from tests.support.server_parts import LOGPROB
@@ -24,8 +25,11 @@ def post(served, key, body, path="/generate"):
 
 def generate(served, key, prompt_ids, **sampling_params):
     async def run():
-        async with ModelServerClient(served.server.base_url, worker_key=served.server.keys.worker) as server:
-            return await server.generate("episode", prompt_ids=prompt_ids, sampling_params=sampling_params, api_key=key)
+        server = AsyncLLMServerManager(served.server.base_url, worker_key=served.server.keys.worker)
+        try:
+            return await server.keyed(key).generate("episode", prompt_ids=prompt_ids, sampling_params=sampling_params)
+        finally:
+            await server.close()
 
     return asyncio.run(run())
 
@@ -106,36 +110,61 @@ def test_a_token_that_is_left_out_stays_in_the_row_and_is_not_trained(served):
         served.ledger.mask_tokens(episode, {0: np.array([1])}).result(PATIENCE_S)
 
 
+class Answers(BaseHTTPRequestHandler):
+    """Each request gets the next of `statuses`, the last one again and again; 200 is an answer."""
+
+    statuses: list[int]
+    keys: list[str | None]
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        self.keys.append(self.headers["x-api-key"])
+        status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+        output = {"token_ids": [7], "log_probs": [-0.5], "stop_reason": "length", "versions": [2], "num_preempted": 0}
+        body = json.dumps(output).encode() if status == 200 else b""
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_): ...
+
+
+async def asked(statuses, *, patience_s):
+    """What a server with these answers says to a request, and the keys that it was sent."""
+    handler = type("Handler", (Answers,), {"statuses": list(statuses), "keys": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as listener:
+        threading.Thread(target=listener.serve_forever).start()
+        server = AsyncLLMServerManager(
+            f"http://127.0.0.1:{listener.server_port}", worker_key="own", patience_s=patience_s
+        )
+        try:
+            return await server.keyed("k").generate("a", prompt_ids=[1], sampling_params={}), handler.keys
+        finally:
+            await server.close()
+            listener.shutdown()
+
+
 @pytest.mark.seconds
 def test_a_server_that_is_gone_is_told_apart_from_a_refusal(served):
     with pytest.raises(AgentError, match="vocabulary"):
         generate(served, "", [99_999])
-
-    async def overloaded(status):
-        class Answers(BaseHTTPRequestHandler):
-            def do_POST(self):
-                self.send_response(status)
-                self.end_headers()
-
-            def log_message(self, *_): ...
-
-        with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as listener:
-            threading.Thread(target=listener.serve_forever).start()
-            try:
-                async with ModelServerClient(f"http://127.0.0.1:{listener.server_port}") as server:
-                    await server.generate("a", prompt_ids=[1], sampling_params={}, api_key="k")
-            finally:
-                listener.shutdown()
-
-    with pytest.raises(ServerUnavailable, match="503"):
-        asyncio.run(overloaded(503))
+    with pytest.raises(ServerUnavailable, match=r"did not answer within 0 s: .* answered 503"):
+        asyncio.run(asked([503], patience_s=0.0))
     with pytest.raises(AgentError):
-        asyncio.run(overloaded(500))
+        asyncio.run(asked([500, 200], patience_s=PATIENCE_S))
 
     async def nowhere():
-        async with ModelServerClient("http://127.0.0.1:9") as server:
-            assert not await server.healthy()
-            await server.generate("a", prompt_ids=[1], sampling_params={}, api_key="")
+        await AsyncLLMServerManager("http://127.0.0.1:9", patience_s=0.0).generate(
+            "a", prompt_ids=[1], sampling_params={}
+        )
 
     with pytest.raises(ServerUnavailable, match="cannot be reached"):
         asyncio.run(nowhere())
+
+
+async def test_a_request_is_sent_again_until_a_server_that_is_started_again_answers(monkeypatch):
+    monkeypatch.setattr(server_manager, "PAUSE_S", 0.01)
+    output, keys = await asked([503, 502, 200], patience_s=PATIENCE_S)
+    assert (output.token_ids, output.log_probs, output.versions, output.stop_reason) == ([7], [-0.5], [2], "length")
+    assert keys == ["k"] * 3

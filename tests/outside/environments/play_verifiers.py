@@ -10,13 +10,13 @@ import sys
 from importlib.metadata import version
 
 from buffers.errors import EnvError
-from env_adapters.adapter import with_deadlines
+from env_adapters.adapter import WithDeadlines
 from env_adapters.verifiers_env import VerifiersEnv, tasks_of
 
 
 async def play(taskset: str, index: int, replies: list[str]) -> dict:
     """An episode: all that was said, whether it ended, its score or its failure."""
-    adapter = with_deadlines(VerifiersEnv(taskset=taskset), deadline_s=20.0)
+    adapter = WithDeadlines(VerifiersEnv(taskset=taskset), deadline_s=20.0)
     said, done = [], False
     try:
         said.append(await adapter.reset({"task_id": "t", "extra_info": {"index": index}}, seed=0))

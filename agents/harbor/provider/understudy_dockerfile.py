@@ -1,9 +1,8 @@
 """Reads a Dockerfile as far as a room of this machine can obey it.
 
-`python -m agents.harbor.dockerfile FILE VARIABLES` prints its steps as JSON. Started by `agents.harbor.provider` in the
-interpreter of `harbor`; imports the standard library only. Obeyed are WORKDIR, ENV, ARG, COPY and ADD of the task's own files,
-and RUN. FROM is not: a room has this machine's programs. What only says how an image is started or published is left out;
-everything else is refused by its line, never skipped.
+Used by the provider beside it, in the interpreter of `harbor`; imports the standard library only. Obeyed are WORKDIR, ENV, ARG,
+COPY and ADD of the task's own files, and RUN. FROM is not: a room has this machine's programs. What only says how an image is
+started or published is left out; everything else is refused by its line, never skipped.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 LEFT_OUT = frozenset(
     {"FROM", "LABEL", "MAINTAINER", "EXPOSE", "CMD", "ENTRYPOINT", "STOPSIGNAL", "HEALTHCHECK", "VOLUME"}
@@ -85,18 +82,3 @@ def _pairs(rest: str) -> dict[str, str]:
     if "=" not in first:
         return {first: others.strip()}
     return dict(word.split("=", 1) for word in shlex.split(rest))
-
-
-def main(words: Sequence[str]) -> int:
-    """Exit codes: 0 printed, 1 it cannot be obeyed."""
-    try:
-        steps = read_dockerfile(Path(words[0]).read_text(encoding="utf-8"), variables=json.loads(words[1]))
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(json.dumps([asdict(step) for step in steps]))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
