@@ -1,6 +1,6 @@
-"""One episode of a run for the page: its record, its tree, its conversation, and windows of its tokens.
+"""`RunPages`: a run with its episodes, each as its record, its tree, its conversation, and windows of its tokens.
 
-Used by `learner.page.routes`. Invariant: a request costs what its window holds: an episode's rounds are decoded once and kept
+Used by `learner.page.reports`. Invariant: a request costs what its window holds: an episode's rounds are decoded once and kept
 for the few episodes that were asked for last. It only reads.
 """
 
@@ -11,19 +11,21 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from buffers.ledger.batches import read_rounds
-from buffers.ledger.reading import round_causes, views
+from buffers.ledger.reading import episodes, round_causes
 from buffers.ledger.reading.branches import NOT_SAMPLED, Branch, Window, branches_of, num_trained, window_of
 from buffers.records import Round
+from buffers.training_rows import CUT
 from learner.page.episode_parts.conversation import Turn, turns_of, with_text
 from learner.page.episode_parts.token_window import MOST_TOKENS, packed, pieces_of
 from learner.page.episode_parts.untrained import why_untrained
-from learner.page.run_files.metric_columns import plain
+from learner.page.metric_columns import plain
 from learner.page.run_view import RunView
 from learner.reporting.token_figures import ARRAYS, RoundFigures, read_figures
 
@@ -47,36 +49,21 @@ class Opened:
     turns: dict[int, list[Turn]] = field(default_factory=dict)
 
 
-class EpisodePages:
-    """The episodes of one run."""
+class RunPages(RunView):
+    """`meanings`: what each cause of a break means, in a sentence."""
 
-    def __init__(self, view: RunView, *, meanings: Mapping[str, str]) -> None:
-        """`meanings`: what each cause of a break means, in a sentence."""
-        self._view = view
+    def __init__(self, run_id: str, folder: Path, *, meanings: Mapping[str, str]) -> None:
+        super().__init__(run_id, folder)
         self._meanings = meanings
         self._lock = threading.Lock()
         self._opened: OrderedDict[tuple[Any, ...], Opened] = OrderedDict()
 
-    def shown(self, found: Sequence[int]) -> list[dict[str, Any]]:
-        """Records of the episodes with these numbers."""
-        with self._view.ledger() as db:
-            some = views.episodes_at(db, found)
-        return [self.record(one) for one in some]
-
-    def record(self, one: views.EpisodeView) -> dict[str, Any]:
-        """An episode for a list."""
-        table = self._view.index.episodes
-        if one.seq < len(table) and table["there"][one.seq]:
-            causes, cut = int(table["causes"][one.seq]), bool(table["cut"][one.seq])
-            one = replace(one, breaks=round_causes.names(causes), cut=cut)
-        return asdict(one)
-
     def detail(self, episode_id: str) -> dict[str, Any]:
         """All but its texts and tokens. Raises Unknown."""
-        one, opened = self._open(episode_id)
-        with self._view.ledger() as db:
-            members = [each.episode_id for each in views.episodes_of(db, group_id=one.group_id)]
-            task = views.task_of(db, task_id=one.task_id)
+        one, opened = self._read(episode_id)
+        with self.ledger() as db:
+            members = [each.episode_id for each in episodes.episodes_of(db, group_id=one.group_id)]
+            task = episodes.task_of(db, task_id=one.task_id)
             told = db.execute(_SCORES, (episode_id,)).fetchall()
         place = members.index(episode_id)
         scores = [
@@ -84,7 +71,9 @@ class EpisodePages:
             for each in told
         ]
         one = replace(
-            one, breaks=sorted(set(opened.causes.values())), cut=any(r.finish_reason == "length" for r in opened.rounds)
+            one,
+            breaks=sorted(set(opened.causes.values())),
+            cut=any(each.finish_reason == CUT for each in opened.rounds),
         )
         return {
             "episode": asdict(one),
@@ -113,8 +102,8 @@ class EpisodePages:
 
     def conversation(self, episode_id: str, *, branch: int, start: int, count: int) -> dict[str, Any]:
         """Some turns of a branch, with their text."""
-        _, opened = self._open(episode_id)
-        found, decoder = _branch(opened, branch), self._view.decoder()
+        _, opened = self._read(episode_id)
+        found, decoder = _branch(opened, branch), self.decoder()
         if branch not in opened.turns:
             opened.turns[branch] = turns_of(found, decoder=decoder)
         turns = opened.turns[branch]
@@ -126,7 +115,7 @@ class EpisodePages:
 
     def tokens(self, episode_id: str, *, branch: int, start: int, count: int) -> bytes:
         """A window of a branch's tokens; see `token_window`."""
-        _, opened = self._open(episode_id)
+        _, opened = self._read(episode_id)
         found = _branch(opened, branch)
         window = window_of(found, start=start, count=min(count, MOST_TOKENS))
         figures, known = _figures_of(window, opened.figures)
@@ -137,7 +126,7 @@ class EpisodePages:
             "start": start,
             "count": len(window.ids),
             "num_tokens": found.num_tokens,
-            "pieces": pieces_of(window.ids.tolist(), decoder=self._view.decoder()),
+            "pieces": pieces_of(window.ids.tolist(), decoder=self.decoder()),
             "figures": kept,
         }
         arrays: dict[str, np.ndarray[Any, Any]] = {
@@ -149,7 +138,7 @@ class EpisodePages:
 
     def overview(self, episode_id: str, *, branch: int, buckets: int) -> dict[str, Any]:
         """The whole branch in so many buckets: where to look in a long one."""
-        _, opened = self._open(episode_id)
+        _, opened = self._read(episode_id)
         found = _branch(opened, branch)
         window = window_of(found, start=0, count=found.num_tokens)
         figures, _ = _figures_of(window, opened.figures)
@@ -166,10 +155,10 @@ class EpisodePages:
         shown = {name: _bucketed(values, ends, reduce=reduce) for name, (reduce, values) in columns.items()}
         return {"branch": branch, "num_tokens": len(window.ids), "buckets": number, **shown}
 
-    def _open(self, episode_id: str) -> tuple[views.EpisodeView, Opened]:
+    def _read(self, episode_id: str) -> tuple[episodes.EpisodeView, Opened]:
         """The episode as it is now, with its rounds."""
-        with self._view.ledger() as db:
-            one = views.episode(db, episode_id=episode_id)
+        with self.ledger() as db:
+            one = episodes.episode(db, episode_id=episode_id)
             (last,) = db.execute("SELECT max(rowid) FROM round WHERE episode_id = ?", (episode_id,)).fetchone()
             key = (episode_id, one.state, one.step, last)
             with self._lock:
@@ -178,7 +167,7 @@ class EpisodePages:
                     return one, opened
             rounds = read_rounds(db, episode_id=episode_id)
         causes = round_causes.causes_of([(r.round_index, r.parent, r.finish_reason, r.memo) for r in rounds])
-        figures = {} if one.step is None else read_figures(self._view.folder, step=one.step, episode_id=episode_id)
+        figures = {} if one.step is None else read_figures(self.folder, step=one.step, episode_id=episode_id)
         opened = Opened(rounds=rounds, branches=branches_of(rounds), causes=causes, figures=figures)
         with self._lock:
             self._opened[key] = opened
@@ -189,7 +178,7 @@ class EpisodePages:
 
 def _branch(opened: Opened, number: int) -> Branch:
     if not 0 <= number < len(opened.branches):
-        raise views.Unknown(
+        raise episodes.Unknown(
             f"branch must be one of the episode's {len(opened.branches)}, got {number}; they begin at 0"
         )
     return opened.branches[number]

@@ -11,16 +11,16 @@ import base64
 import hashlib
 import html
 import json
-import os
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from buffers.disk import replacing
 from buffers.errors import UnderstudyError
+from learner.page.metric_columns import meanings as metric_meanings
 from learner.page.routes import STATIC
-from learner.page.run_files.metric_meanings import meanings as metric_meanings
 from learner.page.run_set import RunSet
 from learner.page.snapshot import snapshot
 
@@ -47,14 +47,11 @@ def export(named: Sequence[Path], *, to: Path, episodes: int, meanings: Mapping[
         runs.close()
     left_out = [(name, error) for name, run in found["runs"].items() for error in run.pop("left_out")]
     text = page_of(found, static=STATIC)
-    unfinished = to.with_name(f".{to.name}.{os.getpid()}")
     try:
-        unfinished.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(unfinished, to)
+        with replacing(to) as scratch:
+            scratch.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise ExportError(f"--export must be a file that can be written, got {to} ({error.strerror})") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
     number = sum(len(run["episodes"]) for run in found["runs"].values())
     return (
         f"{to}: {len(found['runs'])} run(s), {number} episodes, {to.stat().st_size / 1e6:.1f} MB; open it in a browser"

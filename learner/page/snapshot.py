@@ -10,27 +10,25 @@ import base64
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from buffers.errors import UnderstudyError
-from buffers.ledger.reading.episode_filter import EpisodeFilter
+from buffers.ledger.reading import episodes as ledger_episodes
+from buffers.ledger.reading.episodes import EpisodeFilter
 from buffers.ledger.reading.round_causes import ANY_BREAK
 from learner.page import reports
-from learner.page.episode_page import EpisodePages
-from learner.page.episode_parts.token_window import MOST_TOKENS, packed_text
-from learner.page.findings import diagnosed
-from learner.page.run_files.run_folders import LEFT_OUT, has_secret_name
+from learner.page.episode_page import RunPages
+from learner.page.episode_parts.token_window import packed_text
+from learner.page.reports import LEFT_OUT, MOST_TURNS, Query, has_secret_name
 from learner.page.run_set import RunSet
-from learner.page.run_view import RunView
 
 FORMAT = 1
 MOST_BRANCHES = 4
 """Branches of an episode that are written."""
-MOST_TURNS = 500
-MOST_GROUPS = 200
-POINTS = 10_000
+_ALL = Query({"points": str(reports.MOST_POINTS)})
 _KEYS = re.compile(
     r"\bus-[\w.~-]{3,200}-[0-9a-f]{32}\b"  # the run's own: mocked_server/keys.py
     r"|\b(?:sk|pk|rk)-[A-Za-z0-9_-]{16,}|\bhf_[A-Za-z0-9]{20,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}"
@@ -74,15 +72,15 @@ def snapshot(runs: RunSet, *, episodes: int, about: Mapping[str, str]) -> dict[s
     """`episodes`: so many of each run. `left_out` of a run, why something of it is not in it, is not for the file."""
     hidden = Secrets(os.environ)
     views = [runs.view(name) for name in runs.ids()]
-    figures = reports.metrics(views, names=None, first=None, last=None, most=POINTS, about=about)
+    figures = reports.metrics(views, _ALL, about=about)
     found = {}
     for view in views:
-        told = diagnosed(view.folder)
-        held_back = {"findings": told.findings, "available": told.available}
+        told = view.findings()
+        held_back = {"findings": told["findings"], "available": told["available"]}
         whole = {**_run(view), "metrics": figures["runs"][view.run_id], "findings": held_back}
-        shown = _episodes(view, runs.pages(view.run_id), number=episodes, hidden=hidden)
-        if told.why and told.why not in shown["left_out"]:
-            shown["left_out"].insert(0, told.why)
+        shown = _episodes(view, number=episodes, hidden=hidden)
+        if told["why"] and told["why"] not in shown["left_out"]:
+            shown["left_out"].insert(0, told["why"])
         found[view.run_id] = hidden.without(whole) | shown
     return {
         "format": FORMAT,
@@ -94,29 +92,27 @@ def snapshot(runs: RunSet, *, episodes: int, about: Mapping[str, str]) -> dict[s
     }
 
 
-def _run(view: RunView) -> dict[str, Any]:
+def _run(view: RunPages) -> dict[str, Any]:
     """All but figures and episodes."""
-    entry = {**view.entry(), "folder": view.folder.name}
-    index = {**reports.run_index(view), "folder": view.folder.name}
     return {
-        "run": entry,
-        "index": index,
-        "config": reports.run_config(view),
-        "scores": _or_empty(lambda: reports.score_spread(view, first=None, last=None, most=POINTS)),
-        "machine": view.machine(since=0.0, points=POINTS),
-        "untrained": _or_empty(lambda: reports.untrained(view)) or {"reasons": []},
+        "run": {**view.entry(), "folder": view.folder.name},
+        "index": {**reports.index(view, _ALL), "folder": view.folder.name},
+        "config": reports.config(view, _ALL),
+        "scores": _or_empty(reports.scores, view),
+        "machine": reports.machine(view, _ALL),
+        "untrained": _or_empty(reports.untrained, view) or {"reasons": []},
     }
 
 
-def _or_empty(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _or_empty(answer: Callable[[RunPages, Query], dict[str, Any]], view: RunPages) -> dict[str, Any]:
     """Nothing where the run has no ledger here."""
     try:
-        return read()
+        return answer(view, _ALL)
     except UnderstudyError:
         return {}
 
 
-def _episodes(view: RunView, pages: EpisodePages, *, number: int, hidden: Secrets) -> dict[str, Any]:
+def _episodes(view: RunPages, *, number: int, hidden: Secrets) -> dict[str, Any]:
     found: dict[str, Any] = {
         "episodes": [], "details": {}, "group_details": {}, "groups": [], "conversations": {}, "tokens": {}, "overviews": {},
         "left_out": [],
@@ -124,16 +120,16 @@ def _episodes(view: RunView, pages: EpisodePages, *, number: int, hidden: Secret
     chosen, details = [], {}
     try:
         view.look()
-        groups = reports.groups(view, states=("open", "ready"), after=None, limit=MOST_GROUPS)["groups"]
-        candidates = pages.shown(sampled(view, number=number))
+        groups = reports.groups(view, _ALL)["groups"]
+        candidates = sampled(view, number=number)
     except UnderstudyError as error:
         found["left_out"].append(str(error))
         return found
     for one in candidates:
         try:
-            detail = pages.detail(one["episode_id"])
+            detail = view.detail(one["episode_id"])
             if (key := str(one["group_id"])) not in found["group_details"]:
-                found["group_details"][key] = hidden.without(reports.group(view, one["group_id"], record=pages.record))
+                found["group_details"][key] = hidden.without(reports.group(view, Query({"group": key})))
         except UnderstudyError as error:
             found["left_out"].append(str(error))
             continue
@@ -145,40 +141,42 @@ def _episodes(view: RunView, pages: EpisodePages, *, number: int, hidden: Secret
     found["groups"] = hidden.without(groups) + more
     for name, detail in details.items():
         for branch in range(min(len(detail["branches"]), MOST_BRANCHES)):
-            _add_branch(found, pages, name, branch, hidden=hidden)
+            _add_branch(found, view, name, branch, hidden=hidden)
     return found
 
 
-def _add_branch(found: dict[str, Any], pages: EpisodePages, name: str, branch: int, *, hidden: Secrets) -> None:
+def _add_branch(found: dict[str, Any], view: RunPages, name: str, branch: int, *, hidden: Secrets) -> None:
     key = f"{name}/{branch}"
+    query = Query({"episode": name, "branch": str(branch), "count": str(MOST_TURNS)})
     try:
-        talk = pages.conversation(name, branch=branch, start=0, count=MOST_TURNS)
-        window = pages.tokens(name, branch=branch, start=0, count=MOST_TOKENS)
+        talk = reports.conversation(view, query)
+        window = reports.tokens(view, Query({"episode": name, "branch": str(branch)}))
     except UnderstudyError:  # no tokenizer on this machine
         return
     found["conversations"][key] = hidden.without(talk)
     if not hidden.are_in(packed_text(window)):
         found["tokens"][key] = base64.b64encode(window).decode()
-        found["overviews"][key] = pages.overview(name, branch=branch, buckets=400)
+        found["overviews"][key] = reports.overview(view, query)
 
 
-def sampled(view: RunView, *, number: int) -> Sequence[int]:
+def sampled(view: RunPages, *, number: int) -> list[dict[str, Any]]:
     """So many episodes: the best and the worst of steps over the whole run, then broken, untrained and long ones."""
-    with view.indexed() as index:
-        trained = sorted({int(step) for step in index.groups["step"][index.groups["there"]] if step > 0})
     spread = max(1, (number + 2) // 3)
-    stride = max(1, len(trained) // spread)
-    found: dict[int, None] = {}
-
-    def take(wanted: EpisodeFilter, order: str, limit: int) -> None:
-        for place in view.search(wanted, order=order, limit=limit, cursor=None).places:
-            found.setdefault(place)
-
-    for step in trained[::-1][::stride][:spread]:
-        for order in ("-score", "score"):
-            take(EpisodeFilter(steps=(step, step), states=("scored",)), order, 1)
-    take(EpisodeFilter(causes=ANY_BREAK), "newest", spread // 2)
-    take(EpisodeFilter(untrained=True), "newest", spread // 2)
-    take(EpisodeFilter(states=("scored",)), "-tokens", spread // 2)
-    take(EpisodeFilter(states=("scored",)), "newest", number)
-    return list(found)[:number]
+    found: dict[int, dict[str, Any]] = {}
+    with view.ledger() as db:
+        trained = sorted({step for step, _ in ledger_episodes.trained_scores(db, first=1, last=reports.LARGEST_NUMBER)})
+        wanted = [
+            (EpisodeFilter(steps=(step, step), states=("scored",)), order, 1)
+            for step in trained[::-1][:: max(1, len(trained) // spread)][:spread]
+            for order in ("-score", "score")
+        ]
+        wanted += [
+            (EpisodeFilter(causes=ANY_BREAK), "newest", spread // 2),
+            (EpisodeFilter(untrained=True), "newest", spread // 2),
+            (EpisodeFilter(states=("scored",)), "-tokens", spread // 2),
+            (EpisodeFilter(states=("scored",)), "newest", number),
+        ]
+        for each, order, limit in wanted:
+            for one in ledger_episodes.search(db, each, order=order, limit=limit, cursor=None).episodes:
+                found.setdefault(one.seq, asdict(one))
+        return list(found.values())[:number]

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from buffers.errors import UnderstudyError
 from configs.bounded_yaml import read_yaml
-from learner.reporting.run_json import figures, read_figures, read_object
+from learner.reporting.run_record import CONFIG, METRICS, RunRecord, figures, read_record
 from learner.reporting.summary import Curve, curves_png
 from learner.reporting.terminal import Terminal
 
@@ -36,20 +36,14 @@ class CompareError(ValueError):
     """A folder that holds no run; the message is for the user."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunRecord:
+@dataclass(frozen=True, kw_only=True)
+class ComparedRun(RunRecord):
     """What one run left."""
 
     label: str
     """Its folder's name; the path, where two have the same name."""
     config: Mapping[str, Any]
     """Keys with dots -> values."""
-    steps: Sequence[Mapping[str, float]]
-    """The figures of each step that has a reward, in order; each with `step`."""
-    validations: Sequence[Mapping[str, float]]
-    """Lines with figures of a validation."""
-    summary: Mapping[str, Any]
-    """Empty while the run is under way."""
 
     def last(self, name: str) -> float | None:
         """Mean of the last `LAST_STEPS` values of a metric; the last one of a validation. None: it has none."""
@@ -59,29 +53,20 @@ class RunRecord:
         return sum(values) / len(values) if values else None
 
 
-def read_run(folder: Path, *, label: str = "") -> RunRecord:
+def read_run(folder: Path, *, label: str = "") -> ComparedRun:
     """Raises CompareError when the folder holds no run."""
-    for name in ("config.yaml", "metrics.jsonl"):
+    for name in (CONFIG, METRICS):
         if not (folder / name).is_file():
             raise CompareError(
                 f"a run's folder must hold {name}, got {folder} without it; name folders such as runs/demo"
             )
     try:
-        config = read_yaml(folder / "config.yaml")
-        lines = read_figures(folder / "metrics.jsonl")
-        file = folder / "summary.json"
-        summary = read_object(file) if file.is_file() else {}
+        config = flat(read_yaml(folder / CONFIG) or {})
+        return ComparedRun(**vars(read_record(folder)), label=label or folder.name, config=config)
     except (ValueError, OSError, UnderstudyError) as error:
         raise CompareError(
             f"{folder} must hold the files of a run, config.yaml and others, got one that cannot be read: {error}"
         ) from None
-    return RunRecord(
-        label=label or folder.name,
-        config=flat(config or {}),
-        steps=[line for line in lines if "reward/mean" in line],
-        validations=[line for line in lines if "val/mean" in line],
-        summary=summary,
-    )
 
 
 def flat(tree: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
@@ -93,14 +78,14 @@ def flat(tree: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def config_differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
+def config_differences(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
     """Key -> its value in each run (`...`: it has none), for keys that are not the same in all. Without the run's own name."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     values = {key: [run.config.get(key, ...) for run in runs] for key in keys if key != "run.name"}
     return {key: each for key, each in values.items() if any(one != each[0] for one in each)}
 
 
-def config_table(runs: Sequence[RunRecord]) -> Table:
+def config_table(runs: Sequence[ComparedRun]) -> Table:
     """A row for each key that differs."""
     table = Table(title="configuration: what differs", title_justify="left")
     table.add_column("key", style="bold", overflow="fold")
@@ -111,7 +96,7 @@ def config_table(runs: Sequence[RunRecord]) -> Table:
     return table
 
 
-def figures_table(runs: Sequence[RunRecord]) -> Table:
+def figures_table(runs: Sequence[ComparedRun]) -> Table:
     """Steps and time, then the mean of each figure over the last steps."""
     table = Table(title=f"figures: means of the last {LAST_STEPS} steps", title_justify="left")
     table.add_column("figure", style="bold")
@@ -134,7 +119,7 @@ def _shown(value: float | None) -> str:
     return "-" if value is None else f"{value:,.4g}"
 
 
-def curve_of(run: RunRecord) -> Curve:
+def curve_of(run: ComparedRun) -> Curve:
     """What is drawn of a run."""
     return Curve(
         label=run.label,

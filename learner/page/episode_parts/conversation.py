@@ -11,9 +11,9 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from buffers.ledger.reading.branches import Branch
+from learner.page.episode_parts.token_window import TokenDecoder
 
 MOST_TURN_CHARS = 65_536
 ASSISTANT, PROMPT, TOOL = "assistant", "prompt", "tool"
@@ -46,15 +46,6 @@ _PARTS = re.compile(
 _KINDS = {"analysis": "thought"}
 
 
-class Decoder(Protocol):
-    """Token ids as text."""
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-    def piece(self, token: int) -> str:
-        """The text of one token."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """Consecutive text of one kind: text, thought, tool_call or tool_result."""
@@ -78,7 +69,7 @@ class Turn:
     cut: int = 0
 
 
-def turns_of(branch: Branch, *, decoder: Decoder) -> list[Turn]:
+def turns_of(branch: Branch, *, decoder: TokenDecoder) -> list[Turn]:
     """All turns, without their text."""
     turns: list[Turn] = []
     for round_, (first, middle, last) in zip(branch.path, branch.borders(), strict=True):
@@ -98,7 +89,7 @@ def turns_of(branch: Branch, *, decoder: Decoder) -> list[Turn]:
     return [replace(turn, n=number) for number, turn in enumerate(turns)]
 
 
-def with_text(turn: Turn, ids: Sequence[int], *, decoder: Decoder) -> Turn:
+def with_text(turn: Turn, ids: Sequence[int], *, decoder: TokenDecoder) -> Turn:
     """The turn with what its tokens say. `ids`: those of the turn."""
     text = decoder.decode(ids)
     if not turn.sampled:
@@ -111,7 +102,7 @@ def with_text(turn: Turn, ids: Sequence[int], *, decoder: Decoder) -> Turn:
     )
 
 
-def _prompt_turns(ids: list[int], *, first: int, number: int, decoder: Decoder) -> Iterator[Turn]:
+def _prompt_turns(ids: list[int], *, first: int, number: int, decoder: TokenDecoder) -> Iterator[Turn]:
     """The turns of a prompt's new tokens: cut where the template opens one. An empty one of the assistant, which the sampled tokens
     fill, is left out; so are the marks that close the turn before."""
     text, starts = _decoded(ids, decoder=decoder)
@@ -130,7 +121,7 @@ def _prompt_turns(ids: list[int], *, first: int, number: int, decoder: Decoder) 
             )
 
 
-def _decoded(ids: list[int], *, decoder: Decoder) -> tuple[str, list[int]]:
+def _decoded(ids: list[int], *, decoder: TokenDecoder) -> tuple[str, list[int]]:
     """The text, and where in it each token begins."""
     pieces = [decoder.piece(token) for token in ids]
     starts, place = [], 0
