@@ -25,16 +25,8 @@ FEW = 0.05
 """Share of the attempts that may fail for a reason."""
 MANY = 0.3
 """Share of the attempts that harm when they fail: what is trained are the episodes that happened to work."""
-CUT, MOSTLY_CUT = 0.1, 0.5
-"""Shares of the sampled tokens in answers that were cut."""
-ENOUGH_EPISODES = 16
-"""Scored episodes below which one score for all is chance."""
 EQUAL, MOSTLY_EQUAL = 0.5, 0.9
 """Shares of the groups whose members all score the same."""
-FEWEST_TASKS = 4
-"""Different tasks below which each makes much of the data."""
-DOMINANT = 0.5
-"""Share of the tokens that one task may make."""
 MIXED = "take tasks that the model solves now and then, or a scorer that gives part marks"
 
 
@@ -162,7 +154,7 @@ def constant_scores(run: Evidence) -> Observation | None:
     groups = run.ledger.groups
     number = sum(group.number for group in groups)
     scores = {score for group in groups for score in (group.lowest, group.highest)}
-    if number < ENOUGH_EPISODES or len(groups) < 2 or len(scores) > 1 or run.is_solved:
+    if number < 16 or len(groups) < 2 or len(scores) > 1 or run.is_solved:
         return None
     (score,) = scores
     return Observation(
@@ -172,7 +164,7 @@ def constant_scores(run: Evidence) -> Observation | None:
     )
 
 
-@rule("policy/truncated_share", slows=CUT, harms=MOSTLY_CUT)
+@rule("policy/truncated_share", slows=0.1, harms=0.5)
 def cut_answers(run: Evidence) -> Observation | None:
     """At least 10 % of the sampled tokens are in answers that were cut at the most tokens, and such episodes score less than
     others, or all are cut and the reward has not risen."""
@@ -257,12 +249,12 @@ def one_task(run: Evidence) -> Observation | None:
     weights: Counter[str] = Counter()
     for group in run.ledger.groups:
         weights[group.task_id] += group.number if by_sequence else group.tokens
-    if len(weights) < FEWEST_TASKS or weights.total() == 0:
+    if len(weights) < 4 or weights.total() == 0:
         return None
     ((task, most),) = weights.most_common(1)
     share = most / weights.total()
     groups = sum(group.task_id == task for group in run.ledger.groups) / len(run.ledger.groups)
-    if share < max(DOMINANT, 3.0 / len(weights)):
+    if share < max(0.5, 3.0 / len(weights)):
         return None
     return Observation(
         share,

@@ -17,16 +17,13 @@ from buffers.errors import UnderstudyError
 from buffers.ledger.tools.survey import Failures, LedgerSurvey, survey
 from configs.load import ConfigError, load_config
 from configs.schema import Config
+from learner.reporting.run_metrics import FIRST_STEPS, LAST_STEPS, SOLVED
 from learner.reporting.run_record import CONFIG, LEDGER, MACHINE, LineFile, RunRecord, figures, read_record
 
 OF_STEPS = ("reward/mean", "reward/std", "reward/min", "reward/max", "batch/episodes")
 """Figures that the line of every step has, and no other line."""
-FIRST_STEPS, LAST_STEPS = 3, 5
-"""Steps that the first and the last reward are the mean of, as in summary.json."""
 RECENT_STEPS = 10
 """Steps at the end that rules look at: what was so earlier may have passed."""
-SOLVED = 0.01
-"""Distance from `run.reward_optimum` within which a task counts as solved."""
 CLEAR_RISE = 2.0
 """Standard errors by which the last reward has to be above the first to have risen."""
 

@@ -11,43 +11,23 @@ from math import log
 from statistics import fmean, median
 
 from buffers.ledger.batches import STALE
-from learner.diagnosis.evidence import CLEAR_RISE, FIRST_STEPS, LAST_STEPS, Evidence
+from learner.diagnosis.evidence import CLEAR_RISE, Evidence
 from learner.diagnosis.finding import Observation, Severity, by_share, counted, percent, rule
 from learner.reporting.drift import DRIFT_MEASURES, MOST_DRIFT, drift_remedy, drift_sentence
+from learner.reporting.run_metrics import FIRST_STEPS, LAST_STEPS
 
 ENOUGH_STEPS = 10
 """Steps that a rule about a trend needs."""
-FAR_DRIFT = 100.0
-"""Times that of a difference which is no rounding any more."""
 LOST, MANY_LOST = 0.05, 0.3
 """Shares of the data that are too old or weigh nothing."""
-OLD = 2.0
-"""Versions behind from which data without a correction harms."""
-FALLEN = 0.25
-"""Part of the scores' range by which a mean of 5 steps may be above the last one."""
-CLEARLY = 0.1
-"""Part of it by which a validation of many tasks may."""
-BEHIND = 0.25
-"""Part of the scores' range by which validation may fall behind what training gained."""
 NO_ENTROPY = 0.02
 """Nats below which a policy says nearly always the same."""
-ENTROPY_LEFT = 0.1
-"""Share of the first steps' entropy below which it has collapsed, where little is left."""
 LOW_ENTROPY = 0.1
 """Nats that count as little."""
 PLUNGE = 0.2
 """Part of the entropy that a step takes away in a plunge; where a run learns well it is some hundredths."""
-BLIND = 0.05
-"""Explained variance up to which a critic explains nothing."""
 LARGE_KL, HUGE_KL = 0.05, 0.2
 """Nats between the policies before and after a step."""
-LARGE_RATIO = 20.0
-SMALL_KL = 1e-7
-"""Nats below which an update changed nothing that sampling would notice."""
-KL_FAR, KL_GONE = 0.5, 2.0
-"""Nats per token from the reference."""
-CLIPPED_SIZE = 10.0
-"""Times that a gradient is larger than its limit."""
 SCALED = ("dr_grpo", "rloo", "remax", "opo", "gpg", "otb")
 """Advantages that grow with the scores; so does their gradient's limit."""
 
@@ -116,7 +96,10 @@ def drift(run: Evidence) -> Observation | None:
     most = max(run.values(name), default=0.0)
     if most <= limit:
         return None
-    sentence, severity = f"{drift_sentence(most, dtype=dtype)}.", by_share(most, harms=FAR_DRIFT * limit)
+    sentence, severity = (
+        f"{drift_sentence(most, dtype=dtype)}.",
+        by_share(most, harms=100.0 * limit),
+    )  # no rounding any more
     return Observation(most, sentence, drift_remedy(run.config), severity, name)
 
 
@@ -152,7 +135,7 @@ def stale_groups(run: Evidence) -> Observation:
     return Observation(by_token, f"{percent(by_token)} of the sampled tokens are {age}, and not trained.", remedy)
 
 
-@rule("staleness/mean", slows=OLD)
+@rule("staleness/mean", slows=2.0)
 def uncorrected_data(run: Evidence) -> Observation | None:
     """The data is 2 versions old or more, and no correction weighs it."""
     lag = run.mean("staleness/mean")
@@ -185,7 +168,7 @@ def fallen_reward(run: Evidence) -> Observation | None:
         return None
     best = max(means)
     step = int(run.steps[means.index(best) + LAST_STEPS - 1]["step"])
-    if best - means[-1] < FALLEN * run.score_range:
+    if best - means[-1] < 0.25 * run.score_range:
         return None
     return Observation(
         best - means[-1],
@@ -203,7 +186,7 @@ def fallen_validation(run: Evidence) -> Observation | None:
     best, last = max(run.validations, key=lambda line: line["val/mean"]), run.validations[-1]
     lost = best["val/mean"] - last["val/mean"]
     chance = run.score_range * (0.5 / max(last.get("val/tasks", 1.0), 1.0)) ** 0.5  # of two means that lie in the range
-    if lost < FALLEN * run.score_range and lost < max(CLEARLY * run.score_range, CLEAR_RISE * chance):
+    if lost < 0.25 * run.score_range and lost < max(0.1 * run.score_range, CLEAR_RISE * chance):
         return None
     return Observation(
         lost,
@@ -219,7 +202,7 @@ def large_updates(run: Evidence) -> Observation | None:
     20 in half of them (in steps of a single update the ratio to the version before, where the data is one version old)."""
     moves = run.values("policy/approx_kl")
     ratios = [max(step.get("policy/ratio_max", 1.0), _since_one_version(step)) for step in run.recent]
-    if not moves or (fmean(moves) < LARGE_KL and max(moves) < HUGE_KL and median(ratios) < LARGE_RATIO):
+    if not moves or (fmean(moves) < LARGE_KL and max(moves) < HUGE_KL and median(ratios) < 20.0):
         return None
     moved = fmean(moves)
     return Observation(
@@ -246,7 +229,7 @@ def small_updates(run: Evidence) -> Observation | None:
         return None  # another rule's finding
     moved, changed = run.values("policy/approx_kl"), run.values("publish/changed_share")
     several = [step for step in run.recent if step.get("learner/updates", 0.0) > 1.0]
-    if moved and len(several) == len(run.recent) and max(moved) < SMALL_KL:
+    if moved and len(several) == len(run.recent) and max(moved) < 1e-7:
         figure, measure, unit = max(moved), "policy/approx_kl", "nats"
     elif run.config.model.dtype == "bfloat16" and changed and max(changed) < 1e-4:
         figure, measure, unit = max(changed), "publish/changed_share", "of its published weights"
@@ -269,7 +252,7 @@ def entropy_gone(run: Evidence) -> Observation | None:
         return None
     began = [step["policy/entropy"] for step in run.steps[:FIRST_STEPS] if "policy/entropy" in step]
     first = fmean(began) if began else entropy
-    if entropy >= NO_ENTROPY and (entropy >= LOW_ENTROPY or entropy >= ENTROPY_LEFT * first):
+    if entropy >= NO_ENTROPY and (entropy >= LOW_ENTROPY or entropy >= 0.1 * first):
         return None
     was = f" ({first:.3g} in the first steps)" if first > entropy else ""
     return Observation(
@@ -317,7 +300,7 @@ def blind_critic(run: Evidence) -> Observation | None:
     if learner.advantage != "gae" or len(run.steps) < ENOUGH_STEPS or len(known) < ENOUGH_STEPS // 2 or run.has_risen:
         return None
     explained = median(known)
-    if explained > BLIND:
+    if explained > 0.05:
         return None
     own = learner.critic == "separate"
     raised = f"learner.critic_lr={3 * learner.critic_lr:.3g}" if own else "learner.critic=separate"
@@ -332,7 +315,7 @@ def blind_critic(run: Evidence) -> Observation | None:
 def far_from_reference(run: Evidence) -> Observation | None:
     """The KL to the reference is three times learner.kl.target; without a target, 0.5 nats per token."""
     kl, target = run.mean("policy/kl_ref"), run.config.learner.kl.target
-    far, gone = (KL_FAR, KL_GONE) if target is None else (3.0 * target, 10.0 * target)
+    far, gone = (0.5, 2.0) if target is None else (3.0 * target, 10.0 * target)
     if kl is None or kl < far:
         return None
     aim = f", whose target is {target:g}." if target is not None else "."
@@ -364,7 +347,7 @@ def clipped_gradient(run: Evidence) -> Observation | None:
     norms, learner = run.values("policy/grad_norm"), run.config.learner
     size = max((abs(step[name]) for step in run.recent for name in ("reward/min", "reward/max")), default=1.0)
     limit = learner.grad_clip * (max(size, 1e-9) if learner.advantage in SCALED else 1.0)
-    if len(norms) < ENOUGH_STEPS or min(norms) < CLIPPED_SIZE * limit:
+    if len(norms) < ENOUGH_STEPS or min(norms) < 10.0 * limit:
         return None
     middle = median(norms)
     return Observation(
@@ -394,7 +377,7 @@ def _lag_of_validation(run: Evidence) -> float | None:
     if len(run.validations) < 2 or not run.has_risen or run.score_range == 0.0:
         return None
     validated = run.validations[-1]["val/mean"] - run.validations[0]["val/mean"]
-    is_behind = run.last_reward - run.first_reward - validated >= BEHIND * run.score_range
+    is_behind = run.last_reward - run.first_reward - validated >= 0.25 * run.score_range
     return validated if is_behind else None
 
 

@@ -14,9 +14,6 @@ ENGINE_IDLE = 0.3
 """Share of the time that the engine may have nothing to do."""
 ENOUGH_STEPS = 5
 """Steps without the first ones, which hold start-up."""
-LONG_SAVING, LONG_PUBLISHING = 0.2, 0.3
-RESTARTS = 3
-"""Deaths of a part from which they are no accident."""
 TELLING_STEPS = 10
 """Steps below which a reward's course says little."""
 
@@ -80,7 +77,7 @@ def preempted_generations(run: Evidence) -> Observation | None:
 def dying_parts(run: Evidence) -> Observation | None:
     """A part of the run died 3 times or more."""
     deaths = {name: run.last(name) for step in run.steps[-1:] for name in step if name.startswith("restarts/")}
-    if not deaths or max(deaths.values()) < RESTARTS:
+    if not deaths or max(deaths.values()) < 3:
         return None
     name, number = max(deaths.items(), key=lambda item: item[1])
     part = name.removeprefix("restarts/")
@@ -94,7 +91,7 @@ def dying_parts(run: Evidence) -> Observation | None:
     )
 
 
-@rule("time/save_s", slows=LONG_SAVING)
+@rule("time/save_s", slows=0.2)
 def long_saving(run: Evidence) -> Observation | None:
     """The learner waits for checkpoints to be on disk in at least 20 % of the time."""
     if len(run.steps) < ENOUGH_STEPS:
@@ -107,7 +104,7 @@ def long_saving(run: Evidence) -> Observation | None:
     )
 
 
-@rule("time/publish_s", slows=LONG_PUBLISHING)
+@rule("time/publish_s", slows=0.3)
 def long_publishing(run: Evidence) -> Observation | None:
     """New weights take at least 30 % of the time on their way into the engine."""
     if len(run.steps) < ENOUGH_STEPS:

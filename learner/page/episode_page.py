@@ -26,10 +26,13 @@ from learner.page.episode_parts.conversation import Turn, turns_of, with_text
 from learner.page.episode_parts.token_window import MOST_TOKENS, packed, pieces_of
 from learner.page.episode_parts.untrained import why_untrained
 from learner.page.metric_columns import plain
+from learner.page.query import MOST_POINTS, Query
 from learner.page.run_view import RunView
-from learner.reporting.token_figures import ARRAYS, RoundFigures, read_figures
+from learner.reporting.token_figures import ARRAYS, TokenFigures, read_figures
 
 Numbers = npt.NDArray[np.floating[Any]]
+MOST_TURNS = 500
+MOST_BRANCHES = 1 << 30
 KEPT = 8
 """Episodes whose rounds are in memory."""
 _SCORES = (
@@ -45,7 +48,7 @@ class Opened:
     rounds: list[Round]
     branches: list[Branch]
     causes: dict[int, str]
-    figures: dict[int, RoundFigures]
+    figures: dict[int, TokenFigures]
     turns: dict[int, list[Turn]] = field(default_factory=dict)
 
 
@@ -58,14 +61,14 @@ class RunPages(RunView):
         self._lock = threading.Lock()
         self._opened: OrderedDict[tuple[Any, ...], Opened] = OrderedDict()
 
-    def detail(self, episode_id: str) -> dict[str, Any]:
-        """All but its texts and tokens. Raises Unknown."""
-        one, opened = self._read(episode_id)
+    def detail(self, query: Query) -> dict[str, Any]:
+        """All of an episode but its texts and tokens. Raises Unknown."""
+        one, opened = self._read(query)
         with self.ledger() as db:
             members = [each.episode_id for each in episodes.episodes_of(db, group_id=one.group_id)]
             task = episodes.task_of(db, task_id=one.task_id)
-            told = db.execute(_SCORES, (episode_id,)).fetchall()
-        place = members.index(episode_id)
+            told = db.execute(_SCORES, (one.episode_id,)).fetchall()
+        place = members.index(one.episode_id)
         scores = [
             dict(zip(("part", "round", "judge", "value", "verdict", "hint", "told_at"), each, strict=True))
             for each in told
@@ -100,10 +103,11 @@ class RunPages(RunView):
             "why_untrained": why_untrained(one),
         }
 
-    def conversation(self, episode_id: str, *, branch: int, start: int, count: int) -> dict[str, Any]:
+    def conversation(self, query: Query) -> dict[str, Any]:
         """Some turns of a branch, with their text."""
-        _, opened = self._read(episode_id)
-        found, decoder = _branch(opened, branch), self.decoder()
+        start, count = query.window(default=200, most=MOST_TURNS)
+        opened, found = self._branch(query)
+        branch, decoder = found.number, self.decoder()
         if branch not in opened.turns:
             opened.turns[branch] = turns_of(found, decoder=decoder)
         turns = opened.turns[branch]
@@ -113,16 +117,16 @@ class RunPages(RunView):
             shown.append(asdict(with_text(turn, ids.tolist(), decoder=decoder)))
         return {"branch": branch, "num_turns": len(turns), "start": start, "turns": shown}
 
-    def tokens(self, episode_id: str, *, branch: int, start: int, count: int) -> bytes:
+    def tokens(self, query: Query) -> bytes:
         """A window of a branch's tokens; see `token_window`."""
-        _, opened = self._read(episode_id)
-        found = _branch(opened, branch)
-        window = window_of(found, start=start, count=min(count, MOST_TOKENS))
+        start, count = query.window(default=MOST_TOKENS, most=MOST_TOKENS)
+        opened, found = self._branch(query)
+        window = window_of(found, start=start, count=count)
         figures, known = _figures_of(window, opened.figures)
         masked = window.mask.astype(bool)
         kept = "all" if bool(known[masked].all()) and masked.any() else "some" if known.any() else "none"
         head = {
-            "branch": branch,
+            "branch": found.number,
             "start": start,
             "count": len(window.ids),
             "num_tokens": found.num_tokens,
@@ -136,10 +140,10 @@ class RunPages(RunView):
         }  # fmt: skip
         return packed(head, arrays)
 
-    def overview(self, episode_id: str, *, branch: int, buckets: int) -> dict[str, Any]:
-        """The whole branch in so many buckets: where to look in a long one."""
-        _, opened = self._read(episode_id)
-        found = _branch(opened, branch)
+    def overview(self, query: Query) -> dict[str, Any]:
+        """A whole branch in so many buckets: where to look in a long one."""
+        buckets = query.number("buckets", 400, most=MOST_POINTS, least=1)
+        opened, found = self._branch(query)
         window = window_of(found, start=0, count=found.num_tokens)
         figures, _ = _figures_of(window, opened.figures)
         number = min(buckets, len(window.ids))
@@ -153,10 +157,20 @@ class RunPages(RunView):
             "mask": (np.mean, window.mask.astype(np.float64)),
         }
         shown = {name: _bucketed(values, ends, reduce=reduce) for name, (reduce, values) in columns.items()}
-        return {"branch": branch, "num_tokens": len(window.ids), "buckets": number, **shown}
+        return {"branch": found.number, "num_tokens": len(window.ids), "buckets": number, **shown}
 
-    def _read(self, episode_id: str) -> tuple[episodes.EpisodeView, Opened]:
+    def _branch(self, query: Query) -> tuple[Opened, Branch]:
+        number = query.number("branch", 0, most=MOST_BRANCHES)
+        _, opened = self._read(query)
+        if not 0 <= number < len(opened.branches):
+            raise episodes.Unknown(
+                f"branch must be one of the episode's {len(opened.branches)}, got {number}; they begin at 0"
+            )
+        return opened, opened.branches[number]
+
+    def _read(self, query: Query) -> tuple[episodes.EpisodeView, Opened]:
         """The episode as it is now, with its rounds."""
+        episode_id = query.text("episode")
         with self.ledger() as db:
             one = episodes.episode(db, episode_id=episode_id)
             (last,) = db.execute("SELECT max(rowid) FROM round WHERE episode_id = ?", (episode_id,)).fetchone()
@@ -176,18 +190,10 @@ class RunPages(RunView):
         return one, opened
 
 
-def _branch(opened: Opened, number: int) -> Branch:
-    if not 0 <= number < len(opened.branches):
-        raise episodes.Unknown(
-            f"branch must be one of the episode's {len(opened.branches)}, got {number}; they begin at 0"
-        )
-    return opened.branches[number]
-
-
-def _figures_of(window: Window, kept: Mapping[int, RoundFigures]) -> tuple[RoundFigures, npt.NDArray[np.bool_]]:
+def _figures_of(window: Window, kept: Mapping[int, TokenFigures]) -> tuple[TokenFigures, npt.NDArray[np.bool_]]:
     """[n] the learner's figures of a window's tokens, and of which tokens they are kept."""
     number = len(window.ids)
-    found = RoundFigures(
+    found = TokenFigures(
         learner=np.full(number, np.nan, np.float32),
         start=np.full(number, np.nan, np.float32),
         advantage=np.full(number, np.nan, np.float32),
@@ -243,7 +249,7 @@ def _rounds(opened: Opened, *, scores: list[dict[str, Any]], meanings: Mapping[s
     ]
 
 
-def _spread(figures: dict[int, RoundFigures]) -> dict[str, float] | None:
+def _spread(figures: dict[int, TokenFigures]) -> dict[str, float] | None:
     values = np.concatenate([np.zeros(0, np.float32), *(each.advantage for each in figures.values())])
     values = values[np.isfinite(values)]
     if not len(values):

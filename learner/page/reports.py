@@ -7,7 +7,7 @@ they give what JSON can hold, or bytes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
@@ -15,69 +15,18 @@ from typing import Any
 import numpy as np
 
 from buffers.ledger.reading import episodes
-from buffers.ledger.reading.episodes import EpisodeFilter, FilterError, GroupView
+from buffers.ledger.reading.episodes import FilterError, GroupView
 from buffers.ledger.reading.reader import LedgerUnreadable, counts, trained_steps
-from buffers.ledger.reading.round_causes import ANY_BREAK, CAUSES
 from learner.page.episode_page import RunPages
 from learner.page.episode_parts import untrained as why
-from learner.page.episode_parts.token_window import MOST_TOKENS
 from learner.page.metric_columns import plain
+from learner.page.query import LARGEST_NUMBER, MOST_DIGITS, MOST_POINTS, Query, number_of
 
 QUANTILES = {"min": 0.0, "p10": 0.1, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p90": 0.9, "max": 1.0}
-MOST_POINTS = 10_000
 MOST_EPISODES = 500
-MOST_TURNS = 500
-MOST_BRANCHES, MOST_PLACES = 1 << 30, 1 << 40
-LARGEST_NUMBER, MOST_DIGITS = 2**53, 16
-"""What a browser's numbers hold exactly."""
-SPAN = "a number or a span such as 10-20"
 LEFT_OUT = "(left out)"
 _SECRET_NAME = re.compile(r"(?:^|_)(?:key|token|secret|password|passwd|credentials?)s?$", re.IGNORECASE)
 _NOT_SECRET = frozenset({"max_tokens", "min_tokens", "overlong_tokens"})
-
-
-class Query:
-    """What a request asks for, by its path and its parameters, read by type. Raises FilterError naming the parameter."""
-
-    def __init__(self, given: Mapping[str, str]) -> None:
-        self._given = given
-
-    def text(self, name: str, default: str = "") -> str:
-        return self._given.get(name, default)
-
-    def texts(self, name: str) -> tuple[str, ...]:
-        return tuple(part for part in self._given.get(name, "").split(",") if part)
-
-    def number(self, name: str, default: int, *, most: int, least: int = 0) -> int:
-        """A whole number in a range; larger ones are cut to it."""
-        found = self.maybe(name, int)
-        return default if found is None else min(max(found, least), most)
-
-    def maybe(self, name: str, kind: Callable[[str], Any]) -> Any:
-        """None: it is not given."""
-        given = self._given.get(name, "")
-        return number_of(given, name=name, kind=kind) if given else None
-
-    def span(self, name: str) -> tuple[int, int] | None:
-        """`12` or `10-20`."""
-        given = self._given.get(name, "")
-        first, _, last = given.partition("-")
-        if not given:
-            return None
-        return number_of(first, name=name, kind=int, rule=SPAN), number_of(
-            last or first, name=name, kind=int, rule=SPAN
-        )
-
-
-def number_of(text: str, *, name: str, kind: Callable[[str], Any], rule: str = "a number") -> Any:
-    """The number that a text is, such as the databases have. Raises FilterError naming the parameter."""
-    try:
-        found = kind(text)
-    except ValueError:
-        found = None
-    if found is None or found != found or abs(found) > LARGEST_NUMBER:
-        raise FilterError(f"{name} must be {rule}, got {text!r:.40}; leave it out for no limit")
-    return found
 
 
 def index(run: RunPages, _: Query) -> dict[str, Any]:
@@ -196,28 +145,6 @@ def _group_record(run: RunPages, one: GroupView, *, version: int, now: float) ->
     }
 
 
-def episode_filter(query: Query) -> EpisodeFilter:
-    """The filter that a query asks for. Raises FilterError."""
-    cause = query.text("cause")
-    if cause and cause != "any" and cause not in CAUSES:
-        raise FilterError(f"cause must be any, or of {', '.join(CAUSES)}, got {cause!r:.40}")
-    return EpisodeFilter(
-        steps=query.span("step"),
-        task=query.text("task") or None,
-        text=query.text("q"),
-        group=query.maybe("group", int),
-        states=query.texts("state"),
-        group_states=query.texts("group_state"),
-        score=(query.maybe("min_score", float), query.maybe("max_score", float)),
-        reason=query.text("reason") or None,
-        agent=query.text("agent") or None,
-        tokens=(query.maybe("min_tokens", int), query.maybe("max_tokens", int)),
-        rounds=(query.maybe("min_rounds", int), query.maybe("max_rounds", int)),
-        causes=0 if not cause else ANY_BREAK if cause == "any" else 1 << CAUSES.index(cause),
-        untrained=query.text("untrained") == "1",
-    )
-
-
 def episode_list(run: RunPages, query: Query) -> dict[str, Any]:
     """A part of the episodes that match, or those of `seqs`."""
     run.look_on()
@@ -225,7 +152,7 @@ def episode_list(run: RunPages, query: Query) -> dict[str, Any]:
         known = [int(seq) for seq in seqs if seq.isascii() and seq.isdigit() and len(seq) < MOST_DIGITS]
         with run.ledger() as db:
             return {"episodes": [asdict(one) for one in episodes.episodes_at(db, known)]}
-    wanted, cursor = episode_filter(query), query.text("cursor") or None
+    wanted, cursor = query.episode_filter(), query.text("cursor") or None
     limit = query.number("limit", 100, most=MOST_EPISODES, least=1)
     with run.ledger() as db:
         found = asdict(episodes.search(db, wanted, order=query.text("sort", "newest"), limit=limit, cursor=cursor))
@@ -236,39 +163,8 @@ def episode_list(run: RunPages, query: Query) -> dict[str, Any]:
 def order(run: RunPages, query: Query) -> bytes:
     """The numbers of all episodes that match, in order, as little-endian int32."""
     with run.ledger() as db:
-        found = episodes.ordered(db, episode_filter(query), order=query.text("sort", "newest"))
+        found = episodes.ordered(db, query.episode_filter(), order=query.text("sort", "newest"))
     return np.array(found, dtype="<i4").tobytes()
-
-
-def episode(run: RunPages, query: Query) -> dict[str, Any]:
-    """All of one but its texts and tokens."""
-    return run.detail(query.text("episode"))
-
-
-def conversation(run: RunPages, query: Query) -> dict[str, Any]:
-    """Some turns of a branch, with their text."""
-    start, count = _window(query, default=200, most=MOST_TURNS)
-    return run.conversation(query.text("episode"), branch=_branch(query), start=start, count=count)
-
-
-def overview(run: RunPages, query: Query) -> dict[str, Any]:
-    """A whole branch in so many buckets."""
-    buckets = query.number("buckets", 400, most=MOST_POINTS, least=1)
-    return run.overview(query.text("episode"), branch=_branch(query), buckets=buckets)
-
-
-def tokens(run: RunPages, query: Query) -> bytes:
-    """A window of a branch's tokens."""
-    start, count = _window(query, default=MOST_TOKENS, most=MOST_TOKENS)
-    return run.tokens(query.text("episode"), branch=_branch(query), start=start, count=count)
-
-
-def _branch(query: Query) -> int:
-    return query.number("branch", 0, most=MOST_BRANCHES)
-
-
-def _window(query: Query, *, default: int, most: int) -> tuple[int, int]:
-    return query.number("start", 0, most=MOST_PLACES), query.number("count", default, most=most, least=1)
 
 
 def untrained(run: RunPages, _: Query) -> dict[str, Any]:
@@ -279,11 +175,6 @@ def untrained(run: RunPages, _: Query) -> dict[str, Any]:
         number, evicted = counts(db), episodes.evictions(db)
     aborted = int(figures["generation/aborted"] or 0)
     return {"reasons": why.reasons(number, evictions=evicted, aborted=aborted, figures=figures)}
-
-
-def findings(run: RunPages, _: Query) -> dict[str, Any]:
-    """What holds learning back."""
-    return run.findings()
 
 
 def without_secrets(value: Any) -> Any:

@@ -24,7 +24,7 @@ from buffers.ledger.reading.reader import LedgerUnreadable
 from learner.page import reports
 from learner.page.changes import Changes, here, tick_of
 from learner.page.episode_page import RunPages
-from learner.page.reports import Query
+from learner.page.query import Query
 from learner.page.run_set import RunSet, UnknownRun
 from learner.page.run_view import NoRun
 
@@ -46,12 +46,12 @@ OF_A_RUN: dict[str, Callable[[RunPages, Query], Any]] = {
     "/groups/{group}": reports.group,
     "/episodes": reports.episode_list,
     "/episodes/order": reports.order,
-    "/episodes/{episode}": reports.episode,
-    "/episodes/{episode}/conversation": reports.conversation,
-    "/episodes/{episode}/overview": reports.overview,
-    "/episodes/{episode}/tokens": reports.tokens,
+    "/episodes/{episode}": RunPages.detail,
+    "/episodes/{episode}/conversation": RunPages.conversation,
+    "/episodes/{episode}/overview": RunPages.overview,
+    "/episodes/{episode}/tokens": RunPages.tokens,
     "/untrained": reports.untrained,
-    "/findings": reports.findings,
+    "/findings": lambda run, _: run.findings(),
 }
 """Path below /api/runs/{run} -> what answers."""
 

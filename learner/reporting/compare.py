@@ -19,7 +19,7 @@ from rich.table import Table
 from buffers.errors import UnderstudyError
 from configs.bounded_yaml import read_yaml
 from learner.reporting.run_record import CONFIG, METRICS, RunRecord, figures, read_record
-from learner.reporting.summary import Curve, curves_png
+from learner.reporting.summary import curves_png, flat
 from learner.reporting.terminal import Terminal
 
 LAST_STEPS = 5
@@ -69,15 +69,6 @@ def read_run(folder: Path, *, label: str = "") -> ComparedRun:
         ) from None
 
 
-def flat(tree: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        inner = isinstance(value, Mapping) and value
-        found |= flat(value, prefix=f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
-    return found
-
-
 def config_differences(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
     """Key -> its value in each run (`...`: it has none), for keys that are not the same in all. Without the run's own name."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
@@ -119,16 +110,6 @@ def _shown(value: float | None) -> str:
     return "-" if value is None else f"{value:,.4g}"
 
 
-def curve_of(run: ComparedRun) -> Curve:
-    """What is drawn of a run."""
-    return Curve(
-        label=run.label,
-        steps=[int(line["step"]) for line in run.steps],
-        rewards=[line["reward/mean"] for line in run.steps],
-        validations=[(line.get("val/step", line["step"]), line["val/mean"]) for line in run.validations],
-    )
-
-
 def main(argv: Sequence[str] | None = None, *, program: str = "understudy compare") -> int:
     """Exit codes: 0 printed, 2 a folder holds no run."""
     parser = argparse.ArgumentParser(
@@ -160,7 +141,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = "understudy compar
     console.print(figures_table(runs))
     if any(run.steps for run in runs):
         picture: Path = arguments.picture or folders[0].resolve().parent / f"compare-{'-'.join(names)}.png"
-        curves_png(picture, [curve_of(run) for run in runs])
+        curves_png(picture, [(run.label, run) for run in runs])
         console.print(f"curves: {picture}", highlight=False, soft_wrap=True)
     else:
         console.print("curves: none of them has made a step yet", highlight=False)

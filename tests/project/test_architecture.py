@@ -331,7 +331,7 @@ WALL_CLOCKS = ("time.time", "time.localtime", "time.gmtime", "datetime.now", "da
 FOR_PEOPLE = {
     "buffers/ledger/tools/cli.py": "ages that are printed",
     "learner/page/run_view.py": "ages that are shown, and whether a run of another machine writes now",
-    "learner/page/snapshot.py": "when a page was exported",
+    "learner/page/export.py": "when a page was exported",
     "learner/reporting/machine_log.py": "when a line was written",
     "learner/startup/run_folder.py": "the name of a folder that is moved aside",
 }

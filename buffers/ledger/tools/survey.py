@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from buffers.ledger.reading.reader import LedgerReader, counts
 from buffers.ledger.schema import is_owned
-from buffers.training_rows import ABORTED, CUT
+from buffers.training_rows import CUT
 
 NEWEST_GROUPS = 256
 """Groups with scores that are looked at in detail."""
@@ -31,6 +31,14 @@ _GROUP_SCORES = (
     "SELECT coalesce(task_id, ''), count(*), min(score), max(score), sum(num_tokens) FROM episode JOIN grp USING (group_id) "
     "WHERE group_id IN (SELECT value FROM json_each(?)) AND episode.state = 'scored' GROUP BY group_id ORDER BY group_id DESC"
 )
+_ANSWERS = (
+    "SELECT coalesce(sum(rounds), 0), coalesce(sum(cut), 0), coalesce(max(longest), 0), avg(iif(cut, score, NULL)), "
+    "avg(iif(cut, NULL, score)) FROM (SELECT score, count(*) AS rounds, sum(finish_reason = :cut) AS cut, "
+    "max(iif(finish_reason = :cut, CAST(num_sampled AS INTEGER), 0)) AS longest FROM "
+    "(SELECT episode_id, score FROM episode WHERE group_id IN (SELECT value FROM json_each(:groups)) AND state = 'scored' "
+    "ORDER BY seq DESC LIMIT :most) JOIN round USING (episode_id) GROUP BY episode_id)"
+)
+"""Read of what a round says before its body."""
 _REFUSED = (
     "SELECT verdict, count(*) FROM score WHERE verdict NOT IN ('stored', 'revised') AND part = 'whole' GROUP BY verdict"
 )
@@ -59,22 +67,18 @@ class GroupScores(NamedTuple):
     """Trainable tokens of all of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
+class Answers(NamedTuple):
     """The rounds of the newest scored episodes."""
 
-    episodes: int = 0
     rounds: int = 0
     cut: int = 0
     """Rounds that ended at their largest number of tokens."""
     cut_tokens: int = 0
     """Tokens of the longest of these."""
-    aborted: int = 0
     score_of_cut: float | None = None
     """Mean score of episodes with such a round; None: there is none."""
     score_of_whole: float | None = None
     """Mean score of the others."""
-    episodes_cut: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +120,7 @@ def survey(path: Path) -> LedgerSurvey:
             counts=counts(db),
             failures=_failures(db),
             groups=tuple(GroupScores(*row) for row in db.execute(_GROUP_SCORES, (newest,))),
-            answers=_answers(db, groups=newest),
+            answers=Answers(*db.execute(_ANSWERS, {"groups": newest, "cut": CUT, "most": NEWEST_EPISODES}).fetchone()),
             refused_scores=dict(db.execute(_REFUSED).fetchall()),
             missing_judges=missing,
             episodes_judged=judged,
@@ -141,32 +145,6 @@ def _failures(db: sqlite3.Connection) -> tuple[Failures, ...]:
     ):
         numbers[reason.partition(":")[0]] -= 1
     return tuple(Failures(kind=kind, number=n, example=examples[kind]) for kind, n in numbers.most_common() if n)
-
-
-def _answers(db: sqlite3.Connection, *, groups: str) -> Answers:
-    """What a round says before its body is read."""
-    found = db.execute(
-        "SELECT score, count(*), sum(finish_reason = ?), max(iif(finish_reason = ?, CAST(num_sampled AS INTEGER), 0)), "
-        "sum(finish_reason = ?) "
-        "FROM (SELECT episode_id, score FROM episode WHERE group_id IN (SELECT value FROM json_each(?)) AND state = 'scored' "
-        "ORDER BY seq DESC LIMIT ?) JOIN round USING (episode_id) GROUP BY episode_id",
-        (CUT, CUT, ABORTED, groups, NEWEST_EPISODES),
-    ).fetchall()
-    cut, whole = [row for row in found if row[2]], [row for row in found if not row[2]]
-    return Answers(
-        episodes=len(found),
-        episodes_cut=len(cut),
-        rounds=sum(row[1] for row in found),
-        cut=sum(row[2] for row in found),
-        cut_tokens=max((row[3] for row in found), default=0),
-        aborted=sum(row[4] for row in found),
-        score_of_cut=_mean_score(cut),
-        score_of_whole=_mean_score(whole),
-    )
-
-
-def _mean_score(rows: Sequence[Sequence[float]]) -> float | None:
-    return sum(row[0] for row in rows) / len(rows) if rows else None
 
 
 def _missing_judges(db: sqlite3.Connection, *, groups: str) -> tuple[dict[str, int], int]:

@@ -113,7 +113,10 @@ def _prompt_turns(ids: list[int], *, first: int, number: int, decoder: TokenDeco
         borders[0] = (0, borders[0][1])
     ends = [place for place, _ in borders[1:]] + [len(text)]
     for (place, role), end in zip(borders, ends, strict=True):
-        start_token, end_token = _token_at(starts, place), _token_at(starts, end)
+        start_token, end_token = (
+            bisect_left(starts, place),
+            bisect_left(starts, end),
+        )  # the first that begins there or later
         body = _CLOSINGS.sub("", _OPENINGS.sub("", text[place:end], count=1))
         if end_token > start_token and (body.strip() or role not in (ASSISTANT, PROMPT)):
             yield Turn(
@@ -129,11 +132,6 @@ def _decoded(ids: list[int], *, decoder: TokenDecoder) -> tuple[str, list[int]]:
         starts.append(place)
         place += len(piece)
     return "".join(pieces), starts
-
-
-def _token_at(starts: list[int], place: int) -> int:
-    """The first token that begins at this character or after it."""
-    return bisect_left(starts, place)
 
 
 def _role(match: re.Match[str]) -> str:
