@@ -1,7 +1,7 @@
 """`understudy eval`: plays a task file through agent and judge without a learner, and prints what it scored.
 
-It starts a run's pipeline with `learner.evaluation` in the place of the learn loop: the same engine, server, agents, environment
-and scorer, in a folder of its own. Heavy imports come after argument parsing.
+It starts a run's pipeline with `learner.validation.Evaluation` in the place of the learn loop: the same engine, server, agents,
+environment and scorer, in a folder of its own. Heavy imports come after argument parsing.
 """
 
 from __future__ import annotations
@@ -136,7 +136,6 @@ def _main(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Callable[[], None]) -> int:
-    from learner.evaluation import EvaluationPlan
     from learner.pipeline import Pipeline
     from learner.reporting.display import Display
     from learner.reporting.evaluation_report import failures_in_words, figures_of, table
@@ -145,6 +144,7 @@ def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Calla
     from learner.reporting.tracker import Tracker
     from learner.session import in_words, own_terminal, supervise
     from learner.startup.run_folder import EVALUATION, LOG, claimed, write_config
+    from learner.validation import EvaluationPlan
 
     folder = Path(config.run.dir) / config.run.name
     samples = config.data.validation.samples

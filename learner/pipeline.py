@@ -45,7 +45,6 @@ from learner.agreement import Agreement
 from learner.checkpoints.store import Checkpoint, CheckpointStore, saved_versions
 from learner.checkpoints.weight_sync import WeightSync
 from learner.engines import RemoteEngines, make_weight_sync, run_nodes
-from learner.evaluation import Evaluation, EvaluationPlan
 from learner.learn_loop import LearnLoop, Outputs, Schedule
 from learner.placement.cards import in_cluster
 from learner.players import Players, make_players
@@ -69,7 +68,7 @@ from learner.startup.run_buffers import RunBuffers, most_running, open_run_buffe
 from learner.startup.run_folder import write_config
 from learner.training.ranks import LearnerRanks
 from learner.training.trainer import Trainer
-from learner.validation import Validation
+from learner.validation import Evaluation, EvaluationPlan, Validation
 from mocked_server.dispatch import Others
 from mocked_server.fleet.admission import Admission
 from mocked_server.fleet.engine_fleet import EngineFleet

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from buffers.disk import replacing
 from buffers.errors import UnderstudyError
 from learner.diagnosis.diagnose import findings
 from learner.diagnosis.evidence import Evidence, read_evidence
@@ -27,14 +27,6 @@ HEADINGS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
-    """One run with its findings."""
-
-    run: Evidence
-    findings: list[Finding]
-
-
 def main(argv: Sequence[str] | None = None, *, program: str = "understudy why") -> int:
     """Exit codes: 0 printed, 2 a folder holds no run."""
     parser = argparse.ArgumentParser(
@@ -45,23 +37,20 @@ def main(argv: Sequence[str] | None = None, *, program: str = "understudy why") 
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the findings to this file too")
     arguments = parser.parse_args(argv)
     try:
-        diagnoses = []
-        for folder in arguments.runs:
-            run = read_evidence(folder)
-            diagnoses.append(Diagnosis(run=run, findings=findings(run)))
+        diagnoses = [(run, findings(run)) for run in map(read_evidence, arguments.runs)]
         if arguments.json is not None:
-            _write(arguments.json, [as_json(each) for each in diagnoses])
+            _write(arguments.json, [as_json(*each) for each in diagnoses])
     except UnderstudyError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
-    print("\n\n".join(in_words(each) for each in diagnoses))
+    print("\n\n".join(in_words(*each) for each in diagnoses))
     return 0
 
 
-def in_words(diagnosis: Diagnosis) -> str:
+def in_words(run: Evidence, found: Sequence[Finding]) -> str:
     """Several lines: the run, then each finding with its remedy."""
-    lines = [f"{diagnosis.run.folder}: {course(diagnosis.run)}"]
-    for number, finding in enumerate(diagnosis.findings, 1):
+    lines = [f"{run.folder}: {course(run)}"]
+    for number, finding in enumerate(found, 1):
         lines.append(f"{number}. {HEADINGS[finding.severity]} [{finding.rule}]: {finding.sentence}")
         if finding.remedy:
             lines.append(f"   remedy: {finding.remedy}")
@@ -81,31 +70,28 @@ def course(run: Evidence) -> str:
 
 
 def _state(run: Evidence) -> str:
-    if run.ledger is not None and run.ledger.is_alive:
+    if run.ledger.is_alive:
         return "under way"
     if not run.summary:
-        return "killed, or on another node" if run.ledger is None else "killed"
+        return "killed" if run.ledger.is_here else "killed, or on another node"
     if run.summary.get("error"):
         return "ended with an error"
     return "stopped" if run.summary.get("stopped") else "finished"
 
 
-def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+def as_json(run: Evidence, found: Sequence[Finding]) -> dict[str, Any]:
     """What `--json` writes of one run."""
     return {
-        "run": str(diagnosis.run.folder),
-        "state": _state(diagnosis.run),
-        "steps": len(diagnosis.run.steps),
-        "findings": [asdict(finding) for finding in diagnosis.findings],
+        "run": str(run.folder),
+        "state": _state(run),
+        "steps": len(run.steps),
+        "findings": [asdict(finding) for finding in found],
     }
 
 
 def _write(path: Path, found: list[dict[str, Any]]) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        os.replace(unfinished, path)
+        with replacing(path) as scratch:
+            scratch.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise UnderstudyError(f"--json must be a file that can be written, got {path} ({error})") from error
-    finally:
-        unfinished.unlink(missing_ok=True)

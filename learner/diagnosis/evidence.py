@@ -7,30 +7,23 @@ folder. A last line of `metrics.jsonl` that is not complete is left out; files t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from buffers.errors import UnderstudyError
-from buffers.ledger.tools.survey import LedgerSurvey, survey
+from buffers.ledger.tools.survey import Failures, LedgerSurvey, survey
 from configs.load import ConfigError, load_config
 from configs.schema import Config
-from learner.reporting.machine_log import FILE as MACHINE
-from learner.reporting.run_json import figures, open_file, parsed, read_figures, read_object
+from learner.reporting.run_metrics import FIRST_STEPS, LAST_STEPS, SOLVED
+from learner.reporting.run_record import CONFIG, LEDGER, MACHINE, LineFile, RunRecord, figures, read_record
 
-CONFIG, METRICS, SUMMARY, LEDGER = "config.yaml", "metrics.jsonl", "summary.json", "ledger.sqlite"
 OF_STEPS = ("reward/mean", "reward/std", "reward/min", "reward/max", "batch/episodes")
 """Figures that the line of every step has, and no other line."""
-FIRST_STEPS, LAST_STEPS = 3, 5
-"""Steps that the first and the last reward are the mean of, as in summary.json."""
-LAST_BYTES = 1 << 20
-"""The end of machine.jsonl, in which its last line is."""
 RECENT_STEPS = 10
 """Steps at the end that rules look at: what was so earlier may have passed."""
-SOLVED = 0.01
-"""Distance from `run.reward_optimum` within which a task counts as solved."""
 CLEAR_RISE = 2.0
 """Standard errors by which the last reward has to be above the first to have risen."""
 
@@ -40,20 +33,13 @@ class DiagnosisError(UnderstudyError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
+class Evidence(RunRecord):
     """One run."""
 
-    folder: Path
     config: Config
-    steps: Sequence[Mapping[str, float]]
-    """The figures of each step that has a reward, in order."""
-    validations: Sequence[Mapping[str, float]] = ()
-    """Lines with figures of a validation."""
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    """Empty while the run is under way for the first time."""
-    ledger: LedgerSurvey | None = None
-    """None: the folder has none, as it lies on another node."""
-    cards: int = 0
+    ledger: LedgerSurvey
+    """The summary's counts where the folder has no ledger, as it lies on another node."""
+    cards: int
     """GPUs of the run's machines, as it last saw them."""
 
     @property
@@ -80,15 +66,20 @@ class Evidence:
         total = sum(max(step["time/step_s"], step[name]) for step in known)
         return sum(step[name] for step in known) / total if total > 0 else None
 
-    def count(self, name: str) -> int:
-        """A count of the ledger; of the summary where the ledger is elsewhere."""
-        return self.ledger.count(name) if self.ledger is not None else self.summary_counts.get(name, 0)
+    def given_up(self, kind: str) -> tuple[int, int]:
+        """Groups that were evicted for this reason, and those that were complete, these among them."""
+        evicted = self.ledger.count(f"evicted/{kind}")
+        return evicted, evicted + sum(self.ledger.count(f"groups/{state}") for state in ("ready", "leased", "trained"))
 
-    @cached_property
-    def summary_counts(self) -> Mapping[str, int]:
-        """The counts in the summary."""
-        found = self.summary.get("buffer")
-        return {name: int(number) for name, number in figures(found).items()} if isinstance(found, dict) else {}
+    @property
+    def slots(self) -> int:
+        """Episodes that may run at once."""
+        return int(self.last("pool/slots", default=64.0))
+
+    @property
+    def fewer_at_once(self) -> str:
+        """Half as many, as a key."""
+        return f"agents.concurrency={max(1, self.slots // 2)}"
 
     @cached_property
     def rewards(self) -> list[float]:
@@ -156,23 +147,19 @@ def read_evidence(folder: Path) -> Evidence:
     except ConfigError as error:
         told = str(error).replace("\n", "; ")
         raise DiagnosisError(f"{folder / CONFIG} must be a configuration of this release, got: {told}") from None
-    lines = read_figures(folder / METRICS) if (folder / METRICS).is_file() else []
-    ledger = folder / LEDGER
+    record, ledger = read_record(folder, of_steps=OF_STEPS), folder / LEDGER
+    machine = LineFile(folder / MACHINE).poll().lines
     return Evidence(
-        folder=folder,
+        **vars(record),
         config=config,
-        steps=[line for line in lines if all(name in line for name in OF_STEPS)],
-        validations=[line for line in lines if "val/mean" in line],
-        summary=read_object(folder / SUMMARY) if (folder / SUMMARY).is_file() else {},
-        ledger=survey(ledger) if ledger.is_file() else None,
-        cards=_cards(folder / MACHINE),
+        ledger=survey(ledger) if ledger.is_file() else _counted(record.summary),
+        cards=int(figures(machine[-1]).get("cards", 0)) if machine else 0,
     )
 
 
-def _cards(path: Path) -> int:
-    try:
-        with open_file(path) as source:
-            source.seek(max(0, path.stat().st_size - LAST_BYTES))
-            return int(parsed(source.read(LAST_BYTES).split(b"\n")[-2])["cards"])
-    except (OSError, ValueError, LookupError, TypeError):  # no such file or line yet, of an earlier release, or cut
-        return 0
+def _counted(summary: Mapping[str, Any]) -> LedgerSurvey:
+    """What the summary says of a ledger that is elsewhere."""
+    counts = {name: int(number) for name, number in figures(summary.get("buffer")).items()}
+    kinds = {name.removeprefix("failed/"): number for name, number in counts.items() if "failed/" in name and number}
+    failures = [Failures(kind=kind, number=number, example=kind) for kind, number in kinds.items()]
+    return LedgerSurvey(counts=counts, failures=tuple(sorted(failures, key=lambda each: -each.number)), is_here=False)

@@ -7,12 +7,13 @@ once; a request under another host's name (a page of others that resolves to thi
 from __future__ import annotations
 
 import html
+import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from http.cookies import CookieError, SimpleCookie
-from typing import Any
 
+from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 COOKIE = "understudy_page"
@@ -66,44 +67,45 @@ class Access:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        guarded = _with_headers(send)
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         path: str = scope["path"]
+        answer: ASGIApp = self._app
         if headers.get(b"host") not in self._hosts:
-            await _answer(guarded, 421, path, "this page is served to this machine only, under 127.0.0.1 or localhost")
+            answer = _refused(421, path, "this page is served to this machine only, under 127.0.0.1 or localhost")
         elif scope["method"] not in ("GET", "HEAD"):
-            await _answer(guarded, 405, path, "only GET is answered: the page changes nothing")
+            answer = _refused(405, path, "only GET is answered: the page changes nothing")
         elif path.startswith(OPEN):
-            await self._open(path.removeprefix(OPEN), headers, guarded)
-        elif self._is_let_in(headers):
-            self._answering += 1
-            try:
-                await self._app(scope, receive, guarded)
-            finally:
-                self._answering -= 1
-                self._used = time.monotonic()
-        else:
-            await _answer(guarded, 401, path, CLOSED)
+            answer = self._open(path.removeprefix(OPEN), headers)
+        elif not self._is_let_in(headers):
+            answer = _refused(401, path, CLOSED)
+        if answer is not self._app:
+            await answer(scope, receive, _with_headers(send))
+            return
+        self._answering += 1
+        try:
+            await self._app(scope, receive, _with_headers(send))
+        finally:
+            self._answering -= 1
+            self._used = time.monotonic()
 
-    async def _open(self, given: str, headers: dict[bytes, str], send: Send) -> None:
+    def _open(self, given: str, headers: dict[bytes, str]) -> Response:
         """Answers a link: its browser gets a cookie, once. One that has a cookie already needs no link."""
         link = next((link for link in self._links if _same(link, given)), None)
-        more: list[tuple[bytes, bytes]] = []
+        if link is None and not self._is_let_in(headers):
+            return _refused(401, OPEN, CLOSED)
+        # Not a redirect: a browser that came from another site's link would not send a strict cookie along with that.
+        opened = HTMLResponse(
+            '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url=/"><title>understudy</title>'
+        )
         if link is not None:
             self._links.remove(link)
             session = secrets.token_urlsafe(32)
             self._sessions = [*self._sessions, session][-MOST_SESSIONS:]
-            cookie = f"{self._cookie}={session}; Path=/; HttpOnly; SameSite=Strict"
-            more.append((b"set-cookie", cookie.encode()))
+            opened.headers["set-cookie"] = f"{self._cookie}={session}; Path=/; HttpOnly; SameSite=Strict"
             following = secrets.token_urlsafe(32)
             self._links.append(following)
             self._new_link(following)
-        elif not self._is_let_in(headers):
-            await _answer(send, 401, OPEN, CLOSED)
-            return
-        # Not a redirect: a browser that came from another site's link would not send a strict cookie along with that.
-        body = b'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url=/"><title>understudy</title>'
-        await _send(send, 200, body, kind=b"text/html; charset=utf-8", more=more)
+        return opened
 
     def _is_let_in(self, headers: dict[bytes, str]) -> bool:
         try:
@@ -130,17 +132,8 @@ def _with_headers(send: Send) -> Send:
     return guarded
 
 
-async def _answer(send: Send, status: int, path: str, text: str) -> None:
+def _refused(status: int, path: str, text: str) -> Response:
     if path.startswith("/api/"):
-        from json import dumps
-
-        await _send(send, status, dumps({"error": text}).encode(), kind=b"application/json")
-        return
-    body = f'<!doctype html><meta charset="utf-8"><title>understudy</title><p>{html.escape(text)}</p>'
-    await _send(send, status, body.encode(), kind=b"text/html; charset=utf-8")
-
-
-async def _send(send: Send, status: int, body: bytes, *, kind: bytes, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
-    headers: list[Any] = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *more]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+        return Response(json.dumps({"error": text}), status, media_type="application/json")
+    page = f'<!doctype html><meta charset="utf-8"><title>understudy</title><p>{html.escape(text)}</p>'
+    return HTMLResponse(page, status)

@@ -46,8 +46,8 @@ def main(words: Sequence[str] | None = None, *, program: str = "understudy page"
         if arguments.export is not None:
             from learner.page.export import export
 
-            meanings = serve.break_meanings()
-            print(export(named, to=arguments.export, episodes=arguments.episodes, meanings=meanings))
+            causes = serve.break_meanings()
+            print(export(named, to=arguments.export, episodes=arguments.episodes, causes=causes))
             return 0
         return serve.serve(named, port=arguments.port)
     except UnderstudyError as error:

@@ -1,6 +1,6 @@
-"""One episode of a run for the page: its record, its tree, its conversation, and windows of its tokens.
+"""`RunPages`: a run with its episodes, each as its record, its tree, its conversation, and windows of its tokens.
 
-Used by `learner.page.routes`. Invariant: a request costs what its window holds: an episode's rounds are decoded once and kept
+Used by `learner.page.reports`. Invariant: a request costs what its window holds: an episode's rounds are decoded once and kept
 for the few episodes that were asked for last. It only reads.
 """
 
@@ -11,23 +11,28 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from buffers.ledger.batches import read_rounds
-from buffers.ledger.reading import round_causes, views
+from buffers.ledger.reading import episodes, round_causes
 from buffers.ledger.reading.branches import NOT_SAMPLED, Branch, Window, branches_of, num_trained, window_of
 from buffers.records import Round
+from buffers.training_rows import CUT
 from learner.page.episode_parts.conversation import Turn, turns_of, with_text
 from learner.page.episode_parts.token_window import MOST_TOKENS, packed, pieces_of
 from learner.page.episode_parts.untrained import why_untrained
-from learner.page.run_files.metric_columns import plain
+from learner.page.metric_columns import plain
+from learner.page.query import MOST_POINTS, Query
 from learner.page.run_view import RunView
-from learner.reporting.token_figures import ARRAYS, RoundFigures, read_figures
+from learner.reporting.token_figures import ARRAYS, TokenFigures, read_figures
 
 Numbers = npt.NDArray[np.floating[Any]]
+MOST_TURNS = 500
+MOST_BRANCHES = 1 << 30
 KEPT = 8
 """Episodes whose rounds are in memory."""
 _SCORES = (
@@ -43,48 +48,35 @@ class Opened:
     rounds: list[Round]
     branches: list[Branch]
     causes: dict[int, str]
-    figures: dict[int, RoundFigures]
+    figures: dict[int, TokenFigures]
     turns: dict[int, list[Turn]] = field(default_factory=dict)
 
 
-class EpisodePages:
-    """The episodes of one run."""
+class RunPages(RunView):
+    """`meanings`: what each cause of a break means, in a sentence."""
 
-    def __init__(self, view: RunView, *, meanings: Mapping[str, str]) -> None:
-        """`meanings`: what each cause of a break means, in a sentence."""
-        self._view = view
+    def __init__(self, run_id: str, folder: Path, *, meanings: Mapping[str, str]) -> None:
+        super().__init__(run_id, folder)
         self._meanings = meanings
         self._lock = threading.Lock()
         self._opened: OrderedDict[tuple[Any, ...], Opened] = OrderedDict()
 
-    def shown(self, found: Sequence[int]) -> list[dict[str, Any]]:
-        """Records of the episodes with these numbers."""
-        with self._view.ledger() as db:
-            some = views.episodes_at(db, found)
-        return [self.record(one) for one in some]
-
-    def record(self, one: views.EpisodeView) -> dict[str, Any]:
-        """An episode for a list."""
-        table = self._view.index.episodes
-        if one.seq < len(table) and table["there"][one.seq]:
-            causes, cut = int(table["causes"][one.seq]), bool(table["cut"][one.seq])
-            one = replace(one, breaks=round_causes.names(causes), cut=cut)
-        return asdict(one)
-
-    def detail(self, episode_id: str) -> dict[str, Any]:
-        """All but its texts and tokens. Raises Unknown."""
-        one, opened = self._open(episode_id)
-        with self._view.ledger() as db:
-            members = [each.episode_id for each in views.episodes_of(db, group_id=one.group_id)]
-            task = views.task_of(db, task_id=one.task_id)
-            told = db.execute(_SCORES, (episode_id,)).fetchall()
-        place = members.index(episode_id)
+    def detail(self, query: Query) -> dict[str, Any]:
+        """All of an episode but its texts and tokens. Raises Unknown."""
+        one, opened = self._read(query)
+        with self.ledger() as db:
+            members = [each.episode_id for each in episodes.episodes_of(db, group_id=one.group_id)]
+            task = episodes.task_of(db, task_id=one.task_id)
+            told = db.execute(_SCORES, (one.episode_id,)).fetchall()
+        place = members.index(one.episode_id)
         scores = [
             dict(zip(("part", "round", "judge", "value", "verdict", "hint", "told_at"), each, strict=True))
             for each in told
         ]
         one = replace(
-            one, breaks=sorted(set(opened.causes.values())), cut=any(r.finish_reason == "length" for r in opened.rounds)
+            one,
+            breaks=sorted(set(opened.causes.values())),
+            cut=any(each.finish_reason == CUT for each in opened.rounds),
         )
         return {
             "episode": asdict(one),
@@ -111,10 +103,11 @@ class EpisodePages:
             "why_untrained": why_untrained(one),
         }
 
-    def conversation(self, episode_id: str, *, branch: int, start: int, count: int) -> dict[str, Any]:
+    def conversation(self, query: Query) -> dict[str, Any]:
         """Some turns of a branch, with their text."""
-        _, opened = self._open(episode_id)
-        found, decoder = _branch(opened, branch), self._view.decoder()
+        start, count = query.window(default=200, most=MOST_TURNS)
+        opened, found = self._branch(query)
+        branch, decoder = found.number, self.decoder()
         if branch not in opened.turns:
             opened.turns[branch] = turns_of(found, decoder=decoder)
         turns = opened.turns[branch]
@@ -124,20 +117,20 @@ class EpisodePages:
             shown.append(asdict(with_text(turn, ids.tolist(), decoder=decoder)))
         return {"branch": branch, "num_turns": len(turns), "start": start, "turns": shown}
 
-    def tokens(self, episode_id: str, *, branch: int, start: int, count: int) -> bytes:
+    def tokens(self, query: Query) -> bytes:
         """A window of a branch's tokens; see `token_window`."""
-        _, opened = self._open(episode_id)
-        found = _branch(opened, branch)
-        window = window_of(found, start=start, count=min(count, MOST_TOKENS))
+        start, count = query.window(default=MOST_TOKENS, most=MOST_TOKENS)
+        opened, found = self._branch(query)
+        window = window_of(found, start=start, count=count)
         figures, known = _figures_of(window, opened.figures)
         masked = window.mask.astype(bool)
         kept = "all" if bool(known[masked].all()) and masked.any() else "some" if known.any() else "none"
         head = {
-            "branch": branch,
+            "branch": found.number,
             "start": start,
             "count": len(window.ids),
             "num_tokens": found.num_tokens,
-            "pieces": pieces_of(window.ids.tolist(), decoder=self._view.decoder()),
+            "pieces": pieces_of(window.ids.tolist(), decoder=self.decoder()),
             "figures": kept,
         }
         arrays: dict[str, np.ndarray[Any, Any]] = {
@@ -147,10 +140,10 @@ class EpisodePages:
         }  # fmt: skip
         return packed(head, arrays)
 
-    def overview(self, episode_id: str, *, branch: int, buckets: int) -> dict[str, Any]:
-        """The whole branch in so many buckets: where to look in a long one."""
-        _, opened = self._open(episode_id)
-        found = _branch(opened, branch)
+    def overview(self, query: Query) -> dict[str, Any]:
+        """A whole branch in so many buckets: where to look in a long one."""
+        buckets = query.number("buckets", 400, most=MOST_POINTS, least=1)
+        opened, found = self._branch(query)
         window = window_of(found, start=0, count=found.num_tokens)
         figures, _ = _figures_of(window, opened.figures)
         number = min(buckets, len(window.ids))
@@ -164,12 +157,22 @@ class EpisodePages:
             "mask": (np.mean, window.mask.astype(np.float64)),
         }
         shown = {name: _bucketed(values, ends, reduce=reduce) for name, (reduce, values) in columns.items()}
-        return {"branch": branch, "num_tokens": len(window.ids), "buckets": number, **shown}
+        return {"branch": found.number, "num_tokens": len(window.ids), "buckets": number, **shown}
 
-    def _open(self, episode_id: str) -> tuple[views.EpisodeView, Opened]:
+    def _branch(self, query: Query) -> tuple[Opened, Branch]:
+        number = query.number("branch", 0, most=MOST_BRANCHES)
+        _, opened = self._read(query)
+        if not 0 <= number < len(opened.branches):
+            raise episodes.Unknown(
+                f"branch must be one of the episode's {len(opened.branches)}, got {number}; they begin at 0"
+            )
+        return opened, opened.branches[number]
+
+    def _read(self, query: Query) -> tuple[episodes.EpisodeView, Opened]:
         """The episode as it is now, with its rounds."""
-        with self._view.ledger() as db:
-            one = views.episode(db, episode_id=episode_id)
+        episode_id = query.text("episode")
+        with self.ledger() as db:
+            one = episodes.episode(db, episode_id=episode_id)
             (last,) = db.execute("SELECT max(rowid) FROM round WHERE episode_id = ?", (episode_id,)).fetchone()
             key = (episode_id, one.state, one.step, last)
             with self._lock:
@@ -178,7 +181,7 @@ class EpisodePages:
                     return one, opened
             rounds = read_rounds(db, episode_id=episode_id)
         causes = round_causes.causes_of([(r.round_index, r.parent, r.finish_reason, r.memo) for r in rounds])
-        figures = {} if one.step is None else read_figures(self._view.folder, step=one.step, episode_id=episode_id)
+        figures = {} if one.step is None else read_figures(self.folder, step=one.step, episode_id=episode_id)
         opened = Opened(rounds=rounds, branches=branches_of(rounds), causes=causes, figures=figures)
         with self._lock:
             self._opened[key] = opened
@@ -187,18 +190,10 @@ class EpisodePages:
         return one, opened
 
 
-def _branch(opened: Opened, number: int) -> Branch:
-    if not 0 <= number < len(opened.branches):
-        raise views.Unknown(
-            f"branch must be one of the episode's {len(opened.branches)}, got {number}; they begin at 0"
-        )
-    return opened.branches[number]
-
-
-def _figures_of(window: Window, kept: Mapping[int, RoundFigures]) -> tuple[RoundFigures, npt.NDArray[np.bool_]]:
+def _figures_of(window: Window, kept: Mapping[int, TokenFigures]) -> tuple[TokenFigures, npt.NDArray[np.bool_]]:
     """[n] the learner's figures of a window's tokens, and of which tokens they are kept."""
     number = len(window.ids)
-    found = RoundFigures(
+    found = TokenFigures(
         learner=np.full(number, np.nan, np.float32),
         start=np.full(number, np.nan, np.float32),
         advantage=np.full(number, np.nan, np.float32),
@@ -254,7 +249,7 @@ def _rounds(opened: Opened, *, scores: list[dict[str, Any]], meanings: Mapping[s
     ]
 
 
-def _spread(figures: dict[int, RoundFigures]) -> dict[str, float] | None:
+def _spread(figures: dict[int, TokenFigures]) -> dict[str, float] | None:
     values = np.concatenate([np.zeros(0, np.float32), *(each.advantage for each in figures.values())])
     values = values[np.isfinite(values)]
     if not len(values):

@@ -1,81 +1,76 @@
-"""Answers of the page that are put together from a run's parts: its index, columns of figures, spreads of scores, groups.
+"""The page's answers about a run: its index, columns of figures, spreads of scores, groups, episodes, what was not trained.
 
-Used by `learner.page.routes` and `learner.page.export`. Functions of a `RunView`; they give what JSON can hold.
+Used by `learner.page.routes` and `learner.page.snapshot`. Functions of a run and of a query, which is bounded whatever it asks for;
+they give what JSON can hold, or bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from buffers.ledger.reading import views
-from buffers.ledger.reading.episode_filter import FilterError
-from buffers.ledger.reading.episode_index import EPISODE_STATES, GROUP_STATES
+from buffers.ledger.reading import episodes
+from buffers.ledger.reading.episodes import FilterError, GroupView
 from buffers.ledger.reading.reader import LedgerUnreadable, counts, trained_steps
+from learner.page.episode_page import RunPages
 from learner.page.episode_parts import untrained as why
-from learner.page.run_files.metric_columns import MetricColumns, Points, plain
-from learner.page.run_files.run_folders import read_summary, without_secrets
-from learner.page.run_view import RunView
+from learner.page.metric_columns import plain
+from learner.page.query import LARGEST_NUMBER, MOST_DIGITS, MOST_POINTS, Query, number_of
 
 QUANTILES = {"min": 0.0, "p10": 0.1, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p90": 0.9, "max": 1.0}
+MOST_EPISODES = 500
+LEFT_OUT = "(left out)"
+_SECRET_NAME = re.compile(r"(?:^|_)(?:key|token|secret|password|passwd|credentials?)s?$", re.IGNORECASE)
+_NOT_SECRET = frozenset({"max_tokens", "min_tokens", "overlong_tokens"})
 
 
-def run_index(view: RunView) -> dict[str, Any]:
+def index(run: RunPages, _: Query) -> dict[str, Any]:
     """What a page fetches first of a run."""
-    ledger = view.ledger_state()
-    found: tuple[dict[str, int] | None, int, int] = (None, view.entry()["step"], 0)
+    ledger, entry = run.ledger_state(), run.entry()
+    found: tuple[dict[str, int] | None, int, int] = (None, entry["step"], 0)
     if ledger["available"]:
         try:
-            found = view.counted()
+            found = run.counted()
         except LedgerUnreadable as error:
             ledger = {"available": False, "why": str(error)}
     return {
-        **view.entry(),
-        "reward_optimum": view.setting("run.reward_optimum", None),
+        **entry,
+        "reward_optimum": run.setting("run.reward_optimum", None),
         "counts": found[0],
         "ledger": ledger,
         "version": found[1],
         "lineages": found[2],
-        "max_policy_lag": int(view.setting("buffer.max_policy_lag", 0)),
-        "groups_per_step": int(view.setting("buffer.groups_per_step", 0)),
-        "group_size": int(view.setting("buffer.group_size", 0)),
-        "max_tokens": view.setting("rollout.max_tokens", None),
-        "summary": read_summary(view.folder),
-        "machine": view.machine_now(),
+        "max_policy_lag": run.max_policy_lag,
+        "groups_per_step": int(run.setting("buffer.groups_per_step", 0)),
+        "group_size": int(run.setting("buffer.group_size", 0)),
+        "max_tokens": run.setting("rollout.max_tokens", None),
+        "summary": run.summary,
+        "machine": run.machine_now(),
     }
 
 
-def run_config(view: RunView) -> dict[str, Any]:
+def config(run: RunPages, _: Query) -> dict[str, Any]:
     """Its configuration, without secrets."""
-    return {"config": without_secrets(view.config)}
+    return {"config": without_secrets(run.config)}
 
 
-def metrics(
-    runs: Sequence[RunView],
-    *,
-    names: Sequence[str] | None,
-    first: int | None,
-    last: int | None,
-    most: int,
-    about: Mapping[str, str],
-) -> dict[str, Any]:
-    """Columns of each run; see `Points`."""
-
-    def read(columns: MetricColumns) -> tuple[Points, list[str]]:
-        return columns.points(names, first=first, last=last, most=most), columns.names
-
+def metrics(runs: Sequence[RunPages], query: Query, *, about: Mapping[str, str]) -> dict[str, Any]:
+    """Columns of each run; see `Points`. `about`: what a figure is, in a sentence."""
+    names, first, last = query.texts("names") or None, query.maybe("from", int), query.maybe("to", int)
+    most = query.number("points", 2000, most=MOST_POINTS, least=1)
     found, listed = {}, set()
-    for view in runs:
-        points, own = view.metrics(read)
-        listed.update(own)
-        shown = asdict(points)
+    for run in runs:
+        with run.metrics() as columns:
+            points = columns.points(names, first=first, last=last, most=most)
+            listed.update(columns.names)
+        found[run.run_id] = asdict(points)
         if points.bucket == 1:
-            del shown["low"], shown["high"]
-        found[view.run_id] = shown
+            del found[run.run_id]["low"], found[run.run_id]["high"]
     return {
         "runs": found,
         "names": sorted(listed),
@@ -83,28 +78,21 @@ def metrics(
     }
 
 
-def score_spread(view: RunView, *, first: int | None, last: int | None, most: int) -> dict[str, list[Any]]:
-    """Quantiles of the scores that each step trained; in buckets of steps where there are more than `most`."""
-    with view.indexed() as index:
-        table = index.episodes
-        group = index.groups[table["group"]]
-        keep = table["there"] & (group["state"] == GROUP_STATES.index("trained"))
-        keep &= table["state"] == EPISODE_STATES.index("scored")
-        keep &= group["step"] >= (0 if first is None else first)
-        if last is not None:
-            keep &= group["step"] <= last
-        steps, scores = group["step"][keep], table["score"][keep]
+def scores(run: RunPages, query: Query) -> dict[str, list[Any]]:
+    """Quantiles of the scores that each step trained; in buckets of steps where there are more than so many points."""
+    first, last = query.maybe("from", int), query.maybe("to", int)
+    most = query.number("points", 500, most=MOST_POINTS, least=1)
+    with run.ledger() as db:
+        trained = episodes.trained_scores(
+            db, first=0 if first is None else first, last=LARGEST_NUMBER if last is None else last
+        )
     found: dict[str, list[Any]] = {name: [] for name in ("step", "n", *QUANTILES, "mean")}
-    if not len(steps):
-        return found
-    known = np.unique(steps)
-    bucket = -(-len(known) // most)
-    slots = np.searchsorted(known, steps) // bucket
-    order = np.argsort(slots, kind="stable")
-    borders = np.searchsorted(slots[order], np.arange(slots.max() + 2))
-    for number, (low, high) in enumerate(pairwise(borders.tolist())):
-        some = scores[order[low:high]]
-        found["step"].append(int(known[min((number + 1) * bucket, len(known)) - 1]))
+    steps, values = (np.array(column) for column in zip(*trained)) if trained else (np.zeros(0), np.zeros(0))
+    known, starts = np.unique(steps, return_index=True)
+    bucket = max(1, -(-len(known) // most))
+    for low, high in pairwise([*starts[::bucket].tolist(), len(values)]):
+        some = values[low:high]
+        found["step"].append(int(steps[high - 1]))
         found["n"].append(len(some))
         for name, value in zip(QUANTILES, plain(np.quantile(some, list(QUANTILES.values())))):
             found[name].append(value)
@@ -112,54 +100,93 @@ def score_spread(view: RunView, *, first: int | None, last: int | None, most: in
     return found
 
 
-def groups(view: RunView, *, states: Sequence[str], after: int | None, limit: int) -> dict[str, Any]:
-    """Groups in these states, newest first."""
-    if unknown := set(states) - set(GROUP_STATES):
-        raise FilterError(f"state must be of {', '.join(GROUP_STATES)}, got {min(unknown)!r:.40}")
-    with view.ledger() as db:
-        found = views.groups(db, states=states, after=1 << 60 if after is None else after, limit=limit)
+def machine(run: RunPages, query: Query) -> dict[str, Any]:
+    """The machine now and before."""
+    points = query.number("points", 600, most=MOST_POINTS, least=1)
+    return run.machine(since=query.maybe("since", float) or 0.0, points=points)
+
+
+def groups(run: RunPages, query: Query) -> dict[str, Any]:
+    """Groups in some states, newest first."""
+    states, after = query.texts("state") or ("open", "ready"), query.maybe("cursor", int)
+    limit = query.number("limit", 200, most=MOST_EPISODES, least=1)
+    if unknown := set(states) - set(episodes.GROUP_STATES):
+        raise FilterError(f"state must be of {', '.join(episodes.GROUP_STATES)}, got {min(unknown)!r:.40}")
+    with run.ledger() as db:
+        found = episodes.groups(db, states=states, after=1 << 60 if after is None else after, limit=limit)
         version, _ = trained_steps(db)
-    now = view.age_until()
-    shown = [_group_record(view, one, version=version, now=now) for one in found]
+    now = run.age_until()
+    shown = [_group_record(run, one, version=version, now=now) for one in found]
     return {"groups": shown, "next": str(found[-1].group_id) if len(found) == limit else None}
 
 
-def _group_record(view: RunView, one: views.GroupView, *, version: int, now: float) -> dict[str, Any]:
+def group(run: RunPages, query: Query) -> dict[str, Any]:
+    """One group with its task and all attempts."""
+    group_id = number_of(query.text("group"), name="group", kind=int)
+    with run.ledger() as db:
+        one = episodes.group(db, group_id=group_id)
+        members = episodes.episodes_of(db, group_id=group_id)
+        task = episodes.task_of(db, task_id=one.task_id)
+        version, _ = trained_steps(db)
+    return {
+        "group": _group_record(run, one, version=version, now=run.age_until()),
+        "task": task,
+        "episodes": [asdict(each) for each in members],
+    }
+
+
+def _group_record(run: RunPages, one: GroupView, *, version: int, now: float) -> dict[str, Any]:
     """A group with its age at `now`, and after how many updates it is too old: 0, it is evicted at the next claim."""
-    max_lag = int(view.setting("buffer.max_policy_lag", 0))
     waits = one.state in ("open", "ready") and one.max_version is not None
     return {
         **asdict(one),
         "age_s": None if one.opened_at is None else max(0.0, now - one.opened_at),
-        "updates_until_stale": max(0, (one.max_version or 0) + max_lag + 1 - version) if waits else None,
+        "updates_until_stale": max(0, (one.max_version or 0) + run.max_policy_lag + 1 - version) if waits else None,
     }
 
 
-def group(view: RunView, group_id: int, *, record: Callable[[views.EpisodeView], dict[str, Any]]) -> dict[str, Any]:
-    """One group with its task and all attempts."""
-    with view.ledger() as db:
-        one = views.group(db, group_id=group_id)
-        members = views.episodes_of(db, group_id=group_id)
-        task = views.task_of(db, task_id=one.task_id)
-        version, _ = trained_steps(db)
-    return {
-        "group": _group_record(view, one, version=version, now=view.age_until()),
-        "task": task,
-        "episodes": [record(each) for each in members],
-    }
+def episode_list(run: RunPages, query: Query) -> dict[str, Any]:
+    """A part of the episodes that match, or those of `seqs`."""
+    run.look_on()
+    if seqs := query.texts("seqs")[:MOST_EPISODES]:
+        known = [int(seq) for seq in seqs if seq.isascii() and seq.isdigit() and len(seq) < MOST_DIGITS]
+        with run.ledger() as db:
+            return {"episodes": [asdict(one) for one in episodes.episodes_at(db, known)]}
+    wanted, cursor = query.episode_filter(), query.text("cursor") or None
+    limit = query.number("limit", 100, most=MOST_EPISODES, least=1)
+    with run.ledger() as db:
+        found = asdict(episodes.search(db, wanted, order=query.text("sort", "newest"), limit=limit, cursor=cursor))
+    facets = found.pop("facets")
+    return {**found, "indexed": run.looked_at, "facets": facets}
 
 
-def untrained(view: RunView) -> dict[str, Any]:
+def order(run: RunPages, query: Query) -> bytes:
+    """The numbers of all episodes that match, in order, as little-endian int32."""
+    with run.ledger() as db:
+        found = episodes.ordered(db, query.episode_filter(), order=query.text("sort", "newest"))
+    return np.array(found, dtype="<i4").tobytes()
+
+
+def untrained(run: RunPages, _: Query) -> dict[str, Any]:
     """Reasons why something was not trained."""
+    with run.metrics() as columns:
+        figures = {name: columns.last(name) for name in (*why.LEFT_OUT, "generation/aborted")}
+    with run.ledger() as db:
+        number, evicted = counts(db), episodes.evictions(db)
+    aborted = int(figures["generation/aborted"] or 0)
+    return {"reasons": why.reasons(number, evictions=evicted, aborted=aborted, figures=figures)}
 
-    def read(columns: MetricColumns) -> dict[str, float | None]:
-        return {name: columns.last(name) for name in (*why.LEFT_OUT, "generation/aborted")}
 
-    figures = view.metrics(read)
-    with view.ledger() as db:
-        number, evicted = counts(db), views.evictions(db)
-    return {
-        "reasons": why.reasons(
-            number, evictions=evicted, aborted=int(figures["generation/aborted"] or 0), figures=figures
-        )
-    }
+def without_secrets(value: Any) -> Any:
+    """A configuration with the values of keys that are named like secrets left out."""
+    if isinstance(value, dict):
+        return {
+            name: LEFT_OUT if has_secret_name(str(name)) and item else without_secrets(item)
+            for name, item in value.items()
+        }
+    return [without_secrets(item) for item in value] if isinstance(value, list) else value
+
+
+def has_secret_name(name: str) -> bool:
+    """Whether a key of this name holds a secret."""
+    return bool(_SECRET_NAME.search(name)) and name not in _NOT_SECRET

@@ -5,15 +5,16 @@ Used by `learner.page.routes`. Invariant: a run keeps its name while the page li
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from buffers.errors import UnderstudyError
-from learner.page.episode_page import EpisodePages
-from learner.page.run_files.run_folders import NoRun, find_runs, is_run
-from learner.page.run_view import RunView
+from learner.page.episode_page import RunPages
+from learner.page.run_view import NoRun
+from learner.reporting.run_record import CONFIG
 
 LOOK_S = 2.0
 """Seconds between two looks for new runs."""
@@ -37,8 +38,7 @@ class RunSet:
         self._meanings = meanings
         self._clock = clock
         self._lock = threading.Lock()
-        self._views: dict[str, RunView] = {}
-        self._pages: dict[str, EpisodePages] = {}
+        self._views: dict[str, RunPages] = {}
         self._looked = clock()
         self._take(find_runs(named))
 
@@ -53,19 +53,11 @@ class RunSet:
                     pass
             return [name for name, view in self._views.items() if is_run(view.folder)]
 
-    def view(self, run_id: str) -> RunView:
+    def view(self, run_id: str) -> RunPages:
         """Raises UnknownRun."""
         if run_id not in self.ids():
             raise UnknownRun(f"a run of this page is needed, got {run_id!r:.60}; see /api/runs")
         return self._views[run_id]
-
-    def pages(self, run_id: str) -> EpisodePages:
-        """The episodes of a run. Raises UnknownRun."""
-        view = self.view(run_id)
-        with self._lock:
-            if run_id not in self._pages:
-                self._pages[run_id] = EpisodePages(view, meanings=self._meanings)
-            return self._pages[run_id]
 
     def close(self) -> None:
         """Close all that is open."""
@@ -77,4 +69,39 @@ class RunSet:
         known = {view.folder.resolve() for view in self._views.values()}
         for name, folder in found.items():
             if folder.resolve() not in known and name not in self._views:
-                self._views[name] = RunView(name, folder)
+                self._views[name] = RunPages(name, folder, meanings=self._meanings)
+
+
+def find_runs(named: Sequence[Path]) -> dict[str, Path]:
+    """Id -> folder, in the order of the names: each is a run's folder, or holds those of runs. Raises NoRun.
+
+    The id is the folder's name; of several of one name those that come later have a number."""
+    found: list[Path] = []
+    for folder in named:
+        some = [folder] if is_run(folder) else sorted(filter(is_run, _inside(folder)), key=_age)
+        if not some:
+            raise NoRun(f"RUN must be a run's folder, or a folder of runs, got {folder}; name one, such as runs/demo")
+        found += [each for each in some if each.resolve() not in {one.resolve() for one in found}]
+    runs: dict[str, Path] = {}
+    for each in found:
+        name, number = each.resolve().name, 2
+        while name in runs:
+            name, number = f"{each.resolve().name}~{number}", number + 1
+        runs[name] = each
+    return runs
+
+
+def is_run(folder: Path) -> bool:
+    """Whether this is a run's folder."""
+    return (folder / CONFIG).is_file()
+
+
+def _inside(folder: Path) -> list[Path]:
+    try:
+        return [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir()]
+    except OSError:
+        return []
+
+
+def _age(folder: Path) -> float:
+    return -(folder / CONFIG).stat().st_mtime

@@ -1,59 +1,68 @@
-"""`RunView`: everything the page knows of one run, from its folder: figures, the machine, the ledger's index, one episode.
+"""`RunView`: everything the page knows of one run, from its folder: figures, the machine, the ledger; and whether it lives.
 
-Made by `learner.page.routes`, used from several threads. Invariants: it only reads; what is kept of a long file or a large
-ledger is bounded by their numbers of lines and episodes, never by their texts. A run without a readable ledger (it is on
-another node, of another release, or not there yet) has figures and a machine, and says why there is no more.
+Used by `learner.page.episode_page`, from several threads. Invariants: it only reads, and makes, locks or changes no file; what is
+kept of a long file or a large ledger is bounded by their numbers of lines and episodes, never by their texts. A run without a
+readable ledger (it is on another node, of another release, or not there yet) has figures and a machine, and says why there is no
+more.
 """
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from buffers.ledger.reading import round_causes
-from buffers.ledger.reading.episode_filter import EpisodeFilter, Found, ordered, search
-from buffers.ledger.reading.episode_index import EpisodeIndex
+from buffers.errors import UnderstudyError
+from buffers.ledger.reading import episodes
 from buffers.ledger.reading.reader import Connection, LedgerReader, LedgerUnreadable, counts, trained_steps
 from buffers.ledger.tools.cli import tokenizer_file
+from configs.bounded_yaml import YamlError, read_yaml
+from learner.diagnosis.diagnose import diagnose
+from learner.page import machine_state
 from learner.page.episode_parts.token_window import TokenDecoder
-from learner.page.run_files import machine_state
-from learner.page.run_files.line_file import LineFile
-from learner.page.run_files.metric_columns import MetricColumns
-from learner.page.run_files.run_folders import (
+from learner.page.metric_columns import MetricColumns
+from learner.reporting.run_record import (
     CONFIG,
     LEDGER,
     MACHINE,
     METRICS,
-    NoRun,
-    read_config,
-    read_summary,
-    state_of,
+    SUMMARY,
+    DamagedFile,
+    LineFile,
+    figures,
+    read_object,
 )
-from learner.reporting.run_json import figures
 
-T = TypeVar("T")
 EPISODES_AT_ONCE = 400
 """Episodes whose rounds are looked at between two requests' turns."""
 LOOK_PAUSE_S = 0.01
 RECENT_LINES = 200
 """Lines of metrics.jsonl that are kept whole, for pages that were away for a moment."""
+FRESH_S = 10.0
+"""A run that wrote so lately lives."""
+FINDINGS_S = 10.0
+"""Seconds for which what holds a run back is not looked for again."""
+
+
+class NoRun(UnderstudyError):
+    """What was named holds no run."""
 
 
 class RunView:
     """`run_id`: its name on the page."""
 
-    def __init__(self, run_id: str, folder: Path) -> None:
+    def __init__(self, run_id: str, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.run_id = run_id
         self.folder = folder
+        self._clock = clock
         self._files = threading.RLock()
         """Guards what is kept of small files."""
-        self._indexing = threading.RLock()
-        """Guards the index and its connection."""
         self._opening = threading.Lock()
         self._metrics_file, self._machine_file = LineFile(folder / METRICS), LineFile(folder / MACHINE)
         self._metrics = MetricColumns()
@@ -61,10 +70,8 @@ class RunView:
         self._recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=RECENT_LINES)
         self._machine: list[dict[str, Any]] = []
         self._config: tuple[float, dict[str, Any]] = (-1.0, {})
-        self._readers: tuple[LedgerReader, LedgerReader] | None = None
-        """Two: for the index, and for everything else."""
-        self.index = EpisodeIndex()
-        self._indexed_version = -1
+        self._found: tuple[float, dict[str, Any]] = (-FINDINGS_S, {})
+        self._reader: LedgerReader | None = None
         self._decoder: TokenDecoder | None = None
         self._looking: threading.Thread | None = None
         self.looked_at = 0.0
@@ -82,7 +89,7 @@ class RunView:
             self._machine += machine.lines
             metrics = self._metrics_file.poll()
             if metrics.again:
-                self._metrics.clear()
+                self._metrics = MetricColumns()
                 self._recent.clear()
                 self._num_lines += 1  # so that no number from before is the last one
             for line in metrics.lines:
@@ -94,12 +101,17 @@ class RunView:
         """The number of the newest line of metrics.jsonl, and the lines after that number; None: they are not kept any more."""
         with self._files:
             self.poll()
-            if number == self._num_lines:
-                return number, []
             oldest = self._recent[0][0] if self._recent else self._num_lines + 1
-            if not oldest - 1 <= number <= self._num_lines:
+            if number != self._num_lines and not oldest - 1 <= number <= self._num_lines:
                 return self._num_lines, None
             return self._num_lines, [line for each, line in self._recent if each > number]
+
+    @contextmanager
+    def metrics(self) -> Iterator[MetricColumns]:
+        """The figures, up to date, for a block."""
+        with self._files:
+            self.poll()
+            yield self._metrics
 
     @property
     def config(self) -> dict[str, Any]:
@@ -113,6 +125,14 @@ class RunView:
                 self._config = (changed, read_config(self.folder))
             return self._config[1]
 
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """`summary.json`; None: the run has not ended by itself."""
+        try:
+            return read_object(self.folder / SUMMARY)
+        except (OSError, DamagedFile):
+            return None
+
     def setting(self, key: str, default: Any) -> Any:
         """One key of the configuration, such as `buffer.group_size`; `default` where it is not of that kind."""
         found: Any = self.config
@@ -120,12 +140,17 @@ class RunView:
             found = found.get(part) if isinstance(found, dict) else None
         return found if found is not None and (default is None or isinstance(found, type(default))) else default
 
+    @property
+    def max_policy_lag(self) -> int:
+        """0 where the configuration does not say."""
+        return int(self.setting("buffer.max_policy_lag", 0))
+
     def entry(self) -> dict[str, Any]:
         """The run in a list of runs."""
         with self._files:
             self.poll()
-            summary, last = read_summary(self.folder), self._machine[-1] if self._machine else None
-            seen_at = self._seen_at(last)
+            summary, last = self.summary, self._machine[-1] if self._machine else None
+            seen_at = self._seen_at()
             return {
                 "id": self.run_id,
                 "name": str(self.setting("run.name", self.run_id)),
@@ -144,9 +169,9 @@ class RunView:
         entry = self.entry()
         return time.time() if entry["state"] == "live" or entry["seen_at"] is None else float(entry["seen_at"])
 
-    def _seen_at(self, machine: dict[str, Any] | None) -> float | None:
+    def _seen_at(self) -> float | None:
         """The last sign of life in small files."""
-        times = [] if machine is None else [float(figures(machine).get("at", 0.0))]
+        times = [figures(line).get("at", 0.0) for line in self._machine[-1:]]
         for name in (METRICS, CONFIG):
             try:
                 times.append((self.folder / name).stat().st_mtime)
@@ -161,14 +186,9 @@ class RunView:
             if not self._machine:
                 return None
             line = self._machine[-1]
-        return {
-            **line,
-            "waits": machine_state.waits(
-                line,
-                groups_per_step=int(self.setting("buffer.groups_per_step", 0)),
-                max_policy_lag=int(self.setting("buffer.max_policy_lag", 0)),
-            ),
-        }
+        groups_per_step = int(self.setting("buffer.groups_per_step", 0))
+        waits = machine_state.waits(line, groups_per_step=groups_per_step, max_policy_lag=self.max_policy_lag)
+        return {**line, "waits": waits}
 
     def machine(self, *, since: float, points: int) -> dict[str, Any]:
         """Now and before."""
@@ -176,18 +196,25 @@ class RunView:
         with self._files:
             return {"now": now, "history": machine_state.history(self._machine, since=since, points=points)}
 
-    def metrics(self, read: Callable[[MetricColumns], T]) -> T:
-        """What `read` finds in the figures, which are up to date."""
+    def findings(self) -> dict[str, Any]:
+        """What holds learning back, the worst first, by the rules of diagnosis; `why`: it cannot be said."""
         with self._files:
-            self.poll()
-            return read(self._metrics)
+            at, found = self._found
+            if self._clock() - at >= FINDINGS_S:
+                try:
+                    findings = [asdict(finding) for finding in diagnose(self.folder)]
+                    found = {"findings": findings, "available": True, "why": ""}
+                except UnderstudyError as error:
+                    found = {"findings": [], "available": False, "why": str(error)}
+                self._found = self._clock(), found
+            return found
 
     # The ledger
 
     @contextmanager
     def ledger(self) -> Iterator[Connection]:
         """A connection that only reads, for a block that sees one commit. Raises LedgerUnreadable."""
-        with self._open()[1].read() as db:
+        with self._open().read() as db:
             yield db
 
     def ledger_state(self) -> dict[str, Any]:
@@ -198,42 +225,32 @@ class RunView:
             return {"available": False, "why": str(error)}
         return {"available": True, "why": ""}
 
-    def _open(self) -> tuple[LedgerReader, LedgerReader]:
+    def _open(self) -> LedgerReader:
         with self._opening:
-            if self._readers is not None and self._readers[0].is_replaced:
-                for reader in self._readers:
-                    reader.close()
-                self._readers = None
-            if self._readers is None:
+            if self._reader is not None and self._reader.is_replaced:
+                self._reader.close()
+                self._reader = None
+            if self._reader is None:
                 path = self.folder / LEDGER
                 if (node := self.setting("buffer.node", "")) and not path.is_file():
                     raise LedgerUnreadable(
                         f"the ledger of this run is on node {node} (buffer.node), in {path} there, and this page reads files of "
                         f"this machine; start `understudy page` on that node"
                     )
-                self._readers = (LedgerReader(path), LedgerReader(path))
-                self._indexed_version = -1
-                self.index = EpisodeIndex()
-            return self._readers
+                self._reader = LedgerReader(path)
+            return self._reader
 
     def data_version(self) -> int | None:
         """A number that changes with the ledger; None: there is none to read."""
         try:
-            return self._open()[1].data_version()
+            return self._open().data_version()
         except LedgerUnreadable:
             return None
 
-    @contextmanager
-    def indexed(self) -> Iterator[EpisodeIndex]:
-        """The index, up to date."""
-        with self._indexing:
-            reader = self._open()[0]
-            version = reader.data_version()
-            if version != self._indexed_version:
-                with reader.read() as db:
-                    self.index.refresh(db)
-                self._indexed_version = version
-            yield self.index
+    def counted(self) -> tuple[dict[str, int], int, int]:
+        """Counts, steps trained, lineages."""
+        with self.ledger() as db:
+            return counts(db), *trained_steps(db)
 
     def look_on(self) -> None:
         """See to it that a thread looks at the agents of all tasks and at the rounds of all episodes, newest first."""
@@ -245,35 +262,21 @@ class RunView:
     def look(self) -> None:
         """Look until all that ended is looked at, or the view is closed."""
         try:
-            while not self._is_closed.wait(LOOK_PAUSE_S):
-                with self.indexed() as index, self._open()[0].read() as db:
-                    if not index.read_agents(db):
-                        before = self.looked_at
-                        self.looked_at = round_causes.look(db, index, limit=EPISODES_AT_ONCE)
-                        if self.looked_at == 1.0 or self.looked_at <= before:
-                            return
+            with closing(LedgerReader(self.folder / LEDGER)) as reader:
+                before = episodes.NEWEST
+                while before and not self._is_closed.wait(LOOK_PAUSE_S):
+                    with self.ledger() as db:
+                        if episodes.read_agents(db):
+                            continue
+                        places = episodes.to_look_at(db, before=before, limit=EPISODES_AT_ONCE)
+                    with reader.read() as rounds:  # others may use the ledger meanwhile
+                        looked = episodes.look_at(rounds, places)
+                    with self.ledger() as db:
+                        episodes.keep(db, looked)
+                        self.looked_at = episodes.looked_share(db) if places else 1.0
+                    before = min(places, default=0)
         except LedgerUnreadable:
             return
-
-    def search(self, wanted: EpisodeFilter, *, order: str, limit: int, cursor: str | None) -> Found:
-        """Episodes by numbers; those that are shown have been looked at."""
-        with self.indexed() as index:
-            found = search(index, wanted, order=order, limit=limit, cursor=cursor)
-            unseen = [place for place in found.places if not index.episodes["looked"][place]]
-            if unseen:
-                with self._open()[0].read() as db:
-                    round_causes.look_at(db, index, unseen)
-            return found
-
-    def order(self, wanted: EpisodeFilter, *, order: str) -> bytes:
-        """The numbers of all episodes that match, in order, as little-endian int32."""
-        with self.indexed() as index:
-            return ordered(index, wanted, order=order)[0].astype("<i4").tobytes()
-
-    def counted(self) -> tuple[dict[str, int], int, int]:
-        """Counts, steps trained, lineages."""
-        with self.ledger() as db:
-            return counts(db), *trained_steps(db)
 
     # Tokens
 
@@ -288,11 +291,52 @@ class RunView:
             return self._decoder
 
     def close(self) -> None:
-        """Close the ledger's connections."""
+        """Close the ledger's connection."""
         self._is_closed.set()
         if self._looking is not None:
             self._looking.join()
         with self._opening:
-            for reader in self._readers or ():
-                reader.close()
-            self._readers = None
+            if self._reader is not None:
+                self._reader.close()
+            self._reader = None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """`config.yaml`; empty when it cannot be read."""
+    try:
+        found = read_yaml(folder / CONFIG)
+    except (OSError, YamlError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def state_of(
+    summary: Mapping[str, Any] | None,
+    machine: Mapping[str, Any] | None,
+    *,
+    seen_at: float | None,
+    now: float | None = None,
+) -> str:
+    """live, finished, stopped (Ctrl-C), failed, killed, or unknown: it never wrote anything. `seen_at`: its last sign of life."""
+    now = time.time() if now is None else now
+    if summary is not None:
+        return "failed" if summary.get("error") else "stopped" if summary.get("stopped") else "finished"
+    if machine is not None and machine.get("host") == socket.gethostname():
+        return "live" if _is_running(machine) else "killed"
+    if seen_at is not None and abs(now - seen_at) < FRESH_S:  # of another machine, whose clock is not this one's
+        return "live"
+    return "unknown" if seen_at is None else "killed"
+
+
+def _is_running(machine: Mapping[str, Any]) -> bool:
+    """Whether the process of a run on this machine is there. Clocks are set, so none is asked."""
+    import psutil
+
+    from learner.reporting.machine_log import began_s
+
+    try:
+        pid, began = int(machine["pid"]), float(machine["began"])
+        # A zombie is dead, and its parent did not look yet.
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and abs(began_s(pid) - began) < 1.0
+    except (psutil.Error, LookupError, TypeError, ValueError):
+        return False

@@ -22,10 +22,10 @@ from pathlib import Path
 
 from buffers.wire.address import is_loopback
 from learner.page.access import OPEN, Access
+from learner.page.metric_columns import meanings
 from learner.page.routes import build_app
-from learner.page.run_files.metric_meanings import meanings
-from learner.page.run_files.run_folders import find_runs, read_config
-from learner.page.run_set import RunSet
+from learner.page.run_set import RunSet, find_runs
+from learner.page.run_view import read_config
 from mocked_server.conversation.branch_causes import REMEDY
 from mocked_server.http.uvicorn_server import HttpService, bind
 from mocked_server.keys import SECRET_FILE, KeyRing, SecretError, read_secret, secret_of_run

@@ -18,8 +18,8 @@ from rich.table import Table
 
 from buffers.errors import UnderstudyError
 from configs.bounded_yaml import read_yaml
-from learner.reporting.run_json import figures, read_figures, read_object
-from learner.reporting.summary import Curve, curves_png
+from learner.reporting.run_record import CONFIG, METRICS, RunRecord, figures, read_record
+from learner.reporting.summary import curves_png, flat
 from learner.reporting.terminal import Terminal
 
 LAST_STEPS = 5
@@ -36,20 +36,14 @@ class CompareError(ValueError):
     """A folder that holds no run; the message is for the user."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunRecord:
+@dataclass(frozen=True, kw_only=True)
+class ComparedRun(RunRecord):
     """What one run left."""
 
     label: str
     """Its folder's name; the path, where two have the same name."""
     config: Mapping[str, Any]
     """Keys with dots -> values."""
-    steps: Sequence[Mapping[str, float]]
-    """The figures of each step that has a reward, in order; each with `step`."""
-    validations: Sequence[Mapping[str, float]]
-    """Lines with figures of a validation."""
-    summary: Mapping[str, Any]
-    """Empty while the run is under way."""
 
     def last(self, name: str) -> float | None:
         """Mean of the last `LAST_STEPS` values of a metric; the last one of a validation. None: it has none."""
@@ -59,48 +53,30 @@ class RunRecord:
         return sum(values) / len(values) if values else None
 
 
-def read_run(folder: Path, *, label: str = "") -> RunRecord:
+def read_run(folder: Path, *, label: str = "") -> ComparedRun:
     """Raises CompareError when the folder holds no run."""
-    for name in ("config.yaml", "metrics.jsonl"):
+    for name in (CONFIG, METRICS):
         if not (folder / name).is_file():
             raise CompareError(
                 f"a run's folder must hold {name}, got {folder} without it; name folders such as runs/demo"
             )
     try:
-        config = read_yaml(folder / "config.yaml")
-        lines = read_figures(folder / "metrics.jsonl")
-        file = folder / "summary.json"
-        summary = read_object(file) if file.is_file() else {}
+        config = flat(read_yaml(folder / CONFIG) or {})
+        return ComparedRun(**vars(read_record(folder)), label=label or folder.name, config=config)
     except (ValueError, OSError, UnderstudyError) as error:
         raise CompareError(
             f"{folder} must hold the files of a run, config.yaml and others, got one that cannot be read: {error}"
         ) from None
-    return RunRecord(
-        label=label or folder.name,
-        config=flat(config or {}),
-        steps=[line for line in lines if "reward/mean" in line],
-        validations=[line for line in lines if "val/mean" in line],
-        summary=summary,
-    )
 
 
-def flat(tree: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        inner = isinstance(value, Mapping) and value
-        found |= flat(value, prefix=f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
-    return found
-
-
-def config_differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
+def config_differences(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
     """Key -> its value in each run (`...`: it has none), for keys that are not the same in all. Without the run's own name."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     values = {key: [run.config.get(key, ...) for run in runs] for key in keys if key != "run.name"}
     return {key: each for key, each in values.items() if any(one != each[0] for one in each)}
 
 
-def config_table(runs: Sequence[RunRecord]) -> Table:
+def config_table(runs: Sequence[ComparedRun]) -> Table:
     """A row for each key that differs."""
     table = Table(title="configuration: what differs", title_justify="left")
     table.add_column("key", style="bold", overflow="fold")
@@ -111,7 +87,7 @@ def config_table(runs: Sequence[RunRecord]) -> Table:
     return table
 
 
-def figures_table(runs: Sequence[RunRecord]) -> Table:
+def figures_table(runs: Sequence[ComparedRun]) -> Table:
     """Steps and time, then the mean of each figure over the last steps."""
     table = Table(title=f"figures: means of the last {LAST_STEPS} steps", title_justify="left")
     table.add_column("figure", style="bold")
@@ -132,16 +108,6 @@ def figures_table(runs: Sequence[RunRecord]) -> Table:
 
 def _shown(value: float | None) -> str:
     return "-" if value is None else f"{value:,.4g}"
-
-
-def curve_of(run: RunRecord) -> Curve:
-    """What is drawn of a run."""
-    return Curve(
-        label=run.label,
-        steps=[int(line["step"]) for line in run.steps],
-        rewards=[line["reward/mean"] for line in run.steps],
-        validations=[(line.get("val/step", line["step"]), line["val/mean"]) for line in run.validations],
-    )
 
 
 def main(argv: Sequence[str] | None = None, *, program: str = "understudy compare") -> int:
@@ -175,7 +141,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = "understudy compar
     console.print(figures_table(runs))
     if any(run.steps for run in runs):
         picture: Path = arguments.picture or folders[0].resolve().parent / f"compare-{'-'.join(names)}.png"
-        curves_png(picture, [curve_of(run) for run in runs])
+        curves_png(picture, [(run.label, run) for run in runs])
         console.print(f"curves: {picture}", highlight=False, soft_wrap=True)
     else:
         console.print("curves: none of them has made a step yet", highlight=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import comb
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -32,12 +33,15 @@ def figures_of(
         "episodes_scored": sum(len(one.scores) for one in found),
         "episodes_failed": lost,
         "failed_attempts": dict(failures),
-        "mean": with_interval([_mean(one.scores) for one in found]),
+        "mean": with_interval([fmean(one.scores) for one in found]),
         "mean_failed_as_0": with_interval(
             [sum(one.scores) / samples for one in found] + [0.0] * (num_tasks - len(found))
         ),
-        "best_of": {str(k): with_interval(_best_of(found, k)) for k in best_ks(samples)},
-        "by_source": _by_source(found),
+        "best_of": {
+            str(k): with_interval([best_of_k(one.scores, k) for one in found if len(one.scores) >= k])
+            for k in best_ks(samples)
+        },
+        "by_source": {source: with_interval(means) for source, means in means_by_source(found).items()},
         "binary": is_binary(found),
     }
 
@@ -49,7 +53,7 @@ def with_interval(values: Sequence[float]) -> dict[str, float | int | None]:
         return {"value": values[0] if values else None, "low": None, "high": None, "tasks": len(values)}
     drawn = np.random.default_rng(0).choice(np.asarray(values), size=(RESAMPLES, len(values))).mean(axis=1)
     low, high = np.percentile(drawn, [2.5, 97.5])
-    return {"value": _mean(values), "low": float(low), "high": float(high), "tasks": len(values)}
+    return {"value": fmean(values), "low": float(low), "high": float(high), "tasks": len(values)}
 
 
 def best_ks(samples: int) -> list[int]:
@@ -108,16 +112,9 @@ def failures_in_words(figures: Mapping[str, Any]) -> list[str]:
     return lines + [f"  {number:>6,}  {reason}" for reason, number in ordered]
 
 
-def _by_source(found: Sequence[Validated]) -> dict[str, Any]:
+def means_by_source(found: Sequence[Validated]) -> dict[str, list[float]]:
+    """Mean score of each task, by its source."""
     by_source = defaultdict(list)
     for one in found:
-        by_source[one.data_source].append(_mean(one.scores))
-    return {source: with_interval(means) for source, means in by_source.items()}
-
-
-def _best_of(found: Sequence[Validated], k: int) -> list[float]:
-    return [best_of_k(one.scores, k) for one in found if len(one.scores) >= k]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+        by_source[one.data_source].append(fmean(one.scores))
+    return by_source

@@ -16,13 +16,14 @@ from buffers.records import TrainBatch
 from configs.schema import Config
 from learner.reporting.drift import DRIFT_MEASURES, MOST_DRIFT, drift_remedy, drift_sentence
 
-FIRST_STEPS = 3
-LAST_STEPS = 5
+FIRST_STEPS, LAST_STEPS = 3, 5
+"""Steps that the first and the last reward are the mean of."""
 EQUAL_STEPS = 3
 """Steps in a row with equal scores until that is said."""
 FLAT_STEPS = 10
 """Steps of a run whose reward should have risen."""
 SOLVED = 0.01
+"""Distance from `run.reward_optimum` within which a task counts as solved."""
 COMPARE_THE_BATCH = ("gae", "reinforce_plus_plus")
 """Estimators that compare all episodes of a batch; the others compare those of one task."""
 REMEDY = "take tasks that the model solves now and then, a scorer that gives part marks, or a larger buffer.group_size"

@@ -10,13 +10,13 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from buffers.disk import replacing
+from learner.reporting.run_record import RunRecord
 
 WINDOW = 10
 """Steps in a moving average."""
@@ -25,18 +25,6 @@ WINDOW = 10
 def moving_average(values: Sequence[float], *, window: int = WINDOW) -> list[float]:
     """Mean of each value and of those before it, `window` in all; the first ones have fewer."""
     return [sum(part) / len(part) for part in (values[max(0, end - window) : end] for end in range(1, len(values) + 1))]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """The mean scores of one run."""
-
-    label: str
-    steps: Sequence[int]
-    rewards: Sequence[float]
-    """Mean reward of each step."""
-    validations: Sequence[tuple[float, float]] = ()
-    """(step, mean score)."""
 
 
 def reward_curve_png(path: Path, rewards: Sequence[float], *, optimum: float | None, title: str) -> None:
@@ -51,15 +39,18 @@ def reward_curve_png(path: Path, rewards: Sequence[float], *, optimum: float | N
         axes.set_xlim(0.5, len(rewards) + 0.5)
 
 
-def curves_png(path: Path, curves: Sequence[Curve]) -> None:
-    """Draw several runs: each step as a dot, its moving average as a line, validations as squares."""
+def curves_png(path: Path, runs: Sequence[tuple[str, RunRecord]]) -> None:
+    """Draw several runs, each with its label: each step as a dot, its moving average as a line, validations as squares."""
     with _axes(path, title=f"mean of {WINDOW} steps; dots: each step, squares: validation") as axes:
-        for number, curve in enumerate(curves):
+        for number, (label, run) in enumerate(runs):
             color = f"C{number % 10}"
-            axes.plot(curve.steps, curve.rewards, ".", color=color, alpha=0.35)
-            axes.plot(curve.steps, moving_average(curve.rewards), color=color, linewidth=2.0, label=curve.label)
-            for step, mean in curve.validations:
-                axes.plot(step, mean, "s", color=color, markerfacecolor="white")
+            steps, rewards = [int(line["step"]) for line in run.steps], [line["reward/mean"] for line in run.steps]
+            axes.plot(steps, rewards, ".", color=color, alpha=0.35)
+            axes.plot(steps, moving_average(rewards), color=color, linewidth=2.0, label=label)
+            for line in run.validations:
+                axes.plot(
+                    line.get("val/step", line["step"]), line["val/mean"], "s", color=color, markerfacecolor="white"
+                )
 
 
 @contextmanager
@@ -118,8 +109,9 @@ def summary_table(summary: Mapping[str, object], *, title: str) -> Table:
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
-    for name, value in _flat(summary):
-        table.add_row(name, _shown(value))
+    for name, value in flat(summary).items():
+        if value != {}:
+            table.add_row(name, _shown(value))
     return table
 
 
@@ -136,14 +128,13 @@ def _column_mean(rewards: Sequence[float], *, column: int, columns: int) -> floa
     return sum(part) / len(part)
 
 
-def _flat(summary: Mapping[str, object], *, prefix: str = "") -> list[tuple[str, object]]:
-    rows: list[tuple[str, object]] = []
-    for name, value in summary.items():
-        if isinstance(value, Mapping):
-            rows += _flat(value, prefix=f"{prefix}{name}.")
-        else:
-            rows.append((f"{prefix}{name}", value))
-    return rows
+def flat(tree: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = isinstance(value, Mapping) and value
+        found |= flat(value, prefix=f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return found
 
 
 def _shown(value: object) -> str:

@@ -28,7 +28,7 @@ ARRAYS = ("learner", "start", "advantage", "weighed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFigures:
-    """[M] each: the trained tokens of a batch, row by row; rows that were sampled greedily are not among them."""
+    """[M] each: the trained tokens of a batch, row by row, or of one round; rows that were sampled greedily are not among them."""
 
     learner: Float32
     """Log-probability by the weights that sampled it; nan where those are not kept."""
@@ -37,16 +37,6 @@ class TokenFigures:
     advantage: Float32
     weighed: UInt8
     """1: it had weight in the loss; 0: it was too old, or of an answer that was cut and left out."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundFigures:
-    """[m] the same of the trained tokens of one round."""
-
-    learner: Float32
-    start: Float32
-    advantage: Float32
-    weighed: UInt8
 
 
 class TokenFiles:
@@ -78,7 +68,7 @@ class TokenFiles:
             del self._sizes[oldest]
 
 
-def read_figures(folder: Path, *, step: int, episode_id: str) -> dict[int, RoundFigures]:
+def read_figures(folder: Path, *, step: int, episode_id: str) -> dict[int, TokenFigures]:
     """Round -> the figures of its trained tokens, of an episode that this step trained; empty where none are kept."""
     try:
         with _file(folder / FOLDER, step).open("rb") as source, np.load(source, allow_pickle=False) as found:
@@ -86,12 +76,12 @@ def read_figures(folder: Path, *, step: int, episode_id: str) -> dict[int, Round
             arrays = {name: found[name] for name in ARRAYS}
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
         return {}
-    figures: dict[int, RoundFigures] = {}
+    figures: dict[int, TokenFigures] = {}
     place = 0
     for owner, *rounds in rows:
         for index, number in rounds:
             if owner == episode_id:
-                figures[index] = RoundFigures(**{name: arrays[name][place : place + number] for name in ARRAYS})
+                figures[index] = TokenFigures(**{name: arrays[name][place : place + number] for name in ARRAYS})
             place += number
     return figures
 

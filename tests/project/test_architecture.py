@@ -343,9 +343,8 @@ def test_what_is_caught_has_a_name():
 WALL_CLOCKS = ("time.time", "time.localtime", "time.gmtime", "datetime.now", "datetime.utcnow", "datetime.datetime.now")
 FOR_PEOPLE = {
     "buffers/ledger/tools/cli.py": "ages that are printed",
-    "learner/page/run_files/run_folders.py": "whether a run of another machine writes now",
-    "learner/page/run_view.py": "ages that are shown",
-    "learner/page/snapshot.py": "when a page was exported",
+    "learner/page/run_view.py": "ages that are shown, and whether a run of another machine writes now",
+    "learner/page/export.py": "when a page was exported",
     "learner/reporting/machine_log.py": "when a line was written",
     "learner/startup/run_folder.py": "the name of a folder that is moved aside",
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +72,13 @@ class Window:
     """Which of its round's trained tokens it is, from 0; -1: none."""
 
 
+_NOTHING: dict[str, npt.NDArray[Any]] = {
+    "ids": np.zeros(0, np.int32), "sampled": np.zeros(0, np.uint8), "mask": np.zeros(0, np.uint8),
+    "version": np.zeros(0, np.int32), "round_index": np.zeros(0, np.int32), "logprob": np.zeros(0, np.float32),
+    "order": np.zeros(0, np.int32),
+}  # fmt: skip
+
+
 def num_trained(round_: Round) -> int:
     """Tokens of a round that may be trained."""
     if round_.finish_reason == ABORTED:
@@ -109,50 +117,32 @@ def _path(leaf: int, *, known: dict[int, Round]) -> tuple[Round, ...]:
 
 def window_of(branch: Branch, *, start: int, count: int) -> Window:
     """At most `count` tokens; only the rounds within are put together."""
-    end = min(start + count, branch.num_tokens)
-    number = max(0, end - start)
-    window = Window(
-        start=start,
-        ids=np.empty(number, np.int32),
-        sampled=np.zeros(number, np.uint8),
-        mask=np.zeros(number, np.uint8),
-        version=np.full(number, NOT_SAMPLED, np.int32),
-        round_index=np.empty(number, np.int32),
-        logprob=np.full(number, np.nan, np.float32),
-        order=np.full(number, NOT_SAMPLED, np.int32),
+    end, first = start + count, start
+    parts: list[dict[str, npt.NDArray[Any]]] = []
+    for round_, (begins, _, ends) in zip(branch.path, branch.borders(), strict=True):
+        if ends > start and begins < end:
+            first = begins if not parts else first
+            parts.append(_columns(round_, is_fresh=round_.round_index in branch.fresh))
+    within = slice(start - first, end - first)
+    return Window(
+        start=start, **{name: np.concatenate([part[name] for part in parts or [_NOTHING]])[within] for name in _NOTHING}
     )
-    for round_, (first, middle, last) in zip(branch.path, branch.borders(), strict=True):
-        if last > start and first < end:
-            _put(window, round_, first=first, middle=middle, is_fresh=round_.round_index in branch.fresh)
-    return window
 
 
-def _put(window: Window, round_: Round, *, first: int, middle: int, is_fresh: bool) -> None:
-    """What lies in the window of a round that begins at `first`."""
-    start, end = window.start, window.start + len(window.ids)
-    last = middle + len(round_.sampled_ids)
-    here, there = _overlap(first, middle, start=start, end=end)
-    window.ids[here] = round_.tail_ids[there]
-    window.round_index[here] = round_.round_index
-    here, there = _overlap(middle, last, start=start, end=end)
-    window.ids[here] = round_.sampled_ids[there]
-    window.round_index[here] = round_.round_index
-    window.sampled[here] = 1
-    window.version[here] = round_.versions[there]
-    window.logprob[here] = round_.logprobs[there]
+def _columns(round_: Round, *, is_fresh: bool) -> dict[str, npt.NDArray[Any]]:
+    """What a window has of all tokens of a round."""
+    prompt, sampled = len(round_.tail_ids), len(round_.sampled_ids)
     if is_fresh:
-        chosen = _chosen(round_)
-        window.mask[here] = chosen[there]
-        window.order[here] = np.where(chosen, np.cumsum(chosen) - 1, NOT_SAMPLED)[there]
-
-
-def _chosen(round_: Round) -> npt.NDArray[np.bool_]:
-    return np.ones(len(round_.sampled_ids), bool) if round_.trained is None else round_.trained.astype(bool)
-
-
-def _overlap(first: int, last: int, *, start: int, end: int) -> tuple[slice, slice]:
-    """What [first, last) shares with [start, end): as a slice of the window, and of the part."""
-    low, high = max(first, start), min(last, end)
-    if low >= high:
-        return slice(0, 0), slice(0, 0)
-    return slice(low - start, high - start), slice(low - first, high - first)
+        chosen = np.ones(sampled, bool) if round_.trained is None else round_.trained.astype(bool)
+    else:
+        chosen = np.zeros(sampled, bool)
+    unsampled = np.full(prompt, NOT_SAMPLED, np.int32)
+    return {
+        "ids": np.concatenate([round_.tail_ids, round_.sampled_ids]),
+        "sampled": np.repeat(np.array([0, 1], np.uint8), [prompt, sampled]),
+        "mask": np.concatenate([np.zeros(prompt, np.uint8), chosen.astype(np.uint8)]),
+        "version": np.concatenate([unsampled, round_.versions]),
+        "round_index": np.full(prompt + sampled, round_.round_index, np.int32),
+        "logprob": np.concatenate([np.full(prompt, np.nan, np.float32), round_.logprobs]),
+        "order": np.concatenate([unsampled, np.where(chosen, np.cumsum(chosen) - 1, NOT_SAMPLED).astype(np.int32)]),
+    }

@@ -1,7 +1,8 @@
 """`LedgerReader`: a ledger's file for those who only read, in another process than its owner and from several threads.
 
-Used by `learner.page`. Invariants: nothing of the ledger's file changes (`mode=ro` and `query_only`); no read lasts longer than its
-block, so that the owner can move what it wrote into the file. A ledger that cannot be read raises `LedgerUnreadable`.
+Used by `learner.page`, by `buffers.ledger.tools` and by diagnosis. Invariants: nothing of the ledger's file changes (`mode=ro`); no
+read lasts longer than its block, so that the owner can move what it wrote into the file. A ledger that cannot be read raises
+`LedgerUnreadable`.
 """
 
 from __future__ import annotations
@@ -18,23 +19,31 @@ from buffers.ledger.schema import UNREADABLE, bounded, read_database
 Connection = sqlite3.Connection
 
 
+_NOTES = """
+PRAGMA mmap_size = 0;
+PRAGMA temp_store = MEMORY;
+CREATE TEMP TABLE agent(task INTEGER PRIMARY KEY, task_id TEXT NOT NULL UNIQUE, name TEXT);
+CREATE TEMP TABLE looked(seq INTEGER PRIMARY KEY, num_rounds INTEGER, is_final INTEGER, causes INTEGER, cut INTEGER);
+"""
+"""What `reading.episodes` finds out beside the ledger is in memory, and of this connection only."""
+
+
 class LedgerUnreadable(UnderstudyError):
     """There is no ledger here, or it cannot be read."""
 
 
 class LedgerReader:
-    """One connection; `read` gives it to one thread at a time."""
+    """One connection; `read` gives it to one thread at a time. `leave_no_trace`: as in `read_database`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, leave_no_trace: bool = False) -> None:
         self.path = path
         self._lock = threading.Lock()
         self._file = _identity(path)
         try:
-            self._db = read_database(path, any_thread=True)
+            self._db = read_database(path, any_thread=True, leave_no_trace=leave_no_trace)
         except UnderstudyError as error:
             raise LedgerUnreadable(str(error)) from error
-        self._db.execute("PRAGMA query_only = ON")
-        self._db.execute("PRAGMA mmap_size = 0")
+        self._db.executescript(_NOTES)
 
     @property
     def is_replaced(self) -> bool:
@@ -57,7 +66,7 @@ class LedgerReader:
                         self._db.execute("COMMIT")
             except UNREADABLE as error:
                 raise LedgerUnreadable(
-                    f"ledger {self.path} must be readable: {error}; try again, or check it with `understudy ledger doctor`"
+                    f"ledger {self.path} must be readable, got: {error}; look at it with `understudy ledger doctor`"
                 ) from error
 
     def data_version(self) -> int:
@@ -66,7 +75,7 @@ class LedgerReader:
             try:
                 (version,) = self._db.execute("PRAGMA data_version").fetchone()
             except sqlite3.Error as error:
-                raise LedgerUnreadable(f"ledger {self.path} must be readable: {error}; try again") from error
+                raise LedgerUnreadable(f"ledger {self.path} must be readable, got: {error}; try again") from error
             return int(version)
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
-"""Why the rounds of an episode start branches, from what the ledger has of them; and for many episodes at once, as bits.
+"""Why the rounds of an episode start branches, from what the ledger has of them.
 
-Used by `learner.page`. The server stores the cause that it found with the round (`mocked_server.conversation.restored_rounds`);
-a round that is a second one after the same round without such a cause was meant, and is named here by the same rule as the
-server's. Ledgers of earlier releases hold no causes: their breaks are only told apart as far as the rounds show it.
+Used by `learner.page` and `reading.episodes`. The server stores the cause that it found with the round
+(`mocked_server.conversation.restored_rounds`); a round that is a second one after the same round without such a cause was meant,
+and is named here by the same rule as the server's. Ledgers of earlier releases hold no causes: their breaks are only told apart as
+far as the rounds show it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from buffers.ledger.reading.episode_index import EPISODE_STATES, EpisodeIndex
+from buffers.training_rows import ABORTED
 
 MEMO_BYTES = 64
 """Bytes of a chat's memo before the cause."""
@@ -32,9 +31,6 @@ _QUERY = (
     "SELECT CAST(round_index AS INTEGER), CAST(parent AS INTEGER), CAST(finish_reason AS TEXT), CAST(memo AS BLOB) FROM round "
     "WHERE episode_id = ? ORDER BY round_index"
 )
-ENDED = (EPISODE_STATES.index("scored"), EPISODE_STATES.index("failed"))
-CUT = "length"
-ABORTED = "abort"
 
 
 def causes_of(rounds: Sequence[tuple[int, int | None, str, bytes | None]]) -> dict[int, str]:
@@ -65,26 +61,13 @@ def _why_beside(parent: int | None, memo: bytes, *, again: bool) -> str:
     return "new_conversation" if memo else "prompt_differs"
 
 
-def look(db: sqlite3.Connection, index: EpisodeIndex, *, limit: int) -> float:
-    """Add the causes of the newest ended episodes that were not looked at; the share of the ended ones that are looked at now."""
-    table = index.episodes
-    ended = table["there"] & np.isin(table["state"], ENDED)
-    todo = np.flatnonzero(ended & ~table["looked"])[::-1]
-    look_at(db, index, todo[:limit].tolist())
-    return 1.0 - max(0, len(todo) - limit) / max(int(np.count_nonzero(ended)), 1)
+def causes_in(db: sqlite3.Connection, *, episode_id: str) -> tuple[int, set[str]]:
+    """The causes in an episode, as bits, and how its rounds finished."""
+    rounds: list[tuple[Any, ...]] = db.execute(_QUERY, (episode_id,)).fetchall()
+    bits = sum({1 << CAUSES.index(cause) for cause in causes_of(rounds).values()})
+    return bits, {finish_reason for _, _, finish_reason, _ in rounds}
 
 
-def look_at(db: sqlite3.Connection, index: EpisodeIndex, places: Sequence[int]) -> None:
-    """Look at these episodes. One that can still sample is looked at again after it did."""
-    table = index.episodes
-    for place in places:
-        (episode_id,) = db.execute("SELECT episode_id FROM episode WHERE seq = ?", (place,)).fetchone()
-        rounds: list[tuple[Any, ...]] = db.execute(_QUERY, (episode_id,)).fetchall()
-        table["causes"][place] = sum({1 << CAUSES.index(cause) for cause in causes_of(rounds).values()})
-        table["cut"][place] = any(finish == CUT for _, _, finish, _ in rounds)
-        table["looked"][place] = table["state"][place] in ENDED
-
-
-def names(bits: int) -> list[str]:
+def names_of(bits: int) -> list[str]:
     """The causes that bits stand for."""
     return [cause for number, cause in enumerate(CAUSES) if bits & (1 << number)]

@@ -20,15 +20,17 @@ from typing import Any
 
 import yaml
 
+from buffers.disk import replacing
 from buffers.errors import ScoreError, UnderstudyError
 from buffers.ledger.batches import read_rounds
 from buffers.ledger.encode import checked_score
 from buffers.ledger.episodes import read_task
-from buffers.ledger.schema import UNREADABLE, bounded, is_owned, read_database
+from buffers.ledger.reading.reader import LedgerReader
+from buffers.ledger.schema import UNREADABLE, is_owned
 from buffers.ledger.scores import score_history
 from buffers.ledger.tools.doctor import findings
 from buffers.ledger.tools.export import export_parquet
-from buffers.records import Round, ScoreDetail
+from buffers.records import ScoreDetail, Task
 from buffers.training_rows import ABORTED
 
 Decode = Callable[[list[int]], str]
@@ -46,12 +48,10 @@ def main(
         path = ledger_path(options.run)
         if options.command == "rescore":
             return rescore(path, options=options, open_ledger=open_ledger)
-        with closing(read_database(path)) as db, bounded(db, path=path):
-            db.execute("BEGIN")  # one commit is seen throughout
+        with closing(LedgerReader(path)) as reader, reader.read() as db:
             return int(options.act(db, path=path, options=options))
-    except (UnderstudyError, *UNREADABLE) as error:
-        told = error if isinstance(error, UnderstudyError) else _damaged(path, error)
-        print(told, file=sys.stderr)
+    except UnderstudyError as error:
+        print(error, file=sys.stderr)
         return 2
 
 
@@ -138,18 +138,15 @@ def doctor(db: sqlite3.Connection, *, path: Path, options: argparse.Namespace) -
 
 def backup(db: sqlite3.Connection, *, path: Path, options: argparse.Namespace) -> int:
     """The copy appears whole or not at all."""
-    unfinished = options.to.with_name(f".{options.to.name}.{os.getpid()}")
     try:
-        with closing(sqlite3.connect(unfinished)) as copy:
-            db.backup(copy, pages=_BACKUP_PAGES)
-            copy.execute("PRAGMA journal_mode = DELETE")
-        with unfinished.open("rb") as stored:
-            os.fsync(stored.fileno())
-        os.replace(unfinished, options.to)
+        with replacing(options.to) as scratch:
+            with closing(sqlite3.connect(scratch)) as copy:
+                db.backup(copy, pages=_BACKUP_PAGES)
+                copy.execute("PRAGMA journal_mode = DELETE")
+            with scratch.open("rb") as stored:
+                os.fsync(stored.fileno())
     except (OSError, sqlite3.Error) as error:
         raise UnderstudyError(f"--to must be a file that can be written, got {options.to} ({error})") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
     print(f"{options.to}: {options.to.stat().st_size} bytes")
     return 0
 
@@ -157,21 +154,24 @@ def backup(db: sqlite3.Connection, *, path: Path, options: argparse.Namespace) -
 def rescore(path: Path, *, options: argparse.Namespace, open_ledger: Callable[..., Any]) -> int:
     """One line of JSON for each scored episode; how many would change. `--revise` stores what is not trained yet."""
     scorer, decode = _function(options.scorer), decoder(path, given=options.tokenizer)
-    with closing(read_database(path)) as db:
-        db.execute("BEGIN")
-        found = list(_rescored(db, scorer=scorer, decode=decode))
+    with closing(LedgerReader(path)) as reader, reader.read() as db:
+        stored = list(_answered(db, decode=decode))
+    found = []
+    for entry, task, answer in stored:
+        score = checked_score(scorer(task, answer), episode_id=entry["episode_id"])
+        found.append(entry | {"score": score})
     for entry in found:
         print(json.dumps(entry))
     changed = [entry for entry in found if entry["score"] != entry["before"]]
     print(f"{len(found)} episodes, {len(changed)} with another score", file=sys.stderr)
     if options.revise:
-        revision, stored = ScoreDetail(revise=True), 0
+        revision, number = ScoreDetail(revise=True), 0
         with open_ledger(path, resume_episodes=True) as ledger:
             for entry in changed:
                 if entry["group"] in ("open", "ready"):
                     ledger.notify_score(entry["episode_id"], entry["score"], detail=revision).result()
-                    stored += 1
-        print(f"{stored} revised; what was in a batch keeps its score", file=sys.stderr)
+                    number += 1
+        print(f"{number} revised; what was in a batch keeps its score", file=sys.stderr)
     return 0
 
 
@@ -228,21 +228,17 @@ def _print_episode(db: sqlite3.Connection, episode_id: str, *, decode: Decode) -
         print(f"-- score {told}")
 
 
-def _rescored(db: sqlite3.Connection, *, scorer: Callable[..., Any], decode: Decode) -> Iterator[dict[str, Any]]:
+def _answered(db: sqlite3.Connection, *, decode: Decode) -> Iterator[tuple[dict[str, Any], Task, str]]:
+    """Each scored episode of a task with what the model said last, without the tokens that end it."""
     found = db.execute(
         "SELECT episode_id, score, grp.state, task_id FROM episode JOIN grp USING (group_id) "
         "WHERE episode.state = 'scored' AND task_id IS NOT NULL ORDER BY seq"
     ).fetchall()
     for episode_id, before, group, task_id in found:
-        answer = _answer(read_rounds(db, episode_id=episode_id), decode=decode)
-        score = checked_score(scorer(read_task(db, task_id=task_id), answer), episode_id=episode_id)
-        yield {"episode_id": episode_id, "group": group, "before": before, "score": score}
-
-
-def _answer(rounds: Sequence[Round], *, decode: Decode) -> str:
-    """What the model said last, without the tokens that end it."""
-    last = [round_ for round_ in rounds if round_.finish_reason != ABORTED][-1]
-    return decode(last.sampled_ids.tolist()).split("<|")[0]
+        last = [each for each in read_rounds(db, episode_id=episode_id) if each.finish_reason != ABORTED][-1]
+        answer = decode(last.sampled_ids.tolist()).split("<|")[0]
+        entry = {"episode_id": episode_id, "group": group, "before": before}
+        yield entry, read_task(db, task_id=task_id), answer
 
 
 def _function(name: str) -> Callable[..., Any]:
@@ -254,10 +250,6 @@ def _function(name: str) -> Callable[..., Any]:
             f"--scorer must be module.function, got {name} ({error}); put its folder on PYTHONPATH"
         ) from error
     return found
-
-
-def _damaged(path: Path, error: Exception) -> str:
-    return f"ledger {path} must be readable, got: {error}; see what is damaged with `understudy ledger doctor`"
 
 
 def _age(now: float, *, since: float | None) -> str:

@@ -6,7 +6,6 @@ and appears whole or not at all.
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from buffers.disk import replacing
 from buffers.errors import UnderstudyError
 from buffers.ledger.batches import group_rows
 
@@ -46,18 +46,14 @@ _SCHEMA = pa.schema(
 
 def export_parquet(db: sqlite3.Connection, *, path: Path) -> int:
     """Write every row of every scored episode; how many."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     number = 0
     try:
-        with pq.ParquetWriter(unfinished, _SCHEMA, compression="zstd") as writer:
+        with replacing(path) as scratch, pq.ParquetWriter(scratch, _SCHEMA, compression="zstd") as writer:
             for rows in _slices(db):
                 writer.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA))
                 number += len(rows)
-        os.replace(unfinished, path)
     except OSError as error:
         raise UnderstudyError(f"--parquet must be a file that can be written, got {path} ({error})") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
     return number
 
 
@@ -66,29 +62,14 @@ def _slices(db: sqlite3.Connection) -> Iterator[list[dict[str, Any]]]:
     groups = db.execute("SELECT group_id, task_id, state FROM grp WHERE num_scored > 0 ORDER BY group_id").fetchall()
     for group_id, task_id, state in groups:
         for row in group_rows(db, group_id=group_id):
-            rows.append(
-                {
-                    "episode_id": row.episode_id,
-                    "group_id": group_id,
-                    "task_id": task_id,
-                    "state": state,
-                    "score": row.score,
-                    "branch_score": row.branch_score,
-                    "role": row.role,
-                    "role_score": row.role_score,
-                    "round_scores": [{"round_index": index, "score": s} for index, s in row.round_scores.items()],
-                    "judges": [{"judge": judge, "score": s} for judge, s in (row.judges or {}).items()],
-                    "greedy": row.greedy,
-                    "hint": row.hint,
-                    "truncated": list(row.truncated),
-                    "loss_weight": row.loss_weight,
-                    "ids": row.ids,
-                    "mask": row.mask,
-                    "logprobs": row.logprobs,
-                    "versions": row.versions,
-                    "rounds": row.rounds,
-                }
-            )
+            nested = {
+                "round_scores": [{"round_index": index, "score": s} for index, s in row.round_scores.items()],
+                "judges": [{"judge": judge, "score": s} for judge, s in (row.judges or {}).items()],
+                "truncated": list(row.truncated),
+            }
+            of_group = {"group_id": group_id, "task_id": task_id, "state": state}
+            flat = {name: getattr(row, name) for name in _SCHEMA.names if name not in nested | of_group}
+            rows.append(flat | of_group | nested)
         if len(rows) >= _ROWS_AT_ONCE:
             yield rows
             rows = []

@@ -8,19 +8,40 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-from buffers.errors import UnderstudyError
-from buffers.ledger.schema import UNREADABLE, bounded, is_owned, read_database
-from buffers.training_rows import ABORTED, CUT
+from buffers.ledger.reading.reader import LedgerReader, counts
+from buffers.ledger.schema import is_owned
+from buffers.training_rows import CUT
 
 NEWEST_GROUPS = 256
 """Groups with scores that are looked at in detail."""
 NEWEST_EPISODES = 512
 """Scored episodes of these whose rounds are looked at."""
+_NEWEST_GROUPS = (
+    "SELECT json_group_array(group_id) FROM (SELECT group_id FROM grp WHERE num_scored > 0 "
+    "AND state NOT IN ('validating', 'validated') ORDER BY group_id DESC LIMIT ?)"
+)
+"""Their ids, as the JSON list that `json_each` reads."""
+_GROUP_SCORES = (
+    "SELECT coalesce(task_id, ''), count(*), min(score), max(score), sum(num_tokens) FROM episode JOIN grp USING (group_id) "
+    "WHERE group_id IN (SELECT value FROM json_each(?)) AND episode.state = 'scored' GROUP BY group_id ORDER BY group_id DESC"
+)
+_ANSWERS = (
+    "SELECT coalesce(sum(rounds), 0), coalesce(sum(cut), 0), coalesce(max(longest), 0), avg(iif(cut, score, NULL)), "
+    "avg(iif(cut, NULL, score)) FROM (SELECT score, count(*) AS rounds, sum(finish_reason = :cut) AS cut, "
+    "max(iif(finish_reason = :cut, CAST(num_sampled AS INTEGER), 0)) AS longest FROM "
+    "(SELECT episode_id, score FROM episode WHERE group_id IN (SELECT value FROM json_each(:groups)) AND state = 'scored' "
+    "ORDER BY seq DESC LIMIT :most) JOIN round USING (episode_id) GROUP BY episode_id)"
+)
+"""Read of what a round says before its body."""
+_REFUSED = (
+    "SELECT verdict, count(*) FROM score WHERE verdict NOT IN ('stored', 'revised') AND part = 'whole' GROUP BY verdict"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +55,7 @@ class Failures:
     """The most frequent reason of this kind, with its detail."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupScores:
+class GroupScores(NamedTuple):
     """What the scored members of one group have."""
 
     task_id: str
@@ -47,22 +67,18 @@ class GroupScores:
     """Trainable tokens of all of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
+class Answers(NamedTuple):
     """The rounds of the newest scored episodes."""
 
-    episodes: int = 0
     rounds: int = 0
     cut: int = 0
     """Rounds that ended at their largest number of tokens."""
     cut_tokens: int = 0
     """Tokens of the longest of these."""
-    aborted: int = 0
     score_of_cut: float | None = None
     """Mean score of episodes with such a round; None: there is none."""
     score_of_whole: float | None = None
     """Mean score of the others."""
-    episodes_cut: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +100,8 @@ class LedgerSurvey:
     """Scored episodes in which judges were looked for."""
     running_without_rounds: int = 0
     """Running episodes of which no model call has ended."""
+    is_here: bool = True
+    """False: the ledger is on another node, and these are the counts that its run left elsewhere."""
     is_alive: bool = False
     """A process has the ledger open for writing: the run lives."""
 
@@ -94,42 +112,21 @@ class LedgerSurvey:
 
 def survey(path: Path) -> LedgerSurvey:
     """Raises UnderstudyError for what is no ledger of this version."""
-    try:
-        with closing(read_database(path, leave_no_trace=True)) as db, bounded(db, path=path):
-            db.execute("PRAGMA query_only = ON")
-            db.execute("BEGIN")
-            return _read(db, is_alive=is_owned(path))
-    except UNREADABLE as error:
-        raise UnderstudyError(
-            f"ledger {path} must be readable, got: {error}; look at it with `understudy ledger doctor`"
-        ) from error
-
-
-def _read(db: sqlite3.Connection, *, is_alive: bool) -> LedgerSurvey:
-    newest = _newest_groups(db)
-    missing, judged = _missing_judges(db, groups=newest)
-    silent = db.execute("SELECT count(*) FROM episode WHERE state = 'running' AND num_rounds = 0").fetchone()[0]
-    return LedgerSurvey(
-        counts=dict(db.execute("SELECT name, n FROM counter").fetchall()),
-        failures=_failures(db),
-        groups=_group_scores(db, groups=newest),
-        answers=_answers(db, groups=newest),
-        refused_scores=_refused_scores(db),
-        missing_judges=missing,
-        episodes_judged=judged,
-        running_without_rounds=silent,
-        is_alive=is_alive,
-    )
-
-
-def _newest_groups(db: sqlite3.Connection) -> str:
-    """Their ids, as the JSON list that `json_each` reads."""
-    found = db.execute(
-        "SELECT json_group_array(group_id) FROM (SELECT group_id FROM grp WHERE num_scored > 0 "
-        "AND state NOT IN ('validating', 'validated') ORDER BY group_id DESC LIMIT ?)",
-        (NEWEST_GROUPS,),
-    )
-    return str(found.fetchone()[0])
+    with closing(LedgerReader(path, leave_no_trace=True)) as reader, reader.read() as db:
+        (newest,) = db.execute(_NEWEST_GROUPS, (NEWEST_GROUPS,)).fetchone()
+        missing, judged = _missing_judges(db, groups=newest)
+        (silent,) = db.execute("SELECT count(*) FROM episode WHERE state = 'running' AND num_rounds = 0").fetchone()
+        return LedgerSurvey(
+            counts=counts(db),
+            failures=_failures(db),
+            groups=tuple(GroupScores(*row) for row in db.execute(_GROUP_SCORES, (newest,))),
+            answers=Answers(*db.execute(_ANSWERS, {"groups": newest, "cut": CUT, "most": NEWEST_EPISODES}).fetchone()),
+            refused_scores=dict(db.execute(_REFUSED).fetchall()),
+            missing_judges=missing,
+            episodes_judged=judged,
+            running_without_rounds=silent,
+            is_alive=is_owned(path),
+        )
 
 
 def _failures(db: sqlite3.Connection) -> tuple[Failures, ...]:
@@ -148,51 +145,6 @@ def _failures(db: sqlite3.Connection) -> tuple[Failures, ...]:
     ):
         numbers[reason.partition(":")[0]] -= 1
     return tuple(Failures(kind=kind, number=n, example=examples[kind]) for kind, n in numbers.most_common() if n)
-
-
-def _group_scores(db: sqlite3.Connection, *, groups: str) -> tuple[GroupScores, ...]:
-    found = db.execute(
-        "SELECT coalesce(task_id, ''), count(*), min(score), max(score), sum(num_tokens) FROM episode JOIN grp USING (group_id) "
-        "WHERE group_id IN (SELECT value FROM json_each(?)) AND episode.state = 'scored' GROUP BY group_id ORDER BY group_id DESC",
-        (groups,),
-    )
-    return tuple(
-        GroupScores(task_id=task_id, number=number, lowest=lowest, highest=highest, tokens=tokens)
-        for task_id, number, lowest, highest, tokens in found
-    )
-
-
-def _answers(db: sqlite3.Connection, *, groups: str) -> Answers:
-    """What a round says before its body is read."""
-    found = db.execute(
-        "SELECT score, count(*), sum(finish_reason = ?), max(iif(finish_reason = ?, CAST(num_sampled AS INTEGER), 0)), "
-        "sum(finish_reason = ?) "
-        "FROM (SELECT episode_id, score FROM episode WHERE group_id IN (SELECT value FROM json_each(?)) AND state = 'scored' "
-        "ORDER BY seq DESC LIMIT ?) JOIN round USING (episode_id) GROUP BY episode_id",
-        (CUT, CUT, ABORTED, groups, NEWEST_EPISODES),
-    ).fetchall()
-    cut, whole = [row for row in found if row[2]], [row for row in found if not row[2]]
-    return Answers(
-        episodes=len(found),
-        episodes_cut=len(cut),
-        rounds=sum(row[1] for row in found),
-        cut=sum(row[2] for row in found),
-        cut_tokens=max((row[3] for row in found), default=0),
-        aborted=sum(row[4] for row in found),
-        score_of_cut=_mean_score(cut),
-        score_of_whole=_mean_score(whole),
-    )
-
-
-def _mean_score(rows: Sequence[Sequence[float]]) -> float | None:
-    return sum(row[0] for row in rows) / len(rows) if rows else None
-
-
-def _refused_scores(db: sqlite3.Connection) -> dict[str, int]:
-    found = db.execute(
-        "SELECT verdict, count(*) FROM score WHERE verdict NOT IN ('stored', 'revised') AND part = 'whole' GROUP BY verdict"
-    )
-    return dict(found.fetchall())
 
 
 def _missing_judges(db: sqlite3.Connection, *, groups: str) -> tuple[dict[str, int], int]:

@@ -11,9 +11,9 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from buffers.ledger.reading.branches import Branch
+from learner.page.episode_parts.token_window import TokenDecoder
 
 MOST_TURN_CHARS = 65_536
 ASSISTANT, PROMPT, TOOL = "assistant", "prompt", "tool"
@@ -46,15 +46,6 @@ _PARTS = re.compile(
 _KINDS = {"analysis": "thought"}
 
 
-class Decoder(Protocol):
-    """Token ids as text."""
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-    def piece(self, token: int) -> str:
-        """The text of one token."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """Consecutive text of one kind: text, thought, tool_call or tool_result."""
@@ -78,7 +69,7 @@ class Turn:
     cut: int = 0
 
 
-def turns_of(branch: Branch, *, decoder: Decoder) -> list[Turn]:
+def turns_of(branch: Branch, *, decoder: TokenDecoder) -> list[Turn]:
     """All turns, without their text."""
     turns: list[Turn] = []
     for round_, (first, middle, last) in zip(branch.path, branch.borders(), strict=True):
@@ -98,7 +89,7 @@ def turns_of(branch: Branch, *, decoder: Decoder) -> list[Turn]:
     return [replace(turn, n=number) for number, turn in enumerate(turns)]
 
 
-def with_text(turn: Turn, ids: Sequence[int], *, decoder: Decoder) -> Turn:
+def with_text(turn: Turn, ids: Sequence[int], *, decoder: TokenDecoder) -> Turn:
     """The turn with what its tokens say. `ids`: those of the turn."""
     text = decoder.decode(ids)
     if not turn.sampled:
@@ -111,7 +102,7 @@ def with_text(turn: Turn, ids: Sequence[int], *, decoder: Decoder) -> Turn:
     )
 
 
-def _prompt_turns(ids: list[int], *, first: int, number: int, decoder: Decoder) -> Iterator[Turn]:
+def _prompt_turns(ids: list[int], *, first: int, number: int, decoder: TokenDecoder) -> Iterator[Turn]:
     """The turns of a prompt's new tokens: cut where the template opens one. An empty one of the assistant, which the sampled tokens
     fill, is left out; so are the marks that close the turn before."""
     text, starts = _decoded(ids, decoder=decoder)
@@ -122,7 +113,10 @@ def _prompt_turns(ids: list[int], *, first: int, number: int, decoder: Decoder) 
         borders[0] = (0, borders[0][1])
     ends = [place for place, _ in borders[1:]] + [len(text)]
     for (place, role), end in zip(borders, ends, strict=True):
-        start_token, end_token = _token_at(starts, place), _token_at(starts, end)
+        start_token, end_token = (
+            bisect_left(starts, place),
+            bisect_left(starts, end),
+        )  # the first that begins there or later
         body = _CLOSINGS.sub("", _OPENINGS.sub("", text[place:end], count=1))
         if end_token > start_token and (body.strip() or role not in (ASSISTANT, PROMPT)):
             yield Turn(
@@ -130,7 +124,7 @@ def _prompt_turns(ids: list[int], *, first: int, number: int, decoder: Decoder) 
             )
 
 
-def _decoded(ids: list[int], *, decoder: Decoder) -> tuple[str, list[int]]:
+def _decoded(ids: list[int], *, decoder: TokenDecoder) -> tuple[str, list[int]]:
     """The text, and where in it each token begins."""
     pieces = [decoder.piece(token) for token in ids]
     starts, place = [], 0
@@ -138,11 +132,6 @@ def _decoded(ids: list[int], *, decoder: Decoder) -> tuple[str, list[int]]:
         starts.append(place)
         place += len(piece)
     return "".join(pieces), starts
-
-
-def _token_at(starts: list[int], place: int) -> int:
-    """The first token that begins at this character or after it."""
-    return bisect_left(starts, place)
 
 
 def _role(match: re.Match[str]) -> str:

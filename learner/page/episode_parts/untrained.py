@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from buffers.ledger.reading.views import EpisodeView
+from buffers.ledger.reading.episodes import EpisodeView
 from learner.recovery.failure_report import MEANINGS
 
 GROUP_REASONS: dict[str, tuple[str, str]] = {

@@ -1,8 +1,9 @@
-"""Rules of reading a ledger beside its owner: nothing changes, the index says what the tables say, branches are training rows."""
+"""Rules of reading a ledger beside its owner: nothing changes, lists say what the tables say, branches are training rows."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +11,25 @@ import pytest
 
 from buffers.ledger.batches import group_rows, read_rounds
 from buffers.ledger.ledger import Ledger
-from buffers.ledger.reading import round_causes, views
+from buffers.ledger.reading import round_causes
 from buffers.ledger.reading.branches import branches_of, window_of
-from buffers.ledger.reading.episode_filter import EpisodeFilter, FilterError, ordered, search
-from buffers.ledger.reading.episode_index import EpisodeIndex
+from buffers.ledger.reading.episodes import (
+    NEWEST,
+    EpisodeFilter,
+    FilterError,
+    episodes_at,
+    keep,
+    look_at,
+    looked_share,
+    ordered,
+    read_agents,
+    search,
+    to_look_at,
+)
 from buffers.ledger.reading.reader import LedgerReader, LedgerUnreadable, counts, trained_steps
 from buffers.records import Position
 from mocked_server.conversation.branch_causes import EXPECTED, BranchCause
-from tests.learner.page.page_parts import fill, make_run, open_group, train
+from tests.learner.page.page_parts import fill, make_run, memo, open_group, said, train
 from tests.support.buffer_parts import make_ready
 
 
@@ -26,33 +38,36 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("runs"))
 
 
-def index_of(reader: LedgerReader) -> EpisodeIndex:
-    index = EpisodeIndex()
+@pytest.fixture
+def reader(run: Path) -> Iterator[LedgerReader]:
+    """One that has looked at all episodes."""
+    reader = LedgerReader(run / "ledger.sqlite")
     with reader.read() as db:
-        assert index.refresh(db)
-        while index.read_agents(db):
+        while read_agents(db, limit=2):
             pass
-        assert round_causes.look(db, index, limit=100) == 1.0
-    return index
+        assert looked_share(db) == 0.0
+        while places := to_look_at(db, before=NEWEST, limit=3):
+            keep(db, look_at(db, places))
+        assert looked_share(db) == 1.0
+    yield reader
+    reader.close()
 
 
-def found(index: EpisodeIndex, reader: LedgerReader, **wanted: object) -> list[str]:
+def found(reader: LedgerReader, **wanted: object) -> list[str]:
     with reader.read() as db:
-        places = search(index, EpisodeFilter(**wanted), order="oldest", limit=100, cursor=None).places  # type: ignore[arg-type]
-        return [one.episode_id for one in views.episodes_at(db, places)]
+        some = search(db, EpisodeFilter(**wanted), order="oldest", limit=100, cursor=None)  # type: ignore[arg-type]
+        return [one.episode_id for one in some.episodes]
 
 
-def test_a_reader_changes_no_byte_and_can_write_nothing(run):
+def test_a_reader_changes_no_byte_and_can_write_nothing(run, reader):
     def digest() -> dict[str, str]:
         files = [file for file in run.rglob("*") if file.is_file() and not file.name.endswith("-shm")]
         return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.stat().st_size}
 
     before = digest()
-    reader = LedgerReader(run / "ledger.sqlite")
-    index_of(reader)
+    assert found(reader, text="walk")
     with pytest.raises(LedgerUnreadable, match="readonly"), reader.read() as db:
         db.execute("DELETE FROM episode")
-    reader.close()
     assert digest() == before
 
 
@@ -79,67 +94,81 @@ def test_what_is_no_ledger_says_so(tmp_path):
         LedgerReader(tmp_path / "text.sqlite")
 
 
-def test_the_index_finds_what_the_tables_hold(run):
-    reader = LedgerReader(run / "ledger.sqlite")
-    index = index_of(reader)
-    assert found(index, reader, steps=(1, 1)) == ["1-0-0", "1-1-0"]
-    assert found(index, reader, steps=(1, 2), score=(0.75, None)) == ["1-0-0", "2-1-0"]
-    assert found(index, reader, score=(0.0, 0.0)) == ["1-1-0", "2-0-0", "4-0-0"]
-    assert found(index, reader, states=("failed",)) == found(index, reader, untrained=True) == ["3-0-0", "3-1-0"]
-    assert found(index, reader, reason="deadline") == ["3-0-0"] and found(index, reader, reason="none such") == []
-    assert found(index, reader, group_states=("open",)) == ["5-0-0", "5-1-0"]
-    assert found(index, reader, agent="walker") == ["2-0-0", "2-1-0"] and found(index, reader, agent="x") == []
-    assert found(index, reader, text="walk-4") == ["4-0-0", "4-1-0"] and found(index, reader, text="4-1") == ["4-1-0"]
-    assert found(index, reader, task="walk-3") == ["3-0-0", "3-1-0"] == found(index, reader, group=3)
+def test_a_filter_finds_what_the_tables_hold(reader):
+    assert found(reader, steps=(1, 1)) == ["1-0-0", "1-1-0"]
+    assert found(reader, steps=(1, 2), score=(0.75, None)) == ["1-0-0", "2-1-0"]
+    assert found(reader, score=(0.0, 0.0)) == ["1-1-0", "2-0-0", "4-0-0"]
+    assert found(reader, states=("failed",)) == found(reader, untrained=True) == ["3-0-0", "3-1-0"]
+    assert found(reader, reason="deadline") == ["3-0-0"] and found(reader, reason="none such") == []
+    assert found(reader, group_states=("open",)) == ["5-0-0", "5-1-0"]
+    assert found(reader, agent="walker") == ["2-0-0", "2-1-0"] and found(reader, agent="x") == []
+    assert found(reader, text="walk-4") == ["4-0-0", "4-1-0"] and found(reader, text="4-1") == ["4-1-0"]
+    assert found(reader, text="%") == found(reader, text="WALK") == [] and found(reader, text="4-") == [
+        "4-0-0",
+        "4-1-0",
+    ]
+    assert found(reader, task="walk-3") == ["3-0-0", "3-1-0"] == found(reader, group=3)
     bit = 1 << round_causes.CAUSES.index("history_edited")
-    assert found(index, reader, causes=bit) == found(index, reader, causes=round_causes.ANY_BREAK) == ["1-0-0"]
-    assert found(index, reader, tokens=(9, None), rounds=(3, 3)) == ["1-0-0"]
-    assert index.episodes["cut"].nonzero()[0].tolist() == [1]
+    assert found(reader, causes=bit) == found(reader, causes=round_causes.ANY_BREAK) == ["1-0-0"]
+    assert found(reader, tokens=(9, None), rounds=(3, 3)) == ["1-0-0"]
+    with reader.read() as db:
+        assert [one.seq for one in episodes_at(db, range(1, 11)) if one.cut] == [1]
     with pytest.raises(FilterError, match=r"state must be of pending, .*, got 'gone'"):
-        found(index, reader, states=("gone",))
-    reader.close()
+        found(reader, states=("gone",))
 
 
 @pytest.mark.parametrize("order", ["newest", "oldest", "score", "-score", "tokens", "-tokens", "rounds", "-rounds"])
-def test_a_cursor_goes_through_all_once_in_order(run, order):
-    reader = LedgerReader(run / "ledger.sqlite")
-    index = index_of(reader)
+def test_a_cursor_goes_through_all_once_in_order(reader, order):
     walked: list[int] = []
     cursor, totals = None, set()
-    while True:
-        part = search(index, EpisodeFilter(), order=order, limit=3, cursor=cursor)
-        walked += part.places
-        totals.add(part.total)
-        if (cursor := part.next) is None:
-            break
-    assert walked == ordered(index, EpisodeFilter(), order=order)[0].tolist() and len(set(walked)) == 10
-    assert totals == {10}
-    with pytest.raises(FilterError, match="cursor must be that of an answer before"):
-        search(index, EpisodeFilter(), order=order, limit=3, cursor="1.0")
-    reader.close()
+    with reader.read() as db:
+        while True:
+            part = search(db, EpisodeFilter(), order=order, limit=3, cursor=cursor)
+            walked += [one.seq for one in part.episodes]
+            totals.add(part.total)
+            if (cursor := part.next) is None:
+                break
+        assert walked == ordered(db, EpisodeFilter(), order=order) and len(set(walked)) == 10
+        assert totals == {10}
+        for cursor in ("1.0", f"1.0_{2**63}", "1.0_" + "9" * 5000):
+            with pytest.raises(FilterError, match="cursor must be that of an answer before"):
+                search(db, EpisodeFilter(), order=order, limit=3, cursor=cursor)
 
 
-def test_the_index_follows_a_ledger_that_is_written_and_goes_back(tmp_path):
+def test_lists_follow_a_ledger_that_is_written_and_goes_back(tmp_path):
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         fill(ledger)
-        reader, index = LedgerReader(tmp_path / "ledger.sqlite"), EpisodeIndex()
-        with reader.read() as db:
-            index.refresh(db)
-            assert not index.refresh(db) or not index.groups["step"][4] > 0
-        assert found(index, reader, steps=(1, 9)) == ["1-0-0", "1-1-0", "2-0-0", "2-1-0"]
+        reader = LedgerReader(tmp_path / "ledger.sqlite")
+        assert found(reader, steps=(1, 9)) == ["1-0-0", "1-1-0", "2-0-0", "2-1-0"]
         train(ledger, step=3)  # group 4, which was ready
         new = open_group(ledger, 6, version=3)
         ledger.notify_score("5-0-0", 0.125).result()
         with reader.read() as db:
-            assert index.refresh(db) and trained_steps(db) == (3, 1)
-        assert found(index, reader, steps=(3, 3)) == ["4-0-0", "4-1-0"]
-        assert found(index, reader, score=(0.125, 0.125)) == ["5-0-0"] and found(index, reader, group=6) == new
+            assert trained_steps(db) == (3, 1)
+        assert found(reader, steps=(3, 3)) == ["4-0-0", "4-1-0"]
+        assert found(reader, score=(0.125, 0.125)) == ["5-0-0"] and found(reader, group=6) == new
         here = ledger.position().result()
         ledger.restore(Position(run_id=here.run_id, lineage=here.lineage, step=1)).result()
         with reader.read() as db:
-            assert index.refresh(db) and trained_steps(db) == (1, 2)
-        assert found(index, reader, steps=(1, 9)) == ["1-0-0", "1-1-0"]
-        assert found(index, reader, group_states=("ready",)) == ["2-0-0", "2-1-0", "4-0-0", "4-1-0"]
+            assert trained_steps(db) == (1, 2)
+        assert found(reader, steps=(1, 9)) == ["1-0-0", "1-1-0"]
+        assert found(reader, group_states=("ready",)) == ["2-0-0", "2-1-0", "4-0-0", "4-1-0"]
+        reader.close()
+
+
+def test_an_episode_that_still_samples_is_looked_at_again(tmp_path):
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        fill(ledger)
+        reader = LedgerReader(tmp_path / "ledger.sqlite")
+
+        def breaks() -> list[str]:
+            with reader.read() as db:
+                (one,) = search(db, EpisodeFilter(text="5-0"), order="newest", limit=1, cursor=None).episodes
+                return one.breaks
+
+        assert breaks() == []
+        ledger.put_round(said("5-0-0", "again", "y", index=1, version=2, memo=memo(9, "retokenized"))).result()
+        assert breaks() == ["retokenized"]
         reader.close()
 
 

@@ -119,7 +119,7 @@ def test_what_is_no_run_is_named(tmp_path, capsys, name, text, told):
 
 def test_the_page_on_diagnosis_says_what_the_rules_say():
     page = (ROOT / "docs/diagnosis.md").read_text(encoding="utf-8")
-    wanted = {rule.__name__: " ".join((getdoc(rule) or "").split()) for rule in RULES}
+    wanted = {rule.name: " ".join((getdoc(rule.observe) or "").split()) for rule in RULES}
     assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", page, flags=re.M)) == wanted
 
 

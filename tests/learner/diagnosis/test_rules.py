@@ -45,7 +45,7 @@ def test_a_remedy_can_be_set_in_the_run_that_it_is_for(tmp_path, case):
 
 
 def test_every_rule_has_a_case():
-    assert {case.rule for case in CASES} == {rule.__name__ for rule in RULES}
+    assert {case.rule for case in CASES} == {rule.name for rule in RULES}
 
 
 def test_a_run_in_which_all_is_well_is_told_so_with_figures(tmp_path):

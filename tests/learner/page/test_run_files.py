@@ -11,15 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from learner.page.findings import diagnosed
-from learner.page.run_files.line_file import LineFile
-from learner.page.run_files.machine_state import history, waits
-from learner.page.run_files.metric_columns import MetricColumns
-from learner.page.run_files.metric_meanings import meanings
-from learner.page.run_files.run_folders import NoRun, find_runs, read_summary, state_of, without_secrets
+from learner.page.machine_state import history, waits
+from learner.page.metric_columns import MetricColumns, meanings
+from learner.page.reports import without_secrets
+from learner.page.run_set import find_runs
+from learner.page.run_view import NoRun, RunView, state_of
 from learner.reporting import machine_log
 from learner.reporting.machine_log import MachineLog, began_s
-from tests.learner.page.page_parts import machine_line, make_run, write_lines
+from learner.reporting.run_record import LineFile
+from tests.learner.page.page_parts import machine_line, make_run
 
 
 def test_each_whole_line_is_given_once_and_all_again_after_a_replacement(tmp_path):
@@ -87,11 +87,11 @@ def test_the_start_of_a_process_is_no_matter_of_clocks(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("jump_s", [0.0, -3_600.0])
 def test_a_summary_is_the_end_whatever_the_clock_said_when_the_run_began(tmp_path: Path, jump_s: float) -> None:
     run = make_run(tmp_path)
-    assert read_summary(run) is None
+    assert RunView("seen", run).summary is None
     (run / "summary.json").write_text(json.dumps({"error": None}))
     earlier = (run / "config.yaml").stat().st_mtime + jump_s
     os.utime(run / "summary.json", (earlier, earlier))
-    assert read_summary(run) == {"error": None}
+    assert RunView("seen", run).summary == {"error": None}
 
 
 def test_runs_are_found_by_name_or_by_their_folder(tmp_path):
@@ -165,5 +165,5 @@ def test_a_figures_meaning_is_that_of_the_documents(tmp_path):
 
 
 def test_findings_of_a_folder_without_a_run_are_none(tmp_path: Path) -> None:
-    assert diagnosed(tmp_path).findings == [] and not diagnosed(tmp_path).available
-    write_lines(tmp_path / "metrics.jsonl", [])
+    found = RunView("none", tmp_path).findings()
+    assert found["findings"] == [] and not found["available"] and "RUN must be a run's folder" in found["why"]

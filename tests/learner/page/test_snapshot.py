@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from learner.page import routes
-from learner.page.export import ExportError, export, modules_of, page_of
-from learner.page.snapshot import Secrets
+from learner.page.export import ExportError, Secrets, export, modules_of, page_of
 from tests.learner.page.page_parts import HOSTILE, KEY, make_run
 
 PAGE = """<!doctype html>
@@ -77,7 +76,7 @@ class Scripts(HTMLParser):
 
 
 def exported(run: Path, to: Path, **more: Any) -> tuple[str, dict[str, Any]]:
-    assert "1 run(s)" in export([run], to=to, episodes=more.get("episodes", 24), meanings={})
+    assert "1 run(s)" in export([run], to=to, episodes=more.get("episodes", 24), causes={})
     text = to.read_text()
     data = next(body for attributes, body in Scripts(text).scripts if attributes.get("id") == "snapshot")
     return text, json.loads(data)
@@ -140,9 +139,9 @@ def test_fewer_episodes_and_no_ledger_are_exported_too(tmp_path):
 def test_what_cannot_be_written_is_named(tmp_path):
     run = make_run(tmp_path)
     with pytest.raises(ExportError, match="--export must be a file that can be written"):
-        export([run], to=tmp_path / "none" / "page.html", episodes=1, meanings={})
+        export([run], to=tmp_path / "none" / "page.html", episodes=1, causes={})
     with pytest.raises(ExportError, match="--episodes must be >= 0, got -1"):
-        export([run], to=tmp_path / "page.html", episodes=-1, meanings={})
+        export([run], to=tmp_path / "page.html", episodes=-1, causes={})
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 def exported(prepared: PreparedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("exported") / "made.html"
     folders = [prepared.folder, prepared.folder.parent / "other"]
-    export(folders, to=file, episodes=200, meanings=break_meanings())
+    export(folders, to=file, episodes=200, causes=break_meanings())
     return file
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from learner.diagnosis.finding import counted
-from learner.reporting.run_json import figures
+from learner.reporting.run_record import figures
 
 LEARNER = {"waiting": 0, "updating": 1}
 """What a learner does, as a number for curves; 2: anything else."""
