@@ -38,7 +38,8 @@ with own_temporary_folder():
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for temporary files."""
+    """The folder for temporary files, of a process that has none of its own yet."""
+    monkeypatch.setattr("configs.processes.temporary_folder._removed", {})
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     return tmp_path
