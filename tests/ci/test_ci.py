@@ -123,7 +123,9 @@ def test_a_process_that_a_test_left_behind_is_ended_and_told_of(project: Path, m
 import pathlib, subprocess, sys
 
 def test_leaves():
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    program = "import time; print(1, flush=True); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", program], start_new_session=True, stdout=subprocess.PIPE)
+    child.stdout.readline()  # the kernel shows no environment of one that is about to run
     pathlib.Path("pid").write_text(str(child.pid))
 """
     (result,) = run_stages([stage(project, leaves=leaves)], root=project)
