@@ -98,9 +98,8 @@ class WeightFiles:
                 loaded: Any = torch.load(file, map_location="cpu", mmap=is_zipfile(file), weights_only=True)
                 self._bins[file] = {name: weight for name, weight in loaded.items() if isinstance(weight, Tensor)}
             except Exception as error:  # of any kind: it may hold anything, and is no program
-                reason = " ".join(str(error).split())[:200]
                 raise ValueError(
-                    f"{file} must be a dictionary of tensors as torch.save writes it, got {type(error).__name__}: {reason}; "
+                    f"{file} must be a dictionary of tensors as torch.save writes it, got something else ({type(error).__name__}); "
                     f"download the model again, as *.safetensors if there is such a file"
                 ) from None
         return self._bins[file]

@@ -13,6 +13,7 @@ from buffers.tasks.parquet import unread_columns
 from configs.model_folder import has_chat_template
 from configs.schema import Config
 from configs.tiny_model import make_tiny_model
+from learner.model.weight_files import WeightFiles
 from learner.players import Players
 from learner.startup.input_check import TEMPLATE_REMEDY, check_demonstrations, check_model, check_tasks
 from learner.startup.plain_folder import plain_folder
@@ -66,6 +67,10 @@ async def prepare_files(
         return await asyncio.to_thread(make_tiny_model, folder / "model", seed=config.run.seed)
     source, own = check_model(config.model.path), folder / "model"
     model = await asyncio.to_thread(plain_folder, source, to=own, dtype=config.model.dtype, say=warn)
+    try:
+        await asyncio.to_thread(WeightFiles, model)
+    except ValueError as error:
+        raise TaskError(str(error)) from None
     if not has_chat_template(model):
         warn(f"{source} has no chat template: requests with messages are refused; {TEMPLATE_REMEDY}")
     return model

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from buffers.errors import TaskError
 from buffers.records import Task
@@ -68,11 +71,32 @@ async def test_a_truth_in_a_column_of_its_own_is_refused(tmp_path: Path) -> None
         await prepared(tmp_path, {"ground_truth": "4"})
 
 
-async def prepared(folder: Path, columns: dict) -> list[str]:
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988097824\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("content", [POINTER, b"<html>404 Not Found</html>", b"", None])
+async def test_a_file_that_holds_no_weights_is_named_before_anything_starts(
+    tiny_model: Path, tmp_path: Path, name: str, content: bytes | None
+) -> None:
+    """Clones without git-lfs, error pages, downloads that were cut off (None)."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    if content is None:
+        weights = load_file(tiny_model / "model.safetensors")
+        (save_file if name.endswith(".safetensors") else torch.save)(weights, model / name)
+        content = (model / name).read_bytes()[:5000]
+    (model / name).write_bytes(content)
+    with pytest.raises(TaskError, match=f"{name} must be a .*; download the model again") as refused:
+        await prepared(tmp_path, {}, f"model.path={model}")
+    assert "\n" not in str(refused.value)
+
+
+async def prepared(folder: Path, columns: dict, *overrides: str) -> list[str]:
     path = folder / "tasks.parquet"
     pq.write_table(pa.Table.from_pylist([{"prompt": "2 + 2?", **columns}]), path)
     bare = ["data.make=[]", "agents.command=[]", "env.command=[]", "warm_start.demonstrations=", "data.scorer="]
-    config, lines = load_config(overrides=[f"data.tasks={path}", *bare]), list[str]()
+    config, lines = load_config(overrides=[f"data.tasks={path}", *bare, *overrides]), list[str]()
     await prepare_files(
         config, folder=folder, make=_makes_nothing, players=make_players(config), warms_up=False, warn=lines.append
     )
