@@ -156,22 +156,19 @@ async def supervise(pipeline: Pipeline) -> tuple[int, list[Exception]]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
     asked = False
 
-    def on_signal(number: int) -> None:
-        nonlocal asked
-        if asked:  # both came while the loop was busy
-            signal.raise_signal(number)
-        asked = True
-        listen()
+    def stop() -> None:
         if not pipeline.stop():
             running.cancel()
 
+    def on_signal(*_: object) -> None:  # the signal's own handler, not the loop's: the second one has its effect on a busy loop, too
+        nonlocal asked
+        asked = True
+        listen()
+        loop.call_soon_threadsafe(stop)
+
     def listen() -> None:
         for number, handler in before.items():
-            loop.remove_signal_handler(number)
-            if asked or running.done():
-                signal.signal(number, handler)
-            else:
-                loop.add_signal_handler(number, on_signal, number)
+            signal.signal(number, handler if asked or running.done() else on_signal)
 
     running = asyncio.create_task(pipeline.run(), name="pipeline")
     pipeline.on_ray_started = listen  # Ray installs a handler of its own for SIGTERM
