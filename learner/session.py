@@ -160,7 +160,9 @@ async def supervise(pipeline: Pipeline) -> tuple[int, list[Exception]]:
         if not pipeline.stop():
             running.cancel()
 
-    def on_signal(*_: object) -> None:  # the signal's own handler, not the loop's: the second one has its effect on a busy loop, too
+    def on_signal(
+        *_: object,
+    ) -> None:  # the signal's own handler, not the loop's: the second one has its effect on a busy loop, too
         nonlocal asked
         asked = True
         listen()

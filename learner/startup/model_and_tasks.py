@@ -17,6 +17,7 @@ from learner.model.weight_files import WeightFiles
 from learner.players import Players
 from learner.startup.input_check import TEMPLATE_REMEDY, check_demonstrations, check_model, check_tasks
 from learner.startup.plain_folder import plain_folder
+from learner.startup.template_check import check_template
 
 
 async def prepare_files(
@@ -69,6 +70,7 @@ async def prepare_files(
     model = await asyncio.to_thread(plain_folder, source, to=own, dtype=config.model.dtype, say=warn)
     try:
         await asyncio.to_thread(WeightFiles, model)
+        await asyncio.to_thread(check_template, model)
     except ValueError as error:
         raise TaskError(str(error)) from None
     if not has_chat_template(model):
