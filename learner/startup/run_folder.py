@@ -53,6 +53,8 @@ def find_resume(folder: Path, *, resume: str, elsewhere: bool = False) -> tuple[
             f"a run that is resumed must be one that trains, got {folder}, which is an evaluation; name the run, or evaluate again "
             f"with `understudy eval`"
         )
+    if resume and folder.is_dir():
+        _check_links(folder)
     has_books = (folder / (CONFIG if elsewhere else LEDGER)).is_file()
     if resume in ("", "auto"):
         again = resume == "auto" and has_books
@@ -69,6 +71,23 @@ def find_resume(folder: Path, *, resume: str, elsewhere: bool = False) -> tuple[
             f"start a new run from its weights with model.path={checkpoint.model}"
         )
     return True, checkpoint
+
+
+def _check_links(folder: Path) -> None:
+    """Raises CheckpointError for a link out of a run's folder where the run writes or reads: it would write to a file of yours that
+    somebody who sent this folder has named. `checkpoints` may be on another disk; `model` has links to where it came from."""
+    own = {folder.resolve(), (folder / "checkpoints").resolve()}
+    logs = (folder / "agents").glob("*/*.*")
+    for path in (
+        *(each for each in folder.iterdir() if each.name != "checkpoints"),
+        *(folder / "checkpoints").rglob("*"),
+        *logs,
+    ):
+        if path.is_symlink() and not own & {*path.resolve().parents}:
+            raise CheckpointError(
+                f"what a resumed run writes must lie in its folder, got {path}, a link to {path.resolve()}; remove the link, or put "
+                f"a copy there"
+            )
 
 
 def _read(path: Path) -> Mapping[str, Any]:
