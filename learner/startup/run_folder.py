@@ -85,7 +85,7 @@ def _check_links(folder: Path) -> None:
     ):
         if path.is_symlink() and not own & {*path.resolve().parents}:
             raise CheckpointError(
-                f"what a resumed run writes must lie in its folder, got {path}, a link to {path.resolve()}; remove the link, or put "
+                f"what a resumed run writes must lie in its folder, got {path}, a link to {path.resolve()}; remove it, or put "
                 f"a copy there"
             )
 
