@@ -31,6 +31,12 @@ with own_temporary_folder():
     if sys.argv[1:] == ["fork"] and os.fork() == 0:
         os.read(0, 1)
         os._exit(0)
+    if sys.argv[1:] == ["program"]:
+        import subprocess
+        program = "import sys, time; print(); sys.stdout.flush(); time.sleep(600)"
+        left = subprocess.Popen([sys.executable, "-c", program], start_new_session=True, stdout=subprocess.PIPE)
+        left.stdout.readline()
+        print(left.pid)
     print(tempfile.gettempdir(), flush=True)
     sys.stdin.read() if sys.argv[1:] != ["fork"] else os.kill(os.getpid(), 9)
 """
@@ -100,3 +106,16 @@ def test_what_a_killed_process_left_is_removed_by_the_next_one_and_what_is_in_us
             assert gone(process.pid)
         with own_temporary_folder():
             assert not left.exists()
+
+
+def test_a_program_that_a_killed_process_left_is_ended_by_the_next_one(place: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with child_process([sys.executable, "-c", ENTERED, "program"], stdin=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        program, left = int(process.stdout.readline()), Path(process.stdout.readline().strip())
+        remove_left_behind(place)
+        assert left.is_dir() and not gone(program, within_s=0.0), "of a process that lives"
+        process.kill()
+        assert gone(process.pid) and not gone(program, within_s=0.0)
+        with own_temporary_folder():
+            assert gone(program) and not left.exists()
