@@ -1,10 +1,10 @@
 """Advantages from scores: one table of estimators by name, over what a batch is evidence of.
 
 Called by `learner.training.trainer` once per batch, on every rank with the same numbers, after values are known. Per-token sums
-are in `learner.algorithms.values`, comparisons within groups in `learner.algorithms.baselines`.
-Invariants: a token with mask 0 gets advantage 0 and neither decays nor carries value; a group of one, or of equal
-scores, has advantage 0 in every estimator that compares a group; scores of another size train alike (those in units of the
-score are as much larger). No model, no randomness and no communication here.
+are in `learner.algorithms.values`. Pure torch functions: no model, no randomness and no communication here.
+Invariants: a token with mask 0 gets advantage 0 and neither decays nor carries value; a group of one, or of scores that are equal
+up to rounding, has advantage 0 in every estimator that compares a group, and members that a group lacks are not made up; scores of
+another size train alike (those in units of the score are as much larger).
 
 Shapes: N rows, K = most trained tokens of a row, U scored units. A unit is what one score was given to: an episode with
 all its rows, or a single row (a branch with a score of its own). Column k of a row is its k-th trained token.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from learner.algorithms.baselines import difficulty, dr_grpo, gdpo, gpg, grpo, grpo_passk, opo, remax, rloo
+from learner.algorithms.kl import LOG_RATIO_LIMIT
 from learner.algorithms.values import ROUNDING, calibrated, final_rewards, gae, rewards_to_go, whiten
 
 HINT_LIMIT = math.log(2.0)
@@ -108,6 +108,11 @@ def _shared(evidence: AdvantageInputs, *, advantages: Tensor) -> Estimate:
     return Estimate(advantages=torch.where(evidence.mask, per_row, nothing), returns=nothing)
 
 
+def _by_group(compare: Callable[..., Tensor]) -> Callable[[AdvantageInputs], Estimate]:
+    """The estimator that compares each unit's return with those of its group, and no more."""
+    return lambda evidence: _shared(evidence, advantages=compare(unit_returns(evidence), groups=evidence.groups))
+
+
 def _token_rewards(evidence: AdvantageInputs) -> Tensor:
     return final_rewards(evidence.scores[evidence.units], mask=evidence.mask) + evidence.rewards
 
@@ -143,26 +148,6 @@ def _gae(evidence: AdvantageInputs) -> Estimate:
         lam=evidence.lam,
     )
     return Estimate(advantages=_whitened(advantages, evidence=evidence, size=evidence.scale), returns=returns)
-
-
-def _grpo(evidence: AdvantageInputs) -> Estimate:
-    return _shared(evidence, advantages=grpo(unit_returns(evidence), groups=evidence.groups))
-
-
-def _dr_grpo(evidence: AdvantageInputs) -> Estimate:
-    return _shared(evidence, advantages=dr_grpo(unit_returns(evidence), groups=evidence.groups))
-
-
-def _rloo(evidence: AdvantageInputs) -> Estimate:
-    return _shared(evidence, advantages=rloo(unit_returns(evidence), groups=evidence.groups))
-
-
-def _gpg(evidence: AdvantageInputs) -> Estimate:
-    return _shared(evidence, advantages=gpg(unit_returns(evidence), groups=evidence.groups))
-
-
-def _grpo_passk(evidence: AdvantageInputs) -> Estimate:
-    return _shared(evidence, advantages=grpo_passk(unit_returns(evidence), groups=evidence.groups))
 
 
 def _gdpo(evidence: AdvantageInputs) -> Estimate:
@@ -230,7 +215,7 @@ def _reinforce_plus_plus_baseline(evidence: AdvantageInputs) -> Estimate:
 def _cpo(evidence: AdvantageInputs) -> Estimate:
     """Curriculum policy optimization: GRPO where a group differs; where all failed, and GRPO is silent, each token's
     advantage is how much likelier a hint makes it: log pi(token | hint) - log pi(token), within `HINT_LIMIT`."""
-    estimate = _grpo(evidence)
+    estimate = ESTIMATORS["grpo"].compute(evidence)
     if evidence.hinted is None:  # no row of this batch has a hint
         return estimate
     hard = difficulty(evidence.scores, groups=evidence.groups)[evidence.units] < 0
@@ -240,23 +225,128 @@ def _cpo(evidence: AdvantageInputs) -> Estimate:
 
 
 def _teacher(evidence: AdvantageInputs) -> Estimate:
-    """Nothing of the scores: what the teacher says of each token (`learner.algorithms.teacher`) is added by the trainer."""
+    """Nothing of the scores: the trainer adds `teacher_advantages`."""
     nothing = torch.zeros_like(evidence.weights)
     return Estimate(advantages=nothing, returns=nothing)
 
 
+def teacher_advantages(logprobs: Tensor, *, teacher: Tensor, coef: float) -> Tensor:
+    """[M] coef (log pi_T - log pi): on-policy distillation. `logprobs`: of the policy before the step; a token that the teacher
+    would never say counts LOG_RATIO_LIMIT nats.
+
+    With the policy sampling, the mean over its tokens of log pi - log pi_T is KL(pi || pi_T), and its gradient is that of a policy
+    gradient with the advantage log pi_T - log pi at each token, discounted to nothing after it (arXiv:2306.08543, arXiv:2306.13649
+    with the reverse KL). So it goes into the advantages, where old data is corrected for as any other is.
+    """
+    return coef * (teacher - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def grpo(scores: Tensor, *, groups: Tensor) -> Tensor:
+    """Group-relative advantage (score - mean) / std, arXiv:2402.03300 section 4.1.2; the std is the sample's (n - 1)."""
+    advantages = torch.zeros_like(scores)
+    for members in differing(scores, groups=groups):
+        own = scores[members]
+        advantages[members] = (own - own.mean()) / own.std()
+    return advantages
+
+
+def dr_grpo(scores: Tensor, *, groups: Tensor) -> Tensor:
+    """score - mean: GRPO without the std, arXiv:2503.20783 section 3.2; its loss is `seq-mean-token-sum-norm`."""
+    advantages = torch.zeros_like(scores)
+    for members in differing(scores, groups=groups):
+        advantages[members] = scores[members] - scores[members].mean()
+    return advantages
+
+
+def rloo(scores: Tensor, *, groups: Tensor) -> Tensor:
+    """score - mean of the *other* scores of the group, arXiv:2402.14740 section 3.3: n / (n - 1) times score - mean."""
+    advantages = dr_grpo(scores, groups=groups)
+    for members in differing(scores, groups=groups):
+        advantages[members] *= len(members) / (len(members) - 1)
+    return advantages
+
+
+def gpg(scores: Tensor, *, groups: Tensor) -> Tensor:
+    """alpha (score - mean), arXiv:2504.02546 with F_norm = 1.
+
+    alpha = units of the batch / units in groups that differ: groups without a gradient do not make the batch's smaller.
+    """
+    telling = sum(len(members) for members in differing(scores, groups=groups))
+    return dr_grpo(scores, groups=groups) * (len(scores) / max(telling, 1))
+
+
+def grpo_passk(scores: Tensor, *, groups: Tensor) -> Tensor:
+    """(best - second best) / std for the best of a group, 0 for the others; none where two are best.
+
+    The leave-one-out gradient of the expected maximum of k samples, k the group's size: arXiv:2503.19595 section 3, divided by
+    the group's std as in verl's `grpo_passk`.
+    """
+    advantages = torch.zeros_like(scores)
+    for members in differing(scores, groups=groups):
+        best = scores[members].topk(2)
+        advantages[members[best.indices[0]]] = (best.values[0] - best.values[1]) / scores[members].std()
+    return advantages
+
+
+def gdpo(judged: Tensor, *, groups: Tensor) -> Tensor:
+    """Each judge's scores normalised within the group as by GRPO, then added up: arXiv:2601.05242.
+
+    judged: [U, J] scores by judge, nan where a judge gave none: it is then silent for this unit. A judge with a small range
+    counts as much as one with a large one. The batch is whitened afterwards, by `whiten`.
+    """
+    total = torch.zeros_like(judged[:, 0])
+    for column in judged.T:
+        given = torch.nonzero(~column.isnan()).squeeze(1)
+        total[given] += grpo(column[given], groups=groups[given])
+    return total
+
+
+def opo(scores: Tensor, *, groups: Tensor, lengths: Tensor) -> Tensor:
+    """score - mean of the group's scores weighted by length, arXiv:2505.23585: the baseline of least variance.
+
+    lengths: [U] trained tokens of each unit.
+    """
+    advantages = torch.zeros_like(scores)
+    for members in differing(scores, groups=groups):
+        baseline = (lengths[members] * scores[members]).sum() / lengths[members].sum()
+        advantages[members] = scores[members] - baseline
+    return advantages
+
+
+def remax(scores: Tensor, *, baselines: Tensor) -> Tensor:
+    """score - score of the greedy episode of the same task, arXiv:2310.10505 section 4."""
+    return scores - baselines
+
+
+def difficulty(scores: Tensor, *, groups: Tensor) -> Tensor:
+    """[U] int64 -1: no member of the group succeeded (score > 0); 1: all did; 0: some did."""
+    levels = torch.zeros_like(groups)
+    for group in torch.unique(groups):
+        solved = scores[groups == group] > 0
+        levels[groups == group] = int(solved.all()) - int((~solved).all())
+    return levels
+
+
+def differing(scores: Tensor, *, groups: Tensor) -> list[Tensor]:
+    """The units of each group whose scores differ by more than rounding; so it has at least two."""
+    found = [torch.nonzero(groups == group).squeeze(1) for group in torch.unique(groups)]
+    spreads = [scores[members].max() - scores[members].min() for members in found]
+    sizes = [scores[members].abs().max() for members in found]
+    return [members for members, spread, size in zip(found, spreads, sizes) if bool(spread > ROUNDING * size)]
+
+
 ESTIMATORS: dict[str, Estimator] = {
     "gae": Estimator(compute=_gae, needs_critic=True),
-    "grpo": Estimator(compute=_grpo),
-    "dr_grpo": Estimator(compute=_dr_grpo, in_scores=True),
-    "rloo": Estimator(compute=_rloo, in_scores=True),
+    "grpo": Estimator(compute=_by_group(grpo)),
+    "dr_grpo": Estimator(compute=_by_group(dr_grpo), in_scores=True),
+    "rloo": Estimator(compute=_by_group(rloo), in_scores=True),
     "remax": Estimator(compute=_remax, in_scores=True),
     "reinforce_plus_plus": Estimator(compute=_reinforce_plus_plus),
     "reinforce_plus_plus_baseline": Estimator(compute=_reinforce_plus_plus_baseline),
     "opo": Estimator(compute=_opo, in_scores=True),
-    "gpg": Estimator(compute=_gpg, in_scores=True),
+    "gpg": Estimator(compute=_by_group(gpg), in_scores=True),
     "gdpo": Estimator(compute=_gdpo),
-    "grpo_passk": Estimator(compute=_grpo_passk),
+    "grpo_passk": Estimator(compute=_by_group(grpo_passk)),
     "otb": Estimator(compute=_otb, needs_energy=True, in_scores=True),
     "cpo": Estimator(compute=_cpo, needs_hints=True),
     "teacher": Estimator(compute=_teacher),

@@ -27,12 +27,17 @@ from buffers.disk import why_refused
 from buffers.errors import StorageFull
 from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
-from learner.algorithms.advantages import ESTIMATORS, AdvantageInputs, calibrated_evidence, unit_returns
+from learner.algorithms.advantages import (
+    ESTIMATORS,
+    AdvantageInputs,
+    calibrated_evidence,
+    teacher_advantages,
+    unit_returns,
+)
 from learner.algorithms.entropy import EntropyCoefficient, covariances, pick_clip_cov, pick_kl_cov
 from learner.algorithms.kl import KLCoefficient, kl_estimate
 from learner.algorithms.losses import Loss, actor_loss, value_loss
 from learner.algorithms.objectives import Targets
-from learner.algorithms.teacher import teacher_advantages
 from learner.algorithms.values import explained_variance, score_scale
 from learner.checkpoints import hf_export, training_state
 from learner.checkpoints.store import ADAPTER, REFERENCE
