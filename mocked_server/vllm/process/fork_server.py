@@ -32,7 +32,7 @@ from uuid import uuid4
 
 from configs.processes.process_fork import fork_server, use_threads_of_environment
 from mocked_server.vllm.engine_arguments import has_gpu
-from mocked_server.vllm.process.engine_ending import ending_of
+from mocked_server.vllm.process.engine_health import ending_of
 
 _owner: int | None = None
 """The process that started it."""

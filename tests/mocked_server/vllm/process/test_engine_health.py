@@ -1,4 +1,4 @@
-"""Rules of mocked_server/vllm/process/engine_silence.py: only the engine's own time counts as its silence."""
+"""Rules of mocked_server/vllm/process/engine_health.py: only the engine's own time counts as its silence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from mocked_server.vllm.process.engine_silence import IDLE_S, LONG_WORK, STUCK_S, EngineSilence
+from mocked_server.vllm.process.engine_health import IDLE_S, LONG_WORK, STUCK_S, EngineSilence
 
 TIMEOUT_S = 60.0
 

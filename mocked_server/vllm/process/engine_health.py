@@ -1,6 +1,6 @@
-"""Finds out that an engine makes no progress: its process lives, and it answers nothing.
+"""What is seen of an engine from outside: that it makes no progress, how its process ended, what its scheduler does.
 
-Owned by `VLLMEngine` and `ServerEngine`, which say when something is expected of the engine and when it was heard. Invariants: an
+Used by `VLLMEngine` and `ServerEngine`, which say when something is expected of the engine and when it was heard. Invariants: an
 engine that answers the probe within the time-out, or works on one long step, is never called silent, however long one generation
 takes; nor is one of which nothing is expected, as what it gave waits for a reader or a disk; time in which this process was held up
 itself is nobody's silence. It does not end the engine.
@@ -9,10 +9,14 @@ itself is nobody's silence. It does not end the engine.
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -155,3 +159,112 @@ def _with_children(processes: Sequence[BaseProcess]) -> list[psutil.Process]:
             parent = psutil.Process(process.pid)
             found += [parent, *parent.children(recursive=True)]
     return found
+
+
+UNKNOWN = 255
+"""Exit code that multiprocessing gives for a process whose fork server is gone."""
+CRASHES = frozenset(
+    {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
+)
+"""Signals that a process brings upon itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEnding:
+    """`by_itself`: see `EngineLost`. `words`: what was seen, to follow "it"."""
+
+    by_itself: bool
+    words: str
+
+
+TAKEN_DOWN = EngineEnding(False, "was taken down")
+STOPPED = EngineEnding(False, "was stopped from outside (SIGSTOP), and is killed")
+DEAF = EngineEnding(True, "made no progress, and is killed")
+
+
+def ending_of(exit_codes: Sequence[int | None], *, oom_kills: int = 0) -> EngineEnding:
+    """The end of an engine of which vLLM says that it is dead. `exit_codes`: of its processes; None: it still runs, so it said
+    itself that it failed. `oom_kills`: processes that Linux ended for want of memory since the engine started."""
+    code = next((code for code in exit_codes if code is not None), None)
+    if code is None:
+        return EngineEnding(True, "failed with an error of its own")
+    if code == UNKNOWN:
+        return EngineEnding(False, "ended, and nobody saw how")
+    if code == 0:
+        return EngineEnding(False, "was told to end from outside (SIGTERM), and did")
+    if code > 0:
+        return EngineEnding(True, f"ended with exit code {code}")
+    name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+    if -code in CRASHES:
+        return EngineEnding(True, f"crashed ({name})")
+    if -code == signal.SIGKILL and oom_kills:
+        return EngineEnding(
+            False,
+            f"was killed ({name}), likely by Linux, which ended {oom_kills} processes meanwhile as memory ran out",
+        )
+    return EngineEnding(False, f"was killed from outside ({name})")
+
+
+def oom_kills() -> int:
+    """Processes that Linux has ended for want of memory since the machine started; 0 where it does not say."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+class SchedulerStats:
+    """Figures of the last step, and counts of all lives of one engine. All zero while no logger is in use: vLLM says this only
+    where there is one, and keeps statistics of each request then, a few percent of the engine's time.
+
+    A preemption counts when it was for lack of cache, with the next tokens of its generation. vLLM also preempts all running
+    generations when its cache is cleared for new weights; a request's own figures hold both kinds, and are known at its end only.
+    """
+
+    def __init__(self) -> None:
+        self.preemptions = 0
+        self.waiting = 0
+        self.kv_share = 0.0
+        """Share of the cache's blocks that running generations hold."""
+        self._running = 0
+        self._cleared = 0
+        """Generations that were preempted because the cache was cleared; vLLM says so with their next tokens."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Generations that were set aside with the cache have their place in it again: `kv_share` is of all that run."""
+        return self._cleared == 0
+
+    def cleared(self, *, under_way: int) -> None:
+        """The cache was cleared with so many requests under way; those that were running are set aside by that."""
+        self._cleared = min(self._running, under_way)
+
+    def step(self, *, running: int, waiting: int, kv_share: float, preempted: int) -> None:
+        """Figures after a step. `preempted`: since the step before."""
+        by_clearing = min(self._cleared, preempted)
+        self.preemptions += preempted - by_clearing
+        self._cleared = self._cleared - by_clearing if running or waiting else 0
+        self._running, self.waiting, self.kv_share = running, waiting, kv_share
+
+    def logger(self) -> Any:
+        """An entry of `AsyncLLM`'s `stat_loggers`: it logs nothing, and keeps what it is given here."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        stats = self
+
+        class QuietLogger(StatLoggerBase):  # type: ignore[misc]
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
+            def log_engine_initialized(self) -> None: ...
+
+            def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+                preempted = 0 if iteration_stats is None else iteration_stats.num_preempted_reqs
+                if scheduler_stats is not None:
+                    stats.step(
+                        running=scheduler_stats.num_running_reqs,
+                        waiting=scheduler_stats.num_waiting_reqs,
+                        kv_share=scheduler_stats.kv_cache_usage,
+                        preempted=preempted,
+                    )
+
+        return QuietLogger
