@@ -197,6 +197,9 @@ def _stop_reason(finish: Mapping[str, Any], params: Any) -> int | str | None:
     return matched if isinstance(matched, int | str) else None
 
 
+# An SGLang server as a child process: its command line, its start and its end. The server listens on loopback, on a port that
+# was free; its output goes to a file in the run's folder. Invariant: the process ends with the run, however that ends.
+
 START_S = 1200.0
 """Most seconds of a start: a large model is read, and graphs are captured."""
 LOOK_S = 0.5

@@ -21,6 +21,10 @@ from mocked_server.conversation.live_episodes import LiveEpisode
 from mocked_server.http.dialects import too_long
 from mocked_server.vllm.engine import MAX_MESSAGE_CHARS, NUMBERS_ONLY, refusal_of
 
+# Checks what a model call asks of sampling: counts and sizes that any agent may ask for, and whether the tokens are still the
+# policy's own choice. Pure functions that read attributes; vLLM's own rules (ranges, vocabulary) are checked after these.
+# Invariant: what passes costs the engine and the event loop a bounded time, for any values.
+
 MAX_CHOICES = 128
 """Answers of one request, over all its prompts: OpenAI's limit of `n`."""
 MAX_STOPS = 64

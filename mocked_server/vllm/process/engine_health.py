@@ -161,6 +161,9 @@ def _with_children(processes: Sequence[BaseProcess]) -> list[psutil.Process]:
     return found
 
 
+# How an engine's process ended: by itself, as one does that a request kills, or by something outside. Invariant: what could as
+# well have come from outside is never called the engine's own.
+
 UNKNOWN = 255
 """Exit code that multiprocessing gives for a process whose fork server is gone."""
 CRASHES = frozenset(

@@ -115,6 +115,11 @@ def repack_tied_head(model: Any) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
+# Adapters on a CPU, several times as fast: the tokens of one adapter are computed together. vLLM's own way copies an adapter's
+# matrices once for each token of a step, which takes six times as long as the model itself. A step has few adapters, one for
+# each version that generations began under: two matrix products for each of them, and each layer, are enough. What is computed
+# is the same.
+
 Groups = list[tuple[int, slice | Tensor]]
 """(slot of an adapter, its rows); rows without an adapter are in none."""
 
@@ -178,6 +183,12 @@ def _product(x: Tensor, down: Tensor, up: Tensor, *, scale: float) -> Tensor:
     return (scale * torch.nn.functional.linear(x.float(), down.float())).to(up.dtype) @ up.T
 
 
+# Seeds on a CPU: what is sampled after a part of a prompt, and thrown away, leaves a request's generator as it was. vLLM
+# samples after each part of a prompt that is computed in several, and sets the generator back by its offset, which generators
+# of a CPU do not have: the engine ends. Here its state is kept instead, so an answer does not depend on how its prompt was cut.
+# Seams relied on: the model runner's `_sample`, `_bookkeeping_sync`, `discard_request_mask` and `input_batch.generators`.
+
+
 def keep_generators(runner: Any) -> None:
     """Replaces two methods of this model runner."""
     sample, settle = runner._sample, runner._bookkeeping_sync
@@ -205,6 +216,9 @@ def keep_generators(runner: Any) -> None:
 
     runner._sample, runner._bookkeeping_sync = sample_and_set_back, settle_without_them
 
+
+# The states behind the layers of a running model: which of them differ from the learner's is what names a wrong one. Invariant:
+# the model computes what it did.
 
 TAIL = 8
 """Last tokens of the prompt by which a pass that computes its end is known among others."""
@@ -246,6 +260,12 @@ class LayerStates:
         for hook in self._hooks:
             hook.remove()
         return [state for _, state in sorted(self._states.items())]
+
+
+# Records the experts of each token on a CPU, where vLLM does not; its outputs are those that vLLM's own have on a GPU. A chunk
+# of rows goes with each output that samples a token, for all places before that token from `routed_experts_prompt_start` on.
+# Invariant: a place has the experts of the first pass that computed it, whatever weights come later. Seams relied on: routers'
+# `set_capture_fn`, the model runner's batch, the scheduler's outputs.
 
 
 class RecordedExperts:
@@ -306,6 +326,10 @@ class RecordedExperts:
                 self._known[name] = start + count
             first += count
         return answer
+
+
+# Loads a whole model anew into the memory that its kernels read, as the engine did when it started. For a moment it takes the
+# memory of the weights twice. Invariant: tensors that kernels hold stay where they are; only their values change.
 
 
 def load_whole(worker: Any, folder: str) -> None:
