@@ -20,7 +20,7 @@ from learner.recovery.at_once import signals_end_at_once
 
 if TYPE_CHECKING:
     from configs.schema import Config, ModelConfig
-    from learner.placement.model_shape import ModelShape
+    from learner.placement.memory import ModelShape
 
 PROGRAM = "python -m learner.run"
 EPILOG = """\
@@ -138,8 +138,7 @@ def dry_run(config: Config, *, gpus: str) -> int:
     """Print where everything goes and what memory it takes. Exit codes: 0 it fits, 2 not so."""
     from buffers.errors import UnderstudyError
     from learner.placement.cards import described, of_this_machine
-    from learner.placement.plan import make_plan
-    from learner.placement.report import report
+    from learner.placement.plan import make_plan, report
 
     try:
         nodes = described(gpus) if gpus else [of_this_machine()]
@@ -156,7 +155,7 @@ def shape_of(model: ModelConfig) -> ModelShape:
     Raises UnderstudyError."""
     from tempfile import TemporaryDirectory
 
-    from learner.placement.model_shape import read_shape
+    from learner.placement.memory import read_shape
     from learner.startup.hub import CODE, SHAPE_FILES, is_hub_model, model_folder
 
     path, trust = model.path, model.trust_remote_code

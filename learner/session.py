@@ -20,10 +20,9 @@ from buffers.errors import UnderstudyError
 from configs.schema import Config
 from learner.pipeline import Pipeline
 from learner.recovery.at_once import SIGNALS, signals_end_at_once
-from learner.reporting.display import Display
-from learner.reporting.drift import OTHER_CLASS, OTHER_CLASS_ARGUMENT
+from learner.reporting.display import Display, Terminal
+from learner.reporting.run_metrics import OTHER_CLASS, OTHER_CLASS_ARGUMENT
 from learner.reporting.summary import reward_curve_png, reward_curve_text, summary_table, write_summary
-from learner.reporting.terminal import Terminal
 from learner.reporting.tracker import Tracker
 from learner.startup.page_process import PageProcess
 from learner.startup.run_folder import CONFIG, LEDGER, LOG, check_resumed, claimed, write_config

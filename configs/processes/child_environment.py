@@ -7,7 +7,9 @@ program unless its name is given.
 from __future__ import annotations
 
 import os
+import sysconfig
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 PASSED_ON = frozenset({
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TEMP", "TMP", "TZ", "LANG", "LANGUAGE", "TERM",
@@ -39,3 +41,17 @@ def clean_environment(extra: Mapping[str, str], *, named: Sequence[str] = ()) ->
         or (name.lower() in PROXIES and "@" not in value)
     }
     return {**kept, **extra}
+
+
+# The folder of our packages, for processes that Ray starts: they import them from any working directory.
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def python_path() -> str:
+    """PYTHONPATH with the checkout first; as it is where we are installed: what lies in site-packages is found without it, and
+    before the standard library it does not belong."""
+    inherited = os.environ.get("PYTHONPATH", "")
+    if ROOT in {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}:
+        return inherited
+    return os.pathsep.join(filter(None, [str(ROOT), inherited]))

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from learner.experts.routing import Routing
 from learner.model.engine_rounding import float32_logits
+from learner.model.expert_routing import Routing
 from learner.model.file_names import FileNames
 from learner.model.layers import experts_per_token, layers_of
 from learner.model.micro_batch import MicroBatch

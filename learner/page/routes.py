@@ -22,10 +22,8 @@ from buffers.errors import UnderstudyError
 from buffers.ledger.reading.episodes import FilterError, Unknown
 from buffers.ledger.reading.reader import LedgerUnreadable
 from learner.page import reports
-from learner.page.changes import Changes, here, tick_of
-from learner.page.episode_page import RunPages
-from learner.page.query import Query
-from learner.page.run_set import RunSet, UnknownRun
+from learner.page.episode_page import Query, RunPages
+from learner.page.run_set import Changes, RunSet, UnknownRun, here, tick_of
 from learner.page.run_view import NoRun
 
 STATIC = Path(__file__).parent / "static"

@@ -16,7 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffers.errors import UnderstudyError
-from configs.checkout import python_path
+from configs.processes.child_environment import python_path
 from learner.placement.cards import Node, of_this_machine
 
 ASK_S = 60.0

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from configs.checkout import python_path
+from configs.processes.child_environment import python_path
 
 logger = logging.getLogger(__name__)
 

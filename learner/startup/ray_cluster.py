@@ -1,6 +1,6 @@
 """The run's Ray: one of its own on this machine, or the cluster that has the node of its ledger.
 
-Called by `learner.pipeline` and `learner.startup.ledger_location`. Invariants: the process that starts it here ends its part of
+Called by `learner.pipeline` and `learner.startup.run_buffers`. Invariants: the process that starts it here ends its part of
 it with `stop`: a Ray of its own ends with that, a cluster stays. A Ray of its own answers only who has its token,
 which is drawn for each run and lies with Ray's sockets and logs in a folder that no other user can enter. The
 folder is removed at the end. What a cluster asks for is its owner's affair.

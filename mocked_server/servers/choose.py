@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from buffers.errors import EngineError
-from configs.engine_rules import is_url
+from configs.rules import is_url
 from configs.schema import Config
 from mocked_server.fleet.member import FleetEngine
 from mocked_server.servers.facts import KEY, Needs

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from buffers.errors import EngineError
 from configs.model_folder import has_mamba2
-from configs.owned_arguments import why_owned
+from configs.rules import why_owned
 from configs.schema import CPU_KV_CACHE_GB, RolloutConfig, ServerConfig
 from mocked_server.vllm.adapters import lora_words
 

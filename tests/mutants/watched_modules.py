@@ -46,7 +46,6 @@ WATCHED: dict[str, tuple[str, ...]] = {
         "tests/env_adapters/scoring/test_rewards.py",
     ),
     "learner/algorithms/values.py": (f"{_ALGORITHMS}/test_losses.py", f"{_ALGORITHMS}/test_advantages.py", _STEPS[0]),
-    "learner/training/prefix_tree.py": (f"{_TRAINING}/test_tree_packing.py", f"{_TRAINING}/test_tree_training.py"),
     "learner/training/tree_packing.py": (f"{_TRAINING}/test_tree_packing.py", f"{_TRAINING}/test_tree_training.py"),
     "learner/training/stems.py": (f"{_TRAINING}/test_stems.py",),
     "learner/training/packing.py": (f"{_TRAINING}/test_packing.py", f"{_TRAINING}/test_batch_tensors.py"),

@@ -26,7 +26,7 @@ from buffers.records import Task
 from buffers.tasks.parquet import write_tasks
 from env_adapters.walk.game import walk_tasks
 from learner.diagnosis.diagnose import diagnose
-from learner.diagnosis.finding import Severity
+from learner.diagnosis.evidence import Severity
 from learner.page.routes import build_app
 from learner.page.run_set import RunSet
 from tests.learner.page.page_parts import unpacked
