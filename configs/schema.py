@@ -145,7 +145,7 @@ class AgentsConfig(Section):
     without a name by the first one, if there is no `command`. See agents/workers/config.py."""
     environment: list[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]] = Field(default_factory=list)
     """Variables of your environment, by name, that the command gets. Without being named it gets only those that programs need to
-    run (`PASSED_ON` in configs/processes/child_environment.py): no keys or tokens."""
+    run (`PASSED_ON` in configs/child_processes.py): no keys or tokens."""
     processes: Count = 1
     """Long-lived programs to run, which ask `TASKS_URL` for their next tasks; 0: a fresh process for every episode. Agent loops
     run in as many workers, at least one."""

@@ -120,7 +120,7 @@ def newest_run(runs: Path) -> Path | None:
 def _run(words: list[str], *, program: str) -> int:
     if not {"-h", "--help"} & set(words) and _conflicts():
         return 2
-    from configs.processes.process_fork import leave
+    from configs.child_processes import leave
     from learner import run
 
     leave(run.main(words, program=program))
@@ -147,7 +147,7 @@ def evaluate(words: list[str]) -> int:
     """Play a task file by the model as it is."""
     if not {"-h", "--help"} & set(words) and _conflicts():
         return 2
-    from configs.processes.process_fork import leave
+    from configs.child_processes import leave
     from learner import evaluate
 
     leave(evaluate.main(words))

@@ -46,7 +46,7 @@ from learner.checkpoints.store import Checkpoint, CheckpointStore, saved_version
 from learner.checkpoints.weight_sync import WeightSync
 from learner.engines import RemoteEngines, RoleModels, make_weight_sync, role_models, role_names, run_nodes
 from learner.learn_loop import LearnLoop, Outputs, Schedule
-from learner.placement.cards import in_cluster
+from learner.placement.plan import in_cluster
 from learner.players import Players, make_players
 from learner.recovery.failure_watch import watch, why_episodes_fail
 from learner.recovery.restarts import Environment, RestartLimit, end_silent, ended

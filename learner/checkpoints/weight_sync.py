@@ -34,8 +34,7 @@ from buffers.weights.node_weights import PUBLISHED, PULLED, same_on
 from buffers.weights.puller_process import PullerProcess
 from buffers.weights.store import VersionStore
 from buffers.weights.version_server import VersionServer
-from configs.processes.child_environment import python_path
-from configs.processes.temporary_folder import goes_with_this_process
+from configs.child_processes import goes_with_this_process, python_path
 from learner.checkpoints.store import ADAPTER_WEIGHTS, WEIGHTS, Checkpoint
 from learner.checkpoints.weight_shards import Published
 

@@ -32,8 +32,8 @@ from learner.page.conversation import packed_text
 from learner.page.episode_page import LARGEST_NUMBER, MOST_POINTS, MOST_TURNS, Query, RunPages
 from learner.page.metric_columns import meanings
 from learner.page.reports import LEFT_OUT, has_secret_name
-from learner.page.routes import STATIC
 from learner.page.run_set import RunSet
+from learner.page.serve import STATIC
 
 PREFIX = "page/"
 """The modules' names in the import map begin so."""

@@ -1,6 +1,6 @@
 """The page's answers about a run: its index, columns of figures, spreads of scores, groups, episodes, what was not trained.
 
-Used by `learner.page.routes` and `learner.page.snapshot`. Functions of a run and of a query, which is bounded whatever it asks for;
+Used by `learner.page.serve` and `learner.page.snapshot`. Functions of a run and of a query, which is bounded whatever it asks for;
 they give what JSON can hold, or bytes.
 """
 

@@ -1,6 +1,6 @@
 """The runs that a page shows: found in the folders that it was given, opened when they are asked for.
 
-Used by `learner.page.routes`. Invariant: a run keeps its name while the page lives; one whose folder is gone is left out.
+Used by `learner.page.serve`. Invariant: a run keeps its name while the page lives; one whose folder is gone is left out.
 """
 
 from __future__ import annotations

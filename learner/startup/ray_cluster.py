@@ -38,8 +38,8 @@ from ray.exceptions import AuthenticationError, RpcError
 
 from buffers.errors import UnderstudyError
 from buffers.wire.address import is_loopback
-from configs.processes.temporary_folder import MAX_CHARS, socket_folder
-from learner.placement.cards import ADDRESS, in_cluster
+from configs.child_processes import MAX_CHARS, socket_folder
+from learner.placement.plan import ADDRESS, in_cluster
 
 logger = logging.getLogger(__name__)
 

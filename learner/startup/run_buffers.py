@@ -19,7 +19,7 @@ from buffers.records import Episode, Position, Round
 from buffers.remote.ray_actor import start_actor
 from buffers.remote.remote_ledger import RemoteLedger
 from buffers.tasks.task_pool import TaskPool
-from configs.processes.child_environment import python_path
+from configs.child_processes import python_path
 from configs.schema import Config
 from learner.checkpoints.store import Checkpoint
 from learner.startup.ray_cluster import find_node

@@ -25,7 +25,7 @@ from buffers.errors import StorageFull, UnderstudyError
 from buffers.records import TrainBatch
 from buffers.remote.ray_deaths import died, in_short, refusal
 from buffers.weights.node_weights import same_on
-from configs.processes.child_environment import python_path
+from configs.child_processes import python_path
 from configs.schema import LearnerConfig, WarmStartConfig
 from learner.checkpoints.store import Checkpoint
 from learner.checkpoints.weight_shards import Published

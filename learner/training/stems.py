@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from learner.model.micro_batch import MicroBatch, Stems
+from learner.model.packed_attention import MicroBatch, Stems
 from learner.training.packing import Sequences
 from learner.training.tree_packing import GATHERED, Places, TreeSequences
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from buffers.records import Int32
-from learner.model.micro_batch import MicroBatch, Paths, Segments
+from learner.model.packed_attention import MicroBatch, Paths, Segments
 from learner.training.packing import Plan, Sequences
 
 # Rows as a tree: tokens that rows have in common from their start on are laid out once. Rows are sorted, so that each shares

@@ -26,7 +26,7 @@ from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import EpisodeScores, Row, Task
 from buffers.tasks.task_pool import TaskPool
 from buffers.training_rows import episode_rows
-from configs.processes.child_environment import clean_environment
+from configs.child_processes import clean_environment
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.check.report import Report, TrialObservations, features_of, make_report
 from mocked_server.check.scripted_replies import LINE, StandInEnvironment, line_for

@@ -17,8 +17,7 @@ from buffers.errors import EngineError
 from configs.rules import is_url
 from configs.schema import Config
 from mocked_server.fleet.member import FleetEngine
-from mocked_server.servers.facts import KEY, Needs
-from mocked_server.servers.http_client import ServerClient, ServerLost, ServerRefused
+from mocked_server.servers.http_client import KEY, Needs, ServerClient, ServerLost, ServerRefused
 from mocked_server.servers.server_engine import RunningServer, ServerEngine, examined, nobody_answers
 from mocked_server.servers.sglang_server import SGLangProcess
 from mocked_server.vllm.engine import VLLMEngine

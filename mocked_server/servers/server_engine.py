@@ -22,8 +22,15 @@ from typing import Any, Protocol
 
 from buffers.errors import EngineDied, EngineError, RequestFailed, RequestRefused
 from mocked_server.fleet.member import EngineFigures, EngineLost
-from mocked_server.servers.facts import KEY, Needs, ServerFacts, check_facts
-from mocked_server.servers.http_client import ServerClient, ServerLost, ServerRefused
+from mocked_server.servers.http_client import (
+    KEY,
+    Needs,
+    ServerClient,
+    ServerFacts,
+    ServerLost,
+    ServerRefused,
+    check_facts,
+)
 from mocked_server.servers.sglang_server import SGLangServer
 from mocked_server.servers.vllm_server import VLLMServer
 from mocked_server.vllm.engine import MAX_MESSAGE_CHARS, EngineBase, tokens_of

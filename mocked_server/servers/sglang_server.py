@@ -24,8 +24,7 @@ from typing import Any
 
 from buffers.errors import EngineDied, EngineError, RequestRefused
 from configs.schema import Config
-from mocked_server.servers.facts import KEY, ServerFacts
-from mocked_server.servers.http_client import ServerClient, ServerLost, ServerRefused
+from mocked_server.servers.http_client import KEY, ServerClient, ServerFacts, ServerLost, ServerRefused
 from mocked_server.vllm.served_requests import Completion, Tokens
 
 NOT_HERE = ("structured_outputs", "bad_words", "allowed_token_ids", "logprob_token_ids", "thinking_token_budget")

@@ -29,8 +29,7 @@ from typing import Any
 import psutil
 
 from buffers.errors import EngineDied, EngineError, RequestRefused
-from configs.processes.process_fork import imports_kept
-from configs.processes.temporary_folder import socket_folder
+from configs.child_processes import imports_kept, socket_folder
 from mocked_server.fleet.member import ADAPTER_OF, EngineFigures, EngineLost, Sampled
 from mocked_server.fleet.probe import probe
 from mocked_server.vllm import continued_requests

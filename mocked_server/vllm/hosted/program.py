@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from buffers.errors import EngineDied, EngineError
-from configs.processes.child_environment import python_path
+from configs.child_processes import python_path
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.fleet.engine_host import EngineHost
 

@@ -14,25 +14,23 @@ from configs.schema import LearnerConfig
 from learner.algorithms.advantages import (
     ESTIMATORS,
     AdvantageInputs,
+    calibrated,
     calibrated_evidence,
     difficulty,
     dr_grpo,
+    explained_variance,
+    final_rewards,
+    gae,
     gdpo,
     gpg,
     grpo,
     grpo_passk,
     opo,
     remax,
-    rloo,
-    unit_returns,
-)
-from learner.algorithms.values import (
-    calibrated,
-    explained_variance,
-    final_rewards,
-    gae,
     rewards_to_go,
+    rloo,
     score_scale,
+    unit_returns,
     whiten,
 )
 from tests.support.patience import PATIENCE_S

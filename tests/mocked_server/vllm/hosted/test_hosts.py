@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from buffers.errors import EngineDied, EngineError
-from configs.processes.child_environment import python_path
+from configs.child_processes import python_path
 from configs.tiny_model import make_tiny_model
 from mocked_server.fleet import remote_engine
 from mocked_server.fleet.member import EngineLost
