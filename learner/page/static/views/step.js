@@ -1,11 +1,8 @@
 // One step: its figures, and the groups that it trained, each with the scores of its episodes.
-import { html, useMemo } from "../../core/html.js";
-import { figure, plural, score } from "../../core/format.js";
-import { useKeys } from "../../core/keys.js";
-import { go, link } from "../../core/route.js";
-import { source } from "../../data/source.js";
-import { useRequest } from "../../data/use_request.js";
-import { Awaiting, Notice } from "../../parts/notice.js";
+import { html, useMemo, figure, plural, score, useKeys, go, link } from "../core.js";
+import { useRequest } from "../data.js";
+import { Awaiting, Notice } from "../parts.js";
+import { source } from "../sources.js";
 
 const MOST = 500;
 

@@ -1,9 +1,8 @@
 // What holds learning back, worst first: a sentence, the figure that it rests on, and the remedy.
-import { html } from "../../core/html.js";
-import { ledgerNow } from "../../data/live.js";
-import { source } from "../../data/source.js";
-import { useRequest } from "../../data/use_request.js";
-import { Awaiting, Notice } from "../../parts/notice.js";
+import { html } from "../core.js";
+import { ledgerNow, useRequest } from "../data.js";
+import { Awaiting, Notice } from "../parts.js";
+import { source } from "../sources.js";
 
 const WORDS = { stops: "stops learning", harms: "harms", slows: "costs time or data", note: "note" };
 const MARKS = { stops: "bad", harms: "warn" };
