@@ -1,6 +1,6 @@
 """`RemoteLedger`: a ledger that is in another process, on this machine or another, used like `Ledger`.
 
-Made by `learner.startup.ledger_location`. It sends what is submitted in its order, from one thread, over the wire
+Made by `learner.startup.run_buffers`. It sends what is submitted in its order, from one thread, over the wire
 (`ledger_client`); the ledger's Ray actor (`ray_actor`) says where that leads. Invariants: a future is done once its
 operation is on disk; a round may overtake operations of other episodes, and nothing overtakes a round of its own: an
 acknowledged score implies that the episode's earlier rounds are stored. Watchers hear of a commit after its futures are

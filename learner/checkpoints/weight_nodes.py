@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffers.errors import UnderstudyError, WeightsError
 from buffers.weights.node_weights import NodeWeights, folder_on
-from configs.checkout import python_path
+from configs.child_processes import python_path
 
 
 class WeightsActor:

@@ -1,4 +1,4 @@
-"""Rules of `configs.processes.temporary_folder`: what a process and all that it starts leave in the folder for temporary files
+"""Rules of `configs.child_processes`: what a process and all that it starts leave in the folder for temporary files
 goes with it, or with the next process where it was killed."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.processes.temporary_folder import (
+from configs.child_processes import (
     MAX_CHARS,
     PREFIX,
     goes_with_this_process,
@@ -26,7 +26,7 @@ from tests.support.processes.child_process import child_process, gone
 ROOT = Path(__file__).parents[2]
 ENTERED = """
 import os, sys, tempfile
-from configs.processes.temporary_folder import own_temporary_folder
+from configs.child_processes import own_temporary_folder
 with own_temporary_folder():
     if sys.argv[1:] == ["fork"] and os.fork() == 0:
         os.read(0, 1)
@@ -45,7 +45,7 @@ with own_temporary_folder():
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder for temporary files, of a process that has none of its own yet."""
-    monkeypatch.setattr("configs.processes.temporary_folder._removed", {})
+    monkeypatch.setattr("configs.child_processes._removed", {})
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     return tmp_path

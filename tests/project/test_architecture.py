@@ -38,7 +38,6 @@ PARTS_MEET = {
     "learner/players.py",
     "learner/engines.py",
     "learner/page/serve.py",
-    "learner/role_models.py",
 }
 """May import every folder of MAY_IMPORT."""
 STANDS_ALONE = "agents/examples/"

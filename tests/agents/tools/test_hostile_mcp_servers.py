@@ -19,7 +19,7 @@ from agents.tools.mcp import server, stdio
 from agents.tools.toolbox import Toolbox, ToolFault
 from buffers.errors import ToolError
 from buffers.outgoing import MCP
-from configs.checkout import python_path
+from configs.child_processes import python_path
 
 pytestmark = pytest.mark.slow
 

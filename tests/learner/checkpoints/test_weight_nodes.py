@@ -21,7 +21,7 @@ from buffers.weights.version_server import MAX_READ_BYTES, READ, Read, VersionSe
 from buffers.weights.wire_source import WireSource
 from buffers.wire.address import Way, WireError
 from buffers.wire.connection import Connection
-from configs.checkout import python_path
+from configs.child_processes import python_path
 from learner.checkpoints.store import WEIGHTS, Checkpoint
 from learner.checkpoints.weight_shards import Published
 from learner.checkpoints.weight_sync import WeightSync
