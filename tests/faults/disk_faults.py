@@ -51,6 +51,7 @@ def talk():  # whoever cannot print ends
 
 threading.Thread(target=talk, daemon=True).start()
 sys.argv = sys.argv[1:]
+sys.path.insert(0, ROOT)
 runpy.run_path(sys.argv[0], run_name="__main__") if sys.argv[0].endswith(".py") else runpy.run_module(
     sys.argv[0], run_name="__main__", alter_sys=True
 )
@@ -174,12 +175,13 @@ class Run:
         return True
 
 
-def noisy(folder: Path) -> list[str]:
-    """Overrides: agent, environment and `data.make` of the demo print all the time."""
-    (folder / "noisy.py").write_text(NOISY)
-    begin = f"{{python}}, {folder / 'noisy.py'}"
+def noisy(folder: Path, environment: Mapping[str, str]) -> list[str]:
+    """Overrides: agent (with `environment`), environment and `data.make` of the demo print all the time."""
+    (folder / "noisy.py").write_text(NOISY.replace("ROOT", repr(str(ROOT))))
+    begin = f"'{{python}}', {folder / 'noisy.py'}"
     make = f"{begin}, env_adapters.walk.make_data, --tasks, {folder}/tasks.parquet, --traces, {folder}/traces.parquet"
     return [
+        f"agents.environment=[{', '.join(environment)}]",
         f"agents.command=[{begin}, {ROOT}/agents/examples/walk_agent.py]",
         f"env.command=[{begin}, env_adapters.walk.server]",
         f"data.make=[{make}]",
@@ -202,7 +204,7 @@ def started(folder: Path, environment: Mapping[str, str], *overrides: str) -> It
         "run.name=run",
     ]
     process = subprocess.Popen(
-        [*command, *KNOBS, *noisy(folder), *overrides], cwd=ROOT, env=os.environ | environment, text=True,
+        [*command, *KNOBS, *noisy(folder, environment), *overrides], cwd=ROOT, env=os.environ | environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0,
     )  # fmt: skip
     run, ended = Run(folder, process), threading.Event()
@@ -298,11 +300,10 @@ def all_while_running(folder: Path, disk: Disk, files: list[File]) -> dict[str, 
         steps = [step for (step,) in db.execute("SELECT step FROM step ORDER BY step")]
     lines = [json.loads(line) for line in (run.place / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, len(steps) + 1)) == [line["step"] for line in lines if line["step"]]
-    known = ("/#", "/run/checkpoints", *(word for file in (*RUNNING, *STARTING, *ENDING) for word in file.words))
+    known = ("/#", "/run/checkpoint", *(word for file in (*RUNNING, *STARTING, *ENDING) for word in file.words))
     # `#`: a file without a name, by which a disk is tried
     unknown = {path for path in run.paths if not any(word in path for word in known)} - {
-        str(run.place),
-        str(run.place.parent),
+        str(place) for place in (run.place, run.place.parent, run.place / "model")
     }
     assert not unknown, f"files that no row tells of: {sorted(unknown)}"
     assert run.process.returncode == 130, run.lines[-20:]
