@@ -192,9 +192,14 @@ class LongLivedAgents:
         name = f"agent-{index}"
         env = self.place.program_environment(self.place.worker_key(name)) | {"CONCURRENCY": str(share)}
         in_a_row, scored = 0, self.service.num_scored
+
+        def takes_log() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            check_takes(folder)
+
         while True:
             began = time.monotonic()
-            takes = partial(asyncio.to_thread, check_takes, self.place.folder.parent)
+            takes = partial(asyncio.to_thread, takes_log)
             await until_written(takes, what=name, folder=self.place.folder.parent, say=logger.warning)
             if time.monotonic() - began > LOOK_S:  # what it printed may have been its end
                 in_a_row = 0
