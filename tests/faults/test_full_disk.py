@@ -47,7 +47,7 @@ def test_a_run_goes_on_after_its_disk_was_full(tmp_path: Path, fault: str) -> No
         assert refused.returncode != 0 and "Traceback" not in told and len(told.strip().splitlines()) <= 3, told
         disk.take()
         steps = run.step()
-        with started(disk.folder, {}, "run.steps=100000", "--resume", str(run.place)) as again:
+        with started(disk.folder, {}, "run.steps=100000", "--resume", "auto") as again:
             assert again.wait_for_step(steps + 3), again.lines
         with closing(read_database(run.place / "ledger.sqlite")) as db:
             assert findings(db) == []
