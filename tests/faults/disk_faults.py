@@ -153,8 +153,9 @@ class Run:
 
     def read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip())
+        with self.process.stdout as lines:
+            for line in lines:
+                self.lines.append(line.rstrip())
 
     def observe(self, ended: threading.Event) -> None:
         for changes in watch(self.folder / "runs", stop_event=ended, debounce=50, step=10, rust_timeout=100):
