@@ -16,7 +16,6 @@ import asyncio
 import json
 import logging
 import os
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
@@ -24,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from buffers.disk import LOOK_S, check_takes, until_written
+from buffers.disk import until_taken, until_written
 from buffers.errors import AgentError, EpisodeError, ScoreError
 from buffers.records import LeasedEpisode, Task
 from buffers.tasks.task_pool import PoolClosed
@@ -193,10 +192,7 @@ class LongLivedAgents:
         env = self.place.program_environment(self.place.worker_key(name)) | {"CONCURRENCY": str(share)}
         in_a_row, scored = 0, self.service.num_scored
         while True:
-            began = time.monotonic()
-            takes = partial(asyncio.to_thread, check_takes, self.place.folder.parent)
-            await until_written(takes, what=name, folder=self.place.folder.parent, say=logger.warning)
-            if time.monotonic() - began > LOOK_S:  # what it printed may have been its end
+            if await until_taken(folder, what=f"the log of {name}", say=logger.warning):
                 in_a_row = 0
             child = await Child.start(self.command, env=env, cwd=folder, log=folder / "log.txt")
             try:

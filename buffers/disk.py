@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -53,6 +54,22 @@ def check_takes(folder: Path) -> None:
         if written is not None and written < PROBE_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(probe.fileno())
+
+
+async def until_taken(folder: Path, *, what: str, say: Callable[[str], object]) -> bool:
+    """Waits until `folder` takes files, for `what`; makes it if it is not there. Whether that took a wait: a program that its disk
+    refused may have ended of what it printed."""
+    tries = 0
+
+    def take() -> None:
+        nonlocal tries
+        tries += 1
+        folder.mkdir(parents=True, exist_ok=True)
+        check_takes(folder)
+
+    disk = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    await until_written(partial(asyncio.to_thread, take), what=what, folder=disk, say=say)
+    return tries > 1
 
 
 async def until_written(

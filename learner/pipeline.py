@@ -35,6 +35,7 @@ from typing import Any
 from agents.external import AgentPerEpisode, AgentPlace, LongLivedAgents, check_command
 from agents.harbor.trials import HarborTrials
 from agents.workers.manager import AgentLoopManager
+from buffers.disk import until_taken
 from buffers.errors import TaskError
 from buffers.ledger.ledger import Ledger
 from buffers.records import Task
@@ -545,7 +546,8 @@ class Pipeline:
         start = partial(
             start_environment, command, env=env, cwd=Path.cwd(), log=self._folder / "env.log", deadline_s=ENV_START_S
         )
-        environment = Environment(start, lost=partial(environment_lost, server))
+        taken = partial(until_taken, self._folder, what="env.log", say=self._display.note)
+        environment = Environment(start, lost=partial(environment_lost, server), taken=taken)
         stack.push_async_callback(environment.stop)
         server.env_address = await environment.start(restart_limit=self._restart_limit)
         return environment

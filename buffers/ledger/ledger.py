@@ -377,7 +377,7 @@ def _read_event(db: sqlite3.Connection) -> LedgerEvent:
 
 def _probe(db: sqlite3.Connection) -> None:
     """Stays stored: what is removed again in the same transaction would never reach the disk."""
-    db.execute("INSERT OR REPLACE INTO meta VALUES ('probe', zeroblob(?))", (_PROBE_BYTES,))
+    db.execute("INSERT OR REPLACE INTO meta VALUES ('probe', hex(zeroblob(?)))", (_PROBE_BYTES // 2,))
 
 
 def _states(counts: dict[str, int]) -> dict[str, int]:

@@ -81,13 +81,18 @@ async def end_silent(
 
 class Environment:
     """The environment's program. `start`: starts it and gives its address; `lost`: called when it has died and another one
-    listens at that address."""
+    listens at that address; `taken`: waits until the disk of its log takes something, and says whether that took a wait."""
 
     def __init__(
-        self, start: Callable[[], Awaitable[tuple[Program, str]]], *, lost: Callable[[str], Awaitable[None]]
+        self,
+        start: Callable[[], Awaitable[tuple[Program, str]]],
+        *,
+        lost: Callable[[str], Awaitable[None]],
+        taken: Callable[[], Awaitable[bool]],
     ) -> None:
         self._start = start
         self._lost = lost
+        self._taken = taken
         self._child: Program | None = None
 
     async def start(self, *, restart_limit: RestartLimit) -> str:
@@ -109,7 +114,8 @@ class Environment:
                 f"{self._child.log_tail()}"
             )
             while True:
-                restart_limit.record("environment", error)
+                if not await self._taken():
+                    restart_limit.record("environment", error)
                 try:
                     await self._lost(await self.start(restart_limit=restart_limit))
                     break

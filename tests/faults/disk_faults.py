@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +38,25 @@ BEGIN, END = "<!-- python -m tests.faults.disk_faults --write: -->\n", "<!-- end
 FAULTS = {"full": b"f", "no inodes": b"i", "read-only": b"r", "slow (12 s)": b"s"}
 LOCKED = "locked"
 HELD_S = {"slow (12 s)": 14.0, LOCKED: 14.0}
+NOISY = """\
+import os, runpy, sys, threading, time
+
+def talk():  # whoever cannot print ends
+    try:
+        while True:
+            print("a line", file=sys.stderr, flush=True)
+            time.sleep(0.2)
+    except OSError:
+        os._exit(1)
+
+threading.Thread(target=talk, daemon=True).start()
+sys.argv = sys.argv[1:]
+sys.path.insert(0, ROOT)
+runpy.run_path(sys.argv[0], run_name="__main__") if sys.argv[0].endswith(".py") else runpy.run_module(
+    sys.argv[0], run_name="__main__", alter_sys=True
+)
+"""
+"""A program that prints all the time, around one that does not."""
 KNOBS = (
     "run.checkpoints.every=2", "warm_start.steps=5", "buffer.groups_per_step=4", "buffer.group_size=2", "agents.concurrency=16",
 )  # fmt: skip
@@ -134,8 +153,9 @@ class Run:
 
     def read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip())
+        with self.process.stdout as lines:
+            for line in lines:
+                self.lines.append(line.rstrip())
 
     def observe(self, ended: threading.Event) -> None:
         for changes in watch(self.folder / "runs", stop_event=ended, debounce=50, step=10, rust_timeout=100):
@@ -156,10 +176,25 @@ class Run:
         return True
 
 
+def noisy(folder: Path, environment: Mapping[str, str]) -> list[str]:
+    """Overrides: agent (with `environment`), environment and `data.make` of the demo print all the time."""
+    (folder / "noisy.py").write_text(NOISY.replace("ROOT", repr(str(ROOT))))
+    begin = f"'{{python}}', {folder / 'noisy.py'}"
+    make = f"{begin}, env_adapters.walk.make_data, --tasks, {folder}/tasks.parquet, --traces, {folder}/traces.parquet"
+    return [
+        f"agents.environment=[{', '.join(environment)}]",
+        f"agents.command=[{begin}, {ROOT}/agents/examples/walk_agent.py]",
+        f"env.command=[{begin}, env_adapters.walk.server]",
+        f"data.make=[{make}]",
+        f"data.tasks={folder}/tasks.parquet",
+        f"warm_start.demonstrations={folder}/traces.parquet",
+    ]
+
+
 @contextmanager
-def started(folder: Path, disk: Disk, *overrides: str) -> Iterator[Run]:
-    folder.mkdir(exist_ok=True)
-    (folder / "runs").mkdir()
+def started(folder: Path, environment: Mapping[str, str], *overrides: str) -> Iterator[Run]:
+    """A run of the demo in `folder`, until the end of the block, by Ctrl-C."""
+    (folder / "runs").mkdir(parents=True, exist_ok=True)
     command = [
         sys.executable,
         "-m",
@@ -170,8 +205,8 @@ def started(folder: Path, disk: Disk, *overrides: str) -> Iterator[Run]:
         "run.name=run",
     ]
     process = subprocess.Popen(
-        [*command, *KNOBS, *overrides], cwd=ROOT, env=os.environ | disk.environment, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, process_group=0,
+        [*command, *KNOBS, *noisy(folder, environment), *overrides], cwd=ROOT, env=os.environ | environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0,
     )  # fmt: skip
     run, ended = Run(folder, process), threading.Event()
     threads = [threading.Thread(target=run.read), threading.Thread(target=run.observe, args=(ended,))]
@@ -237,7 +272,7 @@ def short(line: str) -> str:
 
 def at_the_start(folder: Path, disk: Disk, file: File, fault: str) -> str:
     """A fault that is there from the start and ends after a while, where it has not ended the run: what happened."""
-    with started(folder, disk, "run.steps=2") as run:
+    with started(folder, disk.environment, "run.steps=2") as run:
         with disk.fault(fault, file):
             until = time.monotonic() + PATIENCE_S
             while run.process.poll() is None and not disk.num_met and time.monotonic() < until:
@@ -255,7 +290,7 @@ def at_the_start(folder: Path, disk: Disk, file: File, fault: str) -> str:
 def all_while_running(folder: Path, disk: Disk, files: list[File]) -> dict[str, dict[str, str]]:
     """All faults of these files, one after another in one run; what happened, by file and fault."""
     rows: dict[str, dict[str, str]] = {file.name: {} for file in files}
-    with started(folder, disk, "run.steps=100000") as run:
+    with started(folder, disk.environment, "run.steps=100000") as run:
         assert run.wait_for_step(3), run.lines
         for file in files:
             for fault in (*FAULTS, LOCKED):
@@ -266,11 +301,10 @@ def all_while_running(folder: Path, disk: Disk, files: list[File]) -> dict[str, 
         steps = [step for (step,) in db.execute("SELECT step FROM step ORDER BY step")]
     lines = [json.loads(line) for line in (run.place / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, len(steps) + 1)) == [line["step"] for line in lines if line["step"]]
-    known = ("/#", "/run/checkpoints", *(word for file in (*RUNNING, *STARTING, *ENDING) for word in file.words))
+    known = ("/#", "/run/checkpoint", *(word for file in (*RUNNING, *STARTING, *ENDING) for word in file.words))
     # `#`: a file without a name, by which a disk is tried
     unknown = {path for path in run.paths if not any(word in path for word in known)} - {
-        str(run.place),
-        str(run.place.parent),
+        str(place) for place in (run.place, run.place.parent, run.place / "model")
     }
     assert not unknown, f"files that no row tells of: {sorted(unknown)}"
     assert run.process.returncode == 130, run.lines[-20:]

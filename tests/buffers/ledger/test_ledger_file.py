@@ -7,12 +7,15 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from buffers.errors import EpisodeClosed, LeaseError, UnderstudyError
 from buffers.ledger.ledger import Ledger
+from buffers.ledger.schema import read_database
+from buffers.ledger.tools.doctor import findings
 from tests.support.buffer_parts import make_ready, make_round, make_task, open_running, scored_by_group_state
 from tests.support.patience import PATIENCE_S
 from tests.support.processes.child_process import child_process
@@ -202,6 +205,8 @@ def test_a_full_disk_loses_nothing_and_all_goes_on_when_space_returns(tmp_path: 
         timeout=PATIENCE_S,
     )
     assert child.returncode == 0, child.stderr
+    with closing(read_database(path)) as db:  # what the writer leaves behind is nothing that a reader refuses
+        assert findings(db) == []
     with Ledger(path) as ledger:
         stored = ledger.rounds("1-0-0").result()
         assert [round_.round_index for round_ in stored] == list(range(200))

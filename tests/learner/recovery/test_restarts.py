@@ -3,6 +3,7 @@ killed early."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from functools import partial
 from pathlib import Path
@@ -42,10 +43,16 @@ async def never(_: str) -> None:
     raise AssertionError("it never ran")
 
 
+async def taken() -> bool:
+    return False
+
+
 def environment(folder: Path, *, kills: str) -> Environment:
     command = [sys.executable, "-c", KILLED_TWICE, kills]
     return Environment(
-        partial(start_environment, command, env={}, cwd=folder, log=folder / "log", deadline_s=60.0), lost=never
+        partial(start_environment, command, env={}, cwd=folder, log=folder / "log", deadline_s=60.0),
+        lost=never,
+        taken=taken,
     )
 
 
@@ -58,7 +65,7 @@ async def test_an_environment_that_is_killed_before_it_is_ready_is_started_again
 
 async def test_an_environment_that_ends_by_itself_before_it_is_ready_is_not_tried_again(tmp_path: Path) -> None:
     start = partial(start_environment, [sys.executable, "-c", "raise SystemExit('no port')"], cwd=tmp_path)
-    started = Environment(partial(start, env={}, log=tmp_path / "log", deadline_s=60.0), lost=never)
+    started = Environment(partial(start, env={}, log=tmp_path / "log", deadline_s=60.0), lost=never, taken=taken)
     restart_limit = RestartLimit()
     with pytest.raises(EnvError, match="no port"):
         await started.start(restart_limit=restart_limit)
@@ -69,3 +76,27 @@ async def test_an_environment_that_is_killed_each_time_ends_it(tmp_path: Path) -
     kills = ",".join("x" * number for number in range(1, MAX_IN_A_ROW + 2))
     with pytest.raises(EnvError, match="was killed before it was ready"):
         await environment(tmp_path, kills=kills).start(restart_limit=RestartLimit())
+
+
+async def test_one_that_its_disk_has_ended_is_started_again_once_that_takes_files_and_is_not_blamed(
+    tmp_path: Path,
+) -> None:
+    program, back, waits = 'print("ready 127.0.0.1:1", flush=True)', asyncio.Event(), 2 * MAX_IN_A_ROW
+
+    async def lost(_: str) -> None:
+        nonlocal waits
+        waits -= 1
+        if waits == 0:
+            back.set()
+
+    async def waited() -> bool:
+        return True
+
+    start = partial(start_environment, [sys.executable, "-c", program], env={}, cwd=tmp_path, log=tmp_path / "log")
+    started, restart_limit = Environment(partial(start, deadline_s=60.0), lost=lost, taken=waited), RestartLimit()
+    await started.start(restart_limit=restart_limit)
+    keeping = asyncio.create_task(started.keep(restart_limit=restart_limit))
+    await back.wait()
+    keeping.cancel()
+    await started.stop()
+    assert restart_limit.figures() == {}
