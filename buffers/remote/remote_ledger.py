@@ -317,7 +317,7 @@ class RemoteLedger(Ledger):
             while not self._stopped.is_set():
                 try:
                     if self._news is None:
-                        self._news = LedgerClient(self._where.address, secret=self._secret)
+                        self._news = LedgerClient(self._where.address, secret=self._secret, on_state=self._keep_state)
                     self._tell(self._news.events(self._cursor, wait_s=_POLL_S))
                 except WireError as error:
                     logger.info("the ledger told no events: %s", error)
@@ -336,7 +336,6 @@ class RemoteLedger(Ledger):
             self._news = None
 
     def _tell(self, page: EventPage) -> None:
-        self._keep_state(page.state)
         self._cursor = page.cursor
         if page.lost:
             closed = tuple(self.ended(sorted(self._running_ids)).result())

@@ -28,12 +28,12 @@ from buffers.ledger.encode import stored_round
 from buffers.ledger.group_commit import DEFAULT_RULES
 from buffers.ledger.ledger import Ledger
 from buffers.records import Row, ScoreDetail, Task, TrainBatch
-from buffers.remote import messages
 from buffers.remote.ledger_client import LedgerClient
 from buffers.remote.ledger_server import LedgerServer
-from buffers.remote.messages import Refusal, job_of
+from buffers.remote.messages import job_of
 from buffers.wire.address import Way, WireLost
 from buffers.wire.connection import Connection
+from buffers.wire.rpc import RemoteError
 from tests.support.buffer_parts import make_round, make_task, open_running
 from tests.support.remote.in_process_remote_ledger import open_nearby
 
@@ -102,7 +102,7 @@ def test_what_no_round_can_be_ends_its_connection_and_stores_nothing(
     ]
     entry[place] = value
     with Connection(server.address, secret=SECRET) as connection:
-        connection.send("rounds", [entry])
+        connection.send("put_rounds", {"rounds": [entry]})
         with pytest.raises(WireLost, match="ended the connection: Expected"):
             connection.receive(20)
     with LedgerClient(server.address, secret=SECRET) as good:
@@ -118,11 +118,11 @@ def test_a_pickle_is_no_round_and_no_argument(ledger: Ledger, server: LedgerServ
     (episode,) = open_running(ledger, task=0)
     code = pickle.dumps(Touch())
     with Connection(server.address, secret=SECRET) as connection:
-        connection.send("rounds", [[episode.episode_id, 0, None, "stop", code, b"", None]])
+        connection.send("put_rounds", {"rounds": [[episode.episode_id, 0, None, "stop", code, b"", None]]})
         with pytest.raises(WireLost, match="round body must be"):
             connection.receive(20)
     with Connection(server.address, secret=SECRET) as connection:
-        connection.send("apply", ["me", 1, [["adopt_episode", {"episode_id": code}]]])
+        connection.send("apply", {"caller": "me", "number": 1, "jobs": [["adopt_episode", {"episode_id": code}]]})
         answer = connection.receive(20)
         assert answer is not None and b"the arguments of adopt_episode must be of its types" in bytes(answer.body)
     assert ledger.counts()["rounds"] == 0 and not (tmp_path / "touched").exists()
@@ -146,12 +146,13 @@ def test_an_operation_that_cannot_be_is_refused_in_a_line_and_its_neighbours_are
     ledger: Ledger, server: LedgerServer, name: str, arguments: dict[str, Any], line: str
 ) -> None:
     with Connection(server.address, secret=SECRET) as connection:
-        connection.send("apply", ["me", 1, [[name, arguments], ["adopt_episode", {"episode_id": "mine"}]]])
+        jobs = [[name, arguments], ["adopt_episode", {"episode_id": "mine"}]]
+        connection.send("apply", {"caller": "me", "number": 1, "jobs": jobs})
         message = connection.receive(20)
-        while message is not None and message.kind == "waiting":
+        while message is not None and message.kind == "beat":
             message = connection.receive(20)
     assert message is not None
-    (refused, done), _ = msgspec.msgpack.decode(message.body)
+    (refused, done), _, _ = msgspec.msgpack.decode(message.body)
     assert refused[0] is None and line in refused[1][1] and done == [True, None]
     assert ledger.counts()["episodes/running"] == 1
 
@@ -164,10 +165,11 @@ def test_only_operations_of_the_ledger_can_be_asked_for() -> None:
 
 
 def test_what_is_not_asked_for_ends_the_connection(server: LedgerServer) -> None:
-    for kind, body in (("dance", None), ("events", ["life", "x", 1.0]), ("forget", 7), ("apply", [])):
+    cursor = {"life": "a", "number": "x", "wait_s": 1.0}
+    for kind, body in (("dance", None), ("events", cursor), ("forget", {"caller": 7}), ("apply", {}), ("close", {})):
         with Connection(server.address, secret=SECRET) as connection:
             connection.send(kind, body)
-            with pytest.raises(WireLost, match=r"must be asked for rounds|Expected|Invalid"):
+            with pytest.raises(WireLost, match=r"must be asked for one of|Expected|Object missing"):
                 connection.receive(20)
 
 
@@ -257,12 +259,14 @@ def test_errors_keep_their_kind_where_it_is_known() -> None:
 
     for error, kind in (
         (Own("x"), EpisodeClosed), (UnicodeEncodeError("utf-8", "a", 0, 1, "why"), ValueError), (KeyError("x"), LookupError),
-        (OSError(5, "x"), UnderstudyError), (RequestRefused("x"), UnderstudyError),
+        (OSError(5, "x"), UnderstudyError), (RequestRefused("x"), RequestRefused),
     ):  # fmt: skip
-        told = Refusal.of(error).error()
+        told = RemoteError.of(error).error()
         assert type(told) is kind
-    assert type(Refusal("SystemExit", "x").error()) is UnderstudyError
-    assert "RequestRefused" not in messages.ERRORS
+    assert type(RemoteError("SystemExit", "x").error()) is UnderstudyError
+    refused = RemoteError.of(RequestRefused("x", field="temperature", status=422)).error()
+    assert isinstance(refused, RequestRefused) and (refused.field, refused.status) == ("temperature", 422)
+    assert not hasattr(RemoteError("EngineError", "x", {"nothing": 1}).error(), "nothing")
 
 
 def test_another_process_stores_rounds(ledger: Ledger, server: LedgerServer) -> None:
