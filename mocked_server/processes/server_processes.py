@@ -113,8 +113,8 @@ class ServerProcesses:
             on_refused=server.model_requests.refused.update,
         )
         secret = process_secret(self._keys.secret)
-        self._host = PromptHost(run, VLLMCodec(), secret=secret, on_silent=self._kill)
-        self._host.start()
+        self._host = PromptHost(run, VLLMCodec(), secret=secret, on_dead=self._kill)
+        self._host.listen(asyncio.get_running_loop())
         for episode_id in self._begun:
             self._host.begun(episode_id)
         async with asyncio.TaskGroup() as starting:
@@ -133,7 +133,7 @@ class ServerProcesses:
             await forward.close()
         await asyncio.gather(*(self._end(child) for child in self._children.values()))
         if self._host is not None:
-            await self._host.close()
+            await self._host.aclose()
         for sock in self._sockets:
             sock.close()
 

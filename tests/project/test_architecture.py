@@ -89,7 +89,6 @@ MOST_IMPORTS_OF_HELP = 150
 BORDERS = {
     ("mocked_server/generation.py", "serve"),
     ("buffers/wire/service.py", "_settle"),
-    ("mocked_server/fleet/engine_host.py", "_obey"),
     ("learner/startup/ray_cluster.py", "_start_local"),
     ("mocked_server/vllm/process/worker_extension.py", "_tried_way"),
     ("mocked_server/vllm/engine.py", "_load_published"),
