@@ -75,16 +75,11 @@ def same(one: Weights, other: Weights) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-class Here(NodeWeights):
-    """A node's weights in this process: a `WeightNode` without Ray."""
-
-    async def start(self) -> None: ...
-
-
 @pytest.fixture
 async def sync(tmp_path: Path) -> AsyncIterator[WeightSync]:
-    def make(node_id: str, sync: WeightSync) -> Here:
-        return Here(
+    def make(node_id: str, sync: WeightSync) -> NodeWeights:
+        """In this process, without Ray."""
+        return NodeWeights(
             folder_on(sync.folder, node_id), host="127.0.0.1", secret=SECRET, file=WEIGHTS, python_path=python_path()
         )
 
