@@ -20,7 +20,7 @@ import msgspec
 from buffers.errors import UnderstudyError
 from buffers.wire.address import WireAddress, WireError, WireLost
 from buffers.wire.connection import Connection
-from buffers.wire.rpc import ACK_EVERY, BEAT_S, Answer, Item, RemoteError, method_of, pack
+from buffers.wire.rpc import ACK_EVERY, BEAT_S, Answer, Item, RemoteError, SentCall, method_of, pack
 from buffers.wire.service import Service
 from buffers.wire.session import Message
 
@@ -116,6 +116,8 @@ class AsyncClient:
         self._loop = asyncio.get_running_loop()
         self._numbers = 0
         self._pending: dict[int, tuple[msgspec.msgpack.Decoder[Any], Take]] = {}
+        self._waiting: list[SentCall] = []
+        """Calls of this turn of the event loop, which go together."""
         self._is_closing = False
         self._thread = threading.Thread(target=self._read, name=f"wire to {name}", daemon=True)
         self._thread.start()
@@ -160,7 +162,7 @@ class AsyncClient:
         body = pack(arguments)
         self._numbers += 1
         self._pending[self._numbers] = (method_of(method).answer, take)
-        self._connection.post(method.__name__, body, number=self._numbers)
+        self._post(self._numbers, method, body)
         return self._numbers
 
     async def call(self, method: Callable[..., Any], /, **arguments: Any) -> Any:
@@ -184,11 +186,12 @@ class AsyncClient:
     def tell(self, method: Callable[..., Any], /, **arguments: Any) -> None:
         """Call it and want no answer. No effect where the other side is lost."""
         if self.lost is None:
-            self._connection.post(method.__name__, pack(arguments))
+            self._post(0, method, pack(arguments))
 
     def abort(self, number: int) -> None:
         """Nobody waits for this call any more. No effect on one that has ended."""
         if self._pending.pop(number, None) is not None and self.lost is None:
+            self._flush()  # it may be among them
             self._connection.post("abort", number=number)
 
     async def close(self) -> None:
@@ -198,6 +201,16 @@ class AsyncClient:
         await asyncio.to_thread(self._thread.join)
         self._lose("it was closed")
         await asyncio.to_thread(self._connection.close)
+
+    def _post(self, number: int, method: Callable[..., Any], arguments: msgspec.Raw) -> None:
+        if not self._waiting:
+            self._loop.call_soon(self._flush)
+        self._waiting.append((number, method.__name__, arguments))
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if waiting and self.lost is None:
+            self._connection.post("calls", waiting)
 
     def _send_figures(self) -> None:
         assert self._figures is not None

@@ -3,7 +3,7 @@
 Used by `service`, which has the methods, and `client`, which calls them. A remote method's arguments travel as an object of its
 parameters' names; both sides read the types from the signature, so that what is not of these types is refused before it runs.
 
-    client:  METHOD arguments (number: of the call; 0: no answer is wanted) | abort (of a call) | ack (of a batch)
+    client:  METHOD arguments (number: of the call; 0: no answer is wanted) | calls [SentCall] | abort (of a call) | ack (a batch)
     service: answer Answer (of the call) | items [Item] (number: of the batch) | beat state
 
 Invariants: an array arrives as it was, bit for bit; an error arrives as the kind that it was, where that is one of `ERRORS`.
@@ -34,6 +34,8 @@ MAX_UNREAD = 32
 """Batches of items that a client has not acknowledged; further ones wait, and go together."""
 ACK_EVERY = 8
 """Batches that are acknowledged together."""
+SentCall = tuple[int, str, msgspec.Raw]
+"""One of several calls that are sent together: its number, its method's name, its arguments."""
 NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
 _NOT_SENT = {"self", "db", "call", "sender"}
 """Parameters that the other side does not give."""

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+import msgspec
+
 from buffers.errors import UnderstudyError
 from buffers.wire.address import Way, WireAddress
 from buffers.wire.listener import Listener, Peer
@@ -31,6 +33,7 @@ from buffers.wire.rpc import (
     Item,
     Later,
     RemoteError,
+    SentCall,
     arguments_of,
     method_of,
     pack,
@@ -41,6 +44,8 @@ from buffers.wire.session import Message
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_CALLS = msgspec.msgpack.Decoder(list[SentCall])
 
 
 @dataclass(slots=True, eq=False)
@@ -196,32 +201,35 @@ class Service:
                 case "ack":
                     caller.read = max(caller.read, message.number)
                     self._flush(caller)
+                case "calls":
+                    for number, name, arguments in _CALLS.decode(message.body):
+                        self._begin(caller, number, name, arguments)
                 case name:
-                    self._begin(caller, name, message)
+                    self._begin(caller, message.number, name, message.body)
         except (UnderstudyError, ValueError, LookupError, TypeError, RecursionError) as error:
             if self._loop is None:
                 raise  # which ends the connection
             logger.error("a client of %s sent an invalid message: %s", self._name, error)
             self.end(caller, str(error))
 
-    def _begin(self, caller: Caller, name: str, message: Message) -> None:
-        if name not in self._methods or message.number in caller.calls:
+    def _begin(self, caller: Caller, number: int, name: str, sent: msgspec.Raw) -> None:
+        if name not in self._methods or number in caller.calls:
             raise UnderstudyError(
                 f"{self._name} must be asked for one of {', '.join(self._methods)}, each call with a number of its own, got "
-                f"{name:.40} {message.number}"
+                f"{name:.40} {number}"
             )
-        arguments = arguments_of(self._methods[name], message.body)
+        arguments = arguments_of(self._methods[name], sent)
         method = method_of(self._methods[name])
-        call: Call[Any] = Call(message.number, caller, self._send)
+        call: Call[Any] = Call(number, caller, self._send)
         if method.takes_sender:
             arguments["sender"] = caller
         if method.is_stream:
-            caller.calls[message.number] = arguments["call"] = call
+            caller.calls[number] = arguments["call"] = call
         answer = getattr(self, name)(**arguments)
         if method.is_stream:
             return
         if inspect.iscoroutine(answer):
-            caller.calls[message.number] = call
+            caller.calls[number] = call
 
             def settle(done: asyncio.Task[Any]) -> None:
                 if not done.cancelled():
@@ -229,9 +237,9 @@ class Service:
 
             self.start_task(answer, name=f"{self._name}: {name}").add_done_callback(settle)
         elif isinstance(answer, Later):
-            caller.calls[message.number] = call
+            caller.calls[number] = call
             self._when_done(answer.futures, partial(self._settle, call, answer.answer))
-        elif message.number:
+        elif number:
             self._settle(call, lambda: answer)
 
     def _when_done(self, futures: Any, work: Callable[[], None]) -> None:
