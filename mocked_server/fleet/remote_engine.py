@@ -84,7 +84,7 @@ class RemoteEngine:
             raise EngineError(f"the host of engine {self.name} cannot be asked: {error}") from error
         self._client = AsyncClient(
             connection, EngineHost, name=f"the host of engine {self.name}", silent_s=SILENT_S, on_state=self._see,
-            on_lost=self._lose,
+            on_lost=self._lose, lost_as=_HostLost,
         )  # fmt: skip
         await self._load_first()
         await self._order(EngineHost.start_engine)
@@ -122,7 +122,7 @@ class RemoteEngine:
             self._is_up = False
             self._dead.set()
 
-    def _lose(self, _: str) -> None:
+    def _lose(self) -> None:
         """The host is lost."""
         self._is_up = False
         self._dead.set()
@@ -171,7 +171,7 @@ class RemoteEngine:
         try:
             while not is_last:
                 delta, failure, is_last = await items.get()
-                if isinstance(failure, EngineLost | WireLost):
+                if isinstance(failure, EngineLost | _HostLost):
                     by_itself = isinstance(failure, EngineLost) and failure.by_itself
                     raise EngineLost(str(failure), life=life, sampled=rebuilt.sampled(), by_itself=by_itself)
                 if failure is not None:
@@ -223,8 +223,6 @@ class RemoteEngine:
         assert self._client is not None
         try:
             return await self._client.call(method, **arguments)
-        except WireLost as error:
-            raise _HostLost(str(error)) from error
         except EngineError:
             raise
         except UnderstudyError as error:

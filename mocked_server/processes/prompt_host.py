@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -30,6 +30,7 @@ from buffers.wire.rpc import remote
 from buffers.wire.service import Call, Caller, Service
 from mocked_server.conversation.live_episodes import Episodes, LiveEpisode
 from mocked_server.fleet.engine_messages import Codec, WireOutput
+from mocked_server.http.model_requests import ModelRequests
 from mocked_server.request_context import Sampling
 
 logger = logging.getLogger(__name__)
@@ -62,16 +63,17 @@ class Figures:
     """Processor time since its start."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSide:
-    """What the host asks of the run's own server. `rounds`: of the ledger."""
+class RunServer(Protocol):
+    """What server processes need of the run's own server."""
 
     episodes: Episodes
-    prompts: PromptQueue
-    rounds: Callable[[str], Future[list[Round]]]
-    is_full: Callable[[], bool]
-    on_refused: Callable[[dict[str, int]], object] = lambda _: None
-    """Gets the reasons for which server processes refused requests, with how often."""
+    prompt_queue: PromptQueue
+    model_requests: ModelRequests
+
+    @property
+    def base_url(self) -> str: ...
+    @property
+    def is_full(self) -> bool: ...
 
 
 class _Reply:
@@ -122,13 +124,21 @@ class _Reply:
 
 
 class PromptHost(Service):
-    """Listens from `listen` until `aclose`. `on_dead`: called with the number of a process that said nothing for `SILENT_S`."""
+    """Listens from `listen` until `aclose`. `rounds`: of an episode, as stored; `on_dead`: called with the number of a process that
+    said nothing for `SILENT_S`."""
 
     def __init__(
-        self, run: RunSide, codec: Codec, *, secret: bytes, on_dead: Callable[[int], object] = lambda _: None
+        self,
+        run: RunServer,
+        codec: Codec,
+        *,
+        rounds: Callable[[str], Future[list[Round]]],
+        secret: bytes,
+        on_dead: Callable[[int], object] = lambda _: None,
     ) -> None:
         super().__init__(name="the run", secret=secret, way=Way.LOCAL, silent_s=SILENT_S)
-        self._run_side = run
+        self._server = run
+        self._rounds = rounds
         self._codec = codec
         self._on_dead = on_dead
         self._joined: dict[int, Caller] = {}
@@ -162,7 +172,7 @@ class PromptHost(Service):
 
     def state(self) -> bool:
         """The ledger's disk takes nothing more for now."""
-        return self._run_side.is_full()
+        return self._server.is_full
 
     def on_silent(self, caller: Caller) -> None:
         """One that has sent nothing yet does not serve: what it imports may keep it from saying anything."""
@@ -183,7 +193,7 @@ class PromptHost(Service):
     def beat(self, sender: Caller, figures: Figures | None = None) -> None:
         if figures is not None:
             self._figures[sender] = figures
-            self._run_side.on_refused(figures.refused)
+            self._server.model_requests.refused.update(figures.refused)
 
     @remote
     def generate(
@@ -201,7 +211,7 @@ class PromptHost(Service):
     ) -> None:
         """Queue a prompt; what cannot be queued is answered. `params`: vLLM's SamplingParams."""
         try:
-            live = self._run_side.episodes.get(episode_id)
+            live = self._server.episodes.get(episode_id)
         except EpisodeError as error:
             call.fail(error)
             return
@@ -221,7 +231,7 @@ class PromptHost(Service):
         )
         self._begun.add(episode_id)
         try:
-            self._run_side.prompts.put(prompt)
+            self._server.prompt_queue.put(prompt)
         except (queue.Full, QueueClosed) as error:
             reply.fail(error)
 
@@ -231,10 +241,9 @@ class PromptHost(Service):
 
         async def give() -> None:
             try:
-                run = self._run_side
-                run.episodes.get(episode_id)
-                rounds = await asyncio.wrap_future(run.rounds(episode_id)) if episode_id in self._begun else []
-                episode = run.episodes.get(episode_id).episode  # it may have ended meanwhile
+                self._server.episodes.get(episode_id)
+                rounds = await asyncio.wrap_future(self._rounds(episode_id)) if episode_id in self._begun else []
+                episode = self._server.episodes.get(episode_id).episode  # it may have ended meanwhile
             except UnderstudyError as error:
                 call.fail(error)
                 return

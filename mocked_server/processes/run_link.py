@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 from buffers.errors import EngineError, UnderstudyError
 from buffers.prompt_queue import Prompt
 from buffers.records import Episode, Round
-from buffers.wire.address import WireLost
 from buffers.wire.client import AsyncClient
 from buffers.wire.connection import Connection
 from mocked_server.fleet.engine_messages import Codec
@@ -39,7 +37,7 @@ class RunLink:
         self._gone = asyncio.Event()
         self._client = AsyncClient(
             connection, PromptHost, name="the run", silent_s=SILENT_S, on_state=self._see,
-            on_lost=lambda _: self._gone.set(), figures=figures,
+            lost_as=EngineError, on_lost=self._gone.set, figures=figures,
         )  # fmt: skip
         self._client.tell(PromptHost.join, process=process)
 
@@ -52,7 +50,7 @@ class RunLink:
 
         def take(part: Generated, error: UnderstudyError | None, is_last: bool) -> None:
             if error is not None:
-                prompt.reply.fail(_as_engine_error(error))
+                prompt.reply.fail(error)
                 return
             output = part.output and self._codec.output_of(part.output, request_id=prompt.request_id)
             if is_last:
@@ -60,7 +58,7 @@ class RunLink:
             else:
                 prompt.reply.push(output)
 
-        number = self._begin(
+        number = self._client.begin(
             PromptHost.generate, take, request_id=prompt.request_id, episode_id=prompt.episode_id,
             group_id=prompt.group_id, prompt_token_ids=prompt.prompt_token_ids,
             params=self._codec.pack_params(prompt.sampling.params), extra=dict(prompt.sampling.extra),
@@ -78,18 +76,12 @@ class RunLink:
             elif adopted.done():
                 return
             elif error is not None:
-                adopted.set_exception(_as_engine_error(error))
+                adopted.set_exception(error)
             else:
                 adopted.set_result((part[0].episode(), part[1]))
 
-        self._begin(PromptHost.adopt, take, episode_id=episode_id)
+        self._client.begin(PromptHost.adopt, take, episode_id=episode_id)
         return await adopted
-
-    def _begin(self, method: Callable[..., Any], take: Callable[..., object], **arguments: Any) -> int:
-        try:
-            return self._client.begin(method, take, **arguments)
-        except WireLost as error:
-            raise _as_engine_error(error) from error
 
     async def until_lost(self) -> str:
         """Why the run is gone, once it is."""
@@ -99,8 +91,3 @@ class RunLink:
     async def close(self) -> None:
         """End the connection."""
         await self._client.close()
-
-
-def _as_engine_error(error: UnderstudyError) -> UnderstudyError:
-    """A lost run, for a request: the model cannot be reached for now."""
-    return EngineError(str(error)) if isinstance(error, WireLost) else error
