@@ -1,6 +1,6 @@
 """What travels between a ledger's process and those who use it: operations with their answers, rounds, events. Pure.
 
-Used by `ledger_server` and `ledger_client`. An operation travels as its name and its arguments; both sides read their types from
+Used by `ledger_server` and `remote_ledger`. An operation travels as its name and its arguments; both sides read their types from
 the signature of the function of that name in `buffers.ledger`, so what is not of these types is refused before it runs.
 """
 

@@ -91,8 +91,9 @@ class Client:
 
 class AsyncClient:
     """Many calls at once, on the running event loop: a thread reads the connection. `name`: of the other side; it is lost after
-    `silent_s` without a word. `on_state` gets what it says of itself, `on_lost` why it is lost. `figures`: of this side, sent
-    every second, None: there are none yet; without it the thread says that this side is there."""
+    `silent_s` without a word. `on_state` gets what it says of itself; `on_lost` is called when it is lost, and `lost_as` makes the
+    error of its calls then. `figures`: of this side, sent every second, None: there are none yet; without it the thread says that
+    this side is there."""
 
     def __init__(
         self,
@@ -102,7 +103,8 @@ class AsyncClient:
         name: str,
         silent_s: float,
         on_state: Callable[[Any], object],
-        on_lost: Callable[[str], object] = lambda why: None,
+        on_lost: Callable[[], object],
+        lost_as: Callable[[str], UnderstudyError],
         figures: Callable[[], Any] | None = None,
     ) -> None:
         self.lost: str | None = None
@@ -111,7 +113,7 @@ class AsyncClient:
         self._state = method_of(service.state).answer
         self._name = name
         self._silent_s = silent_s
-        self._on_state, self._on_lost = on_state, on_lost
+        self._on_state, self._on_lost, self._lost_as = on_state, on_lost, lost_as
         self._figures = figures
         self._loop = asyncio.get_running_loop()
         self._numbers = 0
@@ -155,8 +157,8 @@ class AsyncClient:
     # On the event loop
 
     def begin(self, method: Callable[..., Any], take: Take, /, **arguments: Any) -> int:
-        """Call a method. The call's number. Raises WireLost where the other side is lost, TypeError, ValueError or OverflowError
-        for what cannot travel."""
+        """Call a method. The call's number. Raises `lost_as` where the other side is lost, TypeError, ValueError or
+        OverflowError for what cannot travel."""
         if self.lost is not None:
             raise self._error()
         body = pack(arguments)
@@ -247,8 +249,8 @@ class AsyncClient:
         else:
             take(decoder.decode(value), None, is_last)
 
-    def _error(self) -> WireLost:
-        return WireLost(f"{self._name} was lost: {self.lost}")
+    def _error(self) -> UnderstudyError:
+        return self._lost_as(f"{self._name} was lost: {self.lost}")
 
     def _lose(self, why: str) -> None:
         if self.lost is not None:
@@ -261,4 +263,4 @@ class AsyncClient:
         pending, self._pending = self._pending, {}
         for _, take in pending.values():
             take(None, self._error(), True)
-        self._on_lost(why)
+        self._on_lost()
