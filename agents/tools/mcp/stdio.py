@@ -27,6 +27,7 @@ from mcp.types import (
     PARSE_ERROR,
     ErrorData,
     JSONRPCError,
+    JSONRPCMessage,
     JSONRPCNotification,
     JSONRPCRequest,
     JSONRPCResponse,
@@ -153,6 +154,7 @@ class StdioServer:
         nothing to us."""
         if len(line) > MAX_MESSAGE_BYTES:
             raise _Breach(f"its messages must be at most {MAX_MESSAGE_BYTES} bytes, got one of {len(line)}")
+        message: JSONRPCMessage | None
         try:
             message = jsonrpc_message_adapter.validate_json(line, by_name=False)
         except ValueError:

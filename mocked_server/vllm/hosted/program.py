@@ -130,7 +130,7 @@ async def make_host(settings: HostSettings) -> EngineHost:
     )
     way = way_to(settings.host, trusted=settings.trusted)
     host = EngineHost(engine, VLLMCodec(), secret=settings.secret, way=way, host=settings.host)
-    await host.start()
+    host.listen(asyncio.get_running_loop())
     return host
 
 
@@ -141,7 +141,7 @@ async def serve(settings: HostSettings, *, tell: Callable[[str], object], until:
         tell(str(host.address))
         await until.wait()
     finally:
-        await host.close()
+        await host.aclose()
 
 
 async def _main(settings: HostSettings) -> None:
