@@ -13,6 +13,7 @@ import fcntl
 import gc
 import os
 import shutil
+import signal
 import socket
 import sys
 import sysconfig
@@ -26,8 +27,9 @@ from typing import NoReturn
 
 # A folder for temporary files that goes with this process: whatever it and all that it starts leave there, however they end.
 # Entered by `learner.run` and `learner.evaluate`. Invariants: it is TMPDIR of this process and of those that it starts, and no
-# other user can enter it. It is removed at the end; that of a process that was killed, by the next one, when it starts or when
-# it ends: it is locked as long as a process lives that was forked of the one that made it.
+# other user can enter it. It is removed at the end; that of a process that was killed, by the next one, when it starts or when it
+# ends, with the programs that have it for their TMPDIR: it is locked as long as a process lives that was forked of the one that
+# made it.
 
 PREFIX = "understudy."
 SHORT = "/tmp"
@@ -102,8 +104,17 @@ def remove_left_behind(place: Path) -> None:
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
             if (lock := _try_lock(folder)) is not None:
+                _end_programs(folder)
                 shutil.rmtree(folder, ignore_errors=True)
                 os.close(lock)
+
+
+def _end_programs(folder: Path) -> None:
+    """End those that have this folder for their TMPDIR: an environment, Ray's agents. Linux only."""
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # another user's, or it ends now
+            if f"TMPDIR={folder}".encode() in environment.read_bytes().split(b"\0"):
+                os.kill(int(environment.parent.name), signal.SIGKILL)
 
 
 def _try_lock(folder: Path) -> int | None:

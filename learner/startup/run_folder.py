@@ -76,7 +76,7 @@ def find_resume(folder: Path, *, resume: str, elsewhere: bool = False) -> tuple[
 
 def _check_links(folder: Path) -> None:
     """Raises CheckpointError for a link out of a run's folder where the run writes or reads: it would write to a file of yours that
-    somebody who sent this folder has named. `checkpoints` may be on another disk; `model` has links to where it came from."""
+    the sender of the folder has named. `checkpoints` may be on another disk; `model` has links to where it came from."""
     own = {folder.resolve(), (folder / "checkpoints").resolve()}
     logs = (folder / "agents").glob("*/*.*")
     for path in (

@@ -18,9 +18,9 @@ from typing import Any
 MAX_CPU_S = 30
 """Seconds of processor time, those for importing transformers included."""
 MAX_BYTES = 4 << 30
-"""Of address space."""
+"""Bytes of address space."""
 MAX_CHARS = 1 << 20
-"""Of what the longest of these conversations becomes."""
+"""Characters that the longest of these conversations may become."""
 NUM_MESSAGES = 42
 TOO_LARGE, TOO_LONG = 4, 5
 
@@ -63,8 +63,10 @@ def main(folder: Path, *, cpu_s: int) -> int:
     """What the process does as this program: its exit code is one of the reasons, or anything else."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 5))
+    from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    raised = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError)
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
     tools: list[Any] = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": parameters}}]
     turns = [{"role": role, "content": "hello"} for role in ("user", "assistant")] * (NUM_MESSAGES // 2 - 1)
@@ -82,7 +84,7 @@ def main(folder: Path, *, cpu_s: int) -> int:
                 )
             except MemoryError:
                 return TOO_LARGE
-            except Exception:
+            except raised:
                 continue
             if len(texts[0]) > MAX_CHARS:
                 return TOO_LONG

@@ -40,8 +40,9 @@ HOSTILE = {
 def test_a_template_that_does_not_end_or_grows_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, place: str
 ) -> None:
-    monkeypatch.setattr(template_check, "MAX_CPU_S", 8)
     template, reason = HOSTILE[name]
+    if "processor time" in reason:
+        monkeypatch.setattr(template_check, "MAX_CPU_S", 8)
     if place.endswith("jinja"):
         (tmp_path / place).write_text(template)
     else:
