@@ -11,17 +11,11 @@ from tests.documents.play import WrongPage, play
 
 PLAYED = [page for page in PAGES if any("not run" not in block.said for block in blocks_of(page))]
 WITHOUT_ENGINE = ("docs/gpus.md",)
-BY_HAND = ("README.md",)
-"""Whole runs for seven minutes, which other tests make too: `python -m tests.documents README.md` plays them."""
 
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=[] if page in WITHOUT_ENGINE else [pytest.mark.engine])
-        for page in PLAYED
-        if page not in BY_HAND
-    ],
+    [pytest.param(page, marks=[] if page in WITHOUT_ENGINE else [pytest.mark.engine]) for page in PLAYED],
 )
 @pytest.mark.long
 @pytest.mark.timeout(3600)
