@@ -27,7 +27,7 @@ from buffers.disk import until_taken, until_written
 from buffers.errors import AgentError, EpisodeError, ScoreError
 from buffers.records import LeasedEpisode, Task
 from buffers.tasks.task_pool import PoolClosed
-from configs.processes.child_environment import clean_environment
+from configs.child_processes import clean_environment
 from env_adapters.child_process import STOP_GRACE_S, Child, resolve_command
 from env_adapters.scoring.scorers import ProgramOutput
 

@@ -24,7 +24,9 @@ from buffers.ledger.ledger import Ledger
 from buffers.ledger.round_codec import encode
 from buffers.ledger.schema import open_database
 from buffers.records import Round, Task
-from buffers.remote.ledger_client import LedgerClient
+from buffers.remote.ledger_server import LedgerServer
+from buffers.remote.remote_ledger import ANSWER_S, put_stored
+from buffers.wire.client import Client
 
 SECRET = b"benchmark" * 4
 BATCH = 64
@@ -54,11 +56,11 @@ def open_episodes(ledger: Ledger, *, number: int, first: int = 0) -> list[str]:
 def put_rows(*, endpoint: str, episodes: list[str], size: int, tokens: int, **_: Any) -> list[float]:
     """Sends rounds from this process over the wire: each put is on disk when it is answered. The first one is not counted."""
     seconds = []
-    with LedgerClient(endpoint, secret=SECRET) as client:
+    with Client(endpoint, LedgerServer, secret=SECRET, answer_s=ANSWER_S) as client:
         for start in range(0, len(episodes) - size + 1, size):
             rounds = [row(name, tokens=tokens) for name in episodes[start : start + size]]
             began = time.perf_counter()
-            errors = client.put_rounds(rounds)
+            errors = put_stored(client, [stored_round(each) for each in rounds])
             seconds.append(time.perf_counter() - began)
             assert not any(errors), errors
     return seconds[1:]

@@ -46,7 +46,7 @@ from buffers.ledger.ledger import Ledger
 from buffers.records import EpisodeScores, Round, Row, Task
 from buffers.training_rows import episode_rows
 from configs.schema import ServerConfig
-from learner.startup.plain_folder import plain_folder
+from learner.startup.model_and_tasks import plain_folder
 from mocked_server.check.logprob_proof import max_logprob_diff
 from mocked_server.check.scripted_replies import LINE
 from mocked_server.check.vllm_scripted_engine import REHEARSAL_ARGUMENTS, TrialEngine, spelled

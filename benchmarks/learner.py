@@ -32,8 +32,8 @@ from benchmarks.learner_memory import measure_long_row, measure_memory
 from benchmarks.learner_sides import Rows, train
 from benchmarks.prefix_tree import MEDIUM, SMALL, TreeShape, measure_tree
 from configs.tiny_model import VOCAB_SIZE, make_tiny_model
+from learner.model.layers import Work, matmul_rate
 from learner.model.load import empty_model
-from learner.model.operations import Work, matmul_rate
 
 TRL = "trl==1.16.0"
 TRL_ENVIRONMENT = ROOT / ".venv" / "rivals" / "trl"

@@ -22,7 +22,7 @@ import torch
 from benchmarks.harness import call
 from benchmarks.learner_sides import GRPO, Rows, make_trainer
 from configs.tiny_model import VOCAB_SIZE, make_tiny_model
-from learner.model.operations import matmul_rate
+from learner.model.layers import matmul_rate
 from learner.training.trainer import Trainer
 
 WIDE: dict[str, Any] = {"hidden": 2048, "layers": 2, "heads": 16, "kv_heads": 8, "ffn": 6144}

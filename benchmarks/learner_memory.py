@@ -22,8 +22,7 @@ from benchmarks.harness import RUN_LIMIT_S, call
 from benchmarks.learner_sides import MIB, Rows, make_trainer, most_resident_mb, resident_mb
 from configs.schema import BufferConfig, LearnerConfig
 from configs.tiny_model import VOCAB_SIZE, make_tiny_model
-from learner.placement.memory import Item, of_rank, total
-from learner.placement.model_shape import read_shape
+from learner.placement.memory import Item, of_rank, read_shape, total
 from learner.training.trainer import Trainer
 
 LONG_ROW_LIMIT_S = 6 * 3600.0

@@ -108,7 +108,7 @@ class Rows:
 
     @property
     def work(self) -> dict[str, int]:
-        """What `learner.model.operations.Work.update_flops` counts."""
+        """What `learner.model.layers.Work.update_flops` counts."""
         squares = int((self.lengths.astype(np.int64) ** 2).sum())
         return {"tokens": int(self.lengths.sum()), "squares": squares, "trained": int(self.mask.sum())}
 

@@ -26,9 +26,8 @@ from learner.model.load import load_policy
 from learner.model.policy import Policy
 from learner.training.batch_tensors import BatchTensors, token_table
 from learner.training.packing import Sequences
-from learner.training.prefix_tree import PrefixTree
 from learner.training.trainer import Before, Trainer
-from learner.training.tree_packing import TreeSequences
+from learner.training.tree_packing import PrefixTree, TreeSequences
 
 TRL_SIDE = Path(__file__).parent / "rivals" / "trl_tree_side.py"
 EPISODES, BRANCHES = 8, 9

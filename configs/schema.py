@@ -11,10 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
-from configs.engine_rules import check_engine_keys, check_engine_name
-from configs.no_effect import refuse_unused
-from configs.owned_arguments import check_names
 from configs.recipes import RECIPES, filled, own_aggregation
+from configs.rules import check_engine_keys, check_engine_name, check_names, refuse_unused
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -147,7 +145,7 @@ class AgentsConfig(Section):
     without a name by the first one, if there is no `command`. See agents/workers/config.py."""
     environment: list[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]] = Field(default_factory=list)
     """Variables of your environment, by name, that the command gets. Without being named it gets only those that programs need to
-    run (`PASSED_ON` in configs/processes/child_environment.py): no keys or tokens."""
+    run (`PASSED_ON` in configs/child_processes.py): no keys or tokens."""
     processes: Count = 1
     """Long-lived programs to run, which ask `TASKS_URL` for their next tasks; 0: a fresh process for every episode. Agent loops
     run in as many workers, at least one."""
@@ -262,7 +260,7 @@ class RolloutConfig(Section):
     with a rank of the learner, else 0.9. No effect on a CPU."""
     engine_args: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$")], Any] = Field(default_factory=dict)
     """More arguments of vLLM's engine, by vLLM's names: `{max_num_batched_tokens: 8192, quantization: fp8}`. vLLM's own parser
-    judges them. Refused are those that the run sets itself (configs/owned_arguments.py)."""
+    judges them. Refused are those that the run sets itself (configs/rules.py)."""
 
     @property
     def engine_range(self) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from buffers.errors import UnderstudyError
 from configs.schema import Config
-from learner.reporting.drift import MOST_MEAN, MOST_MEAN_OF_A_GPU, OTHER_CLASS_FROM, drift_remedy
+from learner.reporting.run_metrics import MOST_MEAN, MOST_MEAN_OF_A_GPU, OTHER_CLASS_FROM, drift_remedy
 from learner.training.ranks import LearnerRanks
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from buffers.errors import TaskError, UnderstudyError
-from configs.processes.temporary_folder import own_temporary_folder
+from configs.child_processes import own_temporary_folder
 from configs.schema import Config
 from learner.recovery.at_once import signals_end_at_once
 
@@ -111,7 +111,7 @@ def _main(arguments: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
 
-    from learner.placement.cards import in_cluster
+    from learner.placement.plan import in_cluster
     from learner.run import check_inputs, import_ray, local_config, prepare_engine
     from learner.startup.input_check import check_policy, refusal
 
@@ -137,14 +137,12 @@ def _main(arguments: argparse.Namespace) -> int:
 
 def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Callable[[], None]) -> int:
     from learner.pipeline import Pipeline
-    from learner.reporting.display import Display
-    from learner.reporting.evaluation_report import failures_in_words, figures_of, table
+    from learner.reporting.display import Display, Terminal
     from learner.reporting.summary import write_summary
-    from learner.reporting.terminal import Terminal
     from learner.reporting.tracker import Tracker
     from learner.session import in_words, own_terminal, supervise
     from learner.startup.run_folder import EVALUATION, LOG, claimed, write_config
-    from learner.validation import EvaluationPlan
+    from learner.validation import EvaluationPlan, evaluation_figures, failures_in_words, table
 
     folder = Path(config.run.dir) / config.run.name
     samples = config.data.validation.samples
@@ -174,7 +172,9 @@ def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Calla
                 say(STOPPED_TEXT)
             return code or 1
         played = pipeline.evaluation
-        figures = figures_of(played.found, num_tasks=played.num_tasks, samples=samples, failures=pipeline.failures)
+        figures = evaluation_figures(
+            played.found, num_tasks=played.num_tasks, samples=samples, failures=pipeline.failures
+        )
         of_tasks = [{"task_id": one.task_id, "scores": one.scores, "failed": one.num_failed} for one in played.found]
         write_summary(
             folder / EVALUATION, {"weights": weights, "model": config.model.path, **figures, "scores": of_tasks}

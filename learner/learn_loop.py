@@ -27,15 +27,13 @@ from learner.agreement import Agreement
 from learner.algorithms.overlong_penalty import with_overlong_penalty
 from learner.checkpoints.store import Checkpoint, CheckpointError, CheckpointStore
 from learner.checkpoints.weight_sync import Engine, WeightSync
-from learner.recovery.learner_processes import LearnerProcesses
-from learner.recovery.restart_limit import RestartLimit
+from learner.recovery.restarts import RestartLimit
 from learner.reporting.display import Display
-from learner.reporting.episode_samples import Traces
 from learner.reporting.run_metrics import GenerationTotals, History
 from learner.reporting.token_figures import TokenFiles
-from learner.reporting.tracker import Tracker
+from learner.reporting.tracker import Traces, Tracker
 from learner.startup.run_buffers import RunBuffers
-from learner.training.ranks import RankDied
+from learner.training.ranks import LearnerProcesses, RankDied
 from learner.validation import Validation
 
 

@@ -45,29 +45,23 @@ from env_adapters.child_process import Child, resolve_command, start_environment
 from learner.agreement import Agreement
 from learner.checkpoints.store import Checkpoint, CheckpointStore, saved_versions
 from learner.checkpoints.weight_sync import WeightSync
-from learner.engines import RemoteEngines, make_weight_sync, run_nodes
+from learner.engines import RemoteEngines, RoleModels, make_weight_sync, role_models, role_names, run_nodes
 from learner.learn_loop import LearnLoop, Outputs, Schedule
-from learner.placement.cards import in_cluster
+from learner.placement.plan import in_cluster
 from learner.players import Players, make_players
-from learner.recovery.failure_report import why_episodes_fail
-from learner.recovery.failure_watch import watch
-from learner.recovery.learner_processes import LearnerProcesses
-from learner.recovery.restart_limit import RestartLimit
-from learner.recovery.restarts import Environment, end_silent, ended
+from learner.recovery.failure_watch import watch, why_episodes_fail
+from learner.recovery.restarts import Environment, RestartLimit, end_silent, ended
 from learner.reporting.display import Display
-from learner.reporting.episode_samples import Traces
 from learner.reporting.machine_log import MachineLog
 from learner.reporting.run_metrics import History
 from learner.reporting.token_figures import TokenFiles
-from learner.reporting.tracker import Tracker
+from learner.reporting.tracker import Traces, Tracker
 from learner.role_adapters.role_trainer import RoleTrainer
-from learner.role_models import RoleModels, role_models, role_names
 from learner.startup import ray_cluster
-from learner.startup.key_files import environment_files
 from learner.startup.model_and_tasks import prepare_files
 from learner.startup.run_buffers import RunBuffers, most_running, open_run_buffers
-from learner.startup.run_folder import write_config
-from learner.training.ranks import LearnerRanks
+from learner.startup.run_folder import environment_files, write_config
+from learner.training.ranks import LearnerProcesses, LearnerRanks
 from learner.training.trainer import Trainer
 from learner.validation import Evaluation, EvaluationPlan, Validation
 from mocked_server.dispatch import Others

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from buffers.terminal import guard_output
-from configs.processes.process_fork import imports_kept, leave
-from configs.processes.temporary_folder import own_temporary_folder
+from configs.child_processes import imports_kept, leave, own_temporary_folder
 from learner.recovery.at_once import signals_end_at_once
 
 if TYPE_CHECKING:
     from configs.schema import Config, ModelConfig
-    from learner.placement.model_shape import ModelShape
+    from learner.placement.memory import ModelShape
 
 PROGRAM = "python -m learner.run"
 EPILOG = """\
@@ -101,7 +100,7 @@ def _run(arguments: argparse.Namespace, *, program: str) -> int:
         return 2
     print("understudy: loading torch, Ray and vLLM, which takes 5 to 20 s ...", flush=True)
 
-    from learner.placement.cards import in_cluster
+    from learner.placement.plan import in_cluster
     from learner.training import forked_ranks
     from mocked_server.vllm.engine_arguments import has_gpu
 
@@ -137,9 +136,7 @@ def _run(arguments: argparse.Namespace, *, program: str) -> int:
 def dry_run(config: Config, *, gpus: str) -> int:
     """Print where everything goes and what memory it takes. Exit codes: 0 it fits, 2 not so."""
     from buffers.errors import UnderstudyError
-    from learner.placement.cards import described, of_this_machine
-    from learner.placement.plan import make_plan
-    from learner.placement.report import report
+    from learner.placement.plan import described, make_plan, of_this_machine, report
 
     try:
         nodes = described(gpus) if gpus else [of_this_machine()]
@@ -156,7 +153,7 @@ def shape_of(model: ModelConfig) -> ModelShape:
     Raises UnderstudyError."""
     from tempfile import TemporaryDirectory
 
-    from learner.placement.model_shape import read_shape
+    from learner.placement.memory import read_shape
     from learner.startup.hub import CODE, SHAPE_FILES, is_hub_model, model_folder
 
     path, trust = model.path, model.trust_remote_code
@@ -228,8 +225,7 @@ def check_inputs(config: Config, *, resume: str, learns: bool = True) -> None:
     from buffers.errors import UnderstudyError
     from configs.model_folder import sees
     from env_adapters.child_process import resolve_command
-    from learner.placement.cards import in_cluster, of_this_machine, own_node
-    from learner.placement.plan import make_plan
+    from learner.placement.plan import in_cluster, make_plan, of_this_machine, own_node
     from learner.reporting.tracker import check_trackers
     from learner.startup.input_check import check_files, check_script
     from learner.startup.run_folder import check_place, find_resume
@@ -306,7 +302,7 @@ def check_scorers(config: Config) -> None:
 def check_other_models(config: Config) -> None:
     """Raises UnderstudyError for a teacher or a model of a role that is not there, or does not have the policy's tokenizer."""
     from buffers.errors import UnderstudyError
-    from learner.placement.cards import of_this_machine
+    from learner.placement.plan import of_this_machine
 
     frozen = next((name for name, role in config.roles.items() if role.frozen is not None), "")
     if frozen and of_this_machine().cards:
@@ -331,8 +327,8 @@ def check_other_models(config: Config) -> None:
 
         from configs.model_folder import quantization
         from configs.tiny_model import make_tiny_model
+        from learner.model.weight_files import check_folders
         from learner.startup.input_check import check_model_folder
-        from learner.training.vocabulary import check_folders
 
         folder = check_model_folder(key, path)
         if key == "learner.teacher.path" and quantization(folder):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
+import secrets
 import shlex
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -17,15 +20,14 @@ from typing import Any, TextIO
 
 from buffers.disk import why_refused
 from buffers.errors import UnderstudyError
+from configs.child_processes import python_path
 from configs.schema import Config
 from learner.pipeline import Pipeline
 from learner.recovery.at_once import SIGNALS, signals_end_at_once
-from learner.reporting.display import Display
-from learner.reporting.drift import OTHER_CLASS, OTHER_CLASS_ARGUMENT
+from learner.reporting.display import Display, Terminal
+from learner.reporting.run_metrics import OTHER_CLASS, OTHER_CLASS_ARGUMENT
 from learner.reporting.summary import reward_curve_png, reward_curve_text, summary_table, write_summary
-from learner.reporting.terminal import Terminal
 from learner.reporting.tracker import Tracker
-from learner.startup.page_process import PageProcess
 from learner.startup.run_folder import CONFIG, LEDGER, LOG, check_resumed, claimed, write_config
 
 logger = logging.getLogger(__name__)
@@ -156,22 +158,21 @@ async def supervise(pipeline: Pipeline) -> tuple[int, list[Exception]]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
     asked = False
 
-    def on_signal(number: int) -> None:
-        nonlocal asked
-        if asked:  # both came while the loop was busy
-            signal.raise_signal(number)
-        asked = True
-        listen()
+    def stop() -> None:
         if not pipeline.stop():
             running.cancel()
 
+    def on_signal(
+        *_: object,
+    ) -> None:  # the signal's own handler, not the loop's: the second one has its effect on a busy loop, too
+        nonlocal asked
+        asked = True
+        listen()
+        loop.call_soon_threadsafe(stop)
+
     def listen() -> None:
         for number, handler in before.items():
-            loop.remove_signal_handler(number)
-            if asked or running.done():
-                signal.signal(number, handler)
-            else:
-                loop.add_signal_handler(number, on_signal, number)
+            signal.signal(number, handler if asked or running.done() else on_signal)
 
     running = asyncio.create_task(pipeline.run(), name="pipeline")
     pipeline.on_ray_started = listen  # Ray installs a handler of its own for SIGTERM
@@ -279,3 +280,84 @@ def how_to_go_on(folder: Path, *, began: bool, program: str) -> str:
         return "stopped before anything was trained; run the same command again"
     command = "understudy resume" if program.startswith("understudy") else "python -m learner.cli resume"
     return f"stopped. To resume:\n  {command} {shlex.quote(str(folder))}"
+
+
+# The live page of a run: a listening socket of the run's, and a process that answers there from the first visit on. A run that
+# nobody looks at has the socket and nothing else. Invariants: the page's process reads files of the run and can neither hold up
+# nor end it; one that dies is started again by the next visit; it ends with the run.
+
+HOST = "127.0.0.1"
+END_S = 5.0
+"""Seconds that the process has to end."""
+VISITS = 16
+"""Connections that wait while it starts."""
+
+
+class PageProcess:
+    """`folder`: the run's. `on_link` takes a new address when the one before was used."""
+
+    def __init__(self, folder: Path, *, on_link: Callable[[str], object] = lambda _: None) -> None:
+        self._folder = folder
+        self.on_link = on_link
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.bind((HOST, 0))
+        self._socket.listen(VISITS)
+        self._secret = secrets.token_urlsafe(32)
+        self._process: asyncio.subprocess.Process | None = None
+        self._keeping: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """A link that opens once, and was not used yet."""
+        return f"http://{HOST}:{self._socket.getsockname()[1]}/open/{self._secret}"
+
+    def start(self) -> None:
+        """Wait for the first visit, on the running event loop."""
+        asyncio.get_running_loop().add_reader(self._socket.fileno(), self._visited)
+
+    def _visited(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self._keeping = asyncio.create_task(self._keep(), name="page")
+
+    async def _keep(self) -> None:
+        """Run the process until it dies, then wait for the next visit."""
+        environment = {
+            **os.environ,
+            "PYTHONPATH": python_path(),
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        self._process = process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "learner.page", "--child",
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment,
+            pass_fds=(self._socket.fileno(),), start_new_session=True,
+        )  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None, "both are pipes"
+        folders = [str(self._folder), str(self._folder.parent)]
+        orders = {"descriptor": self._socket.fileno(), "folders": folders, "link": self._secret}
+        with suppress(ConnectionError):
+            process.stdin.write(json.dumps(orders).encode() + b"\n")
+            await process.stdin.drain()
+        while line := await process.stdout.readline():
+            self._secret = line.decode().strip()
+            self.on_link(self.url)
+        logger.info("the page's process ended with code %s", await process.wait())
+        self.start()
+
+    async def close(self) -> None:
+        """End the process, and stop listening."""
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        process, keeping = self._process, self._keeping
+        if keeping is not None:
+            keeping.cancel()
+            await asyncio.wait({keeping})
+        if process is not None and process.returncode is None:
+            assert process.stdin is not None, "it is a pipe"
+            with suppress(ConnectionError, asyncio.TimeoutError):
+                process.stdin.write(b"end\n")
+                await process.stdin.drain()
+                await asyncio.wait_for(process.wait(), timeout=END_S)
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        self._socket.close()

@@ -29,7 +29,7 @@ from buffers.training_rows import ABANDONED, ABORTED
 from mocked_server.answer_recorder import AnswerRecorder
 from mocked_server.fleet.engine_fleet import Caller
 from mocked_server.fleet.member import ADAPTER_OF, EngineLost, Sampled
-from mocked_server.vllm.sampling_limits import keeps_state
+from mocked_server.vllm.sampling_rules import keeps_state
 
 logger = logging.getLogger(__name__)
 

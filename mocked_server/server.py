@@ -51,8 +51,7 @@ from mocked_server.http.uvicorn_server import HttpService, bind
 from mocked_server.keys import KeyRing
 from mocked_server.roles import NO_ROLE, Roles
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
-from mocked_server.vllm.generate_route import Sleeper
-from mocked_server.vllm.serving import QueueClient, build_serving_app
+from mocked_server.vllm.serving import QueueClient, Sleeper, build_serving_app
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import pytest
 from mocked_server.vllm.engine_arguments import set_process_environment
 from mocked_server.vllm.process import fork_server
 
-gc.disable()  # until all tests are imported: see `configs.processes.process_fork.imports_kept`
+gc.disable()  # until all tests are imported: see `configs.child_processes.imports_kept`
 set_process_environment()
 
 

@@ -26,7 +26,7 @@ from agents.workers.worker import AgentLoopWorker, LoopResult, WorkerSettings
 from buffers.errors import AgentError
 from buffers.records import Task
 from buffers.remote.ray_deaths import ENDINGS, in_short, refusal
-from configs.checkout import python_path
+from configs.child_processes import python_path
 
 ScoreFn = Callable[[Task, str], float | Awaitable[float]]
 """(task, what the model said) -> score."""

@@ -1,8 +1,8 @@
-"""A ledger's side of the wire: stores the rounds that come, runs the operations that are asked for, tells events.
+"""A ledger as a service on the wire: stores rounds, runs operations, tells events.
 
-Held by `host.LedgerHost` (or beside a `Ledger`). It answers once what was asked is on disk; until then the asker hears every
-second that it waits. Invariants: the operations of one connection are applied in their order; a round's body is decoded and
-checked before it is stored; a call that comes again is answered again; a reader that missed events learns that.
+Held by `host.LedgerHost` (or beside a `Ledger`). It answers once what was asked is on disk. Invariants: the operations of one
+connection are applied in their order; a round's body is decoded and checked before it is stored; a call that comes again is
+answered again; a reader that missed events learns that.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,49 +26,39 @@ from buffers.ledger.idempotency import forget, idempotent
 from buffers.ledger.ledger import Ledger, LedgerEvent
 from buffers.ledger.round_codec import decode
 from buffers.remote import messages
-from buffers.remote.messages import Answered, Asked, EventPage, LedgerState, Refusal, Refused, Stored, WireRound
-from buffers.wire.address import Way, WireAddress
-from buffers.wire.listener import Listener, Peer
-from buffers.wire.session import Message
+from buffers.remote.messages import EventPage, LedgerState, WireRound
+from buffers.wire.address import Way
+from buffers.wire.rpc import NOTHING, Later, RemoteError, remote
+from buffers.wire.service import Service
 
 _MAX_EVENTS = 1024
-_ROUNDS = msgspec.msgpack.Decoder(list[WireRound])
-_ASKED = msgspec.msgpack.Decoder(Asked)
-_CURSOR = msgspec.msgpack.Decoder(tuple[str, int, float])
-_CALLER = msgspec.msgpack.Decoder(str)
+Outcome = tuple[msgspec.Raw, RemoteError | None]
+"""What an operation answered, or raised."""
 
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    """A client that waits for events."""
+    """A client that waits for events, until `ready`."""
 
-    peer: Peer
-    number: int
     cursor: tuple[str, int]
     until: float
+    ready: Future[None] = field(default_factory=Future)
 
 
-class LedgerServer:
+class LedgerServer(Service):
     """Listens until `close`. `address`: where."""
 
     def __init__(self, ledger: Ledger, *, secret: bytes, way: Way = Way.LOCAL, host: str = "127.0.0.1") -> None:
+        super().__init__(name="a ledger", secret=secret, way=way, host=host)
         self._ledger = ledger
         self._life = secrets.token_hex(8)
         self._lock = threading.Lock()
         self._events: deque[LedgerEvent] = deque(maxlen=_MAX_EVENTS)
         self._num_events = 0
         self._asked_at = time.monotonic()
-        self._waiting: dict[tuple[bytes, int], Peer] = {}
-        """(connection, number of what it asked) -> connection."""
         self._readers: list[_Reader] = []
         self._unwatch = ledger.watch(self._on_event)
-        self._listener = Listener(
-            secret=secret, way=way, host=host, on_message=self._take, on_tick=self._tick, name="ledger wire"
-        )
-
-    @property
-    def address(self) -> WireAddress:
-        return self._listener.address
+        self.listen()
 
     @property
     def cursor(self) -> tuple[str, int]:
@@ -82,9 +71,8 @@ class LedgerServer:
         return time.monotonic() - self._asked_at
 
     def close(self) -> None:
-        """Ends all connections. What was asked and has no answer yet is done or not: the same may be asked again."""
         self._unwatch()
-        self._listener.close()
+        super().close()
 
     def state(self) -> LedgerState:
         """The counts now."""
@@ -94,52 +82,33 @@ class LedgerServer:
                 number=time.monotonic_ns(), counts=ledger.counts(), waits_for=ledger.waits_for, room=ledger.has_room()
             )
 
-    def _take(self, peer: Peer, message: Message) -> None:
-        match message.kind:
-            case "rounds":
-                self._store(peer, message.number, _ROUNDS.decode(message.body))
-            case "apply":
-                self._apply(peer, message.number, _ASKED.decode(message.body))
-            case "events":
-                life, number, wait_s = _CURSOR.decode(message.body)
-                self._asked_at = time.monotonic()
-                self._readers.append(_Reader(peer, message.number, (life, number), self._asked_at + wait_s))
-                self._tell()
-            case "forget":
-                self._ledger.run(partial(forget, caller=_CALLER.decode(message.body)))
-            case kind:
-                raise UnderstudyError(f"a ledger must be asked for rounds, apply, events or forget, got {kind:.40}")
-
-    # Rounds
-
-    def _store(self, peer: Peer, number: int, rounds: list[WireRound]) -> None:
+    @remote
+    def put_rounds(self, rounds: list[WireRound]) -> Later[list[RemoteError | None]]:
+        """Store them: why each was refused, None for those that are on disk."""
         kept: list[StoredRound] = []
-        refused: dict[int, Refusal] = {}
+        refused: dict[int, RemoteError] = {}
         for place, each in enumerate(rounds):
             try:
                 kept.append(_checked(each))
             except EpisodeError as error:
-                refused[place] = Refusal.of(error)
-        future = self._ledger.put_rounds(kept)
-        self._when_done([future], peer, number, partial(self._stored, future, refused))
+                refused[place] = RemoteError.of(error)
+        stored = self._ledger.put_rounds(kept)
+        return Later([stored], partial(self._stored, stored, refused))
 
-    def _stored(self, future: Future[Any], refused: dict[int, Refusal]) -> tuple[str, Any]:
-        if (failure := future.exception()) is not None:
-            return "refused", Refused(Refusal.of(failure), self.state())
-        outcomes = iter(future.result())
-        number = len(refused) + len(future.result())
+    def _stored(self, stored: Future[Any], refused: dict[int, RemoteError]) -> list[RemoteError | None]:
+        outcomes = iter(stored.result())
+        number = len(refused) + len(stored.result())
         errors = [refused[place] if place in refused else next(outcomes) for place in range(number)]
-        told = [Refusal.of(error) if isinstance(error, Exception) else error for error in errors]
-        return "stored", Stored(told, self.state())
+        return [RemoteError.of(error) if isinstance(error, Exception) else error for error in errors]
 
-    # Operations
-
-    def _apply(self, peer: Peer, number: int, asked: Asked) -> None:
+    @remote
+    def apply(self, caller: str, number: int, jobs: list[tuple[str, msgspec.Raw]]) -> Later[list[Outcome]]:
+        """Run operations in their order: what each answered, or raised. The same number of a caller again is the same call."""
         futures = [
-            self._submit(name, arguments, caller=asked.caller, number=asked.number, place=place)
-            for place, (name, arguments) in enumerate(asked.jobs)
+            self._submit(name, arguments, caller=caller, number=number, place=place)
+            for place, (name, arguments) in enumerate(jobs)
         ]
-        self._when_done(futures, peer, number, partial(self._answered, futures))
+        return Later(futures, partial(self._answered, futures))
 
     def _submit(self, name: str, arguments: msgspec.Raw, **call: Any) -> Future[Any]:
         try:
@@ -153,74 +122,55 @@ class LedgerServer:
             refused.set_exception(error)
             return refused
 
-    def _answered(self, futures: list[Future[Any]]) -> tuple[str, Any]:
-        outcomes = []
+    def _answered(self, futures: list[Future[Any]]) -> list[Outcome]:
+        outcomes: list[Outcome] = []
         for future in futures:
-            error, answer = future.exception(), messages.NOTHING
+            error, answer = future.exception(), NOTHING
             if error is None:
                 try:
                     answer = messages.pack_answer(future.result())
                 except (TypeError, ValueError, OverflowError) as unfit:  # a defect of an operation is that operation's
                     error = unfit
-            outcomes.append((answer, None if error is None else Refusal.of(error)))
-        return "answers", Answered(outcomes, self.state())
+            outcomes.append((answer, None if error is None else RemoteError.of(error)))
+        return outcomes
 
-    def _when_done(
-        self, futures: list[Future[Any]], peer: Peer, number: int, answer: Callable[[], tuple[str, Any]]
-    ) -> None:
-        """Answer, in the listener's thread, once all of them are done; at once if they are."""
-        waiting = [future for future in futures if not future.done()]
-        if not waiting:
-            self._answer(peer, number, answer)
-            return
-        self._waiting[peer.name, number] = peer
-        left, lock = [len(waiting)], threading.Lock()
+    @remote
+    def forget(self, caller: str) -> None:
+        """This caller has all its answers and leaves."""
+        self._ledger.run(partial(forget, caller=caller))
 
-        def done(_: Future[Any]) -> None:
-            with lock:
-                left[0] -= 1
-                is_last = left[0] == 0
-            if is_last:
-                self._listener.call(partial(self._answer, peer, number, answer))
-
-        for future in waiting:
-            future.add_done_callback(done)
-
-    def _answer(self, peer: Peer, number: int, answer: Callable[[], tuple[str, Any]]) -> None:
-        self._waiting.pop((peer.name, number), None)
-        kind, body = answer()
-        peer.send(kind, body, number=number)
-
-    # Events
+    @remote
+    def events(self, life: str, number: int, wait_s: float) -> Later[EventPage]:
+        """The events after this cursor; waits for one."""
+        self._asked_at = time.monotonic()
+        reader = _Reader((life, number), self._asked_at + wait_s)
+        self._readers.append(reader)
+        self.on_tick()
+        return Later([reader.ready], lambda: self._page(reader.cursor))
 
     def _on_event(self, event: LedgerEvent) -> None:
         """Called in the thread that committed."""
         with self._lock:
             self._events.append(event)
             self._num_events += 1
-        self._listener.call(self._tell)
+        if self._listener is not None:
+            self._listener.call(self.on_tick)
 
-    def _tell(self) -> None:
+    def on_tick(self) -> None:
         """Answer those who wait for events that are there, or have waited long enough."""
         now = time.monotonic()
         for reader in list(self._readers):
-            if reader.cursor != self.cursor or now >= reader.until or reader.peer.is_gone:
+            if reader.cursor != self.cursor or now >= reader.until:
                 self._readers.remove(reader)
-                reader.peer.send("page", self._page(reader.cursor), number=reader.number)
+                reader.ready.set_result(None)
 
     def _page(self, cursor: tuple[str, int]) -> EventPage:
         life, number = cursor
         with self._lock:
             end, kept = self._num_events, list(self._events)
-        state, after = self.state(), (self._life, end)
         if life != self._life or not 0 <= end - number <= len(kept):
-            return EventPage(events=[], cursor=after, lost=True, state=state)
-        return EventPage(events=kept[len(kept) - (end - number) :], cursor=after, lost=False, state=state)
-
-    def _tick(self) -> None:
-        self._tell()
-        for (_, number), peer in list(self._waiting.items()):
-            peer.send("waiting", self.state(), number=number)
+            return EventPage(events=[], cursor=(self._life, end), lost=True)
+        return EventPage(events=kept[len(kept) - (end - number) :], cursor=(self._life, end), lost=False)
 
 
 def _checked(each: WireRound) -> StoredRound:

@@ -1,13 +1,7 @@
-"""What is said between a ledger's process and those who use it: operations, rounds, events, answers and errors, as msgpack.
+"""What travels between a ledger's process and those who use it: operations with their answers, rounds, events. Pure.
 
-Used by `ledger_server` and `ledger_client`. An operation travels as its name and its arguments; both sides read their types from
-the signature of the function of that name in `buffers.ledger`, so what is not of these types is refused before it runs. Pure.
-
-    rounds   [WireRound]                          -> stored [[error or None], LedgerState] | refused [error, LedgerState]
-    apply    [caller, number, [[name, arguments]]] -> answers [[[answer or None, error or None]], LedgerState]
-    events   [life, number of events, wait in s]  -> page EventPage | refused [error, LedgerState]
-    forget   caller
-    each may be answered `waiting LedgerState` first, every second
+Used by `ledger_server` and `remote_ledger`. An operation travels as its name and its arguments; both sides read their types from
+the signature of the function of that name in `buffers.ledger`, so what is not of these types is refused before it runs.
 """
 
 from __future__ import annotations
@@ -20,9 +14,7 @@ from functools import cache, partial
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-import numpy as np
 
-import buffers.errors
 from buffers.errors import UnderstudyError
 from buffers.ledger import batches, checkpoints, episodes, scores, validation
 from buffers.ledger.encode import task_payload
@@ -30,6 +22,7 @@ from buffers.ledger.episodes import StoredRound
 from buffers.ledger.group_commit import Rules
 from buffers.ledger.ledger import LedgerEvent
 from buffers.records import Episode, Task
+from buffers.wire.rpc import arguments_of, decoder_of, pack
 
 MAX_REASON = 100
 """Characters of why a round ended."""
@@ -44,13 +37,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     )
 }  # fmt: skip
 """All that may be asked of a ledger, beside storing rounds: what is not here does not exist for another process."""
-ERRORS: dict[str, type[Exception]] = {
-    name: kind
-    for name, kind in vars(buffers.errors).items()
-    if isinstance(kind, type) and issubclass(kind, UnderstudyError) and kind.__init__ is Exception.__init__
-} | {kind.__name__: kind for kind in (ArithmeticError, LookupError, OverflowError, TypeError, ValueError)}
-
-NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
 MAX_NUMBER = 2**31 - 1
 _Number = Annotated[int, msgspec.Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 
@@ -67,7 +53,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerState:
-    """What a ledger says of itself with each answer. A higher `number` is as new or newer, across restarts on one machine too."""
+    """What a ledger says of itself, with each answer and while there is none. A higher `number` is as new or newer,
+    across restarts on one machine too."""
 
     number: int
     counts: dict[str, int]
@@ -84,7 +71,6 @@ class EventPage:
     cursor: tuple[str, int]
     """Position in the events: (id of the process's start, number of events so far)."""
     lost: bool
-    state: LedgerState
 
 
 class WireRound(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -105,23 +91,6 @@ class WireRound(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fie
             stored.episode_id, stored.round_index, stored.parent, stored.finish_reason, stored.body, stored.memo or b"",
             stored.trained, stored.role,
         )  # fmt: skip
-
-
-class Refusal(msgspec.Struct, array_like=True, frozen=True):
-    """An error: the name of its kind, and its text."""
-
-    kind: str
-    text: str
-
-    @classmethod
-    def of(cls, error: BaseException) -> Refusal:
-        kind = next((each.__name__ for each in type(error).__mro__ if each.__name__ in ERRORS), None)
-        if kind is None:
-            return cls(UnderstudyError.__name__, f"{type(error).__name__}: {error}")
-        return cls(kind, str(error))
-
-    def error(self) -> Exception:
-        return ERRORS.get(self.kind, UnderstudyError)(self.text)
 
 
 class WireEpisode(msgspec.Struct, array_like=True, frozen=True):
@@ -153,35 +122,6 @@ class WireEpisode(msgspec.Struct, array_like=True, frozen=True):
         )
 
 
-class Asked(msgspec.Struct, array_like=True, frozen=True):
-    """Operations of one caller. The same number again is the same call."""
-
-    caller: str
-    number: int
-    jobs: list[tuple[str, msgspec.Raw]]
-
-
-class Answered(msgspec.Struct, array_like=True, frozen=True):
-    """What each operation answered, or raised."""
-
-    outcomes: list[tuple[msgspec.Raw, Refusal | None]]
-    state: LedgerState
-
-
-class Stored(msgspec.Struct, array_like=True, frozen=True):
-    """Why each round was refused; None: it is on disk."""
-
-    errors: list[Refusal | None]
-    state: LedgerState
-
-
-class Refused(msgspec.Struct, array_like=True, frozen=True):
-    """Why nothing of it was done."""
-
-    error: Refusal
-    state: LedgerState
-
-
 def job_of(operation: Callable[..., Any], *, rules: Rules) -> Job:
     """An operation whose arguments are bound by name. Raises UnderstudyError for what no other process may ask for, ValueError
     and TypeError for arguments that cannot travel."""
@@ -191,7 +131,7 @@ def job_of(operation: Callable[..., Any], *, rules: Rules) -> Job:
         raise UnderstudyError(
             f"a ledger in another process must be asked for one of its own operations, got {name:.60}"
         )
-    return Job(name=name, arguments=pack(keywords), episode_id=keywords.get("episode_id"), rules=rules)
+    return Job(name=name, arguments=bytes(pack(keywords)), episode_id=keywords.get("episode_id"), rules=rules)
 
 
 def operation_of(name: str, arguments: msgspec.Raw) -> Callable[..., Any]:
@@ -199,10 +139,9 @@ def operation_of(name: str, arguments: msgspec.Raw) -> Callable[..., Any]:
     if name not in OPERATIONS:
         raise UnderstudyError(f"an operation must be one of {', '.join(OPERATIONS)}, got {name:.60}")
     try:
-        asked = _arguments_of(name).decode(arguments)
+        return partial(OPERATIONS[name], **arguments_of(OPERATIONS[name], arguments))
     except msgspec.MsgspecError as error:
         raise UnderstudyError(f"the arguments of {name} must be of its types: {error}") from error
-    return partial(OPERATIONS[name], **{field: getattr(asked, field) for field in asked.__struct_fields__})
 
 
 def pack_answer(answer: Any) -> msgspec.Raw:
@@ -212,7 +151,7 @@ def pack_answer(answer: Any) -> msgspec.Raw:
             answer = WireEpisode.of(answer)
         case [Episode(), *_]:
             answer = [WireEpisode.of(each) for each in answer]
-    return msgspec.Raw(pack(answer))
+    return pack(answer)
 
 
 def unpack_answer(name: str, answer: msgspec.Raw) -> Any:
@@ -225,26 +164,9 @@ def unpack_answer(name: str, answer: msgspec.Raw) -> Any:
     return found
 
 
-def pack(value: Any) -> bytes:
-    """Arrays travel as their bytes."""
-    return msgspec.msgpack.encode(value, enc_hook=_bytes_of)
-
-
-@cache
-def _arguments_of(name: str) -> msgspec.msgpack.Decoder[Any]:
-    function = OPERATIONS[name]
-    hints = get_type_hints(function)
-    defaults = function.__kwdefaults__ or {}
-    fields = [
-        (field, hints[field], defaults[field]) if field in defaults else (field, hints[field])
-        for field in sorted(set(hints) - {"db", "return"}, key=lambda field: field in defaults)
-    ]
-    return msgspec.msgpack.Decoder(msgspec.defstruct(name, fields, forbid_unknown_fields=True))
-
-
 @cache
 def _answer_of(name: str) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(_wire_type(get_type_hints(OPERATIONS[name])["return"]), dec_hook=_array_of)
+    return decoder_of(_wire_type(get_type_hints(OPERATIONS[name])["return"]))
 
 
 def _wire_type(hint: Any) -> Any:
@@ -257,13 +179,3 @@ def _wire_type(hint: Any) -> Any:
         kept = [each for each in get_args(hint) if not (isinstance(each, type) and issubclass(each, Exception))]
         return Union[tuple(map(_wire_type, kept))]  # noqa: UP007
     return hint
-
-
-def _bytes_of(value: Any) -> bytes:
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    raise TypeError(f"what is sent must be numbers, text, lists, objects or arrays, got {type(value).__name__}")
-
-
-def _array_of(kind: Any, data: Any) -> Any:
-    return np.frombuffer(data, dtype=get_args(get_args(kind)[1])[0])

@@ -6,21 +6,23 @@ the futures that it carries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from buffers.errors import EpisodeError, UnderstudyError
 from buffers.ledger.episodes import StoredRound
 from buffers.remote.messages import MAX_NUMBER, MAX_REASON, Job
 from buffers.wire.listener import MAX_MESSAGE_BYTES
 
+T = TypeVar("T")
+
 MAX_FRAME_BYTES = 64 << 20
 """Most that is sent at once: one message, which is in memory on both sides."""
-_MAX_ROUNDS = 1024
+_MAX_ENTRIES = 1024
 _ENTRY_BYTES = 128
-"""Bytes of a round in a message, beside its texts and arrays."""
+"""Bytes of a round or an operation in a message, beside its texts and arrays."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,32 +61,25 @@ def parcels(items: Sequence[Outgoing]) -> Iterator[tuple[list[Outgoing], list[Ou
 
 def frames(rounds: Sequence[StoredRound]) -> Iterator[list[StoredRound]]:
     """Rounds in their order, as many together as a message holds."""
-    frame: list[StoredRound] = []
-    size = 0
-    for stored in rounds:
-        more = _size(stored)
-        if frame and (size + more > MAX_FRAME_BYTES or len(frame) == _MAX_ROUNDS):
-            yield frame
-            frame, size = [], 0
-        frame.append(stored)
-        size += more
-    if frame:
-        yield frame
+    return _together(rounds, size=_size)
 
 
 def batches(items: Sequence[Outgoing]) -> Iterator[list[Outgoing]]:
     """Operations in their order, as many together as a message holds."""
-    batch: list[Outgoing] = []
-    size = 0
-    for item in items:
-        assert item.job is not None
-        if batch and size + len(item.job.arguments) > MAX_FRAME_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(item)
-        size += len(item.job.arguments) + _ENTRY_BYTES
-    if batch:
-        yield batch
+    return _together(items, size=lambda item: (len(item.job.arguments) if item.job else 0) + _ENTRY_BYTES)
+
+
+def _together(entries: Sequence[T], *, size: Callable[[T], int]) -> Iterator[list[T]]:
+    group: list[T] = []
+    total = 0
+    for entry in entries:
+        if group and (total + size(entry) > MAX_FRAME_BYTES or len(group) == _MAX_ENTRIES):
+            yield group
+            group, total = [], 0
+        group.append(entry)
+        total += size(entry)
+    if group:
+        yield group
 
 
 def check_job(job: Job) -> None:

@@ -1,6 +1,6 @@
 """The ledger in a process of its own: a detached Ray actor on the node that has the disk, and the handle to it.
 
-Started by `learner.startup.ledger_location`, used through `remote_ledger`. Invariants: it never leaves its node; when its process
+Started by `learner.startup.run_buffers`, used through `remote_ledger`. Invariants: it never leaves its node; when its process
 dies Ray starts it again there, and what was acknowledged is in the file: running episodes and leases stay. Ray starts, finds
 and ends the process; what is asked of the ledger, and what it answers, goes over the wire (`ledger_server`), and none of it
 through Ray's object store.

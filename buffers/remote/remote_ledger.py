@@ -1,7 +1,7 @@
 """`RemoteLedger`: a ledger that is in another process, on this machine or another, used like `Ledger`.
 
-Made by `learner.startup.ledger_location`. It sends what is submitted in its order, from one thread, over the wire
-(`ledger_client`); the ledger's Ray actor (`ray_actor`) says where that leads. Invariants: a future is done once its
+Made by `learner.startup.run_buffers`. It sends what is submitted in its order, from one thread, over the wire
+(`ledger_server`); the ledger's Ray actor (`ray_actor`) says where that leads. Invariants: a future is done once its
 operation is on disk; a round may overtake operations of other episodes, and nothing overtakes a round of its own: an
 acknowledged score implies that the episode's earlier rounds are stored. Watchers hear of a commit after its futures are
 done.
@@ -35,10 +35,11 @@ from buffers.ledger.group_commit import DEFAULT_RULES, Rules
 from buffers.ledger.ledger import Ledger, LedgerEvent
 from buffers.records import Episode, Round
 from buffers.remote.host import LedgerAddress, LedgerGone
-from buffers.remote.ledger_client import LedgerClient
-from buffers.remote.messages import EventPage, LedgerState, job_of
+from buffers.remote.ledger_server import LedgerServer
+from buffers.remote.messages import EventPage, LedgerState, WireRound, job_of, unpack_answer
 from buffers.remote.outbox import Outgoing, batches, check_job, check_round, frames, parcels
 from buffers.wire.address import OtherVersion, WireError
+from buffers.wire.client import Client
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ _MAX_JOBS = 1024
 _POLL_S = 1.0
 """How long one poll for events waits: the age of what is known of the disk."""
 _UNREACHABLE_S = 60.0
+ANSWER_S = 30.0
+"""Seconds without a word, after which the other side counts as lost: it says every second that it waits."""
 _RETRY_S = 0.2
 
 
@@ -70,9 +73,9 @@ class RemoteLedger(Ledger):
         self._owns = owns
         self._caller = secrets.token_hex(8)
         self._number = 0
-        self._client: LedgerClient | None = None
+        self._client: Client | None = None
         """The sender's."""
-        self._news: LedgerClient | None = None
+        self._news: Client | None = None
         """The listener's."""
         self._where = actor.where()
         self._begin(path, drop_zero_variance=drop_zero_variance, counts={})
@@ -119,7 +122,7 @@ class RemoteLedger(Ledger):
         if self._client is not None:
             if self._broken is None:
                 with suppress(WireError):  # gone: its successor forgets all callers
-                    self._client.forget(self._caller)
+                    self._client.tell(LedgerServer.forget, caller=self._caller)
             self._client.close()
         if self._owns:
             self._actor.end()
@@ -217,7 +220,7 @@ class RemoteLedger(Ledger):
         outcomes: list[UnderstudyError | None] = []
         for frame in frames(rounds):
             try:
-                outcomes += self._until_answered(partial(LedgerClient.put_stored, rounds=frame))
+                outcomes += self._until_answered(partial(put_stored, rounds=frame))
             except LedgerGone:
                 raise
             except UnderstudyError as error:  # none of this frame
@@ -236,21 +239,29 @@ class RemoteLedger(Ledger):
     def _apply(self, items: Sequence[Outgoing]) -> None:
         jobs = [item.job for item in items if item.job is not None]
         self._number += 1
-        outcomes = self._until_answered(lambda client: client.apply(jobs, caller=self._caller, number=self._number))
-        for item, (answer, error) in zip(items, outcomes, strict=True):
+        packed = [(job.name, msgspec.Raw(job.arguments)) for job in jobs]
+
+        def ask(client: Client) -> list[tuple[Any, Exception | None]]:
+            outcomes = client.call(LedgerServer.apply, caller=self._caller, number=self._number, jobs=packed)
+            return [
+                (None, refusal.error()) if refusal is not None else (unpack_answer(job.name, answer), None)
+                for job, (answer, refusal) in zip(jobs, outcomes, strict=True)
+            ]
+
+        for item, (answer, error) in zip(items, self._until_answered(ask), strict=True):
             if error is None:
                 item.future.set_result(answer)
             else:
                 item.future.set_exception(error)
 
-    def _until_answered(self, ask: Callable[[LedgerClient], T]) -> T:
+    def _until_answered(self, ask: Callable[[Client], T]) -> T:
         """Ask until there is an answer. Raises LedgerGone when the actor is gone, is of another version, or cannot be reached for a
         minute."""
         since, life = time.monotonic(), ""
         while True:
             try:
                 if self._client is None:
-                    self._client = LedgerClient(self._where.address, secret=self._secret, on_state=self._hear)
+                    self._client = self._connect(on_state=self._hear)
                 return ask(self._client)
             except OtherVersion as error:
                 raise LedgerGone(f"ledger {self.path}: {error}") from error
@@ -271,6 +282,9 @@ class RemoteLedger(Ledger):
             self._where = where
             self._keep_state(where.state)
             self._stopped.wait(_RETRY_S)
+
+    def _connect(self, *, on_state: Callable[[LedgerState], object]) -> Client:
+        return Client(self._where.address, LedgerServer, secret=self._secret, answer_s=ANSWER_S, on_state=on_state)
 
     def _hear(self, state: LedgerState) -> None:
         """Called with each answer, and every second while there is none."""
@@ -317,8 +331,9 @@ class RemoteLedger(Ledger):
             while not self._stopped.is_set():
                 try:
                     if self._news is None:
-                        self._news = LedgerClient(self._where.address, secret=self._secret)
-                    self._tell(self._news.events(self._cursor, wait_s=_POLL_S))
+                        self._news = self._connect(on_state=self._keep_state)
+                    life, number = self._cursor
+                    self._tell(self._news.call(LedgerServer.events, life=life, number=number, wait_s=_POLL_S))
                 except WireError as error:
                     logger.info("the ledger told no events: %s", error)
                     self._close_news()
@@ -336,7 +351,6 @@ class RemoteLedger(Ledger):
             self._news = None
 
     def _tell(self, page: EventPage) -> None:
-        self._keep_state(page.state)
         self._cursor = page.cursor
         if page.lost:
             closed = tuple(self.ended(sorted(self._running_ids)).result())
@@ -358,3 +372,11 @@ class RemoteLedger(Ledger):
         with self._state_lock:
             if state.number > self._state.number:
                 self._state, self._counts = state, state.counts
+
+
+def put_stored(client: Client, rounds: Sequence[StoredRound]) -> list[EpisodeError | None]:
+    """Store rounds in the ledger elsewhere: why each was refused, None for those that are on disk. Raises WireError, and what the
+    ledger says when it takes none of them."""
+    refusals = client.call(LedgerServer.put_rounds, rounds=[WireRound.of(stored) for stored in rounds])
+    errors = [refusal and refusal.error() for refusal in refusals]
+    return [error if error is None or isinstance(error, EpisodeError) else EpisodeError(error) for error in errors]

@@ -1,6 +1,6 @@
 """The weights on a node that is not the run's own: what its ranks publish is served, what its engines load is pulled.
 
-Held by a Ray actor there (`learner.checkpoints.weight_nodes`). Its folder is that of the run's node with the node's id in its name
+A Ray actor there (`learner.checkpoints.weight_nodes`). Its folder is that of the run's node with the node's id in its name
 (`folder_on`), in memory; it goes with the puller, and so with the run.
 """
 
@@ -42,10 +42,13 @@ class NodeWeights:
             self._published, self._pulled, file=file, python_path=python_path, secret=secret, removes=folder
         )
 
-    @property
-    def address(self) -> str:
+        self.address = str(self._server.address)
         """The address where its ranks' shards are served."""
-        return str(self._server.address)
+
+    async def start(self) -> str:
+        """Its address, once its puller runs too."""
+        await self._puller.keep([])
+        return self.address
 
     async def pull(self, name: str, *, home: str, shards: Mapping[str, str]) -> None:
         """Have the dense folder of the version. `home`, `shards`: see `WireSource.turn_to`. Raises WeightsError."""

@@ -6,19 +6,18 @@ manifest's checksums.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
-import msgspec
-
-from buffers.errors import WeightsError
+from buffers.errors import UnderstudyError, WeightsError
 from buffers.weights.manifest import MANIFEST, Manifest, Shard, decode_manifest, published_file
 from buffers.weights.puller import FolderSource
 from buffers.weights.room import room_for
-from buffers.weights.version_server import BYTES, MAX_READ_BYTES, READ, Read
-from buffers.wire.address import WireError, WireLost
-from buffers.wire.connection import Connection
+from buffers.weights.version_server import MAX_READ_BYTES, VersionServer
+from buffers.wire.client import Client
 
 AHEAD = 4
 """Reads under way at once."""
@@ -36,7 +35,7 @@ class WireSource:
         self._secret = secret
         self._home = ""
         self._shards: Mapping[str, str] = {}
-        self._connections: dict[str, Connection] = {}
+        self._clients: dict[str, Client] = {}
 
     def turn_to(self, home: str, shards: Mapping[str, str]) -> None:
         """`home`: the address of the server that has the manifests, empty: they are here. `shards`: file -> the address of the
@@ -45,9 +44,9 @@ class WireSource:
 
     def close(self) -> None:
         """End its connections."""
-        for connection in self._connections.values():
-            connection.close()
-        self._connections = {}
+        for client in self._clients.values():
+            client.close()
+        self._clients = {}
 
     def manifest(self, name: str) -> Manifest:
         """Raises WeightsError when there is no such version, or nobody answers."""
@@ -69,31 +68,28 @@ class WireSource:
         """The file's bytes, as far as it has them."""
         try:
             yield from self._read(address, name, file, size=size)
-        except WireError as error:
+        except UnderstudyError as error:
             with suppress(KeyError):
-                self._connections.pop(address).close()
+                self._clients.pop(address).close()
             raise WeightsError(
                 f"{file} of version {name} must come from {address}, and did not: {error}; it is published again"
             ) from error
 
     def _read(self, address: str, name: str, file: str, *, size: int) -> Iterator[bytes]:
-        connection = self._connections.get(address)
-        if connection is None:
-            connection = self._connections[address] = Connection(address, secret=self._secret)
-        asked = answered = 0
-        while answered < size:
-            while asked < size and asked - answered < AHEAD * MAX_READ_BYTES:
-                connection.send(READ, Read(name, file, asked, min(MAX_READ_BYTES, size - asked)))
-                asked += MAX_READ_BYTES
-                if file == MANIFEST:
-                    break
-            message = connection.receive(ANSWER_S)
-            if message is None:
-                raise WireLost(f"no answer within {ANSWER_S:.0f} s")
-            if message.kind != BYTES:
-                raise WireLost(msgspec.msgpack.decode(message.body, type=str))
-            data = msgspec.msgpack.decode(message.body, type=bytes)
+        client = self._clients.get(address)
+        if client is None:
+            client = Client(address, VersionServer, secret=self._secret, answer_s=ANSWER_S)
+            self._clients[address] = client
+        starts = iter(range(0, size, MAX_READ_BYTES))
+        ahead = 1 if file == MANIFEST else AHEAD
+        reads: deque[int] = deque()
+        while True:
+            for start in islice(starts, ahead - len(reads)):
+                part = {"offset": start, "size": min(MAX_READ_BYTES, size - start)}
+                reads.append(client.begin(VersionServer.read, name=name, file=file, **part))
+            if not reads:
+                return
+            data = client.answer(VersionServer.read, reads.popleft())
             yield data
-            answered += MAX_READ_BYTES
             if len(data) < MAX_READ_BYTES:  # its end
                 return

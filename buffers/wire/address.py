@@ -10,7 +10,7 @@ from buffers.errors import UnderstudyError
 
 
 class WireError(UnderstudyError):
-    """The other side is not who it should be, or said what cannot be said. A new connection may do better."""
+    """The other side is not who it should be, or sent an invalid message. A new connection may do better."""
 
 
 class WireLost(WireError):

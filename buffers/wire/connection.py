@@ -1,8 +1,9 @@
 """A connection to a listener of this run, from another process or machine.
 
-Held by one thread: `send` and `receive` are its own, `post` and `wake` may be called by others. Invariant: a connection is one
-conversation: what was sent arrives in its order, or the connection ends with WireLost, and then nobody knows what of the
-last messages arrived. It never connects again by itself: its holder makes another, and sends again what had no answer.
+Held by one thread of a client (`buffers.wire.client`): `send` and `receive` are its own, `post` and `wake` may be called by
+others. Invariant: a connection is one conversation: what was sent arrives in its order, or the connection ends with WireLost, and
+then nobody knows what of the last messages arrived. It never connects again by itself: its holder makes another, and sends
+again what had no answer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Takes connections of this run's processes and hands over what they say: one thread for all of them.
 
-`Listener` is held by a process that others ask: the ledger's (`buffers.remote.ledger_server`), an engine's
-(`mocked_server.fleet.engine_host`). Invariants: `on_message` gets messages of proven connections only, in the order of each; a
-connection that says what cannot be said ends alone; who reads no answers, or is silent, holds up nobody.
+`Listener` is held by a `Service` (`buffers.wire.service`). Invariants: `on_message` gets messages of proven connections only, in
+the order of each; a connection that sends an invalid message ends alone; who reads no answers, or is silent, holds up nobody.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Advantages from scores: one table of estimators by name, over what a batch is evidence of.
 
 Called by `learner.training.trainer` once per batch, on every rank with the same numbers, after values are known. Per-token sums
-are in `learner.algorithms.values`, comparisons within groups in `learner.algorithms.baselines`.
-Invariants: a token with mask 0 gets advantage 0 and neither decays nor carries value; a group of one, or of equal
-scores, has advantage 0 in every estimator that compares a group; scores of another size train alike (those in units of the
-score are as much larger). No model, no randomness and no communication here.
+are in `learner.algorithms.advantages`. Pure torch functions: no model, no randomness and no communication here.
+Invariants: a token with mask 0 gets advantage 0 and neither decays nor carries value; a group of one, or of scores that are equal
+up to rounding, has advantage 0 in every estimator that compares a group, and members that a group lacks are not made up; scores of
+another size train alike (those in units of the score are as much larger).
 
 Shapes: N rows, K = most trained tokens of a row, U scored units. A unit is what one score was given to: an episode with
 all its rows, or a single row (a branch with a score of its own). Column k of a row is its k-th trained token.
@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from learner.algorithms.baselines import difficulty, dr_grpo, gdpo, gpg, grpo, grpo_passk, opo, remax, rloo
-from learner.algorithms.values import ROUNDING, calibrated, final_rewards, gae, rewards_to_go, whiten
+from learner.algorithms.kl import LOG_RATIO_LIMIT
 
 HINT_LIMIT = math.log(2.0)
 """Largest advantage that a hint gives a token under `cpo`: a hint that doubles its probability, or more."""
@@ -108,6 +107,11 @@ def _shared(evidence: AdvantageInputs, *, advantages: Tensor) -> Estimate:
     return Estimate(advantages=torch.where(evidence.mask, per_row, nothing), returns=nothing)
 
 
+def _by_group(compare: Callable[..., Tensor]) -> Callable[[AdvantageInputs], Estimate]:
+    """The estimator that compares each unit's return with those of its group, and no more."""
+    return lambda evidence: _shared(evidence, advantages=compare(unit_returns(evidence), groups=evidence.groups))
+
+
 def _token_rewards(evidence: AdvantageInputs) -> Tensor:
     return final_rewards(evidence.scores[evidence.units], mask=evidence.mask) + evidence.rewards
 
@@ -143,26 +147,6 @@ def _gae(evidence: AdvantageInputs) -> Estimate:
         lam=evidence.lam,
     )
     return Estimate(advantages=_whitened(advantages, evidence=evidence, size=evidence.scale), returns=returns)
-
-
-def _grpo(evidence: AdvantageInputs) -> Estimate:
-    return _shared(evidence, advantages=grpo(unit_returns(evidence), groups=evidence.groups))
-
-
-def _dr_grpo(evidence: AdvantageInputs) -> Estimate:
-    return _shared(evidence, advantages=dr_grpo(unit_returns(evidence), groups=evidence.groups))
-
-
-def _rloo(evidence: AdvantageInputs) -> Estimate:
-    return _shared(evidence, advantages=rloo(unit_returns(evidence), groups=evidence.groups))
-
-
-def _gpg(evidence: AdvantageInputs) -> Estimate:
-    return _shared(evidence, advantages=gpg(unit_returns(evidence), groups=evidence.groups))
-
-
-def _grpo_passk(evidence: AdvantageInputs) -> Estimate:
-    return _shared(evidence, advantages=grpo_passk(unit_returns(evidence), groups=evidence.groups))
 
 
 def _gdpo(evidence: AdvantageInputs) -> Estimate:
@@ -230,7 +214,7 @@ def _reinforce_plus_plus_baseline(evidence: AdvantageInputs) -> Estimate:
 def _cpo(evidence: AdvantageInputs) -> Estimate:
     """Curriculum policy optimization: GRPO where a group differs; where all failed, and GRPO is silent, each token's
     advantage is how much likelier a hint makes it: log pi(token | hint) - log pi(token), within `HINT_LIMIT`."""
-    estimate = _grpo(evidence)
+    estimate = ESTIMATORS["grpo"].compute(evidence)
     if evidence.hinted is None:  # no row of this batch has a hint
         return estimate
     hard = difficulty(evidence.scores, groups=evidence.groups)[evidence.units] < 0
@@ -240,24 +224,230 @@ def _cpo(evidence: AdvantageInputs) -> Estimate:
 
 
 def _teacher(evidence: AdvantageInputs) -> Estimate:
-    """Nothing of the scores: what the teacher says of each token (`learner.algorithms.teacher`) is added by the trainer."""
+    """Nothing of the scores: the trainer adds `teacher_advantages`."""
     nothing = torch.zeros_like(evidence.weights)
     return Estimate(advantages=nothing, returns=nothing)
 
 
+def teacher_advantages(logprobs: Tensor, *, teacher: Tensor, coef: float) -> Tensor:
+    """[M] coef (log pi_T - log pi): on-policy distillation. `logprobs`: of the policy before the step; a token that the teacher
+    would never say counts LOG_RATIO_LIMIT nats.
+
+    With the policy sampling, the mean over its tokens of log pi - log pi_T is KL(pi || pi_T), and its gradient is that of a policy
+    gradient with the advantage log pi_T - log pi at each token, discounted to nothing after it (arXiv:2306.08543, arXiv:2306.13649
+    with the reverse KL). So it goes into the advantages, where old data is corrected for as any other is.
+    """
+    return coef * (teacher - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def grpo(scores: Tensor, *, groups: Tensor) -> Tensor:
+    """Group-relative advantage (score - mean) / std, arXiv:2402.03300 section 4.1.2; the std is the sample's (n - 1)."""
+    advantages = torch.zeros_like(scores)
+    for members in differing(scores, groups=groups):
+        own = scores[members]
+        advantages[members] = (own - own.mean()) / own.std()
+    return advantages
+
+
+def dr_grpo(scores: Tensor, *, groups: Tensor) -> Tensor:
+    """score - mean: GRPO without the std, arXiv:2503.20783 section 3.2; its loss is `seq-mean-token-sum-norm`."""
+    advantages = torch.zeros_like(scores)
+    for members in differing(scores, groups=groups):
+        advantages[members] = scores[members] - scores[members].mean()
+    return advantages
+
+
+def rloo(scores: Tensor, *, groups: Tensor) -> Tensor:
+    """score - mean of the *other* scores of the group, arXiv:2402.14740 section 3.3: n / (n - 1) times score - mean."""
+    advantages = dr_grpo(scores, groups=groups)
+    for members in differing(scores, groups=groups):
+        advantages[members] *= len(members) / (len(members) - 1)
+    return advantages
+
+
+def gpg(scores: Tensor, *, groups: Tensor) -> Tensor:
+    """alpha (score - mean), arXiv:2504.02546 with F_norm = 1.
+
+    alpha = units of the batch / units in groups that differ: groups without a gradient do not make the batch's smaller.
+    """
+    telling = sum(len(members) for members in differing(scores, groups=groups))
+    return dr_grpo(scores, groups=groups) * (len(scores) / max(telling, 1))
+
+
+def grpo_passk(scores: Tensor, *, groups: Tensor) -> Tensor:
+    """(best - second best) / std for the best of a group, 0 for the others; none where two are best.
+
+    The leave-one-out gradient of the expected maximum of k samples, k the group's size: arXiv:2503.19595 section 3, divided by
+    the group's std as in verl's `grpo_passk`.
+    """
+    advantages = torch.zeros_like(scores)
+    for members in differing(scores, groups=groups):
+        best = scores[members].topk(2)
+        advantages[members[best.indices[0]]] = (best.values[0] - best.values[1]) / scores[members].std()
+    return advantages
+
+
+def gdpo(judged: Tensor, *, groups: Tensor) -> Tensor:
+    """Each judge's scores normalised within the group as by GRPO, then added up: arXiv:2601.05242.
+
+    judged: [U, J] scores by judge, nan where a judge gave none: it is then silent for this unit. A judge with a small range
+    counts as much as one with a large one. The batch is whitened afterwards, by `whiten`.
+    """
+    total = torch.zeros_like(judged[:, 0])
+    for column in judged.T:
+        given = torch.nonzero(~column.isnan()).squeeze(1)
+        total[given] += grpo(column[given], groups=groups[given])
+    return total
+
+
+def opo(scores: Tensor, *, groups: Tensor, lengths: Tensor) -> Tensor:
+    """score - mean of the group's scores weighted by length, arXiv:2505.23585: the baseline of least variance.
+
+    lengths: [U] trained tokens of each unit.
+    """
+    advantages = torch.zeros_like(scores)
+    for members in differing(scores, groups=groups):
+        baseline = (lengths[members] * scores[members]).sum() / lengths[members].sum()
+        advantages[members] = scores[members] - baseline
+    return advantages
+
+
+def remax(scores: Tensor, *, baselines: Tensor) -> Tensor:
+    """score - score of the greedy episode of the same task, arXiv:2310.10505 section 4."""
+    return scores - baselines
+
+
+def difficulty(scores: Tensor, *, groups: Tensor) -> Tensor:
+    """[U] int64 -1: no member of the group succeeded (score > 0); 1: all did; 0: some did."""
+    levels = torch.zeros_like(groups)
+    for group in torch.unique(groups):
+        solved = scores[groups == group] > 0
+        levels[groups == group] = int(solved.all()) - int((~solved).all())
+    return levels
+
+
+def differing(scores: Tensor, *, groups: Tensor) -> list[Tensor]:
+    """The units of each group whose scores differ by more than rounding; so it has at least two."""
+    found = [torch.nonzero(groups == group).squeeze(1) for group in torch.unique(groups)]
+    spreads = [scores[members].max() - scores[members].min() for members in found]
+    sizes = [scores[members].abs().max() for members in found]
+    return [members for members, spread, size in zip(found, spreads, sizes) if bool(spread > ROUNDING * size)]
+
+
 ESTIMATORS: dict[str, Estimator] = {
     "gae": Estimator(compute=_gae, needs_critic=True),
-    "grpo": Estimator(compute=_grpo),
-    "dr_grpo": Estimator(compute=_dr_grpo, in_scores=True),
-    "rloo": Estimator(compute=_rloo, in_scores=True),
+    "grpo": Estimator(compute=_by_group(grpo)),
+    "dr_grpo": Estimator(compute=_by_group(dr_grpo), in_scores=True),
+    "rloo": Estimator(compute=_by_group(rloo), in_scores=True),
     "remax": Estimator(compute=_remax, in_scores=True),
     "reinforce_plus_plus": Estimator(compute=_reinforce_plus_plus),
     "reinforce_plus_plus_baseline": Estimator(compute=_reinforce_plus_plus_baseline),
     "opo": Estimator(compute=_opo, in_scores=True),
-    "gpg": Estimator(compute=_gpg, in_scores=True),
+    "gpg": Estimator(compute=_by_group(gpg), in_scores=True),
     "gdpo": Estimator(compute=_gdpo),
-    "grpo_passk": Estimator(compute=_grpo_passk),
+    "grpo_passk": Estimator(compute=_by_group(grpo_passk)),
     "otb": Estimator(compute=_otb, needs_energy=True, in_scores=True),
     "cpo": Estimator(compute=_cpo, needs_hints=True),
     "teacher": Estimator(compute=_teacher),
 }
+
+
+# Values, returns and their scale, token by token: what estimators with a critic or a whole batch to compare are made of. Pure
+# torch functions. Invariant: a token with mask or weight 0 neither decays nor carries value, and has no say in a mean. Shapes
+# as in `learner.algorithms.advantages`.
+
+ROUNDING = 1e-6
+"""Differences below this share of the numbers' size are rounding, and never evidence: normalised, they would be as large as any."""
+LARGEST_SCALE = 1e6
+"""Scores beyond are taken for a scorer's mistake: nothing is made as large as they are, and an update that overflows is skipped."""
+FEWEST_OTHERS = 4
+"""Other episodes that a fit of the critic's values needs; with fewer its error is larger than that of a critic that has learned."""
+
+
+def gae(rewards: Tensor, *, values: Tensor, mask: Tensor, discounts: Tensor, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation, arXiv:1506.02438 eq. 16, over the sampled tokens only.
+
+    All arguments [N, K]. The next state of a sampled token is the next *sampled* token: an observation between two
+    rounds is no step of its own and its value is never read. Returns (advantages, returns), [N, K], 0 where mask is
+    false.
+    """
+    advantages = torch.zeros_like(values)
+    running = torch.zeros_like(values[:, 0])
+    next_value = torch.zeros_like(running)
+    for k in reversed(range(values.shape[1])):
+        delta = rewards[:, k] + discounts[:, k] * next_value - values[:, k]
+        current = delta + discounts[:, k] * lam * running
+        running = torch.where(mask[:, k], current, running)
+        next_value = torch.where(mask[:, k], values[:, k], next_value)
+        advantages[:, k] = torch.where(mask[:, k], current, advantages[:, k])
+    return advantages, torch.where(mask, advantages + values, torch.zeros_like(values))
+
+
+def rewards_to_go(rewards: Tensor, *, mask: Tensor, discounts: Tensor) -> Tensor:
+    """[N, K] discounted sum of a row's rewards from each sampled token on: GAE without a critic and with lambda 1."""
+    return gae(rewards, values=torch.zeros_like(rewards), mask=mask, discounts=discounts, lam=1.0)[0]
+
+
+def final_rewards(scores: Tensor, *, mask: Tensor) -> Tensor:
+    """[N] scores -> [N, K] rewards: each row's score on its last token with mask 1, 0 elsewhere."""
+    later = mask.flip(1).long().cumsum(1).flip(1)
+    return torch.where(mask & (later == 1), scores[:, None], torch.zeros_like(scores)[:, None])
+
+
+def calibrated(values: Tensor, *, returns: Tensor, weights: Tensor, units: Tensor) -> Tensor:
+    """The critic's values as the returns of the batch's *other* units bear them out: mean(R) + c (V - mean(V)).
+
+    c = cov(R, V) / var(V) within [0, 1] is the baseline coefficient of least variance (Greensmith, Bartlett and Baxter, JMLR
+    5, 2004, section 4). It is near 1 for a critic that tells good states from bad ones. Where all returns are equal, as
+    in a task that is solved, or the critic lags behind them, it is near 0: what the values differ by is then the
+    critic's error, and as advantages it would be trained on like evidence. Means, cov and var are weighted, and leave the
+    unit's own tokens out: a baseline that knows the return it is compared with takes a part of it away. [N, K] each but
+    `units` [N]; a unit with fewer than FEWEST_OTHERS others keeps its values.
+    """
+    shares = (weights / weights.sum()).double()
+    mean = (shares * returns).sum()
+    v, r = values - (shares * values).sum(), returns - mean  # centred: the sums below are differences of small numbers
+    num = int(units.max()) + 1
+    own = torch.stack([shares, shares * v, shares * r, shares * v * v, shares * v * r]).sum(2)
+    per_unit = torch.zeros(5, num, dtype=own.dtype).index_add(1, units, own)
+    weight, sum_v, sum_r, sum_vv, sum_vr = (per_unit.sum(1, keepdim=True) - per_unit)[:, units].unsqueeze(2)
+    mean_v, mean_r = sum_v / weight, sum_r / weight
+    variance, covariance = sum_vv / weight - mean_v**2, sum_vr / weight - mean_v * mean_r
+    flat = variance <= (ROUNDING * values.abs().max().double()) ** 2
+    slope = torch.where(flat, 0.0, covariance / variance.clamp(min=torch.finfo(variance.dtype).tiny)).clamp(0.0, 1.0)
+    fitted = (mean + mean_r + slope * (v - mean_v)).to(values.dtype)
+    counted = per_unit[0] > 0.0
+    others = counted.sum() - counted[units].long()
+    return torch.where((others >= FEWEST_OTHERS)[:, None], fitted, values)
+
+
+def whiten(values: Tensor, *, weights: Tensor, size: float, min_deviation: float) -> Tensor:
+    """Shift to weighted mean 0, divide by the deviation, or by `min_deviation * size` if that is more; 0 where the weight is 0.
+
+    `size`: of the numbers that the values are differences of. Values that differ by its rounding only become 0. Any shape, equal
+    for values and weights.
+    """
+    total = weights.sum()
+    mean = (weights * values).sum() / total
+    deviation = ((weights * (values - mean) ** 2).sum() / total).sqrt()
+    if not bool(deviation > ROUNDING * size):
+        return torch.zeros_like(values)
+    whitened = (values - mean) / deviation.clamp(min=min_deviation * size)
+    return torch.where(weights > 0, whitened, torch.zeros_like(values))
+
+
+def score_scale(returns: Tensor, *, values: Tensor) -> float:
+    """The size of a batch's scores: its largest return, or the critic's typical value if that is more; 1 where all is 0.
+
+    What is not a score by itself (least deviations, clips of values, learning rates of value heads) is in units of it, so that
+    scores of any size train alike. `returns` [U], `values` of any shape.
+    """
+    largest = float(returns.abs().max())
+    typical = float(values.square().mean().sqrt())
+    return min(max(largest, typical), LARGEST_SCALE) or 1.0
+
+
+def explained_variance(values: Tensor, *, returns: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over [M] tokens; 0.0 when the returns do not vary."""
+    spread = float(returns.var(unbiased=False))
+    return 1.0 - float((returns - values).var(unbiased=False)) / spread if spread > 0.0 else 0.0

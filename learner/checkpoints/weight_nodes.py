@@ -16,35 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffers.errors import UnderstudyError, WeightsError
 from buffers.weights.node_weights import NodeWeights, folder_on
-from configs.checkout import python_path
-
-
-class WeightsActor:
-    """A `NodeWeights` in its own process."""
-
-    def __init__(self, folder: Path, *, host: str, secret: bytes, file: str) -> None:
-        self._weights = NodeWeights(folder, host=host, secret=secret, file=file, python_path=python_path())
-
-    async def address(self) -> str:
-        """Its server's, once its puller runs too."""
-        await self._weights.keep([], [])
-        return self._weights.address
-
-    async def pull(self, name: str, home: str, shards: Mapping[str, str]) -> None:
-        """See `NodeWeights.pull`."""
-        await self._weights.pull(name, home=home, shards=shards)
-
-    async def copy(self, name: str, home: str) -> None:
-        """See `NodeWeights.copy`."""
-        await self._weights.copy(name, home=home)
-
-    async def keep(self, pulled: Sequence[str], published: Sequence[str]) -> None:
-        """See `NodeWeights.keep`."""
-        await self._weights.keep(pulled, published)
-
-    async def close(self) -> None:
-        """See `NodeWeights.close`."""
-        await self._weights.close()
+from configs.child_processes import python_path
 
 
 class WeightNode:
@@ -55,28 +27,28 @@ class WeightNode:
         self.folder = folder_on(run_folder, node_id)
         self.address = ""
         environment = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        self._actor = (
-            ray.remote(WeightsActor)
-            .options(
-                num_cpus=0,
-                max_restarts=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-                runtime_env={"env_vars": environment},
-            )
-            .remote(self.folder, host=host, secret=secret, file=file)
-        )
+        strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        options = {
+            "num_cpus": 0,
+            "max_restarts": 0,
+            "scheduling_strategy": strategy,
+            "runtime_env": {"env_vars": environment},
+        }
+        self._actor = ray.remote(NodeWeights).options(**options).remote(
+            self.folder, host=host, secret=secret, file=file, python_path=python_path()
+        )  # fmt: skip
 
     async def start(self) -> None:
         """Returns when it can be asked. Raises WeightsError."""
-        self.address = await self._ask("address")
+        self.address = await self._ask("start")
 
     async def pull(self, name: str, *, home: str, shards: Mapping[str, str]) -> None:
         """Have the dense folder of the version there. Raises WeightsError."""
-        await self._ask("pull", name, home, dict(shards))
+        await self._ask("pull", name, home=home, shards=dict(shards))
 
     async def copy(self, name: str, *, home: str) -> None:
         """Have the dense folder there that `home` serves. Raises WeightsError."""
-        await self._ask("copy", name, home)
+        await self._ask("copy", name, home=home)
 
     async def keep(self, pulled: Sequence[str], published: Sequence[str]) -> None:
         """Remove all others there. Raises WeightsError."""
@@ -90,9 +62,9 @@ class WeightNode:
             pass  # its node is gone, and its memory with it
         ray.kill(self._actor)
 
-    async def _ask(self, method: str, *arguments: object) -> Any:
+    async def _ask(self, method: str, *arguments: object, **named: object) -> Any:
         try:
-            return await getattr(self._actor, method).remote(*arguments)
+            return await getattr(self._actor, method).remote(*arguments, **named)
         except RayTaskError as error:
             cause = error.cause
             raise WeightsError(

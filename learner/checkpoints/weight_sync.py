@@ -23,17 +23,18 @@ import os
 import shutil
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from buffers.disk import until_written
 from buffers.errors import WeightsError
 from buffers.weights.node_weights import PUBLISHED, PULLED, same_on
 from buffers.weights.puller_process import PullerProcess
 from buffers.weights.store import VersionStore
 from buffers.weights.version_server import VersionServer
-from configs.checkout import python_path
-from configs.processes.temporary_folder import goes_with_this_process
-from learner.checkpoints.earlier_versions import EarlierVersions
+from configs.child_processes import goes_with_this_process, python_path
 from learner.checkpoints.store import ADAPTER_WEIGHTS, WEIGHTS, Checkpoint
 from learner.checkpoints.weight_shards import Published
 
@@ -62,7 +63,7 @@ class Node(Protocol):
 
     address: str
 
-    async def start(self) -> None: ...
+    async def start(self) -> object: ...
     async def pull(self, name: str, *, home: str, shards: Mapping[str, str]) -> None: ...
     async def copy(self, name: str, *, home: str) -> None: ...
     async def keep(self, pulled: Sequence[str], published: Sequence[str]) -> None: ...
@@ -231,3 +232,83 @@ def _fast_folder(run: Path) -> Path:
     folder.mkdir(mode=0o700)
     goes_with_this_process(folder)
     return folder
+
+
+# Earlier versions of the policy, for roles that play it as it was some versions ago (a negative `frozen`). A copy of each is
+# kept on disk, in the run's folder, as long as a role may still need it: `age` + 1 of them. Invariants: a follower plays
+# exactly the version that is `age` versions old, or the oldest there is in the first steps; a run that is resumed finds the
+# versions that it had.
+
+PREFIX = "version-"
+
+
+@dataclass(slots=True)
+class Follower:
+    """An engine that stays `age` versions behind. `version`: the one that it has; None: none was given to it."""
+
+    engine: Engine
+    age: int
+    version: int | None = None
+
+
+class EarlierVersions:
+    """`folder`: its own, in the run's."""
+
+    def __init__(self, folder: Path, *, followers: Sequence[Follower], say: Callable[[str], object]) -> None:
+        self._folder = folder
+        self._say = say
+        self._followers = list(followers)
+        self._most = max(follower.age for follower in followers)
+
+    async def begin(self, *, checkpoint: tuple[Path, int] | None) -> None:
+        """Call it before the first version of this process. `checkpoint`: (folder, version) of the weights that it resumes from;
+        what was kept of later ones is of steps that are made again."""
+        after = -1 if checkpoint is None else checkpoint[1]
+        for version in self._kept():
+            if version > after:
+                await asyncio.to_thread(shutil.rmtree, self._at(version))
+        if checkpoint is not None:
+            if after not in self._kept():
+                await self._keep(*checkpoint)
+            await self._follow(after)
+
+    async def published(self, folder: Path, *, version: int) -> None:
+        """Keep a new version, and give the followers theirs."""
+        await self._keep(folder, version)
+        await self._follow(version)
+        for old in self._kept():
+            if old < version - self._most:
+                await asyncio.to_thread(shutil.rmtree, self._at(old))
+
+    async def _follow(self, newest: int) -> None:
+        kept = self._kept()
+        for follower in self._followers:
+            wanted = max((version for version in kept if version <= newest - follower.age), default=kept[0])
+            if follower.version != wanted:
+                await follower.engine.load_weights(self._at(wanted), version=wanted)
+                follower.version = wanted
+
+    async def _keep(self, folder: Path, version: int) -> None:
+        await until_written(
+            partial(asyncio.to_thread, self._copy, folder, version), what=f"version {version} for the roles that play earlier ones",
+            folder=self._folder, say=self._say,
+        )  # fmt: skip
+
+    def _copy(self, folder: Path, version: int) -> None:
+        scratch = self._folder / f".{PREFIX}{version}"
+        for left in (scratch, self._at(version)):
+            shutil.rmtree(left, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        try:
+            for file in folder.iterdir():
+                shutil.copyfile(file, scratch / file.name)  # links are followed
+            scratch.rename(self._at(version))
+        except OSError:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+
+    def _kept(self) -> list[int]:
+        return sorted(int(path.name.removeprefix(PREFIX)) for path in self._folder.glob(f"{PREFIX}*"))
+
+    def _at(self, version: int) -> Path:
+        return self._folder / f"{PREFIX}{version}"

@@ -12,9 +12,8 @@ from buffers.ledger.batches import STALE
 from buffers.ledger.episodes import GIVEN_UP, NO_VARIANCE, RESTART
 from buffers.ledger.scores import CONSTRAINED, NO_ROUNDS
 from buffers.ledger.tools.survey import Failures
-from learner.diagnosis.evidence import Evidence
-from learner.diagnosis.finding import Observation, Severity, counted, percent, rule
-from learner.recovery.failure_report import MEANINGS, most_frequent_error
+from learner.diagnosis.evidence import Evidence, Observation, Severity, counted, percent, rule
+from learner.recovery.failure_watch import MEANINGS, most_frequent_error
 from learner.reporting.run_metrics import COMPARE_THE_BATCH
 
 AFTER_EFFECTS = frozenset({GIVEN_UP, NO_VARIANCE, RESTART, STALE})

@@ -11,10 +11,15 @@ from math import log
 from statistics import fmean, median
 
 from buffers.ledger.batches import STALE
-from learner.diagnosis.evidence import CLEAR_RISE, Evidence
-from learner.diagnosis.finding import Observation, Severity, by_share, counted, percent, rule
-from learner.reporting.drift import DRIFT_MEASURES, MOST_DRIFT, drift_remedy, drift_sentence
-from learner.reporting.run_metrics import FIRST_STEPS, LAST_STEPS
+from learner.diagnosis.evidence import CLEAR_RISE, Evidence, Observation, Severity, by_share, counted, percent, rule
+from learner.reporting.run_metrics import (
+    DRIFT_MEASURES,
+    FIRST_STEPS,
+    LAST_STEPS,
+    MOST_DRIFT,
+    drift_remedy,
+    drift_sentence,
+)
 
 ENOUGH_STEPS = 10
 """Steps that a rule about a trend needs."""

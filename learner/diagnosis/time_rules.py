@@ -5,8 +5,7 @@ Listed by `learner.diagnosis.diagnose`. They look at the last 10 steps. What the
 
 from __future__ import annotations
 
-from learner.diagnosis.evidence import Evidence
-from learner.diagnosis.finding import Finding, Observation, Severity, percent, rule
+from learner.diagnosis.evidence import Evidence, Finding, Observation, Severity, percent, rule
 
 IDLE = 0.5
 """Share of the steps' time that the learner may wait."""

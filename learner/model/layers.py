@@ -1,13 +1,18 @@
 """What a model is counted by, in any architecture of transformers: its layers, heads, and the experts that a token uses.
 
-Used by `learner.model` and `learner.placement.model_shape`. Invariant: only classes of transformers and shapes are asked, and of
+Used by `learner.model` and `learner.placement.memory`. Invariant: only classes of transformers and shapes are asked, and of
 the configuration the number of experts for a token.
 """
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -61,3 +66,66 @@ def used_weights(layer: nn.Module, config: Any) -> int:
         elif weight.dim() >= 2:
             total += weight.numel()
     return total
+
+
+# What a machine can do at most, and what an update asks of it, in floating-point operations. Invariant: only what the
+# mathematics needs is counted: no padding, no layer computed twice, no pass without gradient, and half of each attention
+# square.
+
+SIDES = {"cuda": 8192, "cpu": 1024}
+REPEATS = 3
+
+
+@cache
+def matmul_rate(*, device: str, dtype: str) -> float:
+    """FLOP/s of a square matrix product in `dtype`, the median of REPEATS, measured once. On one thread on a CPU."""
+    side = SIDES[device.split(":")[0]]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        a, b = (torch.randn(side, side, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
+        seconds = []
+        for _ in range(REPEATS + 2):
+            began = time.perf_counter()
+            a @ b
+            if a.is_cuda:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+    finally:
+        torch.set_num_threads(threads)
+    return 2.0 * side**3 / median(seconds[2:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a causal language model is made of, as far as its matrix products go; of experts, those that a token uses."""
+
+    weights: int
+    """Those of the layers, which each token meets; without the output matrix."""
+    width: int
+    """All query heads of all layers with attention together."""
+    output: int
+    """Weights of the output matrix."""
+    is_frozen: bool = False
+    """The weights have no gradient of their own (LoRA)."""
+
+    @classmethod
+    def of(cls, lm: Any) -> Work:
+        """That of a model, sharded or not."""
+        text = lm.config.get_text_config()
+        layers = layers_of(lm.get_decoder())
+        heads = heads_of(text)
+        attend = sum(any(hasattr(part, "k_proj") for part in layer.modules()) for layer in layers) or len(layers)
+        return cls(
+            weights=sum(used_weights(layer, text) for layer in layers),
+            width=attend * heads.queries * heads.width,
+            output=text.hidden_size * text.vocab_size,
+            is_frozen=not all(weight.requires_grad for layer in layers for weight in layer.parameters()),
+        )
+
+    def update_flops(self, *, tokens: int, squares: int, trained: int) -> float:
+        """Forward and backward pass, which is twice the forward. `squares`: the tokens that each token sees are, added, half of
+        that; `trained`: the output matrix is applied at these positions only."""
+        of_weights = 2.0 * self.weights * tokens
+        others = 2.0 * self.width * squares + 2.0 * self.output * trained
+        return (2.0 if self.is_frozen else 3.0) * of_weights + 3.0 * others

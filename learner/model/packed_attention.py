@@ -11,8 +11,10 @@ without it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from inspect import signature
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +23,72 @@ from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from learner.model.micro_batch import Paths
+from learner.model.layers import heads_of
+
+# What one forward pass of one rank takes: rows beside one another, which may continue stems, or tokens that lie one after
+# another and whom each attends to. Invariant: every place predicts at most one token.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paths:
+    """The keys of each of n segments, by their places in the pack: those of its ancestors, then its own."""
+
+    places: Tensor
+    """[P] int64."""
+    starts: Tensor
+    """[n + 1] int32: where the path of each segment starts in `places`, and P."""
+    longest: int
+    """Places of the longest path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """How T tokens one after another are divided. In a segment positions count on by one; without `paths` it is a whole row and
+    attends to itself, with them to its own path: everything from the first token of its rows up to its own end."""
+
+    positions: Tensor
+    """[1, T] int64: place of each token in its row."""
+    starts: Tensor
+    """[n + 1] int32: where each segment starts, and T."""
+    longest: int
+    """Tokens of the longest segment."""
+    paths: Paths | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stems:
+    """k beginnings of S tokens each, which several rows have in common."""
+
+    ids: Tensor
+    """[k, S] int64."""
+    of_rows: Tensor
+    """[b] int64: the stem that each row continues."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """b rows of L places behind k * S of stems, m trained tokens of whole rows at u places."""
+
+    ids: Tensor
+    """[b, L] int64. With `segments` b is 1; without, the shorter rows are filled up on the right with any token: what comes after
+    a token is nothing to it."""
+    segments: Segments | None
+    before: Tensor
+    """[u] int64: the places, of k * S and then b * L, whose states predict trained tokens, each once."""
+    tokens: Tensor
+    """[u] int64: the tokens that these predict."""
+    shared: Tensor | None
+    """[m] int64: which of the u predictions is that of each trained token; None: each has its own, in order."""
+    index: Tensor
+    """[m] int64: place of each trained token in the batch's flat arrays, row by row."""
+    stems: Stems | None = None
+    """What the rows of `ids` continue; None: they are whole."""
+    experts: Tensor | None = None
+    """[places, layers, K] int32: the experts that the engine used at each of k * S and then b * L places; see
+    `buffers.records.Row`. None: nobody knows any."""
+    real: Tensor | None = None
+    """[places] bool: false where a row is filled up; None: nowhere."""
+
 
 PACKED = "packed_rows"
 HALF = (torch.float16, torch.bfloat16)
@@ -118,3 +185,55 @@ def _segment_attention(
 
 
 AttentionInterface.register(PACKED, packed_attention)
+
+
+# Whether the attention of packed rows is in half precision what it is in float32: two branches of a stem, forward and backward.
+# On a GPU another kernel does it then, and one aligns queries with the end of their keys or with the start; where it is the
+# wrong one, branches see too little and nothing else goes wrong.
+
+MOST = 0.1
+"""Largest difference, relative to the largest entry: far above rounding, far below that of a branch that sees one token fewer."""
+STEM, BRANCHES = 5, (4, 3)
+WINDOW = 4
+
+
+def check_kernel(config: Any, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Heads as the model of this configuration has them, with and without a window. Raises ValueError."""
+    queries, keys, width = heads_of(config.get_text_config())
+    size = STEM + sum(BRANCHES)
+    generator = torch.Generator().manual_seed(0)
+    states = [
+        torch.randn(1, many, size, width, generator=generator).to(device, dtype) for many in (queries, keys, keys)
+    ]
+    for window in (None, WINDOW):
+        half, wide = (_pass([each.to(one) for each in states], window=window) for one in (dtype, torch.float32))
+        for found, expected in zip(half, wide):
+            difference = float((found.float() - expected).abs().max() / expected.abs().max())
+            if not difference <= MOST:
+                raise ValueError(
+                    f"the attention kernel for {dtype} on {device} must give two branches of a row what float32 gives them, and "
+                    f"differs by {difference:.1e} of the largest entry; set model.dtype=float32, or train on another device"
+                )
+
+
+def _pass(states: list[Tensor], *, window: int | None) -> list[Tensor]:
+    """What two branches of a stem attend to, and the gradients of a weighted sum of it at query, key and value."""
+    device = states[0].device
+    query, key, value = leaves = [each.detach().requires_grad_() for each in states]
+    forks = (0, STEM, STEM + BRANCHES[0], STEM + sum(BRANCHES))
+    stem, *own = (torch.arange(start, end, device=device) for start, end in pairwise(forks))
+    paths = [stem, *(torch.cat([stem, branch]) for branch in own)]
+    ends = torch.tensor([0, *map(len, paths)], device=device).cumsum(0).int()
+    out = packed_attention(
+        nn.Identity(),
+        query,
+        key,
+        value,
+        None,
+        cu_seq_lens_q=torch.tensor(forks, dtype=torch.int32, device=device),
+        max_length_q=max(STEM, *BRANCHES),
+        paths=Paths(places=torch.cat(paths), starts=ends, longest=max(map(len, paths))),
+        sliding_window=window,
+    )[0]
+    weights = torch.linspace(-1.0, 1.0, out.numel(), device=device).cos().view_as(out)
+    return [out.detach(), *torch.autograd.grad((out.float() * weights).sum(), leaves)]

@@ -20,12 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from learner.experts.routing import Routing
 from learner.model.engine_rounding import float32_logits
+from learner.model.expert_routing import Routing
 from learner.model.file_names import FileNames
 from learner.model.layers import experts_per_token, layers_of
-from learner.model.micro_batch import MicroBatch
-from learner.model.packed_attention import PACKED
+from learner.model.packed_attention import PACKED, MicroBatch
 
 LOGITS_AT_ONCE = 2**26
 """256 MiB in float32: 442 tokens of a vocabulary of 151,936, where 8,192 tokens would take 4.6 GiB several times over."""

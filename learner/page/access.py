@@ -1,6 +1,6 @@
 """Keeps the page to holders of a one-time link, whose browser gets a cookie, or of a run's admin key; adds strict headers.
 
-Pure ASGI around all routes of `learner.page.routes`. Invariants: without one of the two, nothing is answered but that; a link opens
+Pure ASGI around all routes of `learner.page.serve`. Invariants: without one of the two, nothing is answered but that; a link opens
 once; a request under another host's name (a page of others that resolves to this machine) is refused; the method is GET or HEAD.
 """
 

@@ -20,15 +20,92 @@ import numpy.typing as npt
 from buffers.ledger.batches import read_rounds
 from buffers.ledger.reading import episodes, round_causes
 from buffers.ledger.reading.branches import NOT_SAMPLED, Branch, Window, branches_of, num_trained, window_of
+from buffers.ledger.reading.episodes import EpisodeFilter, EpisodeView, FilterError
+from buffers.ledger.reading.round_causes import ANY_BREAK, CAUSES
 from buffers.records import Round
 from buffers.training_rows import CUT
-from learner.page.episode_parts.conversation import Turn, turns_of, with_text
-from learner.page.episode_parts.token_window import MOST_TOKENS, packed, pieces_of
-from learner.page.episode_parts.untrained import why_untrained
+from learner.page.conversation import MOST_TOKENS, Turn, packed, pieces_of, turns_of, with_text
 from learner.page.metric_columns import plain
-from learner.page.query import MOST_POINTS, Query
 from learner.page.run_view import RunView
+from learner.recovery.failure_watch import MEANINGS
 from learner.reporting.token_figures import ARRAYS, TokenFigures, read_figures
+
+# `Query`: what a request to the page asks for, read by type and within bounds.
+
+MOST_POINTS = 10_000
+LARGEST_NUMBER, MOST_DIGITS = 2**53, 16
+"""What a browser's numbers hold exactly."""
+SPAN = "a number or a span such as 10-20"
+
+
+class Query:
+    """What a request asks for, by its path and its parameters, read by type. Raises FilterError naming the parameter."""
+
+    def __init__(self, given: Mapping[str, str]) -> None:
+        self._given = given
+
+    def text(self, name: str, default: str = "") -> str:
+        return self._given.get(name, default)
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        return tuple(part for part in self._given.get(name, "").split(",") if part)
+
+    def number(self, name: str, default: int, *, most: int, least: int = 0) -> int:
+        """A whole number in a range; larger ones are cut to it."""
+        found = self.maybe(name, int)
+        return default if found is None else min(max(found, least), most)
+
+    def maybe(self, name: str, kind: Callable[[str], Any]) -> Any:
+        """None: it is not given."""
+        given = self._given.get(name, "")
+        return number_of(given, name=name, kind=kind) if given else None
+
+    def span(self, name: str) -> tuple[int, int] | None:
+        """`12` or `10-20`."""
+        given = self._given.get(name, "")
+        first, _, last = given.partition("-")
+        if not given:
+            return None
+        return number_of(first, name=name, kind=int, rule=SPAN), number_of(
+            last or first, name=name, kind=int, rule=SPAN
+        )
+
+    def window(self, *, default: int, most: int) -> tuple[int, int]:
+        """`start` and `count`."""
+        return self.number("start", 0, most=1 << 40), self.number("count", default, most=most, least=1)
+
+    def episode_filter(self) -> EpisodeFilter:
+        """The episodes that it asks for."""
+        cause = self.text("cause")
+        if cause and cause != "any" and cause not in CAUSES:
+            raise FilterError(f"cause must be any, or of {', '.join(CAUSES)}, got {cause!r:.40}")
+        return EpisodeFilter(
+            steps=self.span("step"),
+            task=self.text("task") or None,
+            text=self.text("q"),
+            group=self.maybe("group", int),
+            states=self.texts("state"),
+            group_states=self.texts("group_state"),
+            score=(self.maybe("min_score", float), self.maybe("max_score", float)),
+            reason=self.text("reason") or None,
+            agent=self.text("agent") or None,
+            tokens=(self.maybe("min_tokens", int), self.maybe("max_tokens", int)),
+            rounds=(self.maybe("min_rounds", int), self.maybe("max_rounds", int)),
+            causes=0 if not cause else ANY_BREAK if cause == "any" else 1 << CAUSES.index(cause),
+            untrained=self.text("untrained") == "1",
+        )
+
+
+def number_of(text: str, *, name: str, kind: Callable[[str], Any], rule: str = "a number") -> Any:
+    """The number that a text is, such as the databases have. Raises FilterError naming the parameter."""
+    try:
+        found = kind(text)
+    except ValueError:
+        found = None
+    if found is None or found != found or abs(found) > LARGEST_NUMBER:
+        raise FilterError(f"{name} must be {rule}, got {text!r:.40}; leave it out for no limit")
+    return found
+
 
 Numbers = npt.NDArray[np.floating[Any]]
 MOST_TURNS = 500
@@ -255,3 +332,113 @@ def _spread(figures: dict[int, TokenFigures]) -> dict[str, float] | None:
     if not len(values):
         return None
     return {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}
+
+
+# Why something was not trained, in sentences: of one episode, and of a whole run as a list with the most frequent first. Pure
+# functions of what the ledger and the run's figures say.
+
+GROUP_REASONS: dict[str, tuple[str, str]] = {
+    "stale": (
+        "all tokens of the group were older than buffer.max_policy_lag versions when a batch was made",
+        "raise buffer.max_policy_lag, or let fewer episodes run at once (agents.concurrency)",
+    ),
+    "no variance": (
+        "all members scored the same, so that there was nothing to compare (data.reward_manager=dapo)",
+        "take tasks that are solved sometimes, or a scorer with finer scores",
+    ),
+    "failed": ("a member had no attempt left", "see why its episodes failed; or raise agents.max_attempts"),
+}
+"""Kind of reason of an evicted group -> what it means, what to change."""
+EPISODE_REASONS: dict[str, tuple[str, str]] = {
+    "stale": GROUP_REASONS["stale"],
+    "no variance": GROUP_REASONS["no variance"],
+    "group given up": ("its group was given up, as another member had no attempt left", "see why that one failed"),
+    "deadline": (MEANINGS["deadline"], "raise agents.deadline_s, or bound what an agent does"),
+    "agent left": (
+        "the agent ended or hung up in the middle of its episode; it was tried again",
+        "see the agents' logs",
+    ),
+    "silent agent": (MEANINGS["silent agent"], "raise agents.silence_s, or see why the agent stands still"),
+    "environment died": ("the environment's process died while it was running; it was tried again", "see env.log"),
+    "killed the engine": ("the engine died of its requests, again and again", "see the run's log"),
+    "scorer": (MEANINGS["scorer"], "look at what the agent printed last, and at data.scorer"),
+    "no rounds": (MEANINGS["no rounds"], "check that the agent reads its key and address from the environment"),
+    "restart": ("the run's process died while it was running; it was tried again", ""),
+}
+ROUND_REASONS: dict[str, tuple[str, str]] = {
+    "abort": (
+        "the answer was lost or refused midway, or its agent hung up before it read any of it",
+        "see the agents' logs for time-outs of their client",
+    ),
+}
+LEFT_OUT_FIGURES = {
+    "policy/too_old_share": (
+        "too old",
+        "trained tokens of the last step that a version before policy version - buffer.max_policy_lag sampled",
+        "raise buffer.max_policy_lag, or shorten episodes",
+    ),
+    "policy/is_masked": (
+        "masked",
+        "trained tokens of the last step whose rows were left out by the importance weights (learner.correction)",
+        "see the drift between engine and learner: policy/max_logprob_diff",
+    ),
+}
+"""Figure of a step -> (reason, sentence, remedy), for tokens that a trained row left out."""
+
+
+def kind_of(reason: str | None) -> str:
+    """What stands before the colon of a reason."""
+    return (reason or "").partition(":")[0]
+
+
+def why_untrained(one: EpisodeView) -> str | None:
+    """A sentence; None: it was trained."""
+    if one.group_state in ("trained", "leased"):
+        return None if one.state == "scored" else f"it failed ({one.reason}), and its group was trained without it"
+    if one.group_state in ("validating", "validated"):
+        return "it is of a validation task: those are never trained"
+    if one.group_state == "evicted":
+        kind = kind_of(one.group_reason)
+        return f"its group was given up ({one.group_reason}): {GROUP_REASONS.get(kind, ('', ''))[0] or 'see its other members'}"
+    if one.state == "failed":
+        kind = kind_of(one.reason)
+        return f"it failed ({one.reason}): {meaning_of(kind)[0] or 'another attempt takes its place, if one is left'}"
+    if one.state == "scored":
+        waits = "the other members of its group" if one.group_state == "open" else "its turn in a batch"
+        return f"not yet: it waits for {waits}"
+    return "not yet: it has no score"
+
+
+def meaning_of(kind: str) -> tuple[str, str]:
+    """What a failed episode's kind of reason means, and what to change; empty where nothing is known of it."""
+    return EPISODE_REASONS.get(kind, (MEANINGS.get(kind, ""), ""))
+
+
+def reasons_of(
+    counts: Mapping[str, int], *, evictions: list[tuple[str, int]], aborted: int, figures: Mapping[str, float | None]
+) -> list[dict[str, Any]]:
+    """`counts`: of the ledger; `evictions`: groups given up by kind; `aborted`: rounds; `figures`: of the last step."""
+    found = [
+        _entry("group", kind or "no reason", number, *GROUP_REASONS.get(kind, ("", "")), filter_=True)
+        for kind, number in evictions
+    ]
+    found += [
+        _entry("episode", name.removeprefix("failed/"), number, *meaning_of(name.removeprefix("failed/")), filter_=True)
+        for name, number in counts.items()
+        if name.startswith("failed/") and number
+    ]
+    if aborted:
+        found.append(_entry("round", "abort", aborted, *ROUND_REASONS["abort"]))
+    for name, (reason, sentence, remedy) in LEFT_OUT_FIGURES.items():
+        if share := figures.get(name):
+            found.append(_entry("token", reason, share, sentence, remedy))
+    return sorted(found, key=lambda entry: (entry["what"] == "token", -entry["number"]))
+
+
+def _entry(
+    what: str, reason: str, number: float, sentence: str, remedy: str, *, filter_: bool = False
+) -> dict[str, Any]:
+    from urllib.parse import urlencode
+
+    query = urlencode({"untrained": "1", "reason": reason}) if filter_ and reason != "no reason" else None
+    return {"what": what, "reason": reason, "number": number, "sentence": sentence, "remedy": remedy, "filter": query}

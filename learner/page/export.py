@@ -28,13 +28,12 @@ from buffers.ledger.reading import episodes as ledger_episodes
 from buffers.ledger.reading.episodes import EpisodeFilter
 from buffers.ledger.reading.round_causes import ANY_BREAK
 from learner.page import reports
-from learner.page.episode_page import MOST_TURNS, RunPages
-from learner.page.episode_parts.token_window import packed_text
+from learner.page.conversation import packed_text
+from learner.page.episode_page import LARGEST_NUMBER, MOST_POINTS, MOST_TURNS, Query, RunPages
 from learner.page.metric_columns import meanings
-from learner.page.query import LARGEST_NUMBER, MOST_POINTS, Query
 from learner.page.reports import LEFT_OUT, has_secret_name
-from learner.page.routes import STATIC
 from learner.page.run_set import RunSet
+from learner.page.serve import STATIC
 
 PREFIX = "page/"
 """The modules' names in the import map begin so."""

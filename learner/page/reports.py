@@ -1,6 +1,6 @@
 """The page's answers about a run: its index, columns of figures, spreads of scores, groups, episodes, what was not trained.
 
-Used by `learner.page.routes` and `learner.page.snapshot`. Functions of a run and of a query, which is bounded whatever it asks for;
+Used by `learner.page.serve` and `learner.page.snapshot`. Functions of a run and of a query, which is bounded whatever it asks for;
 they give what JSON can hold, or bytes.
 """
 
@@ -17,10 +17,17 @@ import numpy as np
 from buffers.ledger.reading import episodes
 from buffers.ledger.reading.episodes import FilterError, GroupView
 from buffers.ledger.reading.reader import LedgerUnreadable, counts, trained_steps
-from learner.page.episode_page import RunPages
-from learner.page.episode_parts import untrained as why
+from learner.page.episode_page import (
+    LARGEST_NUMBER,
+    LEFT_OUT_FIGURES,
+    MOST_DIGITS,
+    MOST_POINTS,
+    Query,
+    RunPages,
+    number_of,
+    reasons_of,
+)
 from learner.page.metric_columns import plain
-from learner.page.query import LARGEST_NUMBER, MOST_DIGITS, MOST_POINTS, Query, number_of
 
 QUANTILES = {"min": 0.0, "p10": 0.1, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p90": 0.9, "max": 1.0}
 MOST_EPISODES = 500
@@ -170,11 +177,11 @@ def order(run: RunPages, query: Query) -> bytes:
 def untrained(run: RunPages, _: Query) -> dict[str, Any]:
     """Reasons why something was not trained."""
     with run.metrics() as columns:
-        figures = {name: columns.last(name) for name in (*why.LEFT_OUT, "generation/aborted")}
+        figures = {name: columns.last(name) for name in (*LEFT_OUT_FIGURES, "generation/aborted")}
     with run.ledger() as db:
         number, evicted = counts(db), episodes.evictions(db)
     aborted = int(figures["generation/aborted"] or 0)
-    return {"reasons": why.reasons(number, evictions=evicted, aborted=aborted, figures=figures)}
+    return {"reasons": reasons_of(number, evictions=evicted, aborted=aborted, figures=figures)}
 
 
 def without_secrets(value: Any) -> Any:

@@ -16,8 +16,8 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from buffers.errors import UnderstudyError
-from configs.checkout import python_path
-from learner.placement.cards import Node, of_this_machine
+from configs.child_processes import python_path
+from learner.placement.plan import Node, of_this_machine
 
 ASK_S = 60.0
 """Seconds for a node to answer: Ray starts a worker there."""

@@ -9,14 +9,103 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from buffers.errors import UnderstudyError
 from configs.schema import Config
-from learner.placement.cards import GIB, Node
-from learner.placement.memory import ASLEEP_BYTES, EngineMemory, Item, adapter_weights, of_engine, of_rank, total
-from learner.placement.model_shape import ModelShape
+from learner.placement.memory import (
+    ASLEEP_BYTES,
+    BYTES,
+    EngineMemory,
+    Item,
+    ModelShape,
+    adapter_weights,
+    of_engine,
+    of_rank,
+    on_host,
+    total,
+    trained_weights,
+)
+
+# The nodes and their GPUs that a run may use: those of this machine, or those that `--gpus` describes. Neither torch nor CUDA
+# is loaded: NVIDIA's own `nvidia-smi` knows the cards. A card's number here is its place among those that CUDA_VISIBLE_DEVICES
+# leaves.
+
+ADDRESS = "RAY_ADDRESS"
+GIB = 2**30
+ASK_S = 20.0
+"""`nvidia-smi` takes seconds where the driver is not kept loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One machine of a run; the first of several is the run's own."""
+
+    cards: tuple[int, ...] = ()
+    """Bytes of memory of each of its GPUs; empty: it has none."""
+    devices: tuple[str, ...] = ()
+    """What CUDA calls each of them, for CUDA_VISIBLE_DEVICES; empty: they are described, or counted by Ray, only."""
+    id: str = ""
+    """Ray's name of it; empty: it is in no cluster."""
+    address: str = "127.0.0.1"
+    """The address at which the other nodes reach it."""
+    is_alive: bool = True
+
+
+def in_cluster(ledger_node: str) -> bool:
+    """Whether a run joins a Ray cluster: RAY_ADDRESS names one, or the ledger is on a node of one (`buffer.node`)."""
+    return bool(ledger_node or os.environ.get(ADDRESS))
+
+
+def described(text: str) -> list[Node]:
+    """`80`: one card of 80 GiB; `8x80`: a node with 8 such; `2x8x80`: 2 such nodes. Raises UnderstudyError for anything else."""
+    found = re.fullmatch(r"(?:(?:(\d+)x)?(\d+)x)?(\d+(?:\.\d+)?)", text)
+    nodes, cards, gib = (int(found[1] or 1), int(found[2] or 1), float(found[3])) if found else (0, 0, 0.0)
+    if not (nodes and cards and gib):
+        raise UnderstudyError(
+            f"--gpus must be [NODES x] [CARDS x] GIB, got {text!r}; for example 8x80: 8 cards of 80 GiB, 2x8x80: two such nodes"
+        )
+    return [Node(cards=(int(gib * GIB),) * cards)] * nodes
+
+
+def own_node(*, has_gpu: bool) -> Node:
+    """This machine with its cards; none where torch sees no GPU. Raises UnderstudyError where only torch sees them."""
+    node = of_this_machine() if has_gpu else Node()
+    if has_gpu and not node.cards:
+        raise UnderstudyError(
+            "a run on GPUs needs nvidia-smi to list them, got no card from it though torch sees one; install the tools of NVIDIA's "
+            "driver, or hide the cards: CUDA_VISIBLE_DEVICES="
+        )
+    return node
+
+
+def of_this_machine(*, environment: Mapping[str, str] = os.environ) -> Node:
+    """Its NVIDIA GPUs, but for those that CUDA_VISIBLE_DEVICES hides; without `nvidia-smi` there are none."""
+    command = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return Node()
+    return visible(asked.stdout, environment.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible(listed: str, names: str | None) -> Node:
+    """`listed`: a line for each card, `0, GPU-1b2c, 81559` (MiB); `names`: CUDA_VISIBLE_DEVICES, None: all are."""
+    lines = [[word.strip() for word in line.split(",")] for line in listed.splitlines() if line.count(",") == 2]
+    sizes = {index: int(mib) * 2**20 for index, _, mib in lines if mib.isdigit()}
+    by_uuid = {uuid: index for index, uuid, _ in lines}
+    devices: list[str] = []
+    for name in [*sizes] if names is None else names.split(","):
+        index = next((index for uuid, index in by_uuid.items() if name and uuid.startswith(name)), name.strip())
+        if index not in sizes:  # CUDA sees none behind one that is not there
+            break
+        devices.append(index)
+    return Node(cards=tuple(sizes[index] for index in devices), devices=tuple(devices))
 
 
 class DoesNotFit(UnderstudyError):
@@ -329,3 +418,123 @@ def _changes(config: Config, *, cards: int) -> Iterator[tuple[str, Config]]:
 
 def _with(config: Config, **sections: object) -> Config:
     return config.model_copy(update=sections)
+
+
+# The plan of a run in words: what `python -m learner.run --dry-run` prints. Cards that hold the same are one block. Sizes are
+# GiB of one card; `~` marks an estimate.
+
+WIDTH = 58
+
+
+def report(plan: Plan, *, config: Config, shape: ModelShape) -> str:
+    """Several lines, without a newline at the end."""
+    return "\n".join(_lines(plan, config=config, shape=shape))
+
+
+def _lines(plan: Plan, *, config: Config, shape: ModelShape) -> Iterator[str]:
+    learner = config.learner
+    trained = trained_weights(shape, learner)
+    kind = f"an adapter of rank {learner.lora.rank}" if adapter_weights(shape, learner) else "all weights"
+    yield f"run '{config.run.name}': where everything goes, and what it takes there in GiB (~ is an estimate)"
+    sizes = f"{_count(shape.parameters)} weights in {shape.layers} layers"
+    yield f"model {config.model.path}: {sizes}; trained: {kind}, {_count(trained)}"
+    for number, node in enumerate(plan.nodes):
+        each = sorted({round(card / GIB, 1) for card in node.cards})
+        gib = " or ".join(f"{size:g}" for size in each)
+        cards = f"{len(node.cards)} card{'s' * (len(node.cards) > 1)} of {gib} GiB" if each else "no GPU"
+        yield f"node {number}: {cards}{' (the run, its server and its files)' if number == 0 else ''}"
+        uses = [use for use in plan.uses if use.node == number]
+        for _, alike in groupby(uses, key=_kind):
+            yield from _block(list(alike))
+        used = {use.card for use in uses}
+        if free := [card for card in range(len(node.cards)) if card not in used]:
+            yield f"  {_numbers('card', free)}: nobody"
+    rooms: dict[tuple[int, int], list[int]] = {}
+    for number, (place, memory) in enumerate(zip(plan.placement.engines, plan.engines)):
+        if memory.cache_tokens is not None:
+            rooms.setdefault((len(place.cards), max(0, memory.cache_tokens)), []).append(number)
+    longest = config.rollout.max_model_len
+    for (cards_each, tokens), numbers in rooms.items():
+        over = f", each over {cards_each} cards" if cards_each > 1 else ""
+        yield (
+            f"{_numbers('engine', numbers)}{over}: room for ~{tokens:,} tokens in a cache, ~{tokens // longest} sequences of "
+            f"rollout.max_model_len={longest}"
+        )
+        if tokens < longest:
+            yield (
+                f"tight: {_numbers('engine', numbers)} may not hold one sequence by the estimates; raise "
+                f"rollout.gpu_memory_utilization or rollout.tensor_parallel"
+            )
+    if not any(node.cards for node in plan.nodes):
+        return
+    published = BYTES[config.model.dtype] * (adapter_weights(shape, learner) or shape.parameters)
+    yield f"beside its cards, node 0 needs ~{2 * published / GIB:.1f} GiB of memory while weights are published"
+    for item in on_host(
+        shape, learner, dtype=config.model.dtype, buffer=config.buffer, policies=max(1, len(config.adapter_roles))
+    ):
+        yield f"beside its card, each rank keeps in its node's memory: {item.name}, {item.size / GIB:.1f} GiB"
+    for use in plan.uses:
+        if use.limit is not None and use.phases[1] > use.limit:
+            yield (
+                f"tight: card {use.card} of node {use.node} may need {use.phases[1] / GIB:.1f} of {use.limit / GIB:.1f} by the "
+                f"estimates; lower learner.token_budget, set learner.gradient_checkpointing=true or lower "
+                f"rollout.gpu_memory_utilization if it runs out of memory"
+            )
+            return
+
+
+def _kind(use: CardUse) -> tuple[object, ...]:
+    return (
+        use.rank is not None,
+        use.engine is not None,
+        use.limit,
+        *((item.name, item.size) for item in use.engine_items),
+    )
+
+
+def _block(uses: Sequence[CardUse]) -> Iterator[str]:
+    first = uses[0]
+    ranks = [use.rank for use in uses if use.rank is not None]
+    engines = sorted({use.engine for use in uses if use.engine is not None})
+    who = [_numbers("rank", ranks)] if ranks else []
+    who += [_numbers("engine", engines)] if engines else []
+    cards = [use.card for use in uses if use.card is not None]
+    yield f"  {_numbers('card', cards) if cards else 'CPU'}: {' and '.join(who)}"
+    for item in first.rank_items:
+        yield _line(item, owner="rank" if first.engine_items else "")
+    for item in first.engine_items:
+        yield _line(item, owner="engine" if first.rank_items else "")
+    if first.limit is None:
+        yield _row("in all", f"~{first.phases[1] / GIB:.2f}")
+    else:
+        asleep = (
+            " while the engine sleeps or the learner waits"
+            if first.sleeps and first.rank_items and first.engine_items
+            else ""
+        )
+        yield _row(f"in all{asleep}", f"~{first.phases[1] / GIB:.1f} of {first.limit / GIB:.1f}")
+
+
+def _line(item: Item, *, owner: str) -> str:
+    size = item.size / GIB
+    digits = f"{size:.1f}" if size >= 0.1 else f"{size:.3f}"
+    return _row(f"{owner}: {item.name}" if owner else item.name, f"{'~' if item.is_estimate else ''}{digits}")
+
+
+def _row(name: str, figure: str) -> str:
+    return f"    {name:<{WIDTH}}{figure:>8}"
+
+
+def _numbers(what: str, numbers: Sequence[int]) -> str:
+    """`ranks 0-3`, `card 5`, `cards 1, 4`."""
+    if len(numbers) == 1:
+        return f"{what} {numbers[0]}"
+    whole = list(range(numbers[0], numbers[-1] + 1)) == list(numbers)
+    return f"{what}s {numbers[0]}-{numbers[-1]}" if whole else f"{what}s {', '.join(map(str, numbers))}"
+
+
+def _count(number: int) -> str:
+    for size, word in ((10**9, " billion"), (10**6, " million")):
+        if number >= size:
+            return f"{number / size:.2f}{word}"
+    return f"{number:,}"

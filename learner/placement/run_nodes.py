@@ -13,8 +13,7 @@ from dataclasses import replace
 
 from buffers.errors import EngineError, UnderstudyError
 from configs.schema import Config
-from learner.placement.cards import Node
-from learner.placement.plan import EnginePlace, Placement, next_engine, place, place_run
+from learner.placement.plan import EnginePlace, Node, Placement, next_engine, place, place_run
 from learner.training.ranks import RankAt, RankFailed
 
 

@@ -3,7 +3,7 @@ temporary files, and of itself.
 
 Called by `learner.run`, `learner.evaluate` and `learner.session`; `end_children` also by `learner.recovery.supervisor`. The process
 becomes another program, this file: its threads end in one moment, so that none of them sees its engines and its Ray die, and
-answers that. Invariant: when it has ended, no process below it lives, and what `configs.processes.temporary_folder` knows is
+answers that. Invariant: when it has ended, no process below it lives, and what `configs.child_processes` knows is
 removed. It saves nothing. Linux only; elsewhere signals keep their default effect.
 """
 
@@ -61,7 +61,7 @@ def signals_end_at_once(text: Callable[[], str], *, terminal: TextIO | None = No
 
 def end_at_once(text: str, *, terminal: TextIO | None) -> None:
     """End, as this module says."""
-    from configs.processes.temporary_folder import to_remove
+    from configs.child_processes import to_remove
 
     become_subreaper()
     if terminal is not None:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from learner.recovery.at_once import SIGNALS, become_subreaper, children_of_this_process, end_children, prctl
-from learner.recovery.restart_limit import MAX_IN_A_ROW
+from learner.recovery.restarts import MAX_IN_A_ROW
 
 PR_SET_PDEATHSIG = 1
 

@@ -8,21 +8,42 @@ loop is never held up by drawing. It measures nothing and writes no file.
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import Any, TextIO, cast
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from buffers.terminal import GuardedStream, shown
 from learner.reporting.summary import WINDOW, moving_average
-from learner.reporting.terminal import Terminal
+
+# `Terminal`: rich's console, in which only rich itself controls the terminal. Texts and cells are taken as they are (no markup
+# in brackets, no `:names:` of emoji), and pass `buffers.terminal.shown`.
+
+
+class Terminal(Console):
+    """`file`: None: the standard output. `options`: of rich's console."""
+
+    def __init__(self, file: TextIO | None = None, **options: Any) -> None:
+        stream = sys.stdout if file is None else file
+        unguarded = stream.stream if isinstance(stream, GuardedStream) else stream
+        super().__init__(file=cast(TextIO, unguarded), markup=False, emoji=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """All that is printed passes here, the parts of tables and panels too."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=shown(segment.text))
+
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ the versions of the role that sampled it. The base is never trained.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,86 @@ from learner.checkpoints.store import ADAPTERS, COUNTERS, VERSIONS
 from learner.checkpoints.weight_shards import Published
 from learner.model import fsdp
 from learner.reporting.token_figures import ARRAYS, TokenFigures
-from learner.role_adapters import waiting_rows
-from learner.role_adapters.waiting_rows import WaitingRows
 from learner.training.batch_tensors import check_rows
 from learner.training.trainer import Progress, Trainer
+
+# The rows of one role that wait until they are a batch. Rows come with the groups of each step; a group in which the role said
+# nothing adds none. Invariants: the rows of a group stay together; each is taken once; what `write` stored, `read` gives back
+# bit for bit.
+
+FILE = "waiting.npz"
+_ARRAYS = ("ids", "mask", "logprobs", "versions", "rounds")
+_EXPERTS = ("experts", "expert_versions")
+"""Not of every row."""
+_NUMBERS = (
+    "episode_id", "group_id", "score", "loss_weight", "branch_score", "role", "role_score", "greedy", "hint", "judges",
+)  # fmt: skip
+_LINES = "lines"
+
+
+class WaitingRows:
+    """Begins empty."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, list[Row]] = {}
+
+    @property
+    def num_groups(self) -> int:
+        """Groups in which the role has something to learn."""
+        return len(self._groups)
+
+    def add(self, rows: Iterable[Row], *, min_version: int) -> int:
+        """Rows of this role. Returns how many groups are left out: all that the role sampled there is older than `min_version`."""
+        found: dict[int, list[Row]] = {}
+        for row in rows:
+            found.setdefault(row.group_id, []).append(row)
+        num_stale = 0
+        for group_id, own in found.items():
+            trained = [row for row in own if not row.greedy and row.num_trained]
+            if any(bool((row.versions >= min_version).any()) for row in trained):
+                self._groups[group_id] = own
+            else:
+                num_stale += bool(trained)
+        return num_stale
+
+    def take(self) -> list[Row]:
+        """All of them, in the order of their groups; none waits afterwards."""
+        rows = [row for own in self._groups.values() for row in own]
+        self._groups = {}
+        return rows
+
+
+def write_waiting(folder: Path, waiting: Mapping[str, WaitingRows]) -> None:
+    """Writes the rows of all roles into `folder`."""
+    rows = [row for own in waiting.values() for group in own._groups.values() for row in group]
+    lines = [
+        {name: getattr(row, name) for name in _NUMBERS}
+        | {"round_scores": list(row.round_scores.items()), "truncated": list(row.truncated)}
+        for row in rows
+    ]
+    arrays: dict[str, Any] = {
+        f"{number}.{name}": array
+        for number, row in enumerate(rows)
+        for name in (*_ARRAYS, *_EXPERTS)
+        if (array := getattr(row, name)) is not None
+    }
+    arrays[_LINES] = np.frombuffer(json.dumps(lines).encode(), dtype=np.uint8)
+    np.savez(folder / FILE, **arrays)
+
+
+def read_waiting(folder: Path, *, roles: Iterable[str]) -> dict[str, WaitingRows]:
+    """What `write` stored, by role."""
+    found = {role: WaitingRows() for role in roles}
+    with np.load(folder / FILE, allow_pickle=False) as stored:
+        lines: list[dict[str, Any]] = json.loads(stored[_LINES].tobytes())
+        for number, line in enumerate(lines):
+            scores, truncated = dict(map(tuple, line.pop("round_scores"))), tuple(line.pop("truncated"))
+            arrays = {name: stored[f"{number}.{name}"] for name in _ARRAYS}
+            experts = {name: stored.get(f"{number}.{name}") for name in _EXPERTS}
+            row = Row(**line, **arrays, **experts, round_scores=scores, truncated=truncated)
+            found[row.role]._groups.setdefault(row.group_id, []).append(row)
+    return found
+
 
 LARGEST = ("policy/max_logprob_diff", "policy/is_weight_max", "policy/lag_max")
 ADDED = ("learner/tokens", "learner/trained_tokens", "time/prepare_s", "time/train_s")
@@ -136,7 +212,7 @@ class RoleTrainer(Trainer):
             self._enter(role)
             super().save(folder / role)
         if self._rank == 0:
-            waiting_rows.write(folder, self._waiting)
+            write_waiting(folder, self._waiting)
 
     def load(self, folder: Path) -> None:
         """See `Trainer.load`. Raises ValueError, before any change, for a checkpoint of other roles."""
@@ -149,7 +225,7 @@ class RoleTrainer(Trainer):
         for role in self._all:
             self._enter(role)
             super().load(folder / role)
-        self._waiting = waiting_rows.read(folder, roles=self._all)
+        self._waiting = read_waiting(folder, roles=self._all)
 
     def _learned(self) -> dict[str, training_state.Learned]:
         """Adapters alone: the base is the same in all checkpoints."""

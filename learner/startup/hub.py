@@ -20,7 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from buffers.errors import TaskError, UnderstudyError
-from configs.checkout import python_path
+from configs.child_processes import python_path
 from configs.schema import Config
 
 NAME = re.compile(r"[\w.-]+/[\w.-]+")

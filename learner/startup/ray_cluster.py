@@ -1,6 +1,6 @@
 """The run's Ray: one of its own on this machine, or the cluster that has the node of its ledger.
 
-Called by `learner.pipeline` and `learner.startup.ledger_location`. Invariants: the process that starts it here ends its part of
+Called by `learner.pipeline` and `learner.startup.run_buffers`. Invariants: the process that starts it here ends its part of
 it with `stop`: a Ray of its own ends with that, a cluster stays. A Ray of its own answers only who has its token,
 which is drawn for each run and lies with Ray's sockets and logs in a folder that no other user can enter. The
 folder is removed at the end. What a cluster asks for is its owner's affair.
@@ -38,8 +38,8 @@ from ray.exceptions import AuthenticationError, RpcError
 
 from buffers.errors import UnderstudyError
 from buffers.wire.address import is_loopback
-from configs.processes.temporary_folder import MAX_CHARS, socket_folder
-from learner.placement.cards import ADDRESS, in_cluster
+from configs.child_processes import MAX_CHARS, socket_folder
+from learner.placement.plan import ADDRESS, in_cluster
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,12 @@ import fcntl
 import json
 import os
 import platform
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
@@ -53,6 +54,8 @@ def find_resume(folder: Path, *, resume: str, elsewhere: bool = False) -> tuple[
             f"a run that is resumed must be one that trains, got {folder}, which is an evaluation; name the run, or evaluate again "
             f"with `understudy eval`"
         )
+    if resume and folder.is_dir():
+        _check_links(folder)
     has_books = (folder / (CONFIG if elsewhere else LEDGER)).is_file()
     if resume in ("", "auto"):
         again = resume == "auto" and has_books
@@ -69,6 +72,23 @@ def find_resume(folder: Path, *, resume: str, elsewhere: bool = False) -> tuple[
             f"start a new run from its weights with model.path={checkpoint.model}"
         )
     return True, checkpoint
+
+
+def _check_links(folder: Path) -> None:
+    """Raises CheckpointError for a link out of a run's folder where the run writes or reads: it would write to a file of yours that
+    the sender of the folder has named. `checkpoints` may be on another disk; `model` has links to where it came from."""
+    own = {folder.resolve(), (folder / "checkpoints").resolve()}
+    logs = (folder / "agents").glob("*/*.*")
+    for path in (
+        *(each for each in folder.iterdir() if each.name != "checkpoints"),
+        *(folder / "checkpoints").rglob("*"),
+        *logs,
+    ):
+        if path.is_symlink() and not own & {*path.resolve().parents}:
+            raise CheckpointError(
+                f"what a resumed run writes must lie in its folder, got {path}, a link to {path.resolve()}; remove it, or put "
+                f"a copy there"
+            )
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -212,3 +232,61 @@ def _locked(folder: Path) -> Iterator[None]:
 def _lock_file(folder: Path) -> Path:
     folder = folder.resolve()
     return folder.with_name(f".{folder.name}.lock")
+
+
+# The keys of a run, for programs that are started by hand: `set -a; . runs/<name>/agent.env; python my_agent.py`. Written by
+# `learner.pipeline` once the server listens, removed when it ends: the keys open nothing afterwards. The files are readable by
+# their owner only (SECURITY.md: a reader of them is the agent, the scorer or the administrator).
+
+
+class Keys(Protocol):
+    """The keys of a run, by what they may call."""
+
+    worker: str
+    scorer: str
+    admin: str
+
+
+class Server(Protocol):
+    """What the files say about the server."""
+
+    @property
+    def keys(self) -> Keys: ...
+    @property
+    def base_url(self) -> str: ...
+    @property
+    def admin_url(self) -> str: ...
+    @property
+    def num_processes(self) -> int: ...
+    def environment(self, key: str, *, process: int | None = None) -> dict[str, str]: ...
+
+
+@contextmanager
+def environment_files(folder: Path, server: Server) -> Iterator[None]:
+    """Writes a file each for agents, scorers and the administrator, with variables as shell assignments; removes them in the
+    end."""
+    paths = []
+    try:
+        for name, variables in _files_of(server).items():
+            path = folder / name
+            paths.append(path)
+            lines = [f"{variable}={shlex.quote(value)}\n" for variable, value in variables.items()]
+            with os.fdopen(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="utf-8") as sink:
+                sink.writelines(lines)
+        yield
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
+def _files_of(server: Server) -> dict[str, dict[str, str]]:
+    """Agents and scorers each have a key of their own; agents a file for each server process."""
+    return {
+        "agent.env": server.environment(server.keys.worker),
+        "scorer.env": {"SERVER_URL": server.base_url, "SCORER_KEY": server.keys.scorer},
+        "admin.env": {"SERVER_URL": server.admin_url, "ADMIN_KEY": server.keys.admin},
+        **{
+            f"agent-{process}.env": server.environment(server.keys.worker, process=process)
+            for process in range(1, server.num_processes)
+        },
+    }

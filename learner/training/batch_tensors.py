@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from buffers.records import Int32, Row, TrainBatch
-from learner.algorithms.aggregation import role_weights
+from learner.algorithms.losses import role_weights
 from learner.training.packing import Sequences
 
 Number = TypeVar("Number", bound=np.generic)

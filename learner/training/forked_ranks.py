@@ -33,7 +33,7 @@ def start() -> None:
     global _address
     if sys.platform != "linux" or "ray" in sys.modules:
         return
-    from configs.processes.process_fork import fork_server, imports_kept
+    from configs.child_processes import fork_server, imports_kept
 
     with imports_kept():
         import learner.training.trainer  # noqa: F401
@@ -79,7 +79,7 @@ def _become(launcher: socket.socket) -> NoReturn:
     import runpy
     import threading
 
-    from configs.processes.process_fork import leave, use_threads_of_environment
+    from configs.child_processes import leave, use_threads_of_environment
 
     os.setpgrp()  # Ray ends the group of a worker that has ended, which would be the run's
     code = 1

@@ -25,9 +25,8 @@ from learner.model import fsdp
 from learner.model.layers import told
 from learner.model.policy import Policy
 from learner.training.packing import PaddedSequences, Sequences
-from learner.training.prefix_tree import PrefixTree
 from learner.training.stems import StemSequences
-from learner.training.tree_packing import LEAST_RATIO, TreeSequences
+from learner.training.tree_packing import LEAST_RATIO, PrefixTree, TreeSequences
 
 MOST = 1e-4
 """Nats on average, and relative difference of the gradients. Rounding makes 1e-6 of both, seen on 67 families; a token that is seen

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from buffers.records import UNKNOWN_EXPERT, Int32, UInt8, UInt16
-from learner.model.micro_batch import MicroBatch, Segments
+from learner.model.packed_attention import MicroBatch, Segments
 
 Plan = list[list[list[int]]]
 """[micro-batch][rank] -> rows."""

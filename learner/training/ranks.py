@@ -25,9 +25,11 @@ from buffers.errors import StorageFull, UnderstudyError
 from buffers.records import TrainBatch
 from buffers.remote.ray_deaths import died, in_short, refusal
 from buffers.weights.node_weights import same_on
-from configs.checkout import python_path
-from configs.schema import LearnerConfig
+from configs.child_processes import python_path
+from configs.schema import LearnerConfig, WarmStartConfig
+from learner.checkpoints.store import Checkpoint
 from learner.checkpoints.weight_shards import Published
+from learner.recovery.restarts import RestartLimit
 from learner.reporting.token_figures import TokenFigures
 from learner.training.forked_ranks import launcher
 from learner.training.trainer import Trainer
@@ -291,3 +293,50 @@ def free_port(host: str) -> int:
             probe.bind((host, port))
             return port
     raise RankFailed(f"learner needs a free port in {PORTS.start}..{PORTS.stop - 1}, got none; end other programs")
+
+
+# Starts the learner's ranks with their state, and restarts them when a process died. Invariant: when `start` or `restart`
+# returns, all ranks hold the state of the given checkpoint, or that of the run's start (after the warm start).
+
+
+class LearnerProcesses:
+    """`on_warm_start`: called with the metrics of each warm start."""
+
+    def __init__(
+        self,
+        ranks: LearnerRanks,
+        *,
+        warm_start: WarmStartConfig,
+        seed: int,
+        restart_limit: RestartLimit,
+        on_warm_start: Callable[[dict[str, float]], None],
+    ) -> None:
+        self.ranks = ranks
+        self._warm_start = warm_start
+        self._seed = seed
+        self._restart_limit = restart_limit
+        self._on_warm_start = on_warm_start
+
+    async def start(self, checkpoint: Checkpoint | None) -> None:
+        """Needs Ray. Raises RankDied when they die too often, RankFailed."""
+        while True:
+            try:
+                await self.ranks.start()
+                return await self._prepare(checkpoint)
+            except RankDied as death:
+                self._restart_limit.record("learner", death)
+            except asyncio.CancelledError:
+                self.ranks.kill()  # `close` would wait for the end of the warm start
+                raise
+
+    async def restart(self, death: RankDied, checkpoint: Checkpoint | None) -> None:
+        """Start them again after `death`. Raises as `start`."""
+        self._restart_limit.record("learner", death)
+        await self.start(checkpoint)
+
+    async def _prepare(self, checkpoint: Checkpoint | None) -> None:
+        if checkpoint is not None:
+            await self.ranks.load(checkpoint.learner)
+        elif self._warm_start.demonstrations:
+            traces, steps, lr = Path(self._warm_start.demonstrations), self._warm_start.steps, self._warm_start.lr
+            self._on_warm_start(await self.ranks.warm_start(traces, steps=steps, lr=lr, seed=self._seed))

@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from learner.model.micro_batch import MicroBatch, Stems
+from learner.model.packed_attention import MicroBatch, Stems
 from learner.training.packing import Sequences
-from learner.training.prefix_tree import Places
-from learner.training.tree_packing import GATHERED, TreeSequences
+from learner.training.tree_packing import GATHERED, Places, TreeSequences
 
 CLOSE = 0.9
 """Places of two micro-batches over those that they have together, at least: all stems become as short as the shortest."""

@@ -27,35 +27,37 @@ from buffers.disk import why_refused
 from buffers.errors import StorageFull
 from buffers.records import TrainBatch
 from configs.schema import LearnerConfig
-from learner.algorithms.advantages import ESTIMATORS, AdvantageInputs, calibrated_evidence, unit_returns
-from learner.algorithms.entropy import EntropyCoefficient, covariances, pick_clip_cov, pick_kl_cov
+from learner.algorithms.advantages import (
+    ESTIMATORS,
+    AdvantageInputs,
+    calibrated_evidence,
+    explained_variance,
+    score_scale,
+    teacher_advantages,
+    unit_returns,
+)
 from learner.algorithms.kl import KLCoefficient, kl_estimate
 from learner.algorithms.losses import Loss, actor_loss, value_loss
-from learner.algorithms.objectives import Targets
-from learner.algorithms.teacher import teacher_advantages
-from learner.algorithms.values import explained_variance, score_scale
+from learner.algorithms.objectives import EntropyCoefficient, Targets, covariances, pick_clip_cov, pick_kl_cov
 from learner.checkpoints import hf_export, training_state
 from learner.checkpoints.store import ADAPTER, REFERENCE
 from learner.checkpoints.weight_shards import Published, WeightShards
 from learner.model import fsdp
 from learner.model.engine_rounding import round_as_engine
-from learner.model.kernel_check import check_kernel
-from learner.model.layers import layers_of
+from learner.model.layers import Work, layers_of, matmul_rate
 from learner.model.load import load_policy
 from learner.model.lora import LoraConfig, add_adapter
-from learner.model.micro_batch import MicroBatch
-from learner.model.operations import Work, matmul_rate
 from learner.model.optimizer import EPS, make_adamw
+from learner.model.packed_attention import MicroBatch, check_kernel
 from learner.model.policy import Policy, TokenOutputs
+from learner.model.weight_files import check_same_vocabulary
 from learner.reporting.token_figures import TokenFigures
 from learner.training.batch_tensors import BatchTensors, token_table
-from learner.training.hinted_rows import hinted_sequences
 from learner.training.layout import LONGEST, Layout, choose_layout, plain_tokens, reach_of
 from learner.training.packing import PaddedSequences, Sequences, split_minibatches
 from learner.training.step_metrics import StepMetrics
 from learner.training.tree_packing import kept_together
-from learner.training.vocabulary import check_same_vocabulary
-from learner.training.warm_start import load_traces, train_on_traces
+from learner.training.warm_start import hinted_sequences, load_traces, train_on_traces
 
 VALUE_HEAD_LR_RATIO = 10.0
 PROBE_BEYOND = 8

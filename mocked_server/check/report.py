@@ -14,7 +14,7 @@ from typing import Any
 from buffers.records import Round, Row
 from buffers.training_rows import ABORTED
 from configs.schema import RolloutConfig
-from mocked_server.check.stand_in_environment import ANSWER
+from mocked_server.check.scripted_replies import ENV_ANSWER
 from mocked_server.conversation.branch_causes import EXPECTED, REMEDY, BranchCause
 from mocked_server.http.dialects import (
     CHAT,
@@ -119,7 +119,7 @@ class Report:
         lines += [f"branch     round {b.round}: {b.cause}{'' if b.expected else ', unexpected'}" for b in ordered]
         if self.env_messages:
             lines.append(
-                f"env        {self.env_messages} messages to ENV_ADDRESS, answered by a stand-in with {json.dumps(ANSWER)}"
+                f"env        {self.env_messages} messages to ENV_ADDRESS, answered by a stand-in with {json.dumps(ENV_ANSWER)}"
             )
         lines += [f"error      {error}" for error in self.errors]
         lines += [f"advice     {advice}" for advice in self.advice]

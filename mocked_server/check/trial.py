@@ -26,11 +26,10 @@ from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import EpisodeScores, Row, Task
 from buffers.tasks.task_pool import TaskPool
 from buffers.training_rows import episode_rows
-from configs.processes.child_environment import clean_environment
+from configs.child_processes import clean_environment
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.check.report import Report, TrialObservations, features_of, make_report
-from mocked_server.check.scripted_replies import LINE, line_for
-from mocked_server.check.stand_in_environment import StandInEnvironment
+from mocked_server.check.scripted_replies import LINE, StandInEnvironment, line_for
 from mocked_server.gemini.chat_request import generation_of
 from mocked_server.generation import Generation
 from mocked_server.http.dialects import CHAT, GEMINI_ROUTES, GEMINI_STREAM

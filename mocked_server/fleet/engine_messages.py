@@ -1,28 +1,16 @@
-"""What an engine's host and its client say to each other over the wire, as msgpack.
+"""An engine's outputs and interrupted completions as they travel over the wire, and what makes them.
 
-Used by `engine_host` and `remote_engine`. Requests have numbers, given by the client; outputs of all of them come together in
-batches, each a step of the engine's or more, which the client acknowledges.
-
-    client: generate Asked | abort | apply Order | beat | ack                      (number: of the request, order or batch)
-    host:   outputs [Item] | done OrderDone | failed Failure | beat EngineState    (number: of the batch or order)
+Used by `engine_host`, `remote_engine` and `mocked_server.processes`.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import msgspec
 
-from buffers.errors import EngineDied, EngineError, RequestFailed, RequestRefused, UnderstudyError
-from mocked_server.fleet.member import EngineFigures, EngineLost
-
-BEAT_S = 1.0
-SILENT_S = 10.0
-"""A side that was silent for so long has gone: its beats come every second."""
-MAX_UNREAD = 16
-"""Batches that the client has not acknowledged; further outputs wait in the host, and go together."""
+from mocked_server.fleet.member import Sampled
 
 
 class WireLogprobs(msgspec.Struct, array_like=True, frozen=True):
@@ -86,76 +74,35 @@ class WireSampled(msgspec.Struct, array_like=True, frozen=True):
     cumulative: float | None
 
 
-class Asked(msgspec.Struct, array_like=True, frozen=True):
-    """A request. `params`: vLLM's SamplingParams; its answer comes in deltas, whatever they say."""
+class Outputs(Protocol):
+    """One request's outputs, from their deltas."""
 
-    prompt_token_ids: list[int]
-    params: msgspec.Raw
-    request_id: str
-    sampled: list[WireSampled]
-    extra: dict[str, Any]
+    def add(self, delta: WireOutput) -> Any | None:
+        """The engine's output for what came; None where the request gets none for it."""
+        ...
 
-
-class Failure(msgspec.Struct, array_like=True, frozen=True):
-    """Why a request, or an order, was not answered."""
-
-    kind: str
-    text: str
-    field: str | None = None
-    status: int = 400
-    by_itself: bool = False
-    """See `EngineLost`."""
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        for kind in (EngineLost, EngineDied, EngineError, RequestRefused, RequestFailed):
-            if isinstance(error, kind):
-                more = getattr(error, "field", None), getattr(error, "status", 400), getattr(error, "by_itself", False)
-                return cls(kind.__name__, str(error), *more)
-        return cls(
-            RequestFailed.__name__, f"the engine's host failed on it ({type(error).__name__}: {error}); see its log"
-        )
-
-    def error(self) -> UnderstudyError:
-        """The error that it was; of EngineLost, which the client tells with what it knows, an EngineError."""
-        if self.kind == RequestRefused.__name__:
-            return RequestRefused(self.text, field=self.field, status=self.status)
-        kinds = {kind.__name__: kind for kind in (EngineDied, RequestFailed)}
-        return kinds.get(self.kind, EngineError)(self.text)
+    def sampled(self) -> list[Sampled]: ...
 
 
-class Item(msgspec.Struct, array_like=True, frozen=True):
-    """An output of a request, or its end without one."""
+class Codec(Protocol):
+    """What is asked of the engine's own records (`mocked_server.vllm.hosted.outputs`)."""
 
-    number: int
-    output: WireOutput | None
-    failure: Failure | None = None
+    def pack_params(self, params: Any) -> msgspec.Raw:
+        """SamplingParams on their way. Raises TypeError or ValueError for what cannot travel."""
+        ...
 
+    def params_of(self, data: msgspec.Raw, *, as_deltas: bool) -> Any:
+        """SamplingParams; `as_deltas`: that ask for deltas, whatever was sent. Raises ValueError or TypeError for what is none."""
+        ...
 
-class Order(msgspec.Struct, array_like=True, frozen=True):
-    """A method of the engine. `folder`, `version`: of `load_weights`."""
+    def shows_logprobs(self, params: Any) -> bool:
+        """Whether the request asked to see log-probabilities."""
+        ...
 
-    name: str
-    folder: str = ""
-    version: int = 0
-
-
-class EngineState(msgspec.Struct, array_like=True, frozen=True):
-    """What an engine is now; comes every second, after each order, and when it dies."""
-
-    figures: dict[str, str | bool | int]
-    """The fields of EngineFigures."""
-    paused_s: float = 0.0
-    """Seconds that the order paused the engine."""
-
-    @classmethod
-    def of(cls, figures: EngineFigures, *, paused_s: float = 0.0) -> EngineState:
-        return cls({field.name: getattr(figures, field.name) for field in fields(figures)}, paused_s)
-
-    def engine_figures(self) -> EngineFigures:
-        """Raises TypeError for fields of another version."""
-        return EngineFigures(**self.figures)  # type: ignore[arg-type]
-
-
-def order_to_load(folder: Path, *, version: int) -> Order:
-    return Order("load_weights", str(folder), version)
+    def pack_output(self, output: Any, *, logprobs: bool = True, experts: bool = True) -> WireOutput: ...
+    def output_of(self, wire: WireOutput, *, request_id: str) -> Any: ...
+    def pack_sampled(self, sampled: Sampled) -> WireSampled: ...
+    def sampled_of(self, sampled: WireSampled) -> Sampled: ...
+    def rebuilt(
+        self, prompt_token_ids: list[int], params: Any, *, request_id: str, sampled: Sequence[Sampled]
+    ) -> Outputs: ...

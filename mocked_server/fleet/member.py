@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from buffers.errors import EngineError
+from buffers.wire.rpc import known_error
 
 ADAPTER_OF = "adapter_of"
 """Argument of `generate`: the role whose adapter answers, where roles have adapters of their own."""
@@ -45,6 +46,7 @@ def logprobs_of(completion: Any, ids: list[int]) -> list[float]:
     return [entry[token].logprob for token, entry in zip(ids, completion.logprobs or (), strict=True)]
 
 
+@known_error
 class EngineLost(EngineError):
     """An engine died while it answered. `life`: its name, and which of its processes; `sampled`: each completion of an answer that
     comes as a whole, as far as it was sampled (what streams is known to its reader); empty: none of it is left. `by_itself`: it was
@@ -52,7 +54,7 @@ class EngineLost(EngineError):
     stop, a node that is gone), or nobody saw how."""
 
     def __init__(
-        self, message: str, *, life: tuple[str, int], sampled: Sequence[Sampled] = (), by_itself: bool = False
+        self, message: str, *, life: tuple[str, int] = ("", 0), sampled: Sequence[Sampled] = (), by_itself: bool = False
     ) -> None:
         super().__init__(message)
         self.life = life

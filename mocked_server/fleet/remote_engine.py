@@ -10,39 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
-
-from buffers.errors import EngineDied, EngineError, RequestFailed
+from buffers.errors import EngineDied, EngineError, RequestFailed, UnderstudyError
 from buffers.wire.address import WireError, WireLost
+from buffers.wire.client import AsyncClient
 from buffers.wire.connection import Connection
-from buffers.wire.session import Message
-from mocked_server.fleet.engine_messages import (
-    BEAT_S,
-    SILENT_S,
-    Asked,
-    EngineState,
-    Failure,
-    Item,
-    Order,
-    WireOutput,
-    WireSampled,
-    order_to_load,
-)
+from mocked_server.fleet.engine_host import SILENT_S, EngineHost
+from mocked_server.fleet.engine_messages import Codec, WireOutput
 from mocked_server.fleet.member import EngineFigures, EngineLost, Sampled
 
 logger = logging.getLogger(__name__)
-
-_ITEMS = msgspec.msgpack.Decoder(list[Item])
-_STATE = msgspec.msgpack.Decoder(EngineState)
-_FAILURE = msgspec.msgpack.Decoder(Failure)
 
 
 class HostProcess(Protocol):
@@ -57,30 +39,13 @@ class HostProcess(Protocol):
         ...
 
 
-class Rebuilt(Protocol):
-    """One request's outputs, from their deltas."""
-
-    def add(self, delta: WireOutput) -> Any | None: ...
-    def sampled(self) -> list[Sampled]: ...
-
-
-class ClientCodec(Protocol):
-    """What the client needs to know of the engine's own records (`mocked_server.vllm.hosted.outputs`)."""
-
-    def pack_params(self, params: Any) -> msgspec.Raw: ...
-    def pack_sampled(self, sampled: Sampled) -> WireSampled: ...
-    def rebuilt(
-        self, prompt_token_ids: list[int], params: Any, *, request_id: str, sampled: Sequence[Sampled]
-    ) -> Rebuilt: ...
-
-
 class RemoteEngine:
     """See the module. `weights`: (folder, version) to begin with. `locate`: the folder that its host reads in place of one here."""
 
     def __init__(
         self,
         host: HostProcess,
-        codec: ClientCodec,
+        codec: Codec,
         *,
         secret: bytes,
         name: str = "e0",
@@ -95,7 +60,7 @@ class RemoteEngine:
         self._secret = secret
         self._weights = weights
         self._life = 0
-        self._link: _Link | None = None
+        self._client: AsyncClient | None = None
         self._is_up = False
         self._dead = asyncio.Event()
         self._dead.set()
@@ -105,7 +70,7 @@ class RemoteEngine:
     @property
     def is_up(self) -> bool:
         """It takes requests."""
-        return self._is_up and self._link is not None and self._link.lost is None
+        return self._is_up and self._client is not None and self._client.lost is None
 
     async def start(self) -> None:
         """Start its host's process, and the engine in it. Raises EngineDied when it ended meanwhile, else EngineError."""
@@ -117,42 +82,51 @@ class RemoteEngine:
             raise EngineDied(f"the host of engine {self.name} ended before it could be reached: {error}") from error
         except WireError as error:
             raise EngineError(f"the host of engine {self.name} cannot be asked: {error}") from error
-        self._link = _Link(connection, on_state=self._see, name=self.name)
+        self._client = AsyncClient(
+            connection, EngineHost, name=f"the host of engine {self.name}", silent_s=SILENT_S, on_state=self._see,
+            on_lost=self._lose, lost_as=_HostLost,
+        )  # fmt: skip
         await self._load_first()
-        await self._order(Order("start"))
+        await self._order(EngineHost.start_engine)
         self._be_up()
 
     async def restart(self) -> None:
         """A new engine process in place of a dead one, in the same host if that answers. Raises as `start`."""
         self._is_up = False
-        link = self._link
-        if link is None or link.lost is not None:
+        if self._client is None or self._client.lost is not None:
             await self.close()
             await self.start()
             return
         self._life += 1
         await self._load_first()  # told again: the host may never have heard
-        await self._order(Order("restart"))
+        await self._order(EngineHost.restart_engine)
         self._be_up()
 
     async def _load_first(self) -> None:
         if (weights := self._weights) is not None:
-            await self._order(order_to_load(self._locate(weights[0]), version=weights[1]))
+            await self._order_to_load(*weights)
+
+    async def _order_to_load(self, folder: Path, version: int) -> float:
+        paused_s: float = await self._order(EngineHost.load_weights, folder=str(self._locate(folder)), version=version)
+        return paused_s
 
     def _be_up(self) -> None:
         self._is_up = True
         self._dead = asyncio.Event()
 
-    def _see(self, state: EngineState | None) -> None:
-        """What the host says of its engine; None: the host is lost."""
-        if state is not None:
-            self._figures = state.engine_figures()
-            self.version = self._figures.version
-        if state is None or (self._is_up and not self._figures.is_up):
+    def _see(self, figures: EngineFigures) -> None:
+        """What the host says of its engine."""
+        self._figures = figures
+        self.version = figures.version
+        if self._is_up and not figures.is_up:
             self._is_up = False
             self._dead.set()
-        if state is None:
-            self._before, self._figures = self._sum(), _nothing(self.name)
+
+    def _lose(self) -> None:
+        """The host is lost."""
+        self._is_up = False
+        self._dead.set()
+        self._before, self._figures = self._sum(), _nothing(self.name)
 
     async def until_dead(self) -> None:
         """Returns when its present process is gone."""
@@ -161,12 +135,11 @@ class RemoteEngine:
     async def close(self) -> None:
         """End the engine and its host's process; what it was still answering ends with EngineLost."""
         self._is_up = False
-        link, self._link = self._link, None
-        if link is not None:
-            if link.lost is None:
-                with suppress(EngineError, TimeoutError):
-                    await asyncio.wait_for(link.order(Order("close")), SILENT_S)
-            await link.close()
+        client, self._client = self._client, None
+        if client is not None:
+            with suppress(UnderstudyError, TimeoutError):
+                await asyncio.wait_for(client.call(EngineHost.close_engine), SILENT_S)
+            await client.close()
         self._dead.set()
         await self._host.end()
 
@@ -181,48 +154,40 @@ class RemoteEngine:
     ) -> AsyncGenerator[Any, None]:
         """See `FleetEngine.generate`. Raises RequestRefused, RequestFailed, EngineLost."""
         life = (self.name, self._life)
-        link = self._link
-        if link is None or not self.is_up:
+        client = self._client
+        if client is None or not self.is_up:
             raise EngineLost(f"engine {self.name} is down", life=life, sampled=sampled)
         rebuilt = self._codec.rebuilt(prompt_token_ids, params, request_id=request_id, sampled=sampled)
+        items: asyncio.Queue[tuple[WireOutput, UnderstudyError | None, bool]] = asyncio.Queue()
         try:
-            rest = [self._codec.pack_sampled(one) for one in sampled if one.output is None]
-            asked = Asked(prompt_token_ids, self._codec.pack_params(params), request_id, rest, extra)
-            stream = link.ask(asked)
+            number = client.begin(
+                EngineHost.generate, lambda *item: items.put_nowait(item), prompt_token_ids=prompt_token_ids,
+                params=self._codec.pack_params(params), request_id=request_id, extra=extra,
+                sampled=[self._codec.pack_sampled(each) for each in sampled if each.output is None],
+            )  # fmt: skip
         except (TypeError, ValueError, OverflowError) as error:
             raise RequestFailed(f"request {request_id} cannot be sent to engine {self.name}: {error}") from error
-        finished = False
+        is_last = False
         try:
-            while not finished:
-                item = await stream.get()
-                if item is None:
-                    raise EngineLost(
-                        f"the host of engine {self.name} was lost: {link.lost}", life=life, sampled=rebuilt.sampled()
-                    )
-                if item.failure is not None:
-                    finished = True
-                    if item.failure.kind == EngineLost.__name__:
-                        raise EngineLost(
-                            item.failure.text,
-                            life=life,
-                            sampled=rebuilt.sampled(),
-                            by_itself=item.failure.by_itself,
-                        )
-                    raise item.failure.error()
-                if item.output is not None:
-                    finished = item.output.finished
-                    if (output := rebuilt.add(item.output)) is not None:
-                        yield output
+            while not is_last:
+                delta, failure, is_last = await items.get()
+                if isinstance(failure, EngineLost | _HostLost):
+                    by_itself = isinstance(failure, EngineLost) and failure.by_itself
+                    raise EngineLost(str(failure), life=life, sampled=rebuilt.sampled(), by_itself=by_itself)
+                if failure is not None:
+                    raise failure
+                if (output := rebuilt.add(delta)) is not None:
+                    yield output
         finally:
-            link.leave(stream, abort=not finished)
+            client.abort(number)
 
     async def load_weights(self, folder: Path, *, version: int) -> float:
         """Sample with these weights from now on. One that is down gets them with its restart; one that starts, before it is up.
         Returns the seconds that it paused."""
         self._weights = folder, version
-        if self._link is not None and self._link.lost is None:
+        if self._client is not None and self._client.lost is None:
             try:
-                return await self._order(order_to_load(self._locate(folder), version=version))
+                return await self._order_to_load(folder, version)
             except _HostLost:
                 pass
             except EngineError as error:  # it has none that are whole: it starts anew, where these are
@@ -232,11 +197,11 @@ class RemoteEngine:
 
     async def sleep(self) -> None:
         """Give memory back until `wake_up`. No effect on one that is down."""
-        await self._order_if_up("sleep")
+        await self._order_if_up(EngineHost.sleep)
 
     async def wake_up(self) -> None:
         """Undo `sleep`."""
-        await self._order_if_up("wake_up")
+        await self._order_if_up(EngineHost.wake_up)
 
     def figures(self) -> EngineFigures:
         """The figures that the host told last, a second ago at most."""
@@ -248,17 +213,21 @@ class RemoteEngine:
         totals = ("sampled_tokens", "prompt_tokens", "cached_tokens", "preemptions")
         return replace(now, **{each: getattr(now, each) + getattr(before, each) for each in totals})
 
-    async def _order_if_up(self, name: str) -> None:
+    async def _order_if_up(self, method: Callable[..., Any]) -> None:
         if self.is_up:
             with suppress(_HostLost):
-                await self._order(Order(name))
+                await self._order(method)
 
-    async def _order(self, order: Order) -> float:
-        """Returns the seconds that the engine paused for it."""
-        assert self._link is not None
-        state = await self._link.order(order)
-        self._see(state)
-        return state.paused_s
+    async def _order(self, method: Callable[..., Any], **arguments: Any) -> Any:
+        """Have the host do this. Raises what that raised, as an EngineError, or _HostLost."""
+        assert self._client is not None
+        try:
+            return await self._client.call(method, **arguments)
+        except EngineError:
+            raise
+        except UnderstudyError as error:
+            what = method.__name__.removesuffix("_engine")
+            raise EngineError(f"engine {self.name} could not {what}: {error}") from error
 
 
 def _nothing(name: str) -> EngineFigures:
@@ -270,128 +239,3 @@ def _nothing(name: str) -> EngineFigures:
 
 class _HostLost(EngineDied):
     """The host was lost before it had done what it was asked."""
-
-
-class _Link:
-    """A connection to a host, read by a thread; all else is on the event loop. `lost`: why it ended."""
-
-    def __init__(self, connection: Connection, *, on_state: Any, name: str) -> None:
-        self.lost: str | None = None
-        self._connection = connection
-        self._on_state = on_state
-        self._name = name
-        self._loop = asyncio.get_running_loop()
-        self._numbers = 0
-        self._streams: dict[int, asyncio.Queue[Item | None]] = {}
-        self._orders: dict[int, asyncio.Future[EngineState]] = {}
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._read, name=f"wire of engine {name}", daemon=True)
-        self._thread.start()
-
-    # In the thread
-
-    def _read(self) -> None:
-        heard_at = beaten_at = time.monotonic()
-        why = "it was closed"
-        try:
-            while not self._is_closing:
-                message = self._connection.receive(max(0.0, beaten_at + BEAT_S - time.monotonic()))
-                now = time.monotonic()
-                if message is not None:
-                    heard_at = now
-                    self._soon(self._take, message)
-                elif now - heard_at > SILENT_S:
-                    why = f"it gave no sign of life for {SILENT_S:.0f} s"
-                    return
-                if now - beaten_at >= BEAT_S:
-                    beaten_at = now
-                    self._connection.send("beat")
-        except WireError as error:
-            why = str(error)
-        finally:
-            self._soon(self._lose, why)
-
-    def _soon(self, work: Any, *arguments: Any) -> None:
-        with suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(work, *arguments)
-
-    # On the event loop
-
-    def ask(self, asked: Asked) -> asyncio.Queue[Item | None]:
-        """The stream of a request's items; None ends it: the host is lost."""
-        msgspec.msgpack.encode(asked)  # what cannot travel is refused here, not in the thread
-        self._numbers += 1
-        stream: asyncio.Queue[Item | None] = asyncio.Queue()
-        self._streams[self._numbers] = stream
-        if self.lost is not None:
-            stream.put_nowait(None)
-        self._connection.post("generate", asked, number=self._numbers)
-        return stream
-
-    def leave(self, stream: asyncio.Queue[Item | None], *, abort: bool) -> None:
-        """Nobody reads it any more. `abort`: its request is to end."""
-        number = next((number for number, each in self._streams.items() if each is stream), None)
-        if number is not None:
-            del self._streams[number]
-            if abort and self.lost is None:
-                self._connection.post("abort", number=number)
-
-    async def order(self, order: Order) -> EngineState:
-        """Have the host do this; its engine's state then. Raises what that raised, or _HostLost."""
-        if self.lost is not None:
-            raise _HostLost(f"the host of engine {self._name} was lost: {self.lost}")
-        self._numbers += 1
-        number = self._numbers
-        done: asyncio.Future[EngineState] = self._loop.create_future()
-        self._orders[number] = done
-        self._connection.post("apply", order, number=number)
-        try:
-            return await done
-        finally:
-            self._orders.pop(number, None)
-
-    def _take(self, message: Message) -> None:
-        try:
-            match message.kind:
-                case "outputs":
-                    for item in _ITEMS.decode(message.body):
-                        if (stream := self._streams.get(item.number)) is not None:
-                            stream.put_nowait(item)
-                    self._connection.post("ack", number=message.number)
-                case "beat":
-                    self._on_state(_STATE.decode(message.body))
-                case "done":
-                    self._settle(message.number, state=_STATE.decode(message.body))
-                case "failed":
-                    self._settle(message.number, error=_FAILURE.decode(message.body).error())
-        except (ValueError, TypeError) as error:
-            self._lose(f"it said what cannot be said: {error}")
-
-    def _settle(self, number: int, *, state: EngineState | None = None, error: Exception | None = None) -> None:
-        if (done := self._orders.get(number)) is not None and not done.done():
-            if error is not None:
-                done.set_exception(error)
-            elif state is not None:
-                done.set_result(state)
-
-    def _lose(self, why: str) -> None:
-        if self.lost is not None:
-            return
-        self.lost = why
-        if not self._is_closing:
-            logger.error("the host of engine %s is lost: %s", self._name, why)
-        self._is_closing = True
-        self._connection.wake()
-        for stream in self._streams.values():
-            stream.put_nowait(None)
-        for number in list(self._orders):
-            self._settle(number, error=_HostLost(f"the host of engine {self._name} was lost: {why}"))
-        self._on_state(None)
-
-    async def close(self) -> None:
-        """End it; what is under way ends as lost."""
-        self._is_closing = True
-        self._connection.wake()
-        await asyncio.to_thread(self._thread.join)
-        self._lose("it was closed")
-        await asyncio.to_thread(self._connection.close)

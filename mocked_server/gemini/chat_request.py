@@ -9,28 +9,155 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic.alias_generators import to_camel
 
 from buffers.errors import RequestRefused
-from mocked_server.gemini.requests import (
-    Content,
-    CountTokensRequest,
-    Fields,
-    FunctionResponse,
-    GenerateContentRequest,
-    GenerationConfig,
-    Part,
-    ThinkingConfig,
-    Tool,
-    ToolConfig,
-)
-from mocked_server.gemini.schemas import json_schema_of
 from mocked_server.http.request_fields import MAX_MESSAGES, NO_TOOL_IS_RUN, SEARCH
 
+# A request of Google's dialect as it is sent: its fields by Google's names, in camel case or in snake case. Only the forms are
+# checked here; what cannot be served is refused there. Fields that ask for nothing that a model of text would do otherwise
+# (media resolution, labels) are not named and not looked at.
+
+
+class Asked(BaseModel):
+    """Names in either spelling."""
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="ignore")
+
+
+def _listed(value: Any) -> Any:
+    """Google's parser takes a single value where a list is expected, and its examples make use of that."""
+    return [value] if isinstance(value, dict) else value
+
+
+class FunctionCall(Asked):
+    """A call that the model made."""
+
+    id: str | None = None
+    name: str
+    args: dict[str, Any] | None = None
+
+
+class FunctionResponse(Asked):
+    """What came of a call."""
+
+    id: str | None = None
+    name: str
+    response: dict[str, Any] | None = None
+    parts: list[Any] | None = None
+
+
+class Part(Asked):
+    """One piece of a message. `thoughtSignature` comes back from clients that were given one; it says nothing here."""
+
+    text: str | None = None
+    thought: bool | None = None
+    function_call: FunctionCall | None = None
+    function_response: FunctionResponse | None = None
+    inline_data: Any = None
+    file_data: Any = None
+    executable_code: Any = None
+    code_execution_result: Any = None
+
+
+class Content(Asked):
+    """One message, or a part of one: clients that stream keep an answer as several."""
+
+    role: str | None = None
+    parts: Annotated[list[Part] | None, BeforeValidator(_listed)] = None
+
+
+class FunctionDeclaration(Asked):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    parameters_json_schema: Any = None
+
+
+class Tool(Asked):
+    """Functions of the agent; everything else that a tool may be is run by Google."""
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="allow")
+    function_declarations: Annotated[list[FunctionDeclaration] | None, BeforeValidator(_listed)] = None
+
+
+class FunctionCallingConfig(Asked):
+    """Whether functions may or must be called."""
+
+    mode: str | None = None
+    allowed_function_names: list[str] | None = None
+
+
+class ToolConfig(Asked):
+    """How tools are used."""
+
+    function_calling_config: FunctionCallingConfig | None = None
+
+
+class ThinkingConfig(Asked):
+    """How much is thought, and whether it is shown."""
+
+    include_thoughts: bool | None = None
+    thinking_budget: int | None = None
+    thinking_level: str | None = None
+
+
+class GenerationConfig(Asked):
+    """How an answer is sampled and what form it has."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: float | None = None
+    max_output_tokens: int | None = None
+    candidate_count: int | None = None
+    stop_sequences: list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    response_mime_type: str | None = None
+    response_schema: dict[str, Any] | None = None
+    response_json_schema: Any = None
+    response_logprobs: bool | None = None
+    logprobs: int | None = None
+    response_modalities: list[str] | None = None
+    speech_config: Any = None
+    image_config: Any = None
+    thinking_config: ThinkingConfig | None = None
+
+
+class SafetySetting(Asked):
+    """What Google would hold back."""
+
+    category: str | None = None
+    threshold: str | None = None
+
+
+class GenerateContentRequest(Asked):
+    """The body of `generateContent` and `streamGenerateContent`."""
+
+    contents: Annotated[list[Content] | None, BeforeValidator(_listed)] = None
+    system_instruction: Content | None = None
+    tools: Annotated[list[Tool] | None, BeforeValidator(_listed)] = None
+    tool_config: ToolConfig | None = None
+    generation_config: GenerationConfig | None = None
+    safety_settings: list[SafetySetting] | None = None
+    cached_content: str | None = None
+
+
+class CountTokensRequest(Asked):
+    """The body of `countTokens`: a conversation, or a whole request."""
+
+    contents: Annotated[list[Content] | None, BeforeValidator(_listed)] = None
+    generate_content_request: GenerateContentRequest | None = None
+
+
 Message = dict[str, Any]
-Asked = TypeVar("Asked", bound=Fields)
+Body = TypeVar("Body", bound=Asked)
 
 NOT_TEXT = ("inline_data", "file_data", "executable_code", "code_execution_result")
 UNFILTERED = frozenset({None, "OFF", "BLOCK_NONE", "HARM_BLOCK_THRESHOLD_UNSPECIFIED"})
@@ -89,7 +216,7 @@ def shows_thoughts(body: Any) -> bool:
     return thinking is not None and thinking.include_thoughts is True
 
 
-def _read(kind: type[Asked], body: Any) -> Asked:
+def _read(kind: type[Body], body: Any) -> Body:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
@@ -306,3 +433,40 @@ def _response_format(config: GenerationConfig) -> dict[str, Any] | None:
     if schema is not None:
         return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     return {"type": "json_object"} if kind == "application/json" else None
+
+
+LEFT_OUT = frozenset({"propertyOrdering", "nullable", "example", "format"})
+NUMBERS = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})
+"""64-bit numbers, which Google's JSON spells as strings."""
+
+
+def json_schema_of(schema: Any) -> Any:
+    """`{"type": "STRING", "nullable": true}` -> `{"type": ["string", "null"]}`, and so on within."""
+    if not isinstance(schema, dict):
+        return schema
+    fields = {
+        to_camel(name) if "_" in name and not name.startswith("$") else name: value for name, value in schema.items()
+    }
+    told = {name: _value(name, value) for name, value in fields.items() if name not in LEFT_OUT and value is not None}
+    if told.get("type") == "type_unspecified":
+        del told["type"]
+    if fields.get("nullable") is True:
+        if isinstance(told.get("type"), str):
+            told["type"] = [told["type"], "null"]
+        if isinstance(told.get("enum"), list):
+            told["enum"] = [*told["enum"], None]
+    return told
+
+
+def _value(name: str, value: Any) -> Any:
+    if name == "type" and isinstance(value, str):
+        return value.lower()
+    if name in NUMBERS and isinstance(value, str) and value.isdecimal() and len(value) < 20:
+        return int(value)
+    if name in ("properties", "$defs", "defs") and isinstance(value, dict):
+        return {each: json_schema_of(part) for each, part in value.items()}
+    if name in ("items", "additionalProperties"):
+        return json_schema_of(value)
+    if name in ("anyOf", "prefixItems") and isinstance(value, list):
+        return [json_schema_of(part) for part in value]
+    return value

@@ -8,7 +8,8 @@ fails ends as the dialect's streams do.
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
@@ -16,7 +17,7 @@ from urllib.parse import parse_qs
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from buffers.errors import RequestRefused
-from mocked_server.gemini.answers import StreamedAnswer, whole_answer
+from mocked_server.conversation.message_match import arguments_of
 from mocked_server.gemini.chat_request import count_of, generation_of, shows_thoughts
 from mocked_server.http.dialects import CHAT, GEMINI_COUNT, GEMINI_ROUTES, GEMINI_STREAM, TOKENIZE, error_event
 from mocked_server.http.failures import request_refused
@@ -26,6 +27,110 @@ from mocked_server.request_context import current_call
 JSON = b"application/json"
 DATA, DONE = b"data: ", b"data: [DONE]"
 NOT_PASSED_ON = frozenset({b"content-length", b"content-type"})
+
+
+# Answers of the chat dialect in Google's: whole ones, and streams of events. A function call is sent when it is complete, as
+# Google's clients expect; text and thoughts as they come. The last chunk has the finish reasons and what was used. Nothing is
+# decided here: ids, texts and reasons are the chat route's.
+
+REASONS = {"stop": "STOP", "tool_calls": "STOP", "length": "MAX_TOKENS"}
+
+Answer = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Call:
+    """A function call of which parts have come."""
+
+    id: str | None = None
+    name: str = ""
+    arguments: str = ""
+
+    def add(self, delta: Mapping[str, Any]) -> None:
+        """Its next piece."""
+        function = delta.get("function") or {}
+        self.id = delta.get("id") or self.id
+        self.name += function.get("name") or ""
+        self.arguments += function.get("arguments") or ""
+
+    def part(self) -> Answer:
+        """The part of a content that says it."""
+        call: Answer = {"name": self.name, "args": arguments_of(self.arguments)}
+        return {"functionCall": call if self.id is None else {"id": self.id, **call}}
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """One answer of a stream so far."""
+
+    reason: str | None = None
+    calls: dict[int, _Call] = field(default_factory=dict)
+
+
+def whole_answer(chat: Mapping[str, Any], *, shows_thoughts: bool) -> Answer:
+    """The answer of `generateContent` to what the chat route answered."""
+    candidates = []
+    for choice in chat["choices"]:
+        message = choice["message"]
+        parts = _said(message, shows_thoughts=shows_thoughts)
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            parts.append(_Call(call.get("id"), function["name"], function["arguments"]).part())
+        candidates.append(_candidate(choice["index"], parts, reason=choice.get("finish_reason")))
+    return _response(chat, candidates, usage=chat.get("usage"))
+
+
+class StreamedAnswer:
+    """The chunks of one stream. `take` each chunk of the chat route's, in order."""
+
+    def __init__(self, *, shows_thoughts: bool) -> None:
+        self._shows_thoughts = shows_thoughts
+        self._candidates: dict[int, _Candidate] = {}
+
+    def take(self, chunk: Mapping[str, Any]) -> Answer | None:
+        """What to tell now; None: nothing yet."""
+        candidates = []
+        for choice in chunk.get("choices") or ():
+            index, delta = choice["index"], choice.get("delta") or {}
+            candidate = self._candidates.setdefault(index, _Candidate())
+            candidate.reason = choice.get("finish_reason") or candidate.reason
+            for call in delta.get("tool_calls") or ():
+                candidate.calls.setdefault(call["index"], _Call()).add(call)
+            if parts := _said(delta, shows_thoughts=self._shows_thoughts):
+                candidates.append(_candidate(index, parts, reason=None))
+        if (usage := chunk.get("usage")) is not None and not chunk.get("choices"):
+            candidates = [
+                _candidate(index, [call.part() for call in one.calls.values()], reason=one.reason)
+                for index, one in sorted(self._candidates.items())
+            ]
+        else:
+            usage = None
+        return _response(chunk, candidates, usage=usage) if candidates else None
+
+
+def _said(message: Mapping[str, Any], *, shows_thoughts: bool) -> list[Answer]:
+    parts: list[Answer] = []
+    if shows_thoughts and (thought := message.get("reasoning") or message.get("reasoning_content")):
+        parts.append({"text": thought, "thought": True})
+    if text := message.get("content"):
+        parts.append({"text": text})
+    return parts
+
+
+def _candidate(index: int, parts: list[Answer], *, reason: str | None) -> Answer:
+    candidate: Answer = {"content": {"role": "model", "parts": parts or [{"text": ""}]}, "index": index}
+    return candidate if reason is None else {**candidate, "finishReason": REASONS.get(reason, "OTHER")}
+
+
+def _response(chat: Mapping[str, Any], candidates: list[Answer], *, usage: Mapping[str, Any] | None) -> Answer:
+    answer: Answer = {"candidates": candidates, "modelVersion": chat.get("model"), "responseId": chat.get("id")}
+    if usage is not None:
+        answer["usageMetadata"] = {
+            "promptTokenCount": usage.get("prompt_tokens", 0),
+            "candidatesTokenCount": usage.get("completion_tokens") or 0,
+            "totalTokenCount": usage.get("total_tokens", 0),
+        }
+    return answer
 
 
 class GeminiRoutes:
@@ -42,7 +147,7 @@ class GeminiRoutes:
         body, call = (await receive())["body"], current_call.get()
         assert call is not None
         sends_events = path == GEMINI_STREAM and parse_qs(scope["query_string"].decode("latin-1")).get("alt") == ["sse"]
-        answer: _Answer = _Counted(send)
+        answer = _Answer(send, _count)
         try:
             fields = await call.apart(_parsed, body)
             if path == GEMINI_COUNT:
@@ -50,7 +155,11 @@ class GeminiRoutes:
             else:
                 chat = await call.apart(partial(generation_of, fields, model=model, streams=sends_events))
                 shown = shows_thoughts(fields)
-                answer = _Streamed(send, shown) if sends_events else _Whole(send, shown, in_list=path == GEMINI_STREAM)
+                if sends_events:
+                    tell: Callable[[bytes], bytes] = partial(_event, answer=StreamedAnswer(shows_thoughts=shown))
+                else:
+                    tell = partial(_whole, shows_thoughts=shown, in_list=path == GEMINI_STREAM)
+                answer = _Answer(send, tell, is_stream=sends_events)
         except RequestRefused as error:
             await request_refused(error).answer(send, path)
             return
@@ -69,98 +178,63 @@ class GeminiRoutes:
         await self.app(inner, replaying(sent, receive), answer.take)
 
 
-class _Answer(ABC):
-    """What the application sends, on its way to the client. An error passes as it is: it is spelled further out."""
+class _Answer:
+    """What the application sends, on its way to the client. `tell`: the client's words for a whole body, or, where it `is_stream`,
+    for an event. An error passes as it is: it is spelled further out."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, tell: Callable[[bytes], bytes], *, is_stream: bool = False) -> None:
         self._send = send
+        self._tell = tell
+        self._is_stream = is_stream
         self._start: Message | None = None
         """The start of an answer that is to be changed; None: nothing began, or it is an error."""
+        self._rest = b""
+        """What has come and was not told yet."""
 
     async def take(self, message: Message) -> None:
         """What the application sends next."""
         if message["type"] == "http.response.start" and message["status"] < 400:
             self._start = message
-            await self._begin(message)
-        elif self._start is None:
-            await self._send(message)
-        else:
-            await self._go_on(message.get("body", b""), more=message.get("more_body", False))
-
-    @abstractmethod
-    async def _begin(self, start: Message) -> None:
-        """Status and headers of an answer that is to be changed."""
-
-    @abstractmethod
-    async def _go_on(self, part: bytes, *, more: bool) -> None:
-        """The next part of the answer's body; `more`: it is not the last."""
-
-
-class _Whole(_Answer):
-    """An answer that is one JSON value; `in_list`: a stream that was asked for without events is a list of its chunks."""
-
-    def __init__(self, send: Send, shows_thoughts: bool = False, *, in_list: bool = False) -> None:
-        super().__init__(send)
-        self._shows_thoughts = shows_thoughts
-        self._in_list = in_list
-        self._parts: list[bytes] = []
-
-    async def _begin(self, start: Message) -> None:
-        """Nothing: it begins when it is complete, with its length."""
-
-    async def _go_on(self, part: bytes, *, more: bool) -> None:
-        self._parts.append(part)
-        if more:
+            if self._is_stream:
+                await self._send(message)
             return
-        assert self._start is not None
-        answer = self._told(json.loads(b"".join(self._parts)))
-        body = json.dumps([answer] if self._in_list else answer).encode()
-        headers = [(name, value) for name, value in self._start["headers"] if name != b"content-length"]
-        await self._send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
-        await self._send({"type": "http.response.body", "body": body})
+        if self._start is None:
+            return await self._send(message)
+        self._rest += message.get("body", b"")
+        more = message.get("more_body", False)
+        if self._is_stream:
+            *events, self._rest = self._rest.split(b"\n\n")
+            told = b"".join(map(self._tell, events))
+            if told or not more:
+                await self._send({"type": "http.response.body", "body": told, "more_body": more})
+        elif not more:  # it begins when it is complete, with its length
+            body = self._tell(self._rest)
+            headers = [(name, value) for name, value in self._start["headers"] if name != b"content-length"]
+            await self._send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
+            await self._send({"type": "http.response.body", "body": body})
 
-    def _told(self, chat: Any) -> dict[str, Any]:
-        return whole_answer(chat, shows_thoughts=self._shows_thoughts)
 
-
-class _Counted(_Whole):
+def _count(body: bytes) -> bytes:
     """How many tokens a prompt has."""
-
-    def _told(self, chat: Any) -> dict[str, Any]:
-        return {"totalTokens": chat["count"]}
+    return json.dumps({"totalTokens": json.loads(body)["count"]}).encode()
 
 
-class _Streamed(_Answer):
-    """A stream of events."""
+def _whole(body: bytes, *, shows_thoughts: bool, in_list: bool) -> bytes:
+    """`in_list`: a stream that was asked for without events is a list of its chunks."""
+    answer = whole_answer(json.loads(body), shows_thoughts=shows_thoughts)
+    return json.dumps([answer] if in_list else answer).encode()
 
-    def __init__(self, send: Send, shows_thoughts: bool) -> None:
-        super().__init__(send)
-        self._answer = StreamedAnswer(shows_thoughts=shows_thoughts)
-        self._rest = b""
 
-    async def _begin(self, start: Message) -> None:
-        await self._send(start)
-
-    async def _go_on(self, part: bytes, *, more: bool) -> None:
-        *events, self._rest = (self._rest + part).split(b"\n\n")
-        told = b"".join(self._told(event) for event in events)
-        if told or not more:
-            await self._send({"type": "http.response.body", "body": told, "more_body": more})
-
-    def _told(self, event: bytes) -> bytes:
-        if not event.startswith(DATA) or event == DONE:
-            return b""
-        chunk = json.loads(event[len(DATA) :])
-        if (error := chunk.get("error")) is not None:
-            status = error.get("code")
-            return error_event(
-                GEMINI_STREAM,
-                status=status if isinstance(status, int) else 500,
-                message=str(error.get("message")),
-                code="",
-            )
-        answer = self._answer.take(chunk)
-        return b"" if answer is None else DATA + json.dumps(answer).encode() + b"\r\n\r\n"
+def _event(event: bytes, *, answer: StreamedAnswer) -> bytes:
+    if not event.startswith(DATA) or event == DONE:
+        return b""
+    chunk = json.loads(event[len(DATA) :])
+    if (error := chunk.get("error")) is not None:
+        status = error.get("code")
+        status = status if isinstance(status, int) else 500
+        return error_event(GEMINI_STREAM, status=status, message=str(error.get("message")), code="")
+    told = answer.take(chunk)
+    return b"" if told is None else DATA + json.dumps(told).encode() + b"\r\n\r\n"
 
 
 def _parsed(body: bytes) -> Any:

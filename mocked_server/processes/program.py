@@ -15,7 +15,7 @@ import sys
 
 import setproctitle
 
-from configs.processes.process_fork import leave
+from configs.child_processes import leave
 from mocked_server.processes.server_process import ProcessSettings, ServerProcess
 from mocked_server.vllm.engine_arguments import set_process_environment
 

@@ -11,6 +11,7 @@ import asyncio
 import socket
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from mocked_server.http.forwarding import Forward
 from mocked_server.http.model_requests import ModelRequests
 from mocked_server.http.uvicorn_server import HttpService
 from mocked_server.keys import KeyRing, process_secret
-from mocked_server.processes.messages import Figures, round_of
+from mocked_server.processes.prompt_host import Figures
 from mocked_server.processes.run_link import RunLink
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 from mocked_server.vllm.hosted.outputs import VLLMCodec
@@ -122,17 +123,12 @@ class ServerProcess:
         return await asyncio.shield(asked)
 
     async def _adopt(self, episode_id: str) -> LiveEpisode:
-        adopted = await self._link.adopt(episode_id)
-        try:
+        episode, rounds = await self._link.adopt(episode_id)
+        with suppress(UnknownEpisode):
             return self.episodes.get(episode_id)  # raises EpisodeClosed where the news of its end came at once
-        except UnknownEpisode:
-            if adopted.failure is not None or adopted.episode is None:
-                raise (
-                    adopted.failure.error() if adopted.failure else UnknownEpisode(f"no episode {episode_id}")
-                ) from None
-        live = self.episodes.open(adopted.episode.episode(), worker="")
+        live = self.episodes.open(episode, worker="")
         decode: Any = partial(self._client.renderer.get_tokenizer().decode, skip_special_tokens=True)
-        remember(live, [round_of(each) for each in adopted.rounds], decode=decode)
+        remember(live, rounds, decode=decode)
         return live
 
     def _figures(self) -> Figures | None:

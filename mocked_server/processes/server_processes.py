@@ -17,20 +17,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.types import ASGIApp
 
 from buffers.errors import UnderstudyError
-from buffers.prompt_queue import PromptQueue
 from buffers.records import Round
-from mocked_server.conversation.live_episodes import Episodes
 from mocked_server.http.forwarding import Forward
-from mocked_server.http.model_requests import ModelRequests
 from mocked_server.http.uvicorn_server import ServerError, bind
 from mocked_server.keys import KeyRing, process_secret
 from mocked_server.processes import program
-from mocked_server.processes.prompt_host import PromptHost, RunSide
+from mocked_server.processes.prompt_host import PromptHost, RunServer
 from mocked_server.processes.server_process import ProcessSettings
 from mocked_server.vllm.engine import interrupts_blocked
 from mocked_server.vllm.engine_arguments import EngineSettings
@@ -46,19 +43,6 @@ END_S = 5.0
 
 class ProcessDied(UnderstudyError):
     """A server process ended by itself."""
-
-
-class RunServer(Protocol):
-    """What server processes need of the run's own server."""
-
-    episodes: Episodes
-    prompt_queue: PromptQueue
-    model_requests: ModelRequests
-
-    @property
-    def base_url(self) -> str: ...
-    @property
-    def is_full(self) -> bool: ...
 
 
 def _never_again(_: str, error: Exception) -> None:
@@ -105,16 +89,9 @@ class ServerProcesses:
     async def start(self, server: RunServer) -> None:
         """Start all; returns when they answer. Raises ProcessDied, or what `record_death` raises."""
         self._server = server
-        run = RunSide(
-            episodes=server.episodes,
-            prompts=server.prompt_queue,
-            rounds=self._rounds,
-            is_full=lambda: server.is_full,
-            on_refused=server.model_requests.refused.update,
-        )
         secret = process_secret(self._keys.secret)
-        self._host = PromptHost(run, VLLMCodec(), secret=secret, on_silent=self._kill)
-        self._host.start()
+        self._host = PromptHost(server, VLLMCodec(), rounds=self._rounds, secret=secret, on_dead=self._kill)
+        self._host.listen(asyncio.get_running_loop())
         for episode_id in self._begun:
             self._host.begun(episode_id)
         async with asyncio.TaskGroup() as starting:
@@ -133,7 +110,7 @@ class ServerProcesses:
             await forward.close()
         await asyncio.gather(*(self._end(child) for child in self._children.values()))
         if self._host is not None:
-            await self._host.close()
+            await self._host.aclose()
         for sock in self._sockets:
             sock.close()
 

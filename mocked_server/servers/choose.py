@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from buffers.errors import EngineError
-from configs.engine_rules import is_url
+from configs.rules import is_url
 from configs.schema import Config
 from mocked_server.fleet.member import FleetEngine
-from mocked_server.servers.facts import KEY, Needs
-from mocked_server.servers.http_client import ServerClient, ServerLost, ServerRefused
+from mocked_server.servers.http_client import KEY, Needs, ServerClient, ServerLost, ServerRefused
 from mocked_server.servers.server_engine import RunningServer, ServerEngine, examined, nobody_answers
-from mocked_server.servers.sglang_process import SGLangProcess
+from mocked_server.servers.sglang_server import SGLangProcess
 from mocked_server.vllm.engine import VLLMEngine
 from mocked_server.vllm.engine_arguments import set_process_environment
 from mocked_server.vllm.served_requests import ServedRequests

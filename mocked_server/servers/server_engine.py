@@ -1,7 +1,7 @@
 """An engine of the fleet that is an inference server: asked over HTTP with token ids, given weights by the name of a folder.
 
 Made by `mocked_server.servers.choose`. Which software the server runs is found out when it starts (`vllm_server`, `sglang_server`);
-the server itself is one that its owner started (`RunningServer`) or a child of this process (`sglang_process`). Text, stop strings
+the server itself is one that its owner started (`RunningServer`) or a child of this process (`SGLangProcess`). Text, stop strings
 and several completions of one request are made here, by vLLM's own parts (`mocked_server.vllm.served_requests`).
 
 Invariants: weights change only while the server is paused and its cache dropped, and not before all streams are silent, so a token
@@ -14,21 +14,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from buffers.errors import EngineDied, EngineError, RequestFailed, RequestRefused
-from mocked_server.fleet.member import EngineFigures, EngineLost, Sampled
-from mocked_server.servers.facts import KEY, Needs, ServerFacts, check_facts
-from mocked_server.servers.http_client import ServerClient, ServerLost, ServerRefused
-from mocked_server.servers.recognise import recognised
-from mocked_server.vllm.continued_requests import continued
-from mocked_server.vllm.engine import MAX_MESSAGE_CHARS
-from mocked_server.vllm.process.engine_silence import EngineSilence
+from mocked_server.fleet.member import EngineFigures, EngineLost
+from mocked_server.servers.http_client import (
+    KEY,
+    Needs,
+    ServerClient,
+    ServerFacts,
+    ServerLost,
+    ServerRefused,
+    check_facts,
+)
+from mocked_server.servers.sglang_server import SGLangServer
+from mocked_server.servers.vllm_server import VLLMServer
+from mocked_server.vllm.engine import MAX_MESSAGE_CHARS, EngineBase, tokens_of
 from mocked_server.vllm.served_requests import Completion, ServedRequests, Tokens
 
 logger = logging.getLogger(__name__)
@@ -42,6 +47,17 @@ UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueErro
 """What reading an answer raises that is not what it should be."""
 SETTLE_S = 0.05
 """Streams that were silent for so long, of a server that is paused, have nothing more on its way."""
+
+
+async def recognised(client: ServerClient) -> VLLMServer | SGLangServer:
+    """The server behind `client`. Raises ServerLost where nobody answers, EngineError for another software."""
+    for software in (VLLMServer, SGLangServer):
+        if await software.recognise(client) is not None:
+            return software(client)
+    raise EngineError(
+        f"{KEY} must be the URL of a vLLM or SGLang server, got {client.url}, where another program answers: it has neither "
+        f"/version nor /model_info; name the server's root, without a path"
+    )
 
 
 class Server(Protocol):
@@ -79,7 +95,7 @@ class Server(Protocol):
 
 
 class Place(Protocol):
-    """The server's whereabouts, and its start and end: `RunningServer`, or `mocked_server.servers.sglang_process.SGLangProcess`."""
+    """The server's whereabouts, and its start and end: `RunningServer`, or `mocked_server.servers.sglang_server.SGLangProcess`."""
 
     begins_with_model: bool
     """It has the run's model when it starts; else the model is loaded into it."""
@@ -132,9 +148,9 @@ def nobody_answers(url: str, error: Exception) -> str:
     return f"{KEY} must be the URL of a running server, got {url}, where nobody answers ({error}); start it first"
 
 
-class ServerEngine:
+class ServerEngine(EngineBase):
     """`requests`: makes vLLM's outputs; one for each engine. `weights`: (folder, version) to begin with; None: the model's own, of
-    `model`, as version 0. `timeout_s`: see `configs.schema.RolloutConfig.engine_timeout_s`."""
+    `model`, as version 0."""
 
     def __init__(
         self,
@@ -147,8 +163,7 @@ class ServerEngine:
         timeout_s: float = 120.0,
         name: str = "e0",
     ) -> None:
-        self.name = name
-        self.version = 0
+        super().__init__(name, timeout_s=timeout_s)
         self._place = place
         self._requests = requests
         self._model = model
@@ -159,14 +174,10 @@ class ServerEngine:
         self._client: ServerClient | None = None
         self._server: Server | None = None
         self._facts: ServerFacts | None = None
-        self._silence = EngineSilence(timeout_s)
-        self._life = 0
         self._is_up = False
         self._dead = asyncio.Event()
-        self._watching: asyncio.Task[None] | None = None
         self._loading = asyncio.Lock()
         self._last_tokens_at = 0.0
-        self._totals: Counter[str] = Counter()
 
     @property
     def is_up(self) -> bool:
@@ -201,11 +212,6 @@ class ServerEngine:
                 await self._load(*weights)
             loaded = weights
 
-    async def restart(self) -> None:
-        """Begin again with a server that was lost, or its successor, and the newest weights. Raises as `start`."""
-        await self.close()
-        await self.start()
-
     async def until_dead(self) -> None:
         """Returns when the server is lost."""
         await self._dead.wait()
@@ -214,10 +220,7 @@ class ServerEngine:
         """Leave the server; a child process is ended. What it was still answering ends with EngineLost."""
         self._is_up = False
         self._dead.set()
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait({self._watching})
-            self._watching = None
+        await self._end_watching()
         client, self._client = self._client, None
         if client is not None:
             await client.close()
@@ -262,23 +265,6 @@ class ServerEngine:
             self._lose(str(error), life=life)
 
     # Generation
-
-    def generate(
-        self,
-        prompt_token_ids: list[int],
-        params: Any,
-        *,
-        request_id: str,
-        sampled: Sequence[Sampled] = (),
-        **extra: Any,
-    ) -> AsyncGenerator[Any, None]:
-        """Yield vLLM's RequestOutputs, after what another engine has `sampled`; closing the iterator ends the request at the
-        server. Raises EngineLost when the server is lost, RequestRefused for what it cannot do."""
-        if sampled:
-            return continued(
-                self._generate, prompt_token_ids, params, request_id=request_id, sampled=sampled, extra=extra
-            )
-        return self._generate(prompt_token_ids, params, request_id, extra)
 
     async def _generate(
         self, ids: list[int], params: Any, request_id: str, extra: dict[str, Any]
@@ -346,12 +332,6 @@ class ServerEngine:
                 )
             )
 
-    def _count(self, output: Any) -> None:
-        self._totals["sampled_tokens"] += sum(len(completion.token_ids) for completion in output.outputs)
-        if output.finished:
-            self._totals["prompt_tokens"] += len(output.prompt_token_ids or ())
-            self._totals["cached_tokens"] += output.num_cached_tokens or 0
-
     # Weights and memory
 
     async def load_weights(self, folder: Path, *, version: int) -> float:
@@ -403,19 +383,8 @@ class ServerEngine:
     def figures(self) -> EngineFigures:
         """See `EngineFigures`. A server does not say how often it set a request aside."""
         states = self._requests.under_way()
-        return EngineFigures(
-            name=self.name,
-            is_up=self._is_up,
-            version=self.version,
-            running=len(states),
-            waiting=sum(state.is_prefilling for state in states),
-            tokens_held=sum(state.prompt_len + state.detokenizer.num_output_tokens() for state in states),
-            kv_capacity=0 if self._facts is None else self._facts.kv_capacity,
-            sampled_tokens=self._totals["sampled_tokens"],
-            prompt_tokens=self._totals["prompt_tokens"],
-            cached_tokens=self._totals["cached_tokens"],
-            preemptions=0,
-            restarts=max(0, self._life - 1),
+        return self._figures(
+            states, kv_capacity=0 if self._facts is None else self._facts.kv_capacity, held=tokens_of(states)
         )
 
 

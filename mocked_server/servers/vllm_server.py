@@ -19,8 +19,7 @@ from typing import Any
 import msgspec
 
 from buffers.errors import EngineError, RequestRefused
-from mocked_server.servers.facts import KEY, ServerFacts
-from mocked_server.servers.http_client import ServerClient, ServerRefused
+from mocked_server.servers.http_client import KEY, ServerClient, ServerFacts, ServerRefused
 from mocked_server.vllm.engine_arguments import WORKER_EXTENSION
 from mocked_server.vllm.served_requests import Completion, Tokens
 

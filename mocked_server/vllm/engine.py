@@ -18,7 +18,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from copy import copy
 from importlib import import_module
@@ -29,8 +29,7 @@ from typing import Any
 import psutil
 
 from buffers.errors import EngineDied, EngineError, RequestRefused
-from configs.processes.process_fork import imports_kept
-from configs.processes.temporary_folder import socket_folder
+from configs.child_processes import imports_kept, socket_folder
 from mocked_server.fleet.member import ADAPTER_OF, EngineFigures, EngineLost, Sampled
 from mocked_server.fleet.probe import probe
 from mocked_server.vllm import continued_requests
@@ -38,10 +37,19 @@ from mocked_server.vllm.adapters import PolicyAdapters, is_adapter
 from mocked_server.vllm.continued_requests import continued, given_up, interrupted, never_began
 from mocked_server.vllm.engine_arguments import RECORDS_EXPERTS, has_gpu, set_process_environment
 from mocked_server.vllm.process import fork_server
-from mocked_server.vllm.process.engine_ending import DEAF, STOPPED, TAKEN_DOWN, EngineEnding, ending_of, oom_kills
-from mocked_server.vllm.process.engine_silence import EngineSilence, are_stopped, processor_time
+from mocked_server.vllm.process.engine_health import (
+    DEAF,
+    STOPPED,
+    TAKEN_DOWN,
+    EngineEnding,
+    EngineSilence,
+    SchedulerStats,
+    are_stopped,
+    ending_of,
+    oom_kills,
+    processor_time,
+)
 from mocked_server.vllm.process.fork_server import engines_of_ours, engines_see
-from mocked_server.vllm.process.scheduler_stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +104,91 @@ def interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class VLLMEngine:
+class EngineBase:
+    """What engines share: their lives, their counts, and the continuation of what another engine has sampled. A subclass has
+    `_generate`, `start`, `close` and `is_up` of `FleetEngine`."""
+
+    _generate: Callable[[list[int], Any, str, dict[str, Any]], AsyncGenerator[Any, None]]
+    start: Callable[[], Awaitable[None]]
+    close: Callable[[], Awaitable[None]]
+
+    def __init__(self, name: str, *, timeout_s: float) -> None:
+        """`name`: among the engines of a run. `timeout_s`: see `configs.schema.RolloutConfig.engine_timeout_s`."""
+        self.name = name
+        self.version = 0
+        self._life = 0
+        """Processes that it had."""
+        self._totals: Counter[str] = Counter()
+        self._silence = EngineSilence(timeout_s)
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        """It takes requests."""
+        raise NotImplementedError
+
+    async def restart(self) -> None:
+        """Start again in place of a process or server that is gone, with the weights that were loaded last; their folder must still
+        be there. Raises as `start`."""
+        await self.close()
+        await self.start()
+
+    async def _end_watching(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait({self._watching})
+
+    def generate(
+        self,
+        prompt_token_ids: list[int],
+        params: Any,
+        *,
+        request_id: str,
+        sampled: Sequence[Sampled] = (),
+        **extra: Any,
+    ) -> AsyncGenerator[Any, None]:
+        """Yield vLLM's RequestOutputs for exactly these prompt ids, after what another engine has `sampled`; closing the iterator
+        aborts the request. Raises EngineLost when the engine is down, or dies meanwhile; RequestRefused for what it cannot do."""
+        if sampled:
+            return continued(
+                self._generate, prompt_token_ids, params, request_id=request_id, sampled=sampled, extra=extra
+            )
+        return self._generate(prompt_token_ids, params, request_id, extra)
+
+    def _count(self, output: Any) -> None:
+        self._totals["sampled_tokens"] += sum(len(completion.token_ids) for completion in output.outputs)
+        if output.finished:
+            self._totals["prompt_tokens"] += len(output.prompt_token_ids or ())
+            self._totals["cached_tokens"] += output.num_cached_tokens or 0
+
+    def _figures(
+        self, states: Sequence[Any], *, kv_capacity: int, held: int, waiting: int | None = None, preemptions: int = 0
+    ) -> EngineFigures:
+        """`states`: vLLM's of the requests under way. `held`: tokens that they hold. `waiting`: None: by the states."""
+        if waiting is None:
+            waiting = sum(state.is_prefilling for state in states)
+        return EngineFigures(
+            name=self.name,
+            is_up=self.is_up,
+            version=self.version,
+            running=len(states),
+            waiting=min(waiting, len(states)),
+            tokens_held=held,
+            kv_capacity=kv_capacity,
+            sampled_tokens=self._totals["sampled_tokens"],
+            prompt_tokens=self._totals["prompt_tokens"],
+            cached_tokens=self._totals["cached_tokens"],
+            preemptions=preemptions,
+            restarts=max(0, self._life - 1),
+        )
+
+
+def tokens_of(states: Sequence[Any]) -> int:
+    """Tokens of the requests under way: prompts and what was sampled."""
+    return sum(state.prompt_len + state.detokenizer.num_output_tokens() for state in states)
+
+
+class VLLMEngine(EngineBase):
     """One engine. Lifecycle: `start` (3 s forked, else 8 to 15) -> generate / load_weights -> `close`; `restart` after
     it died."""
 
@@ -110,16 +202,14 @@ class VLLMEngine:
         name: str = "e0",
         devices: Sequence[str] = (),
     ) -> None:
-        """`name`: among the engines of a run. `count_preemptions`: outputs say how often their request was set aside, and figures
-        what the scheduler says of itself; costs a few percent of the engine's time.
-        `weights`: (folder, version) to begin with, instead of the model's own as version 0. `timeout_s`: see
-        `configs.schema.RolloutConfig.engine_timeout_s`. `devices`: its cards, as CUDA calls them; none: all of this machine's."""
+        """`count_preemptions`: outputs say how often their request was set aside, and figures what the scheduler says of itself;
+        costs a few percent of the engine's time. `weights`: (folder, version) to begin with, instead of the model's own as version
+        0. `devices`: its cards, as CUDA calls them; none: all of this machine's."""
+        super().__init__(name, timeout_s=timeout_s)
         self._vllm_config = vllm_config
         self._devices = devices
         self._count_preemptions = count_preemptions
-        self.name = name
         self._stats = SchedulerStats()
-        self._totals: Counter[str] = Counter()
         self._kv_capacity = 0
         self._llm: Any = None
         self._folder = ""
@@ -129,15 +219,10 @@ class VLLMEngine:
         self._up = False
         self._weights = {} if weights is None else {"": weights}
         """(folder, version) that it has, or is to have once it is back; of adapters of roles, by role."""
-        self.version = 0
-        self._life = 0
-        """Processes that it had."""
         lora = vllm_config.lora_config
         self._adapters = PolicyAdapters(kept=1 if lora is None else lora.max_loras - 1)
         self._paused_s = 0.0
         """What the last load took."""
-        self._silence = EngineSilence(timeout_s)
-        self._watching: asyncio.Task[None] | None = None
         self._ending: EngineEnding | None = None
         """What was seen of the end of the present process."""
         self._oom_kills = 0
@@ -219,12 +304,6 @@ class VLLMEngine:
                 raise error  # else newer ones came meanwhile, and the files of these are gone
             loaded[role] = weights
 
-    async def restart(self) -> None:
-        """Start a new process in place of the dead one, with the weights that were loaded last; their folder must still be
-        there. Raises as `start`."""
-        await self.close()
-        await self.start()
-
     @property
     def is_up(self) -> bool:
         """It takes requests."""
@@ -282,23 +361,6 @@ class VLLMEngine:
             raise kind(
                 f"the engine did not start: {error}; its log (a run's log.txt) says why, with VLLM_LOGGING_LEVEL=INFO more"
             ) from error
-
-    def generate(
-        self,
-        prompt_token_ids: list[int],
-        params: Any,
-        *,
-        request_id: str,
-        sampled: Sequence[Sampled] = (),
-        **extra: Any,
-    ) -> AsyncGenerator[Any, None]:
-        """Yield vLLM's RequestOutputs for exactly these prompt ids, after what another engine has `sampled`; closing the iterator
-        aborts the request. Raises EngineLost when the engine is down, or dies meanwhile."""
-        if sampled:
-            return continued(
-                self._generate, prompt_token_ids, params, request_id=request_id, sampled=sampled, extra=extra
-            )
-        return self._generate(prompt_token_ids, params, request_id, extra)
 
     async def _generate(
         self, ids: list[int], params: Any, request_id: str, extra: dict[str, Any]
@@ -402,33 +464,19 @@ class VLLMEngine:
             with self._silence.long_work():
                 await self._while_alive(self._llm.wake_up())
 
-    def _count(self, output: Any) -> None:
-        self._totals["sampled_tokens"] += sum(len(completion.token_ids) for completion in output.outputs)
-        if output.finished:
-            self._totals["prompt_tokens"] += len(output.prompt_token_ids or ())
-            self._totals["cached_tokens"] += output.num_cached_tokens or 0
-
     def figures(self) -> EngineFigures:
         """See `EngineFigures`."""
         states = [] if self._llm is None else list(self._llm.output_processor.request_states.values())
-        held = sum(state.prompt_len + state.detokenizer.num_output_tokens() for state in states)
+        held = tokens_of(states)
         if self._count_preemptions and states:  # in whole blocks, a prompt that generations share once
             blocks = round(self._stats.kv_share * self._kv_capacity)
             held = blocks if self._stats.is_settled else max(held, blocks)
-        waiting = self._stats.waiting if self._count_preemptions else sum(state.is_prefilling for state in states)
-        return EngineFigures(
-            name=self.name,
-            is_up=self.is_up,
-            version=self.version,
-            running=len(states),
-            waiting=min(waiting, len(states)),
-            tokens_held=held,
+        return self._figures(
+            states,
             kv_capacity=self._kv_capacity,
-            sampled_tokens=self._totals["sampled_tokens"],
-            prompt_tokens=self._totals["prompt_tokens"],
-            cached_tokens=self._totals["cached_tokens"],
+            held=held,
+            waiting=self._stats.waiting if self._count_preemptions else None,
             preemptions=self._stats.preemptions,
-            restarts=max(0, self._life - 1),
         )
 
     @property
@@ -445,9 +493,7 @@ class VLLMEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         self._up = False
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait({self._watching})
+        await self._end_watching()
         if self._llm is not None:
             self._see_ending()
             if (

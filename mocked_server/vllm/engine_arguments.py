@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from buffers.errors import EngineError
 from configs.model_folder import has_mamba2
-from configs.owned_arguments import why_owned
+from configs.rules import why_owned
 from configs.schema import CPU_KV_CACHE_GB, RolloutConfig, ServerConfig
 from mocked_server.vllm.adapters import lora_words
 
@@ -27,7 +27,7 @@ MAX_WORDS_CHARS = 600
 TORCHVISION = "torchvision==0.28.0 --index-url https://download.pytorch.org/whl/cpu"
 """PyPI has the build for GPUs only, which does not load beside torch for CPUs."""
 RECORDS_EXPERTS = "understudy_records_experts"
-"""Key of vLLM's additional configuration: `process.recorded_experts` does what vLLM does on a GPU only."""
+"""Key of vLLM's additional configuration: `process.worker_extension` does what vLLM does on a GPU only."""
 WORKER_EXTENSION = "mocked_server.vllm.process.worker_extension.WorkerExtension"
 
 

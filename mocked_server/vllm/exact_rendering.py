@@ -25,7 +25,7 @@ from mocked_server.conversation.continuation import Continuation, Parse, continu
 from mocked_server.conversation.live_episodes import LiveRound
 from mocked_server.conversation.message_match import Message, ParsedReply, arguments_of
 from mocked_server.request_context import Call, current_call
-from mocked_server.vllm.sampling_limits import check_template_inputs
+from mocked_server.vllm.sampling_rules import check_template_inputs
 
 SENTINEL = "0answer0"
 """An answer that no template changes."""

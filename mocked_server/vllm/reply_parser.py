@@ -15,7 +15,7 @@ from typing import Any, cast
 from mocked_server.conversation.chat_history import ChatOptions
 from mocked_server.conversation.message_match import ParsedReply, arguments_of, canonical_arguments, sendable
 from mocked_server.request_context import current_call
-from mocked_server.vllm.sampling_limits import MAX_CHOICES
+from mocked_server.vllm.sampling_rules import MAX_CHOICES
 
 logger = logging.getLogger(__name__)
 

@@ -31,14 +31,22 @@ from mocked_server.request_context import AnswerPart, Call, PendingReply, Sampli
 from mocked_server.roles import NO_ROLE, Role
 from mocked_server.vllm import answer_ends
 from mocked_server.vllm.exact_rendering import ExactRendering
-from mocked_server.vllm.first_fault import stop_at_the_first_fault
-from mocked_server.vllm.generate_route import Sleeper, TokenRoute
 from mocked_server.vllm.reply_parser import ReplyParser, send_any_input, telling
-from mocked_server.vllm.sampling_limits import MAX_CHOICES
-from mocked_server.vllm.sampling_rules import SamplingRules, leave_limits_to_the_run, leave_tool_calls_free
+from mocked_server.vllm.sampling_rules import MAX_CHOICES, SamplingRules, leave_limits_to_the_run, leave_tool_calls_free
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+import asyncio
+import json
+from uuid import uuid4
+
+import msgspec
+from pydantic_core import SchemaValidator
+
+from buffers.did_you_mean import one_of
+from mocked_server.http.failures import request_refused
+from mocked_server.request_context import LARGE_BYTES
+from mocked_server.vllm.engine import refusal_of
 
 T = TypeVar("T")
 
@@ -52,6 +60,116 @@ class PromptSink(Protocol):
     def put(self, prompt: Prompt) -> None:
         """Raises queue.Full, QueueClosed, EngineError."""
         ...
+
+
+class Honoured(msgspec.Struct):
+    """The sampling parameters that have an effect, with their types; ranges are vLLM's."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+
+
+HONOURED = Honoured.__struct_fields__
+PINNED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs", "n", "detokenize")
+"""verl's loops pass these; the run decides."""
+STOP_REASONS = {"stop": "completed", "length": "length", "abort": "aborted"}
+
+
+class Sleeper(Protocol):
+    """An engine that can give its memory back for a while."""
+
+    async def sleep(self) -> None: ...
+    async def wake_up(self) -> None: ...
+
+
+class TokenRoute:
+    """`POST /generate`: token ids in, token ids out, for agent loops (verl's `AsyncLLMServer.generate`).
+
+        {"prompt_ids": [int, ...], "sampling_params": {"max_tokens": 64, "stop": ["</code>"]}}
+        -> {"token_ids": [...], "log_probs": [...], "versions": [...], "stop_reason": "completed" | "length", "num_preempted": 0}
+
+    With an episode's key the generation is a round of that episode, like any other; with the worker's key nothing is
+    recorded. Temperature and the rest of the distribution are the run's: what loops pass for them is accepted and has no
+    effect. `POST /sleep` and `POST /wake_up` (worker's key) are the engine's, where the server has one.
+    """
+
+    def __init__(self, client: QueueClient) -> None:
+        self._client = client
+
+    async def answer(self, request: Any) -> Any:
+        """The route (starlette)."""
+        from starlette.responses import JSONResponse
+
+        try:
+            body = await request.body()
+            is_large = len(body) > LARGE_BYTES
+            prompt_ids, params = await asyncio.to_thread(self._read, body) if is_large else self._read(body)
+            answer = await self._client.generate_tokens(prompt_ids, params, request_id=f"generate-{uuid4().hex}")
+            return JSONResponse(_body_of(answer))
+        except (ValueError, TypeError) as error:
+            refusal = error if isinstance(error, RequestRefused) else RequestRefused(str(error))
+            return request_refused(refusal).response(GENERATE)
+
+    async def sleep(self, _: Any) -> Any:
+        """The route: the engine's cache is given back, and its weights wait in main memory where it can do that."""
+        from starlette.responses import Response
+
+        if self._client.sleeper is not None:
+            await self._client.sleeper.sleep()
+        return Response(status_code=200)
+
+    async def wake_up(self, _: Any) -> Any:
+        """The route: the engine is as before `sleep`."""
+        from starlette.responses import Response
+
+        if self._client.sleeper is not None:
+            await self._client.sleeper.wake_up()
+        return Response(status_code=200)
+
+    def _read(self, body: bytes) -> tuple[list[int], Any]:
+        from vllm.exceptions import VLLMClientError
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        try:
+            fields = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the body must be JSON, got {body[:60]!r} ({error}); send prompt_ids") from error
+        if not isinstance(fields, dict) or set(fields) - {"prompt_ids", "sampling_params"}:
+            raise ValueError(
+                f"the body must hold prompt_ids and sampling_params, got {str(fields)[:80]}; send these two"
+            )
+        ids = fields.get("prompt_ids")
+        if not isinstance(ids, list) or not ids or not all(type(one) is int and abs(one) < 2**31 for one in ids):
+            raise ValueError(f"prompt_ids must be a list of token ids, not empty, got {str(ids)[:80]}; send integers")
+        given = fields.get("sampling_params") or {}
+        if not isinstance(given, dict):
+            raise ValueError(f"sampling_params must be an object, got {str(given)[:80]}; send {{}}")
+        for name in given:
+            if name not in HONOURED and name not in PINNED:
+                raise ValueError(f"sampling_params must hold {one_of(name[:60], HONOURED)}")
+        honoured = {name: value for name, value in given.items() if name in HONOURED and value is not None}
+        try:
+            msgspec.convert(honoured, Honoured)
+            return ids, SamplingParams(**honoured, output_kind=RequestOutputKind.FINAL_ONLY)
+        except (msgspec.ValidationError, VLLMClientError, ValueError, TypeError, OverflowError) as error:
+            raise refusal_of(error) from error
+
+
+def _body_of(answer: AnswerPart) -> dict[str, Any]:
+    assert answer.responses is not None
+    (found,), metrics = answer.responses, answer.output.metrics
+    return {
+        "token_ids": found.sampled_ids.tolist(),
+        "log_probs": found.logprobs.tolist(),
+        "versions": found.versions.tolist(),
+        "stop_reason": STOP_REASONS.get(found.finish_reason, found.finish_reason),
+        "num_preempted": 0 if metrics is None else getattr(metrics, "num_preemptions", 0),
+    }
 
 
 class QueueClient:
@@ -388,3 +506,38 @@ async def _fail(request: Any, error: Exception) -> Any:
     failure = failure_of(error)
     assert failure is not None
     return failure.response(request.url.path)
+
+
+# A list in a request is read up to its first item that is not as it should be. pydantic tries each item as every kind of item,
+# and keeps what is wrong with each: 233 errors for one item of a Responses input, so that 4,096 of them, which are 40 KB, take
+# some 12 s of the event loop and gigabytes. The first says as much. Seam relied on (tests/mocked_server/test_event_loop.py):
+# the requests are pydantic models, whose core schema is a tree of mappings and lists.
+
+
+def stop_at_the_first_fault() -> None:
+    """Changes how vLLM's requests are validated; a second time nothing happens."""
+    from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    requests: tuple[Any, ...] = (
+        ChatCompletionRequest, CompletionRequest, ResponsesRequest, AnthropicMessagesRequest, AnthropicCountTokensRequest,
+    )  # fmt: skip
+    for model in requests:
+        _mark_lists(model.__pydantic_core_schema__, seen=set())
+        model.__pydantic_validator__ = SchemaValidator(model.__pydantic_core_schema__)
+
+
+def _mark_lists(schema: Any, *, seen: set[int]) -> None:
+    if id(schema) in seen:
+        return
+    seen.add(id(schema))
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        for each in schema.values():
+            _mark_lists(each, seen=seen)
+    elif isinstance(schema, list | tuple):
+        for each in schema:
+            _mark_lists(each, seen=seen)

@@ -16,7 +16,7 @@ from benchmarks.harness import ROOT, RunFailed, free_port
 from benchmarks.learner import compare, long_tailed_rows, measure_sides, shown
 from benchmarks.learner_sides import WAYS, Rows, equal_piles, make_trainer, padding_share, side_keys, timed_steps
 from configs.tiny_model import make_tiny_model
-from learner.model.operations import Work, matmul_rate
+from learner.model.layers import Work, matmul_rate
 
 
 def test_rows_have_a_long_tail_and_train_what_was_sampled(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.learner_sides import Rows
 from benchmarks.prefix_tree import agent_rows, apart_rows, group_rows
-from learner.training.prefix_tree import PrefixTree
+from learner.training.tree_packing import PrefixTree
 
 
 def _ratio(rows: Rows) -> float:

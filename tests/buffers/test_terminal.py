@@ -14,8 +14,7 @@ from rich.table import Table
 from buffers.ledger.ledger import Ledger
 from buffers.terminal import GuardedStream, shown
 from learner import cli
-from learner.reporting.display import Display
-from learner.reporting.terminal import Terminal
+from learner.reporting.display import Display, Terminal
 from tests.learner.diagnosis.recorded_run import RecordedRun, group
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""Rules of configs/processes/process_fork.py: a server is forked whatever the name of the folder for temporary files."""
+"""Rules of configs/child_processes.py: a server is forked whatever the name of the folder for temporary files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 PROGRAM = """
 import os, socket
-from configs.processes.process_fork import fork_server, leave
+from configs.child_processes import fork_server, leave
 
 def serve(listener, alive):
     listener.accept()[0].sendall(b"here")

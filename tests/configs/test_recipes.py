@@ -1,4 +1,4 @@
-"""Rules of configs/recipes.py and configs/no_effect.py: a recipe sets what its paper sets, a user wins, and a value without
+"""Rules of configs/recipes.py and configs/rules.py: a recipe sets what its paper sets, a user wins, and a value without
 effect is refused in one line."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import yaml
 
 from configs.keys import all_keys
 from configs.load import FOLDER, ConfigError, load_config
-from configs.no_effect import RULES
 from configs.recipes import RECIPES, SYSTEM_KEYS
+from configs.rules import RULES
 from configs.schema import LearnerConfig
 
 

@@ -1,4 +1,4 @@
-"""Rules of `configs.processes.temporary_folder`: what a process and all that it starts leave in the folder for temporary files
+"""Rules of `configs.child_processes`: what a process and all that it starts leave in the folder for temporary files
 goes with it, or with the next process where it was killed."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.processes.temporary_folder import (
+from configs.child_processes import (
     MAX_CHARS,
     PREFIX,
     goes_with_this_process,
@@ -26,11 +26,17 @@ from tests.support.processes.child_process import child_process, gone
 ROOT = Path(__file__).parents[2]
 ENTERED = """
 import os, sys, tempfile
-from configs.processes.temporary_folder import own_temporary_folder
+from configs.child_processes import own_temporary_folder
 with own_temporary_folder():
     if sys.argv[1:] == ["fork"] and os.fork() == 0:
         os.read(0, 1)
         os._exit(0)
+    if sys.argv[1:] == ["program"]:
+        import subprocess
+        program = "import sys, time; print(); sys.stdout.flush(); time.sleep(600)"
+        left = subprocess.Popen([sys.executable, "-c", program], start_new_session=True, stdout=subprocess.PIPE)
+        left.stdout.readline()
+        print(left.pid)
     print(tempfile.gettempdir(), flush=True)
     sys.stdin.read() if sys.argv[1:] != ["fork"] else os.kill(os.getpid(), 9)
 """
@@ -39,7 +45,7 @@ with own_temporary_folder():
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder for temporary files, of a process that has none of its own yet."""
-    monkeypatch.setattr("configs.processes.temporary_folder._removed", {})
+    monkeypatch.setattr("configs.child_processes._removed", {})
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     return tmp_path
@@ -100,3 +106,16 @@ def test_what_a_killed_process_left_is_removed_by_the_next_one_and_what_is_in_us
             assert gone(process.pid)
         with own_temporary_folder():
             assert not left.exists()
+
+
+def test_a_program_that_a_killed_process_left_is_ended_by_the_next_one(place: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with child_process([sys.executable, "-c", ENTERED, "program"], stdin=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        program, left = int(process.stdout.readline()), Path(process.stdout.readline().strip())
+        remove_left_behind(place)
+        assert left.is_dir() and not gone(program, within_s=0.0), "of a process that lives"
+        process.kill()
+        assert gone(process.pid) and not gone(program, within_s=0.0)
+        with own_temporary_folder():
+            assert gone(program) and not left.exists()

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
-from mocked_server.gemini.requests import CountTokensRequest, GenerateContentRequest
+from mocked_server.gemini.chat_request import CountTokensRequest, GenerateContentRequest
 from mocked_server.http.dialects import (
     CHAT,
     COMPLETIONS,

@@ -26,7 +26,7 @@ from buffers.multi_round import MultiRoundBufferDataset
 from buffers.records import Task
 from buffers.tasks.task_pool import TaskPool
 from configs.schema import RolloutConfig, ServerConfig
-from learner.recovery.restart_limit import RestartLimit
+from learner.recovery.restarts import RestartLimit
 from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.generation import Generation
 from mocked_server.http import uvicorn_server

@@ -18,7 +18,7 @@ from buffers.ledger.ledger import Ledger
 from configs.load import ConfigError, load_config, shipped
 from learner import cli
 from learner.checkpoints.store import CheckpointError
-from learner.new_project import CONFIG, FILES
+from learner.cli import CONFIG, FILES
 from learner.startup.run_folder import find_resume
 
 ROOT = Path(__file__).parents[2]

@@ -27,13 +27,12 @@ from learner.checkpoints.store import Checkpoint, CheckpointError, CheckpointSto
 from learner.checkpoints.weight_shards import Published
 from learner.checkpoints.weight_sync import WeightSync
 from learner.learn_loop import LearnLoop, Outputs, Schedule
-from learner.recovery.learner_processes import LearnerProcesses
-from learner.recovery.restart_limit import MAX_IN_A_ROW, RestartLimit
+from learner.recovery.restarts import MAX_IN_A_ROW, RestartLimit
 from learner.reporting.display import Display
 from learner.reporting.run_metrics import History
 from learner.reporting.tracker import Tracker
 from learner.startup.run_buffers import RunBuffers
-from learner.training.ranks import RankDied, RankFailed
+from learner.training.ranks import LearnerProcesses, RankDied, RankFailed
 from learner.validation import Validation
 from mocked_server.generation import GenerationStats
 from tests.support.buffer_parts import make_ready, make_round, make_task

@@ -6,7 +6,7 @@ import asyncio
 
 from buffers.ledger.ledger import Ledger
 from buffers.records import Episode, Validated
-from learner.validation import Validation, figures_of
+from learner.validation import Validation, validation_figures
 from tests.support.buffer_parts import make_ready, make_round, make_task, scored_by_group_state
 
 
@@ -90,10 +90,10 @@ def test_figures_are_means_over_tasks_and_by_source() -> None:
         Validated(task_id="1", data_source="a", scores=(0.0, 1.0)),
         Validated(task_id="2", data_source="b", scores=(0.0, 0.0)),
     ]
-    assert figures_of(found, num_tasks=3) == {
+    assert validation_figures(found, num_tasks=3) == {
         "val/tasks": 2, "val/failed": 1, "val/mean": 0.25, "val/best": 0.5, "val/mean/a": 0.5, "val/mean/b": 0.0,
     }  # fmt: skip
-    assert figures_of([], num_tasks=1) == {"val/tasks": 0, "val/failed": 1}
+    assert validation_figures([], num_tasks=1) == {"val/tasks": 0, "val/failed": 1}
 
 
 def test_a_restore_gives_up_a_validation_under_way() -> None:

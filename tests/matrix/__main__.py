@@ -119,7 +119,7 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    from configs.processes.process_fork import leave
+    from configs.child_processes import leave
 
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     leave(main())

@@ -38,7 +38,7 @@ def import_everything() -> float:
     from learner.training import forked_ranks
 
     forked_ranks.start()
-    from configs.processes.process_fork import imports_kept
+    from configs.child_processes import imports_kept
     from learner.run import import_ray
     from mocked_server.vllm.engine import import_engine
 
@@ -172,7 +172,7 @@ def fork(work: Callable[[], int | None], *, output: Path) -> int:
     except BaseException:  # all that it may be: the child ends here
         traceback.print_exc()
     finally:
-        from configs.processes.process_fork import leave
+        from configs.child_processes import leave
 
         leave(code)
 

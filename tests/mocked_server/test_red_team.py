@@ -29,10 +29,10 @@ from transformers import AutoModelForCausalLM
 from buffers.records import Task
 from buffers.tasks.parquet import write_tasks
 from configs.schema import RolloutConfig
-from learner.recovery.restart_limit import RestartLimit
+from learner.recovery.restarts import RestartLimit
 from mocked_server.conversation.live_episodes import MAX_KEPT_BYTES
 from mocked_server.keys import KeyRing
-from mocked_server.vllm.sampling_limits import MAX_OPTIONS
+from mocked_server.vllm.sampling_rules import MAX_OPTIONS
 from tests.support.run_parts import start
 from tests.support.server_parts import ServerThread, whole_prompt
 

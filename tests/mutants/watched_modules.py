@@ -23,10 +23,12 @@ _CONTINUED = (f"{_CONVERSATION}/test_continuation.py", f"{_CONVERSATION}/test_li
 _SERVED = "tests/mocked_server/test_server.py"
 
 WATCHED: dict[str, tuple[str, ...]] = {
-    "learner/algorithms/advantages.py": (f"{_ALGORITHMS}/test_advantages.py", _STEPS[0]),
-    "learner/algorithms/aggregation.py": (f"{_ALGORITHMS}/test_losses.py", _STEPS[0]),
-    "learner/algorithms/baselines.py": (f"{_ALGORITHMS}/test_advantages.py", _STEPS[0]),
-    "learner/algorithms/entropy.py": (f"{_ALGORITHMS}/test_entropy.py", _STEPS[0]),
+    "learner/algorithms/advantages.py": (
+        f"{_ALGORITHMS}/test_advantages.py",
+        f"{_ALGORITHMS}/test_teacher.py",
+        f"{_ALGORITHMS}/test_losses.py",
+        _STEPS[0],
+    ),
     "learner/algorithms/importance_weights.py": (
         f"{_ALGORITHMS}/test_importance_weights.py",
         f"{_ALGORITHMS}/test_losses.py",
@@ -36,6 +38,7 @@ WATCHED: dict[str, tuple[str, ...]] = {
     "learner/algorithms/losses.py": (f"{_ALGORITHMS}/test_losses.py", _STEPS[0]),
     "learner/algorithms/objectives.py": (
         f"{_ALGORITHMS}/test_losses.py",
+        f"{_ALGORITHMS}/test_entropy.py",
         f"{_ALGORITHMS}/test_documented.py",
         _STEPS[0],
     ),
@@ -43,9 +46,6 @@ WATCHED: dict[str, tuple[str, ...]] = {
         f"{_ALGORITHMS}/test_overlong_penalty.py",
         "tests/env_adapters/scoring/test_rewards.py",
     ),
-    "learner/algorithms/teacher.py": (f"{_ALGORITHMS}/test_teacher.py", _STEPS[0]),
-    "learner/algorithms/values.py": (f"{_ALGORITHMS}/test_losses.py", f"{_ALGORITHMS}/test_advantages.py", _STEPS[0]),
-    "learner/training/prefix_tree.py": (f"{_TRAINING}/test_tree_packing.py", f"{_TRAINING}/test_tree_training.py"),
     "learner/training/tree_packing.py": (f"{_TRAINING}/test_tree_packing.py", f"{_TRAINING}/test_tree_training.py"),
     "learner/training/stems.py": (f"{_TRAINING}/test_stems.py",),
     "learner/training/packing.py": (f"{_TRAINING}/test_packing.py", f"{_TRAINING}/test_batch_tensors.py"),

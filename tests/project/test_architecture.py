@@ -38,7 +38,6 @@ PARTS_MEET = {
     "learner/players.py",
     "learner/engines.py",
     "learner/page/serve.py",
-    "learner/role_models.py",
 }
 """May import every folder of MAY_IMPORT."""
 STANDS_ALONE = "agents/examples/"
@@ -88,7 +87,7 @@ MOST_IMPORTS_OF_HELP = 150
 """Modules of the standard library and ours; 110 today, in 0.1 s."""
 BORDERS = {
     ("mocked_server/generation.py", "serve"),
-    ("mocked_server/fleet/engine_host.py", "_obey"),
+    ("buffers/wire/service.py", "_settle"),
     ("learner/startup/ray_cluster.py", "_start_local"),
     ("mocked_server/vllm/process/worker_extension.py", "_tried_way"),
     ("mocked_server/vllm/engine.py", "_load_published"),

@@ -26,9 +26,9 @@ from buffers.records import Task
 from buffers.tasks.parquet import write_tasks
 from env_adapters.walk.game import walk_tasks
 from learner.diagnosis.diagnose import diagnose
-from learner.diagnosis.finding import Severity
-from learner.page.routes import build_app
+from learner.diagnosis.evidence import Severity
 from learner.page.run_set import RunSet
+from learner.page.serve import build_app
 from tests.learner.page.page_parts import unpacked
 from tests.support.patience import PATIENCE_S
 from tests.support.run_parts import MARK, ROOT, Run, assert_nothing_left, refusal, start

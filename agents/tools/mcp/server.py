@@ -285,6 +285,8 @@ class McpTool(BaseTool):
         """Ask the server. Raises ToolError when it says that the call failed. Its reward is 0."""
         result = await self._server.call(self._tool.name, parameters, again=self._again)
         text = "\n".join(_text(part) for part in result.content)
+        if not text and result.structured_content is not None:
+            text = to_json(result.structured_content).decode()
         if result.is_error:
             raise ToolError(text or "the server gave no reason")
         return ToolResponse(text=text), 0.0, {}

@@ -23,7 +23,16 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from mcp.client.stdio import get_default_environment
 from mcp.shared.message import SessionMessage
-from mcp.types import JSONRPCError, JSONRPCNotification, JSONRPCRequest, JSONRPCResponse, jsonrpc_message_adapter
+from mcp.types import (
+    PARSE_ERROR,
+    ErrorData,
+    JSONRPCError,
+    JSONRPCMessage,
+    JSONRPCNotification,
+    JSONRPCRequest,
+    JSONRPCResponse,
+    jsonrpc_message_adapter,
+)
 
 from agents import fence
 from env_adapters.child_process import open_pipe, signal_group
@@ -145,10 +154,11 @@ class StdioServer:
         nothing to us."""
         if len(line) > MAX_MESSAGE_BYTES:
             raise _Breach(f"its messages must be at most {MAX_MESSAGE_BYTES} bytes, got one of {len(line)}")
+        message: JSONRPCMessage | None
         try:
             message = jsonrpc_message_adapter.validate_json(line, by_name=False)
         except ValueError:
-            message = None
+            message = self._spoiled_answer(line)
             self._no_message = line[:LAST_WORDS_BYTES]
         if isinstance(message, JSONRPCResponse | JSONRPCError) and str(message.id) in self._asked:
             self._asked.discard(str(message.id))
@@ -166,6 +176,18 @@ class StdioServer:
             )
         if isinstance(message, JSONRPCRequest):
             await to_session.send(SessionMessage(message))
+
+    def _spoiled_answer(self, line: bytes) -> JSONRPCError | None:
+        """The refusal of what answers a request of ours and is no message of MCP's (half a surrogate pair, no result, too deep);
+        None where it answers none."""
+        try:
+            number = json.loads(line)["id"]
+        except (ValueError, TypeError, LookupError, RecursionError):
+            return None
+        if not isinstance(number, int | str) or str(number) not in self._asked:
+            return None
+        reason = ErrorData(code=PARSE_ERROR, message="what it answered is no message as MCP has it")
+        return JSONRPCError(jsonrpc="2.0", id=number, error=reason)
 
     async def _note(self, stderr: asyncio.StreamReader) -> None:
         while chunk := await stderr.read(CHUNK_BYTES):

@@ -1,20 +1,13 @@
 // The page: a head with the run and the views, and the view that the address names.
-import { html, render, effect } from "./core/html.js";
-import { route } from "./core/route.js";
-import { applyTheme } from "./core/theme.js";
-import { currentRun, loadProblem, loadRuns, runs } from "./data/runs.js";
-import { followRuns, generation } from "./data/live.js";
-import { Boundary } from "./parts/boundary.js";
-import { Header } from "./parts/header.js";
-import { Notice } from "./parts/notice.js";
-import { MachineView } from "./views/machine/machine_view.js";
-import { CurvesView } from "./views/curves/curves_view.js";
-import { StepView } from "./views/step/step_view.js";
-import { EpisodesView } from "./views/episodes/episodes_view.js";
-import { UntrainedView } from "./views/episodes/untrained_view.js";
-import { GroupView } from "./views/episode/group_view.js";
-import { EpisodeView } from "./views/episode/episode_view.js";
-import { WhyView } from "./views/why/why_view.js";
+import { html, render, effect, route, applyTheme } from "./core.js";
+import { currentRun, loadProblem, loadRuns, runs, followRuns, generation } from "./data.js";
+import { Boundary, Header, Notice } from "./parts.js";
+import { CurvesView } from "./views/curves.js";
+import { GroupView, EpisodeView } from "./views/episode.js";
+import { EpisodesView, UntrainedView } from "./views/episodes.js";
+import { MachineView } from "./views/machine.js";
+import { StepView } from "./views/step.js";
+import { WhyView } from "./views/why.js";
 
 const VIEWS = {
   machine: MachineView, curves: CurvesView, step: StepView, episodes: EpisodesView,

@@ -37,19 +37,16 @@ class VLLMCodec:
         """Raises TypeError or ValueError for arguments that cannot travel."""
         return msgspec.Raw(msgspec.msgpack.encode(params))
 
-    def params_of(self, data: msgspec.Raw) -> Any:
-        """SamplingParams that ask for deltas. Raises ValueError (msgspec's) for what is none."""
+    def params_of(self, data: msgspec.Raw, *, as_deltas: bool) -> Any:
+        """SamplingParams; `as_deltas`: that ask for deltas, whatever was sent. Raises ValueError (msgspec's) for what is none."""
         from vllm.sampling_params import RequestOutputKind
 
         params = self._params.decode(data)
-        if params.output_kind is RequestOutputKind.FINAL_ONLY and params.stream_interval is None:
-            params.stream_interval = WHOLE_INTERVAL
-        params.output_kind = RequestOutputKind.DELTA
+        if as_deltas:
+            if params.output_kind is RequestOutputKind.FINAL_ONLY and params.stream_interval is None:
+                params.stream_interval = WHOLE_INTERVAL
+            params.output_kind = RequestOutputKind.DELTA
         return params
-
-    def params_as_sent(self, data: msgspec.Raw) -> Any:
-        """SamplingParams as `pack_params` got them. Raises ValueError (msgspec's) for what is none."""
-        return self._params.decode(data)
 
     def shows_logprobs(self, params: Any) -> bool:
         """Whether the request asked to see log-probabilities; else the HTTP layer looks at none."""

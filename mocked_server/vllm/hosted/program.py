@@ -15,10 +15,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from buffers.errors import EngineDied, EngineError
+from configs.child_processes import python_path
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.fleet.engine_host import EngineHost
 
@@ -60,6 +63,60 @@ class HostSettings:
         return cls(**{**fields, "engine": EngineSettings(**engine), "secret": base64.b64decode(fields["secret"])})
 
 
+START_S = 600.0
+"""Seconds for the program to import vLLM and to listen: on processors with much else to do it takes minutes, and one that ends is
+seen at once."""
+
+
+class ChildHost:
+    """See the module. Its log is this process's stderr."""
+
+    def __init__(self, settings: HostSettings) -> None:
+        self._settings = settings
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int:
+        """Raises EngineError before `start`."""
+        if self._process is None:
+            raise EngineError(f"the host of engine {self._settings.name} must have a process, got none; start it")
+        return self._process.pid
+
+    async def start(self) -> str:
+        """Returns its address once it listens. Raises EngineDied when a signal ended it, EngineError for other causes."""
+        await self.end()
+        self._process = process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "mocked_server.vllm.hosted.program",
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": python_path()}, start_new_session=True,
+        )  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(self._settings.to_json().encode() + b"\n")
+        name = self._settings.name
+        try:
+            line = await asyncio.wait_for(process.stdout.readline(), START_S)
+        except TimeoutError as error:
+            await self.end()
+            raise EngineError(f"the host of engine {name} must listen within {START_S:.0f} s, but did not") from error
+        if not line:
+            code = await process.wait()
+            raise (EngineDied if code < 0 else EngineError)(
+                f"the host of engine {name} ended with {code} before it listened; its log is above"
+            )
+        return line.decode().strip()
+
+    async def end(self) -> None:
+        """End it, whatever it does, and what it has started."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+
+
 async def make_host(settings: HostSettings) -> EngineHost:
     """A host that listens, with an engine that has not started. Raises EngineError for arguments that vLLM refuses."""
     from buffers.wire.address import way_to
@@ -73,7 +130,7 @@ async def make_host(settings: HostSettings) -> EngineHost:
     )
     way = way_to(settings.host, trusted=settings.trusted)
     host = EngineHost(engine, VLLMCodec(), secret=settings.secret, way=way, host=settings.host)
-    await host.start()
+    host.listen(asyncio.get_running_loop())
     return host
 
 
@@ -84,7 +141,7 @@ async def serve(settings: HostSettings, *, tell: Callable[[str], object], until:
         tell(str(host.address))
         await until.wait()
     finally:
-        await host.close()
+        await host.aclose()
 
 
 async def _main(settings: HostSettings) -> None:

@@ -17,8 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from buffers.errors import EngineDied, EngineError, UnderstudyError
 from buffers.remote.ray_deaths import died, in_short, refusal
-from mocked_server.vllm.hosted.child_host import ChildHost
-from mocked_server.vllm.hosted.program import HostSettings
+from mocked_server.vllm.hosted.program import ChildHost, HostSettings
 
 END_S = 10.0
 """Seconds for a host to end before its actor is killed."""

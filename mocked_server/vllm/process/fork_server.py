@@ -30,9 +30,9 @@ from multiprocessing.context import (
 from typing import Any
 from uuid import uuid4
 
-from configs.processes.process_fork import fork_server, use_threads_of_environment
+from configs.child_processes import fork_server, use_threads_of_environment
 from mocked_server.vllm.engine_arguments import has_gpu
-from mocked_server.vllm.process.engine_ending import ending_of
+from mocked_server.vllm.process.engine_health import ending_of
 
 _owner: int | None = None
 """The process that started it."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agents.fence import OWN, VARIABLES
-from configs.checkout import ROOT
+from configs.child_processes import ROOT
 from tests.support.processes.child_process import gone
 
 FENCE = [sys.executable, "-S", "-m", "agents.fence"]

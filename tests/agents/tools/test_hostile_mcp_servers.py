@@ -19,13 +19,19 @@ from agents.tools.mcp import server, stdio
 from agents.tools.toolbox import Toolbox, ToolFault
 from buffers.errors import ToolError
 from buffers.outgoing import MCP
-from configs.checkout import python_path
+from configs.child_processes import python_path
 
 pytestmark = pytest.mark.slow
 
 SERVER = r"""
 import json, os, signal, subprocess, sys
 MODE, ALIVE = sys.argv[1:]
+ANSWERS = {
+    "half a surrogate pair": rb'"result": {"content": [{"type": "text", "text": "\ud800"}]}',
+    "a result of null": b'"result": null',
+    "an error that is none": b'"error": {"code": "x", "message": 5}',
+    "nested 500 times": b'"result": {"content": [], "_meta": ' + b'{"a": ' * 500 + b"1" + b"}" * 500 + b"}",
+}
 held = open(ALIVE, "wb", buffering=0)  # as long as the server, or what it started, is alive
 held.write(b"s")
 os.set_inheritable(held.fileno(), True)
@@ -77,6 +83,8 @@ for line in sys.stdin:
             say(id=number + 1000, result=result)
         elif MODE == "no result":
             say(id=number, result={"content": 5})
+        elif MODE in ANSWERS:
+            os.write(1, b'{"jsonrpc": "2.0", "id": %d, %s}\n' % (number, ANSWERS[MODE]))
         elif MODE == "closes its output":
             os.close(1)
         else:
@@ -132,6 +140,10 @@ def servers(folder: Path, alive: Alive, *modes: str, deadline_s: float = 60) -> 
         ("requests", f"may ask at most {stdio.MAX_REQUESTS} times"),
         ("dies", "Connection closed"),
         ("closes its output", "Connection closed"),
+        ("half a surrogate pair", "refused the call: what it answered is no message as MCP has it"),
+        ("a result of null", "what it answered is no message"),
+        ("an error that is none", "what it answered is no message"),
+        ("nested 500 times", "what it answered is no message"),
         ("no result", "must answer as MCP has it: content: Input should be a valid list"),
     ],
 )

@@ -27,13 +27,14 @@ from buffers.ledger import episodes
 from buffers.ledger.encode import stored_round
 from buffers.ledger.group_commit import DEFAULT_RULES
 from buffers.ledger.ledger import Ledger
-from buffers.records import Row, ScoreDetail, Task, TrainBatch
-from buffers.remote import messages
-from buffers.remote.ledger_client import LedgerClient
+from buffers.records import Round, Row, ScoreDetail, Task, TrainBatch
 from buffers.remote.ledger_server import LedgerServer
-from buffers.remote.messages import Refusal, job_of
+from buffers.remote.messages import job_of
+from buffers.remote.remote_ledger import put_stored
 from buffers.wire.address import Way, WireLost
+from buffers.wire.client import Client
 from buffers.wire.connection import Connection
+from buffers.wire.rpc import RemoteError
 from tests.support.buffer_parts import make_round, make_task, open_running
 from tests.support.remote.in_process_remote_ledger import open_nearby
 
@@ -54,6 +55,14 @@ def server(ledger: Ledger) -> Iterator[LedgerServer]:
     server.close()
 
 
+def client_of(server: LedgerServer) -> Client:
+    return Client(str(server.address), LedgerServer, secret=SECRET, answer_s=20)
+
+
+def put_rounds(client: Client, rounds: list[Round]) -> list[EpisodeError | None]:
+    return put_stored(client, [stored_round(each) for each in rounds])
+
+
 @pytest.mark.parametrize("way", list(Way))
 def test_rounds_arrive_bit_for_bit_and_a_bad_one_harms_no_other(ledger: Ledger, way: Way) -> None:
     first, second = open_running(ledger, task=0, group_size=2)
@@ -65,16 +74,16 @@ def test_rounds_arrive_bit_for_bit_and_a_bad_one_harms_no_other(ledger: Ledger, 
         make_round(second.episode_id),
     ]
     server = LedgerServer(ledger, secret=SECRET, way=way)
-    with LedgerClient(str(server.address), secret=SECRET) as client:
-        errors = client.put_rounds(rounds)
+    with client_of(server) as client:
+        errors = put_rounds(client, rounds)
         assert [error is None for error in errors] == [True, False, True, False, True]
         assert isinstance(errors[1], UnknownEpisode) and "nobody" in str(errors[1]) and "parent" in str(errors[3])
         one, two = ledger.rounds(first.episode_id).result()
         assert np.array_equal(one.sampled_ids, np.arange(2000)) and one.logprobs.dtype == np.float32
         assert np.array_equal(one.logprobs, rounds[0].logprobs) and two.finish_reason == "length"
-        assert client.put_rounds([rounds[0]]) == [None] and ledger.counts()["rounds"] == 3  # sent again, stored once
+        assert put_rounds(client, [rounds[0]]) == [None] and ledger.counts()["rounds"] == 3  # sent again, stored once
         changed = make_round(first.episode_id, sampled=range(1999))
-        assert client.put_rounds([changed])[0] is not None and client.put_rounds([]) == []
+        assert put_rounds(client, [changed])[0] is not None and put_rounds(client, []) == []
     server.close()
 
 
@@ -102,12 +111,12 @@ def test_what_no_round_can_be_ends_its_connection_and_stores_nothing(
     ]
     entry[place] = value
     with Connection(server.address, secret=SECRET) as connection:
-        connection.send("rounds", [entry])
+        connection.send("put_rounds", {"rounds": [entry]})
         with pytest.raises(WireLost, match="ended the connection: Expected"):
             connection.receive(20)
-    with LedgerClient(server.address, secret=SECRET) as good:
+    with client_of(server) as good:
         assert ledger.counts()["rounds"] == 0
-        assert good.put_rounds([make_round(episode.episode_id)]) == [None]
+        assert put_rounds(good, [make_round(episode.episode_id)]) == [None]
 
 
 def test_a_pickle_is_no_round_and_no_argument(ledger: Ledger, server: LedgerServer, tmp_path: Path) -> None:
@@ -118,11 +127,11 @@ def test_a_pickle_is_no_round_and_no_argument(ledger: Ledger, server: LedgerServ
     (episode,) = open_running(ledger, task=0)
     code = pickle.dumps(Touch())
     with Connection(server.address, secret=SECRET) as connection:
-        connection.send("rounds", [[episode.episode_id, 0, None, "stop", code, b"", None]])
+        connection.send("put_rounds", {"rounds": [[episode.episode_id, 0, None, "stop", code, b"", None]]})
         with pytest.raises(WireLost, match="round body must be"):
             connection.receive(20)
     with Connection(server.address, secret=SECRET) as connection:
-        connection.send("apply", ["me", 1, [["adopt_episode", {"episode_id": code}]]])
+        connection.send("apply", {"caller": "me", "number": 1, "jobs": [["adopt_episode", {"episode_id": code}]]})
         answer = connection.receive(20)
         assert answer is not None and b"the arguments of adopt_episode must be of its types" in bytes(answer.body)
     assert ledger.counts()["rounds"] == 0 and not (tmp_path / "touched").exists()
@@ -146,12 +155,13 @@ def test_an_operation_that_cannot_be_is_refused_in_a_line_and_its_neighbours_are
     ledger: Ledger, server: LedgerServer, name: str, arguments: dict[str, Any], line: str
 ) -> None:
     with Connection(server.address, secret=SECRET) as connection:
-        connection.send("apply", ["me", 1, [[name, arguments], ["adopt_episode", {"episode_id": "mine"}]]])
+        jobs = [[name, arguments], ["adopt_episode", {"episode_id": "mine"}]]
+        connection.send("apply", {"caller": "me", "number": 1, "jobs": jobs})
         message = connection.receive(20)
-        while message is not None and message.kind == "waiting":
+        while message is not None and message.kind == "beat":
             message = connection.receive(20)
     assert message is not None
-    (refused, done), _ = msgspec.msgpack.decode(message.body)
+    (refused, done), _, _ = msgspec.msgpack.decode(message.body)
     assert refused[0] is None and line in refused[1][1] and done == [True, None]
     assert ledger.counts()["episodes/running"] == 1
 
@@ -164,10 +174,11 @@ def test_only_operations_of_the_ledger_can_be_asked_for() -> None:
 
 
 def test_what_is_not_asked_for_ends_the_connection(server: LedgerServer) -> None:
-    for kind, body in (("dance", None), ("events", ["life", "x", 1.0]), ("forget", 7), ("apply", [])):
+    cursor = {"life": "a", "number": "x", "wait_s": 1.0}
+    for kind, body in (("dance", None), ("events", cursor), ("forget", {"caller": 7}), ("apply", {}), ("close", {})):
         with Connection(server.address, secret=SECRET) as connection:
             connection.send(kind, body)
-            with pytest.raises(WireLost, match=r"must be asked for rounds|Expected|Invalid"):
+            with pytest.raises(WireLost, match=r"must be asked for one of|Expected|Object missing"):
                 connection.receive(20)
 
 
@@ -257,20 +268,22 @@ def test_errors_keep_their_kind_where_it_is_known() -> None:
 
     for error, kind in (
         (Own("x"), EpisodeClosed), (UnicodeEncodeError("utf-8", "a", 0, 1, "why"), ValueError), (KeyError("x"), LookupError),
-        (OSError(5, "x"), UnderstudyError), (RequestRefused("x"), UnderstudyError),
+        (OSError(5, "x"), UnderstudyError), (RequestRefused("x"), RequestRefused),
     ):  # fmt: skip
-        told = Refusal.of(error).error()
+        told = RemoteError.of(error).error()
         assert type(told) is kind
-    assert type(Refusal("SystemExit", "x").error()) is UnderstudyError
-    assert "RequestRefused" not in messages.ERRORS
+    assert type(RemoteError("SystemExit", "x").error()) is UnderstudyError
+    refused = RemoteError.of(RequestRefused("x", field="temperature", status=422)).error()
+    assert isinstance(refused, RequestRefused) and (refused.field, refused.status) == ("temperature", 422)
+    assert not hasattr(RemoteError("EngineError", "x", {"nothing": 1}).error(), "nothing")
 
 
 def test_another_process_stores_rounds(ledger: Ledger, server: LedgerServer) -> None:
     (episode,) = open_running(ledger, task=0)
     code = (
-        "import sys; from tests.support.buffer_parts import make_round; from buffers.remote.ledger_client import LedgerClient;"
-        f"client = LedgerClient({str(server.address)!r}, secret={SECRET!r});"
-        f"print(client.put_rounds([make_round({episode.episode_id!r}, index=i) for i in range(3)])); client.close()"
+        "from tests.buffers.remote.test_ledger_server import Client, LedgerServer, make_round, put_rounds;"
+        f"client = Client({str(server.address)!r}, LedgerServer, secret={SECRET!r}, answer_s=20);"
+        f"print(put_rounds(client, [make_round({episode.episode_id!r}, index=i) for i in range(3)])); client.close()"
     )
     path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     done = subprocess.run([sys.executable, "-c", code], env=path, capture_output=True, text=True, check=False)

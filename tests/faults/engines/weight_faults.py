@@ -41,8 +41,7 @@ from configs.tiny_model import make_tiny_model
 from learner.checkpoints.store import WEIGHTS
 from learner.checkpoints.weight_shards import Published
 from learner.checkpoints.weight_sync import WeightSync
-from learner.recovery.restart_limit import RestartLimit
-from learner.recovery.restarts import ended
+from learner.recovery.restarts import RestartLimit, ended
 from mocked_server.answer_recorder import AnswerRecorder
 from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.vllm.engine import VLLMEngine, start_fork_server

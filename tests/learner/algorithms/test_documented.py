@@ -9,9 +9,9 @@ import pytest
 
 from configs.recipes import RECIPES
 from learner.algorithms.advantages import ESTIMATORS
-from learner.algorithms.aggregation import AGGREGATIONS
 from learner.algorithms.importance_weights import CORRECTIONS, REJECTIONS
 from learner.algorithms.kl import KINDS
+from learner.algorithms.losses import AGGREGATIONS
 from learner.algorithms.objectives import LOSSES
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")

@@ -1,11 +1,11 @@
-"""Rules of learner/algorithms/entropy.py, against numbers computed by hand."""
+"""Rules of learner/algorithms/objectives.py, against numbers computed by hand."""
 
 import math
 
 import pytest
 import torch
 
-from learner.algorithms.entropy import EntropyCoefficient, covariances, pick_clip_cov, pick_kl_cov
+from learner.algorithms.objectives import EntropyCoefficient, covariances, pick_clip_cov, pick_kl_cov
 
 
 def test_fixed_coefficient_stays() -> None:

@@ -9,10 +9,17 @@ import torch
 from torch import Tensor
 
 from configs.schema import LearnerConfig
-from learner.algorithms.aggregation import AGGREGATIONS, role_weights, token_weights
 from learner.algorithms.importance_weights import REJECTIONS
 from learner.algorithms.kl import kl_estimate
-from learner.algorithms.losses import Loss, actor_loss, policy_loss, value_loss
+from learner.algorithms.losses import (
+    AGGREGATIONS,
+    Loss,
+    actor_loss,
+    policy_loss,
+    role_weights,
+    token_weights,
+    value_loss,
+)
 from learner.algorithms.objectives import LOSSES, Targets
 
 

@@ -1,8 +1,8 @@
-"""Rules of learner/algorithms/teacher.py: the gradient of what it adds is that of the reverse KL."""
+"""Rules of learner/algorithms/advantages.py: the gradient of what it adds is that of the reverse KL."""
 
 import torch
 
-from learner.algorithms.teacher import teacher_advantages
+from learner.algorithms.advantages import teacher_advantages
 
 
 def test_expected_policy_gradient_is_that_of_the_reverse_kl() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from learner.checkpoints.earlier_versions import EarlierVersions, Follower
+from learner.checkpoints.weight_sync import EarlierVersions, Follower
 
 
 class Engine:

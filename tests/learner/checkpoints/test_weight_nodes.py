@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,11 +18,11 @@ from buffers.records import Position
 from buffers.weights.manifest import MANIFEST, Shard
 from buffers.weights.node_weights import NodeWeights, folder_on, same_on
 from buffers.weights.store import VersionStore
-from buffers.weights.version_server import MAX_READ_BYTES, READ, Read, VersionServer
+from buffers.weights.version_server import MAX_READ_BYTES, VersionServer
 from buffers.weights.wire_source import WireSource
 from buffers.wire.address import Way, WireError
 from buffers.wire.connection import Connection
-from configs.checkout import python_path
+from configs.child_processes import python_path
 from learner.checkpoints.store import WEIGHTS, Checkpoint
 from learner.checkpoints.weight_shards import Published
 from learner.checkpoints.weight_sync import WeightSync
@@ -74,16 +75,11 @@ def same(one: Weights, other: Weights) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-class Here(NodeWeights):
-    """A node's weights in this process: a `WeightNode` without Ray."""
-
-    async def start(self) -> None: ...
-
-
 @pytest.fixture
 async def sync(tmp_path: Path) -> AsyncIterator[WeightSync]:
-    def make(node_id: str, sync: WeightSync) -> Here:
-        return Here(
+    def make(node_id: str, sync: WeightSync) -> NodeWeights:
+        """In this process, without Ray."""
+        return NodeWeights(
             folder_on(sync.folder, node_id), host="127.0.0.1", secret=SECRET, file=WEIGHTS, python_path=python_path()
         )
 
@@ -165,14 +161,17 @@ def test_only_files_of_versions_can_be_read(served, tmp_path: Path) -> None:
         (manifest.name, "gone.bin"),
     ):
         with Connection(server.address, secret=SECRET) as connection:
-            connection.send(READ, Read(name, file, 0, 10))
+            connection.send("read", {"name": name, "file": file, "offset": 0, "size": 10}, number=1)
             try:
                 message = connection.receive(5.0)
             except WireError:
                 continue
-            assert message is not None and message.kind == "missing", (name, file)
+            assert message is not None and message.kind == "answer", (name, file)
+            value, error, _ = msgspec.msgpack.decode(message.body)
+            assert value is None and error is not None, (name, file)
     with Connection(server.address, secret=SECRET) as connection:
-        connection.send(READ, Read(manifest.name, MANIFEST, 0, MAX_READ_BYTES + 1))
+        asked = {"name": manifest.name, "file": MANIFEST, "offset": 0, "size": MAX_READ_BYTES + 1}
+        connection.send("read", asked, number=1)
         with pytest.raises(WireError, match="a read must have"):
             connection.receive(5.0)
     with pytest.raises(WireError, match=r"prove that they know the run's secret"):

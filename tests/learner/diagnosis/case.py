@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from learner.diagnosis.finding import Severity
+from learner.diagnosis.evidence import Severity
 from tests.learner.diagnosis.recorded_run import RecordedRun
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.scores import CONSTRAINED, NO_ROUNDS
 from buffers.records import ScoreDetail
-from learner.diagnosis.finding import Severity
+from learner.diagnosis.evidence import Severity
 from tests.learner.diagnosis.case import Case
 from tests.learner.diagnosis.recorded_run import RecordedRun, group, groups
 from tests.support.buffer_parts import make_round, make_task

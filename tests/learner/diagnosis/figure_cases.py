@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from learner.diagnosis.finding import Severity
+from learner.diagnosis.evidence import Severity
 from tests.learner.diagnosis.case import Case
 from tests.learner.diagnosis.recorded_run import Figures, RecordedRun, groups
 

@@ -15,8 +15,7 @@ import yaml
 from buffers.ledger.ledger import Ledger
 from configs.load import load_config
 from learner.diagnosis.diagnose import findings
-from learner.diagnosis.evidence import Evidence, read_evidence
-from learner.diagnosis.finding import Finding
+from learner.diagnosis.evidence import Evidence, Finding, read_evidence
 from learner.reporting.tracker import Tracker
 from tests.support.buffer_parts import make_round, make_task
 

@@ -15,8 +15,7 @@ import pytest
 
 from buffers.errors import UnderstudyError
 from buffers.ledger.ledger import Ledger
-from learner.diagnosis.command_line import main
-from learner.diagnosis.diagnose import RULES, diagnose
+from learner.diagnosis.diagnose import RULES, diagnose, main
 from tests.learner.diagnosis.recorded_run import RecordedRun, group, groups
 from tests.support.buffer_parts import open_running
 
@@ -125,7 +124,7 @@ def test_the_page_on_diagnosis_says_what_the_rules_say():
 
 def test_a_page_may_show_findings_without_torch_and_vllm():
     code = (
-        "import sys, learner.diagnosis.command_line, learner.diagnosis.diagnose; "
+        "import sys, learner.diagnosis.diagnose, learner.diagnosis.diagnose; "
         "print([name for name in ('torch', 'vllm', 'ray', 'pyarrow', 'matplotlib') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "[]\n"

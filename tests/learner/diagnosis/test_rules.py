@@ -8,7 +8,7 @@ import pytest
 
 from configs.load import load_config
 from learner.diagnosis.diagnose import ORDER, RULES, findings
-from learner.diagnosis.finding import Severity
+from learner.diagnosis.evidence import Severity
 from tests.learner.diagnosis import episode_cases, figure_cases
 from tests.learner.diagnosis.case import Case
 from tests.learner.diagnosis.recorded_run import RecordedRun

@@ -1,1 +1,1 @@
-"""Tests of `learner.experts`."""
+"""Tests of `learner.model.expert_routing`."""

@@ -17,9 +17,8 @@ from buffers.records import UNKNOWN_EXPERT, UInt16
 from learner.model.load import load_policy
 from learner.model.policy import Policy
 from learner.training.packing import PaddedSequences, Sequences
-from learner.training.prefix_tree import PrefixTree
 from learner.training.stems import StemSequences
-from learner.training.tree_packing import TreeSequences
+from learner.training.tree_packing import PrefixTree, TreeSequences
 
 CPU = torch.device("cpu")
 WITH_EXPERTS = (

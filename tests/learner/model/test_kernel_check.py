@@ -1,4 +1,4 @@
-"""Rules of learner/model/kernel_check.py: a kernel in half precision that sees too little, or gives too little back, is refused."""
+"""Rules of learner/model/packed_attention.py: a kernel in half precision that sees or gives back too little is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from learner.model import packed_attention as attention
-from learner.model.kernel_check import check_kernel
+from learner.model.packed_attention import check_kernel
 from tests.support.learner_parts import random_lm
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def in_half_precision(monkeypatch: pytest.MonkeyPatch, name: str, changed: Any) 
                 patch.setattr(attention, name, changed)
             return plain(module, query, *others, **options)
 
-    monkeypatch.setattr("learner.model.kernel_check.packed_attention", attend)
+    monkeypatch.setattr("learner.model.packed_attention.packed_attention", attend)
 
 
 def test_queries_aligned_with_the_first_keys_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from benchmarks.families import make_family
 from learner.model import fsdp
 from learner.model.lora import add_adapter
-from learner.model.micro_batch import MicroBatch
+from learner.model.packed_attention import MicroBatch
 from learner.training.packing import Sequences
 from learner.training.trainer import Trainer
 from tests.support.learner_parts import make_model, make_trainer, walks

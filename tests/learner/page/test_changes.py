@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from buffers.ledger.ledger import Ledger
-from learner.page import changes
-from learner.page.changes import Changes, Known, here, read_tick, tick_of
-from learner.page.run_set import RunSet
+from learner.page import run_set
+from learner.page.run_set import Changes, Known, RunSet, here, read_tick, tick_of
 from tests.learner.page.page_parts import machine_line, make_run, open_group, write_lines
 
 
@@ -23,8 +22,8 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def runs(run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunSet]:
-    monkeypatch.setattr(changes, "LOOK_S", 0.01)
-    monkeypatch.setattr(changes, "MOST_LOOK_S", 0.01)
+    monkeypatch.setattr(run_set, "LOOK_S", 0.01)
+    monkeypatch.setattr(run_set, "MOST_LOOK_S", 0.01)
     found = RunSet([run], meanings={})
     yield found
     found.close()
@@ -85,7 +84,7 @@ async def test_a_reader_that_comes_back_is_told_what_it_missed(run, runs):
 
 @pytest.mark.parametrize(
     "since",
-    ["nonsense", "00000000!seen.3.-.-.live-2", f"{changes.BOOT}!seen.x.y"],
+    ["nonsense", "00000000!seen.3.-.-.live-2", f"{run_set.BOOT}!seen.x.y"],
     ids=["nonsense", "another process", "no numbers"],
 )
 async def test_an_id_of_another_process_means_all_again(runs, since):
@@ -104,7 +103,7 @@ async def test_figures_that_were_rewritten_mean_all_again(run, runs):
 
 
 async def test_a_run_that_appears_is_told(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(changes, "LOOK_S", 0.01)
+    monkeypatch.setattr(run_set, "LOOK_S", 0.01)
     times = iter(range(0, 10_000, 10))
     runs = RunSet([tmp_path], meanings={}, clock=lambda: float(next(times)))
     reader = Reader(Changes(runs).stream(["seen"], since=""))
@@ -121,9 +120,9 @@ def test_a_tick_says_all_that_its_reader_knows_whatever_a_run_is_called():
 
 
 async def test_several_pages_look_at_the_same_moments_and_less_often(runs, monkeypatch):
-    monkeypatch.setattr(changes, "LOOK_S", 1.0)
-    monkeypatch.setattr(changes, "MORE_LOOK_S", 1.0)
-    monkeypatch.setattr(changes, "MOST_LOOK_S", 4.0)
+    monkeypatch.setattr(run_set, "LOOK_S", 1.0)
+    monkeypatch.setattr(run_set, "MORE_LOOK_S", 1.0)
+    monkeypatch.setattr(run_set, "MOST_LOOK_S", 4.0)
     told = Changes(runs)
     readers = [Reader(told.stream(["seen"], since="")) for _ in range(4)]
     await readers[0].bundle()

@@ -16,8 +16,8 @@ from buffers.ledger.batches import group_rows
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.reading.reader import LedgerReader
 from buffers.records import TrainBatch
-from learner.page.routes import build_app
 from learner.page.run_set import RunSet
+from learner.page.serve import build_app
 from learner.reporting.token_figures import TokenFigures, TokenFiles
 from tests.learner.page.page_parts import (
     HOSTILE,

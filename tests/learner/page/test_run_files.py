@@ -11,11 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from learner.page.machine_state import history, waits
 from learner.page.metric_columns import MetricColumns, meanings
 from learner.page.reports import without_secrets
 from learner.page.run_set import find_runs
-from learner.page.run_view import NoRun, RunView, state_of
+from learner.page.run_view import NoRun, RunView, machine_history, state_of, waits_of
 from learner.reporting import machine_log
 from learner.reporting.machine_log import MachineLog, began_s
 from learner.reporting.run_record import LineFile
@@ -113,7 +112,7 @@ def test_values_of_secret_names_are_left_out_and_others_stay():
 
 def test_each_part_that_waits_is_named_with_what_it_waits_for():
     def pairs(**more: object) -> set[tuple[str, str]]:
-        found = waits(machine_line(**more), groups_per_step=8, max_policy_lag=1)
+        found = waits_of(machine_line(**more), groups_per_step=8, max_policy_lag=1)
         return {(each["who"], each["for"]) for each in found}
 
     idle = {"slots": 4, "running": 1, "agents_waiting": 0}
@@ -125,12 +124,12 @@ def test_each_part_that_waits_is_named_with_what_it_waits_for():
     some = {"tasks": {"admissible_groups": 0}, "pool": {**idle, "agents_waiting": 3}}
     for twice in ({**some, "phase": "saving"}, {"engines": [{"name": "e0", "is_up": False}], "prompts_waiting": 3}):
         found = [
-            (each["who"], each["for"]) for each in waits(machine_line(**twice), groups_per_step=8, max_policy_lag=1)
+            (each["who"], each["for"]) for each in waits_of(machine_line(**twice), groups_per_step=8, max_policy_lag=1)
         ]
         assert len(found) == len(set(found)), "each wait is said once"
     assert ("learner", "groups") in pairs() and ("learner", "groups") not in pairs(learner="updating")
-    assert waits({}, groups_per_step=8, max_policy_lag=1) == []
-    assert history([{"at": "x"}, {}], since=0.0, points=5)["at"] == []
+    assert waits_of({}, groups_per_step=8, max_policy_lag=1) == []
+    assert machine_history([{"at": "x"}, {}], since=0.0, points=5)["at"] == []
 
 
 def test_the_machine_log_stays_small_and_reaches_back_to_the_start(tmp_path, monkeypatch):

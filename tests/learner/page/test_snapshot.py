@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from learner.page import routes
+from learner.page import serve
 from learner.page.export import ExportError, Secrets, export, modules_of, page_of
 from tests.learner.page.page_parts import HOSTILE, KEY, make_run
 
@@ -158,7 +158,7 @@ def test_what_looks_like_a_key_is_left_out(secret):
 
 
 def test_every_module_of_the_page_can_be_inlined():
-    modules = modules_of(routes.STATIC)
+    modules = modules_of(serve.STATIC)
     assert "page/app.js" in modules
     for name, url in modules.items():
         text = base64.b64decode(url.partition(",")[2]).decode()

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from buffers.records import Row, TrainBatch
-from configs.processes.process_fork import leave
+from configs.child_processes import leave
 from configs.schema import LearnerConfig
 from learner.training.trainer import Trainer
 from tests.support.ports import held_port

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from learner.placement.cards import GIB, Node
-from learner.placement.model_shape import ModelShape, read_shape
+from learner.placement.memory import ModelShape, read_shape
+from learner.placement.plan import GIB, Node
 
 MODELS = Path(__file__).parent / "models"
 """Folders with a config.json and nothing else."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from buffers.errors import UnderstudyError
-from learner.placement import cards
-from learner.placement.cards import GIB, Node, described, own_node, visible
+from learner.placement import plan
+from learner.placement.plan import GIB, Node, described, own_node, visible
 
 LISTED = "0, GPU-aaaa, 81559\n1, GPU-bbbb, 81559\n2, GPU-cccc, 40960\n"
 MIB = 2**20
@@ -49,12 +49,12 @@ def test_cards_are_those_that_cuda_may_see_in_its_order(names, devices):
 
 def test_a_machine_without_nvidias_tools_has_no_cards(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert cards.of_this_machine() == Node()
+    assert plan.of_this_machine() == Node()
     with pytest.raises(UnderstudyError, match="nvidia-smi"):
         own_node(has_gpu=True)
 
 
 def test_cards_of_a_torch_without_cuda_are_not_used(monkeypatch):
-    monkeypatch.setattr(cards, "of_this_machine", lambda: visible(LISTED, None))
+    monkeypatch.setattr(plan, "of_this_machine", lambda: visible(LISTED, None))
     assert own_node(has_gpu=False) == Node()
     assert len(own_node(has_gpu=True).cards) == 3

@@ -12,7 +12,7 @@ import pytest
 
 from configs.load import load_config
 from configs.schema import LearnerConfig
-from learner.placement.cards import visible
+from learner.placement.plan import visible
 from learner.placement.run_nodes import RunNodes
 from learner.training.ranks import LearnerRanks
 from mocked_server.vllm.process.fork_server import ending_with_us, engines_see

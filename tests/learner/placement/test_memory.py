@@ -17,8 +17,7 @@ from configs.tiny_model import make_tiny_model
 from learner.model.lora import add_adapter
 from learner.model.policy import LOGITS_AT_ONCE
 from learner.placement import memory
-from learner.placement.memory import adapter_weights, of_engine, of_rank, on_host, total
-from learner.placement.model_shape import read_shape
+from learner.placement.memory import adapter_weights, of_engine, of_rank, on_host, read_shape, total
 from learner.training.tree_packing import GATHERED
 from tests.learner.placement.rank_memory import LENGTH
 from tests.learner.placement.shapes import shape

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from configs.load import load_config
-from learner.placement.cards import Node
 from learner.placement.memory import total
-from learner.placement.plan import DoesNotFit, EnginePlace, make_plan, next_engine, place
+from learner.placement.plan import DoesNotFit, EnginePlace, Node, make_plan, next_engine, place
 from tests.learner.placement.shapes import node, shape
 
 GRPO = ("learner.advantage=grpo", "learner.critic=none", "model.dtype=bfloat16")

@@ -8,8 +8,7 @@ import pytest
 
 from buffers.errors import EngineError, UnderstudyError
 from configs.load import load_config
-from learner.placement.cards import Node
-from learner.placement.plan import DoesNotFit
+from learner.placement.plan import DoesNotFit, Node
 from learner.placement.run_nodes import RunNodes
 from learner.training.ranks import RankFailed
 

@@ -25,7 +25,7 @@ PARENT = (
 PROGRAM = f"""
 import json, multiprocessing, os, signal, subprocess, sys, tempfile, threading, time
 from pathlib import Path
-from configs.processes.temporary_folder import goes_with_this_process, own_temporary_folder
+from configs.child_processes import goes_with_this_process, own_temporary_folder
 from learner.recovery.at_once import signals_end_at_once
 
 def stubborn(writing):

@@ -1,4 +1,4 @@
-"""Rules of learner/recovery/failure_watch.py and learner/recovery/failure_report.py: causes are told, and silence is."""
+"""Rules of learner/recovery/failure_watch.py and learner/recovery/failure_watch.py: causes are told, and silence is."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from learner.recovery import failure_watch
-from learner.recovery.failure_report import in_short, most_frequent_error, reasons, why_episodes_fail
-from learner.recovery.failure_watch import NOBODY_ASKS, QUIET_S, Quiet, Streak
+from learner.recovery.failure_watch import (
+    NOBODY_ASKS,
+    QUIET_S,
+    Quiet,
+    Streak,
+    in_short,
+    most_frequent_error,
+    reasons,
+    why_episodes_fail,
+)
 
 AFTER_EFFECT = "openai.PermissionDeniedError: Error code: 403 - episode 3-1-2 has ended (failed); lease a new task"
 CAUSE = "openai.BadRequestError: Error code: 400 - the request offers tools, which needs server.tool_parser"

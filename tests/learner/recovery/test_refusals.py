@@ -9,10 +9,9 @@ import pytest
 
 from buffers.errors import TaskError
 from configs.schema import LearnerConfig, WarmStartConfig
-from learner.recovery import restart_limit
-from learner.recovery.learner_processes import LearnerProcesses
-from learner.recovery.restart_limit import RestartLimit
-from learner.training.ranks import LearnerRanks, RankDied, RankFailed
+from learner.recovery import restarts
+from learner.recovery.restarts import RestartLimit
+from learner.training.ranks import LearnerProcesses, LearnerRanks, RankDied, RankFailed
 from tests.support.remote.own_ray import own_ray
 
 REFUSED = "model.path must name a model of a known kind: got one of another;\n  name another one"
@@ -71,7 +70,7 @@ async def test_a_refusal_comes_through_once_and_nothing_is_started_again(cluster
 
 @pytest.mark.slow
 async def test_what_another_start_may_mend_is_started_again(cluster, monkeypatch) -> None:
-    monkeypatch.setattr(restart_limit, "MAX_IN_A_ROW", 1)
+    monkeypatch.setattr(restarts, "MAX_IN_A_ROW", 1)
     limit = RestartLimit()
     with pytest.raises(RankDied, match="died in start: RuntimeError: the address is in use; the learner"):
         await processes(ranks_of("chance"), limit).start(None)

@@ -1,4 +1,4 @@
-"""Rules of learner/recovery/restarts.py and learner/recovery/restart_limit.py, with environments that are
+"""Rules of learner/recovery/restarts.py and learner/recovery/restarts.py, with environments that are
 killed early."""
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import pytest
 
 from buffers.errors import EngineError, EnvError
 from env_adapters.child_process import start_environment
-from learner.recovery.restart_limit import MAX_IN_A_ROW, RestartLimit
-from learner.recovery.restarts import Environment
+from learner.recovery.restarts import MAX_IN_A_ROW, Environment, RestartLimit
 
 
 def test_what_keeps_dying_ends_it_with_its_error_each_engine_by_itself_and_a_step_forgives() -> None:

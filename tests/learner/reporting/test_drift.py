@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from configs.load import load_config
-from learner.reporting.drift import OF_A_GPU, OTHER_CLASS, drift_remedy
+from learner.reporting.run_metrics import OF_A_GPU, OTHER_CLASS, drift_remedy
 
 
 @pytest.mark.parametrize(

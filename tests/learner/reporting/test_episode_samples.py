@@ -7,7 +7,7 @@ import json
 import numpy as np
 
 from buffers.records import Row, TrainBatch
-from learner.reporting.episode_samples import Traces
+from learner.reporting.tracker import Traces
 
 
 def row(episode_id, score, *, ids, mask):

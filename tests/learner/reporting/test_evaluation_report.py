@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from buffers.records import Validated
-from learner.reporting.evaluation_report import best_ks, best_of_k, failures_in_words, figures_of, table, with_interval
+from learner.validation import best_ks, best_of_k, evaluation_figures, failures_in_words, table, with_interval
 
 
 def scored(*scores, task_id="t", source="a", failed=0):
@@ -42,7 +42,7 @@ def test_an_interval_holds_the_mean_narrows_with_tasks_and_is_the_same_each_time
 
 def test_failed_episodes_are_shown_beside_the_mean():
     found = [scored(1.0, 1.0), scored(1.0, failed=1, source="b")]
-    figures = figures_of(found, num_tasks=3, samples=2, failures={"deadline": 2, "agent exited with code 1": 7})
+    figures = evaluation_figures(found, num_tasks=3, samples=2, failures={"deadline": 2, "agent exited with code 1": 7})
     assert figures["mean"]["value"] == 1.0 and figures["mean_failed_as_0"]["value"] == pytest.approx(0.5)
     assert (figures["episodes_scored"], figures["episodes_failed"], figures["tasks_without_score"]) == (3, 3, 1)
     assert figures["best_of"]["2"] == {"value": 1.0, "low": None, "high": None, "tasks": 1}
@@ -57,5 +57,5 @@ def test_failed_episodes_are_shown_beside_the_mean():
 
 
 def test_other_scores_than_zero_and_one_are_not_called_pass():
-    figures = figures_of([scored(0.5, 0.25)], num_tasks=1, samples=2, failures={})
+    figures = evaluation_figures([scored(0.5, 0.25)], num_tasks=1, samples=2, failures={})
     assert figures["binary"] is False and figures["best_of"]["2"]["value"] == 0.5 and failures_in_words(figures) == []

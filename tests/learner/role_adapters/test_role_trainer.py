@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 from buffers.records import Row, TrainBatch
 from configs.schema import LearnerConfig
 from learner.model import fsdp
-from learner.role_adapters.role_trainer import RoleTrainer, of_all
-from learner.role_adapters.waiting_rows import FILE, WaitingRows, read, write
+from learner.role_adapters.role_trainer import FILE, RoleTrainer, WaitingRows, of_all, read_waiting, write_waiting
 from learner.training.trainer import Trainer
 from tests.support.learner_parts import make_model, make_row, make_trainer, walks
 from tests.support.ports import held_port
@@ -261,9 +260,9 @@ def test_rows_that_wait_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert waiting["scout"].add([greedy, row], min_version=5) == 0
     assert waiting["scout"].add([make_row([1, 2], mask=[0, 1], group=4, version=4, role="scout")], min_version=5) == 1
     assert waiting["scout"].add([make_row([1, 2], mask=[0, 0], group=5, role="scout")], min_version=0) == 0
-    write(tmp_path, waiting)
+    write_waiting(tmp_path, waiting)
     assert (tmp_path / FILE).is_file()
-    found = read(tmp_path, roles=ROLES)
+    found = read_waiting(tmp_path, roles=ROLES)
     assert found["runner"].take() == [] and found["scout"].num_groups == 1
     first, second = found["scout"].take()
     assert found["scout"].num_groups == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from learner.startup.page_process import PageProcess
+from learner.session import PageProcess
 from tests.learner.page.page_parts import make_run
 from tests.support.patience import PATIENCE_S
 from tests.support.processes.child_process import gone

@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from buffers.errors import TaskError
 from configs.load import load_config
 from learner.players import make_players
-from learner.startup.model_and_tasks import prepare_files
-from learner.startup.plain_folder import plain_folder
+from learner.startup.model_and_tasks import plain_folder, prepare_files
 from tests.support.models import gguf_files
 from tests.support.models.model_folders import copied, in_bins, in_fp8, with_others
 

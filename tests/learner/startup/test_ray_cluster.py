@@ -19,7 +19,7 @@ import ray
 from ray._private.node import Node
 
 from buffers.errors import UnderstudyError
-from configs.processes.temporary_folder import MAX_CHARS
+from configs.child_processes import MAX_CHARS
 from learner.startup import ray_cluster
 from tests.support.patience import PATIENCE_S
 
@@ -73,7 +73,7 @@ ON_A_TAKEN_PORT = """
 import logging, socket, sys
 from ray._private.node import Node
 from buffers.errors import UnderstudyError
-from configs.processes.temporary_folder import MAX_CHARS
+from configs.child_processes import MAX_CHARS
 from learner.startup import ray_cluster as cluster
 logging.basicConfig(level="INFO", stream=sys.stderr)
 start, taken = Node.start_ray_processes, socket.create_server(("", 0))

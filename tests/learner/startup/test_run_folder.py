@@ -128,3 +128,32 @@ def test_a_run_and_a_resume_on_a_disk_that_takes_nothing_are_refused_in_one_line
         with claimed(folder, resume="auto") as (again, _):
             assert again
         assert sorted(path.name for path in disk.folder.iterdir())[-1] == "run", "nothing was moved aside"
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["log.txt", "metrics.jsonl", "tokens", "checkpoints/step-000002/model/config.json", "agents/lane-0/log.txt"],
+)
+def test_a_resume_does_not_write_through_a_link_out_of_its_folder(tmp_path: Path, place: str) -> None:
+    folder, mine = earlier_run(tmp_path / "sent"), tmp_path / "mine"
+    (mine.mkdir if place == "tokens" else mine.touch)()
+    link = folder / place
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(mine)
+    with pytest.raises(UnderstudyError, match=rf"got {link}, a link to {mine};"), claimed(folder, resume="auto"):
+        pass
+    with claimed(folder, resume="") as (again, _):  # a new run of that name moves it aside
+        assert not again and list(folder.iterdir()) == []
+
+
+def test_links_within_a_run_and_checkpoints_on_another_disk_are_resumed(tmp_path: Path) -> None:
+    folder, disk = earlier_run(tmp_path / "mine"), tmp_path / "disk"
+    (disk / "step-000002").mkdir(parents=True)
+    (folder / "checkpoints").symlink_to(disk)
+    (folder / "checkpoint").symlink_to("checkpoints/step-000002")
+    (folder / "latest").symlink_to("log.txt")
+    (folder / "model").mkdir()
+    (folder / "model" / "tokenizer.json").symlink_to("/elsewhere/tokenizer.json")
+    with claimed(folder, resume="auto") as (again, _):
+        assert again

@@ -14,9 +14,8 @@ from learner.model.load import load_policy
 from learner.model.policy import Policy
 from learner.training.layout import Layout
 from learner.training.packing import PaddedSequences, Sequences
-from learner.training.prefix_tree import PrefixTree
 from learner.training.stems import StemSequences
-from learner.training.tree_packing import GATHERED
+from learner.training.tree_packing import GATHERED, PrefixTree
 from tests.support.learner_parts import branching_batch, make_trainer
 from tests.support.weights.published_weights import published
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from buffers.records import Row, TrainBatch
 from configs.recipes import RECIPES
 from learner.algorithms.advantages import ESTIMATORS
-from learner.algorithms.aggregation import AGGREGATIONS
 from learner.algorithms.importance_weights import CORRECTIONS
+from learner.algorithms.losses import AGGREGATIONS
 from learner.algorithms.objectives import LOSSES
 from learner.model import policy
 from learner.training.packing import Sequences

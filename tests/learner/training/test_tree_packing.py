@@ -11,8 +11,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from learner.model.policy import Policy
 from learner.training.layout import Layout
 from learner.training.packing import Sequences, plan
-from learner.training.prefix_tree import PrefixTree
-from learner.training.tree_packing import GATHERED, TreeSequences, kept_together
+from learner.training.tree_packing import GATHERED, PrefixTree, TreeSequences, kept_together
 from tests.support.learner_parts import VOCABULARY, random_lm
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from learner.model import packed_attention as attention
-from learner.model.micro_batch import Paths
+from learner.model.packed_attention import Paths
 from tests.support.learner_parts import assert_same_weights, branching_batch, make_model, make_trainer
 from tests.support.weights.published_weights import published
 

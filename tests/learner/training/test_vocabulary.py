@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from buffers.errors import TaskError
 from configs.tiny_model import make_tiny_model
-from learner.training.vocabulary import check_folders
+from learner.model.weight_files import check_folders
 
 
 def test_another_vocabulary_is_refused_by_name(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,13 @@ class HostHere:
     async def start(self) -> str:
         engine, codec, way = self._parts
         self.host = EngineHost(engine, codec, secret=SECRET, way=way)
-        await self.host.start()
+        self.host.listen(asyncio.get_running_loop())
         return str(self.host.address)
 
     async def end(self) -> None:
         host, self.host = self.host, None
         if host is not None:
-            await host.close()
+            await host.aclose()
 
 
 def host_settings(model: Path, **more: Any) -> HostSettings:

@@ -14,9 +14,11 @@ import pytest
 from buffers.errors import EngineDied, EngineError, RequestFailed, RequestRefused
 from buffers.wire.address import WireLost
 from buffers.wire.connection import Connection
+from buffers.wire.rpc import MAX_UNREAD, Item, decoder_of
 from buffers.wire.session import Session
-from mocked_server.fleet import engine_host, remote_engine
-from mocked_server.fleet.engine_messages import MAX_UNREAD, Item, WireCompletion, WireOutput, WireSampled
+from mocked_server.fleet import remote_engine
+from mocked_server.fleet.engine_host import SILENT_S, EngineHost
+from mocked_server.fleet.engine_messages import WireCompletion, WireOutput, WireSampled
 from mocked_server.fleet.member import EngineFigures, EngineLost, Sampled
 from mocked_server.fleet.remote_engine import RemoteEngine
 from tests.mocked_server.fleet.hosts_here import SECRET, HostHere
@@ -104,7 +106,7 @@ class WordCodec:
     def pack_params(self, params: Any) -> msgspec.Raw:
         return msgspec.Raw(msgspec.msgpack.encode(params))
 
-    def params_of(self, data: msgspec.Raw) -> Any:
+    def params_of(self, data: msgspec.Raw, *, as_deltas: bool) -> Any:
         return msgspec.msgpack.decode(data)
 
     def pack_output(self, output: Any) -> WireOutput:
@@ -162,6 +164,12 @@ async def until(condition: Any) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+def asked(number: int, name: str) -> dict[str, Any]:
+    """Arguments of `EngineHost.generate`."""
+    none = msgspec.Raw(b"\xc0")
+    return {"prompt_token_ids": [number], "params": none, "request_id": name, "sampled": [], "extra": {}}
 
 
 async def read_to_the_end(connection: Connection) -> None:
@@ -263,7 +271,7 @@ async def test_a_host_that_says_nothing_is_lost(monkeypatch: pytest.MonkeyPatch)
         pair.engine.gate.clear()
         waiting = asyncio.create_task(pair.all_of(5))
         await until(lambda: pair.engine.under_way)
-        monkeypatch.setattr(engine_host.EngineHost, "_beat", lambda self: None)
+        monkeypatch.setattr(EngineHost, "_beat", lambda self: None)
         with pytest.raises(EngineLost, match=r"gave no sign of life for 0 s"):
             await asyncio.wait_for(waiting, PATIENCE_S)
         assert not pair.remote.is_up
@@ -277,12 +285,12 @@ async def test_a_client_that_says_nothing_or_leaves_has_its_requests_aborted() -
         pair.engine.gate.clear()
         for leaves in (False, True):
             with await asyncio.to_thread(Connection, address, secret=SECRET) as connection:
-                connection.send("generate", [[5], msgspec.Raw(b"\xc0"), "other", [], {}], number=1)
+                connection.send("generate", asked(5, "other"), number=1)
                 await until(lambda: pair.engine.under_way == {"other"})
                 if leaves:
                     continue
-                (silent,) = (each for each in pair.process.host._clients.values() if each.streams)
-                silent.peer.heard_at -= engine_host.SILENT_S + 1
+                (silent,) = (each for each in pair.process.host._callers.values() if each.calls)
+                silent.peer.heard_at -= SILENT_S + 1
                 await until(lambda: not pair.engine.under_way)
                 with pytest.raises(WireLost, match="must say something every second"):
                     await read_to_the_end(connection)
@@ -295,19 +303,19 @@ async def test_a_slow_reader_gets_all_of_it_in_few_batches() -> None:
     async with Pair() as pair:
         assert pair.process.host is not None
         with await asyncio.to_thread(Connection, str(pair.process.host.address), secret=SECRET) as connection:
-            connection.send("generate", [[5000], msgspec.Raw(b"\xc0"), "slow", [], {}], number=1)
-            clients = pair.process.host._clients.values
-            await until(lambda: any(each.sent == MAX_UNREAD and not each.streams for each in clients()))
+            connection.send("generate", asked(5000, "slow"), number=1)
+            clients = pair.process.host._callers.values
+            await until(lambda: any(each.sent == MAX_UNREAD and not each.calls for each in clients()))
             found: list[int] = []
             batches = 0
-            decoder = msgspec.msgpack.Decoder(list[Item])
+            decoder, outputs_of = decoder_of(list[Item]), decoder_of(WireOutput)
             while len(found) < 5000:
                 message = await asyncio.to_thread(connection.receive, 10)
                 assert message is not None
-                if message.kind == "outputs":
+                if message.kind == "items":
                     batches += 1
-                    outputs = [item.output for item in decoder.decode(message.body)]
-                    found += [output.completions[0].token_ids[0] for output in outputs if output is not None]
+                    outputs = [outputs_of.decode(item.value) for item in decoder.decode(message.body)]
+                    found += [output.completions[0].token_ids[0] for output in outputs]
                     connection.send("ack", number=message.number)
             assert found == list(range(5000)) and batches == MAX_UNREAD + 1
 
@@ -317,18 +325,17 @@ async def test_what_a_client_cannot_say_ends_its_connection_alone() -> None:
         assert pair.process.host is not None
         for kind, body in (
             ("dance", None),
+            ("os.system", {}),
+            ("aclose", {}),
             ("generate", [1]),
-            ("apply", {"a": 1}),
-            ("generate", [["x"], None, "r", [], {}]),
+            ("load_weights", {"folder": 1, "version": 1}),
+            ("generate", {**asked(1, "r"), "prompt_token_ids": ["x"]}),
         ):
             with await asyncio.to_thread(Connection, str(pair.process.host.address), secret=SECRET) as connection:
                 connection.send(kind, body)
-                with pytest.raises(WireLost, match=r"must be asked to generate|Expected|Invalid"):
+                with pytest.raises(WireLost, match=r"must be asked for one of|Expected|Invalid"):
                     await read_to_the_end(connection)
         assert await pair.all_of(3) == [0, 1, 2]
-        assert pair.remote._link is not None
-        with pytest.raises(EngineError, match="an order must be start, restart"):
-            await pair.remote._link.order(remote_engine.Order("os.system"))
 
 
 async def test_a_host_of_another_version_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

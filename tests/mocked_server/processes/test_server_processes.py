@@ -236,7 +236,7 @@ def test_a_killed_process_is_replaced_and_its_episodes_go_on(two: ServerThread) 
 
 
 def test_a_stopped_process_is_found_and_replaced(two: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mocked_server.processes.prompt_host.SILENT_S", 4.0)
+    monkeypatch.setattr(two.server.processes._host, "_silent_s", 4.0)
     until(lambda: figures(two, "p1")["is_up"])
     leased, before = Leased(two, 1), figures(two, "p1")
     os.kill(before["pid"], signal.SIGSTOP)

@@ -14,7 +14,7 @@ import pytest
 
 from buffers.errors import EngineError, RequestFailed
 from mocked_server.fleet.member import EngineLost
-from mocked_server.servers.facts import Needs, ServerFacts
+from mocked_server.servers.http_client import Needs, ServerFacts
 from mocked_server.servers.server_engine import RunningServer, ServerEngine
 from mocked_server.servers.sglang_server import SGLangServer
 from mocked_server.servers.vllm_server import VLLMServer

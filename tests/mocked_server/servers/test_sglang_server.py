@@ -16,9 +16,9 @@ from buffers.errors import EngineError, RequestRefused
 from configs.schema import Config
 from configs.tiny_model import make_tiny_model
 from mocked_server.fleet.member import EngineLost, Sampled
-from mocked_server.servers.facts import Needs
+from mocked_server.servers.http_client import Needs
 from mocked_server.servers.server_engine import ServerEngine
-from mocked_server.servers.sglang_process import SGLangProcess, arguments
+from mocked_server.servers.sglang_server import SGLangProcess, arguments
 from mocked_server.vllm.served_requests import ServedRequests, Tokens
 from tests.mocked_server.servers.same_answers import assert_alike, logprobs_under
 from tests.mocked_server.servers.sglang_names import ARGUMENTS

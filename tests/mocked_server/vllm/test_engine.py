@@ -21,8 +21,8 @@ from configs.tiny_model import make_tiny_model
 from mocked_server.answer_recorder import AnswerRecorder
 from mocked_server.fleet.member import EngineLost
 from mocked_server.vllm.engine import VLLMEngine
-from mocked_server.vllm.process import engine_silence
-from mocked_server.vllm.process.engine_ending import STOPPED
+from mocked_server.vllm.process import engine_health
+from mocked_server.vllm.process.engine_health import STOPPED
 from tests.mocked_server.vllm.hosted.test_remote_engine import leaver_at, until_given_up
 from tests.support.patience import PATIENCE_S
 from tests.support.served_models import ENDLESS, LONG
@@ -335,19 +335,19 @@ def test_an_answer_goes_on_where_the_engine_that_died_had_come_to(rollout, tiny_
 
 def looks_at(engine, monkeypatch) -> Callable[[float], Awaitable[None]]:
     """Shortens what the watch on the engine's silence waits for; gives a wait until it has looked for so many of its seconds."""
-    monkeypatch.setattr(engine_silence, "STUCK_S", 1.0)
-    monkeypatch.setattr(engine_silence, "IDLE_S", 1.0)
+    monkeypatch.setattr(engine_health, "STUCK_S", 1.0)
+    monkeypatch.setattr(engine_health, "IDLE_S", 1.0)
     looks = 0
 
     def processor_time(processes):
         nonlocal looks
         looks += 1
-        return engine_silence.processor_time(processes)
+        return engine_health.processor_time(processes)
 
     monkeypatch.setattr("mocked_server.vllm.engine.processor_time", processor_time)
 
     async def looked(seconds: float) -> None:
-        until = looks + seconds / engine_silence.LOOK_S
+        until = looks + seconds / engine_health.LOOK_S
         while looks < until:
             await asyncio.sleep(0.05)
 

@@ -12,7 +12,7 @@ from vllm.config import ModelConfig
 
 from buffers.errors import EngineError
 from configs.load import ConfigError, load_config
-from configs.owned_arguments import OWNED
+from configs.rules import OWNED
 from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.vllm import engine_arguments
 from mocked_server.vllm.engine_arguments import (

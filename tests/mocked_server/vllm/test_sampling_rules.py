@@ -11,7 +11,7 @@ import pytest
 
 from buffers.errors import RequestRefused
 from configs.schema import RolloutConfig
-from mocked_server.vllm.sampling_limits import FORCING, LEFT_TO_THE_POLICY, NEUTRAL, UNFORCED
+from mocked_server.vllm.sampling_rules import FORCING, LEFT_TO_THE_POLICY, NEUTRAL, UNFORCED
 from tests.mocked_server.conversation.test_continuation import episode
 
 pytestmark = pytest.mark.seconds  # imports vLLM

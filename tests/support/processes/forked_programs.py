@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from configs.processes.process_fork import imports_kept
+from configs.child_processes import imports_kept
 from mocked_server.vllm.engine import import_engine
 
 import_engine()

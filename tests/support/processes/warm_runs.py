@@ -251,7 +251,7 @@ def _fork(connection: socket.socket, awaited: selectors.BaseSelector) -> int:
             os.setpgid(pid, pid)
         connection.sendall(NUMBER.pack(pid))
         return pid
-    from configs.processes.process_fork import leave
+    from configs.child_processes import leave
 
     code = 1
     try:

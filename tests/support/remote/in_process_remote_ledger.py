@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +34,20 @@ class Nearby:
         asyncio.run(host.open())
         self.host = host
         self.server = host._server
-        self._answer, self._page = self.server._answer, self.server._page
-        self.server._answer, self.server._page = self._answering, self._paging
+        self._settle, self._page = self.server._settle, self.server._page
+        self.server._settle, self.server._page = self._settling, self._paging
 
-    def _answering(self, peer: Any, number: int, answer: Any) -> None:
+    def _settling(self, call: Any, answer: Any) -> None:
         """In the thread of the host's listener, which must not wait."""
-        asks_operations = answer.func.__name__ == "_answered"
+        asks_operations = isinstance(answer, partial) and answer.func.__name__ == "_answered"
         if asks_operations and self.dies_after_next:
             self.dies_after_next = False
             self._aside(self.start_again)
         elif asks_operations and self.before_answer is not None:
-            before, server, send = self.before_answer, self.server, self._answer
-            self._aside(lambda: (before(), server._listener.call(lambda: send(peer, number, answer))))
+            before, server, settle = self.before_answer, self.server, self._settle
+            self._aside(lambda: (before(), server._listener.call(lambda: settle(call, answer))))
         else:
-            self._answer(peer, number, answer)
+            self._settle(call, answer)
 
     def _paging(self, cursor: tuple[str, int]) -> EventPage:
         page = self._page(cursor)

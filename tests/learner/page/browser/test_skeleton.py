@@ -51,7 +51,7 @@ def test_nothing_sets_markup_from_text() -> None:
 
 def test_files_are_small_enough_to_read() -> None:
     own = {name: text for name, text in modules().items() if not name.startswith("vendor/")}
-    assert [name for name, text in own.items() if len(text.splitlines()) > 120] == []
+    assert [name for name, text in own.items() if len(text.splitlines()) > 300] == []
     assert [name for name, text in own.items() if not text.startswith("//")] == []
 
 

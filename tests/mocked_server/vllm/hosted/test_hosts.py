@@ -15,13 +15,12 @@ from pathlib import Path
 import pytest
 
 from buffers.errors import EngineDied, EngineError
-from configs.checkout import python_path
+from configs.child_processes import python_path
 from configs.tiny_model import make_tiny_model
-from mocked_server.fleet import remote_engine
 from mocked_server.fleet.member import EngineLost
 from mocked_server.fleet.remote_engine import RemoteEngine
-from mocked_server.vllm.hosted.child_host import ChildHost
 from mocked_server.vllm.hosted.outputs import VLLMCodec
+from mocked_server.vllm.hosted.program import ChildHost
 from tests.mocked_server.fleet.hosts_here import SECRET, host_settings
 from tests.mocked_server.vllm.hosted.test_remote_engine import PROMPT, WatchedCodec, outputs_of, plain, sampling
 from tests.support.patience import PATIENCE_S
@@ -96,7 +95,8 @@ async def test_a_host_that_is_killed_stopped_or_loses_its_engine_is_replaced(
         async def stop() -> None:
             os.kill(host, signal.SIGSTOP)
 
-        monkeypatch.setattr(remote_engine, "SILENT_S", 4.0)
+        assert engine._client is not None
+        monkeypatch.setattr(engine._client, "_silent_s", 4.0)
         lost = await lost_after(engine, stop)
         assert "gave no sign of life for 4 s" in str(lost) and lost.sampled[0].token_ids
         await engine.restart()

@@ -220,7 +220,7 @@ def test_closing_the_iterator_aborts_the_request(rollout: Any, remote: RemoteEng
         assert await leaver_at(rollout.engine)()
         await outputs.aclose()
         await until_given_up(remote, leaver_at(rollout.engine))
-        assert remote._link is not None and not remote._link._streams
+        assert remote._client is not None and not remote._client._pending
 
     rollout.wait(leave_early())
 
@@ -293,7 +293,7 @@ def test_many_streams_share_batches(rollout: Any, remote: RemoteEngine) -> None:
 
     async def taken() -> int:
         assert remote._host.host is not None  # type: ignore[attr-defined]
-        (client,) = remote._host.host._clients.values()  # type: ignore[attr-defined]
+        (client,) = remote._host.host._callers.values()  # type: ignore[attr-defined]
         return int(client.sent)
 
     before = rollout.wait(taken())

@@ -1,4 +1,4 @@
-"""Rules of mocked_server/vllm/process/cpu_adapters.py: what vLLM's own computation gives, row by row."""
+"""Rules of mocked_server/vllm/process/worker_extension.py: what vLLM's own computation gives, row by row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mocked_server.vllm.process.cpu_adapters import _add_to_layer, _add_to_logits, groups_of
+from mocked_server.vllm.process.worker_extension import _add_to_layer, _add_to_logits, groups_of
 
 SLOTS = [torch.tensor([0, 0, 0, 0, 0]), torch.tensor([1, 0, 1, 2, 2]), torch.tensor([-1, 1, 1, -1, 0])]
 

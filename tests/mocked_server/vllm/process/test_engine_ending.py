@@ -1,4 +1,4 @@
-"""Rules of mocked_server/vllm/process/engine_ending.py: what could have come from outside is no evidence."""
+"""Rules of mocked_server/vllm/process/engine_health.py: what could have come from outside is no evidence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from mocked_server.vllm.process.engine_ending import ending_of, oom_kills
+from mocked_server.vllm.process.engine_health import ending_of, oom_kills
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from configs.schema import RolloutConfig, ServerConfig
 from mocked_server.fleet.member import EngineFigures
 from mocked_server.vllm.engine import VLLMEngine
 from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config, set_process_environment
-from mocked_server.vllm.process.scheduler_stats import SchedulerStats
+from mocked_server.vllm.process.engine_health import SchedulerStats
 from tests.support.patience import PATIENCE_S
 
 

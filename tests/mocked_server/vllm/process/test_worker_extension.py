@@ -16,7 +16,7 @@ import torch
 from benchmarks.families import make_family
 from buffers.errors import EngineError
 from mocked_server.vllm.engine import _load_published
-from mocked_server.vllm.process import whole_load, worker_extension
+from mocked_server.vllm.process import worker_extension
 from mocked_server.vllm.process.worker_extension import WorkerExtension
 from tests.support.patience import PATIENCE_S
 from tests.support.run_parts import ROOT
@@ -61,7 +61,7 @@ def test_the_first_way_that_restores_every_weight_loads_all_versions(monkeypatch
         (way("layers", fails="no"), [("layers", "/start"), ("whole", "/start"), ("whole", "/v1"), ("whole", "/v2")]),
     ):
         monkeypatch.setattr(worker_extension, "load_layer_by_layer", layers)
-        monkeypatch.setattr(whole_load, "load_whole", way("whole"))
+        monkeypatch.setattr(worker_extension, "load_whole", way("whole"))
         worker = Worker()
         worker.load_published("/v1")
         worker.load_published("/v2")
@@ -78,7 +78,7 @@ def test_each_engine_of_a_process_shows_it_for_its_own_model(monkeypatch: pytest
 
 def test_a_model_that_no_way_restores_is_refused_with_what_each_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_extension, "load_layer_by_layer", way("layers", loses=("layers.0.experts",)))
-    monkeypatch.setattr(whole_load, "load_whole", way("whole", fails="weights are freed"))
+    monkeypatch.setattr(worker_extension, "load_whole", way("whole", fails="weights are freed"))
     worker = Worker()
     with pytest.raises(
         RuntimeError,

@@ -1,1 +1,0 @@
-"""Mixtures of experts: which experts a pass uses, and how evenly."""
