@@ -51,8 +51,8 @@ from learner.players import Players, make_players
 from learner.recovery.failure_watch import watch, why_episodes_fail
 from learner.recovery.restarts import Environment, RestartLimit, end_silent, ended
 from learner.reporting.display import Display
-from learner.reporting.machine_log import MachineLog
 from learner.reporting.run_metrics import History
+from learner.reporting.run_record import MachineLog
 from learner.reporting.token_figures import TokenFiles
 from learner.reporting.tracker import Traces, Tracker
 from learner.role_adapters.role_trainer import RoleTrainer
