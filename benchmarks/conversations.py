@@ -47,9 +47,8 @@ from buffers.records import EpisodeScores, Round, Row, Task
 from buffers.training_rows import episode_rows
 from configs.schema import ServerConfig
 from learner.startup.model_and_tasks import plain_folder
-from mocked_server.check.logprob_proof import max_logprob_diff
 from mocked_server.check.scripted_replies import LINE
-from mocked_server.check.vllm_scripted_engine import REHEARSAL_ARGUMENTS, TrialEngine, spelled
+from mocked_server.check.vllm_scripted_engine import REHEARSAL_ARGUMENTS, TrialEngine, max_logprob_diff, spelled
 from mocked_server.generation import Generation
 from mocked_server.vllm.engine import VLLMEngine
 from mocked_server.vllm.engine_arguments import make_args, make_vllm_config, set_process_environment

@@ -1,7 +1,7 @@
-"""Which keys of `rollout` can have no effect, or cannot be had, with the engine that `rollout.engine` names.
+"""Which keys cannot be had, or can have no effect, beside others: with an engine, in the learner's section, in vLLM's arguments.
 
-`configs.schema` asks when a configuration is complete. Invariant: a refusal is one line with the keys, the rule and the
-remedy; only what was set counts.
+`configs.schema` asks when a section or the configuration is complete. Invariant: a refusal is one line with the keys, the rule and
+the remedy; only what was set counts.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def check(words: list[str]) -> int:
     """`python -m mocked_server.check`."""
     if not {"-h", "--help"} & set(words[: words.index("--")] if "--" in words else words) and _conflicts():
         return 2
-    from mocked_server.check.command_line import main
+    from mocked_server.check.__main__ import main
 
     return main(words, program="understudy check")
 
@@ -169,7 +169,7 @@ def why(words: list[str]) -> int:
 
 def page(words: list[str]) -> int:
     """`python -m learner.page`."""
-    from learner.page.command_line import main
+    from learner.page.__main__ import main
 
     return main(words)
 

@@ -24,11 +24,9 @@ from buffers.errors import EngineError, UnderstudyError, WeightsError
 from configs.child_processes import python_path
 from configs.schema import Config
 from learner.checkpoints.weight_nodes import WeightNode
-from learner.checkpoints.weight_sync import EarlierVersions, Follower, WeightSync
-from learner.placement.cluster import checked, living_nodes
+from learner.checkpoints.weight_sync import EarlierVersions, Follower, RoleWeights, WeightSync
 from learner.placement.plan import in_cluster, own_node
-from learner.placement.run_nodes import RunNodes
-from learner.role_adapters.role_weights import RoleWeights
+from learner.placement.run_nodes import RunNodes, checked, living_nodes
 from mocked_server.fleet.engine_fleet import EngineFleet
 from mocked_server.fleet.remote_engine import RemoteEngine
 from mocked_server.http.upstream import Upstream

@@ -52,16 +52,16 @@ from learner.players import Players, make_players
 from learner.recovery.failure_watch import watch, why_episodes_fail
 from learner.recovery.restarts import Environment, RestartLimit, end_silent, ended
 from learner.reporting.display import Display
-from learner.reporting.machine_log import MachineLog
 from learner.reporting.run_metrics import History
+from learner.reporting.run_record import MachineLog
 from learner.reporting.token_figures import TokenFiles
 from learner.reporting.tracker import Traces, Tracker
-from learner.role_adapters.role_trainer import RoleTrainer
 from learner.startup import ray_cluster
 from learner.startup.model_and_tasks import prepare_files
 from learner.startup.run_buffers import RunBuffers, most_running, open_run_buffers
 from learner.startup.run_folder import environment_files, write_config
 from learner.training.ranks import LearnerProcesses, LearnerRanks
+from learner.training.role_trainer import RoleTrainer
 from learner.training.trainer import Trainer
 from learner.validation import Evaluation, EvaluationPlan, Validation
 from mocked_server.dispatch import Others

@@ -206,9 +206,9 @@ class Service:
                         self._begin(caller, number, name, arguments)
                 case name:
                     self._begin(caller, message.number, name, message.body)
-        except (UnderstudyError, ValueError, LookupError, TypeError, RecursionError) as error:
+        except (UnderstudyError, ValueError, LookupError, TypeError, RecursionError, OSError) as error:
             if self._loop is None:
-                raise  # which ends the connection
+                raise UnderstudyError(str(error)) from error  # which ends the connection
             logger.error("a client of %s sent an invalid message: %s", self._name, error)
             self.end(caller, str(error))
 

@@ -352,9 +352,8 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 
 
-# Values, returns and their scale, token by token: what estimators with a critic or a whole batch to compare are made of. Pure
-# torch functions. Invariant: a token with mask or weight 0 neither decays nor carries value, and has no say in a mean. Shapes
-# as in `learner.algorithms.advantages`.
+# Values, returns and their scale, token by token: what estimators with a critic or a whole batch to compare are made of.
+# Invariant: a token with mask or weight 0 neither decays nor carries value, and has no say in a mean.
 
 ROUNDING = 1e-6
 """Differences below this share of the numbers' size are rounding, and never evidence: normalised, they would be as large as any."""

@@ -3,7 +3,7 @@
 Called by `learner.learn_loop`, and by `learner.session` to find the one to resume from. A checkpoint is written into a
 scratch folder beside the others, flushed to disk and renamed: a folder `step-*` is complete, whenever the run was killed.
 What a crash left behind is removed with the next checkpoint. It writes no tensors
-(`learner.checkpoints.training_state`, `learner.checkpoints.hf_export`).
+(`learner.checkpoints.training_state`, `learner.checkpoints.weight_shards`).
 
     <run>/checkpoint -> the newest one's model/
     <run>/checkpoints/step-000020/

@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor
 from buffers.disk import why_refused
 from buffers.errors import StorageFull
 from learner.checkpoints.store import COUNTERS
-from learner.model.fsdp import Shards, on_host
-from learner.model.optimizer import HostAdamW
+from learner.model.fsdp import HostAdamW, Shards, on_host
 
 COPY, RANDOM = "copy", "random"
 """First parts of the names of kept weight copies and of random states."""

@@ -1,6 +1,6 @@
 """LoRA: small trained matrices beside frozen ones, by peft; everything of ours that knows their names is here.
 
-Used by `learner.training.trainer` and `learner.checkpoints.hf_export`. A layer's weight is W + scaling * B @ A with W
+Used by `learner.training.trainer` and `learner.checkpoints.weight_shards`. A layer's weight is W + scaling * B @ A with W
 frozen (arXiv:2106.09685, section 4.1); B starts at zero, so a fresh adapter is the model itself. Invariant: equal seeds
 give equal adapters on every rank. Merging reads the weights and never writes them. No training here.
 """

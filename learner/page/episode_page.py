@@ -195,7 +195,7 @@ class RunPages(RunView):
         return {"branch": branch, "num_turns": len(turns), "start": start, "turns": shown}
 
     def tokens(self, query: Query) -> bytes:
-        """A window of a branch's tokens; see `token_window`."""
+        """A window of a branch's tokens; see `learner.page.conversation`."""
         start, count = query.window(default=MOST_TOKENS, most=MOST_TOKENS)
         opened, found = self._branch(query)
         window = window_of(found, start=start, count=count)

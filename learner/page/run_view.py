@@ -332,7 +332,7 @@ def _is_running(machine: Mapping[str, Any]) -> bool:
     """Whether the process of a run on this machine is there. Clocks are set, so none is asked."""
     import psutil
 
-    from learner.reporting.machine_log import began_s
+    from learner.reporting.run_record import began_s
 
     try:
         pid, began = int(machine["pid"]), float(machine["began"])
@@ -343,7 +343,7 @@ def _is_running(machine: Mapping[str, Any]) -> bool:
 
 
 # What the machine of a run does now, who waits for what, and how that was over time; from the lines of machine.jsonl. The run
-# writes a line a second (`learner.reporting.machine_log`). Pure functions of lines.
+# writes a line a second (`learner.reporting.run_record`). Pure functions of lines.
 
 LEARNER = {"waiting": 0, "updating": 1}
 """What a learner does, as a number for curves; 2: anything else."""

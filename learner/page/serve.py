@@ -1,6 +1,6 @@
 """Serves the page of runs on this machine, until Ctrl-C; and the page of a live run, as its child.
 
-Called by `learner.page.command_line`. The only place of the page that meets the server's parts: its HTTP protocol with deadlines,
+Called by `learner.page.__main__`. The only place of the page that meets the server's parts: its HTTP protocol with deadlines,
 its keys, the words for causes. Invariants: it listens on loopback only; it is a process of its own, at low priority beside a run,
 and reads files, so that no run waits for it.
 """

@@ -163,7 +163,7 @@ def _from_fp8(source: Path, to: Path, dtype: str) -> None:
     """Each weight times the scales of its blocks, in float32, then in `dtype`."""
     import torch
 
-    from learner.checkpoints.hf_export import write_folder
+    from learner.checkpoints.weight_shards import write_folder
     from learner.model.weight_files import WeightFiles
 
     files, weights = WeightFiles(source), dict[str, torch.Tensor]()

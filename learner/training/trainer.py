@@ -39,15 +39,15 @@ from learner.algorithms.advantages import (
 from learner.algorithms.kl import KLCoefficient, kl_estimate
 from learner.algorithms.losses import Loss, actor_loss, value_loss
 from learner.algorithms.objectives import EntropyCoefficient, Targets, covariances, pick_clip_cov, pick_kl_cov
-from learner.checkpoints import hf_export, training_state
+from learner.checkpoints import training_state, weight_shards
 from learner.checkpoints.store import ADAPTER, REFERENCE
 from learner.checkpoints.weight_shards import Published, WeightShards
 from learner.model import fsdp
 from learner.model.engine_rounding import round_as_engine
+from learner.model.fsdp import EPS, make_adamw
 from learner.model.layers import Work, layers_of, matmul_rate
 from learner.model.load import load_policy
 from learner.model.lora import LoraConfig, add_adapter
-from learner.model.optimizer import EPS, make_adamw
 from learner.model.packed_attention import MicroBatch, check_kernel
 from learner.model.policy import Policy, TokenOutputs
 from learner.model.weight_files import check_same_vocabulary
@@ -55,7 +55,6 @@ from learner.reporting.token_figures import TokenFigures
 from learner.training.batch_tensors import BatchTensors, token_table
 from learner.training.layout import LONGEST, Layout, choose_layout, plain_tokens, reach_of
 from learner.training.packing import PaddedSequences, Sequences, split_minibatches
-from learner.training.step_metrics import StepMetrics
 from learner.training.tree_packing import kept_together
 from learner.training.warm_start import hinted_sequences, load_traces, train_on_traces
 
@@ -307,17 +306,17 @@ class Trainer:
         weights = self._weights()
         # the head's own names, as seen from its root: a module inside an FSDP root is gathered the same way
         head = (
-            hf_export.gather(critic.value_head, dtype=torch.float32, keep=writer)
+            weight_shards.gather(critic.value_head, dtype=torch.float32, keep=writer)
             if critic.value_head is not None
             else {}
         )
         adapter = (
             None
             if self._adapter is None
-            else hf_export.gather_adapter(self._policy.lm, config=self._adapter, keep=writer)
+            else weight_shards.gather_adapter(self._policy.lm, config=self._adapter, keep=writer)
         )
         if writer:
-            hf_export.write_folder(
+            weight_shards.write_folder(
                 folder,
                 source=Path(self._source),
                 weights=weights,
@@ -366,7 +365,7 @@ class Trainer:
         """The policy's whole weights on rank 0, an adapter merged into them."""
         lora = self._config.lora
         scaling = lora.alpha / lora.rank if lora.rank else 1.0
-        return hf_export.gather_policy(self._policy, dtype=self._dtype, keep=self._rank == 0, scaling=scaling)
+        return weight_shards.gather_policy(self._policy, dtype=self._dtype, keep=self._rank == 0, scaling=scaling)
 
     def close(self) -> None:
         """Leaves the process group."""
@@ -726,3 +725,43 @@ def _row_groups(table: BatchTensors) -> npt.NDArray[np.int64]:
 def _share(hints: Sequence[str | None]) -> float:
     """Share of the rows that have a hint."""
     return sum(hint is not None for hint in hints) / len(hints)
+
+
+# Adds up what the losses report over the micro-batches, updates and ranks of one step. Invariant: every rank adds the same
+# names the same number of times, so `metrics` (entered by all ranks) may reduce them in one go. Knows no name but those of the
+# updates themselves.
+
+
+class StepMetrics:
+    """One per step."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+        self._norms: list[float] = []
+        self._num_skipped = 0
+
+    def add(self, *, means: dict[str, Tensor], maxima: dict[str, Tensor]) -> None:
+        """One micro-batch of this rank: its share of the mini-batch's means, and its maxima."""
+        for name, value in means.items():
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+        for name, value in maxima.items():
+            self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+
+    def end_update(self, norm: float, *, critic: float = 0.0) -> None:
+        """One optimizer update: its gradient norm before clipping, and a separate critic's; equal on all ranks."""
+        self._norms.append(norm)
+        self._num_skipped += not (math.isfinite(norm) and math.isfinite(critic))
+
+    def metrics(self) -> dict[str, float]:
+        """Means over updates, maxima over everything; the gradient norm is the mean of the updates that were made."""
+        sums = fsdp.all_sum(torch.stack(list(self._sums.values()))) / len(self._norms)
+        maxima = fsdp.all_max(torch.stack(list(self._maxima.values())))
+        finite = [norm for norm in self._norms if math.isfinite(norm)]
+        return {
+            **dict(zip(self._sums, sums.tolist())),
+            **dict(zip(self._maxima, maxima.tolist())),
+            "policy/grad_norm": sum(finite) / len(finite) if finite else 0.0,
+            "learner/updates": float(len(finite)),
+            "learner/skipped": float(self._num_skipped),
+        }

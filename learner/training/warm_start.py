@@ -18,7 +18,7 @@ import torch
 
 from buffers.tasks.parquet import Trace, read_demonstrations
 from learner.model import fsdp
-from learner.model.optimizer import make_adamw
+from learner.model.fsdp import make_adamw
 from learner.model.policy import Policy
 from learner.training.packing import Sequences
 

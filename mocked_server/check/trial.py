@@ -1,6 +1,6 @@
 """Runs an agent once against a tiny model on this machine, for the report whether it can be trained.
 
-Called by `mocked_server.check.command_line`. The agent is started in an empty folder, with the environment that training gives it
+Called by `mocked_server.check.__main__`. The agent is started in an empty folder, with the environment that training gives it
 and its task on standard input. The model calls tools that the agent offers, with made-up arguments, then answers; see
 `scripted_replies`. Its environment is a stand-in.
 """
@@ -162,8 +162,7 @@ async def trial_server() -> AsyncIterator[AgentTrial]:
     from transformers import AutoTokenizer
 
     from configs.tiny_model import make_tiny_model
-    from mocked_server.check.logprob_proof import max_logprob_diff
-    from mocked_server.check.vllm_scripted_engine import REHEARSAL_ARGUMENTS, TrialEngine
+    from mocked_server.check.vllm_scripted_engine import REHEARSAL_ARGUMENTS, TrialEngine, max_logprob_diff
     from mocked_server.vllm.engine import VLLMEngine
     from mocked_server.vllm.engine_arguments import EngineSettings, make_args, make_vllm_config
 

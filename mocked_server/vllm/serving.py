@@ -29,9 +29,8 @@ from mocked_server.http.dialects import GENERATE, SERVED, SLEEP, WAKE_UP
 from mocked_server.http.failures import FAILURES, failure_of
 from mocked_server.request_context import AnswerPart, Call, PendingReply, Sampling, current_call
 from mocked_server.roles import NO_ROLE, Role
-from mocked_server.vllm import answer_ends
 from mocked_server.vllm.exact_rendering import ExactRendering
-from mocked_server.vllm.reply_parser import ReplyParser, send_any_input, telling
+from mocked_server.vllm.reply_parser import ReplyParser, send_any_input, tell_true_ends, telling
 from mocked_server.vllm.sampling_rules import MAX_CHOICES, SamplingRules, leave_limits_to_the_run, leave_tool_calls_free
 
 if TYPE_CHECKING:
@@ -461,7 +460,7 @@ async def build_serving_app(args: Namespace, client: QueueClient) -> FastAPI:
     )
     chat.parser_cls, responses.parser = telling(chat.parser_cls), telling(responses.parser)
     messages.parser_cls = telling(messages.parser_cls, in_objects=True)
-    answer_ends.install(chat=chat, responses=responses, messages=messages)
+    tell_true_ends(chat=chat, responses=responses, messages=messages)
     # Metrics and CORS of a public server: each costs every request of an agent some of its time.
     app.user_middleware.clear()
     app.middleware_stack = None

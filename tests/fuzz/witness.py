@@ -19,7 +19,7 @@ import openai
 from buffers.ledger.ledger import Ledger
 from buffers.records import EpisodeScores, Row
 from buffers.training_rows import ABORTED, episode_rows
-from mocked_server.check.logprob_proof import max_logprob_diff
+from mocked_server.check.vllm_scripted_engine import max_logprob_diff
 from mocked_server.keys import KeyRing
 
 ROUNDS = 3

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from buffers.records import Task
-from mocked_server.check.command_line import TASK, main
+from mocked_server.check.__main__ import TASK, main
 from mocked_server.check.report import NARROWS, TrialObservations, features_of, make_report
 from mocked_server.check.scripted_replies import ANSWER, LINE, example, line_for
 from mocked_server.check.trial import AgentTrial

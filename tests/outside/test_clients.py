@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from buffers.records import Task
-from mocked_server.check.command_line import TASK
+from mocked_server.check.__main__ import TASK
 from mocked_server.check.trial import trial_server
 from tests.outside.agent_environments import npm_packages, npm_program, python_with
 

@@ -54,7 +54,7 @@ OWNERS = {
     "ray": {
         "learner/training/ranks.py",
         "learner/checkpoints/weight_nodes.py",
-        "learner/placement/cluster.py",
+        "learner/placement/run_nodes.py",
         "learner/startup/ray_cluster.py",
         "agents/workers/manager.py",
         "buffers/remote/ray_actor.py",
@@ -319,7 +319,7 @@ FOR_PEOPLE = {
     "buffers/ledger/tools/cli.py": "ages that are printed",
     "learner/page/run_view.py": "ages that are shown, and whether a run of another machine writes now",
     "learner/page/export.py": "when a page was exported",
-    "learner/reporting/machine_log.py": "when a line was written",
+    "learner/reporting/run_record.py": "when a line was written",
     "learner/startup/run_folder.py": "the name of a folder that is moved aside",
 }
 

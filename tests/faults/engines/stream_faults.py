@@ -26,7 +26,7 @@ from benchmarks.processes.gateway_server import Settings
 from buffers.ledger.ledger import Ledger
 from buffers.records import EpisodeScores
 from buffers.training_rows import episode_rows
-from mocked_server.check.logprob_proof import token_logprobs
+from mocked_server.check.vllm_scripted_engine import token_logprobs
 from tests.faults.killer import killed, living
 
 WORST = 4

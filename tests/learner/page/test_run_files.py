@@ -15,9 +15,8 @@ from learner.page.metric_columns import MetricColumns, meanings
 from learner.page.reports import without_secrets
 from learner.page.run_set import find_runs
 from learner.page.run_view import NoRun, RunView, machine_history, state_of, waits_of
-from learner.reporting import machine_log
-from learner.reporting.machine_log import MachineLog, began_s
-from learner.reporting.run_record import LineFile
+from learner.reporting import run_record
+from learner.reporting.run_record import LineFile, MachineLog, began_s
 from tests.learner.page.page_parts import machine_line, make_run
 
 
@@ -133,7 +132,7 @@ def test_each_part_that_waits_is_named_with_what_it_waits_for():
 
 
 def test_the_machine_log_stays_small_and_reaches_back_to_the_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine_log, "MOST_BYTES", 20_000)
+    monkeypatch.setattr(run_record, "MOST_LOG_BYTES", 20_000)
     times = iter(range(100_000))
     log = MachineLog(tmp_path, clock=lambda: float(next(times)))
     for step in range(1000):

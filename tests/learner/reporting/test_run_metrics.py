@@ -9,8 +9,8 @@ import pytest
 
 from buffers.records import TrainBatch
 from configs.load import load_config
-from learner.reporting.machine_log import FILE, MachineLog
 from learner.reporting.run_metrics import History
+from learner.reporting.run_record import FILE, MachineLog
 from mocked_server.generation import GenerationStats
 from tests.support.learner_parts import walks
 

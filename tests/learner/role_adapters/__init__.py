@@ -1,1 +1,1 @@
-"""Tests of the modules in learner/role_adapters/."""
+"""Tests of adapters by role: their trainer and their published versions."""

@@ -1,4 +1,4 @@
-"""Rules of learner/role_adapters/role_trainer.py: each role is trained as a policy of its own, and none waits for another."""
+"""Rules of learner/training/role_trainer.py: each role is trained as a policy of its own, and none waits for another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from buffers.records import Row, TrainBatch
 from configs.schema import LearnerConfig
 from learner.model import fsdp
-from learner.role_adapters.role_trainer import FILE, RoleTrainer, WaitingRows, of_all, read_waiting, write_waiting
+from learner.training.role_trainer import FILE, RoleTrainer, WaitingRows, of_all, read_waiting, write_waiting
 from learner.training.trainer import Trainer
 from tests.support.learner_parts import make_model, make_row, make_trainer, walks
 from tests.support.ports import held_port

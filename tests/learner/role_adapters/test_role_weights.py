@@ -1,4 +1,4 @@
-"""Rules of learner/role_adapters/role_weights.py: real versions and real pullers, made-up ranks and engine."""
+"""Rules of learner/checkpoints/weight_sync.py: real versions and real pullers, made-up ranks and engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from learner.checkpoints.store import ADAPTER_WEIGHTS, ADAPTERS, VERSIONS
 from learner.checkpoints.weight_shards import Published
-from learner.role_adapters.role_weights import RoleWeights
+from learner.checkpoints.weight_sync import RoleWeights
 from tests.support.weights.made_versions import written
 
 

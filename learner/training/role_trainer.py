@@ -18,7 +18,7 @@ import numpy as np
 
 from buffers.records import Row, TrainBatch
 from configs.schema import LearnerConfig
-from learner.checkpoints import hf_export, training_state
+from learner.checkpoints import training_state, weight_shards
 from learner.checkpoints.store import ADAPTERS, COUNTERS, VERSIONS
 from learner.checkpoints.weight_shards import Published
 from learner.model import fsdp
@@ -191,16 +191,16 @@ class RoleTrainer(Trainer):
         """Writes the base as a Hugging Face folder, with `adapters/<role>` below it, which peft and vLLM load, and their versions.
         All ranks call this; rank 0 writes."""
         writer = self._rank == 0
-        base = hf_export.gather_policy(self._policy, dtype=self._dtype, keep=writer, scaling=0.0)
+        base = weight_shards.gather_policy(self._policy, dtype=self._dtype, keep=writer, scaling=0.0)
         adapters = {}
         for role in self._all:
             self._enter(role)
             assert self._adapter is not None, "configs.schema: an adapter for each role needs learner.lora.rank"
-            adapter = hf_export.gather_adapter(self._policy.lm, config=self._adapter, keep=writer)
+            adapter = weight_shards.gather_adapter(self._policy.lm, config=self._adapter, keep=writer)
             if adapter is not None:
                 adapters[f"{ADAPTERS}/{role}"] = adapter
         if writer:
-            hf_export.write_folder(
+            weight_shards.write_folder(
                 folder, source=Path(self._source), weights=base, value_head={}, adapters=adapters,
                 dtype=self._dtype,
             )  # fmt: skip
