@@ -15,7 +15,11 @@ WITHOUT_ENGINE = ("docs/gpus.md",)
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[] if page in WITHOUT_ENGINE else [pytest.mark.engine]) for page in PLAYED],
+    [
+        pytest.param(page, marks=[] if page in WITHOUT_ENGINE else [pytest.mark.engine])
+        for page in PLAYED
+        if page != "README.md"  # test_readme.py
+    ],
 )
 @pytest.mark.long
 @pytest.mark.timeout(3600)
