@@ -47,6 +47,16 @@ def why_refused(error: BaseException | None) -> str:
     return ""
 
 
+def end_of(file: Path, *, chars: int) -> str:
+    """The last characters of a text, at most so many, however long it is; empty where there is no such file."""
+    try:
+        with file.open("rb") as source:
+            source.seek(max(0, source.seek(0, os.SEEK_END) - 4 * chars))
+            return source.read(4 * chars).decode(errors="replace")[-chars:].strip()
+    except OSError:
+        return ""
+
+
 def check_takes(folder: Path) -> None:
     """Writes something into `folder` and removes it. Raises OSError where the disk does not take it."""
     with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:

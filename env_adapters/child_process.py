@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from buffers.disk import end_of
 from buffers.errors import EnvDied, EnvError
 
 STOP_GRACE_S = 5.0
@@ -114,7 +115,7 @@ class Child:
 
     def log_tail(self) -> str:
         """The end of the log, for error messages."""
-        return self.log.read_text(errors="replace")[-LOG_TAIL_CHARS:].strip() if self.log.exists() else ""
+        return end_of(self.log, chars=LOG_TAIL_CHARS)
 
     async def stop(self, first: signal.Signals = signal.SIGTERM, *, grace_s: float = STOP_GRACE_S) -> None:
         """End the program's process group: `first`, then SIGKILL after a grace period. Safe to call twice."""

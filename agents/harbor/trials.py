@@ -194,14 +194,14 @@ def read_outcome(folder: Path, *, exit_code: int, log_tail: str, reward: str, gr
     """What became of the trial in `folder`, whose program ended with `exit_code`."""
     try:
         result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-        error, verdict = result["exception_info"], result["verifier_result"]
-    except (OSError, ValueError, KeyError, TypeError):
+        error, verdict = result["exception_info"] or {}, result["verifier_result"] or {}
+        kind, rewards = error.get("exception_type"), verdict.get("rewards") or {}
+        score = rewards.get(reward)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         last = (log_tail.splitlines() or ["it printed nothing"])[-1]
         return Outcome(reason=f"harbor ended without a result: exit code {exit_code}, {last[-DETAIL_CHARS:]}")
-    if error and error["exception_type"] not in graded_errors:
+    if error and kind not in graded_errors:
         return Outcome(reason=_told(error))
-    rewards = (verdict or {}).get("rewards") or {}
-    score = rewards.get(reward)
     if isinstance(score, int | float) and math.isfinite(score) and result.get("reward_valid", True):
         return Outcome(score=float(score))
     if error:
@@ -211,4 +211,4 @@ def read_outcome(folder: Path, *, exit_code: int, log_tail: str, reward: str, gr
 
 def _told(error: dict[str, Any]) -> str:
     message = " ".join(str(error.get("exception_message", "")).split())
-    return f"harbor {error['exception_type']}: {message[:DETAIL_CHARS]}"
+    return f"harbor {error.get('exception_type')}: {message[:DETAIL_CHARS]}"

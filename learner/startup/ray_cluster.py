@@ -36,6 +36,7 @@ from ray._raylet import (  # type: ignore[attr-defined]
 )
 from ray.exceptions import AuthenticationError, RpcError
 
+from buffers.disk import end_of
 from buffers.errors import UnderstudyError
 from buffers.wire.address import is_loopback
 from configs.child_processes import MAX_CHARS, socket_folder
@@ -253,7 +254,7 @@ def _keep_last_words(folder: Path, *names: str) -> None:
     """What these of its processes said last, such as why one crashed, goes to this process's log: Ray's own files end now."""
     logs = folder / "ray" / "session_latest" / "logs"
     for path in sorted(path for name in names for path in logs.glob(name)):
-        if words := path.read_text(errors="replace")[-LAST_WORDS_CHARS:].strip():
+        if words := end_of(path, chars=LAST_WORDS_CHARS):
             logger.info("%s of Ray ended with:\n%s", path.name, words)
 
 

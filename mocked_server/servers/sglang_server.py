@@ -22,6 +22,7 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
+from buffers.disk import end_of
 from buffers.errors import EngineDied, EngineError, RequestRefused
 from configs.schema import Config
 from mocked_server.servers.http_client import KEY, ServerClient, ServerFacts, ServerLost, ServerRefused
@@ -275,7 +276,7 @@ class SGLangProcess:
         assert self._process is not None
         if (code := self._process.poll()) is not None:
             kind = EngineDied if code < 0 else EngineError
-            tail = " ".join(self._log.read_text(errors="replace").split())[-LOG_TAIL_CHARS:]
+            tail = " ".join(end_of(self._log, chars=LOG_TAIL_CHARS).split())
             raise kind(f"SGLang ended with code {code} while it started; the end of {self._log}: {tail}")
 
     @property

@@ -61,3 +61,13 @@ async def test_an_environment_that_is_never_ready_is_told_by_what_it_did(
     with pytest.raises(EnvError, match="must print `ready HOST:PORT`") as refused:
         await start_environment(command, env={}, cwd=tmp_path, log=tmp_path / "env.log", deadline_s=deadline_s)
     assert words in str(refused.value)
+
+
+def test_the_end_of_a_log_is_read_however_long_it_is(tmp_path: Path) -> None:
+    child = Child(None, log=tmp_path / "log.txt")  # type: ignore[arg-type]
+    assert child.log_tail() == ""
+    with child.log.open("wb") as log:
+        log.truncate(1 << 40)  # no machine has room for it
+        log.seek(0, 2)
+        log.write("\nwords, of which the last one is ü\n".encode())
+    assert child.log_tail().endswith("\nwords, of which the last one is ü")

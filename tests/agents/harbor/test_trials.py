@@ -95,6 +95,24 @@ def test_a_reward_of_another_name_is_no_score(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "result",
+    [
+        "[]",
+        "5",
+        '{"exception_info": [], "verifier_result": [1]}',
+        '{"exception_info": "x", "verifier_result": null}',
+        '{"exception_info": null, "verifier_result": {"rewards": [1]}}',
+        '{"exception_info": null, "verifier_result": {"rewards": "reward"}}',
+        "[" * 100_000,
+    ],
+)
+def test_a_result_that_harbor_does_not_write_is_a_failed_episode(tmp_path: Path, result: str) -> None:
+    (tmp_path / "result.json").write_text(result)
+    outcome = read_outcome(tmp_path, exit_code=1, log_tail="last\nwords", reward="reward", graded_errors=[])
+    assert outcome.score is None and outcome.reason == "harbor ended without a result: exit code 1, words"
+
+
+@pytest.mark.parametrize(
     ("agent", "named"),
     [
         ("claude-code", "anthropic/policy"),
