@@ -530,7 +530,7 @@ def test_explained_variance_of_perfect_blind_and_constant() -> None:
 
 @pytest.mark.seconds
 def test_mathematics_needs_no_engine_no_cluster_and_no_model_library() -> None:
-    modules = ", ".join(f"learner.algorithms.{name}" for name in ("advantages", "losses", "entropy"))
+    modules = ", ".join(f"learner.algorithms.{name}" for name in ("advantages", "losses", "objectives"))
     code = f"import sys, {modules}; print(sorted({{'ray', 'transformers', 'vllm', 'tensordict'}} & set(sys.modules)))"
     root = Path(__file__).parents[3]
     answer = subprocess.run(
