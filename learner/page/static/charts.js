@@ -59,7 +59,7 @@ export function chartOptions({ series, xLabel, logY, logX, height, width, onPick
       y: { distr: logY ? 3 : 1 },
     },
     axes: [
-      axis({ size: 28, space: 60, values: xTime ? undefined : (_, ticks) => ticks.map((tick) => (tick === null ? "" : figure(tick))) }),
+      axis({ size: xTime ? 40 : 28, space: 60, values: xTime ? undefined : (_, ticks) => ticks.map((tick) => (tick === null ? "" : figure(tick))) }),
       axis({ size: 52, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : figure(tick))) }),
     ],
     legend: { show: false },
