@@ -334,7 +334,9 @@ def test_strangers_take_no_more_files_than_that_and_no_disk(
         with Connection(listener.address, secret=SECRET) as good:
             assert ask(good, 1) == 1
         until = time.monotonic() + PATIENCE_S
-        while listener._proven_early and time.monotonic() < until:  # the word that it was accepted may come behind its message
+        while (
+            listener._proven_early and time.monotonic() < until
+        ):  # the word that it was accepted may come behind its message
             time.sleep(0.01)
         assert len(listener._strangers) <= 8 and not listener._proven_early
     assert len(caplog.records) <= 2, "each thing is said once a minute"
