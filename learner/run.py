@@ -290,11 +290,14 @@ def check_scorers(config: Config) -> None:
     """Raises UnderstudyError for a scorer that is not there. It imports the scorer's module."""
     from env_adapters.scoring import reward_model, rewards
     from learner.startup.input_check import check_model_folder
+    from learner.startup.template_check import check_template
 
     scorers = [config.data.scorer] if isinstance(config.data.scorer, str) else config.data.scorer.values()
     for scorer in filter(None, scorers):
         if scorer.startswith(reward_model.PREFIX):
-            check_model_folder("data.scorer", scorer.removeprefix(reward_model.PREFIX))
+            check_template(
+                check_model_folder("data.scorer", scorer.removeprefix(reward_model.PREFIX)), key="data.scorer"
+            )
         else:
             rewards.resolve(scorer, batch=False)
 
@@ -329,8 +332,11 @@ def check_other_models(config: Config) -> None:
         from configs.tiny_model import make_tiny_model
         from learner.model.weight_files import check_folders
         from learner.startup.input_check import check_model_folder
+        from learner.startup.template_check import check_template
 
         folder = check_model_folder(key, path)
+        if key.endswith(".frozen"):
+            check_template(folder, key=key)
         if key == "learner.teacher.path" and quantization(folder):
             raise UnderstudyError(
                 f"{key} must name a model of plain weights, got {folder} with quantized ones; use the model as it was before"

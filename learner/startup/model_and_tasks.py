@@ -71,9 +71,9 @@ async def prepare_files(
     model = await asyncio.to_thread(plain_folder, source, to=own, dtype=config.model.dtype, say=warn)
     try:
         await asyncio.to_thread(WeightFiles, model)
-        await asyncio.to_thread(check_template, model)
     except ValueError as error:
         raise TaskError(str(error)) from None
+    await asyncio.to_thread(partial(check_template, model, key="model.path"))
     if not has_chat_template(model):
         warn(f"{source} has no chat template: requests with messages are refused; {TEMPLATE_REMEDY}")
     return model

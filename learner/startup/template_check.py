@@ -1,7 +1,8 @@
 """A chat template that does not end, or that grows without bound, is refused before anything starts.
 
-Called by `learner.startup.model_and_tasks`. It is rendered by a process of its own with limits, whose program is this file too: in
-the run's own process nothing could end it. What a template raises is its answer to these messages, and no fault.
+Called by `learner.startup.model_and_tasks` for the policy, by `learner.run` for frozen roles and reward models. It is rendered by a
+process of its own with limits, whose program is this file too: in the run's own process nothing could end it. What a template
+raises is its answer to these messages, and no fault.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ NUM_MESSAGES = 42
 TOO_LARGE, TOO_LONG = 4, 5
 
 
-def check_template(folder: Path) -> None:
-    """Raises ValueError for a template that short conversations keep busy, or that makes too much of them."""
+def check_template(folder: Path, *, key: str) -> None:
+    """Raises TaskError for a template that short conversations keep busy, or that makes too much of them. `key` names the
+    folder."""
+    from buffers.errors import TaskError  # not where this file is a program, which sees no packages of ours
+
     rendered = subprocess.run(
         [sys.executable, "-P", __file__, str(folder), str(MAX_CPU_S)], capture_output=True, check=False
     )
@@ -37,8 +41,8 @@ def check_template(folder: Path) -> None:
         TOO_LONG: f"they became more than {MAX_CHARS} characters",
     }
     if reason := reasons.get(rendered.returncode):
-        raise ValueError(
-            f"the chat template of model.path must render {NUM_MESSAGES} short messages, got {folder} where {reason}; take the "
+        raise TaskError(
+            f"the chat template of {key} must render {NUM_MESSAGES} short messages, got {folder} where {reason}; take the "
             f"template from another folder of this model"
         )
 

@@ -17,6 +17,7 @@ import shutil
 import signal
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
@@ -104,7 +105,7 @@ def interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class EngineBase:
+class EngineBase(ABC):
     """What engines share: their lives, their counts, and the continuation of what another engine has sampled. A subclass has
     `_generate`, `start`, `close` and `is_up` of `FleetEngine`."""
 
@@ -123,9 +124,9 @@ class EngineBase:
         self._watching: asyncio.Task[None] | None = None
 
     @property
+    @abstractmethod
     def is_up(self) -> bool:
         """It takes requests."""
-        raise NotImplementedError
 
     async def restart(self) -> None:
         """Start again in place of a process or server that is gone, with the weights that were loaded last; their folder must still

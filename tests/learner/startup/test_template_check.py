@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from configs.tiny_model import chat_template
+from buffers.errors import TaskError
+from configs.load import load_config
+from configs.tiny_model import chat_template, make_tiny_model
+from learner.run import check_other_models, check_scorers
 from learner.startup import template_check
 from learner.startup.template_check import check_template
 
@@ -49,8 +52,8 @@ def test_a_template_that_does_not_end_or_grows_is_refused(
         several = [{"name": "default", "template": chat_template()}, {"name": "tool_use", "template": template}]
         named = template if place.endswith("json") else several
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    with pytest.raises(ValueError, match=reason) as refusal:
-        check_template(tmp_path)
+    with pytest.raises(TaskError, match=reason) as refusal:
+        check_template(tmp_path, key="model.path")
     assert str(tmp_path) in str(refusal.value) and "\n" not in str(refusal.value)
 
 
@@ -68,7 +71,25 @@ def test_a_template_that_does_not_end_or_grows_is_refused(
 )
 def test_another_template_goes_through(tmp_path: Path, template: str) -> None:
     (tmp_path / "chat_template.jinja").write_text(template)
-    check_template(tmp_path)
+    check_template(tmp_path, key="model.path")
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("roles.judge.frozen", ["roles={policy: {}, judge: {frozen: FOLDER}}"]),
+        ("data.scorer", ["data.scorer=model:FOLDER"]),
+    ],
+)
+def test_other_models_that_are_shown_conversations_are_asked_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, overrides: list[str]
+) -> None:
+    make_tiny_model(tmp_path / "other")
+    (tmp_path / "other" / "chat_template.jinja").write_text(HOSTILE["is long"][0])
+    config = load_config(overrides=[each.replace("FOLDER", str(tmp_path / "other")) for each in overrides])
+    check = check_scorers if key == "data.scorer" else check_other_models
+    with pytest.raises(TaskError, match=rf"the chat template of {key} must render 42 short messages"):
+        check(config)
 
 
 def test_a_folder_without_one_needs_no_process(tmp_path: Path) -> None:
