@@ -31,6 +31,7 @@ from buffers.did_you_mean import one_of
 from buffers.errors import ScoreError, TaskError
 from buffers.outgoing import SCORER, Outgoing
 from buffers.records import MAX_HINT_CHARS, MAX_JUDGE_CHARS, Task, Verdict
+from buffers.tasks import reasoning_gym_tasks
 from env_adapters.guarded_calls import CaughtException, Threads
 from env_adapters.scoring import reward_model
 from env_adapters.scoring.scorers import COMPARE, SCORERS, SEE_EXIT_CODE, ProgramOutput, truth_of
@@ -64,6 +65,15 @@ class Rewards:
     def check(self, task: Task) -> None:
         """Raises TaskError for a task that its scorer cannot judge, whatever the answer."""
         collector = self._of(task)
+        if (
+            collector is not None
+            and collector.name == "reasoning_gym"
+            and not {"settings", "index"} <= task.extra_info.keys()
+        ):
+            raise TaskError(
+                f"data.scorer=reasoning_gym judges tasks of reasoning_gym://, got one of {task.data_source!r}; name another "
+                f"scorer for it: data.scorer={{default: ...}}"
+            )
         if collector is not None and collector.name in COMPARE:
             try:
                 truth_of(task)
@@ -177,6 +187,10 @@ def resolve(name: str, *, batch: bool) -> Batch:
     if name.startswith(reward_model.PREFIX):
         return reward_model.RewardModel(name.removeprefix(reward_model.PREFIX))
     if name in SCORERS:
+        if name == "reasoning_gym" and not reasoning_gym_tasks.is_installed():
+            raise TaskError(
+                f"data.scorer=reasoning_gym needs the package reasoning-gym, got none; {reasoning_gym_tasks.REMEDY}"
+            )
         return partial(_one_by_one, SCORERS[name])
     module, _, function = name.rpartition(".")
     try:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable
 
 from buffers.records import Task
+from buffers.tasks import reasoning_gym_tasks
 
 ANSWER_CHARS = 300
 """GSM8K: the answer is looked for in the end of the text only."""
@@ -81,6 +82,12 @@ def gsm8k_flexible(task: Task, answer: str) -> float:
     return float(bool(numbers) and numbers[-1] == truth)
 
 
+def reasoning_gym(task: Task, answer: str) -> float:
+    """Reasoning Gym's own score of the answer to a task of `reasoning_gym://`, 0 to 1."""
+    entry = {name: task.extra_info[name] for name in ("settings", "index")}
+    return reasoning_gym_tasks.score(task.data_source, **entry, answer=answer)
+
+
 def _truth(task: Task) -> str:
     """The number; of a worked solution, as GSM8K's column `answer` has it, what stands after the last `####`."""
     return truth_of(task).rpartition("####")[2].strip().replace(",", "")
@@ -101,6 +108,7 @@ SCORERS: dict[str, Callable[[Task, str], float]] = {
     "gsm8k_flexible": gsm8k_flexible,
     "exit_code": exit_code,
     "json_line": json_line,
+    "reasoning_gym": reasoning_gym,
 }
 COMPARE = {"exact_match", "contains", "gsm8k_strict", "gsm8k_flexible"}
 """They compare the answer with the task's ground truth."""

@@ -90,9 +90,15 @@ class Policy(nn.Module):  # type: ignore[misc]
         return logits.clone()  # no view: FSDP
 
     def forward(
-        self, micro: MicroBatch, *, temperature: float | None, entropy: bool = False, energy: bool = False
+        self,
+        micro: MicroBatch,
+        *,
+        temperature: float | None,
+        entropy: bool = False,
+        bonus: bool = False,
+        energy: bool = False,
     ) -> TokenOutputs:
-        """`temperature` None: no log-probabilities, a critic of its own.
+        """`temperature` None: no log-probabilities, a critic of its own. `bonus`: the entropy has a gradient.
 
         A head that shares the policy's states reads them and does not train them: its errors have one sign when rewards
         rise, and moving every state by them has made a policy that had solved its task forget it in one update (the
@@ -106,7 +112,7 @@ class Policy(nn.Module):  # type: ignore[misc]
             values = self.value_head(judged).float().squeeze(-1).clone()  # no view: FSDP
         if temperature is None:
             return TokenOutputs(None, None, _of_rows(values, micro))
-        compute = partial(self._chunk, kind=kind, temperature=temperature, entropy=entropy, energy=energy)
+        compute = partial(self._chunk, kind=kind, temperature=temperature, entropy=entropy, bonus=bonus, energy=energy)
         outputs = self._in_chunks(compute, chosen, micro.tokens)
         logprobs, entropies, energies = (_of_rows(output, micro) for output in outputs)
         balance = self.routing.balance(num_chosen=experts_per_token(self.lm.config.get_text_config()) or 0)
@@ -159,12 +165,13 @@ class Policy(nn.Module):  # type: ignore[misc]
         return tuple(None if column[0] is None else torch.cat(column) for column in zip(*parts))
 
     def _chunk(
-        self, states: Tensor, tokens: Tensor, *, kind: Any, temperature: float, entropy: bool, energy: bool
+        self, states: Tensor, tokens: Tensor, *, kind: Any, temperature: float, entropy: bool, bonus: bool, energy: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         logits = self._logits_of(states, kind=kind) / temperature
         logprobs = -functional.cross_entropy(logits, tokens, reduction="none")
         squared_norm = 1.0 - 2.0 * logprobs.exp() + logits.softmax(-1).square().sum(-1) if energy else None
-        return logprobs, _entropy(logits) if entropy else None, squared_norm
+        entropies = _entropy(logits if bonus else logits.detach()) if entropy else None
+        return logprobs, entropies, squared_norm
 
     def _logits_of(self, states: Tensor, *, kind: Any) -> Tensor:
         """[m, hidden] -> [m, V] by the model's own forward, in which its body answers with these states: scales, caps and biases of

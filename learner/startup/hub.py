@@ -17,9 +17,11 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 
 from buffers.errors import TaskError, UnderstudyError
+from buffers.tasks import reasoning_gym_tasks
 from configs.child_processes import python_path
 from configs.schema import Config
 
@@ -49,7 +51,7 @@ def is_dataset(path: str) -> bool:
     """Whether a task file is named by a data set."""
     from buffers.tasks.datasets import is_saved_dataset
 
-    return path.startswith(SCHEME) or (path != "" and is_saved_dataset(Path(path)))
+    return path.startswith((SCHEME, reasoning_gym_tasks.SCHEME)) or (path != "" and is_saved_dataset(Path(path)))
 
 
 def with_local_files(config: Config) -> Config:
@@ -119,6 +121,8 @@ def _task_file(path: str, *, folder: Path, columns: Mapping[str, str]) -> Path:
     name."""
     from buffers.tasks.datasets import saved_files, write_task_file
 
+    if path.startswith(reasoning_gym_tasks.SCHEME):
+        return _reasoning_gym_file(path, folder=folder)
     if path.startswith(SCHEME):
         if (found := DATASET.fullmatch(path)) is None:
             raise TaskError(
@@ -135,6 +139,24 @@ def _task_file(path: str, *, folder: Path, columns: Mapping[str, str]) -> Path:
     mark = sha256(json.dumps([named, sorted(columns.items()), source]).encode()).hexdigest()[:MARK_CHARS]
     if not (to := folder / f"{label}-{mark}.parquet").is_file():
         write_task_file(files, columns=columns, source=source, to=to)
+    return to
+
+
+def _reasoning_gym_file(address: str, *, folder: Path) -> Path:
+    """The tasks of Reasoning Gym at this address, of the version that is installed."""
+    from buffers.records import Task
+    from buffers.tasks.parquet import write_tasks
+
+    name = address.removeprefix(reasoning_gym_tasks.SCHEME).partition("?")[0]
+    installed = version("reasoning-gym") if reasoning_gym_tasks.is_installed() else ""
+    mark = sha256(json.dumps([address, installed]).encode()).hexdigest()[:MARK_CHARS]
+    if not (to := folder / f"{name or 'none'}-{mark}.parquet").is_file():
+        try:
+            tasks = [Task(**row) for row in reasoning_gym_tasks.task_rows(address)]
+        except ValueError as error:
+            raise TaskError(f"data.tasks={error}") from None
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tasks(to, tasks)
     return to
 
 

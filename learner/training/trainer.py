@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,9 +183,11 @@ class Trainer:
         if config.kl.coef > 0.0 and self._own.reference is None:
             self._own.reference = self._kept_weights()
         self._policy.routing.agreed.zero_()
-        before = Before(*self._sweep(table.sequences, critic=True))
+        minibatches = Minibatches(table, config=config, rng=np.random.default_rng((self._seed, self._own.steps)))
+        rows = range(len(table.hints)) if self._looks_ahead else minibatches.later
+        before = Before(*self._sweep(table.sequences, critic=True, rows=rows))
         agreed, told = fsdp.all_sum(self._policy.routing.agreed.to(self._device)).tolist()
-        metrics, recomputed = self._check_logprobs(table, logprobs=before.logprobs, version=version)
+        recomputed, checked = self._recomputed(table, version=version)
         self._token_figures = TokenFigures(
             learner=recomputed.numpy(),
             start=before.logprobs.numpy(),
@@ -195,8 +197,19 @@ class Trainer:
         if config.check_logprobs:
             self._remember(version)
         prepared = time.monotonic()
+        metrics: dict[str, float] = {}
         if bool(table.fresh.any()):  # else all answers were cut, and left out
-            metrics |= self._learn(table, before=before)
+            metrics |= self._learn(table, before=before, minibatches=minibatches)
+        present = (table.versions == version) & table.verifiable
+        recomputed[present] = before.logprobs[present]
+        if config.check_logprobs:
+            checked |= present
+            difference = (recomputed - table.behaviour)[checked].abs()
+            metrics |= {
+                "policy/max_logprob_diff": float(difference.max()) if len(difference) else 0.0,
+                "policy/mean_logprob_diff": float(difference.mean()) if len(difference) else 0.0,
+                "policy/checked_share": float(checked.float().mean()),
+            }
         self._own.steps += 1
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # of what the step has used, for an engine on this card that wakes up
@@ -220,13 +233,32 @@ class Trainer:
         figures, self._token_figures = self._token_figures, None
         return figures if self._rank == 0 else None
 
-    def _learn(self, table: BatchTensors, *, before: Before) -> dict[str, float]:
-        """The updates on a batch, and what moves with them: the coefficients of KL and entropy."""
+    @property
+    def _looks_ahead(self) -> bool:
+        """Whether what is learned from the first mini-batch needs more of the policy before the step than that mini-batch's own
+        pass computes."""
+        config, estimator = self._config, self._estimator
+        return (
+            estimator.needs_critic
+            or estimator.needs_energy
+            or estimator.needs_hints
+            or self._teacher is not None
+            or (config.kl.coef > 0.0 and config.kl.in_reward)
+            or self._own.bonus.is_adaptive
+            or config.loss in ("clip_cov", "kl_cov")
+            or config.router_replay
+        )
+
+    def _learn(self, table: BatchTensors, *, before: Before, minibatches: Minibatches) -> dict[str, float]:
+        """The updates on a batch, and what moves with them: the coefficients of KL and entropy. What `before` does not have yet of
+        the first mini-batch is written into it."""
         shares = table.weights(range(len(table.hints)), mode="token-mean")
         entropy = float((shares * before.entropy).sum())
         plan, kl_taken = self._goals(table, shares=shares, before=before, entropy=entropy)
         began = time.monotonic()
-        metrics = self._update(table, goals=plan) | kl_taken | {"policy/entropy": entropy}
+        metrics = self._update(table, goals=plan, minibatches=minibatches, before=before) | kl_taken
+        entropy = float((shares * before.entropy).sum())
+        metrics["policy/entropy"] = entropy
         metrics["learner/mfu"] = self._useful_flops(table.sequences) / (time.monotonic() - began) / self._rate
         if self._config.kl.coef > 0.0:
             metrics["policy/kl_coef"] = self._own.kl.value
@@ -482,7 +514,7 @@ class Trainer:
         """[num, M] what `compute` finds of the trained tokens, of all ranks; 0 for None and outside of `rows`."""
         found = torch.zeros(num, sequences.num_trained, device=self._device)
         chosen = range(len(sequences.ids)) if rows is None else rows
-        for piles in self._plan(sequences, rows=chosen):
+        for piles in self._plan(sequences, rows=chosen) if len(chosen) else ():
             micro = sequences.micro_batch(piles[self._rank], device=self._device)
             with torch.no_grad():
                 columns = compute(micro)
@@ -491,8 +523,10 @@ class Trainer:
                     found[column, micro.index] = values
         return fsdp.all_sum(found).cpu()
 
-    def _forward(self, micro: MicroBatch, *, entropy: bool, energy: bool = False) -> TokenOutputs:
-        outputs: TokenOutputs = self._policy(micro, temperature=self._temperature, entropy=entropy, energy=energy)
+    def _forward(self, micro: MicroBatch, *, entropy: bool, bonus: bool = False, energy: bool = False) -> TokenOutputs:
+        outputs: TokenOutputs = self._policy(
+            micro, temperature=self._temperature, entropy=entropy, bonus=bonus, energy=energy
+        )
         return outputs
 
     def _values(self, micro: MicroBatch, *, shared: Tensor | None) -> Tensor | None:
@@ -530,31 +564,24 @@ class Trainer:
         for old in [old for old in self._own.history if old <= version - self._keep_versions + 1]:
             del self._own.history[old]
 
-    def _check_logprobs(
-        self, table: BatchTensors, *, logprobs: Tensor, version: int
-    ) -> tuple[dict[str, float], Tensor]:
-        """Compares recorded log-probabilities with those of the version that sampled each token, where still kept; and [M] these,
-        nan where it is not. Those of the present version are known; for older ones a share of the rows is computed again."""
-        answers = logprobs.clone()
-        checked = (table.versions == version) & table.verifiable
+    def _recomputed(self, table: BatchTensors, *, version: int) -> tuple[Tensor, Tensor]:
+        """[M] log-probabilities under the older version that sampled each token, of a share of the rows, where that version is
+        still kept, nan elsewhere; and [M] whether."""
+        answers = torch.full_like(table.behaviour, torch.nan)
+        checked = torch.zeros_like(table.fresh)
         if not self._config.check_logprobs:
-            return {}, torch.where(checked, answers, torch.nan)
+            return answers, checked
         picked = torch.from_numpy(self._rows_to_check(len(table.sequences.ids)))
         owners = np.repeat(np.arange(len(table.sequences.ids)), table.sequences.counts)
         for old, shards in self._own.history.items():
-            own = (table.versions == old) & table.verifiable & ~checked & picked[owners]
+            own = (table.versions == old) & (old != version) & table.verifiable & picked[owners]
             if not bool(own.any()):
                 continue
             with fsdp.swapped(self._policy, shards=shards):
                 rows = np.unique(owners[own.numpy()]).tolist()
                 answers[own] = self._sweep(table.sequences, critic=False, rows=rows)[0][own]
             checked |= own
-        difference = (answers - table.behaviour)[checked].abs()
-        return {
-            "policy/max_logprob_diff": float(difference.max()) if len(difference) else 0.0,
-            "policy/mean_logprob_diff": float(difference.mean()) if len(difference) else 0.0,
-            "policy/checked_share": float(checked.float().mean()),
-        }, torch.where(checked, answers, torch.nan)
+        return answers, checked
 
     def _rows_to_check(self, num_rows: int) -> np.ndarray:
         """[num_rows] true where a row is computed again under older versions; drawn anew in each step, alike on all ranks."""
@@ -631,8 +658,10 @@ class Trainer:
         fits = self._estimator.needs_critic and self._config.calibrate_values
         return calibrated_evidence(evidence) if fits else evidence
 
-    def _update(self, table: BatchTensors, *, goals: Goals) -> dict[str, float]:
-        """Epochs times mini-batches optimizer updates."""
+    def _update(
+        self, table: BatchTensors, *, goals: Goals, minibatches: Minibatches, before: Before
+    ) -> dict[str, float]:
+        """Epochs times mini-batches optimizer updates. The first tells what is not in `before` yet."""
         config = self._config
         warmth = min(1.0, (self._own.steps + 1) / (config.lr_warmup_steps + 1))
         for optimizer in filter(None, (self._own.optimizer, self._critic_optimizer)):
@@ -640,20 +669,20 @@ class Trainer:
                 group["lr"] = group["peak_lr"] * warmth * (goals.scale if group["rate_grows"] else 1.0)
                 group["eps"] = EPS * (goals.scale if group["eps_grows"] else 1.0)
         step_metrics = StepMetrics()
-        rng = np.random.default_rng((self._seed, self._own.steps))
-        owners = kept_together(
-            table.sequences, groups=_row_groups(table), episodes=table.episodes, num=config.minibatches
-        )
-        for _ in range(config.epochs):
-            for rows in split_minibatches(owners, num=config.minibatches, rng=rng):
-                if not bool(table.fresh[table.sequences.places(rows)].any()):
-                    continue
-                weights = table.weights(rows, mode=config.aggregation, norm=config.loss_norm)
-                shares = table.weights(rows, mode="token-mean")
-                targets = replace(goals.targets, weights=weights.to(self._device), shares=shares.to(self._device))
-                picked = self._pick(targets, seed=int(rng.integers(2**31)))
-                goals = replace(goals, targets=replace(targets, picked=picked))
-                self._update_once(table.sequences, goals=goals, rows=rows, step_metrics=step_metrics)
+        unknown = None if self._looks_ahead else torch.zeros(2, table.sequences.num_trained, device=self._device)
+        for rows in minibatches:
+            weights = table.weights(rows, mode=config.aggregation, norm=config.loss_norm)
+            shares = table.weights(rows, mode="token-mean")
+            targets = replace(goals.targets, weights=weights.to(self._device), shares=shares.to(self._device))
+            picked = self._pick(targets, seed=int(minibatches.rng.integers(2**31)))
+            goals = replace(goals, targets=replace(targets, picked=picked))
+            self._update_once(table.sequences, goals=goals, rows=rows, step_metrics=step_metrics, unknown=unknown)
+            if unknown is not None:
+                places = table.sequences.places(rows)
+                own = fsdp.all_sum(unknown).cpu()[:, places]
+                before.logprobs[places], before.entropy[places] = own
+                goals.targets.proximal[places.to(self._device)] = own[0].to(self._device)
+                unknown = None
         return step_metrics.metrics() | {"learner/lr": config.lr * warmth}
 
     def _pick(self, targets: Targets, *, seed: int) -> Tensor:
@@ -669,11 +698,18 @@ class Trainer:
         return picked.to(self._device)
 
     def _update_once(
-        self, sequences: Sequences, *, goals: Goals, rows: Sequence[int], step_metrics: StepMetrics
+        self,
+        sequences: Sequences,
+        *,
+        goals: Goals,
+        rows: Sequence[int],
+        step_metrics: StepMetrics,
+        unknown: Tensor | None,
     ) -> None:
+        """`unknown` [2, M]: takes log-probabilities and entropies of the rows, which are those before the step; None: known."""
         for piles in self._plan(sequences, rows=rows):
             micro = sequences.micro_batch(piles[self._rank], device=self._device)
-            loss = self._loss(micro, goals=replace(goals, targets=goals.targets.take(micro.index)))
+            loss = self._loss(micro, goals=replace(goals, targets=goals.targets.take(micro.index)), unknown=unknown)
             (loss.total * self._world_size).backward()  # FSDP averages over ranks; the sum is wanted
             step_metrics.add(means=loss.means, maxima=loss.maxima)
         clip = self._config.grad_clip
@@ -689,12 +725,18 @@ class Trainer:
         head = () if policy.value_head is None else tuple(policy.value_head.parameters())
         return fsdp.update(policy, optimizer=optimizer, clip=clip, apart=head, apart_clip=self._config.grad_clip)
 
-    def _loss(self, micro: MicroBatch, *, goals: Goals) -> Loss:
+    def _loss(self, micro: MicroBatch, *, goals: Goals, unknown: Tensor | None) -> Loss:
         config = self._config
-        outputs = self._forward(micro, entropy=goals.entropy_coef > 0.0)
+        has_bonus = goals.entropy_coef > 0.0
+        outputs = self._forward(micro, entropy=has_bonus or unknown is not None, bonus=has_bonus)
+        if unknown is not None:
+            assert outputs.logprobs is not None and outputs.entropy is not None
+            present = outputs.logprobs.detach()
+            unknown[0, micro.index], unknown[1, micro.index] = present, outputs.entropy.detach()
+            goals = replace(goals, targets=replace(goals.targets, proximal=present))
         loss = actor_loss(
             outputs.logprobs,
-            entropy=outputs.entropy,
+            entropy=outputs.entropy if has_bonus else None,
             values=outputs.values,
             targets=goals.targets,
             config=config,
@@ -714,6 +756,35 @@ class Trainer:
         critic = value_loss(values, targets=goals.targets, clip=config.value_clip * goals.scale)
         total = loss.total + critic / goals.scale
         return replace(loss, total=total, means=loss.means | {"critic/vf_loss": critic.detach()})
+
+
+class Minibatches:
+    """The mini-batches of a step, in order; of each, the rows. Those in which nothing is trained are left out."""
+
+    def __init__(self, table: BatchTensors, *, config: LearnerConfig, rng: np.random.Generator) -> None:
+        self._table = table
+        self._config = config
+        self.rng = rng
+        self._owners = kept_together(
+            table.sequences, groups=_row_groups(table), episodes=table.episodes, num=config.minibatches
+        )
+        self._first = self._split()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from self._first
+        for _ in range(self._config.epochs - 1):
+            yield from self._split()
+
+    @property
+    def later(self) -> list[int]:
+        """The rows that are not in the first one."""
+        first = set(self._first[0]) if self._first else set()
+        return [row for row in range(len(self._table.hints)) if row not in first]
+
+    def _split(self) -> list[list[int]]:
+        sequences = self._table.sequences
+        parts = split_minibatches(self._owners, num=self._config.minibatches, rng=self.rng)
+        return [rows for rows in parts if bool(self._table.fresh[sequences.places(rows)].any())]
 
 
 def _row_groups(table: BatchTensors) -> npt.NDArray[np.int64]:

@@ -539,22 +539,95 @@ def test_updates_below_the_resolution_of_bfloat16_add_up(trainer: MakeTrainer) -
     assert float((once.bfloat16() == start.bfloat16())[large].float().mean()) > 0.9  # in bfloat16 it would be lost
 
 
-@pytest.mark.parametrize(("coef", "computed"), [(0.0, {False}), (0.01, {True})])
-def test_an_update_computes_the_entropy_where_it_has_a_bonus(
-    trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, coef: float, computed: set[bool]
+@pytest.mark.parametrize("coef", [0.0, 0.01])
+def test_the_entropy_has_a_gradient_where_it_has_a_bonus(
+    trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, coef: float
 ) -> None:
     learner = trainer(advantage="grpo", entropy_coef=coef)
-    seen: set[bool] = set()
+    seen: list[tuple[bool, bool]] = []
     forward = learner._forward
 
-    def watched(micro: Any, *, entropy: bool, energy: bool = False) -> Any:
+    def watched(micro: Any, **asked: bool) -> Any:
+        outputs = forward(micro, **asked)
         if torch.is_grad_enabled():
-            seen.add(entropy)
-        return forward(micro, entropy=entropy, energy=energy)
+            entropy = outputs.entropy
+            seen.append((entropy is not None, entropy is not None and entropy.requires_grad))
+        return outputs
 
     monkeypatch.setattr(learner, "_forward", watched)
     learner.train_step(walks(), version=0)
-    assert seen == computed
+    first, *others = seen
+    assert first == (True, coef > 0.0)  # it tells the entropy before the step
+    assert others and set(others) == {(coef > 0.0, coef > 0.0)}
+
+
+LOOKS_AHEAD = {
+    "critic": {"advantage": "gae"},
+    "energy": {"advantage": "otb"},
+    "in reward": {"advantage": "grpo", "kl": {"coef": 0.1, "in_reward": True}},
+    "adaptive entropy": {"advantage": "grpo", "adaptive_entropy": {"target": 1.0}},
+    "clip_cov": {"advantage": "grpo", "loss": "clip_cov"},
+    "kl_cov": {"advantage": "grpo", "loss": "kl_cov"},
+}
+"""What needs the policy's figures of the whole batch before the first update."""
+
+
+@pytest.mark.parametrize("settings", LOOKS_AHEAD.values(), ids=list(LOOKS_AHEAD))
+def test_all_rows_are_computed_first_where_the_whole_batch_is_needed(
+    trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    learner = trainer(minibatches=2, **settings)
+    swept: list[Any] = []
+    sweep = learner._sweep
+    monkeypatch.setattr(
+        learner, "_sweep", lambda *given, **asked: swept.append(asked.get("rows")) or sweep(*given, **asked)
+    )
+    batch = walks()
+    learner.train_step(batch, version=0)
+    assert list(swept[0]) == list(range(len(batch.rows)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"minibatches": 1},
+        {"minibatches": 2},
+        {"minibatches": 3, "epochs": 2},
+        {"minibatches": 2, "epochs": 2, "kl": {"coef": 0.1}, "entropy_coef": 0.01},
+        {"minibatches": 2, "loss": "gspo", "correction": "seq_mis"},
+        {"minibatches": 2, "loss": "cispo", "correction": "naive", "rejection": {"kind": "geo_mean"}},
+        {"minibatches": 2, "advantage": "rloo", "mask_truncated": True, "token_budget": 16},
+    ],
+    ids=str,
+)
+def test_the_first_mini_batch_is_computed_once_and_nothing_else_changes(
+    trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    def trained(*, ahead: bool) -> tuple[list[dict[str, float]], Any, dict[str, torch.Tensor], list[int]]:
+        learner = trainer(**{"advantage": "grpo", **settings})
+        assert not learner._looks_ahead
+        tokens: list[int] = []
+        forward = learner._forward
+        with monkeypatch.context() as patched:
+            if ahead:
+                patched.setattr(Trainer, "_looks_ahead", True)
+            patched.setattr(
+                learner, "_forward", lambda micro, **asked: tokens.append(len(micro.tokens)) or forward(micro, **asked)
+            )
+            metrics = [learner.train_step(walks(version=step), version=step) for step in (0, 1)]
+            weights = {name: p.detach().full_tensor().clone() for name, p in learner._policy.named_parameters()}
+        return metrics, learner.token_figures(), weights, tokens
+
+    once, figures, weights, tokens = trained(ahead=False)
+    twice, figures_before, weights_before, tokens_before = trained(ahead=True)
+    for step, (one, other) in enumerate(zip(once, twice)):
+        assert one.keys() == other.keys()
+        for name in one.keys() - {"time/prepare_s", "time/train_s", "learner/mfu"}:
+            assert one[name] == pytest.approx(other[name], rel=1e-4, abs=2e-6), (step, name)
+    for name in ("learner", "start", "advantage", "weighed"):
+        assert getattr(figures, name) == pytest.approx(getattr(figures_before, name), abs=1e-5, nan_ok=True), name
+    assert all(torch.allclose(weights[name], weights_before[name], atol=1e-6) for name in weights)
+    assert sum(tokens) < sum(tokens_before)
 
 
 def test_each_mini_batch_draws_its_tokens_anew(trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
