@@ -251,8 +251,9 @@ class RolloutConfig(Section):
     """Free the engine's memory while the learner updates, for both on one card: vLLM's sleep mode on a GPU, the prefix cache on a
     CPU. Only with `buffer.max_policy_lag=0`, where nothing is generated meanwhile."""
     kv_cache_gb: Positive | None = None
-    """KV-cache memory of the engine, on each of its cards, in GiB. None: 0.25 on CPU; on a GPU what `gpu_memory_utilization`
-    leaves beside the weights."""
+    """KV-cache memory of the engine, on each of its cards, in GiB. None: 0.25 on CPU, and for a pretrained model what
+    `agents.concurrency` conversations of `max_model_len` tokens take, up to a twentieth of the memory; on a GPU what
+    `gpu_memory_utilization` leaves beside the weights."""
     tensor_parallel: PositiveInt = 1
     """GPUs of one engine, over which each layer's weights are divided (tensor parallelism). On a CPU 1."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
@@ -438,21 +439,23 @@ class LearnerConfig(Section):
     gradient_checkpointing: bool = False
     """Compute each layer again in the backward pass: memory for one layer's activations, about a third more time."""
     lr: NotNegative = 5e-4
-    """Learning rate of the policy (AdamW)."""
+    """Learning rate of the policy (AdamW). Where it is not set, a pretrained model (of 10 million weights and more) gets 1e-5 at
+    135 million weights, less with the square root of its size (1e-6 at 7 billion), and ten times that with LoRA."""
     critic_lr: NotNegative = 5e-4
-    """Learning rate of a separate critic. Value heads learn at ten times the rate of what they sit on, and in proportion to the
-    size of the scores."""
+    """Learning rate of a separate critic; of a pretrained model ten times the policy's. Value heads learn at ten times the rate of
+    what they sit on, and in proportion to the size of the scores."""
     lr_warmup_steps: Count = 3
     """Steps in which learning rates rise to their values, linearly."""
     grad_clip: Positive = 1.0
     """Largest norm of an update's gradient; a larger gradient is scaled down to it. For scores of size 1: it grows with the batch's
     largest score where advantages do, as those of dr_grpo, rloo, remax, opo, gpg and otb. A value head is clipped by itself."""
     minibatches: PositiveInt = 2
-    """Optimizer updates per pass over a batch."""
+    """Optimizer updates per pass over a batch. Where it is not set, 1 for a pretrained model without a critic."""
     epochs: PositiveInt = 1
     """Passes over a batch."""
     token_budget: PositiveInt = 8192
-    """Most tokens in one forward pass; rows are packed, without padding."""
+    """Most tokens in one forward pass; rows are packed, without padding. Where it is not set, 2048 for a pretrained model on a
+    CPU."""
     prefix_tree: bool = True
     """Compute what rows share from their start on (a prompt, the rounds before a branch) once, where that saves a tenth or more.
     False: each row by itself, to compare; no number changes but by rounding."""
@@ -571,7 +574,7 @@ class WarmStartConfig(Section):
     steps: PositiveInt = 120
     """Updates on 32 demonstrations each."""
     lr: Positive = 2e-3
-    """Learning rate of the warm start."""
+    """Learning rate of the warm start; 2e-5 for a pretrained model where it is not set, with LoRA 2e-4."""
 
 
 class Config(Section):

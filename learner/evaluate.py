@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +21,10 @@ from configs.child_processes import own_temporary_folder
 from configs.schema import Config
 from learner.recovery.at_once import signals_end_at_once
 
+ANSWERS = "answers.jsonl"
+"""A line for each episode: question, answer, truth, score."""
+SHOWN = 5
+"""Answers that are printed."""
 STOPPED_TEXT = "stopped; an evaluation cannot be resumed: run the same command again"
 logger = logging.getLogger(__name__)
 
@@ -182,5 +188,26 @@ def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Calla
         console.print(table(figures))
         for line in failures_in_words(figures):
             say(line)
-        say(f"figures: {folder / EVALUATION}; every episode: understudy ledger inspect {folder}")
+        try:
+            show_answers(folder, say=say)
+        except (UnderstudyError, OSError) as error:  # of a tokenizer without a tokenizer.json, for example
+            say(f"no answers are shown: {error}")
+        say(f"figures: {folder / EVALUATION}; every answer: {folder / ANSWERS}")
         return 0 if played.found else 1
+
+
+def show_answers(folder: Path, *, say: Callable[..., object]) -> None:
+    """Writes the answers of all episodes to ANSWERS, and prints the best, the worst and some in between."""
+    from buffers.ledger.reading.reader import LedgerReader
+    from buffers.ledger.tools.answers import answers, in_a_line, samples
+    from buffers.ledger.tools.cli import decoder, ledger_path
+
+    path = ledger_path(folder)
+    with closing(LedgerReader(path)) as reader, reader.read() as db:
+        found = list(answers(db, decode=decoder(path, given=None, plain=True)))
+    lines = "".join(json.dumps(each.record(), ensure_ascii=False) + "\n" for each in found)
+    (folder / ANSWERS).write_text(lines, encoding="utf-8")
+    for name, each in samples(found, number=SHOWN):
+        truth = each.task.ground_truth if each.task is not None else None
+        say(f"{name}, score {each.score:g}: {in_a_line(each.question)}")
+        say(f"  answer: {in_a_line(each.answer)}" + ("" if truth is None else f"\n  truth:  {in_a_line(str(truth))}"))

@@ -172,11 +172,27 @@ def shape_of(model: ModelConfig) -> ModelShape:
 
 def local_config(config: Config) -> Config:
     """The configuration with models and tasks as files of this machine; what is missing is downloaded or made. With what the
-    model needs on this machine, which a line tells. Raises UnderstudyError."""
+    model needs on this machine, and the defaults that follow from it, which lines tell. Raises UnderstudyError."""
+    import psutil
+
     from agents.harbor.tasks import with_task_files
     from learner.startup.hub import with_local_files
+    from learner.startup.input_check import check_model, in_fork
+    from learner.startup.model_defaults import with_model_defaults
 
-    return with_model_needs(with_local_files(with_task_files(config)))
+    config = with_model_needs(with_local_files(with_task_files(config)))
+    if config.model.path == "tiny":
+        return config
+    from mocked_server.vllm.engine_arguments import has_gpu
+
+    check_model(config.model.path)
+    return with_model_defaults(
+        config,
+        shape=in_fork(lambda: shape_of(config.model)),
+        has_gpu=has_gpu(),
+        memory_bytes=psutil.virtual_memory().total,
+        say=lambda line: print(f"understudy: {line}", flush=True),
+    )
 
 
 def with_model_needs(config: Config) -> Config:

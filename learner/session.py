@@ -13,13 +13,16 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from buffers.disk import why_refused
 from buffers.errors import UnderstudyError
+from buffers.ledger.reading.reader import LedgerReader
+from buffers.ledger.tools.answers import answers, first_and_last, in_a_line
+from buffers.ledger.tools.cli import decoder
 from configs.child_processes import python_path
 from configs.schema import Config
 from learner.pipeline import Pipeline
@@ -29,8 +32,12 @@ from learner.reporting.run_metrics import OTHER_CLASS, OTHER_CLASS_ARGUMENT
 from learner.reporting.summary import reward_curve_png, reward_curve_text, summary_table, write_summary
 from learner.reporting.tracker import Tracker
 from learner.startup.run_folder import CONFIG, LEDGER, LOG, check_resumed, claimed, write_config
+from learner.validation import PREFIX
 
 logger = logging.getLogger(__name__)
+
+SHOWN = 3
+"""Validation tasks whose answers are shown at the end."""
 
 Outcome = tuple[Pipeline, int, list[Exception]]
 """A run that has ended, its exit code, and what went wrong."""
@@ -219,6 +226,8 @@ def conclude(
     attempt("summary.json", partial(write_summary, folder / "summary.json", summary))
     if history.rewards:
         attempt("reward.png", partial(report, console, history.rewards, summary=summary, folder=folder))
+        if (folder / LEDGER).is_file():
+            attempt("the answers", partial(show_answers, folder, say=say))
     verdicts = history.verdicts()
     for line in verdicts:
         say(f"note: {line}", style="bold yellow")
@@ -260,6 +269,19 @@ def report(console: Terminal, rewards: list[float], *, summary: dict[str, Any], 
     for name, file in files.items():
         if (folder / file).exists():
             console.print(f"{name:>12}: {folder / file}", highlight=False, soft_wrap=True)
+
+
+def show_answers(folder: Path, *, say: Callable[..., object]) -> None:
+    """What the first weights and the last ones answered, to the validation tasks whose scores have changed most."""
+    path = folder / LEDGER
+    with closing(LedgerReader(path)) as reader, reader.read() as db:
+        if not db.execute("SELECT 1 FROM grp WHERE state = 'validated'").fetchone():
+            return
+        found = list(answers(db, decode=decoder(path, given=None, plain=True), tasks_of=PREFIX))
+    for first, last in first_and_last(found, number=SHOWN):
+        say(f"{in_a_line(first.question)}")
+        for name, each in (("before", first), ("after", last)):
+            say(f"  {name:>6}, score {each.score:g}: {in_a_line(each.answer)}")
 
 
 def how_to_see_why(folder: Path, *, program: str) -> str:

@@ -13,6 +13,7 @@ import logging
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from difflib import get_close_matches
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -60,7 +61,8 @@ def task_rows(address: str) -> Iterator[dict[str, Any]]:
         raise ValueError(f"{address} must set what {name} has, got {unknown[0]}; it has {', '.join([*known, *OWN])}")
     given = {"seed": 0, **given}
     try:
-        entries = list(_dataset(name, json.dumps(given)))
+        with redirect_stdout(sys.stderr):  # some generators print dots
+            entries = list(_dataset(name, json.dumps(given)))
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(
             f"{address} must have settings that {name} takes, got {given}: {error or 'its check of them failed'}"

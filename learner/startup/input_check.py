@@ -8,6 +8,7 @@ with the configuration key and has the absolute path. What `data.make` is to wri
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from buffers.errors import TaskError, UnderstudyError
 from buffers.records import Task
@@ -32,8 +33,17 @@ SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl")
 
 
 def refusal(check: Callable[[], None]) -> str:
-    """The message of the UnderstudyError that `check` raises; empty: none. It runs in a forked process: what it imports, and the
-    threads that this starts, are not this process's, which is to be forked of later."""
+    """The message of the UnderstudyError that `check` raises, by `in_fork`; empty: none."""
+    try:
+        in_fork(check)
+    except UnderstudyError as error:
+        return str(error)
+    return ""
+
+
+def in_fork(compute: Callable[[], T]) -> T:
+    """What `compute` gives in a forked process: what it imports, and the threads that this starts, are not this process's, which is
+    to be forked of later. Raises the UnderstudyError that it raises."""
     reading, writing = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -41,25 +51,30 @@ def refusal(check: Callable[[], None]) -> str:
         for number in (signal.SIGINT, signal.SIGTERM):  # the process that waits has the word
             signal.signal(number, signal.SIG_DFL)
         os.close(reading)
-        _answer(check, writing)
+        _answer(compute, writing)
     os.close(writing)
-    with os.fdopen(reading, encoding="utf-8") as source:
+    with os.fdopen(reading, "rb") as source:
         told = source.read()
-    _, status = os.waitpid(pid, 0)
-    if told or os.waitstatus_to_exitcode(status) == 0:
-        return told
-    return "the configuration could not be checked, for the error above; mend it first"
+    os.waitpid(pid, 0)
+    if not told:
+        raise UnderstudyError("the configuration could not be checked, for the error above; mend it first")
+    refused, found = pickle.loads(told)
+    if refused is not None:
+        raise UnderstudyError(refused)
+    return cast(T, found)
 
 
-def _answer(check: Callable[[], None], writing: int) -> None:
+def _answer(compute: Callable[[], object], writing: int) -> None:
     """Runs in the fork, where a defect (of a scorer's module, for example) is printed with its traceback."""
     code = 1
     try:
-        check()
+        try:
+            told: tuple[str | None, object] = None, compute()
+        except UnderstudyError as error:
+            told = str(error), None
+        with os.fdopen(writing, "wb") as sink:
+            pickle.dump(told, sink)
         code = 0
-    except UnderstudyError as error:
-        with os.fdopen(writing, "w", encoding="utf-8") as sink:
-            sink.write(str(error))
     finally:
         if sys.exc_info()[0] is not None:
             sys.excepthook(*sys.exc_info())

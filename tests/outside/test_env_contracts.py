@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.outside, pytest.mark.slow, pytest.mark.timeout(700)]
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "outside" / "environments"
 VERIFIERS = ("verifiers==0.4.0", "pyarrow==26.0.1")
+REASONING_GYM = ("reasoning-gym==0.1.25",)
 OPENENV = ("openenv-core==0.3.0",)
 
 
@@ -51,6 +52,29 @@ def test_a_verifiers_environment_is_played_as_its_authors_wrote_it() -> None:
     assert report["crashed"]["reason"] == "environment step: LookupError"
     assert report["missing"]["reason"] == "environment reset: make"
     assert report["beyond"]["reason"] == "environment reset: bad task"
+
+
+NO_TEXT = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+"""Generators whose tasks have no answer of one text."""
+
+
+def test_every_generator_of_reasoning_gym_gives_tasks_and_its_own_scores() -> None:
+    command = [str(python_with("reasoning_gym", *REASONING_GYM)), str(PROGRAMS / "play_reasoning_gym.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert set(report["refused"]) == {"composite"} and len(report["own"]) == 105 and report["prompts"] == 315
+    assert {name for name, score in report["own"].items() if score < 0.99} == NO_TEXT
+    assert max(report["none"].values()) < 0.5
+    assert report["levels"][0] < report["levels"][1] and report["system"] == "system" and report["again"]
+    words = [
+        "chain_sum are some",
+        "got terms",
+        "max_digits must be >= min_digits",
+        "whole number from 0",
+        "one of DeepSeek",
+    ]
+    assert all(word in told for word, told in zip(words, report["told"], strict=True)), report["told"]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import os
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,14 @@ from buffers.disk import replacing
 from buffers.errors import ScoreError, UnderstudyError
 from buffers.ledger.batches import read_rounds
 from buffers.ledger.encode import checked_score
-from buffers.ledger.episodes import read_task
 from buffers.ledger.reading.reader import LedgerReader
 from buffers.ledger.schema import UNREADABLE, is_owned
 from buffers.ledger.scores import score_history
+from buffers.ledger.tools.answers import Decode, answers
 from buffers.ledger.tools.doctor import findings
 from buffers.ledger.tools.export import export_parquet
-from buffers.records import ScoreDetail, Task
-from buffers.training_rows import ABORTED
+from buffers.records import ScoreDetail
 
-Decode = Callable[[list[int]], str]
 MAX_CONFIG_CHARACTERS, MAX_CONFIG_DEPTH = 1 << 17, 50
 _BACKUP_PAGES = 256
 
@@ -153,13 +151,13 @@ def backup(db: sqlite3.Connection, *, path: Path, options: argparse.Namespace) -
 
 def rescore(path: Path, *, options: argparse.Namespace, open_ledger: Callable[..., Any]) -> int:
     """One line of JSON for each scored episode; how many would change. `--revise` stores what is not trained yet."""
-    scorer, decode = _function(options.scorer), decoder(path, given=options.tokenizer)
+    scorer, decode = _function(options.scorer), decoder(path, given=options.tokenizer, plain=True)
     with closing(LedgerReader(path)) as reader, reader.read() as db:
-        stored = list(_answered(db, decode=decode))
+        stored = [each for each in answers(db, decode=decode) if each.score is not None and each.task is not None]
     found = []
-    for entry, task, answer in stored:
-        score = checked_score(scorer(task, answer), episode_id=entry["episode_id"])
-        found.append(entry | {"score": score})
+    for each in stored:
+        score = checked_score(scorer(each.task, each.answer), episode_id=each.episode_id)
+        found.append({"episode_id": each.episode_id, "group": each.group_state, "before": each.score, "score": score})
     for entry in found:
         print(json.dumps(entry))
     changed = [entry for entry in found if entry["score"] != entry["before"]]
@@ -175,8 +173,8 @@ def rescore(path: Path, *, options: argparse.Namespace, open_ledger: Callable[..
     return 0
 
 
-def decoder(path: Path, *, given: Path | None) -> Decode:
-    """Token ids -> text, by the tokenizer of the run's model."""
+def decoder(path: Path, *, given: Path | None, plain: bool = False) -> Decode:
+    """Token ids -> text, by the tokenizer of the run's model; `plain`: without control tokens."""
     file = given / "tokenizer.json" if given else tokenizer_file(path.parent)
     if file is None or not file.is_file():
         where = given or f"{path.parent} and its model.path"
@@ -184,7 +182,7 @@ def decoder(path: Path, *, given: Path | None) -> Decode:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(file))
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=plain))
 
 
 def tokenizer_file(run: Path) -> Path | None:
@@ -226,19 +224,6 @@ def _print_episode(db: sqlite3.Connection, episode_id: str, *, decode: Decode) -
         print(f"sampled {round_.sampled_ids.tolist()}\n        {decode(round_.sampled_ids.tolist())!r}")
     for told in score_history(db, episode_id=episode_id):
         print(f"-- score {told}")
-
-
-def _answered(db: sqlite3.Connection, *, decode: Decode) -> Iterator[tuple[dict[str, Any], Task, str]]:
-    """Each scored episode of a task with what the model said last, without the tokens that end it."""
-    found = db.execute(
-        "SELECT episode_id, score, grp.state, task_id FROM episode JOIN grp USING (group_id) "
-        "WHERE episode.state = 'scored' AND task_id IS NOT NULL ORDER BY seq"
-    ).fetchall()
-    for episode_id, before, group, task_id in found:
-        last = [each for each in read_rounds(db, episode_id=episode_id) if each.finish_reason != ABORTED][-1]
-        answer = decode(last.sampled_ids.tolist()).split("<|")[0]
-        entry = {"episode_id": episode_id, "group": group, "before": before}
-        yield entry, read_task(db, task_id=task_id), answer
 
 
 def _function(name: str) -> Callable[..., Any]:

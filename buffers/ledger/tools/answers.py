@@ -1,0 +1,109 @@
+"""What the model answered, as text: an episode's question, its last words and its score, for people.
+
+Called by `learner.evaluate`, by `learner.session` at the end of a run, and by `buffers.ledger.tools.cli`. Functions over a
+connection of `LedgerReader`.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from buffers.ledger.batches import read_rounds
+from buffers.ledger.episodes import read_task
+from buffers.records import Task
+from buffers.training_rows import ABORTED
+
+Decode = Callable[[list[int]], str]
+"""Token ids -> text."""
+LONGEST = 160
+"""Characters of a text in a line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One ended episode."""
+
+    episode_id: str
+    task: Task | None
+    answer: str
+    """What the policy said last, without control tokens; empty: nothing."""
+    score: float | None
+    reason: str | None
+    """Why it has no score."""
+    group_state: str
+    version: int | None
+    """That of the weights that answered first."""
+
+    @property
+    def question(self) -> str:
+        """The last message of the task's prompt."""
+        content = self.task.prompt[-1].get("content") if self.task is not None and self.task.prompt else None
+        parts = content if isinstance(content, list) else [content]
+        return " ".join(str(part.get("text", "") if isinstance(part, dict) else part or "") for part in parts)
+
+    def record(self) -> dict[str, Any]:
+        """It as JSON."""
+        task = self.task
+        return {
+            "episode_id": self.episode_id,
+            "task_id": task and task.task_id,
+            "data_source": task and task.data_source,
+            "question": self.question,
+            "answer": self.answer,
+            "truth": task and task.ground_truth,
+            "score": self.score,
+            "reason": self.reason,
+            "version": self.version,
+        }
+
+
+def answers(db: sqlite3.Connection, *, decode: Decode, tasks_of: str = "") -> Iterator[Answer]:
+    """Those of all ended episodes, in the order in which these were opened; `tasks_of`: of tasks whose id begins so."""
+    found = db.execute(
+        "SELECT episode_id, task_id, score, episode.reason, grp.state, version FROM episode JOIN grp USING (group_id) "
+        "WHERE episode.state IN ('scored', 'failed') AND substr(coalesce(task_id, ''), 1, ?) = ? ORDER BY seq",
+        (len(tasks_of), tasks_of),
+    ).fetchall()
+    for episode_id, task_id, score, reason, group_state, version in found:
+        rounds = [each for each in read_rounds(db, episode_id=episode_id) if each.finish_reason != ABORTED]
+        yield Answer(
+            episode_id=episode_id,
+            task=None if task_id is None else read_task(db, task_id=task_id),
+            answer=decode(rounds[-1].sampled_ids.tolist()) if rounds else "",
+            score=score,
+            reason=reason,
+            group_state=group_state,
+            version=version,
+        )
+
+
+def samples(found: Sequence[Answer], *, number: int) -> list[tuple[str, Answer]]:
+    """(why it is shown, answer) of some scored ones: the best, the worst, and some in between, each of another task."""
+    ranked = sorted((each for each in found if each.score is not None), key=lambda each: -(each.score or 0.0))
+    places = [round(place * (len(ranked) - 1) / max(1, number - 1)) for place in range(number)] if ranked else []
+    chosen: dict[str, tuple[str, Answer]] = {}
+    for place in dict.fromkeys(places):
+        each = ranked[place]
+        name = "best" if place == 0 else "worst" if place == len(ranked) - 1 else "drawn"
+        chosen.setdefault(each.task.task_id if each.task else each.episode_id, (name, each))
+    return list(chosen.values())
+
+
+def first_and_last(found: Sequence[Answer], *, number: int) -> list[tuple[Answer, Answer]]:
+    """Of some tasks the first answer and the last one, those first whose score has changed most."""
+    by_task = defaultdict[str, list[Answer]](list)
+    for each in found:
+        if each.task is not None and each.score is not None:
+            by_task[each.task.task_id].append(each)
+    pairs = [(own[0], own[-1]) for own in by_task.values() if len(own) > 1]
+    return sorted(pairs, key=lambda pair: -abs((pair[1].score or 0.0) - (pair[0].score or 0.0)))[:number]
+
+
+def in_a_line(text: str) -> str:
+    """The text in one line that is not too long, its end kept: there the answer is."""
+    words = " ".join(text.split())
+    return words if len(words) <= LONGEST else f"{words[: LONGEST // 3]} ... {words[-2 * LONGEST // 3 :]}"
