@@ -65,7 +65,7 @@ def test_every_generator_of_reasoning_gym_gives_tasks_and_its_own_scores() -> No
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert set(report["refused"]) == {"composite"} and len(report["own"]) == 105 and report["prompts"] == 315
     assert {name for name, score in report["own"].items() if score < 0.99} == NO_TEXT
-    assert max(report["none"].values()) < 0.5
+    assert sum(report["none"].values()) / 105 < 0.05
     assert report["levels"][0] < report["levels"][1] and report["system"] == "system" and report["again"]
     words = [
         "chain_sum are some",
