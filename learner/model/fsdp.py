@@ -170,13 +170,29 @@ def load_shards(module: nn.Module, *, shards: Shards) -> None:
 
 @contextmanager
 def swapped(module: nn.Module, *, shards: Shards) -> Iterator[None]:
-    """Runs the block with other weights, then puts the present ones back, which are meanwhile where the others are kept."""
-    present = clone_shards(module, device=shards[0].device)
-    load_shards(module, shards=shards)
+    """Runs the block with other weights, then puts the present ones back, which are meanwhile where the others are kept. Where
+    the others are as the present ones are, a parameter at a time is in memory once more, and else all of them."""
+    own = [parameter.detach().to_local() for parameter in trained(module)]
+    alike = all(one.dtype == other.dtype and one.device == other.device for one, other in zip(own, shards, strict=True))
+    present = [] if alike else clone_shards(module, device=shards[0].device)
+    if alike:
+        _exchange(own, shards)
+    else:
+        load_shards(module, shards=shards)
     try:
         yield
     finally:
-        load_shards(module, shards=present)
+        if alike:
+            _exchange(own, shards)
+        else:
+            load_shards(module, shards=present)
+
+
+def _exchange(own: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    for one, other in zip(own, others, strict=True):
+        before = one.clone()
+        one.copy_(other)
+        other.copy_(before)
 
 
 def local(tensor: Any) -> Tensor:

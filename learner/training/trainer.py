@@ -559,10 +559,11 @@ class Trainer:
         return torch.device("cpu") if self._config.keep_on == "host" else None
 
     def _remember(self, version: int) -> None:
-        """Keeps these weights for the steps in which they will be an older version."""
-        self._own.history[version] = self._kept_weights()
+        """Keeps these weights for the steps in which they will be an older version; those that are too old go first."""
         for old in [old for old in self._own.history if old <= version - self._keep_versions + 1]:
             del self._own.history[old]
+        if self._keep_versions > 1:
+            self._own.history[version] = self._kept_weights()
 
     def _recomputed(self, table: BatchTensors, *, version: int) -> tuple[Tensor, Tensor]:
         """[M] log-probabilities under the older version that sampled each token, of a share of the rows, where that version is
