@@ -454,7 +454,7 @@ class LearnerConfig(Section):
     epochs: PositiveInt = 1
     """Passes over a batch."""
     token_budget: PositiveInt = 8192
-    """Most tokens in one forward pass; rows are packed, without padding. Where it is not set, 2048 for a pretrained model on a
+    """Most tokens in one forward pass; rows are packed, without padding. Where it is not set, 1024 for a pretrained model on a
     CPU."""
     prefix_tree: bool = True
     """Compute what rows share from their start on (a prompt, the rounds before a branch) once, where that saves a tenth or more.

@@ -25,7 +25,7 @@ LORA_RATIO = 10.0
 WARM_START_RATE = 2e-5
 TOO_LARGE = 20.0
 """A rate so many times the default's is warned of."""
-CPU_TOKEN_BUDGET = 2048
+CPU_TOKEN_BUDGET = 1024
 """A CPU is as fast with micro-batches of this size as with larger ones, whose activations take gibibytes."""
 CACHE_SHARE = 0.05
 """Share of the machine's memory that the KV cache of a CPU takes at most, as a default."""
