@@ -39,9 +39,9 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 
 from benchmarks.chat_families import FAMILIES, Family, Refused
+from benchmarks.dialect_agents import DIALECTS, HABITS, TOOL, Agent
 from benchmarks.engines import output_of, server_of, settings_of
 from benchmarks.harness import parser_of, play
-from benchmarks.processes.dialect_agents import DIALECTS, HABITS, TOOL, Agent
 from buffers.ledger.ledger import Ledger
 from buffers.records import EpisodeScores, Round, Row, Task
 from buffers.training_rows import episode_rows

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.gpu import run_all
+from benchmarks import gpu
 from benchmarks.harness import ROOT, RunFailed, free_port
 from benchmarks.learner import compare, long_tailed_rows, measure_sides, shown
 from benchmarks.learner_sides import WAYS, Rows, equal_piles, make_trainer, padding_share, side_keys, timed_steps
@@ -98,7 +98,7 @@ def test_without_a_gpu_the_gpu_benchmark_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # on a machine with one it would run for an hour
-    assert run_all.main([]) == run_all.NO_GPU
+    assert gpu.main([]) == gpu.NO_GPU
     assert "benchmarks.gpu needs an NVIDIA GPU, got torch" in capsys.readouterr().err
 
 
@@ -115,8 +115,8 @@ def test_small_benchmarks_run_for_real(tmp_path: Path) -> None:
     assert report["speedup_vs_padded"] == padded["update_s"] / packed["update_s"]
     assert max(report[name] for name in report if name.startswith("grad_norm_difference")) < 1e-4
     assert 0.0 < report["share_of_matmul_rate"] < 1.0 and report["peak_memory_mb"] > 0.0
-    gpu = [sys.executable, "-m", "benchmarks.gpu.run_all", "--device", "cpu", "--json", str(path)]
-    done = subprocess.run(gpu, cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--json", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(path.read_text())
     assert report["failed"] == {} and report["fsdp"]["largest_difference"] == 0.0 and report["logprobs"]["max"] < 1e-4

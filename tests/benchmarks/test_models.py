@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import model_sides, models
+from benchmarks import models
 from benchmarks.learner_sides import stem_rows
 from benchmarks.models import ADAPTER, Work, apart, judged, sentence, totals
 from scripts.models_page import engine, given, older, row
@@ -123,7 +123,7 @@ def test_a_row_of_the_page_says_what_was_seen() -> None:
 def test_what_padding_costs_is_measured_in_turn() -> None:
     model = {"hidden": 64, "layers": 1, "ffn": 64, "heads": 2, "kv_heads": 1}
     batch = {"groups": 1, "rows": 4, "stem": 16, "tails": (4, 64)}
-    found = model_sides.padded_cost(repeats=3, model=model, batch=batch)
+    found = models.passes_cost(repeats=3, model=model, batch=batch)
     assert len(found["packed_s"]) == len(found["padded_s"]) == 3
     assert found["padded_cost"] == np.median(found["padded_s"]) / np.median(found["packed_s"]) > 0.0
 

@@ -1,4 +1,4 @@
-"""One server for `benchmarks.gateway`, in a process of its own: `python -m benchmarks.processes.gateway_server KIND SETTINGS_JSON`.
+"""One server for `benchmarks.gateway`, in a process of its own: `python -m benchmarks.gateway_server KIND SETTINGS_JSON`.
 
 KIND: `understudy` (MockedServer, ledger on disk, generation) or `vllm` (vLLM's own server as it is). Both have the same arguments
 of vLLM, and either the real engine or one that does nothing: it answers with the tokens that were asked for, at once, or one every
@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import server_of, settings_of
-from benchmarks.processes.paced_engine import WORD_ID, PacedEngine
+from benchmarks.engines import WORD_ID, PacedEngine, server_of, settings_of
 from buffers.ledger.ledger import Ledger
 from buffers.records import Task
 from configs.schema import ServerConfig
