@@ -1,4 +1,4 @@
-"""Rules of benchmarks/models.py, its processes and scripts/models_page.py: what becomes of a family, in report and page."""
+"""Rules of benchmarks/models.py, its processes and scripts/made_pages.py: what becomes of a family, in report and page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from benchmarks import models
 from benchmarks.learner_sides import stem_rows
 from benchmarks.models import ADAPTER, Work, apart, judged, sentence, totals
-from scripts.models_page import engine, given, older, row
+from scripts.made_pages import engine, given, older, row
 
 RIGHT: dict[str, Any] = {
     "end": "ok", "given": [], "dtype": "float32", "steps": 3, "max_logprob_diff": 3e-6, "mean_logprob_diff": 1e-6,
