@@ -31,9 +31,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import ROOT, RunFailed, call, parser_of, play, taken_s
-from buffers.ledger.encode import body_of, stored_round
+from buffers.ledger.encode import body_of, encode, stored_round
 from buffers.ledger.ledger import Ledger
-from buffers.ledger.round_codec import encode
 from buffers.ledger.schema import open_database
 from buffers.records import Round, Task
 from buffers.remote.ledger_server import LedgerServer

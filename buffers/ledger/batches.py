@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 
 from buffers.errors import LeaseError, UnderstudyError
+from buffers.ledger.encode import decode
 from buffers.ledger.episodes import evict_group, read_episode
 from buffers.ledger.group_commit import operation
-from buffers.ledger.round_codec import decode
 from buffers.ledger.scores import scores_of
 from buffers.records import EpisodeState, Round, Row, TrainBatch
 from buffers.training_rows import episode_rows

@@ -27,8 +27,7 @@ from buffers.errors import EpisodeError, UnderstudyError
 from buffers.ledger import batches, checkpoints, episodes, scores, validation
 from buffers.ledger.encode import checked_score, stored_round, task_payload
 from buffers.ledger.episodes import ClosedEpisode, StoredRound
-from buffers.ledger.group_commit import DEFAULT_RULES, GroupCommit, Rules, rules_of
-from buffers.ledger.refusals import why_not_stored
+from buffers.ledger.group_commit import DEFAULT_RULES, GroupCommit, Rules, rules_of, why_not_stored
 from buffers.ledger.schema import open_database
 from buffers.records import Episode, EpisodeState, Position, Round, ScoreDetail, Task, TrainBatch, UInt8, Validated
 

@@ -17,11 +17,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from buffers.ledger import episode_views
 from buffers.ledger.batches import read_rounds
-from buffers.ledger.reading import episodes, round_causes
-from buffers.ledger.reading.branches import NOT_SAMPLED, Branch, Window, branches_of, num_trained, window_of
-from buffers.ledger.reading.episodes import EpisodeFilter, EpisodeView, FilterError
-from buffers.ledger.reading.round_causes import ANY_BREAK, CAUSES
+from buffers.ledger.branches import (
+    ANY_BREAK,
+    CAUSES,
+    MEANT,
+    NOT_SAMPLED,
+    Branch,
+    Window,
+    branches_of,
+    causes_of,
+    num_trained,
+    window_of,
+)
+from buffers.ledger.episode_views import EpisodeFilter, EpisodeView, FilterError
 from buffers.records import Round
 from buffers.training_rows import CUT
 from learner.page.conversation import MOST_TOKENS, Turn, packed, pieces_of, turns_of, with_text
@@ -142,8 +152,8 @@ class RunPages(RunView):
         """All of an episode but its texts and tokens. Raises Unknown."""
         one, opened = self._read(query)
         with self.ledger() as db:
-            members = [each.episode_id for each in episodes.episodes_of(db, group_id=one.group_id)]
-            task = episodes.task_of(db, task_id=one.task_id)
+            members = [each.episode_id for each in episode_views.episodes_of(db, group_id=one.group_id)]
+            task = episode_views.task_of(db, task_id=one.task_id)
             told = db.execute(_SCORES, (one.episode_id,)).fetchall()
         place = members.index(one.episode_id)
         scores = [
@@ -240,16 +250,16 @@ class RunPages(RunView):
         number = query.number("branch", 0, most=MOST_BRANCHES)
         _, opened = self._read(query)
         if not 0 <= number < len(opened.branches):
-            raise episodes.Unknown(
+            raise episode_views.Unknown(
                 f"branch must be one of the episode's {len(opened.branches)}, got {number}; they begin at 0"
             )
         return opened, opened.branches[number]
 
-    def _read(self, query: Query) -> tuple[episodes.EpisodeView, Opened]:
+    def _read(self, query: Query) -> tuple[episode_views.EpisodeView, Opened]:
         """The episode as it is now, with its rounds."""
         episode_id = query.text("episode")
         with self.ledger() as db:
-            one = episodes.episode(db, episode_id=episode_id)
+            one = episode_views.episode(db, episode_id=episode_id)
             (last,) = db.execute("SELECT max(rowid) FROM round WHERE episode_id = ?", (episode_id,)).fetchone()
             key = (episode_id, one.state, one.step, last)
             with self._lock:
@@ -257,7 +267,7 @@ class RunPages(RunView):
                     self._opened.move_to_end(key)
                     return one, opened
             rounds = read_rounds(db, episode_id=episode_id)
-        causes = round_causes.causes_of([(r.round_index, r.parent, r.finish_reason, r.memo) for r in rounds])
+        causes = causes_of([(r.round_index, r.parent, r.finish_reason, r.memo) for r in rounds])
         figures = {} if one.step is None else read_figures(self.folder, step=one.step, episode_id=episode_id)
         opened = Opened(rounds=rounds, branches=branches_of(rounds), causes=causes, figures=figures)
         with self._lock:
@@ -318,7 +328,7 @@ def _rounds(opened: Opened, *, scores: list[dict[str, Any]], meanings: Mapping[s
             "versions": np.unique(each.versions).tolist(),
             "mean_logprob": float(each.logprobs.mean()) if len(each.logprobs) else None,
             "cause": (cause := opened.causes.get(each.round_index)),
-            "cause_expected": cause in round_causes.MEANT,
+            "cause_expected": cause in MEANT,
             "cause_sentence": meanings.get(cause or "", ""),
             "scores": by_round.get(each.round_index, []),
         }

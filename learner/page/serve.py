@@ -29,8 +29,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from buffers.errors import UnderstudyError
-from buffers.ledger.reading.episodes import FilterError, Unknown
-from buffers.ledger.reading.reader import LedgerUnreadable
+from buffers.ledger.episode_views import FilterError, Unknown
+from buffers.ledger.reader import LedgerUnreadable
 from buffers.wire.address import is_loopback
 from learner.page import reports
 from learner.page.access import OPEN, Access

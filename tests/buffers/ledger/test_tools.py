@@ -12,8 +12,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from buffers.ledger.cli import main
 from buffers.ledger.ledger import Ledger
-from buffers.ledger.tools.cli import main
 from buffers.records import ScoreDetail
 from tests.support.buffer_parts import make_ready, make_round, open_running
 

@@ -23,13 +23,13 @@ import yaml
 from buffers.disk import replacing
 from buffers.errors import ScoreError, UnderstudyError
 from buffers.ledger.batches import read_rounds
+from buffers.ledger.doctor import findings
 from buffers.ledger.encode import checked_score
 from buffers.ledger.episodes import read_task
-from buffers.ledger.reading.reader import LedgerReader
+from buffers.ledger.export import export_parquet
+from buffers.ledger.reader import LedgerReader
 from buffers.ledger.schema import UNREADABLE, is_owned
 from buffers.ledger.scores import score_history
-from buffers.ledger.tools.doctor import findings
-from buffers.ledger.tools.export import export_parquet
 from buffers.records import ScoreDetail, Task
 from buffers.training_rows import ABORTED
 
