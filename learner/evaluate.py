@@ -137,8 +137,7 @@ def _main(arguments: argparse.Namespace) -> int:
 
 def _evaluate(config: Config, *, weights: str, limit: int | None, prepare: Callable[[], None]) -> int:
     from learner.pipeline import Pipeline
-    from learner.reporting.display import Display, Terminal
-    from learner.reporting.summary import write_summary
+    from learner.reporting.display import Display, Terminal, write_summary
     from learner.reporting.tracker import Tracker
     from learner.session import in_words, own_terminal, supervise
     from learner.startup.run_folder import EVALUATION, LOG, claimed, write_config

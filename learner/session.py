@@ -24,9 +24,8 @@ from configs.child_processes import python_path
 from configs.schema import Config
 from learner.pipeline import Pipeline
 from learner.recovery.at_once import SIGNALS, signals_end_at_once
-from learner.reporting.display import Display, Terminal
+from learner.reporting.display import Display, Terminal, reward_curve_png, sparkline, summary_table, write_summary
 from learner.reporting.run_metrics import OTHER_CLASS, OTHER_CLASS_ARGUMENT
-from learner.reporting.summary import reward_curve_png, reward_curve_text, summary_table, write_summary
 from learner.reporting.tracker import Tracker
 from learner.startup.run_folder import CONFIG, LEDGER, LOG, check_resumed, claimed, write_config
 
@@ -249,7 +248,7 @@ def report(console: Terminal, rewards: list[float], *, summary: dict[str, Any], 
     """The reward curve in the terminal and as PNG, and the table of the figures that a person looks for first."""
     optimum = summary["reward_optimum"]
     reward_curve_png(folder / "reward.png", rewards, optimum=optimum, title=f"{summary['name']}: mean reward per step")
-    console.print(reward_curve_text(rewards, optimum=optimum), highlight=False)
+    console.print(f"reward {sparkline(rewards, width=60, top=optimum)}", highlight=False)
     shown = {
         name: value
         for name, value in summary.items()

@@ -63,7 +63,7 @@ OWNERS = {
     },
     "zmq": {"buffers/wire/*.py"},
     "peft": {"learner/model/lora.py"},
-    "matplotlib": {"learner/reporting/summary.py"},
+    "matplotlib": {"learner/reporting/display.py"},
     "tensorboard": {"learner/reporting/tracker.py"},
     "wandb": {"learner/reporting/tracker.py"},
     "mlflow": {"learner/reporting/tracker.py"},
