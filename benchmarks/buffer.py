@@ -148,11 +148,11 @@ SECRET = b"benchmark" * 4
 BATCH = 64
 
 
-def row(episode_id: str, *, tokens: int, index: int = 0) -> Round:
+def row(episode_id: str, *, tokens: int) -> Round:
     sampled = tokens - tokens // 4
     return Round(
         episode_id=episode_id,
-        round_index=index,
+        round_index=0,
         parent=None,
         tail_ids=np.arange(tokens - sampled, dtype=np.int32),
         sampled_ids=np.arange(sampled, dtype=np.int32),

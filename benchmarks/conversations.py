@@ -47,7 +47,7 @@ from buffers.records import EpisodeScores, Round, Row, Task
 from buffers.training_rows import episode_rows
 from configs.schema import ServerConfig
 from learner.startup.model_and_tasks import plain_folder
-from mocked_server.check.scripted_replies import LINE
+from mocked_server.check.report import LINE
 from mocked_server.check.vllm_scripted_engine import REHEARSAL_ARGUMENTS, TrialEngine, max_logprob_diff, spelled
 from mocked_server.generation import Generation
 from mocked_server.vllm.engine import VLLMEngine

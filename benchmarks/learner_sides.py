@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,12 +49,6 @@ def equal_piles(lengths: np.ndarray, *, rows: Sequence[int], token_budget: int) 
     """Micro-batches of one size, in the rows' order: as many rows as fit the budget when all are as long as the longest."""
     size = max(1, token_budget // int(lengths[list(rows)].max()))
     return [list(rows[start : start + size]) for start in range(0, len(rows), size)]
-
-
-def padding_share(lengths: np.ndarray, *, piles: Sequence[Sequence[int]]) -> float:
-    """Share of the tokens computed that are padding."""
-    computed = sum(len(pile) * int(lengths[list(pile)].max()) for pile in piles)
-    return 1.0 - sum(int(lengths[list(pile)].sum()) for pile in piles) / computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,27 +174,13 @@ def side_keys(way: str, *, token_budget: int, gradient_checkpointing: bool) -> d
 
 
 def timed_steps(trainer: Trainer, *, batch: TrainBatch, steps: int) -> list[dict[str, float]]:
-    """Seconds of each step and of its update alone, the CPU seconds of this process, and the gradient norm."""
+    """Seconds of each step and of its update alone, and the gradient norm."""
     done = []
     for _ in range(steps + 1):
-        cpu_s = time.process_time()
         metrics = trainer.train_step(batch, version=0)  # the same batch each time, never too old
         whole_s, prepare_s = metrics["time/train_s"], metrics["time/prepare_s"]
-        figures = {"step_s": whole_s, "update_s": whole_s - prepare_s, "cpu_s": time.process_time() - cpu_s}
-        done.append(figures | {"grad_norm": metrics["policy/grad_norm"]})
+        done.append({"step_s": whole_s, "update_s": whole_s - prepare_s, "grad_norm": metrics["policy/grad_norm"]})
     return done
-
-
-def computed_padding(rows: Rows, *, way: str, token_budget: int) -> float:
-    if way == "packed":
-        return 0.0
-    everything = range(len(rows.lengths))
-    if way == "padded":
-        piles = equal_piles(rows.lengths, rows=everything, token_budget=token_budget)
-    else:
-        padded = PaddedSequences(rows.sequences())
-        piles = [pile for (pile,) in padded.plan(everything, num_ranks=1, token_budget=token_budget)]
-    return padding_share(rows.lengths, piles=piles)
 
 
 def train(
@@ -218,5 +197,4 @@ def train(
         "warm_up": warm,
         "steps": timed,
         "peak_memory_mb": torch.cuda.max_memory_allocated() / MIB if on_gpu else most_resident_mb() - before,
-        "padding_share": computed_padding(given, way=way, token_budget=token_budget),
     }

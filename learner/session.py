@@ -248,7 +248,7 @@ def report(console: Terminal, rewards: list[float], *, summary: dict[str, Any], 
     """The reward curve in the terminal and as PNG, and the table of the figures that a person looks for first."""
     optimum = summary["reward_optimum"]
     reward_curve_png(folder / "reward.png", rewards, optimum=optimum, title=f"{summary['name']}: mean reward per step")
-    console.print(f"reward {sparkline(rewards, width=60, top=optimum)}", highlight=False)
+    console.print(f"reward {sparkline(rewards, top=optimum)}", highlight=False)
     shown = {
         name: value
         for name, value in summary.items()

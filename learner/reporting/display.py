@@ -51,7 +51,7 @@ class Terminal(Console):
 
 logger = logging.getLogger(__name__)
 
-BARS = "▁▂▃▄▅▆▇█"
+BARS, WIDTH = "▁▂▃▄▅▆▇█", 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +195,7 @@ class Display:
         rows.add_row("step", bar)
         if shown.rewards:
             rows.add_row("reward", Text(self._reward(shown)))
-            rows.add_row("", Text(sparkline(shown.rewards, width=60, top=self._optimum), style="cyan"))
+            rows.add_row("", Text(sparkline(shown.rewards, top=self._optimum), style="cyan"))
             rows.add_row("staleness", Text(f"mean {shown.mean_lag:.2f}   max {shown.max_lag:.0f} versions"))
             rows.add_row("speed", Text(f"{shown.tokens_per_s:,.0f} tokens/s   {shown.step_times_s[-1]:.2f} s/step"))
         rows.add_row(
@@ -238,9 +238,9 @@ class Display:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def sparkline(values: Sequence[float], *, width: int, top: float | None) -> str:
-    """The last `width` values as bars, from 0 (or the lowest value) to `top` (or the highest value)."""
-    part = values[-width:]
+def sparkline(values: Sequence[float], *, top: float | None) -> str:
+    """The last WIDTH values as bars, from 0 (or the lowest value) to `top` (or the highest value)."""
+    part = values[-WIDTH:]
     low = min(0.0, *part)
     span = max(*part, low if top is None else top) - low or 1.0
     return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in part)

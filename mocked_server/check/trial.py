@@ -2,7 +2,7 @@
 
 Called by `mocked_server.check.__main__`. The agent is started in an empty folder, with the environment that training gives it
 and its task on standard input. The model calls tools that the agent offers, with made-up arguments, then answers; see
-`scripted_replies`. Its environment is a stand-in.
+`line_for`. Its environment is a stand-in.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from buffers.tasks.task_pool import TaskPool
 from buffers.training_rows import episode_rows
 from configs.child_processes import clean_environment
 from configs.schema import RolloutConfig, ServerConfig
-from mocked_server.check.report import Report, TrialObservations, features_of, make_report
-from mocked_server.check.scripted_replies import LINE, StandInEnvironment, line_for
+from mocked_server.check.report import ENV_ANSWER, LINE, Report, TrialObservations, features_of, line_for, make_report
 from mocked_server.gemini.chat_request import generation_of
 from mocked_server.generation import Generation
 from mocked_server.http.dialects import CHAT, GEMINI_ROUTES, GEMINI_STREAM
@@ -158,7 +157,8 @@ async def check(
 
 @asynccontextmanager
 async def trial_server() -> AsyncIterator[AgentTrial]:
-    """A server with a tiny model that says what `scripted_replies` chose. Raises UnderstudyError when it does not start."""
+    """A server with a tiny model that says what `mocked_server.check.report` chose. Raises UnderstudyError when it does not
+    start."""
     from transformers import AutoTokenizer
 
     from configs.tiny_model import make_tiny_model
@@ -265,3 +265,55 @@ def _copy(reading: int, sink: int) -> str:
             os.write(sink, chunk)
             last = (last + chunk)[-LAST_BYTES:]
     return last.decode(errors="replace")
+
+
+# An environment that says yes to everything, for an agent that is tried out: what `ENV_ADDRESS` names in `mocked_server.check`.
+# The real one (`env.command`) is not started there: its scores mean nothing for a model that says made-up words. Each HTTP
+# request is answered with 200 and `ENV_ANSWER`, each other line with `ENV_ANSWER` as a line.
+
+METHODS = (b"GET ", b"POST ", b"PUT ", b"PATCH ", b"DELETE ", b"HEAD ", b"OPTIONS ")
+MAX_BODY_BYTES = 1 << 24
+
+
+class StandInEnvironment:
+    """`num_messages`: how many it has answered."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.num_messages = 0
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[StandInEnvironment]:
+        """Serve on a free port of loopback until the context ends."""
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=MAX_BODY_BYTES)
+        host, port = server.sockets[0].getsockname()
+        self.address = f"{host}:{port}"
+        try:
+            yield self
+        finally:
+            server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, ValueError, EOFError):  # the agent left, or speaks something else
+            while line := await reader.readline():
+                self.num_messages += 1
+                body = json.dumps(ENV_ANSWER).encode()
+                if line.startswith(METHODS):
+                    await _read_request(reader)
+                    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+                    writer.write(head.encode() + body)
+                else:
+                    writer.write(body + b"\n")
+                await writer.drain()
+        writer.close()
+
+
+async def _read_request(reader: asyncio.StreamReader) -> None:
+    """The rest of its head, and its body."""
+    length = 0
+    while (header := (await reader.readline()).strip()) != b"":
+        name, _, value = header.partition(b":")
+        if name.lower() == b"content-length":
+            length = int(value)
+    if length:
+        await reader.readexactly(min(length, MAX_BODY_BYTES))
